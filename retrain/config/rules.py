@@ -28,6 +28,7 @@ def environment_rules(config: Config) -> Iterator[Finding]:
         for key, value, default in (
             ("data.source", config.data.source, "arithmetic"),
             ("reward.type", config.reward.type, "match"),
+            ("audit.type", config.audit.type, "off"),
         ):
             if value != default:
                 what = "problems" if key == "data.source" else "rewards"
@@ -384,6 +385,16 @@ def data_rules(config: Config) -> Iterator[Finding]:
         yield no_effect("data.levels", "data.source", data.source, 'remove the line, or source = "arithmetic"')
 
 
+def audit_rules(config: Config) -> Iterator[Finding]:
+    """The audit's score has its name for itself."""
+    if config.audit.wanted and "audit" in {part.shown_name for part in (config.reward, *config.reward.components)}:
+        yield Finding(
+            ("reward.name", "audit.type"),
+            'is "audit", which is what the score of [audit] is called',
+            'name = "own"',
+        )
+
+
 def maxrl_rules(config: Config) -> Iterator[Finding]:
     """Some advantages, such as MaxRL, are defined for rewards in [0, 1] alone."""
     reward, mode = config.reward, config.algorithm.advantage_mode
@@ -392,6 +403,9 @@ def maxrl_rules(config: Config) -> Iterator[Finding]:
     if reward.type == "reward_model":
         what = f'is "reward_model", whose scores may lie outside [0, 1], for which {mode} is not defined'
         yield Finding(("reward.type", "algorithm.advantage_mode"), what, 'advantage_mode = "grpo"', warning=True)
+    if reward.type == "rubric" and any(each.weight_number < 0 for each in reward.criteria):
+        what = f"has negative weights: totals can lie below 0, for which {mode} is not defined"
+        yield Finding(("reward.criteria", "algorithm.advantage_mode"), what, 'advantage_mode = "grpo"')
     if reward.type != "weighted":
         return
     if any(part.weight < 0 or part.offset != 0 for part in reward.components) or (
@@ -561,6 +575,7 @@ RULES = (
     sepa_rules,
     data_rules,
     maxrl_rules,
+    audit_rules,
     set_rules,
     backpressure_rules,
     squeeze_rules,

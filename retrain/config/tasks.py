@@ -343,6 +343,28 @@ class Reward(Grader):
             )
 
 
+class Audit(Grader):
+    """A second grader, which looks at what [reward] pays for and never trains: where the reward rises and this falls,
+    the reward is hacked. Its score is recorded as `rewards/audit/mean`, in held-out evaluations as
+    `eval/<name>/audit`, and with each rollout."""
+
+    role: ClassVar[Role] = Role.RECORDS
+
+    type: Literal["off", "match", "math", "format", "judge", "rubric", "custom", "reward_model"] = "off"
+    """`off`: none; else as in [reward], whose `timeout_s` and `workers` hold here too."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is one."""
+        return self.type != "off"
+
+    def findings(self) -> Iterator[Finding]:
+        """It has what it needs, and nothing that it would ignore."""
+        yield from _grader_findings(self, self.type, "audit")
+        if self.name is not None:
+            yield Finding(("audit.name",), "has no effect: its score is called audit", "remove the line")
+
+
 PROVIDERS = ("reasoning_gym", "verifiers", "openenv", "textarena")
 """Libraries whose environments run unchanged."""
 

@@ -436,6 +436,7 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("eval/<name>/ci_low", "lower end of the 95 % interval of correct_rate, clustered by problem", "share"),
     _metric("eval/<name>/ci_high", "upper end of that interval", "share"),
     _metric("eval/<name>/reward_mean", "mean total reward", "reward"),
+    _metric("eval/<name>/audit", "mean score of the audit, which never trains (with `[audit]`)", "reward", "rising"),
     _metric("eval/<name>/problems", "problems evaluated", "problems"),
     _metric("eval/<name>/failed", "answers that could not be graded; they count as not correct", "answers", "0"),
     _metric("eval/<name>/mean_length", "mean tokens of an answer", "tokens"),
@@ -464,7 +465,7 @@ SECTIONS: dict[str, list[Metric]] = {
 METRICS: tuple[Metric, ...] = tuple(metric for metrics in SECTIONS.values() for metric in metrics)
 BY_KEY: dict[str, Metric] = {metric.key: metric for metric in METRICS}
 _OF_EVALUATION = [key.removeprefix("eval/<name>/") for key in BY_KEY if key.startswith("eval/<name>/")]
-EVAL_STATISTICS = tuple(name for name in _OF_EVALUATION if "<tag>" not in name and "@" not in name)
+EVAL_STATISTICS = tuple(name for name in _OF_EVALUATION if "<tag>" not in name and "@" not in name and name != "audit")
 
 
 def row_metrics(context: RunContext) -> list[Metric]:

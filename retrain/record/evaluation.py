@@ -20,6 +20,7 @@ from retrain.maths.statistics import Interval, accuracy_interval
 from retrain.record.catalogue import EVAL_STATISTICS
 from retrain.record.context import RunContext
 from retrain.record.samples import Samples, collect, mean
+from retrain.rewards.audit import AUDIT
 from retrain.rewards.extract import normalise
 from retrain.rewards.rules import answer_text
 from retrain.types import EvalRecord, Group, Rollout
@@ -31,11 +32,11 @@ VOTE_CHARACTERS = 1000
 """Characters of an answer that a vote compares."""
 
 
-def eval_row(record: EvalRecord, tags: tuple[str, ...] = (), strict: bool = True) -> Row:
+def eval_row(record: EvalRecord, tags: tuple[str, ...] = (), strict: bool = True, audited: bool = False) -> Row:
     """The numbers of one held-out evaluation under ``eval/<name>/…``, intervals clustered by problem.
 
     ``tags`` are those that the data may have: their keys are there even when no problem has them. ``strict`` says
-    which answers a vote counts (``answer_of``).
+    which answers a vote counts (``answer_of``), ``audited`` whether there is a second grader.
     """
     samples = collect(record.groups)
     prefix = f"eval/{record.name}"
@@ -54,6 +55,8 @@ def eval_row(record: EvalRecord, tags: tuple[str, ...] = (), strict: bool = True
         "max_token_hit_rate": samples.cut_off,
     }
     row: Row = {f"{prefix}/{name}": numbers[name] for name in EVAL_STATISTICS}
+    if audited:
+        row[f"{prefix}/{AUDIT}"] = mean(samples.parts.get(AUDIT, np.empty(0)))
     n = min((len(group.rollouts) for group in record.groups), default=record.samples)
     row |= {f"{prefix}/{key}": value for key, value in _at_k(record.groups if graded else [], n, strict).items()}
     for tag in sorted({*tags, *(tag for own in samples.tags for tag in own)}):
@@ -73,7 +76,8 @@ def empty_evaluation(context: RunContext) -> Row:
     row: Row = {}
     for each in context.config.evaluated:
         nothing = EvalRecord(each.recorded_name, 0, [], each.sampling.temperature, each.samples, seconds=0.0)
-        row |= dict.fromkeys(eval_row(nothing, context.tags_of(each.recorded_name)))
+        tags = context.tags_of(each.recorded_name)
+        row |= dict.fromkeys(eval_row(nothing, tags, audited=context.config.audit.wanted))
     return row
 
 

@@ -176,7 +176,8 @@ class RunRecorder:
         the update of row n has step n + 1. When two of them meet in one row (the first), the later one stands there.
         """
         self.start()
-        row = eval_row(record, self.context.tags_of(record.name), self.context.config.reward.strict_answers)
+        config = self.context.config
+        row = eval_row(record, self.context.tags_of(record.name), config.reward.strict_answers, config.audit.wanted)
         self._evaluations.update(row)
         started = time.time() - record.seconds
         self._files.write(lambda: self._write_eval(record, row, started))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.config import tasks
+from retrain.rewards.audit import AuditedReward
 from retrain.rewards.base import Grader, Reward
 from retrain.rewards.custom import CustomReward
 from retrain.rewards.endpoint import Endpoint
@@ -30,9 +31,12 @@ class _Shared:
 
 
 def build_grader(
-    section: tasks.Reward, base_dir: Path | None = None, device: Callable[[], object] = lambda: "cpu"
+    section: tasks.Reward,
+    base_dir: Path | None = None,
+    device: Callable[[], object] = lambda: "cpu",
+    audit: tasks.Audit | None = None,
 ) -> Grader:
-    """The grader of a valid ``[reward]`` section.
+    """The grader of a valid ``[reward]`` section, with the ``[audit]`` where one is wanted.
 
     ``base_dir`` is the folder of the TOML: relative paths and modules are looked up there, then in the current
     directory. ``device`` is asked for the torch device of a reward model, where there is one. Raises MissingExtra,
@@ -40,12 +44,17 @@ def build_grader(
     """
     limits = {"workers": section.workers, "timeout_s": section.timeout_s}
     shared = _Shared(base_dir, limits, section.reward_batch, device)
-    if section.type == "weighted":
-        return Grader(_weighted(section.components, shared))
-    return Grader(_reward(section, shared))
+    reward = _weighted(section.components, shared) if section.type == "weighted" else _reward(section, shared)
+    if audit is None or not audit.wanted:
+        return Grader(reward)
+    try:
+        return Grader(AuditedReward(reward, _reward(audit, shared)))
+    except BaseException:
+        reward.close()  # which may have started workers
+        raise
 
 
-def _reward(section: tasks.Reward | tasks.RewardComponent, shared: _Shared) -> Reward:
+def _reward(section: tasks.Reward | tasks.RewardComponent | tasks.Audit, shared: _Shared) -> Reward:
     """A reward that is not ``weighted``. A component has its name, and what [reward] says for all."""
     limits, base_dir = shared.limits, shared.base_dir
     if section.type == "format":

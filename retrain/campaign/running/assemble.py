@@ -53,6 +53,7 @@ from retrain.record.environment import SystemInfo, module_hashes, run_facts
 from retrain.record.observer import Observer
 from retrain.record.recorder import RunRecorder
 from retrain.rewards import Grader, build_grader
+from retrain.rewards.audit import AUDIT
 from retrain.run import DataCursor, Run
 from retrain.tokenizer import Tokenizer
 from retrain.trainer import Cohort
@@ -86,7 +87,8 @@ def assemble(
     # What is quick to read comes before the weights, which may take minutes.
     rewards = {spec.config.reward.grading: spec.config.reward for spec in specs}
     device = partial(resolve_device, first.backend.device)
-    graders = {key: stack.enter_context(build_grader(reward, folder, device)) for key, reward in rewards.items()}
+    build = partial(build_grader, base_dir=folder, device=device, audit=first.audit)
+    graders = {key: stack.enter_context(build(reward)) for key, reward in rewards.items()}
     data = data_of(first, folder)
     if _is_local(first):
         files = bases.look(first)
@@ -360,6 +362,7 @@ def _recorder(shared: _Shared, spec: RunSpec, grader: Grader, environment: Envir
     """What writes the run's directory, with all that its rows and charts need to know of it."""
     plugins, tasks = _declared_ranges(spec.config, shared.folder, grader, environment)
     graded = grader.names if spec.config.environment.provider is None else ()
+    graded = (*graded, AUDIT) if spec.config.audit.wanted else graded
     context = RunContext(
         condition=spec.label,
         run_id=spec.run_id,

@@ -1,0 +1,44 @@
+"""The audit: a second grader that looks at what the first one pays for, and never trains.
+
+Its score goes into the sample metrics of a result, as ``audit``, which are recorded and reach no advantage. Whatever
+goes wrong with it costs that number alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from retrain.rewards.base import Item, Reward, failed
+from retrain.types import RewardResult
+
+AUDIT = "audit"
+"""Name of its score among the sample metrics; what else it found has this before its own name."""
+
+
+class AuditedReward(Reward):
+    """``reward``, with what ``audit`` says of the same completions beside."""
+
+    def __init__(self, reward: Reward, audit: Reward):
+        self.reward, self.audit = reward, audit
+        self.name = reward.name
+        self.names: tuple[str, ...] = tuple(getattr(reward, "names", (reward.name,)))
+        own = {AUDIT if name == "reward" else f"{AUDIT}/{name}": limits for name, limits in audit.ranges.items()}
+        self.ranges = {**reward.ranges, **own}
+
+    def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
+        """What ``reward`` gives, each with the audit's numbers; None where the audit has none."""
+        results = self.reward.grade_all(items)
+        try:
+            audited = self.audit.grade_all(items)
+        except Exception as error:  # an audit costs its own number, never the run
+            audited = [failed(str(error))] * len(items)
+        for result, beside in zip(results, audited, strict=True):
+            found = {AUDIT: beside.total_reward}
+            found |= {f"{AUDIT}/{name}": value for name, value in beside.sample_metrics.items()}
+            result.sample_metrics = {**result.sample_metrics, **found}
+        return results
+
+    def close(self) -> None:
+        """Close both."""
+        self.reward.close()
+        self.audit.close()
