@@ -13,6 +13,10 @@ from test_judge import server as judging  # noqa: F401  the fixture
 from toycampaign import StopAfter, campaign, toy_world
 from worker_cases import contents
 
+from retrain.campaign.judging.audited import audited
+from retrain.campaign.judging.pooling import conclude
+from retrain.campaign.judging.report import write_report
+from retrain.campaign.judging.results import RunResult
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load, parse_dict
 from retrain.errors import ConfigError
@@ -219,3 +223,79 @@ def test_a_reward_that_is_hacked_shows(tmp_path, judging):  # noqa: F811
     assert after["eval/heldout/audit"] < before["eval/heldout/audit"] - 0.1
     rows = read_jsonl(run / "metrics.jsonl")
     assert rows[-1]["rewards/rubric/sure/mean"] > rows[0]["rewards/rubric/sure/mean"] + 0.2
+
+
+# -- what the curves say -----------------------------------------------------------------------------------------------
+
+
+def run_of(seed: int, reward: list[float], audit: list[float | None], label: str = "a") -> RunResult:
+    evaluations = [
+        {"step": 10 * i, "name": "heldout", "eval/heldout/reward_mean": r, "eval/heldout/audit": a}
+        for i, (r, a) in enumerate(zip(reward, audit, strict=True))
+    ]
+    return RunResult(f"{label}_{seed}", label, seed, "done", None, Path(), (0, seed), evaluations=evaluations)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "audits", "standing", "step"),
+    [
+        ([[0.2, 0.5, 0.9], [0.2, 0.6, 0.8]], [[0.5, 0.4, 0.1], [0.5, 0.5, 0.2]], "hacked", 10),
+        ([[0.2, 0.5, 0.9], [0.2, 0.6, 0.8]], [[0.5, 0.6, 0.1], [0.5, 0.7, 0.2]], "hacked", 20),
+        ([[0.2, 0.5, 0.9], [0.2, 0.6, 0.8]], [[0.5, 0.6, 0.8], [0.5, 0.6, 0.9]], "together", None),
+        ([[0.2, 0.5, 0.9], [0.2, 0.6, 0.8]], [[0.5, 0.6, 0.4], [0.5, 0.6, 0.6]], "apart", None),
+        ([[0.2, 0.5, 0.1], [0.2, 0.6, 0.2]], [[0.5, 0.6, 0.4], [0.5, 0.6, 0.4]], "unpaid", None),
+        ([[0.2, 0.5, 0.9]], [[0.5, 0.4, 0.1]], "cannot tell", 10),
+    ],
+)
+def test_what_two_curves_say(rewards, audits, standing, step):
+    several = 1 if len(rewards) == 1 else 4
+    runs = [run_of(seed, *pair) for seed, pair in enumerate(several * list(zip(rewards, audits, strict=True)))]
+    (found,) = audited(runs, ["a"])
+    assert (found.standing, found.step, found.seeds) == (standing, step, len(runs))
+    assert found.sentence.startswith("a: ")
+    assert ("hacked" in found.sentence) == (standing == "hacked")
+
+
+def test_the_numbers_are_the_change_within_a_seed():
+    """Two seeds that begin apart and change alike: t with one degree of freedom, by hand."""
+    runs = [run_of(1, [0.0, 0.4], [0.9, 0.5]), run_of(2, [0.5, 1.0], [0.4, -0.2])]
+    (found,) = audited(runs, ["a"])
+    assert found.reward.mean == pytest.approx(0.45)
+    assert found.audit.mean == pytest.approx(-0.5)
+    assert found.reward.low == pytest.approx(0.45 - 12.7062 * 0.05, abs=1e-4)
+    assert found.audit.high == pytest.approx(-0.5 + 12.7062 * 0.1, abs=1e-4)
+
+
+def test_without_an_audit_there_is_nothing_to_say():
+    assert audited([run_of(1, [0.1, 0.2], [None, None])], ["a"]) == []
+    assert audited([run_of(1, [0.1], [0.2])], ["a"]) == []
+    unfinished = run_of(1, [0.1, 0.2], [0.1, 0.2])
+    unfinished.state = "running"
+    assert audited([unfinished], ["a"]) == []
+
+
+def test_the_report_and_the_table_say_it(tmp_path, toy):
+    """And nothing of a condition of which it is not so."""
+    path = campaign(tmp_path, toy, steps=2)
+    outcome = launch(load(path, [*QUIET, "audit.type=format"]), tmp_path / "out", NullObserver())
+    assert outcome.exit_status == 0
+    assert "hacked" not in outcome.summary["comparison"]["note"]
+    for seed, run in enumerate(sorted((tmp_path / "out/runs").glob("grpo*"))):  # as if it had gone so
+        rows = read_jsonl(run / "evals.jsonl")
+        rows[0] |= {"eval/heldout/reward_mean": 0.1, "eval/heldout/audit": 0.9}
+        rows[-1] |= {"eval/heldout/reward_mean": 0.9 + seed / 100, "eval/heldout/audit": 0.1 + seed / 100}
+        (run / "evals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    comparison = conclude(tmp_path / "out")
+    words = "grpo+none: the reward is hacked: it rises while the audit falls, from step 2 on (reward +0.805 [+0.741, "
+    assert words in comparison["note"]
+    report = write_report(tmp_path / "out").read_text()
+    assert "Reward and audit" in report
+    assert report.count("the reward is hacked") == 2  # below the verdict and below its chart
+    assert {"eval/heldout/audit", "eval/heldout/reward_mean"} <= {each["metric"] for each in comparison["secondary"]}
+
+
+def test_an_audit_may_decide(tmp_path, toy):
+    path = campaign(tmp_path, toy, steps=2)
+    sets = [*QUIET, "audit.type=format", 'campaign.primary_metric="final:audit"']
+    outcome = launch(load(path, sets), tmp_path / "out", NullObserver())
+    assert outcome.summary["comparison"]["metric"] == "eval/heldout/audit"

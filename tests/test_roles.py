@@ -39,7 +39,7 @@ def test_every_key_has_a_role():
 
 def test_what_may_change_without_a_word_when_a_run_goes_on():
     quiet = {dotted for dotted in keys() if not counts(dotted)}
-    whole = expanded("logging", "squeeze", "campaign", "ray", "slurm")
+    whole = expanded("logging", "audit", "squeeze", "campaign", "ray", "slurm")
     assert quiet == (whole - {"logging.strategic_grams", "campaign.seed", "campaign.vary"}) | {
         "training.save_every", "training.keep_last", "training.keep_every", "model.local_files_only",
         "backend.adapter_path", "backend.devices", "backend.shard", "backend.ranks", "environment.python",
@@ -50,7 +50,7 @@ def test_what_may_change_without_a_word_when_a_run_goes_on():
 
 def test_in_what_replicates_may_differ():
     may = {dotted for dotted in keys() if not tells_apart(dotted)}
-    whole = expanded("campaign", "logging", "squeeze", "ray", "slurm", "backpressure")
+    whole = expanded("campaign", "logging", "audit", "squeeze", "ray", "slurm", "backpressure")
     assert may == (whole - {"logging.strategic_grams", "campaign.vary"}) | {
         "training.seed", "training.save_every", "training.keep_last", "training.keep_every",
         "training.micro_batch_tokens", "training.nonfinite_limit", "training.eval_every", "evaluation.at_start",
@@ -66,7 +66,7 @@ def test_in_what_replicates_may_differ():
 
 
 def test_what_a_condition_may_override():
-    whole = ("campaign", "model", "backend", "inference", "data", "environment", "evaluation", "backpressure",
+    whole = ("campaign", "model", "backend", "inference", "data", "audit", "environment", "evaluation", "backpressure",
              "slurm", "squeeze", "resume", "logging", "training.seed")  # fmt: skip
     fixed = {dotted for dotted in keys() if why_fixed(dotted)}
     assert fixed == (expanded(*whole) | {*TEACHERS, *TEACHERS_PATIENCE}) - {

@@ -58,6 +58,7 @@ from typing import Any
 
 import numpy as np
 
+from retrain.campaign.judging.audited import audited
 from retrain.campaign.judging.declaration import DECLARED, EXPLORATORY, INTERIM, P_VALUES, Standing
 from retrain.campaign.judging.intervals import alone, hold_equivalence, possible, put_intervals
 from retrain.campaign.judging.results import (
@@ -86,6 +87,7 @@ from retrain.maths.statistics import (
     tost_p,
 )
 from retrain.record.notes import is_graded
+from retrain.rewards.audit import AUDIT
 from retrain.wording import plural
 
 MIN_BOOTSTRAP_SEEDS = 8
@@ -153,6 +155,7 @@ def compare_runs(
     failed = [run.run_id for run in runs if run.state == "failed"]
     notes = [*warnings, *_warnings(conditions, measure, held_out or metric is not None), *_graded(runs, measure)]
     notes += last3_notes(measure, runs)
+    notes += [f"{each.sentence}." for each in audited(runs, order) if each.standing == "hacked"]
     return {
         "format": 2,
         "metric": measure.key,
@@ -300,6 +303,8 @@ def _others(primary: Measure, runs: Sequence[RunResult]) -> list[Measure]:
             ks = [int(match[1]) for key in keys if (match := re.fullmatch(rf"eval/{re.escape(name)}/{kind}(\d+)", key))]
             if ks and max(ks) > 1:
                 wanted.append(Measure("final", f"eval/{name}/{kind}{max(ks)}"))
+        if f"eval/{name}/{AUDIT}" in keys:
+            wanted += [Measure("final", f"eval/{name}/{key}") for key in ("reward_mean", AUDIT)]
     wanted += [Measure("final", key) for key in keys if key.count("/") == 3 and key.endswith("/correct_rate")]
     return [other for other in wanted if other != primary and any(run.value(other) is not None for run in runs)]
 

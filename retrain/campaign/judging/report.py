@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from retrain.campaign.judging.audit_section import audit_section
 from retrain.campaign.judging.declaration import EXPLORATORY, INTERIM
 from retrain.campaign.judging.evidence import MIN_BAND_SEEDS, Campaign, read_campaign
 from retrain.campaign.judging.leading import leading_section
@@ -79,6 +80,7 @@ def report_html(campaign: Campaign) -> str:
     sections = [
         ("Verdict", _verdicts(campaign)),
         ("Curves", curves_section(campaign)),
+        ("Reward and audit", audit_section(campaign)),
         ("Where curves lead", leading_section(campaign)),
         ("Results", results_section(campaign)),
         ("Same prompt", same_prompt_section(campaign)),

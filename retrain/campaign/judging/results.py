@@ -23,9 +23,9 @@ from retrain.files import read_json, read_jsonl
 from retrain.record.catalogue import BY_KEY
 
 METRIC = f"eval/{HELDOUT}/correct_rate"
-HELD_OUT_SHORT = ("correct_rate", "reward_mean", "mean_length", "pass@<k>", "avg@<k>", "maj@<k>")
+HELD_OUT_SHORT = ("correct_rate", "reward_mean", "audit", "mean_length", "pass@<k>", "avg@<k>", "maj@<k>")
 """Metrics of the held-out evaluation that may be named without its prefix."""
-MERITS = r"(correct_rate|reward_mean|mean_reward|reward/total|(pass|avg|maj)@\d+)$"
+MERITS = r"(correct_rate|reward_mean|audit|mean_reward|reward/total|(pass|avg|maj)@\d+)$"
 """Metrics of which more is better."""
 SUMMARIES = ("final", "last3", "auc")
 """What becomes of a curve."""
