@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_judge import CAPITAL, chat, says
-from test_judge import server as judging  # noqa: F401  the fixture
+from judge_cases import CAPITAL, chat, judging, says  # noqa: F401  a fixture
 from toycampaign import StopAfter, campaign, toy_world
 from worker_cases import contents
 

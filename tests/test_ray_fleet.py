@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fleet_cases import Heard, whole
 from ray_cases import cluster_of
-from test_server_fleet import Heard, whole
 from toycampaign import campaign, toy_world
 
 from retrain.campaign.planning.plan import Plan

@@ -7,9 +7,8 @@ import re
 from typing import Any
 
 import pytest
+from judge_cases import CAPITAL, Server, chat, judging, says  # noqa: F401  a fixture
 from standin import StandIn
-from test_judge import CAPITAL, Server, chat, says
-from test_judge import server as judging  # noqa: F401  the fixture
 from toycampaign import WORLD, toy_world
 from toymodels import campaign_head
 

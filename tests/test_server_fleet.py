@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fleet_cases import Heard, whole
 from served_cases import apart, engine_of, publish, requests, served_world, weights
 from standin import StandIn
 from toycampaign import campaign, toy_world
@@ -30,7 +31,7 @@ from retrain.engines.server.canary import canaries
 from retrain.engines.server.fleet import Launches, Told, shares
 from retrain.engines.server.launch import Launched
 from retrain.errors import ConfigError, ServerFailed, UsageError
-from retrain.files import read_json, read_jsonl
+from retrain.files import read_json
 from retrain.record.observer import NullObserver
 
 model, base, lanes = served_world()
@@ -248,37 +249,6 @@ def test_an_engine_waits_for_the_first_address(tmp_path, model, base, monkeypatc
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> Path:
     return toy_world(tmp_path_factory.mktemp("toy"))
-
-
-class Heard(NullObserver):
-    """``on_step`` is called after each step with the number of steps so far."""
-
-    def __init__(self, on_step=lambda count: None):
-        self.on_step, self.steps, self.lines, self.workers = on_step, 0, [], set()
-
-    def placed(self, spec, worker):
-        self.workers.add(worker)
-
-    def step(self, spec, row):
-        self.steps += 1
-        self.on_step(self.steps)
-
-    def message(self, text, level="info"):
-        self.lines.append(text)
-
-
-def rows_of(out: Path) -> list[dict]:
-    return [row for path in sorted(out.glob("runs/*/metrics.jsonl")) for row in read_jsonl(path)]
-
-
-def whole(out: Path, runs: int = 4, steps: int = 3) -> None:
-    """Every step of every run is there once, drawn by what it trains, and nothing is left behind."""
-    rows = rows_of(out)
-    assert len(rows) == runs * steps
-    assert max(row["kl_sample_train_v2"] for row in rows) < 1e-9
-    assert {run["state"] for run in read_json(out / "manifest.json")["runs"]} == {"done"}
-    assert not list(out.glob("server*.json"))
-    assert not (out / "adapters").exists()
 
 
 def test_workers_share_the_servers_of_an_address(tmp_path, toy, quick):
