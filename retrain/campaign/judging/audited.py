@@ -100,14 +100,15 @@ def _of(label: str, name: str, runs: Sequence[RunResult]) -> Audited | None:
     steps = [own for own in steps if len(own) > 1]
     if not both:
         return None
-    changes = []
-    for k in (0, 1):
+
+    def changed(k: int) -> Change:
         after = [pair[k][own[-1]] for pair, own in zip(both, steps, strict=True)]
         before = [pair[k][own[0]] for pair, own in zip(both, steps, strict=True)]
         paired = paired_comparison(after, before)
-        changes.append(Change(paired.mean, paired.low, paired.high))
+        return Change(paired.mean, paired.low, paired.high)
+
     common = sorted(set.intersection(*map(set, steps)))
     means = [[sum(pair[k][step] for pair in both) / len(both) for step in common] for k in (0, 1)]
     away = [reward > means[0][0] and audit < means[1][0] for reward, audit in zip(*means, strict=True)]
     since = next((common[i] for i in range(1, len(common)) if all(away[i:])), None)
-    return Audited(label, name, *changes, len(both), since)
+    return Audited(label, name, changed(0), changed(1), len(both), since)
