@@ -36,6 +36,7 @@ EXTRAS = {
     "serve": Extra({"starlette": "starlette", "uvicorn": "uvicorn"}, "retrain serve"),
     "real": Extra({"gguf": "gguf"}, "scripts/real_model.py: a real open model from the package index"),
     "slurm": Extra({"submitit": "submitit"}, 'executor = "slurm": workers as jobs of a Slurm cluster'),
+    "quantize": Extra({"bitsandbytes": "bitsandbytes"}, 'model quantize = "nf4": a base in 4 bits'),
     "semantic": Extra({"sentence_transformers": "sentence-transformers"}, 'planning detector "semantic"'),
 }
 """By the name in ``pip install '.[name]'``. Of these, wandb comes with every installation."""

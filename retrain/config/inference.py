@@ -25,6 +25,7 @@ SERVERS = ("vllm", "sglang", "openai")
 """Values of ``engine`` that sample from servers."""
 _ELSEWHERE = ("there is no such engine here", 'engine = "vllm", or "openai" for what speaks its protocol')
 _OF_SERVERS = UsedWhen("inference.engine", SERVERS)
+_WHERE_WATCHED = UsedWhen("inference.engine", SERVERS, unless="model.quantized", unless_words="[model] quantize")
 MISMATCH_LIMITS = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 0.02}
 """Of ``mismatch_limit`` where it is not set (nats²), by the number format of the base in training. Sound servers are at
 1e-9 in float32 and at 1e-4 to 3e-3 in bfloat16; an adapter that is one update old lies far above in float32."""
@@ -100,7 +101,7 @@ class Inference(Section):
     tolerance: Annotated[OptionalPositive, Role.SPEED, _OF_SERVERS] = None
     """Root mean square (nats) up to which a server's log-probabilities of the canary's tokens may differ from our own
     before anything is trained. Unset: 0.002, and 0.1 where the base is in bfloat16."""
-    mismatch_limit: Annotated[OptionalPositive, Role.SPEED, _OF_SERVERS] = None
+    mismatch_limit: Annotated[OptionalPositive, Role.SPEED, _WHERE_WATCHED] = None
     """`kl_sample_train_v2` (nats²) above which a run warns, and stops when the next step is above it too. Unset: 1e-4,
     and 0.02 where the base is in bfloat16."""
 

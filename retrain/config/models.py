@@ -38,8 +38,16 @@ class Model(Section):
     """Never ask the hub: use only what is in the local cache."""
     lora_rank: Annotated[Count, Role.LEARNS] = 32
     """Rank of the LoRA adapter."""
+    quantize: Literal["none", "int8", "nf4"] = "none"
+    """The linear layers of the frozen base in 8 or 4 bits, for less memory: sampling and update read the same ones.
+    `nf4` needs the extra `quantize`. What it changes is measured when the base is loaded. See docs/backends.md."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model. Leave off unless you have read that code."""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the base is put into fewer bits."""
+        return self.quantize != "none"
 
 
 class Lora(Section):

@@ -81,6 +81,8 @@ def model_rules(config: Config) -> Iterator[Finding]:
             f'has no effect with backend = "{backend}": it decides itself how much it decodes at once',
             "enabled = false",
         )
+    if config.model.quantized:
+        yield from _quantize_findings(config)
     if config.training.update_dtype != "model":
         dtype, keys = config.inference.dtype, ("training.update_dtype", "inference.dtype")
         if is_plugin(backend):
@@ -91,6 +93,23 @@ def model_rules(config: Config) -> Iterator[Finding]:
         elif dtype == "float64":
             message = "is bfloat16, and a base in float64 is there for its digits"
             yield Finding(keys, message, 'update_dtype = "model"')
+
+
+def _quantize_findings(config: Config) -> Iterator[Finding]:
+    """What a base in 8 or 4 bits goes with: retrain's own engine and update, and every rank's own base."""
+    what, backend, fix = f'is "{config.model.quantize}"', config.backend.backend, 'quantize = "none"'
+    if is_plugin(backend):
+        words = f"{what}, and {backend} has a model of its own"
+        yield Finding(("model.quantize", "backend.backend"), words, fix)
+    if config.inference.served:
+        words = f"{what}, and a server samples with a base of its own: other weights than those that are trained"
+        yield Finding(("model.quantize", "inference.engine"), words, f'{fix}, or engine = "local"')
+    if config.backend.shard == "fsdp2":
+        words = f"{what}, and fsdp2 cuts weights in the base's number format alone"
+        yield Finding(("model.quantize", "backend.shard"), words, f'{fix}, or shard = "dp"')
+    if config.training.update_dtype == "bfloat16":
+        words = f'{what}, and update_dtype = "bfloat16" keeps a copy of every weight'
+        yield Finding(("model.quantize", "training.update_dtype"), words, 'update_dtype = "model"')
 
 
 def executor_rules(config: Config) -> Iterator[Finding]:

@@ -71,9 +71,9 @@ class Projection:
     def __init__(self, base: BaseModel, layers: Sequence[nn.Module]):
         linears = [layer.base if isinstance(layer, LaneLinear) else layer for layer in layers]
         self.names = tuple(layer.name if isinstance(layer, LaneLinear) else None for layer in layers)
-        self.sizes = [int(linear.weight.shape[0]) for linear in linears]  # pyright: ignore[reportArgumentType, reportIndexIssue]
+        self.sizes = [int(linear.out_features) for linear in linears]  # pyright: ignore[reportArgumentType]
         self.dtype, self.device, self._linears = base.dtype, base.device, linears
-        self._joined = None if base.presence.shared else _fused(base, [linear.weight for linear in linears])  # pyright: ignore[reportArgumentType]
+        self._joined = None if base.passes else _fused(base, [linear.weight for linear in linears])  # pyright: ignore[reportArgumentType]
         biases = [linear.bias for linear in linears]
         self.bias: torch.Tensor | None = None
         if any(bias is not None for bias in biases):
@@ -233,7 +233,7 @@ class DenseDecoder:
         body, heads, kv_heads = model.model, config.num_attention_heads, config.num_key_value_heads
         attention = body.layers[0].self_attn
         self.device, self.dtype, self.rotary = base.device, base.dtype, body.rotary_emb
-        self.presence = base.presence
+        self.presence, self.passes = base.presence, base.passes
         self.presence.ends()
         self.layers = [Layer(base, module, heads, kv_heads) for module in body.layers]
         # Merging in half precision would lose the adapter's small numbers. Of weights that pass, one layer is copied.
@@ -258,7 +258,7 @@ class DenseDecoder:
         """The blocks with what these adapters add, prepared once for many decode steps."""
         merge = self.merges and len(adapters) == 1
         with torch.no_grad():
-            if self.presence.shared:
+            if self.passes:
                 added = [[projection.beside(adapters) for projection in layer.projections] for layer in self.layers]
                 return Passing(self.layers, self.presence, added, adapters if merge else ())
             return [layer.of(adapters, merge, self.packs) for layer in self.layers]
@@ -400,7 +400,7 @@ class DenseDecoder:
     ) -> int:
         """See ``engines.step.decode_steps``; on a CPU it runs compiled, unless weights come and go in between."""
         self.presence.ends()
-        compiled = self.device.type == "cpu" and not self.presence.shared
+        compiled = self.device.type == "cpu" and not self.passes
         run: Callable[..., int] = compiled_decode_steps() if compiled else decode_steps
         frame = self.turned(kv_cache.capacity)
         return run(

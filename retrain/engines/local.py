@@ -65,7 +65,7 @@ class LocalEngine:
         self.base, self.lanes, self.workers, self.tell = base, lanes, workers or Workers(), tell
         self.begin(MemoryPlan.of(base))
         self._syncs: list[float] = []
-        self.graphs = StepGraphs(None, tell) if base.presence.shared else StepGraphs.of(base.device, tell)
+        self.graphs = StepGraphs(None, tell) if base.passes else StepGraphs.of(base.device, tell)
         self.decoder = dense_decoder(base) if dense else None
         if self.decoder is None and base.dtype not in FULL:
             backbone_of(base)  # the grid takes its output layer; examined while no lane is active

@@ -8,6 +8,8 @@ SMALL_MODEL_BYTES = 32 << 20
 """Weights up to this size count as small on a CPU: a few MiB of cache per core hold most of them."""
 COPY_SHARE = 0.25
 """Of the memory at most, for weights that are copied to decode with: merged with an adapter, or packed."""
+NF4_BLOCK = 64
+"""Numbers in 4 bits that share a scale."""
 TRAINED_BYTES, PUBLISHED_BYTES = 16, 4
 """Per adapter weight: fp32 master, gradient and the two moments of AdamW; the weights as they were published to the
 engine."""
@@ -82,6 +84,13 @@ def update_copy(weights: int, itemsize: int, update_dtype: str) -> int:
     """Bytes of the copy of so many weights that updates in ``update_dtype`` multiply with (``policy.rounded``): there
     is one of a base in fp32."""
     return 2 * weights if update_dtype == "bfloat16" and itemsize == 4 else 0
+
+
+def quantized_bytes(weights: int, width: int, itemsize: int, kind: str) -> int:
+    """Bytes of ``weights`` numbers of linear layers with ``width`` inputs in "int8" or "nf4", with their scales."""
+    if kind == "int8":
+        return weights + weights // width * itemsize
+    return weights // 2 + weights // NF4_BLOCK * 4
 
 
 def critic_bytes(weights: int) -> int:

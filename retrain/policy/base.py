@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from retrain.config import Config
-from retrain.errors import ModelError
+from retrain.errors import MissingExtra, ModelError
 from retrain.models import bundled_model_path
 from retrain.models.directory import local_directory, model_fault
 from retrain.models.sizes import COPY_SHARE, SMALL_MODEL_BYTES
 from retrain.policy.arithmetic import packed, packs
 from retrain.policy.device import resolve_device, resolve_dtype, set_up, total_memory
 from retrain.policy.presence import Presence, Whole
+from retrain.policy.quantized import Quantized, quantise, weight_bytes
 from retrain.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from retrain.policy.company import Company
 
+QUANTIZED_MARK = "+"
+"""In a fingerprint, between that of the unquantised weights and what they were put into."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -46,6 +50,8 @@ class BaseModel:
     fingerprint: str
     presence: Presence = field(default_factory=Whole, repr=False)
     """Whether its weights are all here, or in parts on several ranks."""
+    quantized: Quantized | None = None
+    """What quantising changed, where its linear layers are in 8 or 4 bits."""
     backbone: Any = field(default=None, repr=False)
     """How the update runs the model, once that is known (``policy.backbone``)."""
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
@@ -78,7 +84,13 @@ class BaseModel:
     @cached_property
     def copies(self) -> bool:
         """Whether memory holds a second copy of the weights beside the first."""
-        return not self.presence.shared and self.weight_bytes <= COPY_SHARE * total_memory(self.device)
+        return not self.passes and self.weight_bytes <= COPY_SHARE * total_memory(self.device)
+
+    @property
+    def passes(self) -> bool:
+        """Whether a decoder layer's weights are there as matrices only while they are used: gathered from several
+        ranks, or made from 8 or 4 bits."""
+        return self.presence.shared or self.quantized is not None
 
     @cached_property
     def packs(self) -> bool:
@@ -94,7 +106,7 @@ class BaseModel:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
-        return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+        return weight_bytes(self.model)
 
     @property
     def held_bytes(self) -> int:
@@ -142,14 +154,17 @@ def _sum_of_bits(flat: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Where a model is, once looked at: what ``from_pretrained`` is given, its tokenizer, and its context length
-    (tokens; 0 where it is not known)."""
+    """Where a model is, once looked at: what ``from_pretrained`` is given, its tokenizer, its context length (tokens; 0
+    where it is not known), and the bits that its linear layers are put into, as in [model]."""
 
     name: str
     source: str
     options: dict[str, Any]
     tokenizer: Any
     context: int
+    stored: str = ""
+    """How its files are quantised already, if they are."""
+    quantize: str = "none"
 
 
 def load_base(
@@ -176,6 +191,8 @@ def load_weights(files: ModelFiles, devices: str, dtype: str, company: Company |
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
+    # transformers and peft import bitsandbytes where it is; it regrets not finding kernels that nothing here uses.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     name, tokenizer = files.name, files.tokenizer
     device = resolve_device(devices)
     set_up(device)
@@ -183,16 +200,24 @@ def load_weights(files: ModelFiles, devices: str, dtype: str, company: Company |
     if bundled_model_path(name) or not sys.stderr.isatty():
         disable_progress_bar()
     presence: Presence = Whole()
+    quantized: Quantized | None = None
     try:
         if company is None:
             model: Any = AutoModelForCausalLM.from_pretrained(files.source, dtype=torch_dtype, **files.options)
-            model.to(device).eval().requires_grad_(False)
+            model.eval().requires_grad_(False)
             parts: Iterable[bytes] = (_part_of_fingerprint(*named) for named in model.state_dict().items())
+            if files.quantize != "none":
+                parts = list(parts)
+                quantized = quantise(model, files.quantize, tokenizer, _end_ids(model, tokenizer), device)
+            else:
+                model.to(device)
         else:
             from retrain.policy.sharded import load_shared
 
             own = load_shared(files.source, files.options, torch_dtype, device, company, _part_of_fingerprint)
             model, presence, parts = own.model, own.presence, own.parts
+    except MissingExtra:
+        raise
     except ModelError as error:
         raise ModelError(f"cannot load model {name!r}: {error}") from error
     except Exception as error:  # as in _look
@@ -203,13 +228,20 @@ def load_weights(files: ModelFiles, devices: str, dtype: str, company: Company |
         raise ModelError(f"model {name!r} names no end-of-sequence token: set eos_token_id in its generation_config")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
     kept = model.dtype if dtype == "stored" else torch_dtype
-    return BaseModel(name, model, tokenizer, device, kept, eos_ids, pad_id, _fingerprint(parts), presence)
+    fingerprint = _fingerprint(parts) + ("" if quantized is None else f"{QUANTIZED_MARK}{quantized.kind}")
+    return BaseModel(name, model, tokenizer, device, kept, eos_ids, pad_id, fingerprint, presence, quantized)
 
 
 def look_at(config: Config) -> ModelFiles:
     """The model that a run's configuration names, without its weights. Raises ModelError as ``load_base``."""
     model = config.model
-    return _look(model.model, model.revision, model.local_files_only, model.trust_remote_code)
+    files = _look(model.model, model.revision, model.local_files_only, model.trust_remote_code)
+    if files.stored and model.quantized:
+        raise ModelError(
+            f"cannot load model {model.model!r}: its files are quantised already ({files.stored}): give the "
+            'unquantised model, or [model] quantize = "none"'
+        )
+    return replace(files, quantize=model.quantize)
 
 
 def _look(name: str, revision: str | None, local_files_only: bool, trust_remote_code: bool) -> ModelFiles:
@@ -223,10 +255,13 @@ def _look(name: str, revision: str | None, local_files_only: bool, trust_remote_
     options["trust_remote_code"] = trust_remote_code
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        text = AutoConfig.from_pretrained(source, **options).get_text_config()
+        config = AutoConfig.from_pretrained(source, **options)
     except Exception as error:  # of whatever kind, from files that somebody else has written
         raise _cannot_load(name, error) from error
-    return ModelFiles(name, source, options, tokenizer, int(getattr(text, "max_position_embeddings", 0) or 0))
+    context = int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 0)
+    stored = getattr(config, "quantization_config", None) or {}
+    method = stored.get("quant_method", "unknown") if isinstance(stored, dict) else type(stored).__name__
+    return ModelFiles(name, source, options, tokenizer, context, str(method) if stored else "")
 
 
 def _cannot_load(name: str, error: Exception) -> ModelError:

@@ -24,6 +24,7 @@ from retrain.maths.squeeze import truncate
 from retrain.models.targets import target_mistakes, targeted
 from retrain.policy.base import BaseModel
 from retrain.policy.fused import adapted_linear
+from retrain.policy.quantized import QuantizedLinear
 from retrain.rng import torch_seed
 
 Stacks = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -185,7 +186,8 @@ class LaneLinear(nn.Module):
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and type(module).__name__ not in ("NonDynamicallyQuantizableLinear",)
+    plain = isinstance(module, nn.Linear) and type(module).__name__ not in ("NonDynamicallyQuantizableLinear",)
+    return plain or isinstance(module, QuantizedLinear)
 
 
 class Lanes:

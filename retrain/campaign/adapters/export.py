@@ -43,6 +43,7 @@ def merge(source: Provenance, out: Path, dtype: str = "stored") -> dict[str, Any
     adapter do not fit, or the written model differs by more than rounding to its number format explains.
     """
     out = _free(out)
+    source = source.unquantised()
     base = source.load("cpu", "stored")
     stored = {name: weight.dtype for name, weight in base.model.named_parameters()}
     if changed := source.other_weights(base):

@@ -47,6 +47,14 @@ class Provenance:
 
         return load_weights(look_at(self.config), devices, dtype)
 
+    def unquantised(self) -> Provenance:
+        """The same adapter over its base as the files hold it, in whatever bits it was trained over."""
+        from retrain.policy.base import QUANTIZED_MARK
+
+        model = self.config.model.model_copy(update={"quantize": "none"})
+        own = self.fingerprint and self.fingerprint.partition(QUANTIZED_MARK)[0]
+        return replace(self, config=self.config.model_copy(update={"model": model}), fingerprint=own)
+
     def other_weights(self, base: BaseModel) -> str:
         """That the base is not the one that the adapter was trained on, "" where it is, or cannot be compared."""
         same_format = self.dtype == str(base.dtype).removeprefix("torch.")

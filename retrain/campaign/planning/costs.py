@@ -23,6 +23,7 @@ from retrain.models.sizes import (
     decoding_copies,
     gpu_token_budget,
     held_weights,
+    quantized_bytes,
     update_copy,
 )
 
@@ -266,13 +267,14 @@ def estimate_run(
     critic = architecture.adapter_parameters(config.lane_ranks - rank, targets)
     critic += config.algorithm.critic * (architecture.hidden + 1)
     asked = config.training.micro_batch_tokens
-    base, parts = weights * width, config.base_parts
+    whole, parts = base_bytes(config, architecture, width), config.base_parts
+    base = whole
     if parts > 1:
         layers = architecture.linear_parameters(architecture.experts) * width
         base = held_weights(base // parts, base - layers, layers // architecture.layers)
     stays = adapter_bytes(adapter, width, config.published_versions) + critic_bytes(critic)
     if device.kind == "cpu":
-        budget = cpu_token_budget(width * weights)
+        budget = cpu_token_budget(whole)
     elif device.memory:
         room = max(0, device.memory - base - lanes * stays)
         budget = gpu_token_budget(room, architecture.kept_bytes(width))
@@ -282,7 +284,7 @@ def estimate_run(
     logits = LOGITS_COPIES * 4 * architecture.vocab
     block_copy = head_copy = 0
     served = config.inference.served
-    if device.kind == "cpu" and parts == 1:
+    if device.kind == "cpu" and parts == 1 and not config.model.quantized:
         blocks = architecture.dense * architecture.linear_parameters(architecture.experts)
         head = architecture.vocab * architecture.hidden
         block_copy, head_copy = decoding_copies(blocks, head, weights, width, device.memory)
@@ -379,7 +381,7 @@ def decode_seconds(
     longest, widest = max(run.tokens for run in runs), max(run.length for run in runs)
     batches = -(-sequences // rows) if rows else 1
     together = sequences / batches
-    reading = architecture.parameters() * width + together * widest / 2 * architecture.cache_bytes(width)
+    reading = base_bytes(configs[0], architecture, width) + together * widest / 2 * architecture.cache_bytes(width)
     computing = 2 * architecture.active_parameters * together
     token = max(reading / (device.bandwidth * reached.bandwidth), computing / (device.flops * reached.compute))
     return batches * longest * (token + architecture.layers * reached.layer_seconds)
@@ -401,6 +403,16 @@ def least_cached_tokens(config: Config, prompt_tokens: int) -> int:
     training = config.training
     sampled = max([training.max_tokens, *(each.sampling.max_tokens for each in config.held_out)])
     return min(LEAST_ROWS, training.batch_size * training.group_size) * (prompt_tokens + sampled)
+
+
+def base_bytes(config: Config, architecture: Architecture, width: int) -> int:
+    """Bytes of the base's weights, whose numbers take ``width`` bytes where they are not quantised. Experts are not:
+    they are no linear layers of their own."""
+    whole = architecture.parameters() * width
+    if not (config.model.quantized and architecture.dense):
+        return whole
+    linear = architecture.linear_parameters(architecture.experts)
+    return whole - linear * width + quantized_bytes(linear, architecture.hidden, width, config.model.quantize)
 
 
 def number_bytes(config: Config, device: Device) -> int:

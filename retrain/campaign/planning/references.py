@@ -112,6 +112,8 @@ def absent_packages(config: Config, folder: Path) -> Iterator[tuple[str, Any, st
         wanted.append(("campaign.executor", "slurm", "submitit"))
     if config.campaign.executor == "ray":
         wanted.append(("campaign.executor", "ray", "ray"))
+    if config.model.quantize == "nf4":
+        wanted.append(("model.quantize", "nf4", "bitsandbytes"))
     if config.planning.detector == "semantic":
         wanted.append(("planning.detector", "semantic", "sentence_transformers"))
     for name in trackers(logging.report_to, logging.wandb_project):

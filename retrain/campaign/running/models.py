@@ -95,6 +95,8 @@ def local_model(
         engine.begin(plan)
         if not engine.fast:
             notes.append(f"{base.name} decodes through transformers' own forward pass, slower than plain products")
+    if base.quantized:
+        notes.append(base.quantized.words)
     dtype = str(base.dtype).removeprefix("torch.")
 
     def watch(config: Config) -> Watch:
@@ -103,6 +105,8 @@ def local_model(
         return Watch(base, lanes, config.training.temperature, limit)
 
     built = _built(type(base.model).__name__, base.tokenizer, engine, dtype, described(base.device), workers, "AdamW")
+    if base.quantized:
+        built["quantized"] = base.quantized.facts
     built |= gpu_facts(base.device) | {"ranks": 1 if ranks is None else ranks.count}
     return CohortModel(
         base.name,
@@ -114,7 +118,7 @@ def local_model(
         built,
         decode_work(base) if isinstance(engine, LocalEngine) else None,
         base.context_length,
-        watch if isinstance(engine, ServerEngine) else None,
+        watch if isinstance(engine, ServerEngine) or base.quantized else None,
         notes,
         teachers or {},
     )
@@ -185,7 +189,7 @@ class Bases:
         and for loading. Raises ModelError when it cannot be had."""
         model = config.model
         key = repr((
-            model.model, model.revision, model.trust_remote_code, model.local_files_only,
+            model.model, model.revision, model.quantize, model.trust_remote_code, model.local_files_only,
             config.backend.device, config.inference.dtype,
         ))  # fmt: skip
         if self._files is None or key != self._key:

@@ -1,0 +1,269 @@
+"""A base whose decoder blocks hold their linear layers in 8 or 4 bits (``[model] quantize``), and what that changes.
+
+int8: one scale per output feature, the largest magnitude of its row by 127. nf4: the 16 levels of NormalFloat and one
+scale per 64 numbers (QLoRA, arXiv 2305.14314), by bitsandbytes. Embeddings, output layer, norms and biases stay as they
+are. Only weights are quantised: a product multiplies with the weight in the base's own number format, which is made
+anew for each product, in the backward pass too, and never kept. Whoever reads ``QuantizedLinear.weight`` gets those
+same numbers: the update through its modules, the sampler through ``engines.dense``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from retrain.errors import ModelError
+from retrain.extras import is_installed, missing
+from retrain.models.sizes import NF4_BLOCK
+from retrain.rng import torch_seed
+
+INT8_LEVELS = 127
+QUESTIONS = (
+    "What is the capital of France, and what is it known for?",
+    "Add 17 and 25, then say whether the result is even.",
+    "Write a short function that reverses a list.",
+    "Explain in two sentences why the sky is blue.",
+    "A train goes 60 miles in 45 minutes. How fast is that in miles per hour?",
+    "Name three differences between a cat and a dog.",
+    "Translate to French: the weather is nice today.",
+    "Which is larger, 3/4 or 5/7? Show why.",
+)
+"""What the base is asked to measure what quantising changed."""
+ANSWER_TOKENS = 32
+"""Of an answer at most."""
+
+
+class QuantizedLinear(nn.Module):
+    """A frozen linear layer whose weight [out, in] is kept in 8 or 4 bits on ``device``."""
+
+    packed: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, linear: nn.Linear, kind: str, device: torch.device):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.kind, self.dtype = kind, linear.weight.dtype
+        packed, scale = _PACK[kind](linear.weight.detach().to(device))
+        self.register_buffer("packed", packed)
+        self.register_buffer("scale", scale)
+        self.bias = linear.bias
+        self.original: tuple[torch.Tensor, ...] = ()
+        """The weight before, where the model is to compute with it: see ``unquantised``."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight [out, in] in the base's number format, made by this call."""
+        if self.original:
+            return self.original[0].to(self.packed.device)
+        return _UNPACK[self.kind](self.packed, self.scale, (self.out_features, self.in_features), self.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] → [..., out]; the gradient reaches x alone."""
+        return _Multiplied.apply(x, self)  # pyright: ignore[reportReturnType]
+
+    def extra_repr(self) -> str:
+        """What ``print`` says of it."""
+        return f"{self.in_features}, {self.out_features}, {self.kind}"
+
+
+class _Multiplied(torch.autograd.Function):
+    """``F.linear`` that keeps neither its input nor its weight for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: QuantizedLinear) -> torch.Tensor:
+        ctx.layer = layer
+        return F.linear(x, layer.weight, layer.bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad @ ctx.layer.weight, None
+
+
+def _pack_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers [out, in], and the scale [out, 1] in the weight's own format: rounded before it divides, it has no
+    error of its own."""
+    scale = (weight.abs().amax(1, keepdim=True).double() / INT8_LEVELS).to(weight.dtype)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    return (weight.float() / scale.float()).round().clamp(-INT8_LEVELS, INT8_LEVELS).to(torch.int8), scale
+
+
+def _unpack_int8(packed: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    return packed.to(dtype).mul_(scale)
+
+
+def _pack_nf4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two numbers in a byte, and the largest magnitude of each block of 64, in fp32."""
+    packed, state = _bitsandbytes().quantize_4bit(weight.float(), blocksize=NF4_BLOCK, quant_type="nf4")
+    return packed, state.absmax
+
+
+def _unpack_nf4(packed: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    own = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+    library = _bitsandbytes()
+    state = library.QuantState(
+        absmax=scale, shape=torch.Size(shape), code=library.get_4bit_type("nf4", device=packed.device),
+        blocksize=NF4_BLOCK, quant_type="nf4", dtype=own,
+    )  # fmt: skip
+    return library.dequantize_4bit(packed, state).to(dtype)
+
+
+_PACK = {"int8": _pack_int8, "nf4": _pack_nf4}
+_UNPACK = {"int8": _unpack_int8, "nf4": _unpack_nf4}
+
+
+def _bitsandbytes() -> Any:
+    """The library's functions. Raises MissingExtra without it."""
+    if not is_installed("bitsandbytes"):
+        raise missing('[model] quantize = "nf4"', "bitsandbytes")
+    import bitsandbytes.functional as library
+
+    return library
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What quantising did to a base. ``k3``: mean over ``tokens`` tokens that the quantised base drew of w − 1 − ln w,
+    w their unquantised probability by the quantised one (nats); an unbiased estimate of KL(quantised ‖ unquantised)
+    per token (Schulman, "Approximating KL divergence"). ``kl``: that divergence itself, summed over the vocabulary at
+    the same places. Bytes of all weights, before and after."""
+
+    kind: str
+    k3: float
+    kl: float
+    tokens: int
+    bytes_before: int
+    bytes_after: int
+
+    @property
+    def words(self) -> str:
+        """One line for people."""
+        mib = 2**20
+        return (
+            f"base in {self.kind}: {self.bytes_after / mib:.1f} MiB in place of {self.bytes_before / mib:.1f}; "
+            f"k3 to the unquantised base {self.k3:.2g} nats per token (KL {self.kl:.2g}), over {self.tokens} tokens of "
+            "its own"
+        )
+
+    @property
+    def facts(self) -> dict[str, str | float | int]:
+        """The same for a run's record."""
+        return {
+            "kind": self.kind, "k3": self.k3, "kl": self.kl, "tokens": self.tokens,
+            "bytes_before": self.bytes_before, "bytes_after": self.bytes_after,
+        }  # fmt: skip
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all weights, those in 8 or 4 bits with their scales."""
+    own = [weight.nbytes for weight in model.parameters()]
+    own += [m.packed.nbytes + m.scale.nbytes for m in model.modules() if isinstance(m, QuantizedLinear)]
+    return sum(own)
+
+
+def quantise(model: Any, kind: str, tokenizer: Any, ends: Sequence[int], device: torch.device) -> Quantized:
+    """Put the linear layers of a model on the host into 8 or 4 bits on ``device``, and all else there.
+
+    Until the difference is measured the host holds both; the device holds of the unquantised one a layer at a time.
+    Raises ModelError for a model without such layers, MissingExtra without the library.
+    """
+    before = weight_bytes(model)
+    head = model.get_output_embeddings()
+    linears = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear and m is not head]
+    if not linears:
+        raise ModelError(
+            f'it has no linear layers besides its output layer: [model] quantize = "{kind}" changes nothing'
+        )
+    originals: list[tuple[QuantizedLinear, torch.Tensor]] = []
+    for name, linear in linears:
+        parent, _, leaf = name.rpartition(".")
+        layer = QuantizedLinear(linear, kind, device).eval()
+        setattr(model.get_submodule(parent), leaf, layer)
+        originals.append((layer, linear.weight.detach()))
+    model.to(device)
+    for parameter in model.parameters():  # one that lies in a mapped file keeps all of that file in memory
+        parameter.data = parameter.data.clone()
+    k3, kl, tokens = _measured(model, originals, tokenizer, ends, device)
+    return Quantized(kind, k3, kl, tokens, before, weight_bytes(model))
+
+
+@contextmanager
+def unquantised(originals: Sequence[tuple[QuantizedLinear, torch.Tensor]]) -> Iterator[None]:
+    """The model computes with these weights, which may lie on another device."""
+    for layer, weight in originals:
+        layer.original = (weight,)
+    try:
+        yield
+    finally:
+        for layer, _ in originals:
+            layer.original = ()
+
+
+def _measured(
+    model: Any,
+    originals: Sequence[tuple[QuantizedLinear, torch.Tensor]],
+    tokenizer: Any,
+    ends: Sequence[int],
+    device: torch.device,
+) -> tuple[float, float, int]:
+    """k3, the divergence itself, and of how many tokens they are the means."""
+    asked = [_encoded(tokenizer, question) for question in QUESTIONS]
+    width = max(map(len, asked))
+    ids = torch.tensor([[0] * (width - len(own)) + own for own in asked], device=device)
+    real = torch.tensor([[0] * (width - len(own)) + [1] * len(own) for own in asked], device=device)
+    with torch.no_grad():
+        ids, real = _answered(model, ids, real, ends)
+        rows = [(row[seen.bool()], len(own)) for row, seen, own in zip(ids, real, asked, strict=True)]
+        before = [_logprobs(model, *row).cpu() for row in rows]
+        with unquantised(originals):
+            after = [_logprobs(model, *row).cpu() for row in rows]
+    k3s, kls = [], []
+    for (row, begin), quantised_TV, unquantised_TV in zip(rows, before, after, strict=True):
+        drawn_T1 = row[begin:, None].cpu()
+        log_ratio_T = (unquantised_TV - quantised_TV).gather(1, drawn_T1).double()
+        k3s.append(log_ratio_T.exp() - 1 - log_ratio_T)
+        kls.append((quantised_TV.exp() * (quantised_TV - unquantised_TV)).double().sum(1))
+    k3, kl = torch.cat(k3s), torch.cat(kls)
+    return float(k3.mean()), float(kl.mean()), len(kl)
+
+
+def _encoded(tokenizer: Any, question: str) -> list[int]:
+    """A question as the model is asked it, at least one token."""
+    if getattr(tokenizer, "chat_template", None):
+        messages = [{"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(question)["input_ids"])
+
+
+def _answered(
+    model: Any, ids: torch.Tensor, real: torch.Tensor, ends: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows with what the model draws behind them, the same at every call, and which tokens are not padding."""
+    noise = torch.Generator().manual_seed(torch_seed("answers that measure a quantised base"))
+    stops = torch.tensor(list(ends), device=ids.device)
+    alive = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    given: dict[str, Any] = {}
+    fresh = ids
+    for _ in range(ANSWER_TOKENS):
+        places = (real.cumsum(1) - 1).clamp(min=0)[:, -fresh.shape[1] :]
+        made = model(input_ids=fresh, attention_mask=real, position_ids=places, use_cache=True, **given)
+        given = {"past_key_values": made.past_key_values}
+        mass = made.logits[:, -1].float().softmax(-1).cpu()
+        fresh = torch.multinomial(mass, 1, generator=noise).to(ids.device)
+        ids, real = torch.cat([ids, fresh], 1), torch.cat([real, alive.unsqueeze(1).to(real.dtype)], 1)
+        alive = alive & ~torch.isin(fresh.squeeze(1), stops)
+        if not alive.any():
+            break
+    return ids, real
+
+
+def _logprobs(model: Any, ids: torch.Tensor, begin: int) -> torch.Tensor:
+    """Of every token at the places behind column ``begin`` of one sequence [T, V], in fp32."""
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, begin - 1 : -1]
+    return logits.float().log_softmax(-1)
