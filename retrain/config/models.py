@@ -40,7 +40,7 @@ class Model(Section):
     """Rank of the LoRA adapter."""
     quantize: Literal["none", "int8", "nf4"] = "none"
     """The linear layers of the frozen base in 8 or 4 bits, for less memory: sampling and update read the same ones.
-    `nf4` needs the extra `quantize`. What it changes is measured when the base is loaded. See docs/backends.md."""
+    `nf4` needs the extra `quantize`. What it changes is measured when the base is loaded. See docs/performance.md."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model. Leave off unless you have read that code."""
 

@@ -321,7 +321,7 @@ def _build_run(
     )
     if spec.export is not None:
         prepare_directory(spec.export)  # now, and not after hours of training
-    for note in data.notes:
+    for note in (*data.notes, *model.notes):
         recorder.log(note)
     if not environments["train"].exact:
         note = (

@@ -1,0 +1,340 @@
+"""A base in 8 or 4 bits: its numbers, that sampler and update read the same ones, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lane_cases import fresh_logprobs, lane_of, requests, rollout, sample, trained, update
+from torch import nn
+from toycampaign import campaign
+from toymodels import TINY_RUN, qwen3_directory
+
+from retrain.campaign.adapters.provenance import provenance
+from retrain.campaign.planning.architecture import Architecture
+from retrain.campaign.planning.costs import base_bytes
+from retrain.campaign.running.controller import launch
+from retrain.config import load, parse_dict
+from retrain.engines.local import LocalEngine
+from retrain.errors import ConfigError, ModelError
+from retrain.files import read_json, read_jsonl
+from retrain.policy import quantized
+from retrain.policy.base import BaseModel, load_weights, look_at
+from retrain.policy.lora import Lanes
+from retrain.policy.quantized import QuantizedLinear, unquantised
+from retrain.record.observer import NullObserver
+
+KINDS = ["int8", "nf4"]
+SMOLLM2 = Path(os.environ.get("RETRAIN_REAL_MODEL", Path(__file__).parents[1] / "models" / "smollm2"))
+
+
+def base_in(directory: Path, kind: str, dtype: str = "float32") -> BaseModel:
+    config = parse_dict({"model": {"model": str(directory), "quantize": kind}})
+    return load_weights(look_at(config), "cpu", dtype)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Path:
+    return qwen3_directory(tmp_path_factory.mktemp("toy") / "model", ["12 + 34 = 46", "wait let me check"])
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def quant(request, toy) -> BaseModel:
+    return base_in(toy, request.param)
+
+
+@pytest.fixture
+def lanes(quant):
+    yield Lanes(quant)
+    quant.release()
+
+
+# -- numbers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_int8_is_the_nearest_of_255_levels_of_its_row(dtype):
+    linear = nn.Linear(3, 3, bias=False, dtype=dtype)
+    linear.weight.data = torch.tensor([[127.0, -63.25, 1.625], [0.0, 0.0, 0.0], [-2.54, 1.27, 0.01]], dtype=dtype)
+    layer = QuantizedLinear(linear, "int8", torch.device("cpu"))
+    assert layer.packed.tolist()[:2] == [[127, -63, 2], [0, 0, 0]]
+    assert layer.packed.tolist()[2] in ([-127, 64, 0], [-127, 63, 0], [-127, 64, 1], [-127, 63, 1])
+    step = layer.scale.double()
+    assert bool(((layer.weight - linear.weight).double().abs() <= 0.51 * step + 2**-8 * linear.weight.abs()).all())
+    assert layer.weight.dtype == dtype
+
+
+def test_nf4_has_16_levels_by_the_largest_of_each_64_numbers():
+    """Levels as QLoRA (arXiv 2305.14314, appendix E) lists them."""
+    linear = nn.Linear(64, 2, bias=False)
+    levels = [-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803,
+              0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]  # fmt: skip
+    linear.weight.data = torch.tensor([levels * 4, [3 * level + 1e-3 for level in levels[:-1]] * 4 + [0.0] * 4])
+    layer = QuantizedLinear(linear, "nf4", torch.device("cpu"))
+    assert layer.packed.nbytes == 64
+    torch.testing.assert_close(layer.weight[0], linear.weight[0], atol=1e-6, rtol=0)
+    torch.testing.assert_close(layer.weight[1], linear.weight[1], atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_and_their_gradient_are_those_of_the_weight_and_nothing_is_kept(kind):
+    torch.manual_seed(0)
+    layer = QuantizedLinear(nn.Linear(64, 48).requires_grad_(False), kind, torch.device("cpu"))
+    x, seen = torch.randn(2, 5, 64, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        out = layer(x)
+    assert not seen
+    torch.testing.assert_close(out, x @ layer.weight.T + layer.bias)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    torch.testing.assert_close(x.grad, grad @ layer.weight)
+
+
+def test_what_is_quantised_and_what_is_not(quant, toy):
+    plain = base_in(toy, "none")
+    kinds = {name: type(module) for name, module in quant.model.named_modules()}
+    for name, module in plain.model.named_modules():
+        within = isinstance(module, nn.Linear) and name != "lm_head"
+        assert kinds[name] is (QuantizedLinear if within else type(module))
+    assert quant.quantized.bytes_before == plain.weight_bytes
+    linear = sum(m.weight.numel() for n, m in plain.model.named_modules() if type(m) is nn.Linear and n != "lm_head")
+    packed = sum(m.packed.nbytes for m in quant.model.modules() if isinstance(m, QuantizedLinear))
+    scales = sum(m.scale.nbytes for m in quant.model.modules() if isinstance(m, QuantizedLinear))
+    assert packed == linear // (1 if quant.quantized.kind == "int8" else 2)
+    assert quant.weight_bytes == plain.weight_bytes - 4 * linear + packed + scales == quant.quantized.bytes_after
+    assert not any(m.original for m in quant.model.modules() if isinstance(m, QuantizedLinear))
+    assert quant.fingerprint == f"{plain.fingerprint}+{quant.quantized.kind}"
+
+
+# -- sampler and update ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("count", [1, 2])
+def test_logprobs_equal_a_fresh_forward(quant, lanes, dense, count):
+    engine, adapters = LocalEngine(quant, lanes, dense=dense), [trained(lanes, i) for i in range(count)]
+    assert engine.fast is dense
+    asked = [request for lane in range(count) for request in requests(lane)]
+    for request, group in zip(asked, sample(engine, asked, adapters), strict=True):
+        for completion in group:
+            expected, entropy = fresh_logprobs(
+                quant, lanes, adapters[lane_of(request)], request.prompt_ids, completion.token_ids, 1.0
+            )
+            np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
+            np.testing.assert_allclose(completion.entropy_T, entropy, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_reads_the_same_numbers_too(toy, kind):
+    base = base_in(toy, kind, "bfloat16")
+    lanes = Lanes(base)
+    samples = rollout(base, lanes, trained(lanes, 0, size=0.1))
+    metrics = update(lanes, trained(lanes, 0, size=0.1), samples)
+    assert abs(metrics["val/ratio"] - 1) < 0.02
+    assert metrics["kl_sample_train_v2"] < 5e-3
+
+
+def test_no_copy_of_the_weights_is_made_to_decode_with(quant, lanes):
+    engine = LocalEngine(quant, lanes)
+    assert engine.decoder is not None
+    assert not (quant.copies)
+    assert not (quant.packs)
+    assert not engine.decoder.merges
+    assert all(projection._joined is None for layer in engine.decoder.layers for projection in layer.projections)
+
+
+def test_on_policy_ratio_is_one_and_every_split_gives_the_same_gradient(quant, lanes):
+    samples = rollout(quant, lanes, trained(lanes, 0))
+    gradients = []
+    for tokens in (16384, 1, 40):
+        adapter = trained(lanes, 0)
+        metrics = update(lanes, adapter, samples, micro_batch_tokens=tokens)
+        assert abs(metrics["val/ratio"] - 1) < 1e-5
+        assert metrics["kl_sample_train_v2"] < 1e-6
+        gradients.append(adapter.flat.grad.clone())
+    assert gradients[0].norm() > 0
+    for other in gradients[1:]:
+        assert float((other - gradients[0]).norm() / gradients[0].norm()) < 1e-5
+
+
+def test_the_gradient_is_that_of_a_plain_model_with_the_same_weights(quant, lanes, toy):
+    samples, adapter = rollout(quant, lanes, trained(lanes, 0)), trained(lanes, 0)
+    update(lanes, adapter, samples)
+    plain = base_in(toy, "none")
+    for name, module in quant.model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            plain.model.get_submodule(name.replace(".base", "")).weight.data = module.weight
+    other_lanes = Lanes(plain)
+    other = trained(other_lanes, 0)
+    update(other_lanes, other, samples)
+    assert float((adapter.flat.grad - other.flat.grad).norm() / other.flat.grad.norm()) < 1e-5
+
+
+# -- the difference to the unquantised base -------------------------------------------------------------------------
+
+
+def test_k3_estimates_the_divergence_from_the_unquantised_base(quant, toy, monkeypatch):
+    """By the definition, over places whose whole distributions both models are asked for."""
+    monkeypatch.setattr(quantized, "ANSWER_TOKENS", 200)
+    plain, kind = base_in(toy, "none"), quant.quantized.kind
+    again = base_in(toy, kind).quantized
+    assert again.tokens > quant.quantized.tokens
+    assert again.k3 == pytest.approx(again.kl, rel=0.5)
+    tokenizer, gaps = quant.tokenizer, []
+    with torch.no_grad():
+        for question in quantized.QUESTIONS:
+            ids = torch.tensor([quantized._encoded(tokenizer, question)])
+            ours, theirs = (base.model(input_ids=ids).logits[0].log_softmax(-1) for base in (quant, plain))
+            gaps.append((ours.exp() * (ours - theirs)).sum(-1))
+    assert again.kl == pytest.approx(float(torch.cat(gaps).mean()), rel=1.0)
+    assert (again.kl > 1e-3) is (kind == "nf4")
+
+
+def test_with_its_original_weights_it_is_the_unquantised_model(quant, toy):
+    plain, ids = base_in(toy, "none"), torch.arange(3, 40)[None]
+    layers = [(n, m) for n, m in quant.model.named_modules() if isinstance(m, QuantizedLinear)]
+    with torch.no_grad():
+        want, before = plain.model(input_ids=ids).logits, quant.model(input_ids=ids).logits
+        with unquantised([(m, plain.model.get_submodule(n).weight) for n, m in layers]):
+            got = quant.model(input_ids=ids).logits
+        assert torch.equal(quant.model(input_ids=ids).logits, before)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    assert not torch.allclose(before, want, atol=1e-3)
+
+
+@pytest.mark.skipif(not (SMOLLM2 / "config.json").is_file(), reason="not made here: make real-model")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_real_model_samples_and_trains_with_the_same_weights(kind):
+    base = base_in(SMOLLM2, kind)
+    assert base.quantized is not None
+    assert base.weight_bytes < (0.42 if kind == "int8" else 0.33) * base.quantized.bytes_before
+    assert (1e-3, 0.1)[kind == "nf4"] < base.quantized.kl < (2e-2, 1.0)[kind == "nf4"]
+    assert base.quantized.k3 == pytest.approx(base.quantized.kl, rel=0.5)
+    lanes = Lanes(base)
+    samples = rollout(base, lanes, trained(lanes, 0, size=1e-3), asked=requests(prompts=2, samples=2, max_tokens=8))
+    metrics = update(lanes, trained(lanes, 0, size=1e-3), samples)
+    assert abs(metrics["val/ratio"] - 1) < 1e-4
+    assert metrics["kl_sample_train_v2"] < 1e-7
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------
+
+
+def quantised(path: Path, kind: str) -> Path:
+    text = path.read_text()
+    assert "[model]\n" in text
+    path.write_text(text.replace("[model]\n", f'[model]\nquantize = "{kind}"\n'))
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_in_a_cohort_equals_the_run_alone_and_says_what_it_trained_over(model, tmp_path, kind):
+    path = quantised(campaign(tmp_path, model, steps=2, dtype="float64"), kind)
+    for name, lanes in (("together", 4), ("alone", 1)):
+        config = load(path, [f"campaign.lanes={lanes}"])
+        assert launch(config, tmp_path / name, NullObserver()).exit_status == 0
+    for run in sorted((tmp_path / "together/runs").iterdir()):
+        other = tmp_path / "alone/runs" / run.name
+        ours, alone = (read_jsonl(where / "metrics.jsonl") for where in (run, other))
+        said = [
+            [row["completion"] for row in read_jsonl(where / "emergence/generations.jsonl")] for where in (run, other)
+        ]
+        assert said[0] == said[1]
+        np.testing.assert_allclose([row["loss"] for row in ours], [row["loss"] for row in alone], atol=1e-9)
+    facts = read_json(run / "config.json")["built"]["quantized"]
+    assert facts["kind"] == kind
+    assert 0 < facts["k3"] < 1
+    assert f"k3 to the unquantised base {facts['k3']:.2g} nats per token" in (run / "run.log").read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_steps_equal_a_run_that_had_them_from_the_start(model, tmp_path, kind):
+    def go(name: str, steps: int) -> None:
+        text = TINY_RUN.format(model=model).replace("max_steps = 2", f"max_steps = {steps}\nsave_every = 2")
+        path = tmp_path / f"run{steps}.toml"
+        path.write_text(text + 'max_tokens = 6\n[optimizer]\nschedule = "constant"\n[squeeze]\nenabled = false\n')
+        assert launch(load(quantised(path, kind)), tmp_path / name, NullObserver()).exit_status == 0
+
+    go("a", 2), go("a", 4), go("b", 4)
+    first, second = (tmp_path / name / "final/adapter_model.safetensors" for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+    source = provenance(tmp_path / "b/final")
+    base = source.load("cpu", "float32")
+    assert base.quantized is not None
+    assert not source.other_weights(base)
+    plain = source.unquantised()
+    assert not plain.other_weights(loaded := plain.load("cpu", "float32"))
+    assert loaded.quantized is None
+
+
+def test_a_sampler_with_other_weights_is_told(model, tmp_path, monkeypatch):
+    """The gate between sampler and update is on: here the sampler reads weights that are a little larger."""
+    from retrain.engines.dense import Projection
+
+    path = tmp_path / "run.toml"
+    path.write_text(TINY_RUN.format(model=model) + "max_tokens = 6\n[squeeze]\nenabled = false\n")
+    right = Projection.weight.fget
+    assert right is not None
+    monkeypatch.setattr("retrain.engines.dense._reproduces", lambda decoder, base: True)
+    monkeypatch.setattr(Projection, "weight", property(lambda self: right(self) * 1.2))
+    launch(load(quantised(path, "int8")), tmp_path / "out", NullObserver())
+    assert "sampler and trainer disagree about the same tokens" in (tmp_path / "out/run.log").read_text()
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"inference": {"engine": "vllm", "url": "http://localhost:1"}}, "a server samples with a base of its own"),
+        ({"backend": {"shard": "fsdp2", "ranks": 2}}, "fsdp2 cuts weights in the base's number format alone"),
+        ({"training": {"update_dtype": "bfloat16"}}, "keeps a copy of every weight"),
+        ({"backend": {"backend": "mine:Backend"}}, "has a model of its own"),
+    ],
+)
+def test_what_it_does_not_go_with(other, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_dict({"model": {"quantize": "int8"}} | other)
+
+
+def test_the_limit_of_the_gate_may_be_set():
+    assert parse_dict({"model": {"quantize": "int8"}, "inference": {"mismatch_limit": 0.1}}).inference.mismatch_limit
+    with pytest.raises(ConfigError, match="mismatch_limit"):
+        parse_dict({"inference": {"mismatch_limit": 0.1}})
+
+
+def test_files_that_are_quantised_already_are_refused_before_they_are_read(toy, tmp_path):
+    other = tmp_path / "model"
+    other.mkdir()
+    for path in toy.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    content = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(content | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(ModelError, match=r"quantised already \(gptq\)"):
+        look_at(parse_dict({"model": {"model": str(other), "quantize": "int8"}}))
+
+
+def test_without_the_package_check_says_what_to_type(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from retrain.cli import app
+
+    monkeypatch.setattr("retrain.campaign.planning.references.is_installed", lambda name: name != "bitsandbytes")
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\nquantize = "nf4"\n')
+    told = CliRunner().invoke(app, ["check", str(path)])
+    assert told.exit_code == 2
+    assert "pip install '.[quantize]'" in told.output
+    assert "run.toml:2" in told.output
+
+
+def test_the_estimate_counts_its_bytes(quant):
+    config = parse_dict({"model": {"quantize": quant.quantized.kind}})
+    shapes = Architecture.from_config(quant.model.config.to_dict())
+    assert shapes is not None
+    assert base_bytes(config, shapes, 4) == pytest.approx(quant.weight_bytes, rel=0.03)
