@@ -4,7 +4,7 @@
 
 Each format is loaded in a process of its own. Resident is the process's memory after loading, above what it was after
 the imports; the peak is the highest until then, above the same. Sampling is 8 prompts × 4 completions of 32 tokens of
-one adapter of rank 16, the update one step on them; both are medians of three, after one of warm-up. k3 and KL are what
+one adapter of rank 16, the update one step on them; both after one of warm-up. k3 and KL are what
 every run reports of its base (``policy.quantized``).
 """
 
@@ -15,7 +15,6 @@ import ctypes
 import gc
 import json
 import resource
-import statistics
 import subprocess
 import sys
 import time
@@ -30,7 +29,7 @@ PROMPTS, SAMPLES, TOKENS, RANK = 8, 4, 32, 16
 MIB = 2**20
 
 
-def measured(model: str, dtype: str, kind: str, threads: int, repeats: int) -> dict[str, Any]:
+def measured(model: str, dtype: str, kind: str, threads: int) -> dict[str, Any]:
     """One format, in this process."""
     import numpy as np
     import peft  # noqa: F401 - what every run imports is not memory of the base
@@ -77,12 +76,10 @@ def measured(model: str, dtype: str, kind: str, threads: int, repeats: int) -> d
     objective = Objective((PolicyTerm(bounds=LossBounds(clip_high=0.2)),), "tokens", 1.0, TOKENS)
 
     def seconds(work: Callable[[], Any]) -> float:
-        taken = []
-        for _ in range(repeats + 1):
-            begin = time.perf_counter()
-            work()
-            taken.append(time.perf_counter() - begin)
-        return statistics.median(taken[1:])
+        work()
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
 
     sampling = seconds(lambda: engine.sample(asked))
     updating = seconds(lambda: policy.update(batch, objective, 1e-5))
@@ -108,9 +105,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--only", choices=KINDS, help=argparse.SUPPRESS)
     with opened(parser.parse_args()) as options:
-        model, repeats = ("tiny-reasoner", 1) if options.quick else (options.model, 3)
+        model = "tiny-reasoner" if options.quick else options.model
         if options.only:
-            print(json.dumps(measured(model, options.dtype, options.only, options.threads, repeats)))
+            print(json.dumps(measured(model, options.dtype, options.only, options.threads)))
             return
         found = []
         for kind in KINDS:
