@@ -60,9 +60,16 @@ class Nodes:
 
     def of(self, pid: int) -> int:
         """The number of the node that has this process."""
+        return next(self._that_have(pid))
+
+    def has(self, pid: int) -> bool:
+        """Whether a node has this process."""
+        return next(self._that_have(pid), None) is not None
+
+    def _that_have(self, pid: int) -> Iterator[int]:
         above = {process.pid for process in psutil.Process(pid).parents()}
         raylets = [node.all_processes["raylet"][0].process.pid for node in self.members]
-        return next(number for number, raylet in enumerate(raylets) if raylet in above)
+        return (number for number, raylet in enumerate(raylets) if raylet in above)
 
     def remove(self, number: int) -> None:
         """Have a node vanish, as with its power cut."""

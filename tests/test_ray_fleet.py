@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fleet_cases import Heard, whole
-from ray_cases import cluster_of
+from ray_cases import Nodes, cluster_of
 from toycampaign import campaign, toy_world
 
 from retrain.campaign.planning.plan import Plan
@@ -47,28 +47,36 @@ def toy(tmp_path_factory) -> Path:
     return toy_world(tmp_path_factory.mktemp("toy"))
 
 
-def servers() -> list[psutil.Process]:
-    """The servers of this machine's actors."""
-    return [each for each in psutil.process_iter() if "minder.py" in " ".join(_words(each))]
+def servers(nodes: Nodes) -> list[psutil.Process]:
+    """The servers of the cluster's actors; another test's are none of them."""
+    return [each for each in psutil.process_iter() if _serves(each, nodes)]
 
 
-def _words(process: psutil.Process) -> list[str]:
+def _serves(process: psutil.Process, nodes: Nodes) -> bool:
     try:
-        return process.cmdline()
+        return "minder.py" in " ".join(process.cmdline()) and nodes.has(process.pid)
     except psutil.Error:
-        return []
+        return False
+
+
+def a_server(nodes: Nodes) -> psutil.Process:
+    """One that runs: steps that had their samples are reported while a dead one is still being replaced."""
+    deadline = time.monotonic() + 60
+    while not (found := servers(nodes)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found[0]
 
 
 def test_servers_and_workers_share_a_cluster_that_loses_a_node(tmp_path, toy, nodes):
     """The only server is killed, then its node vanishes with whatever is on it; another comes."""
-    killed = []
 
     def disturb(count: int) -> None:
         if count == 3:
-            killed.append(servers()[0].pid)
-            os.killpg(killed[0], signal.SIGKILL)
+            server = a_server(nodes)
+            os.killpg(server.pid, signal.SIGKILL)
+            psutil.wait_procs([server], timeout=60)
         if count == 6:
-            nodes.remove(nodes.of(servers()[-1].pid))
+            nodes.remove(nodes.of(a_server(nodes).pid))
             nodes.add(num_cpus=2)
 
     heard, out = Heard(disturb), tmp_path / "out"
@@ -80,9 +88,9 @@ def test_servers_and_workers_share_a_cluster_that_loses_a_node(tmp_path, toy, no
     assert "was lost with its actor or its node, and is started elsewhere" in said
     assert sum(line.startswith("canary: base within") for line in heard.lines) >= 3
     deadline = time.monotonic() + 60
-    while servers() and time.monotonic() < deadline:
+    while servers(nodes) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert servers() == []
+    assert servers(nodes) == []
     assert (out / "server.log").is_file()
 
 

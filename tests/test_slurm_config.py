@@ -40,7 +40,7 @@ def test_other_time_limits_are_refused(limit):
         (ASKED | {"slurm": {"gpu_type": "h100"}, "backend": {"devices": "cpu"}}, 'no effect with devices = "cpu"'),
         ({"campaign": {}, "slurm": {"partition": "gpu"}}, 'has no effect with executor = "inprocess": remove the line'),
         ({"slurm": {"setup": ["module load x"]}}, 'slurm.setup  has no effect with executor = "inprocess"'),
-        (ASKED | {"inference": {"engine": "vllm", "url": "http://x:1"}}, "one process alone uses the servers"),
+        (ASKED | {"inference": {"engine": "vllm", "launch": "vllm serve"}}, "url, with the addresses of servers of"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_said(data, says):
@@ -52,5 +52,6 @@ def test_what_does_not_go_together_is_said(data, says):
 def test_what_goes_together():
     config = parse_dict(ASKED | {"slurm": {"time": "2-12", "memory": "64G", "extra": {"exclusive": True}}})
     assert (config.slurm.minutes, config.slurm.memory, config.slurm.cpus) == (3600, "64G", None)
+    assert parse_dict(ASKED | {"inference": {"engine": "vllm", "url": "http://x:1"}}).inference.url == ["http://x:1"]
     local = parse_dict(ASKED | {"slurm": {"cluster": "local"}, "backend": {"devices": "cpu"}})
     assert local.slurm.cluster == "local"

@@ -13,8 +13,6 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from retrain.config.base import Section
-from retrain.config.campaign import Condition
 from retrain.config.describe import (
     accepts,
     choices,
@@ -27,19 +25,10 @@ from retrain.config.describe import (
     unavailable,
     wrong_entry,
 )
-from retrain.config.evaluation import EvaluationSet
 from retrain.config.legacy import REPLACED, REPLACED_SECTIONS
-from retrain.config.root import homes, keys, sections
-from retrain.config.tasks import RewardComponent, RubricCriterion
+from retrain.config.root import fields_of, homes, keys, listed, lists, sections
 
 Path = tuple[str | int, ...]
-LISTED: dict[str, type[Section]] = {
-    "campaign.conditions": Condition,
-    "reward.components": RewardComponent,
-    "reward.criteria": RubricCriterion,
-    "evaluation.sets": EvaluationSet,
-}
-"""Keys that are lists of tables, and what their tables are."""
 OTHERS: dict[str, str] = {
     "training.lr": "learning_rate",
     "training.group_size": "num_generations num_samples rollouts_per_prompt",
@@ -139,15 +128,14 @@ def _mistake(details: ErrorDetails, data: Mapping[str, Any]) -> Mistake:
 
 def _field(location: tuple[int | str, ...]) -> tuple[Path, FieldInfo | None]:
     """The path of the key in which an error lies, and the key's field; None when a whole table is wrong."""
-    section, name = str(location[0]), str(location[1])
-    listed = LISTED.get(f"{section}.{name}")
-    if listed is None or len(location) < 3:
-        return (section, name), keys()[f"{section}.{name}"]
-    path: Path = (section, name, location[2])
-    if len(location) < 4:
-        return path, None
-    key = str(location[3])
-    return (*path, key), listed.model_fields[key]
+    path: Path = (str(location[0]), str(location[1]))
+    field, inside = keys()[f"{path[0]}.{path[1]}"], location[2:]
+    while inside and (table := listed(field)):
+        path = (*path, inside[0])
+        if len(inside) == 1:
+            return path, None
+        path, field, inside = (*path, inside[1]), fields_of(table)[str(inside[1])], inside[2:]
+    return path, field
 
 
 def _at(data: Any, path: Iterable[str | int]) -> Any:
@@ -159,7 +147,8 @@ def _at(data: Any, path: Iterable[str | int]) -> Any:
 def _not_a_table(path: Path, value: Any) -> Mistake:
     name = str(path[0])
     if isinstance(path[-1], int):
-        return Mistake(path, f"is {show(value)}, {kind(value)}, but must be a table", _table(path[:-1]))
+        of_list = ".".join(part for part in path if isinstance(part, str))
+        return Mistake(path, f"is {show(value)}, {kind(value)}, but must be a table", f"[[{of_list}]]")
     if name not in sections():
         return unknown(path, value)
     if isinstance(value, list):
@@ -248,8 +237,8 @@ def unknown(path: Path, value: Any) -> Mistake:
     if len(path) == 1:
         return _unknown_section(path, name, value)
     if len(path) > 2:
-        listed = LISTED[".".join(str(part) for part in path[:2])]
-        return Mistake(path, f"is not a key of {_table(path[:2])}", nearest(name, listed.model_fields, value))
+        of_list = ".".join(part for part in path[:-1] if isinstance(part, str))
+        return Mistake(path, f"is not a key of [[{of_list}]]", nearest(name, fields_of(lists()[of_list]), value))
     if replaced := REPLACED.get(f"{section}.{name}"):
         return Mistake(path, f"is not a key: {replaced[0]}", replaced[1])
     own = sections()[section].roles()
@@ -265,10 +254,6 @@ def unknown(path: Path, value: Any) -> Mistake:
             dotted = homes(wide[0])[0]
             return Mistake(path, f"is not a key of [{section}]", f"did you mean {_elsewhere(dotted, section)}")
     return Mistake(path, f"is not a key of [{section}]", nearest(name, own, value))
-
-
-def _table(path: Path) -> str:
-    return f"[[{'.'.join(str(part) for part in path)}]]"
 
 
 def _elsewhere(dotted: str, section: str) -> str:

@@ -12,8 +12,7 @@ from retrain.config.campaign import Condition
 from retrain.config.conditions import MODES, why_fixed
 from retrain.config.describe import default_of, field_expected, toml
 from retrain.config.modes import modes_markdown
-from retrain.config.problems import LISTED
-from retrain.config.root import Config, homes, keys, sections
+from retrain.config.root import Config, homes, keys, lists, sections
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -93,10 +92,19 @@ def configuration_markdown() -> str:
         parts.append(f"## [{name}]\n\n{_text(section)}\n\n{_table(section)}")
         if name == "algorithm":
             parts.append(f"### Modes\n\n{MODES_INTRODUCTION}\n\n{modes_markdown()}")
-        for listed, table in LISTED.items():
-            if listed.partition(".")[0] == name:
-                parts.append(f"### [[{listed}]]\n\n{_text(table)}\n\n{_table(table)}")
+        for table, lists_of in _listed().items():
+            if lists_of[0].partition(".")[0] == name:
+                heading = ", ".join(f"[[{each}]]" for each in lists_of)
+                parts.append(f"### {heading}\n\n{_text(table)}\n\n{_table(table)}")
     return "\n".join(parts)
+
+
+def _listed() -> dict[type[Section], list[str]]:
+    """What the tables of lists are, and the lists that have such."""
+    found: dict[type[Section], list[str]] = {}
+    for name, table in lists().items():
+        found.setdefault(table, []).append(name)
+    return found
 
 
 def _text(section: type[Section]) -> str:

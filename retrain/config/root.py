@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import SerializerFunctionWrapHandler, ValidationInfo, model_serializer, model_validator
 from pydantic.fields import FieldInfo
@@ -164,10 +164,31 @@ def sections() -> dict[str, type[Section]]:
 def keys() -> dict[str, FieldInfo]:
     """Every key of every section by dotted TOML name."""
     return {
-        f"{section}.{field.alias or name}": field
-        for section, model in sections().items()
-        for name, field in model.model_fields.items()
+        f"{section}.{key}": field for section, table in sections().items() for key, field in fields_of(table).items()
     }
+
+
+def fields_of(table: type[Section]) -> dict[str, FieldInfo]:
+    """The keys of a table by their TOML names."""
+    return {field.alias or name: field for name, field in table.model_fields.items()}
+
+
+def listed(field: FieldInfo) -> type[Section] | None:
+    """What the tables are of a key that is a list of tables; None for other keys."""
+    inner = next(iter(get_args(field.annotation)), None) if get_origin(field.annotation) is list else None
+    return inner if isinstance(inner, type) and issubclass(inner, Section) else None
+
+
+@cache
+def lists() -> dict[str, type[Section]]:
+    """Every key that is a list of tables by dotted TOML name, and what its tables are; tables in them have such too."""
+    found: dict[str, type[Section]] = {}
+    waiting = list(keys().items())
+    for dotted, field in waiting:
+        if table := listed(field):
+            found[dotted] = table
+            waiting += [(f"{dotted}.{name}", inner) for name, inner in fields_of(table).items()]
+    return found
 
 
 def homes(name: str) -> list[str]:
