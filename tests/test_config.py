@@ -465,7 +465,7 @@ SINGLE = [
     ('[reward]\ntype = "weighted"\ncomponents = [{ type = "math", wieght = 2 }]',
      "[[reward.components]]: did you mean weight = 2"),
     ('[reward]\ntype = "weighted"\ncomponents = [{ type = "rubric", criteria = [{ name = "a", text = "b", wt = 2 }] }]',
-     "reward.components[1].criteria[1].wt  is not a key of [[reward.components.criteria]]: its keys are name, text, weight"),
+     "reward.components[1].criteria[1].wt  is not a key of [[reward.components.criteria]]: its keys are name, text"),
     ('[reward]\ntype = "weighted"\n[[reward.components]]\ntype = "rubric"\ncriteria = [{ name = 1, text = "b" }]',
      "reward.components[1].criteria[1].name  is 1"),
     ('[reward]\ntype = "weighted"\n[[reward.components]]\ntype = "rubric"\ncriteria = [3]',

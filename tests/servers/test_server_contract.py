@@ -14,7 +14,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+from lane_cases import in_turns, local_policy, rollout, trained
 from ray_cases import cluster_of
 from served_cases import apart, engine_of, ids, publish, requests, weights
 from standin import StandIn
@@ -23,11 +25,15 @@ from toycampaign import StopAfter
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
 from retrain.engines.server.canary import canary
+from retrain.engines.server.dialects import DIALECTS
 from retrain.engines.server.launch import Launched
+from retrain.engines.server.teacher import ServerTeacher
 from retrain.files import read_json, read_jsonl
 from retrain.models import bundled_model_path
 from retrain.policy.base import load_base
+from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
+from retrain.policy.teacher import AdapterTeacher, ModelTeacher
 from retrain.record.observer import NullObserver
 
 VLLM = os.environ.get("RETRAIN_VLLM", "")
@@ -68,6 +74,32 @@ eval_every = 0
 save_every = 2
 [evaluation]
 problems = {problems}
+[squeeze]
+enabled = false
+"""
+DISTILLED = """\
+[campaign]
+seeds = [1, 2]
+max_steps = 4
+[[campaign.conditions]]
+advantage_mode = "grpo"
+transform_mode = "none"
+[distillation]
+teacher = "base"
+reward_weight = 1.0
+{keys}
+[model]
+model = "tiny-reasoner"
+lora_rank = 16
+[reward]
+type = "match"
+[training]
+batch_size = 4
+group_size = 4
+max_tokens = 60
+lr = 1e-2
+[evaluation]
+problems = 0
 [squeeze]
 enabled = false
 """
@@ -117,6 +149,40 @@ def engine(base, server, tmp_path):
 
 def names_at(url: str) -> list[str]:
     return [each["id"] for each in httpx.get(f"{url}/v1/models").json()["data"] if each["parent"]]
+
+
+def test_a_teacher_says_of_every_token_what_the_model_says(base, lanes, engine, server):
+    """The base and an adapter as teachers of samples that another adapter drew."""
+    samples = rollout(base, lanes, trained(lanes, 3, size=0.03))
+    samples = [*samples, in_turns(samples[0])]
+    strong = weights(lanes, 5, 8, 16.0, 0.03)
+    ref = publish(engine, strong)
+    engine.sample(requests(ref, 1, 1))  # the server loads it when it is first asked for
+    (name,) = names_at(server)
+    policy = local_policy(base, lanes)
+    teachers = {"base": ModelTeacher(base, 4096, 1.0), name: AdapterTeacher(LocalSnapshot(strong, {}), "strong")}
+    found = {}
+    for model, own in teachers.items():
+        teacher = ServerTeacher(model, server, DIALECTS["vllm"])
+        teacher.open()
+        found[model] = np.concatenate(teacher.score(policy, samples))
+        np.testing.assert_allclose(found[model], np.concatenate(own.score(policy, samples)), atol=1e-4)
+    assert np.abs(found["base"] - found[name]).max() > 1e-2
+    engine.retire(ref)
+
+
+def test_students_learn_from_a_teacher_behind_it_as_from_the_model_itself(tmp_path, server):
+    """Paid for answers too, so that students leave the teacher and are pulled back."""
+    learned = []
+    for place, keys in (("here", ""), ("there", f'url = "{server}"\n')):
+        path = tmp_path / f"{place}.toml"
+        path.write_text(DISTILLED.format(keys=keys))
+        assert launch(load(path), tmp_path / place, NullObserver()).exit_status == 0
+        rows = [row for file in sorted((tmp_path / place).glob("runs/*/metrics.jsonl")) for row in read_jsonl(file)]
+        learned.append([row["distillation/reverse_kl"] for row in rows])
+    assert len(learned[0]) == 2 * 4
+    assert max(learned[0]) > 1e-3
+    assert learned[1] == pytest.approx(learned[0], abs=2e-4)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
