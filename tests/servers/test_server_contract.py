@@ -10,7 +10,8 @@ import signal
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -37,12 +38,13 @@ from retrain.policy.teacher import AdapterTeacher, ModelTeacher
 from retrain.record.observer import NullObserver
 
 VLLM = os.environ.get("RETRAIN_VLLM", "")
+ADAPTERS = "--enable-lora --max-loras 4 --max-lora-rank 16"
 COMMAND = (
     f"env TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 {VLLM} -m "
     "vllm.entrypoints.openai.api_server --model {model} --served-model-name base --host 127.0.0.1 --port {port} "
     # Seeded prompts that are read in pieces end this vLLM on a CPU: a batch holds all of them whole.
-    "--dtype float32 --max-model-len 1024 --max-num-seqs 64 --max-num-batched-tokens 65536 --enable-lora --max-loras 4 "
-    "--max-lora-rank 16 --logprobs-mode processed_logprobs --enforce-eager --generation-config vllm"
+    f"--dtype float32 --max-model-len 1024 --max-num-seqs 64 --max-num-batched-tokens 65536 {ADAPTERS} "
+    "--logprobs-mode processed_logprobs --enforce-eager --generation-config vllm"
 )
 MODEL = str(bundled_model_path("tiny-reasoner"))
 real = pytest.mark.skipif(not VLLM, reason="no vLLM here: make test-servers")
@@ -105,18 +107,32 @@ enabled = false
 """
 
 
-@pytest.fixture(scope="module", params=["standin", pytest.param("vllm", marks=real)])
-def server(request, tmp_path_factory):
+@contextmanager
+def serving(kind: str, command: str, folder: Path) -> Iterator[str]:
     """The address of a server with the bundled model."""
-    if request.param == "standin":
+    if kind == "standin":
         made = StandIn(MODEL)
-        yield made.url
     else:
-        folder = tmp_path_factory.mktemp("vllm")
-        made = Launched(COMMAND, MODEL, folder, None, False, lambda text, level: print(text))
+        made = Launched(command, MODEL, folder, None, False, lambda text, level: print(text))
+    try:
         wait_for(made.url)
         yield made.url
-    made.close()
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module", params=["standin", pytest.param("vllm", marks=real)])
+def server(request, tmp_path_factory):
+    with serving(request.param, COMMAND, tmp_path_factory.mktemp("vllm")) as url:
+        yield url
+
+
+@pytest.fixture(scope="module", params=["standin", pytest.param("vllm", marks=real)])
+def teaching(request, tmp_path_factory):
+    """Without adapters: see ``test_an_adapter_teaches_one_question_at_a_time``."""
+    command = COMMAND.replace(ADAPTERS, "")
+    with serving(request.param, command, tmp_path_factory.mktemp("teacher")) as url:
+        yield url
 
 
 def wait_for(url: str) -> None:
@@ -151,30 +167,38 @@ def names_at(url: str) -> list[str]:
     return [each["id"] for each in httpx.get(f"{url}/v1/models").json()["data"] if each["parent"]]
 
 
-def test_a_teacher_says_of_every_token_what_the_model_says(base, lanes, engine, server):
-    """The base and an adapter as teachers of samples that another adapter drew."""
+def says_what_it_is(server, model, own, base, lanes, **keys) -> np.ndarray:
+    """What a teacher there says of all samples, which is what ``own`` says in this process."""
     samples = rollout(base, lanes, trained(lanes, 3, size=0.03))
     samples = [*samples, in_turns(samples[0])]
+    policy = local_policy(base, lanes)
+    teacher = ServerTeacher(model, server, DIALECTS["vllm"], **keys)
+    teacher.open()
+    said = np.concatenate(teacher.score(policy, samples))
+    np.testing.assert_allclose(said, np.concatenate(own.score(policy, samples)), atol=1e-4)
+    return said
+
+
+def test_a_teacher_says_of_every_token_what_the_model_says(base, lanes, teaching):
+    says_what_it_is(teaching, "base", ModelTeacher(base, 4096, 1.0), base, lanes)
+
+
+def test_an_adapter_teaches_one_question_at_a_time(base, lanes, engine, server):
+    """With --enable-lora this vLLM takes one prompt at a time (its issue 16668)."""
     strong = weights(lanes, 5, 8, 16.0, 0.03)
     ref = publish(engine, strong)
     engine.sample(requests(ref, 1, 1))  # the server loads it when it is first asked for
     (name,) = names_at(server)
-    policy = local_policy(base, lanes)
-    teachers = {"base": ModelTeacher(base, 4096, 1.0), name: AdapterTeacher(LocalSnapshot(strong, {}), "strong")}
-    found = {}
-    for model, own in teachers.items():
-        teacher = ServerTeacher(model, server, DIALECTS["vllm"])
-        teacher.open()
-        found[model] = np.concatenate(teacher.score(policy, samples))
-        np.testing.assert_allclose(found[model], np.concatenate(own.score(policy, samples)), atol=1e-4)
-    assert np.abs(found["base"] - found[name]).max() > 1e-2
+    own = {"base": ModelTeacher(base, 4096, 1.0), name: AdapterTeacher(LocalSnapshot(strong, {}), "strong")}
+    found = [says_what_it_is(server, *each, base, lanes, max_in_flight=1) for each in own.items()]
+    assert np.abs(found[0] - found[1]).max() > 1e-2
     engine.retire(ref)
 
 
-def test_students_learn_from_a_teacher_behind_it_as_from_the_model_itself(tmp_path, server):
+def test_students_learn_from_a_teacher_behind_it_as_from_the_model_itself(tmp_path, teaching):
     """Paid for answers too, so that students leave the teacher and are pulled back."""
     learned = []
-    for place, keys in (("here", ""), ("there", f'url = "{server}"\n')):
+    for place, keys in (("here", ""), ("there", f'url = "{teaching}"\n')):
         path = tmp_path / f"{place}.toml"
         path.write_text(DISTILLED.format(keys=keys))
         assert launch(load(path), tmp_path / place, NullObserver()).exit_status == 0
