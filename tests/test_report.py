@@ -299,9 +299,23 @@ def test_smoothing_and_shared_samples():
     assert (twin.left, twin.right) == ((0, 2), (2, 2))  # trained models may agree word by word, and are two samples
 
 
-def test_long_names_under_a_pair_chart_stand_beside_each_other_on_two_lines():
-    names = ["maxrl+none", "maxrl+gtpo~gtpo.beta=0.1", "maxrl+gtpo~gtpo.beta=0.5", "rloo"]
-    drawn = pair_chart(names, [("seed 1", [0.1, 0.2, 0.3, 0.4])], label="l")
+def test_names_that_differ_at_their_ends_are_told_apart_and_stay_in_the_picture():
+    names = [f"grpo+none~lora_rank={rank}~lr=0.00{rate}" for rank in (1, 4, 16, 64) for rate in (1, 2, 6)]
+    series = [Series(name, i, [(0, 0.1), (1, i / 12)]) for i, name in enumerate(names)]
+    lines = line_chart(series, label="l", x_title="x")
+    pairs = pair_chart(names, [("seed 1", [i / 12 for i in range(12)])], label="l")
+    for drawn, half in ((lines, 1.0), (pairs, 0.5)):
+        placed = re.findall(r'class="name" x="([\d.]+)"[^>]*>([^<]*)<', drawn)
+        assert len({name for _, name in placed}) == 12
+        assert all(float(x) + half * 7.7 * len(name) <= 560 for x, name in placed)
+
+
+@pytest.mark.parametrize("names", [
+    ["maxrl+none", "maxrl+gtpo~gtpo.beta=0.1", "maxrl+gtpo~gtpo.beta=0.5", "rloo"],
+    [f"grpo~r={rank}~lr=0.0{rate}" for rank in (1, 4, 16) for rate in (1, 2, 6)],
+])  # fmt: skip
+def test_long_names_under_a_pair_chart_stand_beside_each_other_on_several_lines(names):
+    drawn = pair_chart(names, [("seed 1", [0.1] * len(names))], label="l")
     placed = re.findall(r'class="name" x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)<', drawn)
     assert [name for _, _, name in placed] == names
     for line in {y for _, y, _ in placed}:

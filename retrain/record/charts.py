@@ -18,6 +18,8 @@ WIDTH = 560
 """Units of a chart's view box; the page scales it to its column."""
 LETTER = 6.7
 """Width of a letter at the charts' 12 px, for room and collisions; real fonts differ by some 10 %."""
+BOLD = 1.15 * LETTER
+"""The same of names, which are bold."""
 COLOURS = 8
 LINES_HEIGHT = 260.0
 BINS = 24
@@ -153,7 +155,7 @@ def line_chart(
     limits: tuple[float | None, float | None] | None = None,
 ) -> str:
     """Lines over steps: each with its band, its seeds as thin lines, and its name at its end."""
-    names = max((len(shortened(each.name)) for each in series), default=0) * LETTER if len(series) > 1 else 0
+    names = max((len(shortened(each.name)) for each in series), default=0) * BOLD if len(series) > 1 else 0
     spots = [spot for each in series for line in (each.points, each.loose, *each.thin) for spot in line]
     ends = [end for each in series for _, low, high in each.band for end in (low, high)]
     xs, ys = [x for x, _ in spots], [y for _, y in spots] + ends
@@ -193,8 +195,10 @@ def line_chart(
 
 
 def shortened(name: str, most: int = 26) -> str:
-    """A name short enough for the margin."""
-    return name if len(name) <= most else f"{name[: most - 1]}…"
+    """A name short enough for the margin, without its middle: conditions of a campaign often begin with the same modes,
+    and differ at their ends."""
+    head = (most - 1) // 3
+    return name if len(name) <= most else f"{name[:head]}…{name[head + 1 - most :]}"
 
 
 def spread_labels(ends: Sequence[tuple[float, Series]], top: float, bottom: float) -> list[tuple[float, Series]]:
@@ -281,13 +285,13 @@ def pair_chart(names: Sequence[str], lines: Sequence[tuple[str, Sequence[float |
             for i, across, up, value in spots
         ]
     parts += marks
-    # Names too long to stand side by side take turns at two lines, where each has twice the room.
-    bold = 1.15 * LETTER
-    room = int((WIDTH - left) / len(names) / bold)
-    turns = 2 if max(map(len, names)) > room else 1
+    # Names too long to stand side by side take turns at several lines. Of a line's room the outermost names, which are
+    # moved inwards, take a part: n turns leave each (2n + 1)/3 times the room of one.
+    longest, room = max(map(len, names)), (WIDTH - left) / len(names) / BOLD
+    turns = next((n for n in (1, 2, 3) if (2 * n + 1) / 3 * room >= longest), 4)
     for i, name in enumerate(names):
-        text = shortened(name, max(6, turns * room))
-        half = len(text) * bold / 2
+        text = shortened(name, max(6, int((2 * turns + 1) / 3 * room)))
+        half = len(text) * BOLD / 2
         at = min(max(columns[i], half), WIDTH - half)
         parts.append(_name(at, bottom + 22 + 16 * (i % turns), text, "middle", colour(i)))
     return chart(bottom + 20 + 16 * turns, label, parts)

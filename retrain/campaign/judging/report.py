@@ -30,7 +30,7 @@ from retrain.campaign.judging.report_sections import (
     squeeze_section,
     title_of,
 )
-from retrain.campaign.judging.words import amount, new_problems, probability
+from retrain.campaign.judging.words import amount, new_problems, p_words
 from retrain.errors import NotOurs, StorageError, UsageError
 from retrain.files import write_text
 from retrain.ownership import owner_of
@@ -150,7 +150,7 @@ def _verdicts(campaign: Campaign) -> str:
              for s, d in zip(condition["paired_seeds"], condition["differences"], strict=True)],
             condition["difference"],
             condition["difference_interval"] if condition["pairs"] >= MIN_BAND_SEEDS else None,
-            "" if condition["p_holm"] is None else f"p = {probability(condition['p_holm'])}",
+            "" if condition["p_holm"] is None else p_words(condition["p_holm"]),
             new_problems(condition, measure) if condition["pairs"] >= MIN_BAND_SEEDS else None,
         )
         for place, condition in enumerate(others, start=1)

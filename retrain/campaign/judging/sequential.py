@@ -29,7 +29,7 @@ import numpy as np
 from retrain.campaign.judging.declaration import declaration
 from retrain.campaign.judging.results import Measure, read_run
 from retrain.campaign.judging.rule import rule_of
-from retrain.campaign.judging.words import SIGNIFICANT, probability
+from retrain.campaign.judging.words import SIGNIFICANT, p_words
 from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import RunSpec
 from retrain.config.campaign import RULE_KEYS
@@ -363,7 +363,7 @@ def _stop(
             else:
                 level = record["alpha"] / len(conditions) if exact else record["alpha"]
                 p = last["p"] if exact else last["p_adjusted"]
-                reason = f"sequential rule: decided {after}, p = {probability(p)} at level {level:.3g}"
+                reason = f"sequential rule: decided {after}, {p_words(p)} at level {level:.3g}"
         manifest.update(spec.run_id, state="stopped", reason=reason)
         observer.run_finished(spec, "stopped", reason)
     return unwanted

@@ -63,7 +63,7 @@ def sentence(condition: Mapping[str, Any], baseline: str, measure: Measure, fami
     if wider := new_problems(condition, measure):
         text += f" (on new problems too{brackets(wider, measure)})"
     if condition["p_holm"] is not None:
-        text += f", p = {probability(condition['p_holm'])}"
+        text += f", {p_words(condition['p_holm'])}"
         text += f" (corrected for {family} comparisons)" if family > 1 else ""
     cost = condition["cost_ratio"]
     text += f", {_finding(condition, measure, varied)}"
@@ -83,7 +83,7 @@ def _finding(condition: Mapping[str, Any], measure: Measure, varied: str) -> str
         return f"{pairs}: cannot tell, {needed} are needed" if "sequential" not in condition else f"{pairs}: {found}"
     open_yet, alike = remaining(condition, measure), condition.get("equivalence_p_holm")
     if alike is not None and alike <= SIGNIFICANT:  # said, since the 95 % interval may reach beyond the margin
-        found += f", equivalence p = {probability(alike)}"
+        found += f", equivalence {p_words(alike)}"
     return f"{pairs}: {found} ({population(measure, varied)})" + (f"; {open_yet}" if open_yet else "")
 
 
@@ -134,6 +134,12 @@ def amount(value: float, measure: Measure, *, sign: bool = False) -> str:
 def probability(p: float) -> str:
     """A p-value with two digits."""
     return f"{p:.2g}" if p >= 1e-4 else "< 0.0001"
+
+
+def p_words(p: float) -> str:
+    """A p-value in a sentence: `p = 0.017`, or `p < 0.0001`."""
+    said = probability(p)
+    return f"p {said}" if said.startswith("<") else f"p = {said}"
 
 
 def missing_words(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
