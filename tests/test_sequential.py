@@ -421,4 +421,4 @@ def test_what_looks_decided_keeps_its_p_whatever_the_others_do_later(tmp_path):
     assert (found["verdict"], found["stop_reason"]) == ("better", "decided")
     assert found["p_holm"] <= 0.05
     assert found["pairs_needed"] <= found["pairs"] < 8
-    assert "p = " in found["sentence"]
+    assert "p < 0.0001" in found["sentence"]
