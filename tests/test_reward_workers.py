@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -423,6 +424,22 @@ def forger():
     return grade
 
 
+def asked_to_end():
+    """Entry of a pool in this file: the processes of a job are asked to end, then two that a reward has started."""
+
+    def grade(job):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        program = subprocess.Popen(["sleep", "60"])
+        program.terminate()
+        if (fork := os.fork()) == 0:
+            time.sleep(60)
+        os.kill(fork, signal.SIGTERM)
+        return [job, program.wait(), os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])]
+
+    return grade
+
+
 def pool(entry: str, workers: int = 1, timeout_s: float = 20.0) -> WorkerPool:
     return WorkerPool(f"{__name__}:{entry}", {}, workers=workers, timeout_s=timeout_s, memory_bytes=2 << 30)
 
@@ -437,6 +454,14 @@ def test_replies_keep_the_order_of_jobs_and_run_side_by_side() -> None:
         start = time.monotonic()
         workers.map([(0, 2.0)] * 3)
         assert time.monotonic() - start < 5.5
+    finally:
+        workers.close()
+
+
+def test_what_asks_all_processes_of_a_job_to_end_costs_no_answer_and_still_ends_what_a_reward_started() -> None:
+    workers = pool("asked_to_end")
+    try:
+        assert [reply.value for reply in workers.map(["a", "b"])] == [["a", -15, -15], ["b", -15, -15]]
     finally:
         workers.close()
 

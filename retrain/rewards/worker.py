@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import pickle
 import resource
 import signal
@@ -22,6 +23,7 @@ from retrain.plugins import described
 from retrain.rewards.base import printable
 
 HEADER = struct.Struct(">I")
+ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(descriptor: int) -> None:
@@ -31,6 +33,7 @@ def main(descriptor: int) -> None:
     Replies: ``{"ready": true, "facts": …}`` once (the function's attribute ``facts``, JSON), then
     ``{"value": …}`` or ``{"error": text}`` for each job; ``"retire"`` asks to be replaced (memory ran out).
     """
+    _leave_the_end_to_the_trainer()
     connection = socket.socket(fileno=descriptor)
     frames = connection.makefile("rb")
     first = _receive(frames)
@@ -45,6 +48,7 @@ def main(descriptor: int) -> None:
         _send(connection, {"fatal": printable(str(error) if isinstance(error, RetrainError) else described(error))})
         return
     _send(connection, {"ready": True, "facts": getattr(grade, "facts", {})})
+    _ignore_endings()  # again: a module that was imported may have put its own handlers there
     # If the trainer is killed while a job hangs, the alarm's default action kills this process.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     while frame := _receive(frames):
@@ -54,6 +58,36 @@ def main(descriptor: int) -> None:
         _send(connection, reply)
         if retire:
             return
+
+
+def _leave_the_end_to_the_trainer() -> None:
+    """Have signals that ask for an end mean nothing to this process.
+
+    Schedulers (Slurm, systemd) send them to all processes of a job; the trainer finishes its step, for which it needs
+    the answers that are under way. What this process starts is ended by them as ever.
+    """
+    _ignore_endings()
+    masks: list[set[int]] = []
+
+    def in_child() -> None:
+        for number in ENDINGS:
+            signal.signal(number, signal.SIG_DFL)
+        unblock()
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+    # A signal that reaches a fork before its handlers are the default ones waits until they are.
+    os.register_at_fork(
+        before=lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)),
+        after_in_parent=unblock,
+        after_in_child=in_child,
+    )
+
+
+def _ignore_endings() -> None:
+    for number in ENDINGS:
+        signal.signal(number, lambda number, frame: None)  # not SIG_IGN, which programs started from here would inherit
 
 
 def _reply(grade: Any, frame: bytes, what: str) -> tuple[dict[str, Any], bool]:
