@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from retrain.algorithms.protocol import Algorithm, Credit
 from retrain.checkpoints import (
     Snapshot,
@@ -27,6 +25,7 @@ from retrain.checkpoints import (
 from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.config.schedule import Extent, extent_after
+from retrain.data.cursor import DataCursor
 from retrain.data.prompts import Renderer
 from retrain.engines.protocol import Engine, PolicyRef
 from retrain.engines.server.watch import Watch, by_version
@@ -44,11 +43,10 @@ from retrain.record.environment import without_keys
 from retrain.record.observer import RunSpecLike
 from retrain.record.recorder import RunRecorder
 from retrain.rewards.overlong import punish_overlong
-from retrain.rng import generator
 from retrain.rollouts.collect import RolloutRequest
 from retrain.rollouts.dynamic import Chosen, DynamicSampling, Further
 from retrain.rollouts.versions import RecentWeights, Weights
-from retrain.types import TOO_OLD, Group, Problem, StepRecord
+from retrain.types import TOO_OLD, Group, StepRecord
 from retrain.updates import Taken, far_enough, note_old_logprobs, passes, together
 
 UNGRADED_STEPS = 3
@@ -59,31 +57,6 @@ MISMATCHED_STEPS = 2
 """A run fails in so many steps in a row in which its sampler and its trainer disagree."""
 WANTS = {Need.LOGPROBS: Want.LOGPROBS, Need.VALUES: Want.VALUES, Need.REFERENCE: Want.REFERENCE}
 """What an algorithm needs of the policy's scores."""
-
-
-class DataCursor:
-    """Which problems come next: a fresh permutation for every epoch, a function of the seeds and the position.
-
-    ``position`` counts problems taken so far. A batch may span epochs.
-    """
-
-    def __init__(self, problems: Sequence[Problem], stream: tuple[int | str, ...], shuffle: bool = True):
-        self.problems, self.stream, self.shuffle = problems, stream, shuffle
-        self.position = 0
-        self._epoch, self._order = -1, np.arange(0)
-
-    def ahead(self, start: int, count: int) -> list[Problem]:
-        """``count`` problems, the first of them ``start`` problems after the next one."""
-        return [self._at(self.position + start + i) for i in range(count)]
-
-    def _at(self, position: int) -> Problem:
-        epoch, place = divmod(position, len(self.problems))
-        if not self.shuffle:
-            return self.problems[place]
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = generator(*self.stream, "data", epoch).permutation(len(self.problems))
-        return self.problems[int(self._order[place])]
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from retrain.checkpoints import checkpoint_directories, common_step
 from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.data import Dataset, content_hash
+from retrain.data.cursor import DataCursor
 from retrain.data.prompts import Renderer, longest_prompt
 from retrain.engines.server.engine import ServerEngine
 from retrain.environments.build import environments_of
@@ -54,7 +55,7 @@ from retrain.record.observer import Observer
 from retrain.record.recorder import RunRecorder
 from retrain.rewards import Grader, build_grader
 from retrain.rewards.audit import AUDIT
-from retrain.run import DataCursor, Run
+from retrain.run import Run
 from retrain.tokenizer import Tokenizer
 from retrain.trainer import Cohort
 from retrain.types import Problem
