@@ -16,7 +16,7 @@ import pytest
 from ray_cases import ApartHost, StubHost, cluster_of
 from toycampaign import StopAfter
 from toymodels import campaign_head
-from worker_cases import Heard, a_writer, alone, contents, differing, planned, writer
+from worker_cases import Heard, alone, contents, differing, planned, who_writes, writer
 
 import retrain.campaign.running.raycluster as raycluster
 import retrain.campaign.running.workers as waiting
@@ -293,14 +293,14 @@ def whole(world, tmp_path_factory) -> dict:
 
 
 def test_a_campaign_that_loses_a_worker_and_a_node_leaves_what_one_process_leaves(tmp_path, world, whole, nodes):
-    out, killed = tmp_path / "out", []
+    out, killed, lost = tmp_path / "out", [], []
 
     def disturb(spec, count):
         if count == 3:
             killed.append(writer(out, spec.run_id))
             os.kill(killed[0], signal.SIGKILL)
-        if count == 8:
-            busy = a_writer(out)
+        if count >= 8 and not lost and (busy := who_writes(out)) is not None:
+            lost.append(busy)
             os.kill(busy, signal.SIGSTOP)  # however fast it is
             nodes.remove(nodes.of(busy))
             os.kill(busy, signal.SIGCONT)

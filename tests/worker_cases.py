@@ -84,12 +84,19 @@ def writer(out: Path, run_id: str) -> int:
     return read_json(out / "runs" / run_id / LEASE)["pid"]
 
 
+def who_writes(out: Path) -> int | None:
+    """A process that trains some run now."""
+    for lease in out.glob(f"runs/*/{LEASE}"):
+        with suppress(OSError, ValueError):
+            if process_start(pid := writer(out, lease.parent.name)) is not None:
+                return pid
+    return None
+
+
 def a_writer(out: Path) -> int:
-    """A process that trains some run, as soon as there is one."""
+    """A process that trains some run, as soon as there is one; not for an observer, whom the controller waits for."""
     for _ in range(6000):
-        for lease in out.glob(f"runs/*/{LEASE}"):
-            with suppress(OSError, ValueError):
-                if process_start(pid := writer(out, lease.parent.name)) is not None:
-                    return pid
+        if (pid := who_writes(out)) is not None:
+            return pid
         time.sleep(0.01)
     raise TimeoutError(f"nobody trains in {out}")
