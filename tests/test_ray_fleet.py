@@ -69,14 +69,16 @@ def a_server(nodes: Nodes) -> psutil.Process:
 
 def test_servers_and_workers_share_a_cluster_that_loses_a_node(tmp_path, toy, nodes):
     """The only server is killed, then its node vanishes with whatever is on it; another comes."""
+    removed = []
 
     def disturb(count: int) -> None:
         if count == 3:
             server = a_server(nodes)
             os.killpg(server.pid, signal.SIGKILL)
             psutil.wait_procs([server], timeout=60)
-        if count == 6:
-            nodes.remove(nodes.of(a_server(nodes).pid))
+        if not removed and any("is started again" in line for line in heard.lines):  # its actor has said so
+            removed.append(nodes.of(a_server(nodes).pid))
+            nodes.remove(removed[0])
             nodes.add(num_cpus=2)
 
     heard, out = Heard(disturb), tmp_path / "out"
@@ -127,8 +129,9 @@ def test_no_room_for_a_server_is_said(tmp_path, toy, nodes, monkeypatch):
 
 def test_workers_have_the_room_that_servers_leave():
     def slots(*resources, **ray):
-        inference = {"engine": "vllm", "launch": "vllm serve", "replicas": 2}
-        config = parse_dict({"campaign": {"executor": "ray"}, "inference": inference, "ray": ray})
+        inference = {"engine": "vllm", "launch": "vllm serve", "replicas": ray.pop("replicas", 2)}
+        campaign = {"executor": "ray", "gpus_per_cohort": ray.pop("each", 1)}
+        config = parse_dict({"campaign": campaign, "inference": inference, "ray": ray})
         return slots_in([{"Alive": True, "Resources": each} for each in resources], config)
 
     large = {"CPU": 16.0, "GPU": 8.0}
@@ -137,3 +140,12 @@ def test_workers_have_the_room_that_servers_leave():
     assert slots(large, server_gpus=0.5) == (7, True)
     assert slots({"CPU": 4.0}) == (2, False)
     assert slots({"CPU": 4.0}, {"CPU": 2.0}, server_cpus=2) == (2, False)
+    one = {"CPU": 8.0, "GPU": 1.0}
+    assert slots(one, one, replicas=1, cpus=8) == (1, True)  # its CPU and its GPU are those of one node
+    assert slots(one, replicas=1, server_gpus=0.5, each=0.5) == (1, True)
+    with pytest.raises(
+        UsageError, match=r"^beside 1 server of .* no room for a worker, which asks for 1 CPU and 1 GPU \("
+    ):
+        slots(one, replicas=1)
+    with pytest.raises(UsageError, match=r"no room for 2 servers .* 1 CPU and 2 GPUs \(.*--workers 4"):
+        slots(one, one, server_gpus=2)

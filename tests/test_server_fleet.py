@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -28,6 +29,8 @@ from retrain.engines.server import fleet
 from retrain.engines.server import launch as launching
 from retrain.engines.server import pool as pooling
 from retrain.engines.server.canary import canaries
+from retrain.engines.server.client import Server, Unreached
+from retrain.engines.server.dialects import DIALECTS
 from retrain.engines.server.fleet import Launches, Told, shares
 from retrain.engines.server.launch import Launched
 from retrain.errors import ConfigError, ServerFailed, UsageError
@@ -115,10 +118,33 @@ def test_a_server_listens_where_it_is_told(tmp_path):
     assert words("serve {model} --port 8")[3:] == ["8", "--host", "10.0.0.3"]
     assert words("serve --port 8 --host 0.0.0.0") == ["serve", "--port", "8", "--host", "0.0.0.0"]
     assert words("serve --port=8 --bind={host}") == ["serve", "--port=8", "--bind=10.0.0.3"]
+    assert launching._filled("serve --port 8 --host 10.0.0.9", "m", "127.0.0.1")[1:] == ("10.0.0.9", 8)
+    assert launching._filled("serve --port=8 --host=0.0.0.0", "m", "127.0.0.1")[1:] == ("127.0.0.1", 8)
     launched = Launched(SLEEPER, "m", tmp_path, None, False, unheard, host="127.0.0.2", name="second")
     assert launched.url == f"http://127.0.0.2:{launched.port}"
     assert (tmp_path / "second.log").is_file()
     launched.close()
+
+
+def test_ends_are_in_a_row_unless_it_had_answered_for_long():
+    restarts = launching.Restarts()
+    assert [restarts.spent(0.0) for _ in range(launching.RESTARTS)] == [False] * launching.RESTARTS
+    assert restarts.spent(launching.STEADY_S)  # it hung, or died, after less
+    assert not restarts.spent(launching.STEADY_S + 1)
+
+
+def test_a_server_that_was_let_go_of_is_away(tmp_path):
+    """For a request that waited for its turn while its node was lost."""
+
+    async def asked() -> bool:
+        server = Server("http://127.0.0.1:9", DIALECTS["vllm"], "", 5.0, 4)
+        await server.open()
+        await server.close()
+        with pytest.raises(Unreached):
+            await server.get("/health")
+        return await server.check()
+
+    assert not asyncio.run(asked())
 
 
 def test_a_server_ends_with_its_minder(tmp_path):
@@ -236,7 +262,7 @@ def test_a_server_that_is_given_up_while_it_is_tried_costs_nothing(tmp_path, mod
 
 def test_an_engine_waits_for_the_first_address(tmp_path, model, base, monkeypatch):
     never = Told()
-    with pytest.raises(UsageError, match=r"no server answers after 0\.2 s"):
+    with pytest.raises(UsageError, match=r"no server could be started within 0\.2 s"):
         engine_of(base, [], tmp_path / "a", fleet=never, patience_s=0.2)
     never.tell([], "the server died 4 times")
     with pytest.raises(UsageError, match=r"\[inference\] launch: the server died 4 times"):
@@ -349,8 +375,14 @@ def test_workers_have_the_gpus_that_servers_leave(monkeypatch):
         slots()
     with pytest.raises(UsageError, match="gives all 4 GPUs to the servers"):
         slots("0,1,2,3")
+    with pytest.raises(UsageError, match=r"launch_gpus has gpu:2, and this machine shows 0, 1, 2, 3: it names GPUs as"):
+        slots("gpu:2")
+    with pytest.raises(UsageError, match=r"launch_gpus has 2, twice"):
+        slots("2,2", replicas=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert slots("7") == ["gpu:0", "gpu:1", "gpu:2"]
+    with pytest.raises(UsageError, match=r'launch_gpus has 1, and this machine shows 4, 5, 6, 7: .*launch_gpus="7"'):
+        slots("1")
 
 
 def test_a_fleet_is_asked_for_as_one(tmp_path):

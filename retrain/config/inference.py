@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -70,8 +71,8 @@ class Inference(Section):
     """Command of a server that is started here, watched, started again when it dies or hangs, and ended with the
     campaign, in place of `url`, such as `vllm serve {model} --enable-lora --max-lora-rank 32`. `{model}`, `{host}` and
     `{port}` are filled in; where it has none, a free port and `--host 127.0.0.1` are added. What it says goes to
-    `server.log` of the run or campaign. With workers the controller starts it for all of them, and with `executor =
-    "ray"` Ray finds a node for it."""
+    `server.log` of the run or campaign. With workers the controller starts it for all of them; with `executor = "ray"`
+    Ray finds a node for it, where it listens at the node's address if the cluster has other machines."""
     replicas: Annotated[Count, Role.NAMES, UsedWhen("inference.engine", SERVERS)] = 1
     """How many servers `launch` starts; they share the load, and their logs are `server_1.log` and so on."""
     launch_gpus: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
@@ -143,6 +144,12 @@ class Inference(Section):
             if self.launch is None and getattr(self, key) != default:
                 keys = (f"inference.{key}", "inference.launch")
                 yield Finding(keys, "has no effect without launch", "remove the line")
+        if self.launch is not None and self.replicas > 1 and (port := re.search(r"--port[ =]+(\d+)", self.launch)):
+            yield Finding(
+                ("inference.launch", "inference.replicas"),
+                f"has {port[0]}, and {self.replicas} servers cannot listen at one port of a machine",
+                "remove --port: each gets a free one",
+            )
         gpus = len((self.launch_gpus or "").split(","))
         if self.launch_gpus is not None and gpus % self.replicas:
             yield Finding(

@@ -78,6 +78,13 @@ def _left_by_servers(config: Config, gpus: list[tuple[str, str]]) -> list[tuple[
             f'{plural(len(gpus), "GPU")} are theirs: type --set inference.launch_gpus="{gpus[-1][1]}"'
         )
     theirs = [name.strip() for name in asked.launch_gpus.split(",")]
+    there = [visible for _, visible in _visible_gpus()]
+    if wrong := [name for name in theirs if name not in there or theirs.count(name) > 1]:
+        what = "twice" if wrong[0] in there else f"and this machine shows {', '.join(there)}"
+        raise UsageError(
+            f"[inference] launch_gpus has {wrong[0]}, {what}: it names GPUs as CUDA_VISIBLE_DEVICES does; type "
+            f'--set inference.launch_gpus="{gpus[-1][1]}"'
+        )
     if both := [name for name, visible in gpus if backend.named_gpus and visible in theirs]:
         raise UsageError(
             f"[backend] devices has {both[0]}, which [inference] launch_gpus gives to the servers; leave it out of one"
@@ -120,11 +127,10 @@ def gpus_of(config: Config) -> list[tuple[str, str]]:
     backend, own = config.backend, bool(os.environ.get(OWN_GPU))
     if backend.devices == "cpu":
         return []
-    import torch
-
     from retrain.policy.device import resolve_device
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    there = _visible_gpus()
+    count = len(there)
     if not count and (own or not backend.named_gpus):
         if backend.devices == "all":
             raise UsageError('devices = "all": this machine shows no GPU; type devices = "auto" or "cpu"')
@@ -133,9 +139,16 @@ def gpus_of(config: Config) -> list[tuple[str, str]]:
     names = (not own and backend.named_gpus) or [f"gpu:{index}" for index in range(count)]
     if missing := [name for name in names if int(name.removeprefix("gpu:")) >= count]:
         raise UsageError(f"devices has {missing[0]}: this machine shows {plural(count, 'GPU')}")
+    return [there[int(name.removeprefix("gpu:"))] for name in names]
+
+
+def _visible_gpus() -> list[tuple[str, str]]:
+    """All GPUs that this process sees, each with what ``CUDA_VISIBLE_DEVICES`` calls it."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     given = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    indices = [int(name.removeprefix("gpu:")) for name in names]
-    return [(name, given[index] if given else str(index)) for name, index in zip(names, indices, strict=True)]
+    return [(f"gpu:{index}", given[index] if given else str(index)) for index in range(count)]
 
 
 def _in_process(plan: Plan) -> InProcess:

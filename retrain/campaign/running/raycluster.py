@@ -317,11 +317,9 @@ def ray_workers(plan: Plan) -> Workers:
 def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
     """How many workers there will be, and whether each has a GPU. ``nodes`` are as Ray lists them."""
     asked, devices, cpus = config.campaign.workers, config.backend.devices, config.ray.cpus
-    left = _left_by_servers(_resources(nodes), config)
-    has = [(int(each.get("CPU", 0)) // cpus, int(each.get("GPU", 0))) for each in left]
-    each, size = config.campaign.workers_per_gpu, config.gpus_per_worker
-    with_gpu = sum(min(room, each * (gpus // size)) for room, gpus in has)
-    gpus = devices == "all" or (devices != "cpu" and any(gpus for _, gpus in has))
+    everything = _resources(nodes)
+    gpus = devices == "all" or (devices != "cpu" and any(int(each.get("GPU", 0)) for each in everything))
+    left = _left_by_servers(everything, config) if config.inference.launch is not None else everything
     if not gpus and config.campaign.gpus_per_cohort != 1:
         raise UsageError(
             f"[campaign] gpus_per_cohort = {config.campaign.gpus_per_cohort:g} has no effect: the Ray cluster has no "
@@ -329,9 +327,22 @@ def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
         )
     if asked != "auto":
         return asked, gpus
-    count = with_gpu if gpus else sum(room for room, _ in has)
+    if left is None:
+        what = _asked_words(config.ray.server_cpus, config.ray.server_gpus if gpus else 0.0)
+        raise UsageError(
+            f"the Ray cluster has no room for {plural(config.inference.replicas, 'server')} of [inference] launch, "
+            f"each of which asks for {what} ([ray] server_cpus, server_gpus); where nodes come when asked for, "
+            "say how many workers: --workers 4"
+        )
+    count = sum(_room(each, config, gpus) for each in left)
+    if not count and left is not everything and any(_room(each, config, gpus) for each in everything):
+        raise UsageError(
+            f"beside {plural(config.inference.replicas, 'server')} of [inference] launch the Ray cluster has no room "
+            f"for a worker, which asks for {_asked_words(cpus, _gpus_asked(config) if gpus else 0.0)} ([ray] cpus, "
+            "[backend] devices): add a node, or give the servers less ([ray] server_gpus, server_cpus)"
+        )
     if not count:
-        what = f"{plural(cpus, 'CPU')} and {_count(_gpus_asked(config), 'GPU')}" if gpus else plural(cpus, "CPU")
+        what = _asked_words(cpus, _gpus_asked(config) if gpus else 0.0)
         raise UsageError(
             f"no node of the Ray cluster has {what}, which is what a worker asks for ([ray] cpus, [backend] devices); "
             "where nodes come when they are asked for, say how many workers: --workers 4"
@@ -339,15 +350,28 @@ def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
     return count, gpus
 
 
-def _left_by_servers(nodes: list[dict[str, float]], config: Config) -> list[dict[str, float]]:
-    """What nodes have beside the servers that are to be launched, each where there is most room."""
+def _room(node: dict[str, float], config: Config, gpus: bool) -> int:
+    """How many workers fit on what a node has, with GPUs or without."""
+    room = int(node.get("CPU", 0)) // config.ray.cpus
+    if not gpus:
+        return room
+    whole, part = divmod(node.get("GPU", 0.0), 1)
+    on_parts = int(part / _gpus_asked(config) + 1e-9) if config.gpus_per_worker == 1 else 0
+    return min(room, config.campaign.workers_per_gpu * (int(whole) // config.gpus_per_worker) + on_parts)
+
+
+def _left_by_servers(nodes: list[dict[str, float]], config: Config) -> list[dict[str, float]] | None:
+    """What nodes have beside the servers that are to be launched, each where there is most room; None where one of
+    them has none."""
     left, inference = [dict(node) for node in nodes], config.inference
     on_gpus = config.backend.devices != "cpu" and any(node.get("GPU", 0) for node in nodes)
     asks = {"CPU": float(config.ray.server_cpus), "GPU": config.ray.server_gpus if on_gpus else 0.0}
-    for _ in range(inference.replicas if inference.launch is not None else 0):
+    for _ in range(inference.replicas):
         room = [node for node in left if all(node.get(kind, 0) >= count for kind, count in asks.items())]
-        for kind, count in asks.items() if room else ():
-            most = max(room, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))
+        if not room:
+            return None
+        most = max(room, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))
+        for kind, count in asks.items():
             most[kind] = most.get(kind, 0) - count
     return left
 
@@ -355,6 +379,10 @@ def _left_by_servers(nodes: list[dict[str, float]], config: Config) -> list[dict
 def _gpus_asked(config: Config) -> float:
     """What a worker asks for where there are GPUs."""
     return min(config.campaign.gpus_per_cohort, 1.0) if config.gpus_per_worker == 1 else config.gpus_per_worker
+
+
+def _asked_words(cpus: int, gpus: float) -> str:
+    return f"{plural(cpus, 'CPU')} and {_count(gpus, 'GPU')}" if gpus else plural(cpus, "CPU")
 
 
 def _count(count: float, kind: str) -> str:

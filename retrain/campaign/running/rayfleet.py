@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from retrain.campaign.planning.plan import Plan
@@ -21,7 +22,7 @@ from retrain.campaign.running.rayconnect import last_line, ray_module, sees
 from retrain.config import Config
 from retrain.engines.server.fleet import Hear, Tell, named, names_of
 from retrain.engines.server.launch import Launched, Restarts, identity_of
-from retrain.errors import UsageError
+from retrain.errors import RetrainError
 from retrain.ownership import claim
 from retrain.wording import plural
 
@@ -53,15 +54,17 @@ class ServerHost:
         self.server: Launched | None = None
         try:
             self.server = self._start(asked)
-        except UsageError as error:
+        except (RetrainError, OSError) as error:
             self.fault = str(error).removeprefix(PREFIX)
 
     def look(self) -> dict[str, Any]:
-        """Where it listens (``url``), what has been ``said`` since the last time, and why it ``gave_up``, if it has."""
+        """Where it listens (``url``), for how many seconds it has answered (``answered_s``), what has been ``said``
+        since the last time, and why it ``gave_up``, if it has."""
         said, self.said = self.said, []
         if self.server is None:
-            return {"url": "", "gave_up": self.fault, "said": said}
-        return {"url": self.server.url, "gave_up": self.server.gave_up, "said": said}
+            return {"url": "", "answered_s": 0.0, "gave_up": self.fault, "said": said}
+        server = self.server
+        return {"url": server.url, "answered_s": server.answered_s, "gave_up": server.gave_up, "said": said}
 
     def close(self) -> None:
         """End it."""
@@ -86,7 +89,7 @@ class ServerHost:
             False,
             lambda text, level: self.said.append((text, level)),
             name=asked.name,
-            host=ray.util.get_node_ip_address(),
+            host=_host(ray),
         )
 
 
@@ -100,6 +103,7 @@ class Place:
     actor: Any = None
     question: Any = None
     url: str = ""
+    answered_s: float = 0.0
     gave_up: str = ""
     waits_since: float = 0.0
     told: bool = False
@@ -163,8 +167,7 @@ class RayFleet:
         asked = Asked(place.name, self.config, self.directory, self._owner, os.getcwd())
         place.actor = ray_module().remote(**options)(ServerHost).remote(asked)
         place.question = place.actor.look.remote()
-        place.waits_since, place.url = time.monotonic(), ""
-        place.restarts.begun()
+        place.waits_since, place.url, place.answered_s = time.monotonic(), "", 0.0
 
     def _watch(self) -> None:
         ray = ray_module()
@@ -187,21 +190,33 @@ class RayFleet:
             place.question = place.actor.look.remote()
             return
         except ray.exceptions.RuntimeEnvSetupError as error:
-            place.question, place.gave_up = None, f"Ray could not set a node up: {last_line(error)}"
+            self._give_up(place, f"Ray could not set a node up: {last_line(error)}")
             return
-        except ray.exceptions.RayError:
-            self._lost(place)
+        except ray.exceptions.RayError as error:
+            if getattr(error, "actor_init_failed", False):
+                self._give_up(place, f"a node cannot run a server: {last_line(error)}")
+            else:
+                self._lost(place)
             return
         for text, level in answer["said"]:
             self.tell(f"server {place.number}: {text}", level)
-        place.url, place.gave_up = "" if answer["gave_up"] else answer["url"], answer["gave_up"]
-        place.question = None if place.gave_up else place.actor.look.remote()
+        if answer["gave_up"]:
+            self._give_up(place, answer["gave_up"])
+            return
+        place.url, place.answered_s = answer["url"], answer["answered_s"]
+        place.question = place.actor.look.remote()
+
+    def _give_up(self, place: Place, why: str) -> None:
+        """It is not started again, which is said where others go on; where none does, whoever waits for one says it."""
+        place.url, place.question, place.gave_up = "", None, why
+        if not self.gave_up:
+            self.tell(f"server {place.number} is given up: {why}", "warning")
 
     def _lost(self, place: Place) -> None:
         place.url, place.question = "", None
         how = f"server {place.number} was lost with its actor or its node"
-        if place.restarts.spent():
-            place.gave_up = f"{how}, {place.restarts.count} times in a row"
+        if place.restarts.spent(place.answered_s):
+            self._give_up(place, f"{how}, {place.restarts.count} times in a row")
             return
         self.tell(f"{how}, and is started elsewhere", "warning")
         self._begin(place)
@@ -214,3 +229,9 @@ class RayFleet:
             gpus, cpus = self.resources["num_gpus"], plural(int(self.resources["num_cpus"]), "CPU")
             asks = f"{gpus:g} GPU and {cpus}" if gpus else cpus
             self.tell(f"server {place.number} waits for room in the Ray cluster: it asks for {asks}", "warning")
+
+
+def _host(ray: ModuleType) -> str:
+    """Where a server listens: for this machine alone, where no node of the cluster is on another."""
+    nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    return "127.0.0.1" if len(nodes) == 1 else ray.util.get_node_ip_address()

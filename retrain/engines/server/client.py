@@ -89,7 +89,8 @@ class Server:
     async def _send(self, method: str, path: str, timeout_s: float | None, body: dict[str, Any] | None = None) -> Any:
         import httpx
 
-        assert self._http is not None
+        if self._http is None or self._http.is_closed:
+            raise Unreached("whoever keeps the servers has let go of it")
         limit = timeout_s or self.timeout_s
         try:
             async with asyncio.timeout(limit):

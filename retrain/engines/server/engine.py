@@ -136,8 +136,12 @@ class ServerEngine:
         ModelError when one does not hold a model of this tokenizer's context."""
         if self.fleet is not None:
             self.fleet.wait(self.patience_s)
+            if not self.fleet.urls and not self.fleet.gave_up:
+                raise UsageError(
+                    f"[inference] launch: no server could be started within {self.patience_s:g} s (patience_s)"
+                )
+            self.fleet.listen(self._follow)  # first: what is told between the two would be missed
             self._run(self.pool.follow(self.fleet.urls))
-            self.fleet.listen(self._follow)
         self._run(self._open())
 
     def _follow(self, urls: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
 
@@ -31,12 +31,14 @@ from retrain.files import read_json, write_json
 RESTARTS = 3
 """Times in a row that a server is started again; one that then dies is given up."""
 STEADY_S = 120.0
-"""Seconds after which a death is not in a row with the one before."""
+"""Seconds of answers after which a death is not in a row with the one before."""
 GRACE_S = minder.GRACE_S + 5.0
 """Seconds between asking it to end and ending it: its minder does so before."""
 LOOK_S, ANSWER_S, HUNG_S = 5.0, 10.0, 120.0
 """Seconds between two looks at whether it answers, for one answer, and without any before one that had answered counts
 as hung."""
+EVERYWHERE = ("0.0.0.0", "::")
+"""Hosts that mean every address of the machine."""
 TAIL = 8
 """Lines of its log that an error repeats."""
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
@@ -64,8 +66,8 @@ class Launched:
     ):
         self.log, self._identity = directory / f"{name}.log", identity_of(directory, name)
         self.tell, self.gave_up = tell, ""
-        self.words, self.port = _filled(command, model, host)
-        self.url = f"http://{host}:{self.port}"
+        self.words, host, self.port = _filled(command, model, host)
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         self._environment = {**ENVIRONMENT, **(SLEEP_ENVIRONMENT if sleeps else {}), **os.environ}
         if gpus is not None:
             self._environment["CUDA_VISIBLE_DEVICES"] = gpus
@@ -73,11 +75,16 @@ class Launched:
         directory.mkdir(parents=True, exist_ok=True)
         self._end_left_over()
         self._closing = threading.Event()
-        self._restarts = Restarts()
+        self._restarts, self._health = Restarts(), Health(self.url)
         self._process = self._start()
         self._watcher = threading.Thread(target=self._watch, name="server", daemon=True)
         self._watcher.start()
         atexit.register(self.close)  # whatever else goes wrong, it does not outlive us
+
+    @property
+    def answered_s(self) -> float:
+        """For how many seconds its present process has been answering."""
+        return self._health.answered_s
 
     def tail(self) -> str:
         """The last lines that it said."""
@@ -115,17 +122,15 @@ class Launched:
                 )
             except OSError as error:
                 raise UsageError(f"[inference] launch: {self.words[0]} cannot be started: {error}") from error
-        self._restarts.begun()
         with contextlib.suppress(psutil.Error):
             write_json(self._identity, {"pid": process.pid, "created": psutil.Process(process.pid).create_time()})
         return process
 
     def _watch(self) -> None:
-        health = Health(self.url)
         while not self._closing.wait(0.2):
             status = self._process.poll()
             if status is None:
-                if not health.hung():
+                if not self._health.hung():
                     continue
                 _end(self._process.pid, self._process.poll)
             how = f"no answer for {HUNG_S:.0f} s"
@@ -133,8 +138,8 @@ class Launched:
                 how = f"signal {-status}" if status < 0 else f"exit status {status}"
                 _end(self._process.pid, lambda: 0)  # what it has started and left behind
             _let_go(self._process)
-            health = Health(self.url)
-            if self._restarts.spent():
+            steady, self._health = self.answered_s, Health(self.url)
+            if self._restarts.spent(steady):
                 tail = "\n".join(self.tail().splitlines()[-TAIL:])
                 self.gave_up = (
                     f"the server died {RESTARTS + 1} times in a row, last by {how}; {self.log} ends with:\n{tail}"
@@ -170,15 +175,11 @@ class Restarts:
     """How often in a row something has been started again."""
 
     def __init__(self) -> None:
-        self.count, self._begun = 0, time.monotonic()
+        self.count = 0
 
-    def begun(self) -> None:
-        """It starts now."""
-        self._begun = time.monotonic()
-
-    def spent(self) -> bool:
-        """It has ended: whether that was once too often. An end after a long time is not in a row."""
-        if time.monotonic() - self._begun > STEADY_S:
+    def spent(self, answered_s: float) -> bool:
+        """It has ended: whether that was once too often. An end after it had answered for long is not in a row."""
+        if answered_s > STEADY_S:
             self.count = 0
         self.count += 1
         return self.count > RESTARTS
@@ -188,7 +189,12 @@ class Health:
     """Whether a server that has answered once goes on answering, whatever it says."""
 
     def __init__(self, url: str):
-        self.url, self._looked, self._answered = url, time.monotonic(), 0.0
+        self.url, self._looked, self._first, self._answered = url, time.monotonic(), 0.0, 0.0
+
+    @property
+    def answered_s(self) -> float:
+        """Seconds from its first answer to its last."""
+        return self._answered - self._first
 
     def hung(self) -> bool:
         """Whether it has been silent for too long; looks now and then."""
@@ -197,6 +203,7 @@ class Health:
             return False
         if self._answers():
             self._answered = time.monotonic()
+            self._first = self._first or self._answered
         self._looked = time.monotonic()
         return bool(self._answered) and self._looked - self._answered > HUNG_S
 
@@ -239,24 +246,31 @@ def _end(leader: int, poll: Callable[[], int | None]) -> None:
             time.sleep(0.2)  # its children end after it
 
 
-def _filled(command: str, model: str, host: str) -> tuple[list[str], int]:
-    """The words of the command with its placeholders filled in, and the port that the server listens on."""
+def _filled(command: str, model: str, host: str) -> tuple[list[str], str, int]:
+    """The words of the command with its placeholders filled in, and the host and port that the server answers at."""
     try:
         words = shlex.split(command)
     except ValueError as error:
         raise UsageError(f"[inference] launch: {error}: {command!r}") from error
-    port, added = _free_port(), True
-    for i, word in enumerate(words):
-        given = word.partition("=")[2] if word.startswith("--port=") else ""
-        if word == "--port" and i + 1 < len(words):
-            given = words[i + 1]
-        if given.isdigit():
-            port, added = int(given), False
-        added = added and "{port}" not in word
+    port, typed, added = _free_port(), _typed(words, "--port"), not any("{port}" in word for word in words)
+    if typed.isdigit():
+        port, added = int(typed), False
     own_host = any(word == "--host" or word.startswith("--host=") or "{host}" in word for word in words)
     values = {"{port}": str(port), "{host}": host, "{model}": model}
     filled = [reduce(lambda text, pair: text.replace(*pair), values.items(), word) for word in words]
-    return filled + (["--port", str(port)] if added else []) + ([] if own_host else ["--host", host]), port
+    filled += (["--port", str(port)] if added else []) + ([] if own_host else ["--host", host])
+    own = _typed(filled, "--host")
+    return filled, host if own in ("", *EVERYWHERE) else own, port
+
+
+def _typed(words: Sequence[str], option: str) -> str:
+    """The value of an option, "" where it has none."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == option:
+            return following
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+    return ""
 
 
 def _free_port() -> int:
