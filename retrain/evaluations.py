@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from retrain.config.evaluation import HeldOut
+from retrain.data.dataset import column_values
 from retrain.evaluation import Evaluator, Subject
 from retrain.record.observer import Observer
 from retrain.run import Run
@@ -50,7 +51,11 @@ class Evaluations:
         not at all where an earlier cohort has."""
         alike: dict[str, list[Run]] = {}
         for run in runs:
-            setting = repr((run.config.environment.measured, run.config.reward.grading, run.config.campaign.seed))
+            config = run.config
+            audit = [config.audit.model_dump_json()] if config.audit.wanted else []
+            rubrics = column_values(config.rubric_columns, run.environments[held_out.name].problems(held_out.name))
+            measured = (config.environment.measured, config.reward.grading, config.campaign.seed)
+            setting = repr((*measured, *audit, *rubrics))
             alike.setdefault(setting, []).append(run)
         for setting, same in list(alike.items()):
             known = self.evaluator.known_base(held_out, same[0].environments[held_out.name], setting)

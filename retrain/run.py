@@ -126,8 +126,8 @@ class Run:
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     """Wall-clock spans that go into the next metrics row (checkpoint and record come after a row is made)."""
     last_end: float | None = None
-    logged_errors: set[str] = field(default_factory=set)
-    """Grading errors that this process has written to the run's log."""
+    logged_errors: set[tuple[str, str]] = field(default_factory=set)
+    """What went wrong in grading and in auditing that this process has written to the run's log."""
 
     def __post_init__(self) -> None:
         training, cursor = self.config.training, self.cursor
@@ -345,18 +345,23 @@ class Run:
 
     def _check_grading(self, groups: Sequence[Group]) -> None:
         """Log failed gradings, each reason once; RunFailed after ``UNGRADED_STEPS`` without any grade."""
-        errors = [error for group in groups for rollout in group.rollouts if (error := rollout.reward.error)]
-        for error in dict.fromkeys(errors):
-            if error not in self.logged_errors and len(self.logged_errors) < LOGGED_ERRORS:
-                self.logged_errors.add(error)
-                count = errors.count(error)
-                self.recorder.log(f"step {self.step}: {count} completion(s) not graded: {error}", "warning")
+        results = [rollout.reward for group in groups for rollout in group.rollouts]
+        errors = [result.error for result in results if result.error]
+        self._log_errors("graded", errors)
+        self._log_errors("audited", [result.audit_error for result in results if result.audit_error])
         self.ungraded_steps = self.ungraded_steps + 1 if all(g.discarded == "no_reward" for g in groups) else 0
         limit = min(UNGRADED_STEPS, self.config.training.max_steps)
         if self.ungraded_steps >= limit:
             reasons = "; ".join(list(dict.fromkeys(errors))[:3])
             steps = "the only step" if limit == 1 else f"{limit} steps in a row"
             raise RunFailed(f"no completion of {steps} could be graded: {reasons}")
+
+    def _log_errors(self, what: str, errors: Sequence[str]) -> None:
+        for error in dict.fromkeys(errors):
+            if (what, error) not in self.logged_errors and len(self.logged_errors) < LOGGED_ERRORS:
+                self.logged_errors.add((what, error))
+                count = errors.count(error)
+                self.recorder.log(f"step {self.step}: {count} completion(s) not {what}: {error}", "warning")
 
     def _check_sampler(self, groups: Sequence[Group]) -> None:
         """Compare what the sampler said of some tokens with what the trainer says, for the weights that drew them. Logs

@@ -129,7 +129,7 @@ class RewardResult:
     ``total_reward`` is None when grading failed (``error`` holds the reason). ``components`` holds each weighted part
     by name before weighting, ``sample_metrics`` any further numbers that a reward wants recorded, None where this
     completion has none. ``correct``: None lets the caller use ``total_reward > 0.5``. ``format_ok``: None where no
-    format is defined.
+    format is defined. ``audit_error`` is why an audit beside it has no score.
     """
 
     total_reward: float | None
@@ -139,6 +139,7 @@ class RewardResult:
     correct: bool | None = None
     format_ok: bool | None = None
     error: str | None = None
+    audit_error: str | None = None
 
     @property
     def is_correct(self) -> bool:

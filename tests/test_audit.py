@@ -13,12 +13,17 @@ from toycampaign import StopAfter, campaign, toy_world
 from worker_cases import contents
 
 from retrain.campaign.judging.audited import audited
-from retrain.campaign.judging.pooling import conclude
+from retrain.campaign.judging.pooling import conclude, tells_apart
 from retrain.campaign.judging.report import write_report
 from retrain.campaign.judging.results import RunResult
+from retrain.campaign.planning.changes import differences
+from retrain.campaign.planning.plan import Plan
+from retrain.campaign.planning.references import check
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load, parse_dict
-from retrain.errors import ConfigError
+from retrain.config.base import Role
+from retrain.config.tasks import Audit
+from retrain.errors import ConfigError, UsageError
 from retrain.files import read_jsonl
 from retrain.record.observer import NullObserver
 from retrain.rewards import Grader, build_grader
@@ -68,6 +73,7 @@ def test_an_audit_that_fails_costs_its_own_number(judging):  # noqa: F811
     assert [(each.total_reward, each.sample_metrics, each.error) for each in results] == [
         (1.0, {"audit": None}, None)
     ] * 3
+    assert "HTTP 500 broken" in (results[0].audit_error or "")
 
 
 def test_an_audit_that_raises_costs_its_own_number(monkeypatch):
@@ -78,6 +84,7 @@ def test_an_audit_that_raises_costs_its_own_number(monkeypatch):
         monkeypatch.setattr(type(grader.reward.audit), "grade_all", raises)
         (result,) = grader.grade([(CAPITAL, "\\boxed{Paris}")])
     assert (result.total_reward, result.sample_metrics, result.error) == (1.0, {"audit": None}, None)
+    assert (result.audit_error or "").startswith("ZeroDivisionError: no audit today")
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -109,6 +116,28 @@ def test_conditions_have_the_same_audit_and_their_bare_keys_are_the_rewards(tmp_
     file.write_text(head + '"audit.type" = "match"\n')
     with pytest.raises(ConfigError, match="cannot differ between conditions"):
         load(file)
+
+
+def test_an_audit_is_looked_at_before_training_as_a_reward_is(tmp_path):
+    def found(audit: str) -> str:
+        file = tmp_path / "c.toml"
+        file.write_text(f"[audit]\n{audit}\n[model]\nmodel = 'tiny-reasoner'\n")
+        with pytest.raises(ConfigError) as caught:
+            check(Plan.of(load(file), tmp_path / "out"), rewards=True)
+        return str(caught.value)
+
+    assert "audit.custom_module" in found("type = 'custom'\ncustom_module = 'no_such_module'")
+    assert "audit.reward_model" in found("type = 'reward_model'\nreward_model = './nowhere'")
+    with pytest.raises(UsageError, match=r"^\[audit\] judge_api_key_env: \$NO_SUCH_KEY is not set"):
+        graders({"type": "judge", "judge_model": "j", "judge_api_key_env": "NO_SUCH_KEY"})
+
+
+def test_what_an_audit_sees_decides_and_so_does_not_change_in_silence():
+    assert Audit.role is Role.EVALUATES
+    assert differences({"audit": {"type": "match"}}, {"audit": {"type": "format"}}) == {
+        "audit.type": ("match", "format")
+    }
+    assert tells_apart("audit.type")
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -157,6 +186,9 @@ def test_an_audit_trains_nothing(tmp_path, toy, judging):  # noqa: F811
             rows, evals = read_jsonl(run / "metrics.jsonl"), read_jsonl(run / "evals.jsonl")
             assert {row["rewards/audit/mean"] for row in rows} == values
             assert {row["eval/heldout/audit"] for row in evals} == values
+            assert {row["eval/heldout/audit_failed"] for row in evals} == {5 if name == "broken" else 0}
+            assert ("not audited: ValueError" in (run / "run.log").read_text()) == (name == "broken")
+            assert len(list((outs[name] / "base").glob("*.npz"))) == (name != "broken")  # the next cohort tries again
             assert rows[0].keys() == rows[1].keys()
     run = next((outs["without"] / "runs").iterdir())
     assert not [key for key in read_jsonl(run / "metrics.jsonl")[0] if "audit" in key]

@@ -39,7 +39,7 @@ def test_every_key_has_a_role():
 
 def test_what_may_change_without_a_word_when_a_run_goes_on():
     quiet = {dotted for dotted in keys() if not counts(dotted)}
-    whole = expanded("logging", "audit", "squeeze", "campaign", "ray", "slurm")
+    whole = expanded("logging", "squeeze", "campaign", "ray", "slurm")
     assert quiet == (whole - {"logging.strategic_grams", "campaign.seed", "campaign.vary"}) | {
         "training.save_every", "training.keep_last", "training.keep_every", "model.local_files_only",
         "backend.adapter_path", "backend.devices", "backend.shard", "backend.ranks", "environment.python",
@@ -50,7 +50,7 @@ def test_what_may_change_without_a_word_when_a_run_goes_on():
 
 def test_in_what_replicates_may_differ():
     may = {dotted for dotted in keys() if not tells_apart(dotted)}
-    whole = expanded("campaign", "logging", "audit", "squeeze", "ray", "slurm", "backpressure")
+    whole = expanded("campaign", "logging", "squeeze", "ray", "slurm", "backpressure")
     assert may == (whole - {"logging.strategic_grams", "campaign.vary"}) | {
         "training.seed", "training.save_every", "training.keep_last", "training.keep_every",
         "training.micro_batch_tokens", "training.nonfinite_limit", "training.eval_every", "evaluation.at_start",
@@ -92,6 +92,8 @@ def test_which_reward_model_decides_grades():
     scored = {"type": "reward_model", "reward_model": "own"}
     for other in ({"reward_model": "another"}, {"reward_batch": 2}):
         assert parse_dict({"reward": scored | other}).reward.grading != parse_dict({"reward": scored}).reward.grading
+    beside = parse_dict({"audit": scored, "reward": {"reward_batch": 2}})  # the audit's has that batch too
+    assert beside.reward_models == ("own",)
 
 
 OTHER_BASE = [

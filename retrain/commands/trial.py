@@ -152,4 +152,7 @@ def advice_of(report: dict[str, Any]) -> list[str]:
         lines.append(f"{verdict['truncated']} of {verdict['answers']} answers are cut off: raise [training] max_tokens")
     if grading["step_seconds"] > max(report["sampling"]["step_seconds"][1], 1.0):
         lines.append("grading a step takes longer than sampling it: raise [reward] workers, or make the reward faster")
+    samples = [sample for prompt in report["prompts"] for sample in prompt["samples"]]
+    if errors := [sample["audit_error"] for sample in samples if "audit_error" in sample]:
+        lines.append(f"{len(errors)} of {verdict['answers']} answers could not be audited: {visible(errors[0])}")
     return lines

@@ -22,7 +22,7 @@ from retrain.config.models import Backend, Lora, Model
 from retrain.config.rules import RULES
 from retrain.config.schedule import part_evaluations
 from retrain.config.slurm import Slurm
-from retrain.config.tasks import Audit, Data, Environment, Reward
+from retrain.config.tasks import Audit, Data, Environment, Reward, RewardComponent
 from retrain.config.training import Optimizer, Training
 from retrain.config.upkeep import Backpressure, Logging, Resume, Squeeze
 
@@ -72,6 +72,22 @@ class Config(Section):
         """The held-out sets with everything worked out, in order; none when evaluation is switched off."""
         sets = self.evaluation.sets or [EvaluationSet(name=HELDOUT)]
         return tuple(resolved(self, each) for each in sets) if self.evaluation.problems else ()
+
+    @property
+    def graders(self) -> tuple[tuple[str, Reward | RewardComponent | Audit], ...]:
+        """All graders, each with its table's key: the reward, its parts, and the audit."""
+        parts = ((f"reward.components.{index}", part) for index, part in enumerate(self.reward.components))
+        return ("reward", self.reward), *parts, ("audit", self.audit)
+
+    @property
+    def reward_models(self) -> tuple[str, ...]:
+        """The names of all reward models among the graders."""
+        return tuple(name for _, each in self.graders if each.type == "reward_model" and (name := each.reward_model))
+
+    @property
+    def rubric_columns(self) -> tuple[str, ...]:
+        """The columns of the data by which some grader grades."""
+        return tuple(sorted({column for _, each in self.graders if (column := each.rubric_column)}))
 
     @property
     def evaluated(self) -> tuple[HeldOut, ...]:
@@ -211,8 +227,10 @@ def _roles(section: str) -> dict[str, Role | None]:
 
 
 def value_at(config: Config, dotted: str) -> Any:
-    """The value of ``section.key``."""
+    """The value of ``section.key``, or of a property of the whole configuration."""
     section, _, key = dotted.partition(".")
+    if not key:
+        return getattr(config, section)
     return getattr(getattr(config, section), "from_" if key == "from" else key)
 
 

@@ -422,9 +422,16 @@ def maxrl_rules(config: Config) -> Iterator[Finding]:
     if reward.type == "reward_model":
         what = f'is "reward_model", whose scores may lie outside [0, 1], for which {mode} is not defined'
         yield Finding(("reward.type", "algorithm.advantage_mode"), what, 'advantage_mode = "grpo"', warning=True)
-    if reward.type == "rubric" and any(each.weight_number < 0 for each in reward.criteria):
-        what = f"has negative weights: totals can lie below 0, for which {mode} is not defined"
-        yield Finding(("reward.criteria", "algorithm.advantage_mode"), what, 'advantage_mode = "grpo"')
+    for table, each in config.graders:
+        if table == "audit" or each.type != "rubric" or each.rubric != "explicit":
+            continue
+        if any(criterion.weight_number < 0 for criterion in each.criteria):
+            what = f"has negative weights: totals can lie below 0, for which {mode} is not defined"
+            yield Finding((f"{table}.criteria", "algorithm.advantage_mode"), what, 'advantage_mode = "grpo"')
+        elif each.rubric_column is not None:
+            what = f"may hold negative weights: totals would lie below 0, for which {mode} is not defined"
+            keys = (f"{table}.rubric_column", "algorithm.advantage_mode")
+            yield Finding(keys, what, 'advantage_mode = "grpo"', warning=True)
     if reward.type != "weighted":
         return
     if any(part.weight < 0 or part.offset != 0 for part in reward.components) or (

@@ -274,7 +274,9 @@ class Reward(Grader):
     """Processes (`math`) or connections (`judge`, `rubric`) that grade side by side."""
     reward_batch: Annotated[
         Count,
-        UsedWhen("reward.type", ("reward_model",), unless="reward.reward_models", unless_words="that of a component"),
+        UsedWhen(
+            "reward.type", ("reward_model",), unless="reward_models", unless_words="that of a component or of [audit]"
+        ),
         Role.SPEED,
     ] = 8
     """Most answers to one problem that a `reward_model` reads at once."""
@@ -298,12 +300,6 @@ class Reward(Grader):
         """Whether only marked answers count as answers; false for rewards that look for none themselves."""
         graders = [part for part in (self, *self.components) if part.type in MARKED]
         return bool(graders) and graders[0].strict
-
-    @property
-    def reward_models(self) -> tuple[str, ...]:
-        """The names of all reward models among the graders."""
-        parts = (self, *self.components)
-        return tuple(part.reward_model for part in parts if part.type == "reward_model" and part.reward_model)
 
     @property
     def grading(self) -> str:
@@ -348,7 +344,7 @@ class Audit(Grader):
     the reward is hacked. Its score is recorded as `rewards/audit/mean`, in held-out evaluations as
     `eval/<name>/audit`, and with each rollout."""
 
-    role: ClassVar[Role] = Role.RECORDS
+    role: ClassVar[Role] = Role.EVALUATES
 
     type: Literal["off", "match", "math", "format", "judge", "rubric", "custom", "reward_model"] = "off"
     """`off`: none; else as in [reward], whose `timeout_s` and `workers` hold here too."""

@@ -110,6 +110,18 @@ def content_hash(*parts: Sequence[Problem]) -> str:
     return digest.hexdigest()
 
 
+def column_values(columns: Sequence[str], *parts: Sequence[Problem]) -> list[str]:
+    """SHA-256 (hex) of what these columns say of the problems of all parts, in order, by which they are graded; nothing
+    where there are no columns. Unlike other metadata, a change of these is another task."""
+    if not columns:
+        return []
+    digest = hashlib.sha256()
+    for problem in (problem for part in parts for problem in part):
+        values = [problem.metadata.get(column) for column in columns]
+        digest.update(json.dumps(values, sort_keys=True, default=repr).encode() + b"\n")
+    return [digest.hexdigest()]
+
+
 def _training(data: Data, max_examples: int | None, seed: int, base_dir: Path | None) -> list[Problem]:
     if data.source == "arithmetic":
         size = data.size if max_examples is None else min(data.size, max_examples)

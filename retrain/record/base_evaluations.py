@@ -63,13 +63,13 @@ class BaseEvaluations:
         return EvalRecord(facts["name"], 0, groups, **{key: facts[key] for key in SAMPLING})
 
     def put(self, setting: str, record: EvalRecord) -> None:
-        """Keep an evaluation. One in which a grading failed is not kept: the next cohort tries again.
+        """Keep an evaluation. One in which a grading or an audit failed is not kept: the next cohort tries again.
 
         Raises StorageError when it cannot be written.
         """
         rollouts = [rollout for group in record.groups for rollout in group.rollouts]
         rewards = [rollout.reward for rollout in rollouts]
-        if not rollouts or any(reward.error or reward.total_reward is None for reward in rewards):
+        if not rollouts or any(each.error or each.audit_error or each.total_reward is None for each in rewards):
             return
         prompts = [group.prompt for group in record.groups]
         facts: dict[str, Any] = {

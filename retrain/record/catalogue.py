@@ -437,6 +437,7 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("eval/<name>/ci_high", "upper end of that interval", "share"),
     _metric("eval/<name>/reward_mean", "mean total reward", "reward"),
     _metric("eval/<name>/audit", "mean score of the audit, which never trains (with `[audit]`)", "reward", "rising"),
+    _metric("eval/<name>/audit_failed", "answers that the audit could not grade (with `[audit]`)", "answers", "0"),
     _metric("eval/<name>/problems", "problems evaluated", "problems"),
     _metric("eval/<name>/failed", "answers that could not be graded; they count as not correct", "answers", "0"),
     _metric("eval/<name>/mean_length", "mean tokens of an answer", "tokens"),
@@ -465,7 +466,9 @@ SECTIONS: dict[str, list[Metric]] = {
 METRICS: tuple[Metric, ...] = tuple(metric for metrics in SECTIONS.values() for metric in metrics)
 BY_KEY: dict[str, Metric] = {metric.key: metric for metric in METRICS}
 _OF_EVALUATION = [key.removeprefix("eval/<name>/") for key in BY_KEY if key.startswith("eval/<name>/")]
-EVAL_STATISTICS = tuple(name for name in _OF_EVALUATION if "<tag>" not in name and "@" not in name and name != "audit")
+EVAL_STATISTICS = tuple(
+    name for name in _OF_EVALUATION if "<tag>" not in name and "@" not in name and "audit" not in name
+)
 
 
 def row_metrics(context: RunContext) -> list[Metric]:

@@ -69,7 +69,7 @@ def module_hashes(config: Config, folder: Path) -> dict[str, str]:
     and in the hub's cache; others are left out.
     """
     named, hashes = set(), dict[str, str]()
-    for name in config.reward.reward_models:
+    for name in config.reward_models:
         cached = find_file(name, "config.json")
         if directory := local_directory(name, folder, Path.cwd()) or (cached and cached.parent):
             hashes[name] = files_digest(directory)

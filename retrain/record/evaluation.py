@@ -56,7 +56,8 @@ def eval_row(record: EvalRecord, tags: tuple[str, ...] = (), strict: bool = True
     }
     row: Row = {f"{prefix}/{name}": numbers[name] for name in EVAL_STATISTICS}
     if audited:
-        row[f"{prefix}/{AUDIT}"] = mean(samples.parts.get(AUDIT, np.empty(0)))
+        scores_N = samples.parts.get(AUDIT, np.empty(0))
+        row |= {f"{prefix}/{AUDIT}": mean(scores_N), f"{prefix}/{AUDIT}_failed": int(np.isnan(scores_N).sum())}
     n = min((len(group.rollouts) for group in record.groups), default=record.samples)
     row |= {f"{prefix}/{key}": value for key, value in _at_k(record.groups if graded else [], n, strict).items()}
     for tag in sorted({*tags, *(tag for own in samples.tags for tag in own)}):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from retrain.plugins import described
 from retrain.rewards.base import Item, Reward, failed
 from retrain.types import RewardResult
 
@@ -26,13 +27,14 @@ class AuditedReward(Reward):
         self.ranges = {**reward.ranges, **own}
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        """What ``reward`` gives, each with the audit's numbers; None where the audit has none."""
+        """What ``reward`` gives, each with the audit's numbers; None with the reason where the audit has none."""
         results = self.reward.grade_all(items)
         try:
             audited = self.audit.grade_all(items)
         except Exception as error:  # an audit costs its own number, never the run
-            audited = [failed(str(error))] * len(items)
+            audited = [failed(described(error))] * len(items)
         for result, beside in zip(results, audited, strict=True):
+            result.audit_error = beside.error
             found = {AUDIT: beside.total_reward}
             found |= {f"{AUDIT}/{name}": value for name, value in beside.sample_metrics.items()}
             result.sample_metrics = {**result.sample_metrics, **found}

@@ -48,15 +48,18 @@ def build_grader(
     if audit is None or not audit.wanted:
         return Grader(reward)
     try:
-        return Grader(AuditedReward(reward, _reward(audit, shared)))
+        return Grader(AuditedReward(reward, _reward(audit, shared, "audit")))
     except BaseException:
         reward.close()  # which may have started workers
         raise
 
 
-def _reward(section: tasks.Reward | tasks.RewardComponent | tasks.Audit, shared: _Shared) -> Reward:
-    """A reward that is not ``weighted``. A component has its name, and what [reward] says for all."""
-    limits, base_dir = shared.limits, shared.base_dir
+def _reward(
+    section: tasks.Reward | tasks.RewardComponent | tasks.Audit, shared: _Shared, table: str = "reward"
+) -> Reward:
+    """A reward that is not ``weighted``. A component has its name, and what [reward] says for all; ``table`` is what
+    the file calls it."""
+    limits, base_dir = {**shared.limits, "table": table}, shared.base_dir
     if section.type == "format":
         reward = FormatReward()
     elif section.type == "math":

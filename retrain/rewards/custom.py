@@ -49,10 +49,16 @@ class CustomReward(Reward):
     """
 
     def __init__(
-        self, module: str, function: str, workers: int = 2, timeout_s: float = 10.0, base_dir: Path | None = None
+        self,
+        module: str,
+        function: str,
+        workers: int = 2,
+        timeout_s: float = 10.0,
+        base_dir: Path | None = None,
+        table: str = "reward",
     ):
         self.name = function
-        module = located(module, base_dir)
+        module = located(module, base_dir, table)
         self.pool = WorkerPool(
             "retrain.rewards.custom:scorer",
             {"module": module, "function": function, "folders": [str(folder) for folder in search_folders(base_dir)]},
@@ -66,7 +72,7 @@ class CustomReward(Reward):
             self.ranges = self.pool.facts.get("ranges", {})
         except PluginError as error:
             self.close()
-            what = f"[reward] custom_module = {module!r}, custom_function = {function!r}"
+            what = f"[{table}] custom_module = {module!r}, custom_function = {function!r}"
             raise PluginMissing(f"{what}: {error}") from None
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
@@ -87,11 +93,11 @@ def is_path(module: str) -> bool:
     return module.endswith(".py") or "/" in module
 
 
-def located(module: str, base_dir: Path | None) -> str:
+def located(module: str, base_dir: Path | None, table: str = "reward") -> str:
     """``custom_module``, a file by its absolute path. Raises PluginMissing when there is no such file."""
     if not is_path(module):
         return module
-    return str(existing_file(module, base_dir, "[reward] custom_module =", PluginMissing).resolve())
+    return str(existing_file(module, base_dir, f"[{table}] custom_module =", PluginMissing).resolve())
 
 
 def prompt_text(problem: Problem) -> str:

@@ -58,6 +58,7 @@ class Endpoint:
 
     The key is read once, from the environment variable ``api_key_env``, and never written anywhere. ``timeout_s``
     bounds one request, of which there are at most ``attempts``, ``pause_s`` seconds apart, then twice that, …
+    ``table`` is where the file names it.
     Raises UsageError when the variable is not set.
     """
 
@@ -70,13 +71,14 @@ class Endpoint:
         timeout_s: float = 10.0,
         attempts: int = 3,
         pause_s: float = 0.5,
+        table: str = "reward",
     ):
         self.model, self.url = model, (url or DEFAULT_URL).rstrip("/") + "/chat/completions"
         self.concurrency = REQUESTS_PER_WORKER * workers
         self.timeout_s, self.attempts, self.pause_s = timeout_s, attempts, pause_s
         self._key = os.environ.get(api_key_env, "") if api_key_env else ""
         if api_key_env and not self._key:
-            raise UsageError(f"[reward] judge_api_key_env: ${api_key_env} is not set: export {api_key_env}=…")
+            raise UsageError(f"[{table}] judge_api_key_env: ${api_key_env} is not set: export {api_key_env}=…")
 
     def ask_all(self, questions: Sequence[Messages]) -> list[Answer]:
         """The answers, in order. None of them holds the key, which some servers repeat."""
@@ -151,11 +153,14 @@ class Endpoint:
 
 
 def _content(body: str) -> str:
-    """The text of the first choice of a chat completion. Raises ValueError if the body is none."""
+    """The text of the first choice of a chat completion. Raises ValueError if the body is none, or the text was cut."""
     try:
-        content = json.loads(body)["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+        choice = json.loads(body)["choices"][0]
+        content, ended = choice["message"]["content"], choice.get("finish_reason")
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"the judge's reply is not a chat completion: {body[:80]!r}") from None
+    if ended == "length":
+        raise ValueError(f"the judge's reply was cut off ({MAX_TOKENS} tokens at most)")
     return content if isinstance(content, str) else ""
 
 

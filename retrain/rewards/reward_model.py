@@ -230,7 +230,7 @@ def _result(score: float) -> RewardResult:
 
 
 def _refused(model: str, fault: str) -> ModelError:
-    return ModelError(f"[reward] reward_model = {model!r}: {fault}: {WHAT_TO_TYPE}")
+    return ModelError(f"reward_model = {model!r}: {fault}: {WHAT_TO_TYPE}")
 
 
 def _first_line(error: Exception) -> str:

@@ -39,7 +39,7 @@ IMPLICIT = (
 )
 TEXTS, NAMES, SIZES = ("text", "criterion", "description"), ("name",), ("weight", "points")
 """What a data set may call the parts of a criterion: ours; HealthBench's; those of RaR."""
-_OBJECT = re.compile(r"\{[^{}]*\}")
+_FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,7 @@ class RubricReward(Reward):
         return [failed(faults[i]) if i in faults else self._graded(*next(grades)) for i in range(len(items))]
 
     def _criteria_of(self, problem: Problem) -> tuple[Criterion, ...]:
-        """Those of all problems and its own. Raises ValueError where there is none, or one cannot be read."""
-        if self.column is not None and self.column not in problem.metadata:
-            raise ValueError(f"the problem has no column {self.column!r} ([reward] rubric_column)")
-        own = problem.metadata.get(self.column) if self.column else None
-        criteria = (*self.criteria, *(read_criteria(own) if own is not None else ()))
-        if not any(each.weight for each in criteria):
-            where = f" in {self.column!r}" if self.column else ""
-            raise ValueError(f"the problem has no criterion{where} whose weight is not 0")
-        return criteria
+        return criteria_of(problem, self.criteria, self.column)
 
     def _listed(self, criteria: Sequence[Criterion]) -> str:
         weights = ["" if self.explicit else f" (weight {each.weight:g})" for each in criteria]
@@ -111,6 +103,18 @@ class RubricReward(Reward):
         return RewardResult(share_met([each.weight for each in criteria], met), sample_metrics=grades)
 
 
+def criteria_of(problem: Problem, common: Sequence[Criterion], column: str | None) -> tuple[Criterion, ...]:
+    """The criteria of all problems, and its own. Raises ValueError where there is none, or one cannot be read."""
+    if column is not None and column not in problem.metadata:
+        raise ValueError(f"the problem has no column {column!r}")
+    own = problem.metadata.get(column) if column else None
+    criteria = (*common, *(read_criteria(own) if own is not None else ()))
+    if not any(each.weight for each in criteria):
+        where = f" in {column!r}" if column else ""
+        raise ValueError(f"the problem has no criterion{where} whose weight is not 0")
+    return criteria
+
+
 def share_met(weights: Sequence[float], met: Sequence[float]) -> float:
     """Σ w·c / Σ |w|, in [−1, 1]; ``met`` are the c, in [0, 1]. Raises ValueError when all weights are 0."""
     total = sum(abs(weight) for weight in weights)
@@ -120,15 +124,17 @@ def share_met(weights: Sequence[float], met: Sequence[float]) -> float:
 
 
 def parse_met(text: str, criteria: Sequence[Criterion]) -> list[float]:
-    """What a reply says of every criterion, in [0, 1]: the last JSON object in it, by numbers from 1. Raises ValueError
-    when it leaves one out or says something else."""
-    found = _OBJECT.findall(without_thinking(text))
+    """What a reply says of every criterion, in [0, 1]: one JSON object by numbers from 1, perhaps in a fence, and
+    nothing beside it, where the judge might quote the response. Raises ValueError when it leaves one out or says
+    something else."""
+    reply = without_thinking(text)
+    fenced = _FENCED.fullmatch(reply)
     try:
-        said = json.loads(found[-1]) if found else None
-    except ValueError:
+        said = json.loads(fenced[1] if fenced else reply)
+    except (ValueError, RecursionError):
         said = None
     if not isinstance(said, dict):
-        raise ValueError(f"the judge replied {text[:80]!r}, not a JSON object with a grade for every criterion")
+        raise ValueError(f"the judge replied {text[:80]!r}, not one JSON object with a grade for every criterion")
     met = []
     for number, criterion in enumerate(criteria, start=1):
         value = said.get(str(number))

@@ -33,9 +33,9 @@ class MathReward(Reward):
 
     name = "math"
 
-    def __init__(self, workers: int = 2, timeout_s: float = 10.0, strict: bool = True):
+    def __init__(self, workers: int = 2, timeout_s: float = 10.0, strict: bool = True, table: str = "reward"):
         if not is_installed("math_verify"):
-            raise missing('[reward] type = "math"', "math_verify")
+            raise missing(f'[{table}] type = "math"', "math_verify")
         self.strict = strict
         self.pool = WorkerPool(
             "retrain.rewards.symbolic:verifier",

@@ -208,9 +208,10 @@ def _pool(sources: Sequence[Source]) -> list[str]:
     first: dict[str, tuple[Source, dict[str, Any]]] = {}
     for source in sources:
         for place, label in enumerate(list(source.labels)):
-            own = next((run.config for run in source.runs if run.label == label and run.config), None)
-            if own is None:
+            one = next((run for run in source.runs if run.label == label and run.config), None)
+            if one is None:
                 continue
+            own = {**one.config, "rubrics of the data": one.facts.get("rubrics")}
             other, settings = first.setdefault(label, (source, own))
             keys = differences(settings, own, tells_apart)
             if other is source or not keys:

@@ -14,7 +14,8 @@ from retrain.data import Dataset, load_data
 from retrain.data.dataset import Wanted
 from retrain.data.prompts import Room, fitting
 from retrain.environments.build import provided_data
-from retrain.errors import ModelError
+from retrain.errors import DataError, ModelError
+from retrain.rewards.rubric import Criterion, criteria_of
 from retrain.types import Problem
 
 
@@ -24,7 +25,26 @@ def data_of(config: Config, folder: Path) -> Dataset:
     if config.environment.provider is not None:
         return provided_data(config, folder)
     wanted = [Wanted(each.name, each.problems, each.data) for each in config.held_out]
-    return load_data(config.data, wanted, config.training.max_examples, config.campaign.seed, folder)
+    data = load_data(config.data, wanted, config.training.max_examples, config.campaign.seed, folder)
+    check_rubrics(data, config)
+    return data
+
+
+def check_rubrics(data: Dataset, config: Config) -> None:
+    """Raise DataError for the first problem that has no criteria for a grader which takes some from the data, or has
+    such that cannot be read."""
+    for table, grader in config.graders:
+        if grader.rubric_column is None:
+            continue
+        common = [Criterion(each.name, each.text, each.weight_number) for each in grader.criteria]
+        for problem in (problem for part, _ in parts_of(data, config) for problem in part):
+            try:
+                criteria_of(problem, common, grader.rubric_column)
+            except ValueError as error:
+                raise DataError(
+                    f"[{table}] rubric_column = {grader.rubric_column!r}, problem {problem.id}: {error}; beside "
+                    f"prompt, answer and tags it has {', '.join(map(repr, problem.metadata)) or 'no column'}"
+                ) from error
 
 
 def parts_of(data: Dataset, config: Config) -> list[tuple[Sequence[Problem], Data]]:

@@ -131,7 +131,7 @@ def version_changes(run_directory: Path, spec: RunSpec, folder: Path) -> list[st
     for name in sorted({*modules, *hashes}):
         if modules.get(name) != hashes.get(name):
             old, new = (str(each.get(name, "(not there)"))[:12] for each in (modules, hashes))
-            kind = "files of the reward model" if name in spec.config.reward.reward_models else "code of"
+            kind = "files of the reward model" if name in spec.config.reward_models else "code of"
             kind = "planning phrases in" if name == spec.config.planning.grams else kind
             lines.append(line(f"{kind} {name}", old, new))
     packages, installed = facts.get("packages") or {}, package_versions()
@@ -147,7 +147,7 @@ def world_changes(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     ``now`` is nested as in config.json.
     """
     names = {"base.fingerprint": BASE_WEIGHTS, "base.tokenizer": "tokenizer of the base model", "data_hash": "data"}
-    return _differences(facts, now, names | {"taught_by": "weights of the teacher"})
+    return _differences(facts, now, names | {"taught_by": "weights of the teacher", "rubrics": "rubrics of the data"})
 
 
 def machine_changes(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

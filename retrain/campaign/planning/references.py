@@ -22,7 +22,7 @@ from retrain.config.describe import toml
 from retrain.config.modes import Need, mode_of
 from retrain.config.problems import Mistake, path_of
 from retrain.config.root import value_at
-from retrain.config.tasks import Data, Reward
+from retrain.config.tasks import Data
 from retrain.config.upkeep import trackers
 from retrain.data import load_data
 from retrain.data.sources import directory_of, on_hub
@@ -65,7 +65,7 @@ def check(plan: Plan, rewards: bool = False, places: bool = True) -> Plan:
 
 def _problems(plan: Plan, loaded: Loaded, rewards: bool) -> Iterator[Problem]:
     """One for each package, function, class, model and layer that the file names and that cannot be used, with
-    ``rewards`` also those of [reward]; and token credit that a backend would flatten."""
+    ``rewards`` also those of [reward] and [audit]; and token credit that a backend would flatten."""
     folder, examined = plan.folder, set[str]()
     for spec in plan.specs:
         for key, value in named_code(spec.config):
@@ -94,20 +94,19 @@ def _problems(plan: Plan, loaded: Loaded, rewards: bool) -> Iterator[Problem]:
         if teacher is not None and (fault := teacher_fault(spec.config, folder)):
             yield _problem_at(loaded, "distillation.teacher", teacher, f'is "{teacher}": {fault}')
         if rewards:
-            yield from _reward_problems(loaded, spec.config.reward, folder)
+            yield from _reward_problems(loaded, spec.config, folder)
 
 
 def absent_packages(config: Config, folder: Path) -> Iterator[tuple[str, Any, str]]:
     """(key, its value, module) for every optional package that a run needs and that is not installed."""
-    reward, logging = config.reward, config.logging
+    logging = config.logging
     wanted: list[tuple[str, Any, str]] = []
     for key, source in sources_of(config).items():
         if source.endswith(".parquet"):
             wanted.append((key, source, "pyarrow"))
         elif source != "arithmetic" and (on_hub(source, folder) or directory_of(source, folder)):
             wanted.append((key, source, "datasets"))
-    graders = [("reward.type", reward), *((f"reward.components.{i}.type", p) for i, p in enumerate(reward.components))]
-    wanted += [(key, "math", "math_verify") for key, grader in graders if grader.type == "math"]
+    wanted += [(f"{key}.type", "math", "math_verify") for key, grader in config.graders if grader.type == "math"]
     if config.campaign.executor == "slurm":
         wanted.append(("campaign.executor", "slurm", "submitit"))
     if config.campaign.executor == "ray":
@@ -278,12 +277,11 @@ def _grams_problems(loaded: Loaded, named: str | None, folder: Path) -> Iterator
         yield _problem_at(loaded, "planning.grams", named, f'is "{named}": {reason}')
 
 
-def _reward_problems(loaded: Loaded, reward: Reward, folder: Path) -> Iterator[Problem]:
-    """Modules and functions of rewards of type ``custom``, and the files of reward models."""
+def _reward_problems(loaded: Loaded, config: Config, folder: Path) -> Iterator[Problem]:
+    """Modules and functions of graders of type ``custom``, and the files of reward models."""
     from retrain.rewards.custom import located, scorer
 
-    parts = [("reward", reward), *((f"reward.components.{i}", part) for i, part in enumerate(reward.components))]
-    for table, part in parts:
+    for table, part in config.graders:
         name = part.reward_model if part.type == "reward_model" else None
         if name is not None and (fault := reward_model_fault(name, *search_folders(folder))):
             fix = "name the directory, or the hub's name, of a sequence-classification model with one label"

@@ -15,7 +15,7 @@ import torch
 from retrain.algorithms.detectors import load_detector
 from retrain.algorithms.protocol import Algorithm
 from retrain.algorithms.standard import Modes, Standard, load_modes
-from retrain.campaign.planning.asked import Longest, askable, data_of, parts_of
+from retrain.campaign.planning.asked import Longest, askable, check_rubrics, data_of, parts_of
 from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, recorded_facts, world_changes
 from retrain.campaign.planning.outputs import run_place
 from retrain.campaign.planning.plan import RunSpec, run_directory
@@ -30,6 +30,7 @@ from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.data import Dataset, content_hash
 from retrain.data.cursor import DataCursor
+from retrain.data.dataset import column_values
 from retrain.data.prompts import Renderer, longest_prompt
 from retrain.engines.server.engine import ServerEngine
 from retrain.environments.build import environments_of
@@ -91,6 +92,8 @@ def assemble(
     build = partial(build_grader, base_dir=folder, device=device, audit=first.audit)
     graders = {key: stack.enter_context(build(reward)) for key, reward in rewards.items()}
     data = data_of(first, folder)
+    for spec in specs:
+        check_rubrics(data, spec.config)
     if _is_local(first):
         files = bases.look(first)
         data = askable(data, first, longest, files.tokenizer, files.context)
@@ -262,7 +265,7 @@ def _compare_records(
     """Compare these facts with the runs' records, and keep them for the new ones. Raises Changed."""
     system = SystemInfo.now(shared.folder)
     records = {spec.run_id: recorded_facts(run_directory(shared.directory, spec)) for spec in specs}
-    now = {spec.run_id: facts | _taught_by(shared.model, spec) for spec in specs}
+    now = {spec.run_id: facts | _taught_by(shared.model, spec) | _rubrics(shared.data, spec) for spec in specs}
     differing = [line for run_id, recorded in records.items() for line in world_changes(recorded, now[run_id])]
     if refused := [line for line in dict.fromkeys(differing) if line not in job.accepted]:
         raise Changed(refused)
@@ -274,6 +277,12 @@ def _compare_records(
         own.system = system
         for line in machine_changes(recorded, facts):
             shared.observer.message(f"{spec.run_id}: {line}: what follows is rounded differently", "warning")
+
+
+def _rubrics(data: Dataset, spec: RunSpec) -> dict[str, Any]:
+    """What the data says that this run is graded by; nothing where it is graded by nothing else than answers."""
+    found = column_values(spec.config.rubric_columns, data.train, *data.sets.values())
+    return {"rubrics": found[0]} if found else {}
 
 
 def _taught_by(model: CohortModel, spec: RunSpec) -> dict[str, Any]:

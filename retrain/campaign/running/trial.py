@@ -219,6 +219,7 @@ def _graded(completion: Action, result: RewardResult, seconds: float) -> dict[st
         "correct": None if result.total_reward is None else result.is_correct,
         "format_ok": result.format_ok,
         "error": result.error,
+        **({"audit_error": result.audit_error} if result.audit_error else {}),
         "seconds": seconds,
     }
 
