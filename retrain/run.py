@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.algorithms.protocol import Algorithm, Credit
+from retrain.algorithms.rejection import leave_out_anew
 from retrain.checkpoints import (
     Snapshot,
     checkpoint_directories,
@@ -320,9 +321,11 @@ class Run:
 
     def _update(self, batch: TrainBatch) -> Taken:
         """One optimizer step, left out where its loss or gradient is not finite."""
-        lr = self.lr(batch.update)
+        lr, left_out = self.lr(batch.update), dict[str, Any]()
+        if self.config.chooses_anew and batch.samples:
+            batch, left_out = leave_out_anew(batch, self.policy, self.config.algorithm)
         try:
-            return Taken(batch, {**self.policy.update(batch, self.objective, lr), "optim/skipped": False})
+            return Taken(batch, {**self.policy.update(batch, self.objective, lr), **left_out, "optim/skipped": False})
         except NonFinite as error:
             absent = dict.fromkeys(("loss", "reported_loss", "optim/grad_norm", "optim/grad_clipped", *RATIO_METRICS))
             numbers = {**absent, "optim/lr": lr, "num_datums": len(batch.samples), "optim/skipped": True}

@@ -10,16 +10,17 @@ import torch
 from safetensors.torch import load_file
 
 from retrain.algorithms.protocol import Credit
-from retrain.algorithms.rejection import reject
+from retrain.algorithms.rejection import leave_out_anew, reject
 from retrain.campaign.running.controller import launch
 from retrain.config import load, parse_dict
 from retrain.config.modes import Need
+from retrain.errors import ConfigError
 from retrain.maths.corrections import Correction
 from retrain.policy.logprobs import MicroBatch
 from retrain.policy.objective import KLTerm, Objective, PolicyTerm, TokenScores
-from retrain.policy.protocol import Denominators, Scores
+from retrain.policy.protocol import Denominators, Scores, TrainBatch, Want
 from retrain.record.observer import NullObserver
-from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Turn, samples_of_rollout
+from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Sample, Turn, samples_of_rollout
 
 W = ([1.0, 1.0], [1.5, 0.4, 2.5], [1.01])
 """The ratios of three completions: on policy, far away, nearly on policy."""
@@ -176,13 +177,79 @@ devices = "cpu"
 """
 
 
-def trained(tmp_path, name: str, algorithm: str):
+def trained(tmp_path, name: str, algorithm: str, head: str = HEAD):
     """The rows and the adapter of a short run whose rollouts are a step behind."""
     path = tmp_path / f"{name}.toml"
-    path.write_text(f"{HEAD}[algorithm]\n{algorithm}\n")
+    path.write_text(f"{head}[algorithm]\n{algorithm}\n")
     assert launch(load(path), tmp_path / name, NullObserver()).exit_status == 0
     rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
     return rows, load_file(tmp_path / name / "final/adapter_model.safetensors")
+
+
+class Says:
+    """A policy of which only what it says now is asked."""
+
+    def __init__(self, logprobs: list[np.ndarray]):
+        self.logprobs, self.asked = logprobs, 0
+
+    def score(self, samples, want) -> Scores:
+        assert want == {Want.LOGPROBS}
+        assert len(samples) == len(self.logprobs)
+        self.asked += 1
+        return Scores(logprobs=self.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kept"), [("all", [1.0, 1.0, 1.0, 0.0, 1.0]), ("harmful", [1.0, 1.0, 0.0, 0.0, 1.0])]
+)
+def test_before_each_of_several_updates_the_second_moment_is_that_of_the_policy_then(tokens, kept):
+    """The example of the second moment by hand, in two completions, behind two tokens that were read."""
+    logs, signs = np.array([0.1, -0.2, 0.3, -0.5, 0.05]), np.array([1.0, 1.0, 1.0, -1.0, -1.0])
+    threshold = {"all": 0.04, "harmful": 0.02}[tokens]
+    algorithm = parse_dict(
+        {"algorithm": {"loss": "m2po", "m2po_threshold": threshold, "m2po_tokens": tokens}}
+    ).algorithm
+    samples = [
+        Sample.single_turn([1, 2], [7] * len(own), np.full(len(own), -1.0), signs[own])
+        for own in (np.arange(3), np.arange(3, 5))
+    ]
+    for sample in samples:
+        sample.old_logprobs = sample.logprobs.copy()  # the rollouts are fresh
+    policy = Says([logs[:3] - 1.0, logs[3:] - 1.0])
+    first, shares = leave_out_anew(TrainBatch(samples, Denominators(5, 2), 0, ()), policy, algorithm)
+    assert (policy.asked, shares["rejected_tokens_frac"]) == (0, 0.0)
+    second, shares = leave_out_anew(TrainBatch(first.samples, Denominators(5, 2), 0, (), update=1), policy, algorithm)
+    given = [sample.policy_weights[sample.action_mask].tolist() for sample in second.samples]
+    assert [weight for own in given for weight in own] == kept
+    assert shares["rejected_tokens_frac"] == pytest.approx(kept.count(0.0) / 5)
+    assert all(sample.policy_weights[:2].tolist() == [0.0, 0.0] for sample in second.samples)
+    # What was rejected for another reason stays left out, and what the second update left out may come back.
+    samples[0].policy_weights = np.array([0.0, 0.0, 0.0, 1.0, 1.0])
+    near = Says([np.full(3, -1.0), np.full(2, -1.0)])
+    third, shares = leave_out_anew(TrainBatch(samples, Denominators(5, 2), 0, (), update=2), near, algorithm)
+    assert [each.policy_weights[each.action_mask].tolist() for each in third.samples] == [[0.0, 1.0, 1.0], [1.0, 1.0]]
+    assert shares == {"rejected_tokens_frac": pytest.approx(0.2), "rejected_sequences_frac": 0.0}
+
+
+def test_several_updates_of_a_run_are_bounded(tmp_path):
+    """Fresh rollouts: the first update leaves nothing out, later ones do."""
+    several = HEAD.replace("max_off_policy_steps = 1\n", "")
+    assert several != HEAD
+    assert "num_iterations = 2" in several
+    bounded = 'loss = "m2po"\nm2po_threshold = 1e-5'
+    rows, some = trained(tmp_path, "some", bounded, several)
+    trains = [row for row in rows if row["num_datums"]]
+    assert any(0.0 < row["rejected_tokens_frac"] < 0.5 for row in trains)
+    assert all(0.0 <= row["rejected_sequences_frac"] < 0.5 for row in trains)
+    rows, free = trained(tmp_path, "free", 'loss = "m2po"\nm2po_threshold = 1e9', several)
+    assert {row["rejected_tokens_frac"] for row in rows if row["num_datums"]} == {0.0}
+    assert any(not torch.allclose(free[key], some[key], rtol=1e-3, atol=1e-4) for key in free)
+
+
+def test_a_divisor_is_counted_before_all_updates():
+    algorithm = {"loss": "m2po", "rejection_denominator": "kept"}
+    with pytest.raises(ConfigError, match=r"rejection_denominator.* before each of the step's several updates"):
+        parse_dict({"algorithm": algorithm, "training": {"num_iterations": 2}})
 
 
 def test_runs_train_with_it(tmp_path):
@@ -195,6 +262,6 @@ def test_runs_train_with_it(tmp_path):
     for key, value in plain.items():
         torch.testing.assert_close(same[key], value, rtol=1e-4, atol=1e-5)
     assert {row["rejected_tokens_frac"] for row in rows} == {0.0}
-    rows, some = trained(tmp_path, "some", 'loss = "m2po"\nm2po_threshold = 1e-4\nrejection_denominator = "kept"')
-    assert 0.0 < rows[2]["rejected_tokens_frac"] < 0.5
+    rows, some = trained(tmp_path, "some", 'loss = "m2po"\nm2po_threshold = 1e-4')
+    assert any(0.0 < row["rejected_tokens_frac"] < 0.5 for row in rows if row["num_datums"])
     assert any(not torch.allclose(plain[key], some[key], rtol=1e-3, atol=1e-4) for key in plain)

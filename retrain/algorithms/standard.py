@@ -100,7 +100,8 @@ class Standard:
             credit = distil(groups, credit, self.config.distillation, scores)
         elif self.config.distillation.whole:
             credit = compare_whole(groups, credit, self.config.distillation)
-        credit = reject(groups, replace(credit, metrics={**credit.metrics, **numbers}), self.config.algorithm, scores)
+        credit, several = replace(credit, metrics={**credit.metrics, **numbers}), self.config.training.several_updates
+        credit = reject(groups, credit, self.config.algorithm, scores, several)
         if not credit_of(self.modes.transform).pooled:
             return credit
         self.sepa = sepa_observe(self.schedule, self.sepa, step, correct_rate(groups), credit.exec_variance)

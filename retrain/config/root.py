@@ -74,6 +74,11 @@ class Config(Section):
         return tuple(resolved(self, each) for each in sets) if self.evaluation.problems else ()
 
     @property
+    def chooses_anew(self) -> bool:
+        """Whether what is left out of the loss is chosen before each of a step's several updates."""
+        return self.algorithm.loss == "m2po" and self.training.several_updates
+
+    @property
     def graders(self) -> tuple[tuple[str, Reward | RewardComponent | Audit], ...]:
         """All graders, each with its table's key: the reward, its parts, and the audit."""
         parts = ((f"reward.components.{index}", part) for index, part in enumerate(self.reward.components))

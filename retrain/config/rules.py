@@ -289,7 +289,11 @@ def dynamic_rules(config: Config) -> Iterator[Finding]:
 
 
 def update_rules(config: Config) -> Iterator[Finding]:
-    """How often a batch is trained on is up to a backend of the user's own."""
+    """How often a batch is trained on is up to a backend of the user's own, and divisors are counted once."""
+    if config.chooses_anew and config.algorithm.rejection_denominator == "kept":
+        what = 'is "kept", and loss = "m2po" chooses what it leaves out before each of the step\'s several updates'
+        keys = ("algorithm.rejection_denominator", "algorithm.loss")
+        yield Finding(keys, what, 'rejection_denominator = "all"')
     backend = config.backend.backend
     if is_plugin(backend) and config.training.several_updates:
         several = "num_iterations" if config.training.num_iterations > 1 else "minibatches"

@@ -277,7 +277,8 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("clip_ratio/high_max", "the same in the completion where it is largest", "share"),
     _metric("clip_ratio/region_mean", "both sides together", "share", "0 with one update per batch", trl="clip_ratio"),
     _metric("rejected_tokens_frac", "share of all completions' tokens that were left out of the policy loss before "
-            "the update: by `rejection`, by `m2po`, and with `rejection_denominator` = kept by a correction's mask",
+            "the update: by `rejection`, by `m2po` (of several updates the mean, over completions with signal), and "
+            "with `rejection_denominator` = kept by a correction's mask",
             "share", "below 0.1", requires="rejection"),
     _metric("rejected_sequences_frac", "share of completions of which no token was kept", "share", "below 0.1",
             requires="rejection"),

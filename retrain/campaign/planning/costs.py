@@ -95,6 +95,8 @@ def _update_passes(config: Config, warming: bool = False) -> dict[str, int]:
             passes["one of the base for the KL"] = FORWARD_OPERATIONS
         if config.distillation.whole:
             passes["one of the teacher for the loss"] = FORWARD_OPERATIONS
+        if config.chooses_anew:
+            passes["one before each update, for what m2po leaves out"] = FORWARD_OPERATIONS
         if config.algorithm.critic and not config.critic.share_adapter:
             passes["as many as these two for the critic"] = TRAINING_OPERATIONS
     elif config.critic.share_adapter:
