@@ -222,6 +222,14 @@ def campaign_rules(campaign: Campaign, is_run: bool) -> Iterator[Finding]:
             f"seeds = {list(range(1, suggested + 1))}",
             warning=True,
         )
+    elif campaign.test == "normal" and others > 0 and seeds < (exact := seeds_for_verdict(others)):
+        yield Finding(
+            ("campaign.seeds", "campaign.test"),
+            f"has {seeds}: should a run collapse, the exact test decides, which takes {exact} for "
+            f"{'one comparison' if others == 1 else f'{others} comparisons'}; to be able to tell then too, type",
+            f"seeds = {list(range(1, exact + 1))}",
+            warning=True,
+        )
 
 
 def seeds_for_verdict(others: int, test: str = "exact") -> int:
