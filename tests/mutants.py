@@ -420,7 +420,7 @@ MUTANTS = [
     ),
     Mutant(
         "base evaluations: however it was graded", "retrain/evaluations.py",
-        "run.config.reward.grading, run.config.campaign.seed))", "run.config.campaign.seed))",
+        "config.reward.grading, config.campaign.seed)", "config.campaign.seed)",
         ("test_evaluation.py::test_runs_that_are_graded_otherwise_have_a_base_of_their_own",),
     ),
     Mutant(
@@ -431,7 +431,7 @@ MUTANTS = [
     ),
     Mutant(
         "base evaluations: one in which a grading failed is kept", "retrain/record/base_evaluations.py",
-        "if not rollouts or any(reward.error or reward.total_reward is None for reward in rewards):",
+        "if not rollouts or any(each.error or each.audit_error or each.total_reward is None for each in rewards):",
         "if not rollouts:",
         ("test_evaluation.py::test_an_evaluation_with_a_failed_grading_is_not_kept",),
     ),

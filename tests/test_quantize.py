@@ -68,6 +68,22 @@ def test_int8_is_the_nearest_of_255_levels_of_its_row(dtype):
     assert layer.weight.dtype == dtype
 
 
+@pytest.mark.parametrize("columns", [32, 64, 96, 24])
+def test_blocks_go_over_the_ends_of_rows(columns):
+    """Blocks are of the flat matrix; some kernels of the library take a block for a part of one row."""
+    import bitsandbytes.functional as library
+
+    weight = torch.randn(8, columns, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 2, 8)[:, None]
+    linear = torch.nn.Linear(columns, 8, bias=False)
+    linear.weight.data.copy_(weight)
+    layer = QuantizedLinear(linear, "nf4", torch.device("cpu"))
+    code = library.get_4bit_type("nf4", device="cpu")
+    blocks = weight.flatten().view(-1, 64)
+    scale = blocks.abs().amax(1, keepdim=True)
+    nearest = (blocks / scale)[..., None].sub(code).abs().argmin(-1)
+    torch.testing.assert_close(layer.weight, (code[nearest] * scale).view(8, columns))
+
+
 def test_nf4_has_16_levels_by_the_largest_of_each_64_numbers():
     """Levels as QLoRA (arXiv 2305.14314, appendix E) lists them."""
     linear = nn.Linear(64, 2, bias=False)
@@ -191,7 +207,7 @@ def test_k3_estimates_the_divergence_from_the_unquantised_base(quant, toy, monke
             ours, theirs = (base.model(input_ids=ids).logits[0].log_softmax(-1) for base in (quant, plain))
             gaps.append((ours.exp() * (ours - theirs)).sum(-1))
     assert again.kl == pytest.approx(float(torch.cat(gaps).mean()), rel=1.0)
-    assert (again.kl > 1e-3) is (kind == "nf4")
+    assert (again.kl > 1e-4) is (kind == "nf4")
 
 
 def test_with_its_original_weights_it_is_the_unquantised_model(quant, toy):

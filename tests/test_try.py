@@ -286,7 +286,9 @@ def test_words():
     ]  # fmt: skip
     sampling, grading = {"step_seconds": [1.0, 2.0]}, {"step_seconds": 60.0}
     verdict = {"all_failed": False, "mixed_groups": 0, "groups": 4, "answers": 16, "truncated": 12}
-    advice = advice_of({"sampling": sampling, "grading": grading, "verdict": verdict})
+    prompts = [{"samples": [{"audit_error": "no audit today"}, {}]}]
+    advice = advice_of({"sampling": sampling, "grading": grading, "verdict": verdict, "prompts": prompts})
+    assert advice.pop() == f"1 of {verdict['answers']} answers could not be audited: no audit today"
     assert [words in line for words, line in zip(("teach nothing", "max_tokens", "workers"), advice, strict=True)]
 
 

@@ -15,6 +15,7 @@ import torch
 
 from retrain.config import Config
 from retrain.errors import MissingExtra, ModelError
+from retrain.extras import is_installed, missing
 from retrain.models import bundled_model_path
 from retrain.models.directory import local_directory, model_fault
 from retrain.models.sizes import COPY_SHARE, SMALL_MODEL_BYTES
@@ -233,7 +234,8 @@ def load_weights(files: ModelFiles, devices: str, dtype: str, company: Company |
 
 
 def look_at(config: Config) -> ModelFiles:
-    """The model that a run's configuration names, without its weights. Raises ModelError as ``load_base``."""
+    """The model that a run's configuration names, without its weights. Raises ModelError as ``load_base``, and
+    MissingExtra for bits that take a package which is not installed."""
     model = config.model
     files = _look(model.model, model.revision, model.local_files_only, model.trust_remote_code)
     if files.stored and model.quantized:
@@ -241,6 +243,8 @@ def look_at(config: Config) -> ModelFiles:
             f"cannot load model {model.model!r}: its files are quantised already ({files.stored}): give the "
             'unquantised model, or [model] quantize = "none"'
         )
+    if model.quantize == "nf4" and not is_installed("bitsandbytes"):
+        raise missing('[model] quantize = "nf4"', "bitsandbytes")
     return replace(files, quantize=model.quantize)
 
 

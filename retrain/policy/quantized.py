@@ -105,12 +105,14 @@ def _pack_nf4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _unpack_nf4(packed: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     own = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
-    library = _bitsandbytes()
+    library, size = _bitsandbytes(), shape[0] * shape[1]
+    # A row a block: the library's AVX-512 kernel takes scales by rows, wrongly where a block goes over a row's end.
+    rows = (size // NF4_BLOCK, NF4_BLOCK) if size % NF4_BLOCK == 0 else (1, size)
     state = library.QuantState(
-        absmax=scale, shape=torch.Size(shape), code=library.get_4bit_type("nf4", device=packed.device),
+        absmax=scale, shape=torch.Size(rows), code=library.get_4bit_type("nf4", device=packed.device),
         blocksize=NF4_BLOCK, quant_type="nf4", dtype=own,
     )  # fmt: skip
-    return library.dequantize_4bit(packed, state).to(dtype)
+    return library.dequantize_4bit(packed, state).to(dtype).view(shape)
 
 
 _PACK = {"int8": _pack_int8, "nf4": _pack_nf4}

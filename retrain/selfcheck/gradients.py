@@ -21,6 +21,7 @@ from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.memory import available_memory
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Want
+from retrain.policy.quantized import QuantizedLinear
 from retrain.policy.threads import Workers
 from retrain.selfcheck.results import Result, judged, skipped
 from retrain.selfcheck.source import LAYERS
@@ -101,8 +102,11 @@ def plain_copy(base: BaseModel, lanes: Lanes, layers: int, dtype: torch.dtype, a
     with torch.random.fork_rng([base.device] if base.device.type == "cuda" else []), torch.device(base.device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.eval().requires_grad_(False)
+    quantised = {
+        f"{name}.weight": each.weight for name, each in base.model.named_modules() if isinstance(each, QuantizedLinear)
+    }
     given = {}
-    for name, weight in base.model.named_parameters():
+    for name, weight in (*base.model.named_parameters(), *quantised.items()):
         inside = next((prefix for prefix in wrapped if name.startswith(prefix)), None)
         given[name if inside is None else inside.removesuffix("base.") + name[len(inside) :]] = weight
     with torch.no_grad():
