@@ -163,7 +163,8 @@ def data_problems(plan: Plan, loaded: Loaded) -> list[Problem]:
     problems: dict[str, Problem | None] = {}
     for config in (spec.config for spec in plan.specs):
         held_out = [(each.name, each.problems, each.data) for each in config.held_out]
-        wanted = repr((config.data, held_out, config.training.max_examples, config.environment))
+        graded = [(each.rubric_column, each.criteria) for _, each in config.graders]
+        wanted = repr((config.data, held_out, config.training.max_examples, config.environment, graded))
         if wanted not in problems:
             fault = _environment_problem(loaded, config, plan.folder)
             if fault is None and config.environment.provider is None:
