@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from retrain.errors import CheckpointError, UsageError
-from retrain.files import aside_of, read_json, sha256, write_bytes, write_json, writing
+from retrain.errors import CheckpointError, NotReadable, UsageError
+from retrain.files import aside_of, read_json, read_jsonl, sha256, write_bytes, write_json, writing
 from retrain.ownership import Owner, is_whole, owner_of, publish, remove
 from retrain.policy.protocol import Policy, PolicySnapshot
-from retrain.record.recorder import ROW_FILES
+from retrain.record.recorder import EVALUATION_FILES, ROW_FILES
 from retrain.record.status import last_row
 
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -30,11 +32,12 @@ class Snapshot:
     earlier: Mapping[int, PolicySnapshot] = field(default_factory=dict)
 
 
-def write_checkpoint(directory: Path, saved: Snapshot) -> None:
+def write_checkpoint(directory: Path, saved: Snapshot, guard: Callable[[], None] = lambda: None) -> None:
     """Write the snapshot as one directory that is there whole or not at all.
 
-    Raises StorageError when the file system refuses, NotOurs when somebody else's files have these names, and
-    CheckpointError when the policy wrote a link; what had been written aside is removed.
+    ``guard`` is called before the directory gets its name; what it raises prevents that. Raises StorageError when the
+    file system refuses, NotOurs when somebody else's files have these names, and CheckpointError when the policy wrote
+    a link; what had been written aside is removed.
     """
     aside = aside_of(directory)
     shutil.rmtree(aside, ignore_errors=True)
@@ -52,6 +55,7 @@ def write_checkpoint(directory: Path, saved: Snapshot) -> None:
             raise CheckpointError(f"the backend saved a link, {links[0].name}: a checkpoint holds its own files")
         hashes = {path.relative_to(aside).as_posix(): sha256(path) for path in files}
         write_json(aside / MANIFEST, {"format": FORMAT, "sha256": hashes})
+        guard()
         publish(aside, directory, _owner(directory))
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
@@ -59,12 +63,17 @@ def write_checkpoint(directory: Path, saved: Snapshot) -> None:
 
 
 def verify_checkpoint(directory: Path) -> None:
-    """Raise CheckpointError unless every file of the manifest is there with its hash, and nothing is a link."""
+    """Raise CheckpointError unless every file of the manifest is there with its hash, and nothing is a link.
+
+    Raises NotReadable for a file that the operating system refuses to read, which says nothing about its content.
+    """
     try:
         manifest = read_json(directory / MANIFEST)
         hashes, written = manifest["sha256"].items(), manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{directory} has no readable {MANIFEST}") from error
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{directory} has no valid {MANIFEST}") from error
+    except OSError as error:
+        raise NotReadable(directory / MANIFEST, error) from error
     if written != FORMAT:
         raise UsageError(
             f"{directory} is a checkpoint of layout {written}, this version of retrain reads layout {FORMAT}: continue "
@@ -76,7 +85,11 @@ def verify_checkpoint(directory: Path) -> None:
         path = directory / name
         if Path(name).is_absolute() or path.resolve() != directory.resolve() / name:  # "..", links on the way
             raise CheckpointError(f"{path} is not a file of this checkpoint")
-        if not path.is_file() or sha256(path) != digest:
+        try:
+            undamaged = path.is_file() and sha256(path) == digest
+        except OSError as error:
+            raise NotReadable(path, error) from error
+        if not undamaged:
             raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}")
 
 
@@ -102,7 +115,14 @@ def checkpoint_directories(run_directory: Path) -> list[Path]:
 
     Those that others have put there are left out, except in a directory without a mark, where nothing is ever removed.
     """
-    named = (path for path in (run_directory / "checkpoints").glob("step_*") if path.name[5:].isdecimal())
+    folder = run_directory / "checkpoints"
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    except OSError as error:  # not none: the run must not start again from step 0
+        raise NotReadable(folder, error) from error
+    named = (folder / name for name in names if name.startswith("step_") and name[5:].isdecimal())
     marked = owner_of(run_directory) is not None
     return sorted((path for path in named if is_whole(path, _owner(path) if marked else None)), key=checkpoint_step)
 
@@ -118,67 +138,87 @@ def checkpoint_step(directory: Path) -> int:
     return int(directory.name[5:])
 
 
-def check_records(run_directory: Path, step: int) -> None:
-    """Raise CheckpointError unless every step before ``step`` has its rows in the files that grow with the steps."""
-    for name in ROW_FILES:
-        try:
-            last = last_row(run_directory / name).get("step", -1)
-        except CheckpointError:
-            continue  # a damaged line, which cutting the records to their step will name
-        if last < step - 1:
-            raise CheckpointError(f"{run_directory / name} ends with step {last}, the checkpoint is of step {step}")
+def missing_rows(run_directory: Path, step: int) -> list[str]:
+    """Return one sentence for each record that lacks rows which were there when the checkpoint of ``step`` was written.
+
+    The checkpoint holds the number of rows of each file. One of an earlier version holds none: then the last row of
+    each file is compared with the step. Of a damaged record nothing is returned: reading it for the resume names it.
+    """
+    saved = read_json(checkpoint_directory(run_directory, step) / STATE)
+    expected: dict[str, int] = (saved.get("recorder") or {}).get("rows") or {}
+    missing = []
+    for name in expected or ROW_FILES:
+        with suppress(CheckpointError):
+            if expected and (found := count_rows(run_directory / name, step)) < expected[name]:
+                missing.append(f"{name} has {found} of its {expected[name]} rows")
+            elif not expected and (last := last_row(run_directory / name).get("step", -1)) < step - 1:
+                missing.append(f"{name} has no rows after step {last}" if last >= 0 else f"{name} has no rows")
+    return missing
+
+
+def count_rows(path: Path, step: int) -> int:
+    """Return the number of rows of a record that belong to the first ``step`` steps of its run."""
+    end = step + 1 if path.name in EVALUATION_FILES else step
+    return sum(row.get("step", -1) < end for row in read_jsonl(path))
+
+
+@dataclass(frozen=True)
+class CommonStep:
+    """A step at which the runs of a cohort can continue, and for each run the rows that its records lack there."""
+
+    step: int
+    missing_rows: list[list[str]]
 
 
 def newest_whole(run_directory: Path, report: list[str]) -> Path | None:
-    """The newest checkpoint to continue from; what is wrong with newer ones is appended to ``report``."""
-    run = _Verified(run_directory, report)
-    step = next((step for strict in (True, False) for step in run.steps if run.whole(step, strict)), None)
+    """Return the newest undamaged checkpoint, or None; what is wrong with newer ones is appended to ``report``."""
+    checkpoints = _Checkpoints(run_directory, report)
+    step = next((step for step in checkpoints.steps if checkpoints.is_undamaged(step)), None)
     return None if step is None else checkpoint_directory(run_directory, step)
 
 
-def common_step(runs: Sequence[tuple[Path, int]], reports: Sequence[list[str]]) -> int:
-    """The newest step at which every run of a cohort has a whole checkpoint; 0, the start, when there is none.
+def common_step(runs: Sequence[tuple[Path, int]], reports: Sequence[list[str]]) -> CommonStep:
+    """Return the newest step at which every run of a cohort has an undamaged checkpoint; step 0, the start, when there
+    is none.
 
-    ``runs`` are (directory, max_steps): a run that ends earlier than a step need only be whole at its own end.
-    What is wrong with newer checkpoints is appended to the run's own report. A checkpoint whose records lack rows is
-    passed over for an earlier one whose records are complete, and taken where there is none.
+    ``runs`` are (directory, max_steps): a run that ends earlier than a step need only have a checkpoint of its own end.
+    What is wrong with newer checkpoints is appended to the run's own report. A step at which the records of some run
+    lack rows is passed over for an earlier one with all rows; where there is no such step, it is returned with the
+    missing rows, and the caller decides.
     """
-    verified = [_Verified(directory, report) for (directory, _), report in zip(runs, reports, strict=True)]
-    for strict in (True, False):
-        for step in sorted({step for run in verified for step in run.steps}, reverse=True):
-            pairs = [(run, min(step, last)) for run, (_, last) in zip(verified, runs, strict=True)]
-            if all(end in run.steps for run, end in pairs) and all([run.whole(end, strict) for run, end in pairs]):
-                return step
-    return 0
+    all_checkpoints = [_Checkpoints(directory, report) for (directory, _), report in zip(runs, reports, strict=True)]
+    incomplete: CommonStep | None = None
+    for step in sorted({step for checkpoints in all_checkpoints for step in checkpoints.steps}, reverse=True):
+        pairs = [(checkpoints, min(step, last)) for checkpoints, (_, last) in zip(all_checkpoints, runs, strict=True)]
+        if not all([end in checkpoints.steps and checkpoints.is_undamaged(end) for checkpoints, end in pairs]):
+            continue
+        missing = [missing_rows(checkpoints.run_directory, end) for checkpoints, end in pairs]
+        if not any(missing):
+            for report, lines in zip(reports, incomplete.missing_rows if incomplete else (), strict=False):
+                report += [f"went back to step {step}, the newest with all rows: {line}" for line in lines]
+            return CommonStep(step, missing)
+        incomplete = incomplete or CommonStep(step, missing)
+    return incomplete or CommonStep(0, [[] for _ in runs])
 
 
-class _Verified:
-    """The checkpoints of one run, each verified at most once."""
+class _Checkpoints:
+    """The checkpoints of one run, newest first, each verified at most once."""
 
     def __init__(self, run_directory: Path, report: list[str]):
         self.run_directory, self.report = run_directory, report
         self.steps = [checkpoint_step(path) for path in reversed(checkpoint_directories(run_directory))]
-        self._faults: dict[int, str] = {}
+        self._undamaged: dict[int, bool] = {}
 
-    def whole(self, step: int, strict: bool) -> bool:
-        """Whether the run can continue from there, ``strict`` with all of its records; a reason why not is reported
-        once."""
-        if step not in self._faults:
-            self._faults[step] = self._fault(step)
-        return not self._faults[step] or (not strict and self._faults[step] == "short")
-
-    def _fault(self, step: int) -> Literal["", "damaged", "short"]:
-        try:
-            verify_checkpoint(checkpoint_directory(self.run_directory, step))
-        except CheckpointError as error:
-            self.report.append(f"skipped a damaged checkpoint: {error}")
-            return "damaged"
-        try:
-            check_records(self.run_directory, step)
-        except CheckpointError as error:
-            self.report.append(f"skipped a checkpoint whose records lack rows: {error}")
-            return "short"
-        return ""
+    def is_undamaged(self, step: int) -> bool:
+        """Return whether every file of the checkpoint is as it was written; why not is reported once."""
+        if step not in self._undamaged:
+            try:
+                verify_checkpoint(checkpoint_directory(self.run_directory, step))
+                self._undamaged[step] = True
+            except CheckpointError as error:
+                self.report.append(f"skipped a damaged checkpoint: {error}")
+                self._undamaged[step] = False
+        return self._undamaged[step]
 
 
 def forget_after(run_directory: Path, step: int) -> None:

@@ -21,7 +21,7 @@ class Door(TyperGroup):
     """Says a user's mistake in plain lines, without a traceback; leaves every other exception whole."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the chosen command; exit 130 on Ctrl-C, ``error.exit_status`` on a RetrainError."""
+        """Run the chosen command; exit with ``error.exit_status``, 2 on a PermissionError, 130 on Ctrl-C."""
         try:
             return super().invoke(ctx)
         except RetrainError as error:
@@ -29,6 +29,9 @@ class Door(TyperGroup):
 
             print(visible(str(error)), file=sys.stderr)
             raise typer.Exit(error.exit_status) from error
+        except PermissionError as error:
+            print(f"{error.filename or 'a file'}: permission denied", file=sys.stderr)
+            raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             print("Interrupted.", file=sys.stderr)
             raise typer.Exit(130) from error

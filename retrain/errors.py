@@ -18,6 +18,14 @@ class UsageError(RetrainError):
     exit_status = 2
 
 
+class NotReadable(UsageError):
+    """A file exists and the operating system refuses to read it. This says nothing about its content."""
+
+    def __init__(self, path: object, error: OSError):
+        reason = (error.strerror or str(error)).lower()
+        super().__init__(f"{path} cannot be read: {reason}. Nothing was changed; make it readable and try again")
+
+
 class NotOurs(UsageError):
     """Where this run would write there is something that it has not written; it is left as it is."""
 
@@ -78,10 +86,6 @@ class CheckpointError(RetrainError):
     """A checkpoint or run directory is damaged or does not belong to this run."""
 
 
-class LeaseLost(RetrainError):
-    """Another process has taken over the directory that this one was writing; nothing more is written."""
-
-
 class RunFailed(RetrainError):
     """A run cannot go on (non-finite loss, every reward failed); its traceback is in the run's log.
 
@@ -107,6 +111,13 @@ class StorageError(RunFailed):
         self.shared = not (isinstance(error, OSError) and error.errno in OWN_FAULTS)
         self.reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else error
         super().__init__(f"{path} cannot be written: {self.reason}")
+
+
+class LeaseLost(RunFailed):
+    """The directory that this process was writing belongs to another process, or another directory is in its place.
+    Nothing more is written."""
+
+    shared = True
 
 
 class DeviceLost(RunFailed):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from retrain.errors import CheckpointError, StorageError, UsageError
+from retrain.errors import CheckpointError, NotReadable, StorageError, UsageError
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _OBEYED = (*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -165,7 +165,7 @@ def append_jsonl(path: Path, rows: Iterable[Any]) -> tuple[int, int]:
 def read_jsonl(path: Path) -> list[Any]:
     """All complete rows; a torn last line (killed while writing) is left out.
 
-    Raises CheckpointError with file and line when another line is no JSON.
+    Raises CheckpointError with file and line when another line is no JSON, PermissionError.
     """
     if not path.exists():
         return []
@@ -180,18 +180,34 @@ def read_jsonl(path: Path) -> list[Any]:
     return rows
 
 
-def keep_rows(path: Path, keep: Callable[[Any], bool]) -> None:
-    """Keep the rows of which ``keep`` says so; drop the rest and any torn line. Atomic."""
+def keep_rows(path: Path, keep: Callable[[Any], bool]) -> int:
+    """Remove the rows for which ``keep`` returns False, and a torn last line, atomically; return the number of rows
+    kept."""
     if not path.exists():
-        return
-    text = "".join(dumps(row) + "\n" for row in read_jsonl(path) if keep(row)).encode()
+        return 0
+    rows = [row for row in read_jsonl(path) if keep(row)]
+    text = "".join(dumps(row) + "\n" for row in rows).encode()
     if len(text) != path.stat().st_size:
         write_bytes(path, text)
+    return len(rows)
 
 
-def truncate_jsonl(path: Path, before_step: int, key: str = "step") -> None:
-    """Keep the rows with ``row[key] < before_step``, as ``keep_rows`` does."""
-    keep_rows(path, lambda row: row.get(key) is None or row[key] < before_step)
+def truncate_jsonl(path: Path, before_step: int, key: str = "step") -> int:
+    """Remove the rows with ``row[key] >= before_step``, as ``keep_rows`` does; return the number of rows kept."""
+    return keep_rows(path, lambda row: row.get(key) is None or row[key] < before_step)
+
+
+def read_json_if_present(path: Path) -> Any:
+    """Return the JSON value in ``path``, or None where there is no such file or it holds no JSON.
+
+    Raises NotReadable where there is a file that the operating system refuses to read.
+    """
+    try:
+        return read_json(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    except OSError as error:
+        raise NotReadable(path, error) from error
 
 
 class Stamp(NamedTuple):

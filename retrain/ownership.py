@@ -24,8 +24,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from retrain.errors import NotOurs, UsageError
-from retrain.files import is_aside, publish_directory, read_json, write_bytes, write_json, writing
+from retrain.errors import LeaseLost, NotOurs, NotReadable, StorageError, UsageError
+from retrain.files import (
+    is_aside,
+    publish_directory,
+    read_json,
+    read_json_if_present,
+    write_bytes,
+    write_json,
+    writing,
+)
 from retrain.wording import listed
 
 MARK = "retrain.json"
@@ -62,12 +70,15 @@ class Mark:
 
 
 def mark_of(directory: Path) -> Mark | None:
-    """The mark of a directory; None where there is none that can be read."""
+    """Return the mark of a directory, or None where there is no valid one. Raises NotReadable."""
     path = directory / MARK
     try:
-        content = {} if path.is_symlink() else read_json(path)
+        content: Any = None if path.is_symlink() else read_json_if_present(path)
+    except PermissionError as error:
+        raise NotReadable(path, error) from error
+    try:
         owner, files = Owner(content["owner"], content["place"]), content["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return None
     names = [owner.id, owner.place, *(files or ())]
     if not all(isinstance(name, str) for name in names) or any(not _is_inside(name) for name in files or ()):
@@ -119,6 +130,47 @@ def claim(directory: Path, owner: Owner | None = None) -> Owner:
     owner = owner or Owner(uuid.uuid4().hex)
     _write_mark(directory, owner, None)
     return owner
+
+
+class DirectoryIdentity:
+    """The directory that this process has begun to write.
+
+    The owner's id is in the directory's mark. Device and inode are only in this object, so that a directory that was
+    moved, copied or restored can be resumed, while a process that began before the move does not write into what has
+    been put in its place.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._owner, self._inode = owner_of(directory), _inode_of(directory)
+
+    def check(self) -> None:
+        """Raise StorageError where the directory has vanished, LeaseLost where another one is in its place."""
+        try:
+            inode = _inode_of(self.directory)
+        except FileNotFoundError as error:
+            raise StorageError(self.directory, "the directory has vanished") from error
+        except OSError as error:
+            raise StorageError(self.directory, error) from error
+        if inode != self._inode:
+            raise LeaseLost(
+                f"{self.directory} is another directory than the one that this process began to write: it was moved or "
+                "replaced meanwhile. This process stops without writing"
+            )
+        try:
+            owner = owner_of(self.directory)
+        except NotReadable as error:
+            raise StorageError(self.directory, str(error)) from error
+        if owner != self._owner:
+            raise LeaseLost(
+                f"{self.directory / MARK} is missing or names another run: the files in this directory were replaced "
+                "while this process wrote it. This process stops without writing"
+            )
+
+
+def _inode_of(directory: Path) -> tuple[int, int]:
+    status = directory.stat()
+    return status.st_dev, status.st_ino
 
 
 def check_publish(target: Path, names: Iterable[str], owner: Owner | None, advice: str = ELSEWHERE) -> None:
@@ -236,7 +288,10 @@ def _walked(top: Path) -> Iterable[tuple[str, list[str]]]:
 
 
 def not_readable(path: Path, error: Exception, advice: str) -> UsageError:
-    """The error for a ``manifest.json`` or ``plan.json`` that cannot be read: a damaged one, or not retrain's."""
+    """Return the error for a ``manifest.json`` or ``plan.json`` that cannot be used: a file that the operating system
+    refuses to read, a damaged one, or one that retrain did not write."""
+    if isinstance(error, OSError):
+        return NotReadable(path, error)
     try:
         content: Any = read_json(path)
         ours = isinstance(content, dict) and {"format", "runs"} <= content.keys()

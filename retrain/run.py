@@ -485,12 +485,14 @@ class Run:
         try:
             if saved.step != self.restored_step:
                 self.recorder.flush()  # rows of the steps that a checkpoint contains are never lost
-                write_checkpoint(checkpoint_directory(self.directory, saved.step), saved)
+                directory = checkpoint_directory(self.directory, saved.step)
+                write_checkpoint(directory, saved, self.recorder.check_directory)
         finally:
             saved.policy.discard()
 
     def publish(self, saved: Snapshot, final: bool) -> None:
         """What follows once the whole cohort's checkpoints are written: ``final/``, the records, and pruning."""
+        self.recorder.check_directory()
         directory = checkpoint_directory(self.directory, saved.step)
         epoch = self._epoch(json.loads(saved.state)["cursor"])
         self._record_save(f"{saved.step:06d}", saved.step, directory, directory, epoch)
@@ -498,6 +500,7 @@ class Run:
             target = self.directory / "final"
             aside = aside_of(target)
             saved.policy.export(aside, directory)
+            self.recorder.check_directory()
             publish(aside, target, self._owner("final"))
             if self.spec.export is not None:
                 install(target, self.spec.export, self._owner("adapter_path"))
@@ -529,17 +532,14 @@ class Run:
             }
         )
 
-    def restore(self, step: int | None = None, passed_over: Sequence[str] = ()) -> list[str]:
-        """Continue from the checkpoint of ``step`` (0 is the start; None the newest whole one) and cut records to it.
+    def restore(self, step: int, passed_over: Sequence[str] = ()) -> list[str]:
+        """Continue from the checkpoint of ``step`` (0 is the start) and remove the rows of later steps.
 
         ``passed_over`` is what was wrong with later ones. Returns lines for the user. Raises CheckpointError when the
         checkpoint belongs to another base.
         """
         lines = list(passed_over)
-        if step is None:
-            directory = newest_whole(self.directory, lines)
-        else:
-            directory = checkpoint_directory(self.directory, step) if step else None
+        directory = checkpoint_directory(self.directory, step) if step else None
         if directory is None and checkpoint_directories(self.directory):
             lines.append("no checkpoint to continue from: the run starts again from step 0")
         if directory is not None:
@@ -565,7 +565,7 @@ class Run:
             self.policy.begin_with(directory)
             return [*lines, f"starts at step 0 with the weights of {directory}"]
         self._load(checkpoint)
-        self.recorder.begin_trackers_anew()
+        self.recorder.begin_own_records()
         if self.finished:
             raise UsageError(
                 f"{checkpoint} is at step {self.step} of max_steps = {self.config.training.max_steps}: "

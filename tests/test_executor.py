@@ -39,7 +39,7 @@ from retrain.campaign.running.protocol import (
 )
 from retrain.cli import app
 from retrain.config import load
-from retrain.errors import StorageError, UsageError
+from retrain.errors import RetrainError, StorageError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.record.observer import NullObserver
 from retrain.saving import Saver
@@ -197,7 +197,7 @@ def test_an_executor_that_fails_leaves_the_runs_to_be_continued(tmp_path, model)
             child.process.kill()
             return child
 
-    with pytest.raises(UsageError, match="the child ended with status -9"):
+    with pytest.raises(RetrainError, match="the child ended with status -9"):
         execute(planned(tmp_path, model, "out"), NullObserver(), executor=Ends())
     assert {run["state"] for run in read_json(tmp_path / "out/manifest.json")["runs"]} == {"pending"}
     assert execute(check(read_plan(tmp_path / "out")), NullObserver()).exit_status == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,16 +99,50 @@ def test_the_lease_is_renewed_and_a_clock_that_jumps_back_changes_nothing(tmp_pa
         mine.check()
 
 
-def test_an_owner_that_was_suspended_while_another_took_over_stops(tmp_path):
+def test_a_process_whose_lease_was_taken_stops_and_names_its_successor(tmp_path):
     with lock(tmp_path) as mine:
         lease(tmp_path)
-        deadline = time.monotonic() + 10
-        while not mine.lost:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        with pytest.raises(LeaseLost, match="taken over"):
+        with pytest.raises(LeaseLost, match=r"process 1 on another-machine has taken over .*: this process stops"):
             mine.check()
     assert read_json(tmp_path / LEASE)["token"] == "other"  # not ours to remove
+
+
+def test_a_successor_that_has_ended_is_named_too(tmp_path):
+    code = (
+        "import os, sys; from pathlib import Path; from retrain.campaign.running.lease import DirectoryLock\n"
+        "with DirectoryLock(Path(sys.argv[1])): print(os.getpid())"
+    )
+    with lock(tmp_path) as mine:
+        (tmp_path / LEASE).unlink()
+        (tmp_path / ".lock").unlink()
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        pid = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+        with pytest.raises(LeaseLost, match=f"process {pid} on .* has taken over"):
+            mine.check()
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", MARK}
+
+
+def test_a_removed_lease_is_not_made_again(tmp_path):
+    with lock(tmp_path) as mine:
+        (tmp_path / LEASE).unlink()
+        time.sleep(0.3)  # several beats
+        assert not (tmp_path / LEASE).exists()
+        with pytest.raises(LeaseLost, match=r"\.lease was removed"):
+            mine.check()
+
+
+def test_nothing_is_written_into_a_directory_put_in_the_place_of_a_moved_one(tmp_path):
+    directory = tmp_path / "run"
+    with lock(directory) as mine:
+        shutil.copytree(directory, tmp_path / "copy")
+        directory.rename(tmp_path / "moved")
+        (tmp_path / "copy").rename(directory)
+        before = (directory / LEASE).read_bytes()
+        time.sleep(0.3)  # several beats
+        assert (directory / LEASE).read_bytes() == before
+        with pytest.raises(LeaseLost, match="moved or replaced"):
+            mine.check()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": "x"}', "\x00\xff"])

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import retrain
 from retrain.campaign.planning.changes import Approval
 from retrain.campaign.running.controller import launch, resume
-from retrain.checkpoints import FORMAT, check_records, common_step, prune
+from retrain.checkpoints import FORMAT, common_step, missing_rows, prune
 from retrain.cli import app
 from retrain.config import load
 from retrain.errors import CheckpointError, ConfigError, NonFinite, UsageError
@@ -421,10 +421,10 @@ def steps_of(run: Path, *steps: int) -> Path:
     for step in steps:
         folder = run / "checkpoints" / f"step_{step:06d}"
         folder.mkdir(parents=True)
-        names = ("state.json", "optimizer.safetensors")
-        for name in names:
-            (folder / name).write_text(name)
-        hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
+        names = {"state.json": "{}", "optimizer.safetensors": "tensors"}
+        for name, text in names.items():
+            (folder / name).write_text(text)
+        hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in names.items()}
         write_json(folder / "manifest.json", {"format": FORMAT, "sha256": hashes})
         own = {"owner": owner.id, "place": f"checkpoints/{folder.name}", "files": [*names, "manifest.json"]}
         write_json(folder / MARK, own)
@@ -437,26 +437,26 @@ def steps_of(run: Path, *steps: int) -> Path:
 def test_a_cohort_begins_again_where_all_of_it_can(tmp_path):
     a, b = steps_of(tmp_path / "a", 2, 4, 6), steps_of(tmp_path / "b", 2, 4)
     reports: list[list[str]] = [[], []]
-    assert common_step([(a, 10), (b, 10)], reports) == 4
-    assert common_step([(a, 10), (b, 4)], reports) == 6  # b ends at 4
+    assert common_step([(a, 10), (b, 10)], reports).step == 4
+    assert common_step([(a, 10), (b, 4)], reports).step == 6  # b ends at 4
     assert reports == [[], []]
     (b / "checkpoints/step_000004/state.json").write_text("torn")
-    assert common_step([(a, 10), (b, 10)], reports) == 2
+    assert common_step([(a, 10), (b, 10)], reports).step == 2
     assert len(reports[1]) == 1
     assert "damaged" in reports[1][0]
-    assert common_step([(a, 10), (steps_of(tmp_path / "new"), 10)], [[], []]) == 0
+    assert common_step([(a, 10), (steps_of(tmp_path / "new"), 10)], [[], []]).step == 0
 
 
-def test_records_that_lack_rows_make_an_earlier_checkpoint_preferred_and_never_cost_all(tmp_path):
+def test_a_checkpoint_of_an_earlier_version_knows_its_rows_by_its_step(tmp_path):
     run = steps_of(tmp_path / "a", 2, 4)
     (run / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"st')
-    with pytest.raises(CheckpointError, match="ends with step 2"):
-        check_records(run, 4)
+    assert missing_rows(run, 4) == ["metrics.jsonl has no rows after step 2"]
     reports: list[str] = []
-    assert common_step([(run, 10)], [reports]) == 2
-    assert "lack rows" in reports[0]
+    assert common_step([(run, 10)], [reports]).step == 2
+    assert reports == ["went back to step 2, the newest with all rows: metrics.jsonl has no rows after step 2"]
     (run / "metrics.jsonl").write_text("")
-    assert common_step([(run, 10)], [[]]) == 4
+    point = common_step([(run, 10)], [[]])
+    assert (point.step, point.missing_rows) == (4, [["metrics.jsonl has no rows"]])
 
 
 @pytest.mark.parametrize("command", ["resume", "train"])

@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 from retrain.campaign.running.executor import InProcess
 from retrain.campaign.running.protocol import Event, Job, from_json, to_json
-from retrain.errors import UsageError
+from retrain.errors import RetrainError
 
 
 class Child:
@@ -44,7 +44,7 @@ class Processes:
                         if not process.stdin.closed:
                             print(file=process.stdin, flush=True)
                     if process.wait():
-                        raise UsageError(f"the child ended with status {process.returncode}")
+                        raise RetrainError(f"the child ended with status {process.returncode}")
                 finally:
                     process.kill()
 

@@ -160,7 +160,7 @@ def approval(accept: bool, observer: Observer) -> Approval:
 
     def ask(lines: list[str]) -> bool:
         observer.close()
-        print("This directory was made with other settings or versions than there are now:")
+        print("This directory has changed since its last start:")
         for line in lines:
             print(f"  {visible(line)}")
         return typer.confirm("Go on with what is there now?", default=False)

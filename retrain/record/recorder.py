@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from retrain.errors import StorageError
 from retrain.files import read_jsonl, truncate_jsonl, write_json
 from retrain.record.columns import METRICS, ColumnWriter
 from retrain.record.context import RunContext
@@ -37,8 +37,11 @@ COMPLETION_CHARACTERS = 500
 SHOWN = 1000
 """Characters of a completion in ``emergence/evaluations.jsonl``; of a longer one the beginning and the end."""
 SHOWN_END = 300
-ROW_FILES = ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "timing_spans.jsonl")
+GENERATIONS = "emergence/generations.jsonl"
+ROW_FILES = ("metrics.jsonl", "emergence/steps.jsonl", GENERATIONS, "timing_spans.jsonl")
 """Records in which every step has a row."""
+EVALUATION_FILES = ("evals.jsonl", "evaluations.jsonl")
+"""Names of the records with the rows of evaluations: ``evals.jsonl`` and ``emergence/evaluations.jsonl``."""
 STEP_FILES = (*ROW_FILES, "notes.jsonl")
 """Records whose rows belong to a step."""
 
@@ -51,7 +54,8 @@ class RunRecorder:
     must outlive the process; ``close`` at the end. Trackers start in ``start`` and stop the run there when they cannot
     (``RetrainError``); a later failure of one is reported once through ``warn`` and in ``run.log``, as are odd numbers
     that need attention. Any call raises RunFailed (of a disk, StorageError) when an earlier record could not be
-    written. ``token_text`` places a completion's tokens in its text, for the pages.
+    written. ``token_text`` places a completion's tokens in its text, for the pages. ``guard`` raises LeaseLost once
+    another process may write the directory; it is called before every write.
     """
 
     def __init__(
@@ -61,25 +65,26 @@ class RunRecorder:
         trackers: Mapping[str, Tracker] | None = None,
         warn: Callable[[str], None] = lambda text: None,
         token_text: TokenText | None = None,
+        guard: Callable[[], None] = lambda: None,
     ):
         self.directory = Path(run_dir)
         self.context = context
         self.totals = Totals()
         self._show = warn
-        self._files = RecordFiles(self.directory)
+        self._files = RecordFiles(self.directory, guard)
         self._columns = ColumnWriter(self.directory / METRICS)
         wanted = make_trackers(context, self.directory) if trackers is None else trackers
         self._reporters = [Reporter(name, tracker, self._warn) for name, tracker in wanted.items()]
         self._known_keys: dict[str, None] = {}
         self._known_tags: tuple[str, ...] = ()
         self._evaluations: Row = {}
+        self._rows_written: Counter[str] = Counter()
         self._tracker_state: dict[str, Any] = {}
         self._token_text = token_text
         self._rows: list[Row] = []  # the first row and the newest, for remarks
         self._noted: set[str] = set()
         self._dtype = "float32"
         self._started = False
-        self._marker = self.directory
 
     def __enter__(self) -> RunRecorder:
         return self
@@ -96,10 +101,8 @@ class RunRecorder:
         if self._started:
             return
         self._started = True
-        self.directory.mkdir(parents=True, exist_ok=True)
         if facts is not None:
-            self._marker = marker = self.directory / "config.json"
-            self._files.write(lambda: write_json(marker, facts))
+            self._files.write(lambda: write_json(self.directory / "config.json", facts))
             self._dtype = (facts.get("built") or {}).get("dtype") or self._dtype
         if system is not None:
             self._files.write(lambda: system.write(self.directory))
@@ -124,6 +127,8 @@ class RunRecorder:
         for key in sorted(self._known_keys):
             row.setdefault(key, None)
         self._known_keys.update(dict.fromkeys(row))
+        completions = sum(len(group.rollouts) for group in record.groups)
+        self._rows_written.update({name: 1 for name in ROW_FILES} | {GENERATIONS: completions})
         notes = self._remarks(row)
         self._files.write(lambda: self._write_step(record, row, notes))
         for reporter in self._reporters:
@@ -142,11 +147,10 @@ class RunRecorder:
 
     def _write_step(self, record: StepRecord, row: Row, notes: Sequence[Note]) -> None:
         """All files of one step; runs on the files' thread."""
-        self._check_directory()
         self._files.append(METRICS, [row])
         self._files.wrote(*self._columns.follow())
         self._files.append("emergence/steps.jsonl", [emergence_step(record, row)])
-        lines = self._files.append("emergence/generations.jsonl", generations(record))
+        lines = self._files.append(GENERATIONS, generations(record))
         self._files.append("timing_spans.jsonl", [timing_spans(record)])
         self._files.append("notes.jsonl", map(asdict, notes))
         batch = Batch(TRAIN, record.step, record.groups, *self._named, record.step_start)
@@ -166,6 +170,7 @@ class RunRecorder:
         weights = {part.shown_name: (part.weight, part.offset) for part in config.reward.components}
         batch = replace(batch, token_text=self._token_text, weights=weights)
         shown = config.logging.num_groups_to_log if pages else None
+        self.check_directory()
         self._files.wrote(*write_files(self.directory, batch, shown))
         self._files.append(INDEX, [index_line(batch, shown, lines)])
 
@@ -179,13 +184,14 @@ class RunRecorder:
         config = self.context.config
         row = eval_row(record, self.context.tags_of(record.name), config.reward.strict_answers, config.audit.wanted)
         self._evaluations.update(row)
+        answers = sum(len(group.rollouts) for group in record.groups)
+        self._rows_written.update({"evals.jsonl": 1, "emergence/evaluations.jsonl": answers})
         started = time.time() - record.seconds
         self._files.write(lambda: self._write_eval(record, row, started))
         return row
 
     def _write_eval(self, record: EvalRecord, row: Row, started: float) -> None:
         """All files of one evaluation; runs on the files' thread."""
-        self._check_directory()
         sampling = ("step", "name", "temperature", "top_p", "top_k", "min_p", "max_tokens", "samples", "seconds")
         self._files.append("evals.jsonl", [{key: getattr(record, key) for key in sampling} | row])
         strict, pages = self.context.config.reward.strict_answers, self.context.config.logging.rollouts_every > 0
@@ -211,10 +217,9 @@ class RunRecorder:
         """
         self._files.flush()
 
-    def _check_directory(self) -> None:
-        """Raise StorageError when the directory has vanished: making it again would hide that records are lost."""
-        if not self._marker.exists():
-            raise StorageError(self.directory, "the directory has vanished")
+    def check_directory(self) -> None:
+        """Raise LeaseLost or StorageError unless the run's directory is still this process's."""
+        self._files.check_directory()
 
     def log(self, text: str, level: str = "info") -> None:
         """One time-stamped line (or several) in ``run.log``; never raises."""
@@ -237,12 +242,12 @@ class RunRecorder:
         for row in read_jsonl(self.directory / "evals.jsonl"):
             if row["step"] >= done:
                 remove_files(self.directory, f"eval/{row['name']}", row["step"])
-        for name in STEP_FILES:
-            truncate_jsonl(self.directory / name, step)
+        kept = {name: truncate_jsonl(self.directory / name, step) for name in STEP_FILES}
         truncate_index(self.directory, step, done)
         self._columns.forget()
-        truncate_jsonl(self.directory / "evals.jsonl", done)
-        truncate_jsonl(self.directory / "emergence/evaluations.jsonl", done)
+        for name in ("evals.jsonl", "emergence/evaluations.jsonl"):
+            kept[name] = truncate_jsonl(self.directory / name, done)
+        self._rows_written = Counter({name: rows for name, rows in kept.items() if name != "notes.jsonl"})
         truncate_jsonl(self.directory / "checkpoints.jsonl", done, key="batch")
         rows = read_jsonl(self.directory / "metrics.jsonl")
         self._rows = [*rows[:1], *rows[1:][-WINDOW:]]
@@ -256,6 +261,7 @@ class RunRecorder:
             "known_keys": list(self._known_keys),
             "known_tags": list(self._known_tags),
             "evaluations": dict(self._evaluations),
+            "rows": dict(self._rows_written),
             "trackers": dict(self._tracker_state),
         }
 
@@ -265,11 +271,12 @@ class RunRecorder:
         self._known_keys = dict.fromkeys(state["known_keys"])
         self._known_tags = tuple(state["known_tags"])
         self._evaluations = dict(state["evaluations"])
+        self._rows_written = Counter(state.get("rows", {}))
         self._tracker_state = dict(state["trackers"])
 
-    def begin_trackers_anew(self) -> None:
-        """Report as a run of its own: the restored state is another run's. Call before ``start``."""
-        self._tracker_state = {}
+    def begin_own_records(self) -> None:
+        """Start records and trackers of its own after ``restore`` of another run's state. Call before ``start``."""
+        self._tracker_state, self._rows_written = {}, Counter()
 
     def close(self, failed: bool = False) -> bool:
         """Finish the trackers and write what is left; whether everything could be written. Raises nothing."""

@@ -29,7 +29,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             if run["state"] not in STATES or not isinstance(run["step"], int):
                 raise ValueError(f"run {run_id} is in no known state")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise not_readable(path, error, "move it away to begin the record of runs anew") from error
+        raise not_readable(path, error, "restore it from a copy, or begin anew with another --out") from error
     return content
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from retrain.errors import RunFailed, StorageError
+from retrain.errors import LeaseLost, RunFailed, StorageError
 from retrain.files import append_jsonl, fsync, writing
+from retrain.ownership import DirectoryIdentity
 from retrain.record.context import RunContext
 from retrain.record.trackers import Tracker, start_tracker, tracker_values
 
@@ -97,10 +99,15 @@ class RecordFiles:
 
     ``write`` takes a function that calls ``append`` or whatever else writes files; it runs on the thread. A failure
     there is raised as RunFailed by the next ``write`` or ``flush``.
+
+    Before each function and each append the thread calls ``guard`` (which raises LeaseLost once another process owns
+    the directory) and checks that the directory is still the one of the first write. When either fails, nothing further
+    is written.
     """
 
-    def __init__(self, directory: Path):
-        self.directory = directory
+    def __init__(self, directory: Path, guard: Callable[[], None] = lambda: None):
+        self.directory, self._guard = directory, guard
+        self._identity: DirectoryIdentity | None = None
         self._thread = Thread(f"records of {directory.name}", WAITING_STEPS)
         self._unsynced: set[Path] = set()
 
@@ -108,12 +115,13 @@ class RecordFiles:
         """Have ``work`` done on the thread; ``always``: also after a failure, which is then not raised here."""
         if not always:
             self.check()
-        self._thread.put(work, always)
+        self._thread.put(partial(self._guarded, work), always)
 
     def append(self, name: str, rows: Iterable[Any]) -> tuple[int, int]:
         """Add lines to ``name`` (on the thread); the bytes [begin, end) that they take. A line that cannot be written
         whole leaves nothing behind."""
         path = self.directory / name
+        self.check_directory()
         with writing(path):
             place = append_jsonl(path, rows)
         self.wrote(path)
@@ -136,14 +144,14 @@ class RecordFiles:
 
     def flush(self) -> None:
         """Wait until everything so far is on the disk itself. Raises RunFailed when it could not be written."""
-        self._thread.put(self._sync)
+        self._thread.put(partial(self._guarded, self._sync))
         self._thread.wait()
         self.check()
 
     def check(self) -> None:
         """Raise RunFailed when something could not be written."""
         error = self._thread.error
-        if isinstance(error, StorageError):
+        if isinstance(error, StorageError | LeaseLost):
             raise error
         if isinstance(error, RunFailed):
             raise RunFailed(str(error)) from error
@@ -154,6 +162,19 @@ class RecordFiles:
         """Write and sync what is left and end the thread; whether all of it could be written."""
         self._thread.close(last=self._sync)
         return self._thread.error is None
+
+    def check_directory(self) -> None:
+        """Raise LeaseLost or StorageError unless the directory is still this process's; any thread may call it."""
+        if self._identity is None:
+            with writing(self.directory):
+                self.directory.mkdir(parents=True, exist_ok=True)
+            self._identity = DirectoryIdentity(self.directory)
+        self._identity.check()
+        self._guard()
+
+    def _guarded(self, work: Work) -> None:
+        self.check_directory()
+        work()
 
     def _sync(self) -> None:
         folders = set()

@@ -18,7 +18,7 @@ from retrain.config.base import Role
 from retrain.config.campaign import Campaign
 from retrain.config.root import role_of
 from retrain.errors import UsageError
-from retrain.files import read_json
+from retrain.files import read_json_if_present
 from retrain.record.environment import code_version, module_hashes, package_versions
 
 QUIET_PACKAGES = ("pydantic", "retrain", "rich", "trackio", "typer", "wandb")
@@ -54,7 +54,7 @@ class Approval:
         if not self.accept and (self.ask is None or not self.ask(new)):
             listed = "".join(f"\n  {line}" for line in new)
             raise UsageError(
-                f"{directory} was made with other settings or versions than there are now:{listed}\n"
+                f"{directory} has changed since its last start:{listed}\n"
                 "To go on all the same, add --accept-changes; to begin anew, give another directory with --out"
             )
         self.accepted += new
@@ -105,11 +105,8 @@ def line(name: str, old: Any, new: Any) -> str:
 
 
 def recorded_facts(run_directory: Path) -> dict[str, Any]:
-    """The ``config.json`` of a run's last start; empty when there is none to read."""
-    try:
-        facts = read_json(run_directory / "config.json")
-    except (OSError, ValueError):
-        return {}
+    """Return the ``config.json`` of a run's last start; empty when there is none. Raises NotReadable."""
+    facts = read_json_if_present(run_directory / "config.json")
     return facts if isinstance(facts, dict) else {}
 
 

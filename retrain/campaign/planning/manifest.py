@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,9 +20,11 @@ from retrain.campaign.planning.plan import Plan, RunSpec, run_directory
 from retrain.config import parse_dict
 from retrain.errors import UsageError
 from retrain.files import dumps, read_json, write_json, write_text
-from retrain.ownership import not_readable
+from retrain.ownership import MARK, not_readable
 from retrain.record.states import MANIFEST, is_name, read_manifest
+from retrain.record.status import last_row
 from retrain.record.writer import RecordFiles
+from retrain.wording import plural
 
 PLAN = "plan.json"
 HOW = (
@@ -50,6 +52,54 @@ def begun(entries: Sequence[Mapping[str, Any]]) -> bool:
     return any(run["state"] != "pending" or run["step"] for run in entries)
 
 
+def recorded_entries(directory: Path, specs: Sequence[RunSpec]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Return the manifest's entries by run id, and one line for each record that is missing although runs have begun.
+
+    Where the manifest itself is missing, the entries come from ``plan.json`` and from what the runs have left: one that
+    has records counts as interrupted.
+    """
+    path, configs = directory / MANIFEST, planned_configs(directory)
+    if not path.is_file():
+        entries = _entries_without_manifest(directory, specs)
+        lost = f"{MANIFEST} is missing: which of {plural(len(entries), 'run')} are done, failed or stopped is not known"
+        return (entries, [lost]) if begun(list(entries.values())) else ({}, [])
+    entries, missing = {entry["run_id"]: entry for entry in read_manifest(directory)["runs"]}, []
+    for spec in specs:
+        entry = entries.get(spec.run_id)
+        if entry is None or not begun([entry]):
+            continue
+        if spec.run_id not in configs and entry["fingerprint"] != fingerprint(spec):
+            missing.append(f"{PLAN} is missing, and {spec.run_id} did not begin with these settings")
+        metrics = run_directory(directory, spec) / "metrics.jsonl"
+        if entry["state"] == "done" and not metrics.is_file():
+            missing.append(f"{metrics.relative_to(directory)} is missing, and the run counts as done")
+    return entries, missing
+
+
+def _entries_without_manifest(directory: Path, specs: Sequence[RunSpec]) -> dict[str, dict[str, Any]]:
+    planned = [spec.to_json() for spec in specs]
+    if (directory / PLAN).is_file():
+        planned = _plan_content(directory)["runs"] + planned
+    entries: dict[str, dict[str, Any]] = {}
+    for run in planned:
+        place = directory / "runs" / run["run_id"] if run["is_campaign"] else directory
+        has_records = any((place / "checkpoints").glob("step_*")) or any(
+            (place / name).is_file() for name in ("metrics.jsonl", f"final/{MARK}")
+        )
+        entries.setdefault(
+            run["run_id"],
+            {
+                "run_id": run["run_id"],
+                "label": run["label"],
+                "seed": run["seed"],
+                "max_steps": run["config"]["training"]["max_steps"],
+                "state": "interrupted" if has_records else "pending",
+                "step": last_row(place / "metrics.jsonl").get("step", -1) + 1,
+            },
+        )
+    return entries
+
+
 class Manifest:
     """``manifest.json`` of one directory, in memory and on disk.
 
@@ -61,9 +111,9 @@ class Manifest:
     turn have changed, and makes only that into text anew.
     """
 
-    def __init__(self, directory: Path, content: dict[str, Any]):
+    def __init__(self, directory: Path, content: dict[str, Any], guard: Callable[[], None] = lambda: None):
         self.directory, self.content = directory, content
-        self.files = RecordFiles(directory)
+        self.files = RecordFiles(directory, guard)
         self._by_id: dict[str, dict[str, Any]] = {run["run_id"]: run for run in content["runs"]}
         self._lock = threading.Lock()
         """Held while the entries of runs change, and while the writing thread copies those that have changed."""
@@ -79,8 +129,10 @@ class Manifest:
             self.files.check()
 
     @classmethod
-    def open(cls, directory: Path, name: str, specs: Sequence[RunSpec]) -> Manifest:
-        """Create the directory's manifest, or continue the one that is there.
+    def open(
+        cls, directory: Path, name: str, specs: Sequence[RunSpec], guard: Callable[[], None] = lambda: None
+    ) -> Manifest:
+        """Create the directory's manifest, or continue the one that is there. ``guard`` is called before each write.
 
         New runs of an extended plan are added; until one has begun, runs that are no longer planned are left out.
         Settings of known runs become those of the plan, which the caller has had accepted; a finished run that is to
@@ -118,7 +170,7 @@ class Manifest:
                         "fingerprint": digest,
                     }
                 )
-        manifest = cls(directory, content)
+        manifest = cls(directory, content, guard)
         manifest.write()
         return manifest
 

@@ -71,10 +71,11 @@ class Changed(Exception):
 
 
 def assemble(
-    job: CohortJob, observer: Observer, stop: Callable[[], bool], stack: ExitStack, bases: Bases | None = None
-) -> Cohort:
+    job: CohortJob, observer: Observer, stop: Callable[[], bool], stack: ExitStack, bases: Bases | None = None,
+    guard: Callable[[Path], None] = lambda directory: None,
+) -> Cohort:  # fmt: skip
     """The cohort of a job's runs, ready to train. ``stack`` closes graders at the end; ``bases`` is where the base is
-    taken from and stays.
+    taken from and stays; ``guard`` gets a run's directory before each write into it and raises LeaseLost.
 
     Raises RetrainError when a plug-in, the model, the data or a checkpoint cannot be used, DoesNotFit when memory is
     too short for all of them, and Changed.
@@ -101,7 +102,7 @@ def assemble(
     model = _on_all_ranks(specs, folder, bases, load)
     if not _is_local(first):
         data = askable(data, first, longest, model.tokenizer.source, context=0)
-    shared = _Shared(directory, folder, model, data, observer, stack)
+    shared = _Shared(directory, folder, model, data, observer, stack, guard)
     _compare_records(shared, specs, begin, _world(model, data), job)
     if isinstance(model.engine, ServerEngine):
         for line in tried_servers(model.engine, bases, specs):
@@ -116,11 +117,6 @@ def assemble(
         except CheckpointError as error:  # this run's own files: the others can go on
             observer.run_finished(spec, "failed", str(error))
             continue
-        if Need.ENTROPY in run.algorithm.needs and not model.engine.gives_entropy:
-            raise UsageError(
-                f"{run.run_id} needs full-vocabulary entropies, which this engine does not return: "
-                'use [inference] engine = "local"'
-            )
         runs.append(run)
     if going_on := [run for run in runs if run.saved_shared.get("engine")]:
         model.engine.restore(max(going_on, key=lambda run: run.step).saved_shared["engine"])
@@ -216,14 +212,14 @@ def workers_of(base: BaseModel, specs: Sequence[RunSpec]) -> Workers:
 
 @dataclass
 class ResumePoint:
-    """Where a run goes on: at ``step`` (None is its own newest checkpoint).
+    """Where a run goes on: at ``step``; 0 is the start.
 
     ``passed_over`` says what was wrong with later checkpoints, ``any_base`` whether other weights of the base were
     accepted, ``facts`` and ``system`` what the run is made with and in.
     """
 
-    step: int | None
-    passed_over: list[str]
+    step: int
+    passed_over: list[str] = field(default_factory=list)
     any_base: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
     system: SystemInfo | None = None
@@ -239,23 +235,27 @@ class _Shared:
     data: Dataset
     observer: Observer
     stack: ExitStack
+    guard: Callable[[Path], None]
 
 
 def _resume_points(specs: Sequence[RunSpec], job: CohortJob) -> dict[str, ResumePoint]:
-    """Where each run of a cohort goes on; failed runs are in it when the others go back to before their failure."""
-    directory, step = Path(job.directory), None
-    passed_over: dict[str, list[str]] = {spec.run_id: [] for spec in specs}
-    if job.together:
-        going = [spec for spec in specs if spec.run_id not in job.failed_at]
-        step = common_step(
-            [(run_directory(directory, spec), spec.config.training.max_steps) for spec in going],
-            [passed_over[spec.run_id] for spec in going],
+    """Return where each run of a cohort continues; failed runs are included when the others go back to before their
+    failure. Raises Changed where rows of a record are missing that no earlier checkpoint can restore."""
+    directory, begin, lost = Path(job.directory), dict[str, ResumePoint](), list[str]()
+    going = [spec for spec in specs if spec.run_id not in job.failed_at]
+    for group in [going] if job.together else [[spec] for spec in specs]:
+        reports: list[list[str]] = [[] for _ in group]
+        common = common_step(
+            [(run_directory(directory, spec), spec.config.training.max_steps) for spec in group], reports
         )
-        specs = [spec for spec in specs if job.failed_at.get(spec.run_id, step) >= step]
-    begin = {}
-    for spec in specs:
-        own = None if step is None else min(step, spec.config.training.max_steps)
-        begin[spec.run_id] = ResumePoint(own, passed_over[spec.run_id])
+        for spec, report, lines in zip(group, reports, common.missing_rows, strict=True):
+            begin[spec.run_id] = ResumePoint(min(common.step, spec.config.training.max_steps), report)
+            lost += [f"{spec.run_id}: {line}; what is missing cannot be restored" for line in lines]
+        if job.together:
+            again = [spec for spec in specs if job.failed_at.get(spec.run_id, -1) >= common.step]
+            begin |= {spec.run_id: ResumePoint(min(common.step, spec.config.training.max_steps)) for spec in again}
+    if refused := [line for line in lost if line not in job.accepted]:
+        raise Changed(refused)
     return begin
 
 
@@ -331,15 +331,19 @@ def _build_run(
     )
     if spec.export is not None:
         prepare_directory(spec.export)  # now, and not after hours of training
-    for note in (*data.notes, *model.notes):
-        recorder.log(note)
+    notes = [*data.notes, *model.notes]
     if not environments["train"].exact:
         note = (
             "what the environment answers is not known to be a function of problem, seed and actions: a run that is "
             "interrupted goes on, but need not equal one that is not"
         )
-        recorder.log(note)
+        notes.append(note)
         shared.observer.message(f"{spec.run_id}: {note}")
+    if Need.ENTROPY in run.algorithm.needs and not model.engine.gives_entropy:
+        raise UsageError(
+            f"{run.run_id} needs full-vocabulary entropies, which this engine does not return: "
+            'use [inference] engine = "local"'
+        )
     fresh = getattr(run.policy, "fingerprint", lambda: None)()  # a backend of the user's need not have one
     lines = _restored(run, model, begin)
     if run.restored_step is not None and config.inference.served:
@@ -347,6 +351,8 @@ def _build_run(
             "rollouts that were in flight are drawn again; what servers sample may differ in its last bits, so the run "
             "need not equal one that was not interrupted bit for bit"
         )
+    for note in notes:
+        recorder.log(note)
     for line in lines:
         recorder.log(line)
         shared.observer.message(f"{spec.run_id}: {line}")
@@ -394,6 +400,7 @@ def _recorder(shared: _Shared, spec: RunSpec, grader: Grader, environment: Envir
         context,
         warn=lambda text: shared.observer.message(f"{spec.run_id}: {text}", "warning"),
         token_text=shared.model.tokenizer.offsets,
+        guard=partial(shared.guard, directory),
     )
 
 

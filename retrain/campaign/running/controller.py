@@ -6,7 +6,7 @@ the cohorts, and all that is known of them here are its events.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,14 @@ from retrain.campaign.judging.design import without_sepa
 from retrain.campaign.judging.sequential import SETTLED, Looks
 from retrain.campaign.planning.changes import Approval, settings_changes, version_changes
 from retrain.campaign.planning.cohorts import planned_cohorts, smaller_cohorts
-from retrain.campaign.planning.manifest import MANIFEST, Manifest, planned_configs, read_manifest, read_plan, write_plan
+from retrain.campaign.planning.manifest import (
+    MANIFEST,
+    Manifest,
+    planned_configs,
+    read_plan,
+    recorded_entries,
+    write_plan,
+)
 from retrain.campaign.planning.plan import Plan, RunSpec, run_directory
 from retrain.campaign.planning.references import check, require_packages
 from retrain.campaign.running.executors import executor_of
@@ -37,6 +44,7 @@ from retrain.campaign.running.protocol import (
     StepDone,
     Tick,
 )
+from retrain.campaign.running.refusal import restored_when_refused
 from retrain.campaign.running.scheduler import Scheduler, Work
 from retrain.campaign.running.stopping import ENDINGS, StopRequest
 from retrain.campaign.running.works import Campaign, CohortWork, SqueezeWork
@@ -87,15 +95,17 @@ def execute(
     ``executor`` trains, without one that of the configuration; it is closed when all is trained. Raises StorageError
     when the directory cannot be written, LeaseLost when another process has taken it over.
     """
-    approval, executor = approval or Approval(), executor or executor_of(plan)
+    lock = DirectoryLock(plan.directory, observer.message)
+    approval, executor = approval or Approval(), executor or executor_of(plan, lambda directory: lock.check())
     with ExitStack() as stack:
-        lock = stack.enter_context(DirectoryLock(plan.directory, observer.message))
+        stack.enter_context(lock)
         stack.enter_context(
             mirroring(plan, observer.message, lock.lose)
         )  # ends last, when the manifest has been written
+        stack.enter_context(restored_when_refused(plan.directory, plan.specs))
         if plan.specs[0].is_campaign:
             wait_for_writers([run_directory(plan.directory, spec) for spec in plan.specs], observer.message)
-        manifest = stack.enter_context(_open(plan, observer, approval))
+        manifest = stack.enter_context(_open(plan, observer, approval, lock.check))
         loaded = plan.source
         if loaded is not None or plan.sets:
             manifest.files.write(lambda: write_plan(plan))
@@ -110,23 +120,21 @@ def _write_facts(directory: Path, loaded: Loaded) -> None:
     SystemInfo.now(loaded.path.parent).write(directory)
 
 
-def _open(plan: Plan, observer: Observer, approval: Approval) -> Manifest:
+def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[], None]) -> Manifest:
     """The directory's manifest, once what differs from its records has been approved."""
-    directory = plan.directory
-    remove_leftovers(directory)
-    entries = {}
-    if (directory / MANIFEST).is_file():
-        entries = {entry["run_id"]: entry for entry in read_manifest(directory)["runs"]}
-    configs = planned_configs(directory)
+    directory, configs = plan.directory, planned_configs(plan.directory)
+    entries, lost = recorded_entries(directory, plan.specs)
     asked, extensions = settings_changes(plan.specs, configs, entries)
+    asked = [*lost, *asked]
     for spec in plan.specs:
         entry = entries.get(spec.run_id)
         if entry and (entry["state"] != "done" or entry["step"] < spec.config.training.max_steps):
             asked += version_changes(run_directory(directory, spec), spec, plan.folder)
     approval(directory, asked)
+    remove_leftovers(directory)
     for line in extensions:
         observer.message(f"changed since the last start: {line}")
-    manifest = Manifest.open(directory, plan.name, plan.specs)
+    manifest = Manifest.open(directory, plan.name, plan.specs, guard)
     freeze(manifest.content, plan.specs, list(entries.values()), configs)
     manifest.content.pop("notes", None)
     if notes := [f"{words}." for words in without_sepa(plan.specs)]:

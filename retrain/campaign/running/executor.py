@@ -7,14 +7,14 @@ the observer has collected is handed out in the pause. A signal therefore finds 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain.campaign.planning.asked import Longest
-from retrain.campaign.planning.plan import RunSpec
+from retrain.campaign.planning.plan import RunSpec, run_directory
 from retrain.campaign.running.protocol import (
     CohortJob,
     Evaluated,
@@ -28,7 +28,7 @@ from retrain.campaign.running.protocol import (
     SqueezeJob,
     StepDone,
 )
-from retrain.errors import DeviceLost, Interrupted, RetrainError, ServerFailed, StorageError
+from retrain.errors import DeviceLost, Interrupted, LeaseLost, RetrainError, ServerFailed, StorageError
 from retrain.gpus import lost
 from retrain.record.observer import NullObserver, SpecLike
 
@@ -36,6 +36,13 @@ if TYPE_CHECKING:
     from retrain.campaign.running.models import Bases
     from retrain.campaign.running.team import Team
     from retrain.engines.server.fleet import Fleet
+
+
+Guard = Callable[[Path], None]
+
+
+def allow_all(directory: Path) -> None:
+    """Allow every write: the guard of an executor whose directories nobody else writes."""
 
 
 class Outbox(NullObserver):
@@ -90,12 +97,13 @@ class Submitted:
 class InProcess:
     """See ``Executor``. The base stays in memory between jobs, until ``close``. Torch is imported when it
     is first asked about GPUs, or given a job. ``team`` are processes that compute together with this one; ``servers``
-    are kept by another one, which launches them."""
+    are kept by another one, which launches them. ``guard`` gets the directory of a run before each write into it and
+    raises LeaseLost once another process may write there."""
 
     slots = 1
 
-    def __init__(self, team: Team | None = None, servers: Fleet | None = None) -> None:
-        self.team, self.servers = team, servers
+    def __init__(self, team: Team | None = None, servers: Fleet | None = None, guard: Guard = allow_all) -> None:
+        self.team, self.servers, self.guard = team, servers, guard
         self._jobs: deque[Submitted] = deque()
         self._count = 0
         self._bases: Bases | None = None
@@ -148,13 +156,13 @@ class InProcess:
 
         with ExitStack() as stack:
             try:
-                cohort = assemble(job, outbox, lambda: mine.stopping, stack, self._own_bases())
+                cohort = assemble(job, outbox, lambda: mine.stopping, stack, self._own_bases(), self.guard)
             except DoesNotFit as short:
                 return JobEnded(mine.id, "too_large", str(short), short.lanes)
             except Changed as changed:
                 return JobEnded(mine.id, "changed", str(changed), changes=changed.lines)
             except RetrainError as error:
-                if error.exit_status == 2 or isinstance(error, StorageError | DeviceLost | ServerFailed):
+                if error.exit_status == 2 or isinstance(error, StorageError | LeaseLost | DeviceLost | ServerFailed):
                     raise  # a wrong model name or data file, a full disk, a dead GPU or server: no run has failed
                 for run in job.runs:
                     outbox.put(RunEnded(run["run_id"], "failed", str(error)))
@@ -167,7 +175,7 @@ class InProcess:
                         yield from outbox.drain()
             except Interrupted as end:
                 return JobEnded(mine.id, "stopped", str(end))
-            except (StorageError, ServerFailed):  # no run's fault: they go on once there is room, or a server
+            except (StorageError, LeaseLost, ServerFailed):  # no fault of a run: all of them can be resumed
                 raise
             except Exception as error:  # the shared part failed (engine, base): none of these runs can go on
                 if lost(error):  # but a new process can go on with them
@@ -190,6 +198,7 @@ class InProcess:
         from retrain.campaign.adapters.squeeze import squeeze_after_run
 
         spec, longest = RunSpec.from_json(job.run), Longest(**job.longest)
+        self.guard(run_directory(Path(job.directory), spec))
         try:
             where = Path(job.directory), job.place
             analysis = squeeze_after_run(*where, spec, Path(job.folder), longest, self._own_bases())

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.executor import InProcess
+from retrain.campaign.running.executor import Guard, InProcess, allow_all
 from retrain.campaign.running.processes import Slot, processes
 from retrain.campaign.running.protocol import Executor
 from retrain.campaign.running.raycluster import ray_workers
@@ -19,9 +19,10 @@ from retrain.gpus import OWN_GPU
 from retrain.wording import plural
 
 
-def executor_of(plan: Plan) -> Executor:
-    """The executor of a plan's configuration. Raises UsageError when devices that it names are not there, and where
-    torchrun has started processes that it has no use for."""
+def executor_of(plan: Plan, guard: Guard = allow_all) -> Executor:
+    """The executor of a plan's configuration. ``guard`` is for one that trains in this process; workers hold leases of
+    their own. Raises UsageError when devices that the configuration names are not there, and where torchrun has started
+    processes that it has no use for."""
     config = plan.specs[0].config
     if torchrun_rank() is not None and config.backend.shard == "none":
         raise UsageError(
@@ -33,7 +34,7 @@ def executor_of(plan: Plan) -> Executor:
             f"torchrun has started {os.environ['WORLD_SIZE']} process(es), and workers of executor = "
             f'"{config.campaign.executor}" start their ranks themselves: start retrain without torchrun'
         )
-    return EXECUTORS[config.campaign.executor](plan)
+    return EXECUTORS[config.campaign.executor](plan, guard)
 
 
 def slots_of(config: Config) -> list[Slot]:
@@ -151,14 +152,14 @@ def _visible_gpus() -> list[tuple[str, str]]:
     return [(f"gpu:{index}", given[index] if given else str(index)) for index in range(count)]
 
 
-def _in_process(plan: Plan) -> InProcess:
+def _in_process(plan: Plan, guard: Guard) -> InProcess:
     config = plan.specs[0].config
-    return InProcess(None if config.backend.shard == "none" else Team(config))
+    return InProcess(None if config.backend.shard == "none" else Team(config), guard=guard)
 
 
-EXECUTORS: dict[str, Callable[[Plan], Executor]] = {
+EXECUTORS: dict[str, Callable[[Plan, Guard], Executor]] = {
     "inprocess": _in_process,
-    "processes": lambda plan: processes(slots_of(plan.specs[0].config), plan.directory, _fleet(plan)),
-    "ray": ray_workers,
-    "slurm": lambda plan: workers_of(plan, cores()),
+    "processes": lambda plan, guard: processes(slots_of(plan.specs[0].config), plan.directory, _fleet(plan)),
+    "ray": lambda plan, guard: ray_workers(plan),
+    "slurm": lambda plan, guard: workers_of(plan, cores()),
 }

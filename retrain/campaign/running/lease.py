@@ -14,17 +14,19 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from retrain.errors import LeaseLost, StorageError, UsageError
-from retrain.files import prepare_directory, read_json, write_json
-from retrain.ownership import Owner, claim, machine, process_start
+from retrain.errors import LeaseLost, NotReadable, StorageError, UsageError
+from retrain.files import dumps, prepare_directory, read_json_if_present, write_json, writing
+from retrain.ownership import DirectoryIdentity, Owner, claim, machine, process_start
 from retrain.wording import listed, plural
 
 LOCK, LEASE = ".lock", ".lease"
 LOCK_TRIES = 5
 LOOK_SECONDS = 0.2
+REPLACE_SECONDS = 0.05
 BEAT_SECONDS = 5.0
 WATCH_SECONDS = 20.0
 """How long a lease from another machine must stand still before its owner counts as dead: four beats."""
@@ -35,8 +37,9 @@ class DirectoryLock:
     directory gets the mark of ``owner``, of a new one without; NotOurs is raised where it is somebody else's (see
     ``retrain.ownership``).
 
-    ``message`` gets what is waited for. ``check`` raises LeaseLost once another process has taken over, which can
-    only happen to one that was suspended.
+    ``message`` gets what is waited for. ``check`` raises LeaseLost once another process has taken over, which happens
+    to a process that was suspended, or whose directory was moved. The lock file names the process that took the lease
+    last, so that a suspended process can name its successor even when that one has ended and removed its lease.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class DirectoryLock:
         self.directory, self.message, self.beat, self.watch = Path(directory), message, beat, watch
         self.token = uuid.uuid4().hex
         self.lost = False
+        self._identity: DirectoryIdentity | None = None
         self._file = -1
         self._count = 0
         self._ended = threading.Event()
@@ -58,6 +62,7 @@ class DirectoryLock:
         try:
             # First of all: a process that is killed here leaves a directory that is known.
             claim(self.directory, self.owner)
+            self._identity = DirectoryIdentity(self.directory)
             self._take_lease()
         except BaseException:
             os.close(self._file)
@@ -70,8 +75,9 @@ class DirectoryLock:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
-        if (self._read() or {}).get("token") == self.token:
-            (self.directory / LEASE).unlink(missing_ok=True)
+        with suppress(NotReadable):
+            if (lease_of(self.directory) or {}).get("token") == self.token:
+                (self.directory / LEASE).unlink(missing_ok=True)
         os.close(self._file)
 
     def lose(self) -> None:
@@ -79,9 +85,33 @@ class DirectoryLock:
         self.lost = True
 
     def check(self) -> None:
-        """Raise LeaseLost when this process does not own the directory any more."""
+        """Raise LeaseLost when this process does not own the directory any more, StorageError when it cannot tell."""
         if self.lost:
-            raise LeaseLost(f"another process has taken over {self.directory}: this one stops without writing")
+            raise LeaseLost(f"another process has taken over {self.directory}: this process stops without writing")
+        if self._identity is not None:
+            self._identity.check()
+            try:
+                self._check_lease()
+            except NotReadable as error:
+                raise StorageError(self.directory / LEASE, str(error)) from error
+
+    def _check_lease(self) -> None:
+        lease = lease_of(self.directory)
+        if lease is None:  # some network file systems replace a file in two steps
+            time.sleep(REPLACE_SECONDS)
+            lease = lease_of(self.directory)
+        if lease is not None and lease.get("token") == self.token:
+            return
+        successor = lease or _last_holder(self.directory / LOCK)
+        if successor.get("token") in (None, self.token):
+            raise LeaseLost(
+                f"{self.directory / LEASE} was removed while this process wrote the directory, so another process may "
+                "be writing it: this process stops without writing"
+            )
+        raise LeaseLost(
+            f"process {successor.get('pid')} on {successor.get('host')} has taken over {self.directory}: this process "
+            "stops without writing"
+        )
 
     def _lock(self) -> None:
         path = self.directory / LOCK
@@ -102,7 +132,7 @@ class DirectoryLock:
         raise UsageError(f"another retrain process is writing {self.directory}: wait for it, or use --out")
 
     def _take_lease(self) -> None:
-        lease = self._read()
+        lease = lease_of(self.directory)
         if lease is not None and self._alive(lease):
             raise UsageError(
                 f"another retrain process ({lease.get('host')}, process {lease.get('pid')}) is writing "
@@ -111,8 +141,13 @@ class DirectoryLock:
         self._write()
         if lease is not None and not _is_here(lease):
             self._ended.wait(self.beat / 5)  # two that take over at once: the later writer wins
-        if (self._read() or {}).get("token") != self.token:
+        if (lease_of(self.directory) or {}).get("token") != self.token:
             raise UsageError(f"another retrain process has just taken {self.directory}: wait for it, or use --out")
+        if os.fstat(self._file).st_size == 0 or _last_holder(self.directory / LOCK):  # not a file of somebody else
+            holder = {"token": self.token, "pid": os.getpid(), "host": machine()["host"]}
+            with writing(self.directory / LOCK):
+                os.ftruncate(self._file, 0)
+                os.pwrite(self._file, dumps(holder).encode(), 0)
 
     def _alive(self, lease: dict[str, Any]) -> bool:
         """Whether the owner of this lease still runs."""
@@ -124,13 +159,10 @@ class DirectoryLock:
         end = time.monotonic() + self.watch
         while time.monotonic() < end:
             time.sleep(min(self.beat, self.watch) / 5)
-            now = self._read()
+            now = lease_of(self.directory)
             if now is None or (now.get("token"), now.get("count")) != (lease.get("token"), lease.get("count")):
                 return now is not None
         return False
-
-    def _read(self) -> dict[str, Any] | None:
-        return lease_of(self.directory)
 
     def _write(self) -> None:
         self._count += 1
@@ -150,15 +182,12 @@ class DirectoryLock:
     def _renew(self) -> None:
         """Renew the lease until the end; stop when it belongs to another."""
         while not self._ended.wait(self.beat):
-            lease = self._read()
-            if lease is not None and lease.get("token") != self.token:
-                self.lost = True
-                return
-            if lease is None and not self.directory.is_dir():
-                continue  # vanished: whoever records next finds out and says so
             try:
+                self.check()
                 self._write()
-            except StorageError:  # a full disk: the records' own writes report it; the next beat tries again
+            except LeaseLost:  # whoever writes next finds the same and says so
+                return
+            except StorageError:  # a full disk, say: the records' own writes report it
                 continue
 
 
@@ -190,12 +219,15 @@ def wait_for_writers(
 
 
 def lease_of(directory: Path) -> dict[str, Any] | None:
-    """What the lease of a directory says; None where there is none, or it cannot be read."""
-    try:
-        lease = read_json(directory / LEASE)
-    except (OSError, ValueError):
-        return None
+    """Return the content of a directory's lease, or None where there is none. Raises NotReadable."""
+    lease = read_json_if_present(directory / LEASE)
     return lease if isinstance(lease, dict) else None
+
+
+def _last_holder(lock: Path) -> dict[str, Any]:
+    """Return the process that the lock file names; empty where it names none."""
+    holder = read_json_if_present(lock)
+    return holder if isinstance(holder, dict) and "token" in holder else {}
 
 
 def _is_here(lease: dict[str, Any]) -> bool:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from retrain.campaign.running.exchange import Tail, answers_of, append, commands_of, is_closed, newest
 from retrain.campaign.running.lease import lease_of
 from retrain.campaign.running.spawning import Spawned, end_words, spawn, write_all
+from retrain.errors import NotReadable
 from retrain.gpus import OWN_GPU
 
 if TYPE_CHECKING:
@@ -122,7 +123,9 @@ class Keeper:
 
     def _has_controller(self) -> bool:
         """Whether the controller that asked for this task lives."""
-        lease, now = lease_of(Path(self.task.directory)), time.monotonic()
+        lease, now = None, time.monotonic()
+        with suppress(NotReadable):  # a network file system that does not answer at the moment
+            lease = lease_of(Path(self.task.directory))
         if lease is not None:
             if lease.get("token") != self.task.token:
                 return False

@@ -102,8 +102,9 @@ class Worker:
             self._submitted(name, job),
             closing(self.executor.events()) as events,
         ):
+            self.executor.guard = lambda directory: locks[directory].check()
             for event in events:
-                for lock in (*locks, copies):
+                for lock in (*locks.values(), copies):
                     lock.check()
                 if isinstance(event, JobEnded):
                     end = replace(event, job=name)
@@ -136,7 +137,7 @@ class Worker:
 
 
 @contextmanager
-def _leases(job: Job) -> Iterator[list[DirectoryLock]]:
+def _leases(job: Job) -> Iterator[dict[Path, DirectoryLock]]:
     """The leases of all runs that a job writes, as soon as nobody else has them; what a worker that was killed left
     half-written there, and where the job writes besides, is removed."""
     campaign = Path(job.directory)
@@ -146,7 +147,7 @@ def _leases(job: Job) -> Iterator[list[DirectoryLock]]:
         wait_for_writers([directory for directory, _ in places])
         with ExitStack() as stack:
             try:
-                locks = [stack.enter_context(DirectoryLock(place, owner=mine)) for place, mine in places]
+                locks = {place: stack.enter_context(DirectoryLock(place, owner=mine)) for place, mine in places}
             except UsageError as error:
                 if isinstance(error, NotOurs):
                     raise

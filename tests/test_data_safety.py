@@ -1,0 +1,401 @@
+"""What is never lost: a process writes only the directory that is its own, a refused command changes nothing, and
+missing records are named instead of being replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from toycampaign import campaign
+from typer.testing import CliRunner
+
+from retrain.campaign.planning.changes import Approval
+from retrain.campaign.running.controller import launch, resume
+from retrain.cli import app
+from retrain.config import load
+from retrain.errors import LeaseLost, RetrainError, UsageError
+from retrain.files import read_json, read_jsonl
+from retrain.record.observer import NullObserver
+
+SINGLE = """
+[model]
+model = "{model}"
+lora_rank = 2
+[training]
+max_steps = {steps}
+batch_size = 2
+group_size = 3
+max_tokens = 6
+lr = 0.01
+save_every = 2
+[evaluation]
+problems = 3
+[squeeze]
+enabled = false
+[reward]
+type = "custom"
+custom_module = "{module}"
+workers = 1
+"""
+OWNER_FILES = {".lock", ".lease"}
+NOBODY = 65534
+
+
+class At(NullObserver):
+    """Calls ``action`` once, after the step ``step`` of any run."""
+
+    def __init__(self, step: int, action: Callable[[], None]):
+        self.at, self.action = step, action
+
+    def step(self, spec, row):
+        if row["step"] == self.at:
+            self.at = -1
+            self.action()
+
+
+def single(folder: Path, model: Path, steps: int = 4) -> Path:
+    path = folder / "single.toml"
+    path.write_text(SINGLE.format(model=model, module=model.parent / "toyrewards.py", steps=steps))
+    return path
+
+
+def has_recorded(run: Path, step: int) -> bool:
+    """Whether everything about a step of an even number is on the disk: the index of pages, which is written last, and
+    the checkpoint before it, which is written beside the step."""
+    pages = [row["iteration"] for row in read_jsonl(run / "iterations.jsonl") if row["split"] == "train"]
+    return step in pages and step in [row["batch"] for row in read_jsonl(run / "checkpoints.jsonl")]
+
+
+def wait_for_records(run: Path, step: int) -> None:
+    end = time.monotonic() + 60
+    while not has_recorded(run, step):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file below a directory, without the two by which a process takes possession of it."""
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name not in OWNER_FILES
+    }
+
+
+def refused(work: Callable[[], object]) -> str:
+    """The message of a command that is refused with exit status 2."""
+    with pytest.raises(RetrainError) as caught:
+        work()
+    assert caught.value.exit_status == 2
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def finished(model, tmp_path_factory) -> Path:
+    """A finished single run of four steps."""
+    folder = tmp_path_factory.mktemp("finished")
+    assert launch(load(single(folder, model)), folder / "out", NullObserver()).exit_status == 0
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def public() -> Iterator[Path]:
+    """A folder that every user may read."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def interrupted(model, public) -> Path:
+    """A single run of eight steps, interrupted after its step 4: it has checkpoints of steps 2, 4 and 5."""
+    shutil.copytree(model, public / "model")
+    shutil.copy(model.parent / "toyrewards.py", public)
+    loaded = load(single(public, public / "model", 8), ["training.keep_last=5"])
+    assert launch(loaded, public / "interrupted", At(4, interrupt)).exit_status == 130
+    assert [row["step"] for row in read_jsonl(public / "interrupted/metrics.jsonl")] == [0, 1, 2, 3, 4]
+    return public / "interrupted"
+
+
+@pytest.fixture
+def run(interrupted, tmp_path) -> Path:
+    """A copy of the interrupted run."""
+    return Path(shutil.copytree(interrupted, tmp_path / "out"))
+
+
+# -- a directory that is not this process's any more -------------------------------------------------------------
+
+
+def test_a_suspended_process_whose_directory_was_taken_over_stops_without_writing(tmp_path, model):
+    path, out = single(tmp_path, model, steps=100_000), tmp_path / "out"
+    slow = "import time\n\ndef score(completion, answer):\n    time.sleep(0.2)\n    return 0.5\n"
+    (tmp_path / "slow.py").write_text(slow)
+    path.write_text(re.sub("custom_module = .*", 'custom_module = "slow.py"', path.read_text()))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    retrain = [sys.executable, "-m", "retrain"]
+    first = subprocess.Popen(
+        [*retrain, "train", str(path), "--out", str(out)], env=environment, text=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        while not has_recorded(out, 2):
+            assert first.poll() is None
+            time.sleep(0.05)
+        first.send_signal(signal.SIGSTOP)
+        for name in OWNER_FILES:  # as on a file system without shared locks
+            (out / name).unlink(missing_ok=True)
+        fewer = ["--set", "training.max_steps=4", "--accept-changes"]
+        second = subprocess.Popen([*retrain, "resume", str(out), *fewer], env=environment, stdout=subprocess.DEVNULL)
+        assert second.wait(120) == 0
+        before = contents(out)
+        first.send_signal(signal.SIGCONT)
+        _, errors = first.communicate(timeout=60)
+    finally:
+        first.kill()
+    assert first.returncode == 1
+    (line,) = errors.splitlines()
+    assert f"process {second.pid} on " in line
+    assert "has taken over" in line
+    assert contents(out) == before
+
+
+def test_another_directory_in_the_place_of_a_moved_one_stays_as_it_is(tmp_path, model, finished):
+    out, moved = tmp_path / "out", tmp_path / "moved"
+
+    def swap() -> None:
+        wait_for_records(out, 4)
+        out.rename(moved)
+        shutil.copytree(finished, out)
+
+    with pytest.raises(LeaseLost, match="moved or replaced") as caught:
+        launch(load(single(tmp_path, model, 8)), out, At(4, swap))
+    assert caught.value.exit_status == 1
+    assert contents(out) == contents(finished)
+    assert resume(moved, NullObserver()).exit_status == 0  # what was moved is whole
+    assert [row["step"] for row in read_jsonl(moved / "metrics.jsonl")] == list(range(8))
+
+
+def test_a_copy_of_the_own_directory_in_its_place_is_another_directory(tmp_path, model):
+    out, moved = tmp_path / "out", tmp_path / "moved"
+    copies: dict[str, bytes] = {}
+
+    def swap() -> None:
+        wait_for_records(out, 4)
+        shutil.copytree(out, tmp_path / "copy")
+        out.rename(moved)
+        (tmp_path / "copy").rename(out)
+        copies.update(contents(out))
+
+    with pytest.raises(LeaseLost, match="moved or replaced"):
+        launch(load(single(tmp_path, model, 8)), out, At(4, swap))
+    assert contents(out) == copies
+
+
+def test_a_run_of_a_campaign_whose_directory_was_replaced_is_not_written(tmp_path, model):
+    out = tmp_path / "out"
+    loaded = load(campaign(tmp_path, model), ["campaign.seeds=[1]"])
+    victim = out / "runs/grpo+none_s1"
+
+    def swap() -> None:
+        wait_for_records(victim, 2)
+        victim.rename(tmp_path / "moved")
+        shutil.copytree(tmp_path / "moved", victim)
+        before.update(contents(victim))
+
+    before: dict[str, bytes] = {}
+    with pytest.raises(LeaseLost, match=r"grpo\+none_s1 is another directory"):
+        launch(loaded, out, At(2, swap))  # no checkpoint is due at this step
+    assert contents(victim) == before
+
+
+# -- rows that are missing ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evals.jsonl", "emergence/generations.jsonl"])
+def test_an_interrupted_run_whose_records_were_emptied_is_refused(run, name):
+    (run / name).write_text("")
+    before = contents(run)
+    message = refused(lambda: resume(run, NullObserver()))
+    assert f"{name} has 0 of its " in message
+    assert "cannot be restored" in message
+    assert contents(run) == before
+
+
+def test_an_earlier_checkpoint_restores_what_a_shortened_record_lacks(run, interrupted, tmp_path):
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(rows[:3]))
+    assert resume(run, NullObserver()).exit_status == 0
+    log = (run / "run.log").read_text()
+    assert "went back to step 2, the newest with all rows: metrics.jsonl has 3 of its 5 rows" in log
+    assert "continues at step 2" in log
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == list(range(8))
+    whole = Path(shutil.copytree(interrupted, tmp_path / "whole"))
+    assert resume(whole, NullObserver()).exit_status == 0
+    final = "final/adapter_model.safetensors"
+    assert (run / final).read_bytes() == (whole / final).read_bytes()
+
+
+def test_a_row_missing_in_the_middle_is_noticed(run):
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(rows[1:]))
+    assert "metrics.jsonl has 4 of its 5 rows" in refused(lambda: resume(run, NullObserver()))
+
+
+def test_missing_rows_that_were_accepted_are_asked_about_once(run):
+    (run / "metrics.jsonl").write_text("")
+    assert resume(run, At(6, interrupt), approval=Approval(accept=True)).exit_status == 130
+    assert resume(run, NullObserver()).exit_status == 0
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [5, 6, 7]
+
+
+# -- refused commands -----------------------------------------------------------------------------------------------
+
+
+def test_a_refused_resume_leaves_a_finished_run_finished(finished, tmp_path, monkeypatch):
+    """The data have changed since, which is found once they are loaded."""
+    out = Path(shutil.copytree(finished, tmp_path / "out"))
+    facts = read_json(out / "config.json")
+    (out / "config.json").write_text(json.dumps(facts | {"data_hash": "another"}))
+    before = contents(out)
+    message = refused(lambda: resume(out, NullObserver(), sets=["training.max_steps=6"]))
+    assert "data: another → " in message
+    assert contents(out) == before
+    assert read_json(out / "manifest.json")["runs"][0]["state"] == "done"
+
+
+def test_a_refused_extension_of_a_campaign_changes_none_of_its_records(tmp_path, model):
+    path, out = campaign(tmp_path, model, steps=2), tmp_path / "out"
+    assert launch(load(path, ["campaign.seeds=[1]"]), out, NullObserver()).exit_status == 0
+    weights = model / "model.safetensors"
+    before, weights_before = contents(out), weights.read_bytes()
+    weights.write_bytes(weights_before[:-64])
+    try:
+        more = ["campaign.seeds=[1, 2]", "training.max_steps=4"]
+        assert refused(lambda: launch(load(path, more), out, NullObserver()))
+    finally:
+        weights.write_bytes(weights_before)
+    assert contents(out) == before
+
+
+def test_a_refused_command_leaves_no_new_directory(tmp_path, model):
+    weights = model / "model.safetensors"
+    weights_before = weights.read_bytes()
+    weights.write_bytes(weights_before[:-64])
+    try:
+        for path in (single(tmp_path, model), campaign(tmp_path, model)):
+            assert refused(lambda path=path: launch(load(path), tmp_path / "out", NullObserver()))
+            assert not (tmp_path / "out").exists()
+    finally:
+        weights.write_bytes(weights_before)
+
+
+# -- a manifest or plan that is gone ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_runs(model, tmp_path_factory) -> tuple[Path, Path]:
+    """The file and the finished directory of a campaign of two runs."""
+    folder = tmp_path_factory.mktemp("two")
+    path = campaign(folder, model, steps=2)
+    path.write_text(path.read_text().replace("seeds = [1, 2]", "seeds = [1]"))
+    assert launch(load(path), folder / "out", NullObserver()).exit_status == 0
+    return path, folder / "out"
+
+
+def test_a_campaign_without_its_manifest_is_refused_and_can_be_accepted(two_runs, tmp_path):
+    path, whole = two_runs
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    (out / "manifest.json").unlink()
+    before = contents(out)
+    for command in (["resume", str(out)], ["train", str(path), "--out", str(out), "--set", "campaign.seeds=[2]"]):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2
+        assert "manifest.json is missing: which of " in result.stderr
+        assert "--accept-changes" in result.stderr
+        assert contents(out) == before
+    assert resume(out, NullObserver(), approval=Approval(accept=True)).exit_status == 0
+    runs = read_json(out / "manifest.json")["runs"]
+    assert [(run["state"], run["step"]) for run in runs] == [("done", 2), ("done", 2)]
+    for name in ("metrics.jsonl", "evals.jsonl", "final/adapter_model.safetensors"):
+        for run in runs:
+            assert (out / run["path"] / name).read_bytes() == (whole / run["path"] / name).read_bytes()
+
+
+def test_a_campaign_without_its_plan_continues_with_the_same_settings_only(two_runs, tmp_path):
+    path, whole = two_runs
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    (out / "plan.json").unlink()
+    more = ["training.max_steps=3", "training.lr=0.5"]
+    message = refused(lambda: launch(load(path, more), out, NullObserver()))
+    assert "plan.json is missing, and grpo+none_s1 did not begin with these settings" in message
+    assert launch(load(path), out, NullObserver()).exit_status == 0
+
+
+def test_a_finished_run_whose_records_are_gone_is_named(two_runs, tmp_path):
+    out = Path(shutil.copytree(two_runs[1], tmp_path / "out"))
+    shutil.rmtree(out / "runs/grpo+none_s1")
+    with pytest.raises(UsageError, match=r"runs/grpo\+none_s1/metrics.jsonl is missing, and the run counts as done"):
+        resume(out, NullObserver())
+
+
+# -- files that may not be read -----------------------------------------------------------------------------------
+
+
+def as_other_user(work: Callable[[], object]) -> str:
+    """The message with which ``work`` is refused where it runs as a user who may not read everything."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if os.getuid() == 0:
+                os.setgroups([])
+                os.setegid(NOBODY)
+                os.seteuid(NOBODY)
+            work()
+            answer = ("nothing was refused", None)
+        except BaseException as error:
+            answer = (f"{type(error).__name__}: {error}", getattr(error, "exit_status", None))
+        os.write(theirs, pickle.dumps(answer))
+        os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as pipe:
+        message, status = pickle.loads(pipe.read())
+    os.waitpid(child, 0)
+    assert status == 2, message
+    return message
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "plan.json", "retrain.json", "config.json", ".lease", "checkpoints",
+             "checkpoints/step_000005/manifest.json", "checkpoints/step_000005/optimizer.safetensors"]
+)  # fmt: skip
+def test_a_file_that_may_not_be_read_is_not_called_damaged(interrupted, public, name):
+    out = Path(shutil.copytree(interrupted, public / name.replace("/", "_")))
+    if name == ".lease":
+        (out / name).write_text("{}")
+    if os.getuid() == 0:
+        for path in (out, *out.rglob("*")):
+            os.chown(path, NOBODY, NOBODY)
+        os.chown(out / name, 0, 0)
+    (out / name).chmod(0)
+    before = contents(out) if os.getuid() == 0 else None
+    message = as_other_user(lambda: resume(out, NullObserver()))
+    assert re.search(f"{re.escape(str(out / name))}[^ ]* cannot be read: permission denied", message)
+    assert "damaged" not in message
+    assert before is None or contents(out) == before
