@@ -162,22 +162,26 @@ def append_jsonl(path: Path, rows: Iterable[Any]) -> tuple[int, int]:
     return before, before + end
 
 
-def read_jsonl(path: Path) -> list[Any]:
-    """All complete rows; a torn last line (killed while writing) is left out.
+def iter_jsonl(path: Path) -> Iterator[Any]:
+    """Yield all complete rows; a torn last line (killed while writing) is left out.
 
     Raises CheckpointError with file and line when another line is no JSON, PermissionError.
     """
     if not path.exists():
-        return []
-    rows = []
+        return
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             if line.endswith("\n") and line.strip():
                 try:
-                    rows.append(json.loads(line))
+                    row = json.loads(line)
                 except (ValueError, RecursionError) as error:
                     raise CheckpointError(f"{path}:{number} is damaged ({error}): remove that line") from error
-    return rows
+                yield row
+
+
+def read_jsonl(path: Path) -> list[Any]:
+    """Return the rows of ``iter_jsonl``."""
+    return list(iter_jsonl(path))
 
 
 def keep_rows(path: Path, keep: Callable[[Any], bool]) -> int:

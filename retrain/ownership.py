@@ -282,8 +282,9 @@ def refuse_links(directory: Path) -> None:
 
 def _walked(top: Path) -> Iterable[tuple[str, list[str]]]:
     for folder, folders, files in os.walk(top):
-        folders[:] = [name for name in folders if name != "wandb" or os.path.islink(os.path.join(folder, name))]
-        if os.path.basename(folder) != "wandb":
+        if os.path.basename(folder) == "wandb":  # its client makes links of its own, at any depth
+            folders.clear()
+        else:
             yield folder, [*folders, *files]
 
 

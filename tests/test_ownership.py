@@ -497,7 +497,15 @@ def test_a_foreign_plan_is_called_foreign_and_a_damaged_one_of_ours_damaged(tmp_
         put(out / name, good)
 
 
-def test_wandbs_own_links_are_no_reason_to_refuse(out):
-    put(out / "wandb/run-1/file")
-    (out / "wandb/latest-run").symlink_to("run-1")
+@pytest.mark.parametrize("place", [".", "runs/grpo+none_s1"])
+def test_links_that_wandb_makes_are_no_reason_to_refuse(out, place):
+    put(out / place / "wandb/run-1/files/media/file")
+    (out / place / "wandb/latest-run").symlink_to("run-1")
+    (out / place / "wandb/run-1/files/media/latest").symlink_to("file")
+    (out / place / "wandb/run-1/logs").mkdir()
+    (out / place / "wandb/run-1/logs/debug-core.log").symlink_to("/nowhere")
     assert resume(out, NullObserver()).exit_status == 0
+    shutil.rmtree(out / place / "wandb")
+    (out / place / "wandb").symlink_to("/nowhere")
+    with pytest.raises(UsageError, match="wandb is a symbolic link"):
+        resume(out, NullObserver())

@@ -102,6 +102,8 @@ def test_trackers_are_told_condition_and_seed():
     assert logging.wandb_run_name == "maxrl+gtpo_sepa_s4"
     assert logging.wandb_group == "maxrl+gtpo_sepa"
     assert logging.wandb_tags == ["maxrl+gtpo_sepa", "seed4", "mine", "x"]
+    grouped = planned('[campaign]\nseeds = [4]\n[logging]\nwandb_group = "ablation"')[-1]
+    assert grouped.config.logging.wandb_group == plan(grouped.config)[0].config.logging.wandb_group == "ablation"
     named = planned('[campaign]\nseeds = [4]\n[logging]\nwandb_run_name = "paper"')[-1].config
     assert named.logging.wandb_run_name == "paper_maxrl+gtpo_sepa_s4"
     assert plan(named)[0].config.logging == named.logging

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,10 +18,13 @@ import pytest
 from mixed_cases import runs_of
 from record_cases import config, context, group, step
 from snippets import blocks
+from wandb_server import wandb_server
 
 from retrain.config import parse_dict
 from retrain.config.upkeep import trackers
 from retrain.errors import MissingExtra, RetrainError
+from retrain.files import read_jsonl
+from retrain.ownership import claim
 from retrain.record.recorder import RunRecorder
 from retrain.record.trackers import TrackedRun, log_squeeze_analysis, make_trackers
 
@@ -61,9 +66,11 @@ EXPECTED = {
 }
 
 
-def wandb_run(run_dir: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
-    """(run record, history rows, last summary values) of the only run below ``run_dir``, by wandb's own reader."""
-    (path,) = run_dir.glob("wandb/offline-run-*/*.wandb")
+CLOCKS = ("_runtime", "_timestamp")
+
+
+def wandb_records(path: Path, finished: bool = True) -> list[dict[str, Any]]:
+    """The records of a wandb file, by wandb's own reader; ``finished``: once the run has ended."""
     deadline = time.monotonic() + 30
     while True:
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
@@ -71,9 +78,15 @@ def wandb_run(run_dir: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict
         if "No such command" in done.stderr:
             pytest.skip("this release of wandb has no reader of its files")
         records = [json.loads(line) for line in done.stdout.splitlines()]
-        if any(record["type"] == "exit" for record in records):  # its service writes a moment after finish
-            break
-        assert time.monotonic() < deadline, f"wandb never finished its file: {done.stderr}"
+        if not finished or any(record["type"] == "exit" for record in records):
+            return records
+        assert time.monotonic() < deadline, f"wandb never finished its file: {done.stderr}"  # a moment after finish
+
+
+def wandb_run(run_dir: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
+    """(run record, history rows, last summary values) of the only run below ``run_dir``."""
+    (path,) = run_dir.glob("wandb/offline-run-*/*.wandb")
+    records = wandb_records(path)
     (run,) = [record["run"] for record in records if record["type"] == "run"]
     history = [record["history"]["item"] for record in records if record["type"] == "history"]
     summary: dict[str, Any] = {}
@@ -144,9 +157,12 @@ def test_the_squeeze_analysis_is_a_run_of_its_own(tmp_path, wandb_context):
         ],
         "message": "",
     }
+    claim(tmp_path)
     log_squeeze_analysis(wandb_context, tmp_path, report)
     run, history, summary = wandb_run(tmp_path)
     assert run["display_name"] == "squeeze-analysis"
+    assert run["run_group"] == "maxrl+gtpo_sepa"
+    assert run["config"]["update"]["run_id"] == "maxrl+gtpo_sepa_s3"
     assert run["config"]["update"]["source_rank"] == 8
     assert summary["squeeze/recommended_rank"] == 4
     assert summary["squeeze/source_rank"] == 8
@@ -159,6 +175,10 @@ def test_the_squeeze_analysis_is_a_run_of_its_own(tmp_path, wandb_context):
         "data": [[2, 0.8, 0.7, 0.9, False], [4, 0.97, 0.95, 0.99, True]],
     }
     assert [row["squeeze/mean_variance"] for row in history if "squeeze/rank" in row] == [0.8, 0.97]
+    log_squeeze_analysis(wandb_context, tmp_path, report)  # again after a kill: the same run of wandb
+    log_squeeze_analysis(wandb_context, tmp_path, {**report, "recommended_rank": 2})
+    ids = [path.name.rpartition("-")[2] for path in sorted(tmp_path.glob("wandb/offline-run-*"))]
+    assert (len(ids), len(set(ids)), run["run_id"] in ids) == (3, 2, True)
 
 
 def named(**changes: Any) -> tuple[str, str | None, list[str]]:
@@ -176,6 +196,8 @@ def test_names_in_a_campaign_may_have_a_prefix():
     """As the plan of a campaign with wandb_run_name = "paper" has them."""
     paper = config(logging={"wandb_run_name": "paper_grpo+none_s1", "wandb_group": "grpo+none", "wandb_tags": ["a"]})
     assert named(config=paper, is_campaign=True) == ("paper_grpo+none_s1", "grpo+none", ["a", "grpo+none", "seed1"])
+    mine = config(logging={"wandb_group": "ablation"})
+    assert named(config=mine, is_campaign=True) == ("grpo+none_s1", "ablation", ["grpo+none", "seed1"])
     assert named(is_campaign=True)[0] == "grpo+none_s1"
 
 
@@ -240,45 +262,179 @@ def test_tensorboard_after_a_resume_has_one_curve(tmp_path):
     assert [event.step for event in events.Scalars("train/loss")] == [0, 1, 2, 3]
 
 
-TRACKIO = """
-import sys
+RECORD = """
+import json, os, signal, sys
 from pathlib import Path
-from record_cases import config, context, group, step
+from record_cases import config, context, evaluation, group, step
 from retrain.record.recorder import RunRecorder
+
+def play(recorder, first, last):
+    for number in range(first, last):
+        if number == 0:
+            recorder.record_eval(evaluation([group([1.0, 0.0], [4, 4])], 0))
+        if number % 2:
+            recorder.record_eval(evaluation([group([1.0, 1.0], [4, 4])], number + 1))
+        recorder.record_step(step([group([1.0, 0.0], [4, 4])], number, {"loss": number / 8}))
+    recorder.flush()
+
+def settings(tracker, **logging):
+    return context(config=config(logging={"report_to": [tracker], **logging}), max_steps=8)
+"""
+KILLED = f"""{RECORD}
 folder = Path(sys.argv[1])
-cfg = config(logging={"report_to": ["trackio"], "wandb_project": "house"})
-runs = [RunRecorder(folder / str(s), context(config=cfg, seed=s, is_campaign=True)) for s in (1, 2)]
-for number in range(3):  # two runs of a cohort, side by side
-    for run in runs:
-        run.record_step(step([group([1.0, 0.0], [4, 4])], number, {"loss": 0.25}))
-states = [run.state() for run in runs]
-for run in runs:
-    run.close()
-resumed = RunRecorder(folder / "1", context(config=cfg, seed=1, is_campaign=True))
-resumed.restore(states[0])
-resumed.record_step(step([group([1.0, 0.0], [4, 4])], 2, {"loss": 0.25}))  # made anew after a kill
-resumed.record_step(step([group([1.0, 0.0], [4, 4])], 3, {"loss": 0.5}))
-resumed.close()
-import json
-from trackio.sqlite_storage import SQLiteStorage
-logs = {name: SQLiteStorage.get_logs("house", name) for name in SQLiteStorage.get_runs("house")}
-print(json.dumps({name: [(row["step"], row["train/loss"]) for row in rows] for name, rows in logs.items()}))
+recorder = RunRecorder(folder, settings(sys.argv[2]))
+play(recorder, 0, 5)
+(folder / "state.json").write_text(json.dumps(recorder.state()))
+play(recorder, 5, 6)
+if sys.argv[3:]:
+    input()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+RESUMED = f"""{RECORD}
+folder = Path(sys.argv[1])
+recorder = RunRecorder(folder, settings(sys.argv[2]))
+recorder.restore(json.loads((folder / "state.json").read_text()))
+recorder.truncate(5)
+play(recorder, 5, 8)
+assert recorder.close()
 """
 
 
-def test_trackio(tmp_path):
-    pytest.importorskip("trackio")
-    import os
-
+def python(code: str, *arguments: object, **environment: str) -> subprocess.Popen[str]:
+    """A process that runs this code, with the tests and the code beside them on its path and a wandb service of its
+    own."""
     folders = os.pathsep.join(str(folder) for folder in (Path(__file__).parent, Path(__file__).parents[1]))
-    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": folders}
-    wrote = subprocess.run(
-        [sys.executable, "-c", TRACKIO, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert wrote.returncode == 0, wrote.stderr
-    curves = json.loads(wrote.stdout)  # and nothing else: its hints would spoil a live view
-    assert curves["grpo+none_s1"] == [[0, 0.25], [1, 0.25], [2, 0.25], [3, 0.5]]
-    assert curves["grpo+none_s2"] == [[0, 0.25], [1, 0.25], [2, 0.25]]
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    return subprocess.Popen(
+        command, env=inherited | {"PYTHONPATH": folders} | environment,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def output(process: subprocess.Popen[str], status: int = 0) -> str:
+    wrote, errors = process.communicate(timeout=120)
+    assert process.returncode == status, errors
+    return wrote
+
+
+def test_a_killed_wandb_run_has_no_gap_offline(tmp_path):
+    """The steps of both processes: each is there, and what is there twice is the same."""
+    output(python(KILLED, tmp_path, "wandb"), -signal.SIGKILL)
+    output(python(RESUMED, tmp_path, "wandb"))
+    first, second = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    known: dict[int, dict[str, Any]] = {}
+    for path in (first, second):
+        for record in wandb_records(path, finished=path == second):
+            if record["type"] == "history":
+                row = {key: value for key, value in record["history"]["item"].items() if key not in CLOCKS}
+                assert known.setdefault(row["_step"], row) == row
+            if record["type"] == "run":
+                assert record["run"]["run_id"] in path.name
+                assert not (path == second and record["run"].get("resume"))  # wandb sync shifts the steps of such a run
+    assert list(known) == list(range(9))
+    assert [known[step].get("train/loss") for step in range(8)] == [step / 8 for step in range(8)]
+    assert {step: row["eval/heldout/step"] for step, row in known.items() if "eval/heldout/step" in row} == {
+        0: 0, 2: 2, 4: 4, 6: 6, 8: 8,
+    }  # fmt: skip
+    uploaded = [record for record in wandb_records(second) if record["type"] == "history"]
+    assert len(uploaded) == 9  # wandb sync replaces what an earlier upload under this id has left
+
+
+def test_a_killed_wandb_run_has_no_gap_on_the_server(tmp_path):
+    with wandb_server() as server:
+        online = {"WANDB_MODE": "online", "WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40}
+        killed = python(KILLED, tmp_path, "wandb", "wait", **online)
+        deadline = time.monotonic() + 60
+        while not any(run["lines"] for run in server.runs.values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        killed.communicate("\n", timeout=60)
+        output(python(RESUMED, tmp_path, "wandb", **online))
+        (run_id,) = server.runs
+        history = server.history(run_id)
+    assert [row["_step"] for row in history] == list(range(9))
+    assert [row.get("train/loss") for row in history[:8]] == [step / 8 for step in range(8)]
+    assert [row["_step"] for row in history if "eval/heldout/step" in row] == [0, 2, 4, 6, 8]
+
+
+def test_a_resumed_tensorboard_has_no_gap_and_evaluations_at_their_steps(tmp_path):
+    pytest.importorskip("tensorboard")
+    output(python(KILLED, tmp_path, "tensorboard"), -signal.SIGKILL)
+    time.sleep(1.1)  # event files are named by the second
+    output(python(RESUMED, tmp_path, "tensorboard"))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(n, n / 8) for n in range(8)]
+    rates = [(line["step"], line["eval/heldout/correct_rate"]) for line in read_jsonl(tmp_path / "evals.jsonl")]
+    assert [(event.step, event.value) for event in events.Scalars("eval/heldout/correct_rate")] == rates
+    assert [step for step, _ in rates] == [0, 2, 4, 6, 8]
+
+
+NAMESAKE = f"""{RECORD}
+with RunRecorder(Path(sys.argv[1]), settings("trackio", wandb_project=sys.argv[2])) as recorder:
+    play(recorder, 0, 2)
+"""
+CURVES = """
+import json
+from trackio.sqlite_storage import SQLiteStorage
+for run in SQLiteStorage.get_run_records("mine"):
+    rows = SQLiteStorage.get_logs("mine", run["name"], run_id=run["id"])
+    losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    print(json.dumps([run["name"], losses, [row["step"] for row in rows if "eval/heldout/step" in row]]))
+"""
+
+
+def test_a_killed_trackio_run_is_continued_whatever_has_its_name(tmp_path):
+    pytest.importorskip("trackio")
+    home, run = {"TRACKIO_DIR": str(tmp_path / "trackio")}, tmp_path / "mine"
+    output(python(KILLED, run, "trackio", **home), -signal.SIGKILL)
+    assert output(python(NAMESAKE, tmp_path / "other", "mine", **home)) == ""  # its hints would spoil a live view
+    assert output(python(RESUMED, run, "trackio", **home)) == ""
+    names, losses, evaluations = zip(*map(json.loads, output(python(CURVES, **home)).splitlines()), strict=True)
+    assert names == ("grpo+none", "grpo+none")
+    assert sorted(losses) == [[[n, n / 8] for n in range(last)] for last in (2, 8)]
+    assert sorted(evaluations) == [[0, 2], [0, 2, 4, 6, 8]]
+
+
+COHORT = f"""{RECORD}
+runs = [RunRecorder(Path(sys.argv[1]) / str(s), settings("trackio", wandb_project="mine")) for s in (1, 2)]
+for number in range(3):  # two runs of a cohort, side by side
+    for run in runs:
+        play(run, number, number + 1)
+for run in runs:
+    run.close()
+"""
+
+
+def test_trackio_keeps_the_runs_of_a_cohort_apart(tmp_path):
+    pytest.importorskip("trackio")
+    home = {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    assert output(python(COHORT, tmp_path, **home)) == ""
+    curves = [json.loads(line)[1:] for line in output(python(CURVES, **home)).splitlines()]
+    assert curves == [[[[0, 0.0], [1, 0.125], [2, 0.25]], [0, 2]]] * 2
+
+
+@pytest.mark.parametrize(
+    ("named", "project"),
+    [({}, "sweep"), ({"campaign": {"name": "paper"}}, "paper"), ({"logging": {"wandb_project": "house"}}, "house")],
+)
+def test_the_project_of_trackio(tmp_path, monkeypatch, named, project):
+    """Its name needs no wandb_project, which would start wandb as well."""
+    asked: dict[str, Any] = {}
+    module, run = ModuleType("trackio"), SimpleNamespace(id="r1")
+    module.init = lambda **arguments: asked.update(arguments) or run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    sections = {**named, "logging": {"report_to": ["trackio"], **named.get("logging", {})}}
+    if "campaign" in named:
+        sections["campaign"] |= {"seeds": [1], "conditions": [{"advantage_mode": "grpo", "transform_mode": "none"}]}
+    cfg = config(**sections)
+    directory = tmp_path / "sweep" / "runs" / "grpo+none_s1"
+    (tracker,) = [make_trackers(context(config=cfg, is_campaign=True), directory)["trackio"]]
+    tracker.start(TrackedRun.of(context(config=cfg, is_campaign=True)), None)
+    assert (asked["project"], asked["name"], asked["group"]) == (project, "grpo+none_s1", "grpo+none")
 
 
 PLUGIN = """

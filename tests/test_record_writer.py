@@ -297,3 +297,97 @@ def test_a_tracker_may_raise_anything_when_it_starts(tmp_path):
         RunRecorder(tmp_path, context(), trackers={"slow": Exits()}).start()
     with pytest.raises(RetrainError, match="no login"):
         RunRecorder(tmp_path, context(), trackers={"slow": Refuses()}).start()
+
+
+class Collecting:
+    """A tracker that keeps what it gets; it blocks where ``gate`` is not set."""
+
+    def __init__(self, gate: threading.Event | None = None):
+        self.gate, self.got = gate, list[tuple[int, str, Any]]()
+
+    def start(self, run: Any, state: Any) -> None:
+        pass
+
+    def log(self, step: int, values: Any) -> None:
+        if self.gate is not None:
+            assert self.gate.wait(30)
+        self.got.append((step, "eval" if "eval/heldout/step" in values else "row", values.get("train/loss")))
+
+
+def record_evaluated(recorder: RunRecorder, first: int, last: int) -> None:
+    """Steps with an evaluation before the first and after every second."""
+    for number in range(first, last):
+        if number == 0:
+            recorder.record_eval(evaluation([group([1.0], [3])], 0))
+        if number % 2:
+            recorder.record_eval(evaluation([group([1.0], [3])], number + 1))
+        recorder.record_step(step([group([1.0, 0.0], [4, 5])], number, {"loss": number / 8}))
+
+
+def test_a_tracker_gets_the_rows_that_a_killed_process_had_not_sent(tmp_path):
+    """The first process dies while its tracker hangs; rows and evaluations have the steps of the files."""
+    gate, second = threading.Event(), Collecting()
+    first = RunRecorder(tmp_path, context(), trackers={"slow": Collecting(gate)})
+    record_evaluated(first, 0, 4)
+    state = json.loads(json.dumps(first.state()))
+    record_evaluated(first, 4, 6)
+    first.flush()
+    with RunRecorder(tmp_path, context(), trackers={"slow": second}) as resumed:
+        resumed.restore(state)
+        resumed.truncate(4)
+        record_evaluated(resumed, 4, 6)
+    assert second.got == [
+        (0, "eval", None), (0, "row", 0.0), (1, "row", 1 / 8), (2, "eval", None), (2, "row", 2 / 8), (3, "row", 3 / 8),
+        (4, "eval", None), (4, "row", 4 / 8), (5, "row", 5 / 8), (6, "eval", None),
+    ]  # fmt: skip
+    rows = {row["step"]: row["loss"] for row in read_jsonl(tmp_path / "metrics.jsonl")}
+    assert {step: loss for step, kind, loss in second.got if kind == "row"} == rows
+    evaluations = [row["step"] for row in read_jsonl(tmp_path / "evals.jsonl")]
+    assert [step for step, kind, _ in second.got if kind == "eval"] == evaluations
+    gate.set()
+    first.close()
+
+
+def test_what_was_sent_is_not_sent_again(tmp_path):
+    first, second, third = Collecting(), Collecting(), Collecting()
+    recorder = RunRecorder(tmp_path, context(), trackers={"mine": first})
+    record_evaluated(recorder, 0, 4)
+    assert recorder.close()  # everything has been sent
+    state = recorder.state()
+    with RunRecorder(tmp_path, context(), trackers={"mine": second, "new": third}) as resumed:
+        resumed.restore(state)
+        resumed.truncate(4)
+        record_evaluated(resumed, 4, 5)
+    assert [entry[:2] for entry in first.got][-2:] == [(3, "row"), (4, "eval")]
+    assert [entry[:2] for entry in second.got] == [(4, "eval"), (4, "row")]  # an evaluation may come twice
+    assert [entry[:2] for entry in third.got if entry[1] == "row"] == [(step, "row") for step in range(5)]
+
+
+def test_training_does_not_wait_for_a_tracker_that_starts_slowly(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "START_SECONDS", 0.1)
+    gate, told, tracker = threading.Event(), list[str](), Collecting()
+    tracker.start = lambda run, state: gate.wait(30) and None  # type: ignore[method-assign]
+    recorder = RunRecorder(tmp_path, context(), trackers={"slow": tracker}, warn=told.append)
+    record_evaluated(recorder, 0, 2)
+    assert of_tracker(told) == ["slow has not started after 0.1 s; training goes on, and its rows wait"]
+    gate.set()
+    recorder.close()
+    assert [step for step, kind, _ in tracker.got if kind == "row"] == [0, 1]
+
+
+def test_a_tracker_that_fails_to_start_too_late_to_stop_the_run_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "START_SECONDS", 0.1)
+    gate, told, tracker = threading.Event(), list[str](), Collecting()
+
+    def start(run: Any, state: Any) -> None:
+        assert gate.wait(30)
+        raise ConnectionError("gone")
+
+    tracker.start = start  # type: ignore[method-assign]
+    recorder = RunRecorder(tmp_path, context(), trackers={"slow": tracker}, warn=told.append)
+    record_evaluated(recorder, 0, 2)
+    gate.set()
+    assert recorder.close()
+    assert tracker.got == []
+    assert len(of_tracker(told)) == 2
+    assert "slow could not start: ConnectionError: gone" in of_tracker(told)[1]

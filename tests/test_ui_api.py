@@ -351,12 +351,25 @@ def test_metrics_are_the_catalogue_s(home):
 
 def test_other_names_are_shown_once(tmp_path):
     home = campaign(tmp_path / "one", seeds=1)
-    append_jsonl(home / "runs/grpo+none_s1/metrics.jsonl", [row(6, loss=1.0, my_own=2.0) | {"loss/policy_avg": 1.0}])
+    append_jsonl(home / "runs/grpo+none_s1/metrics.jsonl", [row(6, loss=1.0) | {"loss/policy_avg": 1.0}])
     keys = [metric["key"] for metric in get(client_of(home), "/api/metrics", at="one")["metrics"]]
     assert "loss" in keys
     assert "loss/policy_avg" not in keys
-    own = next(m for m in get(client_of(home), "/api/metrics", at="one")["metrics"] if m["key"] == "my_own")
-    assert (own["section"], own["definition"], own["healthy"]) == ("Other", "", None)
+
+
+def test_a_key_that_the_catalogue_does_not_know_stands_where_its_name_says(tmp_path):
+    home = campaign(tmp_path / "one", seeds=1)
+    unknown = {"mine": 1.0, "game/score": 2.0, "game/board/size": 3.0, "game/board/left/size": 4.0}
+    append_jsonl(home / "runs/grpo+none_s1/metrics.jsonl", [row(6) | unknown])
+    found = {metric["key"]: metric for metric in get(client_of(home), "/api/metrics", at="one")["metrics"]}
+    assert {key: (found[key]["section"], found[key]["group"], found[key]["name"]) for key in unknown} == {
+        "mine": ("General", "", "mine"),
+        "game/score": ("game", "", "score"),
+        "game/board/size": ("game", "board", "size"),
+        "game/board/left/size": ("game", "board/left", "size"),
+    }
+    assert (found["mine"]["definition"], found["mine"]["healthy"]) == ("", None)
+    assert found["rewards/match/mean"]["section"] == "Reward"
 
 
 @pytest.mark.parametrize(("text", "low", "high"), [("below 0.1", None, 0.1), ("0", 0, 0), ("0 to 1", 0, 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,7 +41,9 @@ def finish(plain: bool, work: Callable[[Observer], Outcome]) -> None:
     """Do the work under a console, print how it ended, exit with its status."""
     from retrain.campaign.running.stopping import ENDINGS
     from retrain.record.console import PlainConsole, make_console
+    from retrain.record.trackers import wandb_upload_command
 
+    started = time.time()
     with lasting_streams():  # a closed terminal ends no training
         observer = PlainConsole() if plain else make_console()
         try:
@@ -52,6 +55,8 @@ def finish(plain: bool, work: Callable[[Observer], Outcome]) -> None:
             kept = "everything up to the last finished step is saved"
             kept = kept if outcome.saved else "stopped at the last checkpoint"
             print(f"interrupted; {kept}. Type: retrain resume {outcome.directory}")
+        if upload := wandb_upload_command(outcome.directory, started):
+            print(f"W&B records are offline; to upload them, type: {upload}")
     raise typer.Exit(outcome.exit_status)
 
 

@@ -148,14 +148,15 @@ class Logging(Section):
     """Directory of tensorboard's files; unset is `tensorboard/` in each run's directory. The runs of a campaign have
     a directory each in it."""
     wandb_project: OptionalText = None
-    """wandb project."""
+    """wandb project; unset is `retrain`. Also the project of trackio; unset is `[campaign] name`, else the name of the
+    output directory."""
     wandb_run_name: OptionalText = None
     """wandb run name; unset is the condition's label. The runs of a campaign are called `<label>_s<seed>`, and
     `<wandb_run_name>_<label>_s<seed>` where this is set."""
     wandb_entity: OptionalText = None
     """wandb team or user."""
     wandb_group: OptionalText = None
-    """wandb group; in a campaign it is always the condition's label."""
+    """wandb and trackio group; unset it is the condition's label in a campaign."""
     wandb_tags: Tags = Field(default_factory=list)
     """wandb tags, a list or separated by commas; a campaign adds the label and `seed<seed>`."""
     wandb_mode: Literal["online", "offline", "disabled"] | None = None

@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from retrain.files import read_jsonl, truncate_jsonl, write_json
+from retrain.files import iter_jsonl, read_jsonl, truncate_jsonl, write_json
 from retrain.record.columns import METRICS, ColumnWriter
 from retrain.record.context import RunContext
 from retrain.record.environment import SystemInfo
@@ -28,7 +28,7 @@ from retrain.record.rollouts import TRAIN, Batch, TokenText, conversation_of
 from retrain.record.samples import collect, everything
 from retrain.record.secrets import without_keys
 from retrain.record.timeline import write_timeline
-from retrain.record.trackers import Tracker, make_trackers
+from retrain.record.trackers import Tracker, make_trackers, without_evaluations
 from retrain.record.writer import RecordFiles, Reporter
 from retrain.types import EvalRecord, Rollout, StepRecord
 
@@ -73,13 +73,16 @@ class RunRecorder:
         self._show = warn
         self._files = RecordFiles(self.directory, guard)
         self._columns = ColumnWriter(self.directory / METRICS)
-        wanted = make_trackers(context, self.directory) if trackers is None else trackers
+        wanted = make_trackers(context, self.directory, self._warn) if trackers is None else trackers
         self._reporters = [Reporter(name, tracker, self._warn) for name, tracker in wanted.items()]
         self._known_keys: dict[str, None] = {}
         self._known_tags: tuple[str, ...] = ()
         self._evaluations: Row = {}
         self._rows_written: Counter[str] = Counter()
-        self._tracker_state: dict[str, Any] = {}
+        self._tracker_state: dict[str, dict[str, Any]] = {}
+        self._sent: dict[str, int] = {}
+        self._finished = 0  # steps that earlier processes have recorded
+        self._unsent: dict[int, Row] = {}  # evaluations by step, until the row that they come with
         self._token_text = token_text
         self._rows: list[Row] = []  # the first row and the newest, for remarks
         self._noted: set[str] = set()
@@ -108,8 +111,9 @@ class RunRecorder:
             self._files.write(lambda: system.write(self.directory))
         self.log(f"start {self.context.run_id}: {self.context.condition}, seed {self.context.seed}")
         for reporter in self._reporters:
-            earlier = self._tracker_state.get(reporter.name)
-            self._tracker_state[reporter.name] = reporter.start(self.context, earlier)
+            reporter.start(self.context)
+            if self._finished:
+                reporter.send_history(self._history)
 
     @property
     def begun(self) -> bool:
@@ -131,9 +135,35 @@ class RunRecorder:
         self._rows_written.update({name: 1 for name in ROW_FILES} | {GENERATIONS: completions})
         notes = self._remarks(row)
         self._files.write(lambda: self._write_step(record, row, notes))
-        for reporter in self._reporters:
-            reporter.log(record.step, row)
+        self._report({record.step: row})
         return row
+
+    def _report(self, rows: Mapping[int, Row]) -> None:
+        """Hand rows and the evaluations so far to the trackers, in the order of their steps."""
+        evaluations, self._unsent = self._unsent, {}
+        for step in sorted({*evaluations, *rows}):
+            for reporter in self._reporters:
+                if step in evaluations:
+                    reporter.log(step, evaluations[step])
+                if step in rows:
+                    reporter.log(step, without_evaluations(rows[step]))
+
+    def _history(self, first: int) -> Iterator[tuple[int, Row]]:
+        """Yield step and numbers of the rows and evaluations that earlier processes have recorded, from step ``first``
+        on, in the order in which a tracker got them or should have got them."""
+        evaluations: dict[int, Row] = {}
+        for line in read_jsonl(self.directory / "evals.jsonl"):
+            if first <= line["step"] <= self._finished:
+                numbers = {key: value for key, value in line.items() if key.startswith("eval/")}
+                evaluations.setdefault(line["step"], {}).update(numbers)
+        for row in iter_jsonl(self.directory / METRICS):
+            if row["step"] >= self._finished:
+                break
+            if row["step"] >= first:
+                if row["step"] in evaluations:
+                    yield row["step"], evaluations.pop(row["step"])
+                yield row["step"], without_evaluations(row)
+        yield from evaluations.items()
 
     def _remarks(self, row: Row) -> list[Note]:
         """What is odd about this row and was not noted before; logged, and a warning if something is to be done."""
@@ -186,6 +216,7 @@ class RunRecorder:
         self._evaluations.update(row)
         answers = sum(len(group.rollouts) for group in record.groups)
         self._rows_written.update({"evals.jsonl": 1, "emergence/evaluations.jsonl": answers})
+        self._unsent.setdefault(record.step, {}).update(row)
         started = time.time() - record.seconds
         self._files.write(lambda: self._write_eval(record, row, started))
         return row
@@ -252,6 +283,7 @@ class RunRecorder:
         rows = read_jsonl(self.directory / "metrics.jsonl")
         self._rows = [*rows[:1], *rows[1:][-WINDOW:]]
         self._noted = {row["key"] for row in read_jsonl(self.directory / "notes.jsonl")}
+        self._finished = step
         self.log(f"records truncated to the {step} finished steps")
 
     def state(self) -> dict[str, Any]:
@@ -262,7 +294,8 @@ class RunRecorder:
             "known_tags": list(self._known_tags),
             "evaluations": dict(self._evaluations),
             "rows": dict(self._rows_written),
-            "trackers": dict(self._tracker_state),
+            "trackers": self._tracker_state | {reporter.name: reporter.state for reporter in self._reporters},
+            "sent": self._sent | {reporter.name: reporter.sent for reporter in self._reporters},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -272,16 +305,22 @@ class RunRecorder:
         self._known_tags = tuple(state["known_tags"])
         self._evaluations = dict(state["evaluations"])
         self._rows_written = Counter(state.get("rows", {}))
-        self._tracker_state = dict(state["trackers"])
+        self._tracker_state, self._sent = dict(state["trackers"]), dict(state.get("sent", {}))
+        for reporter in self._reporters:
+            reporter.state, reporter.sent = self._tracker_state.get(reporter.name), self._sent.get(reporter.name, 0)
 
     def begin_own_records(self) -> None:
         """Start records and trackers of its own after ``restore`` of another run's state. Call before ``start``."""
-        self._tracker_state, self._rows_written = {}, Counter()
+        self._rows_written = Counter()
+        self._tracker_state, self._sent = {}, {}
+        for reporter in self._reporters:
+            reporter.state, reporter.sent = None, 0
 
     def close(self, failed: bool = False) -> bool:
         """Finish the trackers and write what is left; whether everything could be written. Raises nothing."""
         if self._started:
             self._started = False
+            self._report({})
             for reporter in self._reporters:
                 reporter.finish(failed)
             self._files.write(lambda: write_timeline(self.directory), always=True)

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from retrain.errors import LeaseLost, RunFailed, StorageError
+from retrain.errors import LeaseLost, RetrainError, RunFailed, StorageError
 from retrain.files import append_jsonl, fsync, writing
 from retrain.ownership import DirectoryIdentity
 from retrain.record.context import RunContext
-from retrain.record.trackers import Tracker, start_tracker, tracker_values
+from retrain.record.trackers import Tracker, is_evaluation, start_tracker, tracker_values
 
 WAITING_STEPS = 16
 """Events of a run that may wait for the disk; training waits while there are more."""
@@ -25,6 +25,8 @@ UNSYNCED = 256
 """Files that may wait for the disk itself: a run that saves no checkpoints names new ones with every step."""
 WAITING_ROWS = 1000
 """Rows that may wait for a tracker before it is given up."""
+START_SECONDS = 10.0
+"""How long the start of a run waits for a tracker to start."""
 FINISH_SECONDS = 120.0
 """How long the end of a run waits for a tracker to send what it has."""
 
@@ -192,38 +194,59 @@ class Reporter:
     """One tracker, whose methods are all called on a thread of its own.
 
     What it raises or how long it takes after its start never reaches the training: the first failure is reported once
-    through ``warn``, and it gets nothing further.
+    through ``warn``, and it gets nothing further. ``state`` is what its last start returned, in this process or an
+    earlier one; ``sent`` is the first step whose row it has not taken.
     """
 
     def __init__(self, name: str, tracker: Tracker, warn: Callable[[str], None]):
         self.name, self.tracker, self.warn = name, tracker, warn
         self.broken = False
+        self.state: dict[str, Any] | None = None
+        self.sent = 0
         self._thread = Thread(f"tracker {name}", WAITING_ROWS)
 
-    def start(self, context: RunContext, state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Start it and wait until it has; what it raises is raised here, because a run must not begin unreported."""
-        answer: list[dict[str, Any]] = []
+    def start(self, context: RunContext) -> None:
+        """Start it and wait until it has, for at most ``START_SECONDS``. What it raises by then is raised here, because
+        a run must not begin unreported; later it is a failure like any other."""
         errors: list[BaseException] = []
+        late = threading.Event()
 
         def begin() -> None:
             try:
-                answer.append(start_tracker(self.name, self.tracker, context, state))
+                self.state = start_tracker(self.name, self.tracker, context, self.state)
             except BaseException as error:  # also what ends a process when raised on the main thread
+                self.broken = True  # nothing was begun that could be finished
                 errors.append(error)
+                if late.is_set():
+                    self.warn(f"{error}; training goes on without it")
 
         self._thread.put(begin)
-        self._thread.wait()
+        if not self._thread.wait(START_SECONDS):
+            late.set()
         if errors:
-            self.broken = True  # nothing was begun that could be finished
             self._thread.close()
             raise errors[0]
-        return answer[0]
+        if late.is_set():
+            self.warn(f"{self.name} has not started after {START_SECONDS:g} s; training goes on, and its rows wait")
 
-    def log(self, step: int, row: Mapping[str, Any]) -> None:
-        """Hand one row over; never waits."""
+    def send_history(self, history: Callable[[int], Iterator[tuple[int, Mapping[str, Any]]]]) -> None:
+        """Send the rows of earlier processes that it may lack; ``history`` gives those from a step on."""
+        first = 0 if getattr(self.tracker, "skips_sent_steps", False) else self.sent
+
+        def send() -> None:
+            try:
+                for step, values in history(first):
+                    self._log(step, values)
+            except RetrainError as error:
+                self._give_up(f"cannot be sent the earlier steps: {error}")
+
+        self._thread.put(send)
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Hand over one row, or the evaluations after ``step`` updates; never waits."""
         if self.broken:
             return
-        if not self._thread.put(lambda: self._call("log", step, tracker_values(row)), wait=False):
+        if not self._thread.put(lambda: self._log(step, values), wait=False):
             self._give_up(f"is {WAITING_ROWS} rows behind")
 
     def finish(self, failed: bool) -> None:
@@ -237,6 +260,11 @@ class Reporter:
         else:
             self._give_up(f"has not finished after {FINISH_SECONDS:g} s and is not waited for")
 
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._call("log", step, tracker_values(values))
+        if not self.broken and not is_evaluation(values):
+            self.sent = step + 1
+
     def _call(self, method: str, *arguments: Any) -> None:
         if self.broken:
             return
@@ -247,4 +275,5 @@ class Reporter:
 
     def _give_up(self, reason: str) -> None:
         self.broken = True
-        self.warn(f"{self.name} {reason}; it gets no further rows, training goes on")
+        advice = getattr(self.tracker, "advice", "")
+        self.warn(f"{self.name} {reason}; it gets no further rows, training goes on{advice and f'. {advice}'}")

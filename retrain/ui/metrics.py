@@ -1,4 +1,4 @@
-"""What the catalogue says of a key, also by another tool's name; of keys that it does not know, what they say."""
+"""What the catalogue says of a key, also by another tool's name; a key that it does not know says its own place."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ WATCH = (
 )  # fmt: skip
 """What is worth watching, in this order, as far as runs have it."""
 MOST_WATCHED = 12
-OTHERS = "Other"
-"""The section of keys that no catalogue has."""
+GENERAL = "General"
+"""The section of unknown keys that name none."""
 STATISTICS = ("std", "min", "max")
 HISTOGRAMS = {
     "mean_reward": "reward", "advantage_mean": "advantage", "completions/mean_length": "length",
@@ -31,12 +31,12 @@ HISTOGRAMS = {
 def about(key: str) -> dict[str, Any]:
     """The ``Metric`` of the API."""
     metric, alias = _found(key)
-    section = _SECTION_OF[metric.key] if metric else OTHERS
     head, _, name = key.rpartition("/")
+    section = _SECTION_OF[metric.key] if metric else head.partition("/")[0] or GENERAL
     return {
         "key": key,
         "section": section,
-        "group": head,
+        "group": head if metric else head.partition("/")[2],
         "name": name,
         "unit": metric.unit if metric else "",
         "definition": _plain(metric.definition) if metric else "",

@@ -45,7 +45,9 @@ def continued_plan(directory: Path, rank: int, steps: int, out: Path | None) -> 
     settings["resume"]["from"] = str(compressed.absolute())
     settings["squeeze"] |= {"compress_to": None, "target_ranks": None}
     settings["backend"]["adapter_path"] = None  # there lies the adapter that this one comes from
-    settings["logging"] |= {"wandb_group": None, "wandb_run_name": None}
+    settings["logging"]["wandb_run_name"] = None
+    if settings["logging"]["wandb_group"] == spec.label:
+        settings["logging"]["wandb_group"] = None
     settings.pop("campaign", None)
     config = parse_dict(settings)
     # No file: its folder is where relative paths are looked up, and its stem the name.

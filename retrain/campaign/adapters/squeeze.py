@@ -17,7 +17,8 @@ from retrain.errors import UsageError
 from retrain.files import ASIDE, aside_of, prepare_directory, read_json, read_jsonl, write_json
 from retrain.ownership import Owner, check_publish, install, owner_of, publish
 from retrain.record.context import RunContext
-from retrain.record.trackers import log_squeeze_analysis
+from retrain.record.trackers import Warn, log_squeeze_analysis
+from retrain.record.writer import FINISH_SECONDS, Thread
 
 if TYPE_CHECKING:
     from retrain.campaign.running.models import Bases
@@ -193,13 +194,15 @@ def _settings(adapter: Path) -> Squeeze:
 
 
 def squeeze_after_run(
-    directory: Path, place: str, spec: RunSpec, folder: Path, longest: Longest, bases: Bases
-) -> dict[str, Any]:
+    directory: Path, place: str, spec: RunSpec, folder: Path, longest: Longest, bases: Bases,
+    warn: Warn = lambda text: None,
+) -> dict[str, Any]:  # fmt: skip
     """The analysis that follows a run, saved as ``analysis.json`` in ``place`` below the directory, with the adapter
     compressed to the rank that the TOML names, else to the recommended one, and the candidate ranks verified on the
     held-out problems.
 
-    ``folder`` is that of the TOML file, ``longest`` and ``bases`` are as for ``verify_ranks``."""
+    ``folder`` is that of the TOML file, ``longest`` and ``bases`` are as for ``verify_ranks``; ``warn`` tells
+    the user what wandb has not taken."""
     settings, home = spec.config.squeeze, directory / place
     adapter = find_adapter(run_directory(directory, spec))
     analysis = {"run_id": spec.run_id, "label": spec.label, **analyse_adapter(adapter, settings)}
@@ -222,8 +225,20 @@ def squeeze_after_run(
             max_steps=spec.config.training.max_steps,
             is_campaign=spec.is_campaign,
         )
-        log_squeeze_analysis(context, directory, analysis)
+        _report(context, directory, analysis, warn)
     return analysis
+
+
+def _report(context: RunContext, directory: Path, analysis: dict[str, Any], warn: Warn) -> None:
+    """Send the analysis to wandb; a fault there costs that wandb run only."""
+    thread = Thread("tracker wandb", limit=1)
+    thread.put(lambda: log_squeeze_analysis(context, directory, analysis, warn))
+    if not thread.wait(FINISH_SECONDS):
+        warn(f"wandb has not taken the squeeze analysis after {FINISH_SECONDS:g} s and is not waited for")
+        return
+    thread.close()
+    if thread.error is not None:
+        warn(f"the squeeze analysis is not on wandb: {thread.error}")
 
 
 def _verified(

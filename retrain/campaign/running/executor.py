@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,7 +202,8 @@ class InProcess:
         self.guard(run_directory(Path(job.directory), spec))
         try:
             where = Path(job.directory), job.place
-            analysis = squeeze_after_run(*where, spec, Path(job.folder), longest, self._own_bases())
+            warn = partial(outbox.message, level="warning")
+            analysis = squeeze_after_run(*where, spec, Path(job.folder), longest, self._own_bases(), warn)
             outbox.put(Facts({"squeeze": analysis} if job.place == "squeeze" else {"squeezes": {spec.label: analysis}}))
         except RetrainError as error:
             if lost(error):

@@ -19,8 +19,11 @@ export function writeMine(items) {
   return items.map(({key, only}) => safe(key) + (only ? `@${safe(only)}` : "")).join(",") || null;
 }
 
+// A key that the catalogue does not know: metric, section/metric or section/group/metric.
 export function plainMetric(key) {
-  return {key, section: "Other", group: "", name: key, unit: "", definition: "", healthy: null, range: null, sample: false, aliases: []};
+  const [name, ...above] = key.split("/").reverse();
+  const [section = "General", ...group] = above.reverse();
+  return {key, section, group: group.join("/"), name, unit: "", definition: "", healthy: null, range: null, sample: false, aliases: []};
 }
 
 // A test for keys from a regular expression over key, aliases and section; {test, wrong: the sentence or null}.
