@@ -6,6 +6,10 @@
 Each mutant is a mistake that reads like right code: a factor dropped, a bound off by one, a copy left out. The tests
 that ought to notice it are run on the copy, after they have passed there unchanged. Prints a line for each mutant,
 ``caught by`` the first test that failed or ``SURVIVED``; exit status 1 if one survived or could not be tried.
+
+A file ``tests/mutants/*.patch`` is a mutant too: a unified diff whose first line names its tests, separated by blanks:
+
+    tests: tests/test_update.py::test_clipping_and_the_first_adamw_step
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PATCHES = Path(__file__).with_suffix("")
 SECONDS = 120
 """Most that one test may take: a mutant may wait for ever."""
 
@@ -44,6 +49,49 @@ class Mutant:
         if (found := text.count(self.old)) != 1:
             raise ValueError(f"{self.name}: {self.old!r} stands {found} times in {self.file}")
         return text.replace(self.old, self.new)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Changed files, relative to the root."""
+        return (self.file,)
+
+    def apply(self, tree: Path) -> None:
+        """Change the file in this tree. Raises ValueError when the mutant does not fit."""
+        path = tree / self.file
+        path.write_text(self.applied(path.read_text()))
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A mutant kept as a unified diff."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """File name without suffix."""
+        return self.path.stem
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """Tests that the first line names, relative to ``tests/``. Raises ValueError when it names none."""
+        first = self.path.read_text().partition("\n")[0]
+        if not (found := re.findall(r"tests/(\S+)", first.removeprefix("tests: "))):
+            raise ValueError(f"{self.path}:1: names no test: write tests: tests/FILE.py::NAME")
+        return tuple(found)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Changed files, relative to the root."""
+        return tuple(re.findall(r"^\+\+\+ b/(\S+)", self.path.read_text(), re.MULTILINE))
+
+    def apply(self, tree: Path) -> None:
+        """Apply the diff to this tree. Raises ValueError when it does not fit."""
+        # Inside a repository, git would skip a tree that is not the repository's root.
+        alone = os.environ | {"GIT_CEILING_DIRECTORIES": str(tree.parent)}
+        done = subprocess.run(["git", "apply", str(self.path)], cwd=tree, capture_output=True, text=True, env=alone)
+        if done.returncode:
+            raise ValueError(f"{self.name}: {'; '.join(done.stderr.splitlines())}")
 
 
 JUDGING = "retrain/campaign/judging"
@@ -1016,21 +1064,27 @@ def failed_test(tree: Path, tests: Iterable[str]) -> str | None:
     raise ValueError(f"pytest ended with status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
-def verdict(tree: Path, mutant: Mutant) -> str:
+def patches() -> list[Patch]:
+    """Return the patches of ``tests/mutants``, by name."""
+    return [Patch(path) for path in sorted(PATCHES.glob("*.patch"))]
+
+
+def verdict(tree: Path, mutant: Mutant | Patch) -> str:
     """Apply the mutant to the tree, run its tests, take it back: ``caught by …``, ``SURVIVED`` or ``BROKEN: …``."""
-    path = tree / mutant.file
-    before, times = path.read_text(), path.stat()
+    before = {path: (path.read_text(), path.stat()) for path in (tree / file for file in mutant.files)}
     try:
-        path.write_text(mutant.applied(before))
-        forget_compiled(path)
+        mutant.apply(tree)
+        for path in before:
+            forget_compiled(path)
         failed = failed_test(tree, mutant.tests)
         return f"caught by {failed}" if failed else "SURVIVED"
     except ValueError as error:
         return f"BROKEN: {error}"
     finally:
-        path.write_text(before)
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-        forget_compiled(path)
+        for path, (text, times) in before.items():
+            path.write_text(text)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+            forget_compiled(path)
 
 
 def forget_compiled(path: Path) -> None:
@@ -1038,7 +1092,7 @@ def forget_compiled(path: Path) -> None:
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
-def check(root: Path, mutants: Sequence[Mutant], work: Path | None = None) -> bool:
+def check(root: Path, mutants: Sequence[Mutant | Patch], work: Path | None = None) -> bool:
     """Try these mutants on a copy of ``root`` in ``work``, a line for each; whether all were caught."""
     with tempfile.TemporaryDirectory(prefix="mutants_", dir=work) as place:
         tree = copied(root, Path(place))
@@ -1062,7 +1116,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="those whose names hold one of these")
     parser.add_argument("--dir", type=Path, default=None, help="where to copy the tree to")
     options = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if any(name in mutant.name for name in options.only)]
+    chosen = [mutant for mutant in (*MUTANTS, *patches()) if any(name in mutant.name for name in options.only)]
     if not chosen:
         parser.error(f"no mutant is called {' or '.join(options.only)}")
     return 0 if check(ROOT, chosen, options.dir) else 1

@@ -3,11 +3,12 @@ changes or withholds answers. It speaks SGLang's protocol as well, in words of i
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -18,8 +19,10 @@ from retrain.serving.app import app_of
 from retrain.serving.listening import listening_socket
 from retrain.serving.service import Service
 
-Fault = Callable[[int, Any], tuple[int, Any] | None]
-"""From status and JSON of the true answer to what is sent instead; None: nothing is, and the connection is cut."""
+Sent = tuple[int, Any] | None
+"""Status and JSON of an answer; None: nothing is sent, and the connection is cut."""
+Fault = Callable[[int, Any], Sent | Awaitable[Sent]]
+"""From status and JSON of the true answer to what is sent instead. A function that blocks stops the whole server."""
 
 
 class StandIn:
@@ -96,10 +99,14 @@ class StandIn:
                 "/v1/completions", json=_as_completion(asked) if generate else asked, headers=headers, timeout=60
             )
         status, payload = answer.status_code, answer.json()
+        if generate and asked["sampling_params"].get("top_k") == 0:  # SGLang's value without top-k is -1
+            status, payload = 400, {"error": {"message": "top_k must be -1 (disable) or at least 1"}}
         if generate and status == 200:
             payload = _as_scored(payload) if asked["sampling_params"]["max_new_tokens"] == 0 else _as_generated(payload)
         fault = self.faults.popleft() if self.faults else self.always
         changed = (status, payload) if fault is None else fault(status, payload)
+        if inspect.isawaitable(changed):
+            changed = await changed
         if changed is None:
             while (await receive())["type"] != "http.disconnect":
                 pass

@@ -140,6 +140,22 @@ def test_with_looks_equivalence_is_claimed_at_the_planned_end_alone():
     assert shown["difference_interval"] == pytest.approx([min(positive), max(positive)])  # as the test inverts
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_pairs_after_the_rule_has_stopped_do_not_turn_the_interval_against_the_verdict(sign):
+    """The rule stopped for a difference after six pairs. A cohort trained two more seeds, which collapsed and turn the
+    mean of all pairs around: the interval must not say the opposite of the verdict."""
+    first = [sign * d for d in (0.02, 0.03, 0.025, 0.035, 0.02, 0.03)]
+    record = looked_at(first, 8)
+    assert record["conditions"]["b"]["stopped_after"] == 6
+    values = {"a": [0.5] * 8, "b": [0.5 + d for d in [*first, -0.2 * sign, -0.2 * sign]]}
+    shown = found(values, sequential=record)["conditions"][1]
+    assert shown["verdict"] == ("better" if sign > 0 else "worse")
+    assert sign * shown["difference"] < 0.0
+    low, high = shown["difference_interval"]
+    assert low < high
+    assert low == 0.0 if sign > 0 else high == 0.0
+
+
 def answers(folder: Path, right: np.ndarray, steps: tuple[int, ...] = (20,)) -> RunResult:
     """A run whose evaluations of ``right`` [problems, samples] are on disk."""
     rows = [

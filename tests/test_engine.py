@@ -459,6 +459,20 @@ def test_sampling_with_logits_that_are_not_numbers_does_not_crash(base, lanes):
     assert all(np.isnan(c.logprobs_T).any() for g in groups[3:] for c in g)
 
 
+@pytest.mark.parametrize("max_rows", [4, 8])
+def test_a_run_that_has_diverged_leaves_those_alone_that_take_over_its_rows(base, lanes, monkeypatch, max_rows):
+    """NaN in the cached keys and values of a run that has ended must not reach sequences that get its rows."""
+    monkeypatch.setattr(base, "eos_ids", tuple(sorted({*base.eos_ids, *range(20, 60)})))
+    good, bad = trained(lanes, 0), trained(lanes, 1)
+    with torch.no_grad():
+        bad.flat.fill_(float("nan"))
+    short, long = requests(0, prompts=1, max_tokens=8), requests(1, prompts=6, max_tokens=14)
+    alone = sample(LocalEngine(base, lanes), [dataclasses.replace(r, policy=ref(0)) for r in long], [good])
+    together = sample(LocalEngine(base, lanes), [*short, *long], [bad, good], max_rows=max_rows)[len(short) :]
+    assert [[c.token_ids for c in g] for g in together] == [[c.token_ids for c in g] for g in alone]
+    assert all(np.isfinite(c.logprobs_T).all() for g in together for c in g)
+
+
 def test_workers_side_by_side_sample_the_same(base, lanes):
     """Pieces of the batch in several threads, each with its own lanes: the same tokens, and no mixed-up modes."""
     adapters = [trained(lanes, i, rank=2 + i) for i in range(3)]

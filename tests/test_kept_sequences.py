@@ -41,9 +41,9 @@ class Counting:
 Turns = dict[tuple[int, int], list[tuple[list[int], Action]]]
 
 
-def episodes(engine, refs, samples=5, max_rows=None, temperature=1.0) -> Turns:
+def episodes(engine, refs, samples=5, max_rows=None, temperature=1.0, later: dict[int, int] | None = None) -> Turns:
     """Several turns of every policy's group: (lane, sample) → prompts and actions. What is read between the turns has a
-    length of its own in every sequence."""
+    length of its own in every sequence. ``later`` has the number of samples with later turns by lane; default: all."""
     turns: Turns = {}
     for turn in range(TURNS):
         requests, owners = [], []
@@ -55,7 +55,7 @@ def episodes(engine, refs, samples=5, max_rows=None, temperature=1.0) -> Turns:
                 requests.append(SampleRequest(ref, prompt, samples, TOKENS, temperature, stream, sequences=names))
                 owners.append([(lane, k) for k in range(samples)])
                 continue
-            for k in range(samples):
+            for k in range(samples if later is None else later[lane]):
                 before, action = turns[lane, k][-1]
                 prompt = (*before, *action.token_ids, *range(10, 11 + (k + turn) % 4))
                 own = (*stream, "turn", turn, k)
@@ -97,6 +97,18 @@ def test_what_is_drawn_is_what_a_fresh_pass_over_all_tokens_says(base, lanes, ad
     assert all(width <= 8 for _, width in seen.whole)
     assert seen.more
     assert all(width <= 5 for _, width in seen.more)
+
+
+@pytest.mark.parametrize("later", [(4, 1), (1, 4), (0, 3, 1)])
+def test_runs_with_different_numbers_of_episodes_do_not_disturb_each_other(base, lanes, adapters, later):
+    """Rows that pad a run with few remaining episodes to the size of the others must draw nothing and write nothing:
+    otherwise an episode gets a token that another run's weights drew."""
+    engine, refs = engine_of(base, lanes, adapters[: len(later)])
+    turns = episodes(engine, refs, later=dict(enumerate(later)))
+    for (lane, _), own in turns.items():
+        for prompt, action in own:
+            expected, _ = fresh_logprobs(base, lanes, adapters[lane], prompt, action.token_ids, 1.0)
+            assert action.logprobs_T == pytest.approx(expected, abs=2e-5)
 
 
 def test_a_sequence_that_is_not_kept_is_read_again_with_the_same_result(base, lanes, adapters, monkeypatch):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from lane_cases import fresh_logprobs, lane_of, requests, rollout, sample, trained, update
+from safetensors.torch import load_file, save_file
 from torch import nn
 from toycampaign import campaign
 from toymodels import TINY_RUN, qwen3_directory
@@ -21,7 +24,7 @@ from retrain.campaign.running.controller import launch
 from retrain.config import load, parse_dict
 from retrain.engines.local import LocalEngine
 from retrain.errors import ConfigError, ModelError
-from retrain.files import read_json, read_jsonl
+from retrain.files import read_json, read_jsonl, write_json
 from retrain.policy import quantized
 from retrain.policy.base import BaseModel, load_weights, look_at
 from retrain.policy.lora import Lanes
@@ -208,6 +211,48 @@ def test_k3_estimates_the_divergence_from_the_unquantised_base(quant, toy, monke
             gaps.append((ours.exp() * (ours - theirs)).sum(-1))
     assert again.kl == pytest.approx(float(torch.cat(gaps).mean()), rel=1.0)
     assert (again.kl > 1e-4) is (kind == "nf4")
+
+
+def changed_directory(toy: Path, folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+    """A copy of the toy model with other weights."""
+    shutil.copytree(toy, folder)
+    weights = load_file(folder / "model.safetensors")
+    changed = {name: change(name, tensor.clone()) for name, tensor in weights.items()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_k3_tells_how_far_a_badly_quantised_base_is(toy, tmp_path):
+    """One large column, which the norms before it switch off, leaves the other numbers of its rows few levels. k3 is
+    unbiased for the divergence of the quantised base, from which the tokens are drawn; with the models exchanged it
+    would be several times as large."""
+
+    def with_large_column(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if "layernorm" in name:
+            tensor[0] = 0
+        if "lm_head" in name:
+            return 2 * tensor
+        if "proj" in name:
+            tensor *= 3
+            if "o_proj" not in name and "down_proj" not in name:
+                tensor[:, 0] = 160 * tensor.std()
+        return tensor
+
+    measured = base_in(changed_directory(toy, tmp_path / "model", with_large_column), "int8").quantized
+    assert measured.kl > 0.3
+    assert measured.k3 == pytest.approx(measured.kl, rel=0.3)
+
+
+def test_answers_that_measure_the_difference_end_with_an_end_token(toy, tmp_path):
+    """Every token ends an answer here, so that each question is answered by one token and no text behind the end of an
+    answer is measured."""
+    path = shutil.copytree(toy, tmp_path / "model")
+    ends = list(range(read_json(path / "config.json")["vocab_size"]))
+    for name in ("config.json", "generation_config.json"):
+        write_json(path / name, read_json(path / name) | {"eos_token_id": ends})
+    measured = base_in(path, "int8").quantized
+    assert measured.tokens == len(quantized.QUESTIONS)
+    assert f"over {measured.tokens} tokens of its own" in measured.words
 
 
 def test_with_its_original_weights_it_is_the_unquantised_model(quant, toy):

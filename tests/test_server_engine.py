@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -89,13 +90,33 @@ def test_what_is_sampled_depends_on_the_stream_alone(engine, lanes):
     assert len({tuple(each) for group in ids(together) for each in group}) > 8
 
 
-def test_a_cut_and_greedy_evaluation(engine, lanes, base):
+def test_the_next_piece_of_a_completion_draws_other_numbers(engine, lanes, server):
+    """``drawn`` counts the numbers of its stream that a completion has used: with the seed of the first piece, a server
+    would draw every piece with the same numbers. The same piece requested twice is the same."""
+    ref = publish(engine, weights(lanes, 1))
+    first = SampleRequest(ref, (5, 9), 2, 4, 1.0, ("pieces",))
+    (begun,) = engine.sample([first])
+    further = [
+        SampleRequest(ref, (5, 9, *action.token_ids), 1, 4, 1.0, (), streams=(("pieces", k),), drawn=4)
+        for k, action in enumerate(begun)
+    ]
+    pieces = engine.sample(further)
+    seeds = [body["seed"] for body in server.asked]
+    assert len(set(seeds)) == 4
+    assert ids(engine.sample(further)) == ids(pieces)
+    assert sorted(body["seed"] for body in server.asked[4:]) == sorted(seeds[2:])
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "openai", "sglang"])
+def test_a_cut_and_greedy_evaluation(base, lanes, server, tmp_path, dialect):
+    engine = engine_of(base, [server.url], tmp_path / "adapters", dialect)
     own = weights(lanes, 1)
     ref = publish(engine, own)
     (greedy,) = engine.sample([SampleRequest(ref, (5, 9), 2, 6, 0.0, ("greedy",))])
     assert greedy[0].token_ids == greedy[1].token_ids
     (cut,) = engine.sample([SampleRequest(ref, (5, 9), 4, 6, 1.0, ("cut",), top_k=1)])
     assert {tuple(action.token_ids) for action in cut} == {tuple(greedy[0].token_ids)}
+    engine.close()
 
 
 def test_groups_are_handed_out_as_soon_as_they_are_there(engine, lanes):
@@ -159,19 +180,23 @@ def test_adapters_are_sent_to_servers_that_do_not_see_them(base, lanes, server, 
 
 
 def test_an_adapter_stays_while_a_request_in_flight_names_it(engine, lanes, server):
-    ref = publish(engine, weights(lanes, 1))
+    ref, other = publish(engine, weights(lanes, 1)), publish(engine, weights(lanes, 2), run="other")
     held = threading.Event()
 
-    def slow(status, payload):
-        held.wait(5)
+    async def slow(status, payload):
+        while not held.is_set():
+            await asyncio.sleep(0.01)
         return status, payload
 
     server.faults.append(slow)
     sampling = ThreadPoolExecutor(1).submit(engine.sample, requests(ref, 1, 1))
     until(lambda: server.adapters and not server.faults)
-    engine.retire(ref)
+    engine.sample(requests(other, 1, 1))
+    for each in (ref, other):
+        engine.retire(each)
+    until(lambda: len(server.adapters) < 2)
     time.sleep(0.1)
-    assert server.adapters  # the request in flight needs it
+    assert [name.partition("@")[0] for name in server.adapters] == ["run"]  # the request in flight needs it
     held.set()
     assert sampling.result()
     until(lambda: not server.adapters)
@@ -266,6 +291,7 @@ FAULTS = {
     "no JSON: <html>": lambda status, payload: (200, b"<html>"),
     "model 'base' answered, where 'run@0.": changed(model=lambda name: "base"),
     "the prompt came back as 4 other token ids": changed(prompt_token_ids=lambda own: [*own, 3]),
+    "the prompt came back as 3 other token ids": changed(prompt_token_ids=lambda own: own[::-1]),
     "tokens, where 1 to 8 were asked for": changed(token_ids=lambda own: own * 9),
     "0 tokens, where": changed(token_ids=lambda own: []),
     "token id 99999, outside the vocabulary": changed(token_ids=lambda own: [99999, *own[1:]]),
@@ -330,6 +356,22 @@ def test_a_refusal_is_not_repeated(engine, lanes, server):
     assert len(server.asked) == 1
     with pytest.raises(ModelError, match=r"2055 tokens, .* holds 2048: lower max_tokens"):
         engine.sample([SampleRequest(ref, (5,) * 2047, 1, 8, 1.0, ("long",))])
+
+
+def test_a_server_with_a_shorter_context_than_the_model_is_reported(base, lanes, model, tmp_path):
+    """As with vLLM's --max-model-len: no request is sent, and the message names the server's context."""
+    short = shutil.copytree(model, tmp_path / "short")
+    write_json(short / "config.json", read_json(short / "config.json") | {"max_position_embeddings": 64})
+    small = StandIn(short)
+    engine = engine_of(base, [small.url], tmp_path / "adapters")
+    ref = publish(engine, weights(lanes, 1))
+    assert engine.sample([SampleRequest(ref, (5,) * 56, 1, 8, 1.0, ("fits",))])
+    small.asked.clear()
+    with pytest.raises(ModelError, match=r"prompt \+ max_tokens = 65 tokens, the server holds 64: lower max_tokens"):
+        engine.sample([SampleRequest(ref, (5,) * 57, 1, 8, 1.0, ("long",))])
+    assert not small.asked
+    engine.close()
+    small.close()
 
 
 def test_a_server_that_is_not_there(base, tmp_path, monkeypatch):
@@ -491,6 +533,7 @@ def test_a_completion_that_ends_servers_is_not_asked_for_without_end(base, lanes
     async def dies(path, body, timeout_s=None):
         if path == "/v1/completions":
             deaths.append(path)
+            assert len(deaths) < 10, "asked for without end"
             raise Away("ReadError")
         return await post(path, body, timeout_s)
 

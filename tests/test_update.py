@@ -179,6 +179,24 @@ def test_truncated_importance_sampling_and_icepop_by_their_formulas(base, lanes,
         assert metrics["kl_sample_train_v2"] > 0.01  # still of the sampler, not of the corrected ratio
 
 
+def test_the_weight_of_a_sequence_counts_tokens_that_do_not_train(base, lanes):
+    """W = π/π_sampler of the whole answer, also where `entropy_mask` lets only some of its tokens train."""
+    samples, expected, trained_tokens = [], 0.0, 0
+    noise = generator("mismatch")
+    for sample in rollout(base, lanes, trained(lanes, 0)):
+        shift_T, mask_T = noise.normal(0.1, 0.3, len(drawn(sample))), np.arange(len(drawn(sample))) % 3 == 0
+        shifted = with_tokens(sample, logprobs=sample.logprobs[sample.action_mask] - shift_T, loss_mask=mask_T)
+        samples.append(shifted)
+        advantages_T = sample.advantages[sample.action_mask]
+        expected -= min(np.exp(shift_T.sum()), 3.0) * advantages_T[mask_T].sum()
+        trained_tokens += int(mask_T.sum())
+    _, metrics = gradient(
+        lanes, 0, samples, correction=Correction("seq_tis", high=3.0),
+        denominators=Denominators(trained_tokens, len(samples)),
+    )  # fmt: skip
+    assert metrics["loss"] == pytest.approx(expected / trained_tokens, rel=1e-3)
+
+
 def test_dual_clip_bounds_the_loss_of_a_bad_token(base, lanes):
     """A < 0 and ρ far above 1: plain ppo pushes with ρ·A, dual clip stops at c·A and lets the token rest."""
     samples = rollout(base, lanes, trained(lanes, 0))

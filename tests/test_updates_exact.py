@@ -171,9 +171,10 @@ def test_advantages_are_whitened_over_tokens_not_over_padding():
     np.testing.assert_allclose(np.concatenate(whitened), wanted, atol=1e-12)
 
 
-def critic_policy(base, lanes, **critic):
+def critic_policy(base, lanes, weight_decay: float = 0.0, **critic):
     """A policy whose critic is not what it was at first, and its objective."""
-    sections = {"algorithm": GAE, "critic": critic, "training": {"num_iterations": 2}}
+    training = {"num_iterations": 2, "weight_decay": weight_decay}
+    sections = {"algorithm": GAE, "critic": critic, "training": training}
     policy = local_policy(base, lanes, **sections)
     policy.adapter.load(trained(lanes, 1).tensors())
     if policy.critic.adapter is not None:
@@ -226,6 +227,39 @@ def test_the_value_loss_is_its_definition_on_what_the_critic_says(base, lanes, s
     assert len(values_M) == sum(len(drawn(one)) for one in batch.samples)
     assert numbers["loss/value_avg"] == pytest.approx(0.5 * np.maximum(near, far).mean(), rel=1e-4)
     assert numbers["val/clipfrac_avg"] == pytest.approx((far > near).mean())
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_critic_learns_from_all_tokens_also_where_few_train_the_policy(base, lanes, share):
+    """With `entropy_mask` the policy loss is divided by few tokens; the value loss stays a mean over all sampled ones,
+    or its gradient would grow with every token that is masked."""
+    (policy, objective), (masked_policy, _) = (critic_policy(base, lanes, share_adapter=share) for _ in range(2))
+    batch = batch_of(policy)
+    first = [one.loss_mask & (np.cumsum(one.loss_mask) == 1) for one in batch.samples]
+    few = [replace(one, loss_mask=mask) for one, mask in zip(batch.samples, first, strict=True)]
+    masked = replace(batch, samples=few, denominators=replace(batch.denominators, tokens=len(few)))
+    numbers = policy.update(batch, objective, 1e-4)
+    with_mask = masked_policy.update(masked, objective, 1e-4)
+    assert with_mask["loss/value_avg"] == pytest.approx(numbers["loss/value_avg"])
+    assert with_mask["optim/critic_grad_norm"] == pytest.approx(numbers["optim/critic_grad_norm"], rel=1e-4)
+    if share:
+        vf_coef = parse_dict({"algorithm": GAE}).critic.vf_coef
+        value = vf_coef * with_mask["loss/value_avg"]
+        assert with_mask["loss"] == pytest.approx(with_mask["loss/policy_avg"] + value, rel=1e-4)
+
+
+def test_weight_decay_shrinks_the_critic_as_it_shrinks_the_policy(base, lanes):
+    """AdamW's decay is w ← w − lr·λ·w besides the step of the gradient."""
+    lr, decay = 0.01, 0.1
+    (plain, objective), (decayed, _) = (critic_policy(base, lanes, each) for each in (0.0, decay))
+    before = [flat.detach().clone() for flat in (plain.adapter.flat, *plain.critic.weights)]
+    for policy in (plain, decayed):
+        policy.update(batch_of(policy), objective, lr)
+    without, with_decay = ([p.adapter.flat, *p.critic.weights] for p in (plain, decayed))
+    assert len(before) == 3  # adapter of the policy, head and adapter of the critic
+    for w, a, b in zip(before, without, with_decay, strict=True):
+        torch.testing.assert_close(a - b, lr * decay * w, rtol=0, atol=1e-6)
+        assert float((lr * decay * w).abs().max()) > 1e-5
 
 
 def test_a_policy_with_a_critic_of_its_own_learns_what_one_without_learns(base, lanes):

@@ -204,6 +204,11 @@ class KVCache:
             for layer in range(len(states)):
                 states[layer] = states[layer].index_select(0, rows)
 
+    def clear(self, rows: torch.Tensor) -> None:
+        """Zero the rows [rows] that are marked."""
+        for states in (*self.keys, *self.values):
+            states.masked_fill_(rows.view(-1, 1, 1, 1), 0)
+
     def copy(self, rows: torch.Tensor, columns: int) -> Batch:
         """The first columns of some of the rows."""
         keys, values = ([states[rows, :, :columns] for states in own] for own in (self.keys, self.values))

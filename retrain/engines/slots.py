@@ -365,6 +365,8 @@ class SlotBatch:
         index = torch.from_numpy(kept.clip(0)).to(self.base.device)
         taken = torch.from_numpy(kept >= 0).to(self.base.device)
         self.kv_cache.select(index)
+        # Idle rows are copies: NaN of a lane that has diverged would reach the next sequence there, as 0 · NaN is NaN.
+        self.kv_cache.clear(~taken)
         self.sequence = np.where(kept >= 0, self.sequence[kept.clip(0)], self.scratch)
         self.at = np.where(kept >= 0, self.at[kept.clip(0)], 0)
         old = self.rows
