@@ -265,8 +265,10 @@ class Reward(Grader):
     """`match`: the marked answer (see `strict`), compared as text after normalising; `math`: mathematical equality;
     `format`: whether there is a marked answer; `judge`: a model behind an endpoint decides; `rubric`: it checks the
     answer against criteria with weights; `custom`: your function;
-    `reward_model`: the score of a model that is run here, an answer above 0.5 counting as correct; `weighted`: a sum of
-    `[[reward.components]]`."""
+    `reward_model`: the score of a model that is run here; `weighted`: a sum of `[[reward.components]]`."""
+    correct_above: float = 0.5
+    """An answer counts as correct when its total reward is above this, unless the reward or the environment itself says
+    what is correct."""
     timeout_s: Annotated[Positive, Role.SPEED] = 10.0
     """Longest time for grading one completion, in seconds; then its reward is null and the run goes on. `reward_model`
     has no such limit."""
@@ -405,6 +407,9 @@ class Environment(Section):
     tools_prompt: str | None = None
     """What the system message says of the tools where the model's chat template cannot show them; unset is a list of
     them with the way to call one, an empty text is nothing."""
+    correct_metric: Annotated[OptionalText, Role.LEARNS] = None
+    """Metric or component of the provider's environment that says what is correct: a value above 0.5 is. Unset is one
+    named `correct`. An episode without it is judged by `[reward] correct_above`."""
     max_turns: Annotated[
         OptionalCount, BeforeValidator(lambda value: None if value == -1 else value, json_schema_input_type=int | None)
     ] = None
@@ -426,7 +431,8 @@ class Environment(Section):
     @property
     def measured(self) -> str:
         """Everything that decides what happens in it, as text."""
-        return self.model_dump_json(exclude={key for key, role in self.roles().items() if role != Role.SAMPLES})
+        decisive = Role.SAMPLES | Role.LEARNS
+        return self.model_dump_json(exclude={key for key, role in self.roles().items() if role not in decisive})
 
     @property
     def hosted(self) -> bool:
@@ -447,7 +453,7 @@ class Environment(Section):
                 "remove one of the two",
             )
         if self.provider is None:
-            for key, given in (("id", self.id), ("args", self.args)):
+            for key, given in (("id", self.id), ("args", self.args), ("correct_metric", self.correct_metric)):
                 if given:
                     fix = 'provider = "reasoning_gym"'
                     keys = (f"environment.{key}", "environment.provider")

@@ -141,8 +141,16 @@ class Hosted:
         except EpisodeFailed:
             episode.close()
             return
-        if fault := self._outside(result):
+        if fault := self._outside(result) or self._lacks_metric(result):
             raise DataError(f"{owner}: {fault} for an episode of {problem.id}")
+
+    def _lacks_metric(self, result: RewardResult) -> str:
+        """Return the fault that a graded episode has no ``correct_metric``, or "". Only the answer to a valid action of
+        OpenEnv has metrics, and the empty action of ``examine`` need not be one."""
+        name, known = self.section.correct_metric, {**result.components, **result.sample_metrics}
+        if name is None or name in known or result.total_reward is None or self.section.provider == "openenv":
+            return ""
+        return f"there is no metric {name!r} (correct_metric) among {', '.join(known) or 'none'}"
 
     def _outside(self, result: RewardResult) -> str:
         """What is wrong with a reward outside the declared range; "" when nothing is."""
@@ -239,7 +247,12 @@ def _target(section: EnvironmentSection, folders: Sequence[str]) -> tuple[str, d
     if section.provider is None:
         return TOOLS, {"tools": section.tools, "folders": list(folders)}
     if section.provider in PROVIDERS:
-        return PROVIDERS[section.provider].target, {"id": section.id, **section.args}
+        arguments = {"id": section.id, **section.args}
+        if section.provider == "openenv":  # records the fields of observations that it is told to
+            wanted = arguments.get("metrics", [])
+            if isinstance(wanted, list):
+                arguments["metrics"] = [*wanted, section.correct_metric or "correct"]
+        return PROVIDERS[section.provider].target, arguments
     return section.provider, {**({} if section.id is None else {"id": section.id}), **section.args}
 
 

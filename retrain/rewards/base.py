@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from retrain.plugins import described
-from retrain.types import Problem, RewardResult
+from retrain.types import CORRECT_ABOVE, Problem, RewardResult, with_correctness
 
 Item = tuple[Problem, str]
 """A problem and the text of one completion."""
@@ -43,11 +43,12 @@ class Reward:
 class Grader:
     """Grades the completions of a step with one reward; a context manager.
 
-    ``names`` are the components that every result has, in the order in which they are configured.
+    ``names`` are the components that every result has, in the order in which they are configured. ``correct_above`` is
+    the threshold of ``with_correctness``.
     """
 
-    def __init__(self, reward: Reward):
-        self.reward = reward
+    def __init__(self, reward: Reward, correct_above: float = CORRECT_ABOVE):
+        self.reward, self.correct_above = reward, correct_above
         self.names: tuple[str, ...] = tuple(getattr(reward, "names", (reward.name,)))
         self.ranges = dict(reward.ranges)
 
@@ -57,7 +58,7 @@ class Grader:
         for result in results:
             if not result.components:
                 result.components = {self.reward.name: result.total_reward}
-        return results
+        return [with_correctness(result, self.correct_above) for result in results]
 
     def close(self) -> None:
         """Stop worker processes; idempotent."""
