@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from retrain.algorithms.gae import sequence_kl
 from retrain.algorithms.protocol import Algorithm, Credit
 from retrain.algorithms.rejection import leave_out_anew
 from retrain.checkpoints import (
@@ -277,13 +278,16 @@ class Run:
 
     def credit(self, groups: Sequence[Group]) -> Credit:
         """Have the algorithm credit the step's rollouts."""
-        groups = [group for group in groups if group.discarded != TOO_OLD]
-        if not groups:
-            return Credit(Denominators(0, 0))
+        sampled, groups = groups, [group for group in groups if group.discarded != TOO_OLD]
+        if len(groups) < len(sampled):
+            self.algorithm.mark_planning([group for group in sampled if group.discarded == TOO_OLD])
         want = frozenset(WANTS[need] for need in self.algorithm.needs if need in WANTS)
         scores: Scores | None = None
-        if want:
-            scores = self.policy.score(samples_of(groups, every=True), want).of_rollouts(groups)
+        if want and (groups or self.config.algorithm.critic):
+            scored = groups or sampled
+            scores = self.policy.score(samples_of(scored, every=True), want).of_rollouts(scored)
+        if not groups:
+            return Credit(Denominators(0, 0), {} if scores is None else sequence_kl(scores, self.config))
         if self.teacher is not None and self.config.distillation.whole:
             note_prompts(groups, self.shown)
         elif self.teacher is not None:

@@ -280,7 +280,7 @@ class Algorithm(Section):
         own = frozenset[Need]().union(*(mode_of(key, getattr(self, key)).needs for key in MODES))
         if self.rejection != "none" or self.rejection_denominator == "kept":
             own |= {Need.LOGPROBS}
-        return own | {Need.LOGPROBS, Need.REFERENCE} if Need.VALUES in own and self.kl_coef > 0 else own
+        return own | {Need.LOGPROBS, Need.REFERENCE} if Need.VALUES in own else own
 
     @property
     def keeps_uniform_groups(self) -> bool:

@@ -79,7 +79,8 @@ TIMED_PARTS = {
     "forward": "inside the update: forward passes",
     "backward": "inside the update: backward passes",
     "loss_computation": "inside the update: the loss and its statistics from the logprobs",
-    "compute_kl": "inside the update: KL to the base, with the base's forward passes; 0 without `kl_coef` and `log_kl`",
+    "compute_kl": "KL to the base, with the base's forward passes: inside the update, and with a critic before it; 0 "
+    "without `kl_coef`, `log_kl` and a critic",
     "compute_entropy": "inside the update: entropy of whole distributions and its gradient; 0 without `entropy_coef` "
     "(`entropy` itself comes from the sampler)",
     "data_to_device": "inside the update: copying micro-batches to the device",
@@ -154,9 +155,6 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("critic/target_mean", "mean of R over action tokens", "reward"),
     _metric("policy/entropy_avg", "mean full-vocabulary entropy of trained tokens in the forward passes of the "
             "updates", "nats", "falling slowly, not to 0"),
-    _metric("objective/entropy", "mean over completions of Σ(−ln p) of their tokens, p the sampler's", "nats"),
-    _metric("objective/kl", "mean over completions of Σ KL to the base of their tokens before the update, as "
-            "`kl_in_reward` estimates it (else k1); null without `kl_coef`", "nats", "rising slowly"),
     _metric("optim/critic_lr", "learning rate of the critic's update", ""),
     _metric("optim/critic_grad_norm", "norm of the critic's gradient before clipping", ""),
 )],
@@ -248,7 +246,7 @@ SECTIONS: dict[str, list[Metric]] = {
 "Policy": [
     _metric("entropy", "mean full-vocabulary entropy over the tokens of all completions, of the distribution sampled "
             "from; null where the engine cannot give it", "nats", "falling slowly, not to 0",
-            trl="policy/entropy_avg objective/entropy"),
+            trl="policy/entropy_avg"),
     _metric("entropy_sampled", "minus the mean sampler logprob over the tokens of all completions", "nats",
             "close to entropy", tinker="optim/entropy"),
     _metric("kl_sample_train_v1", "mean of d = sampler logprob − trainer logprob over the tokens that the trainer ran, "
@@ -261,7 +259,13 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("kl_divergence_inference", "mean of exp(−d) − 1 + d over the same tokens: k3 of the current policy against "
             "the rollout policy", "nats", "near 0 on-policy"),
     _metric("kl", "k3 to the frozen base over the same tokens; null unless `kl_coef` > 0 or `log_kl` is on", "nats",
-            "rising slowly", trl="objective/kl"),
+            "rising slowly"),
+    _metric("objective/entropy", "mean over all completions of Σ(−ln p) over their tokens, p the sampler's: per "
+            "sequence, as in TRL's PPO (`entropy` and `entropy_sampled` are per token)", "nats"),
+    _metric("objective/kl", "mean over completions of Σ KL to the base over their tokens: per sequence, as in TRL's PPO "
+            "(`kl` is per token). Estimated as `kl_in_reward` does, else by k1. With a critic before the update and "
+            "over all completions; else in the update, over the completions that the trainer ran, and null unless "
+            "`kl_coef` > 0 or `log_kl` is on", "nats", "rising slowly"),
     _metric("objective/non_score_reward", "with `kl_in_reward` −kl_coef · objective/kl; else −kl_coef · Σ of k3 to the "
             "base over a completion, mean over the completions that the trainer ran; 0 without `kl_coef`", "reward"),
     _metric("objective/rlhf_reward", "mean_reward + objective/non_score_reward", "reward"),

@@ -201,7 +201,9 @@ def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
     if penalty is None and not context.config.algorithm.kl_coef:
         penalty = 0.0
     score = mean(samples.reward_N)
+    surprisals_N = np.array([-float(rollout.logprobs_T.sum()) for rollout in rollouts if len(rollout)])
     return {
+        "objective/entropy": mean(surprisals_N),
         "entropy": _mean_of(entropies) if len(entropies) == len(rollouts) else None,
         "entropy_sampled": None if logprob is None else -logprob,
         "off_policy_steps_mean": sum(ages) / len(ages) if ages else None,
