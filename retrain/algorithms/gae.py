@@ -89,7 +89,7 @@ def _on_the_way(rollout: Rollout) -> np.ndarray:
 def _divergence(
     rated: Sequence[int], scores: Scores, config: Config, mask_BT: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return the KL to the base that is in the reward of every token [B, T], and its mean over tokens for the record."""
+    """Return the KL to the base that is in the reward of every token [B, T], and its mean over tokens."""
     if not config.algorithm.reward_kl_coef:
         return torch.zeros(mask_BT.shape, dtype=torch.float64), {}
     kl_BT = _kl(config.algorithm.kl_in_reward, rated, scores, mask_BT)

@@ -262,10 +262,11 @@ SECTIONS: dict[str, list[Metric]] = {
             "rising slowly"),
     _metric("objective/entropy", "mean over all completions of Σ(−ln p) over their tokens, p the sampler's: per "
             "sequence, as in TRL's PPO (`entropy` and `entropy_sampled` are per token)", "nats"),
-    _metric("objective/kl", "mean over completions of Σ KL to the base over their tokens: per sequence, as in TRL's PPO "
-            "(`kl` is per token). Estimated as `kl_in_reward` does, else by k1. With a critic before the update and "
-            "over all completions; else in the update, over the completions that the trainer ran, and null unless "
-            "`kl_coef` > 0 or `log_kl` is on", "nats", "rising slowly"),
+    _metric("objective/kl", "mean over completions of Σ KL to the base over their tokens: per sequence, as in TRL's "
+            "PPO (`kl` is per token). Estimated as `kl_in_reward` does, else by k1. With a critic before the update "
+            "and over all completions (without groups that are too old, where there are others); else in the update, "
+            "over the completions that the trainer ran, and null unless `kl_coef` > 0 or `log_kl` is on", "nats",
+            "rising slowly"),
     _metric("objective/non_score_reward", "with `kl_in_reward` −kl_coef · objective/kl; else −kl_coef · Σ of k3 to the "
             "base over a completion, mean over the completions that the trainer ran; 0 without `kl_coef`", "reward"),
     _metric("objective/rlhf_reward", "mean_reward + objective/non_score_reward", "reward"),
