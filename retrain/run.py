@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from retrain.checkpoints import (
     prune,
     write_checkpoint,
 )
+from retrain.clock import timestamp
 from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.config.schedule import Extent, extent_after
@@ -399,11 +399,11 @@ class Run:
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Note the time of what is done inside."""
-        begin = time.time()
+        begin = timestamp()
         try:
             yield
         finally:
-            self.note_span(name, begin, time.time())
+            self.note_span(name, begin, timestamp())
 
     def record_step(
         self, groups: Sequence[Group], update: Mapping[str, Any], state: Mapping[str, Any], now: float

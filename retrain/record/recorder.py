@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from retrain.clock import timestamp
 from retrain.errors import StorageError
 from retrain.files import read_jsonl, truncate_jsonl, write_json
 from retrain.record.columns import METRICS, ColumnWriter
@@ -119,7 +120,7 @@ class RunRecorder:
         samples = collect(record.groups)
         self._known_tags = tuple(sorted({*self._known_tags, *tags_to_show(samples, self.context)}))
         row = step_row(record, self.context, self.totals, self._known_tags, self._evaluations, samples)
-        self.totals = self.totals.plus(everything(record, samples), record.step_start)
+        self.totals = self.totals.plus(everything(record, samples), record.step_start, record.step_end)
         self._evaluations = {}
         for key in sorted(self._known_keys):
             row.setdefault(key, None)
@@ -179,7 +180,7 @@ class RunRecorder:
         config = self.context.config
         row = eval_row(record, self.context.tags_of(record.name), config.reward.strict_answers, config.audit.wanted)
         self._evaluations.update(row)
-        started = time.time() - record.seconds
+        started = timestamp() - record.seconds
         self._files.write(lambda: self._write_eval(record, row, started))
         return row
 
