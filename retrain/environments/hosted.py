@@ -80,7 +80,7 @@ class Hosted:
         ends = self.ranges.get("reward", {})
         self.reward_range = (ends["min"], ends["max"]) if {"min", "max"} <= set(ends) else None
         self.metrics_ranges: Mapping[str, Range] = {
-            name: ends for name, ends in self.ranges.items() if name != "reward"
+            name: ends for name, ends in self.ranges.items() if name != "reward" or self.reward_range is None
         }
 
     @property

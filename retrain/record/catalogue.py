@@ -184,7 +184,8 @@ SECTIONS: dict[str, list[Metric]] = {
             telescope="reward_sum_std"),
     _metric("reward_min", "smallest total reward", "reward", telescope="reward_sum_min"),
     _metric("reward_max", "largest total reward", "reward", telescope="reward_sum_max"),
-    _metric("reward_gini", "Gini coefficient of total reward within a group, mean over the groups with at least two "
+    _metric("reward_gini", "Gini coefficient of total reward within a group, Σ|x_i − x_j| / (2n²x̄) · n/(n − 1): the "
+            "factor makes it 1 where one of the n completions has everything. Mean over the groups with at least two "
             "graded completions; equal rewards give 0, also when all are 0. Amounts are counted from 0; where rewards "
             "can be negative, from the `reward_min` that the reward or data source declares, or from the group's "
             "smallest where none is declared or it is not the smallest", "0 equal to 1 concentrated",
@@ -334,7 +335,8 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("val/num_eos_tokens", "completions that ended with any of the model's end tokens", "completions"),
     *_spread("length_prompt_{}", "tokens of the prompt, over completions", "tokens"),
     *_spread("length_sum_{}", "tokens of prompt and completion together", "tokens"),
-    _metric("group_length_gini_mean", "mean over groups of the Gini coefficient of completion length",
+    _metric("group_length_gini_mean", "mean over groups of the Gini coefficient of completion length, as in "
+            "reward_gini with its factor n/(n − 1)",
             "0 equal to 1 concentrated"),
     _metric("group_length_max_median_ratio_mean", "mean over groups of longest / median completion: how long a group "
             "waits for its straggler", "", "below 2"),

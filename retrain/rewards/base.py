@@ -51,6 +51,8 @@ class Grader:
         self.reward, self.correct_above = reward, correct_above
         self.names: tuple[str, ...] = tuple(getattr(reward, "names", (reward.name,)))
         self.ranges = dict(reward.ranges)
+        if len(self.names) == 1 and "reward" in self.ranges:  # the only component is the total
+            self.ranges.setdefault(self.names[0], self.ranges["reward"])
 
     def grade(self, items: Sequence[Item]) -> list[RewardResult]:
         """Results in the order of ``items``; a completion that cannot be graded has ``total_reward=None``."""

@@ -444,7 +444,8 @@ def _declared_ranges(
     code = [(key, plugin_ranges(value, folder, f"{key} =")) for key, value in named_code(config)]
     ends = {"min": config.reward.reward_min, "max": config.reward.reward_max}
     known = {name: end for name, end in ends.items() if end is not None}
-    written = {**config.reward.metrics_ranges, **({"reward": known} if known else {})}
+    only = grader.names if config.environment.provider is None and len(grader.names) == 1 else ()
+    written = chart_ranges(dict.fromkeys(("reward", *only), known) if known else {}, config.reward.metrics_ranges)
     plugins = chart_ranges(*(ranges for key, ranges in code if not is_source(key)))
     graded = grader.ranges if config.environment.provider is None else {}
     ends = environment.reward_range
