@@ -61,7 +61,6 @@ class Hosted:
                 python=section.python and str(_found(section.python, folder)),
                 folders=folders,
                 start_s=START_SECONDS,
-                longest_s=max(PROBLEMS_SECONDS, BEGINNING * section.timeout_s),
             )
             for _ in range(section.workers)
         ]

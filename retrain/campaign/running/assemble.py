@@ -15,7 +15,7 @@ import torch
 from retrain.algorithms.detectors import load_detector
 from retrain.algorithms.protocol import Algorithm
 from retrain.algorithms.standard import Modes, Standard, load_modes
-from retrain.campaign.planning.asked import Longest, askable, check_rubrics, data_of, parts_of
+from retrain.campaign.planning.asked import Longest, askable, check_rubrics, data_of, missing_column, parts_of
 from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, recorded_facts, world_changes
 from retrain.campaign.planning.outputs import run_place
 from retrain.campaign.planning.plan import RunSpec, run_directory
@@ -35,7 +35,7 @@ from retrain.data.prompts import Renderer, longest_prompt
 from retrain.engines.server.engine import ServerEngine
 from retrain.environments.build import environments_of
 from retrain.environments.protocol import Environment, Limits
-from retrain.errors import CheckpointError, ModelError, UsageError
+from retrain.errors import CheckpointError, DataError, ModelError, UsageError
 from retrain.evaluation import Evaluator
 from retrain.files import prepare_directory
 from retrain.maths.planning import Detector
@@ -94,6 +94,8 @@ def assemble(
     data = data_of(first, folder)
     for spec in specs:
         check_rubrics(data, spec.config)
+        if fault := missing_column(graders[spec.config.reward.grading].reward.columns, data, spec.config):
+            raise DataError(f"[reward] custom_function: {fault}")
     if _is_local(first):
         files = bases.look(first)
         data = askable(data, first, longest, files.tokenizer, files.context)
