@@ -208,7 +208,7 @@ FAULTS = {
 }
 
 
-def written(folder: Path, module: Path, function: str) -> Path:
+def written(folder: Path, module: Path, function: str | list[str]) -> Path:
     (folder / "problems.jsonl").write_text("".join(f'{{"prompt": "{i}+1", "answer": {i + 1}}}\n' for i in range(20)))
     (folder / "mine.py").write_text(module.read_text())
     file = folder / "run.toml"
@@ -268,7 +268,7 @@ rollouts_every = 1
 """
 
 
-def trained(folder: Path, module: Path, model: Path, function: str) -> Path:
+def trained(folder: Path, module: Path, model: Path, function: str | list[str]) -> Path:
     (folder / "mine.py").write_text(module.read_text())
     rows = [{"prompt": f"{i}?", "answer": i, "task": ("sum", "poem")[i % 2]} for i in range(20)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

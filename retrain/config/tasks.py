@@ -433,7 +433,7 @@ class Environment(Section):
     @property
     def measured(self) -> str:
         """Everything that decides what happens in it, as text."""
-        decisive = Role.SAMPLES | Role.LEARNS
+        decisive = (Role.SAMPLES, Role.LEARNS)
         return self.model_dump_json(exclude={key for key, role in self.roles().items() if role not in decisive})
 
     @property
