@@ -126,9 +126,9 @@ def startup(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         workload.model_directory(options.models, setting.shape)
         for turn in range(1 + options.repeats):  # the first turn fills the file cache
-            began, used = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
+            begin, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
             subprocess.run([sys.executable, "-c", IMPORTS], check=True, env=environment(options.threads))
-            imports, imports_cpu = time.time() - began, children_cpu(used)
+            imports, imports_cpu = time.perf_counter() - begin, children_cpu(used)
             run, began, cpu = train(Path(temporary), setting, options.models, 1, options.threads)
             first = next(s["wall_end"] for s in spans(run)[0] if s["name"] == "rollout") - began
             if turn:

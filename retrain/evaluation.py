@@ -52,7 +52,7 @@ class Evaluator:
     def evaluate(self, held_out: HeldOut, subjects: Sequence[Subject]) -> list[EvalRecord]:
         """The set's answers by each of the subjects, from one decode batch. The answer to a problem of a set's part is
         the first one that the whole set would have had of it."""
-        begin, sampling = time.time(), held_out.sampling.requested
+        begin, sampling = time.monotonic(), held_out.sampling.requested
         own = () if held_out.name == HELDOUT else (held_out.name,)
         asked = [
             list(enumerate(subject.environments[held_out.name].problems(held_out.name)))[:: held_out.every]
@@ -78,7 +78,7 @@ class Evaluator:
             own_groups = [next(collected) for _ in problems]
             groups = [group for group in own_groups if isinstance(group, Group)]
             error = next((group for group in own_groups if isinstance(group, Exception)), None)
-            how = {"samples": held_out.samples, "seconds": time.time() - begin, "error": error, **vars(sampling)}
+            how = {"samples": held_out.samples, "seconds": time.monotonic() - begin, "error": error, **vars(sampling)}
             records.append(EvalRecord(held_out.recorded_name, subject.step, groups, **how))
         return records
 

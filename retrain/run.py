@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from retrain.algorithms.gae import sequence_kl
 from retrain.algorithms.protocol import Algorithm, Credit
 from retrain.algorithms.rejection import leave_out_anew
 from retrain.checkpoints import (
@@ -23,6 +23,7 @@ from retrain.checkpoints import (
     prune,
     write_checkpoint,
 )
+from retrain.clock import timestamp
 from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.config.schedule import Extent, extent_after
@@ -277,13 +278,16 @@ class Run:
 
     def credit(self, groups: Sequence[Group]) -> Credit:
         """Have the algorithm credit the step's rollouts."""
-        groups = [group for group in groups if group.discarded != TOO_OLD]
-        if not groups:
-            return Credit(Denominators(0, 0))
+        sampled, groups = groups, [group for group in groups if group.discarded != TOO_OLD]
+        if len(groups) < len(sampled):
+            self.algorithm.mark_planning([group for group in sampled if group.discarded == TOO_OLD])
         want = frozenset(WANTS[need] for need in self.algorithm.needs if need in WANTS)
         scores: Scores | None = None
-        if want:
-            scores = self.policy.score(samples_of(groups, every=True), want).of_rollouts(groups)
+        if want and (groups or self.config.algorithm.critic):
+            scored = groups or sampled
+            scores = self.policy.score(samples_of(scored, every=True), want).of_rollouts(scored)
+        if not groups:
+            return Credit(Denominators(0, 0), {} if scores is None else sequence_kl(scores, self.config))
         if self.teacher is not None and self.config.distillation.whole:
             note_prompts(groups, self.shown)
         elif self.teacher is not None:
@@ -395,11 +399,11 @@ class Run:
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Note the time of what is done inside."""
-        begin = time.time()
+        begin = timestamp()
         try:
             yield
         finally:
-            self.note_span(name, begin, time.time())
+            self.note_span(name, begin, timestamp())
 
     def record_step(
         self, groups: Sequence[Group], update: Mapping[str, Any], state: Mapping[str, Any], now: float

@@ -7,11 +7,11 @@ A cohort of one is the single run.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from retrain.clock import timestamp
 from retrain.engines.protocol import Engine
 from retrain.errors import DeviceLost, Interrupted, RunFailed, ServerFailed
 from retrain.evaluation import Evaluator
@@ -58,7 +58,7 @@ class Cohort:
         lost, it ends as on KeyboardInterrupt: without saving.
         """
         for run in self.runs:
-            run.begin(time.time())
+            run.begin(timestamp())
         try:
             yield from self._start()
             while active := [run for run in self.runs if run.active]:
@@ -84,7 +84,7 @@ class Cohort:
             before[run] = run.rollback_point()
         try:
             groups, taken = self._sample([run for run in active if run.error is None])
-            since = time.time()
+            since = timestamp()
             numbers = self._learn([run for run in active if run.error is None], groups)
         except ServerFailed:  # nothing was learnt from it: everything before this step is saved
             self.saver.save([run for run in active if run.error is None and run.roll_back(before[run])])
@@ -96,7 +96,7 @@ class Cohort:
             with self.queue.paused():
                 self.evaluations.trained(due)
         shared = {"cohort_size": len(active), **self._shared(taken)}
-        ahead = {"queue_depth": taken.depth, "time/overlap": self.queue.overlap(since, time.time())}
+        ahead = {"queue_depth": taken.depth, "time/overlap": self.queue.overlap(since, timestamp())}
         for run, (update, state) in numbers.items():
             if run.error is None:
                 own = state | shared | (ahead if run.recent.bound else {})
@@ -133,10 +133,10 @@ class Cohort:
     ) -> dict[Run, tuple[dict[str, Any], dict[str, Any]]]:
         """Credit and update of every run, several at once where that is faster (a run left over has the workers for
         its micro-batches); what one raises ends that run alone. Returns the numbers of update and algorithm."""
-        begin, numbers, ends = time.time(), {}, {}
+        begin, numbers, ends = timestamp(), {}, {}
 
         def learn(run: Run) -> None:
-            start = time.time()
+            start = timestamp()
             run.note_span("cohort", begin, start)
             try:
                 with run.span("credit"):
@@ -144,13 +144,13 @@ class Cohort:
                 with run.span("update"):
                     numbers[run] = run.update(groups[run], credit), dict(credit.metrics)
             finally:
-                ends[run] = time.time()
+                ends[run] = timestamp()
 
         together = len(runs) - (len(runs) % self.workers.count == 1)
         self.workers.map(lambda run: self.guarded(run, partial(learn, run), quietly=True), runs[:together])
         for run in runs[together:]:
             self.guarded(run, partial(learn, run), quietly=True)
-        end = time.time()
+        end = timestamp()
         for run in runs:
             run.note_span("cohort", ends[run], end)
             if run.error is not None:
@@ -164,7 +164,7 @@ class Cohort:
         return {"perf/peak_memory_gib": peak_memory_gib(), **sync, **numbers}
 
     def _record(self, run: Run, groups: Sequence[Group], update: dict[str, Any], state: dict[str, Any]) -> None:
-        now = time.time()
+        now = timestamp()
         with run.span("record"):
             row = run.record_step(groups, update, state, now)
         self.observer.step(run.spec, row)

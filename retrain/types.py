@@ -128,8 +128,8 @@ class RewardResult:
 
     ``total_reward`` is None when grading failed (``error`` holds the reason). ``components`` holds each weighted part
     by name before weighting, ``sample_metrics`` any further numbers that a reward wants recorded, None where this
-    completion has none. ``correct``: None lets the caller use ``total_reward > 0.5``. ``format_ok``: None where no
-    format is defined. ``audit_error`` is why an audit beside it has no score.
+    completion has none. ``correct`` and ``format_ok``: None leaves them to ``with_correctness``. ``audit_error`` is why
+    an audit beside it has no score.
     """
 
     total_reward: float | None
@@ -143,10 +143,34 @@ class RewardResult:
 
     @property
     def is_correct(self) -> bool:
-        """``correct`` where the reward sets it, else whether the total is above one half."""
-        if self.correct is not None:
-            return self.correct
-        return self.total_reward is not None and self.total_reward > 0.5
+        """Whether it counts as correct, by the default threshold where nothing has decided yet."""
+        return bool(with_correctness(self).correct)
+
+
+CORRECT_ABOVE = 0.5
+"""Default of ``[reward] correct_above``."""
+
+
+def with_correctness(
+    reward: RewardResult, correct_above: float = CORRECT_ABOVE, correct_metric: str | None = None
+) -> RewardResult:
+    """Return the reward with ``correct`` and ``format_ok`` decided; nothing else decides them.
+
+    ``correct`` is what the reward has set, else whether its component or metric ``correct_metric`` (default
+    ``correct``) is above 0.5, else whether its total is above ``correct_above``. ``format_ok`` is what the reward has
+    set, else whether its component or metric ``format`` is above 0.5, else None.
+    """
+    values = {**reward.sample_metrics, **reward.components}
+
+    def flag(name: str) -> bool | None:
+        value = values.get(name)
+        return None if value is None or math.isnan(value) else value > 0.5
+
+    correct = reward.correct if reward.correct is not None else flag(correct_metric or "correct")
+    if correct is None:
+        correct = reward.total_reward is not None and reward.total_reward > correct_above
+    format_ok = reward.format_ok if reward.format_ok is not None else flag("format")
+    return replace(reward, correct=correct, format_ok=format_ok)
 
 
 @dataclass(eq=False)

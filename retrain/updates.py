@@ -109,7 +109,7 @@ PER_UPDATE = ("loss", "reported_loss", "optim/lr", "optim/grad_norm", "optim/cri
 """Means over updates. All numbers that are named nowhere here are means over trained tokens."""
 OF_ACTIONS = ("loss/value_avg", "val/clipfrac_avg", "rejected_tokens_frac")
 """Means over action tokens, all of which have a value."""
-OF_COMPLETIONS = ("objective/non_score_reward", "rejected_sequences_frac")
+OF_COMPLETIONS = ("objective/kl", "objective/non_score_reward", "rejected_sequences_frac")
 """Means over completions."""
 MAXIMA = {"optim/lr": "optim/lr_max", "optim/grad_norm": "optim/grad_norm_max"}
 

@@ -123,7 +123,7 @@ def test_an_audit_is_looked_at_before_training_as_a_reward_is(tmp_path):
         file = tmp_path / "c.toml"
         file.write_text(f"[audit]\n{audit}\n[model]\nmodel = 'tiny-reasoner'\n")
         with pytest.raises(ConfigError) as caught:
-            check(Plan.of(load(file), tmp_path / "out"), rewards=True)
+            check(Plan.of(load(file), tmp_path / "out"))
         return str(caught.value)
 
     assert "audit.custom_module" in found("type = 'custom'\ncustom_module = 'no_such_module'")

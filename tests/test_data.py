@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from mixed_cases import BASE, completions_of, launch_file, rows_of, runs_of, toy_file
+from typer.testing import CliRunner
 
+from retrain.cli import app
 from retrain.config.tasks import Data
 from retrain.data import Dataset, content_hash, load_data
 from retrain.data.prompts import conversation, render
@@ -53,7 +55,8 @@ def test_a_jsonl_file_becomes_problems(tmp_path: Path) -> None:
     )
     data = load(path, tags_column="tag")
     first, second, third = data.train
-    assert first == Problem("sums.jsonl:1", "1+1=?", "2", ("easy",), {"source": "book"})
+    row = {"prompt": "1+1=?", "answer": "2", "tag": "easy", "source": "book"}
+    assert first == Problem("sums.jsonl:1", "1+1=?", "2", ("easy",), row)
     assert second.id == "sums.jsonl:3"
     assert second.prompt == ({"role": "user", "content": "2+2=?"},)
     assert (second.answer, second.tags) == ("4", ("easy", "even"))
@@ -94,6 +97,46 @@ def test_a_parquet_file_becomes_problems(tmp_path: Path) -> None:
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(DataError, match="cannot be read as Parquet"):
         load(tmp_path / "broken.parquet")
+
+
+def test_a_csv_file_becomes_problems_with_values_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "sums.csv"
+    path.write_bytes(
+        b'\xef\xbb\xbfprompt,answer,tag\r\n"1+1, as a digit?",2,easy\r\n\r\n'
+        b'"two\nlines ""quoted""",007,\r\nlast?,"1,450",x\r\n'
+    )
+    first, second, third = load(path, tags_column="tag").train
+    assert first == Problem(
+        "sums.csv:2", "1+1, as a digit?", "2", ("easy",), {"prompt": "1+1, as a digit?", "answer": "2", "tag": "easy"}
+    )
+    assert (second.id, second.prompt, second.answer) == ("sums.csv:4", 'two\nlines "quoted"', "007")
+    assert (third.id, third.answer) == ("sums.csv:6", "1,450")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"prompt,answer\n1?\n", r"sums.csv:2  has 1 values, and the first line names 2 columns"),
+        (b'prompt,answer\n1?,1\n"2?,2\n', "sums.csv:3  is not CSV: unexpected end of data"),
+        (b"prompt,answer\n1?,1\n\xff,2\n", "sums.csv:3  is not UTF-8"),
+        (b"prompt,prompt\n1?,1\n", 'names the column "prompt" twice'),
+        (b"prompt,result\n1?,1\n", "sums.csv:2  has no column answer or solution"),
+        (b"", "holds no problems"),
+    ],
+)
+def test_what_is_wrong_with_a_csv_file_is_told_with_its_line(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "sums.csv").write_bytes(content)
+    (tmp_path / "run.toml").write_text('[data]\nsource = "sums.csv"\n[evaluation]\nproblems = 0\n')
+    result = CliRunner().invoke(app, ["check", str(tmp_path / "run.toml")])
+    assert result.exit_code == 2
+    assert reason in result.output
+
+
+def test_a_csv_file_passes_the_check(tmp_path: Path) -> None:
+    (tmp_path / "sums.csv").write_text("question,answer\n" + "".join(f"{i}+1?,{i + 1}\n" for i in range(20)))
+    (tmp_path / "run.toml").write_text('[data]\nsource = "sums.csv"\n[evaluation]\nproblems = 2\n')
+    result = CliRunner().invoke(app, ["check", str(tmp_path / "run.toml")])
+    assert (result.exit_code, result.output) == (0, f"{tmp_path / 'run.toml'}: fine, 1 run\n")
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ import pytest
 import soak
 from snippets import blocks
 
+from retrain.record.tokens import TokenFile
+
 ROOT = Path(__file__).parents[1]
 SIZES = ("training.max_steps=2", "training.batch_size=3", "training.group_size=6", "evaluation.problems=6")
 
@@ -73,7 +75,15 @@ def test_summaries_have_an_entry_for_every_turn(run):
         assert each["trajectory_metrics"]["tools/total_tool_calls"] == sum(
             step["metrics"]["tools/calls"] for step in each["steps"]
         )
-    assert called[0]["steps"][1]["ob_len"] < called[0]["steps"][0]["ob_len"] + 12  # what is new alone
+    with TokenFile(run / "tokens_000000.safetensors") as file:
+        seen = {(line["group"], line["sample"]): file.rollout(i) for i, line in enumerate(file.lines())}
+    for each in called:
+        steps, rollout = each["steps"], seen[each["group_idx"], each["traj_idx"]]
+        read = [turn["read"] for turn in rollout.line["turns"]]
+        assert steps[0]["ob_len"] == read[0]
+        for before, step, new in zip(steps, steps[1:], read[1:], strict=False):
+            assert step["ob_len"] == before["ob_len"] + before["ac_len"] + new  # all that it saw
+        assert steps[-1]["ob_len"] + steps[-1]["ac_len"] == len(rollout.arrays["ids"])
 
 
 def test_pages_and_trees_show_the_conversation(run):
@@ -179,5 +189,5 @@ def test_what_is_not_exact_is_said_at_the_start(tmp_path):
     (row,) = lines(tmp_path / "out" / "metrics.jsonl")
     summaries = lines(tmp_path / "out" / "train_iteration_000000_rollout_summaries.jsonl")
     for each in summaries:
-        assert sum(step["ob_len"] + step["ac_len"] for step in each["steps"]) <= 24
+        assert each["steps"][-1]["ob_len"] + each["steps"][-1]["ac_len"] <= 24
     assert row["env/all/ended_by/max_tokens"] + row["env/all/ended_by/done"] == pytest.approx(1)

@@ -17,6 +17,7 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef
 from retrain.files import read_jsonl
 from retrain.record.observer import NullObserver
+from retrain.record.tokens import TokenFile
 from retrain.rollouts.queue import RolloutQueue
 from retrain.rollouts.versions import RecentWeights, Weights
 
@@ -176,7 +177,15 @@ def test_a_group_that_is_too_old_does_not_train_and_is_counted(tmp_path, model, 
 
     monkeypatch.setattr(LocalEngine, "sample", late)
     path = campaign(tmp_path, model, steps=5)
-    for rows in trained(path, tmp_path / "out", *ahead(1), "logging.rollouts_every=1").values():
+    detector = "def half(texts, offsets):\n    return [[i % 2 for i in range(len(own))] for own in offsets]\n"
+    (tmp_path / "marks.py").write_text(detector)
+    how = (*ahead(1), "logging.rollouts_every=1", "planning.detector='marks:half'")
+    for name, rows in trained(path, tmp_path / "out", *how).items():
+        for row in rows:
+            with TokenFile(tmp_path / f"out/runs/{name}/tokens_{row['step']:06d}.safetensors") as file:
+                marks = [int(mark) for i in range(len(file)) for mark in file.rollout(i).arrays["planning"]]
+            assert sum(marks) > 0
+            assert row["planning_fraction"] == pytest.approx(sum(marks) / len(marks))  # of all, also of the old
         assert [row["discarded_max_async_pct"] for row in rows] == pytest.approx([0, 0, 100 / 3, 100, 0])
         assert [row["off_policy_steps_max"] for row in rows] == [0, 1, 2, 2, 0]  # no update, no older weights
         assert rows[2]["num_datums"] <= 8
@@ -195,6 +204,25 @@ def test_a_group_that_is_too_old_does_not_train_and_is_counted(tmp_path, model, 
     assert {line["sampling_client_step"] for line in lines} <= {1, 2}
     page = (run / "train_iteration_000003.html").read_text()
     assert page.count("did not train: too many steps behind the policy") == 3
+
+
+def test_a_critic_has_a_kl_where_all_groups_are_too_old(tmp_path, model, monkeypatch):
+    sample = LocalEngine.sample
+
+    def late(self, requests, **how):
+        groups = sample(self, requests, **how)
+        for request, group in zip(requests, groups, strict=True):
+            if request.stream[-2] == 2:
+                group[-1].policy_version = -7
+        return groups
+
+    monkeypatch.setattr(LocalEngine, "sample", late)
+    path = campaign(tmp_path, model, steps=3, condition="")
+    path.write_text(path.read_text().replace('advantage_mode = "rloo"\ntransform_mode = "gtpo_hicra_placebo"',
+                                             'advantage_mode = "gae"\ntransform_mode = "none"'))  # fmt: skip
+    rows = trained(path, tmp_path / "out", *ahead(1), "campaign.seeds=[1]")["gae+none_s1"]
+    assert [row["num_datums"] > 0 for row in rows] == [True, True, False]
+    assert all(row["objective/kl"] is not None and row["objective/entropy"] > 0 for row in rows)
 
 
 # -- the parts ------------------------------------------------------------------------------------------------------

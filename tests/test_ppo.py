@@ -289,9 +289,9 @@ def test_rollouts_without_a_reward_or_a_token_take_no_part():
     assert (ungraded.values_T, ungraded.value_targets_T) == (None, None)
     assert np.isnan(ungraded.advantage)
     assert group.discarded is None
-    assert numbers["objective/entropy"] == pytest.approx((1.0 + 1.5) / 2)  # of all that was sampled
-    group, (advantages, numbers), _ = credited([ungraded], Scores(values=[np.ones(3)]))
-    assert (group.discarded, advantages, numbers) == ("no_reward", {}, {"objective/entropy": 1.5})
+    scores = Scores(values=[np.ones(3)], logprobs=[np.full(3, -1.0)], reference=[np.full(3, -1.5)])
+    group, (advantages, numbers), _ = credited([ungraded], scores)
+    assert (group.discarded, advantages, numbers) == ("no_reward", {}, {"objective/kl": 1.5})  # of all that was sampled
 
 
 def test_kl_in_the_reward_and_what_is_logged_of_it():
@@ -460,4 +460,4 @@ def test_a_run_without_a_critic_has_no_key_of_one(tmp_path):
     text = text.replace('kl_in_reward = "k1"\n', "").replace("[critic]\nlr = 5e-3\n", "")
     row = train_quietly(tmp_path, text)[0]
     assert not [key for key in row if key.startswith("critic/") or key in ("loss/value_avg", "optim/critic_lr")]
-    assert row["objective/kl"] == row["kl"]  # TRL's name for GRPO's number
+    assert row["objective/kl"] != row["kl"]  # per sequence and per token

@@ -18,6 +18,8 @@ from retrain.types import Action
 
 pytest.importorskip("openenv", reason="pip install '.[openenv]'")
 
+from retrain.config import parse_dict
+from retrain.environments.build import close_hosted, environments_of, provided_data
 from retrain.environments.providers.openenv import OpenEnv
 from retrain.environments.providers.openenv_chat import Actions, messages_of
 from retrain.environments.providers.openenv_server import Server
@@ -66,6 +68,25 @@ def test_a_game_is_played_and_its_rewards_are_added(server):
     assert other.result().total_reward == 1
     one.close()
     one.close()
+
+
+@pytest.mark.parametrize(("keys", "expected"), [({}, [True, False]), ({"correct_metric": "distance"}, [False, False])])
+def test_a_field_of_the_observation_decides_what_is_correct(server, keys, expected):
+    section = {"provider": "openenv", "workers": 1, "args": {"url": server.url, "size": 2, "heldout": 0}, **keys}
+    config = parse_dict({"environment": section, "evaluation": {"problems": 0}})
+    try:
+        environment = environments_of(config, provided_data(config, Path.cwd()), None, Path.cwd())["train"]
+        problem = environment.problems("train")[0]
+        right = digit(problem)
+        episodes = [environment.start(problem, 0) for _ in range(2)]
+        for episode, guesses in zip(episodes, ([right], [(right + 1) % 10, right]), strict=True):
+            for guess in guesses:
+                episode.step(action(str(guess)))
+        results = environment.results(episodes)
+    finally:
+        close_hosted()
+    assert [result.total_reward for result in results] == [1.0, 0.9]
+    assert [result.is_correct for result in results] == expected
 
 
 def test_the_same_seed_begins_alike(server):

@@ -228,7 +228,9 @@ def test_policy_numbers_come_from_the_step_and_entropy_from_all_completions():
     groups[1].rollouts[0].turns[0].action.entropy_T = np.full(50, 9.0)
     groups[1].rollouts[1].turns[0].action.logprobs_T = np.full(50, -3.0)
     row = step_row(step(groups, update={"loss": np.float32(0.25), "optim/lr": 1e-4, "val/ratio": 1.0}), context())
-    assert row["entropy"] == row["policy/entropy_avg"] == row["objective/entropy"] == (54 * 0.5 + 50 * 9.0) / 104
+    assert row["entropy"] == row["policy/entropy_avg"] == (54 * 0.5 + 50 * 9.0) / 104
+    sums = [-one.logprobs_T.sum() for each in groups for one in each.rollouts]
+    assert row["objective/entropy"] == pytest.approx(np.mean(sums))  # per sequence
     assert row["entropy_sampled"] == (54 * 1.0 + 50 * 3.0) / 104
     assert row["loss"] == row["loss/policy_avg"] == 0.25
     assert row["optim/lr"] == row["learning_rate"] == row["lr"] == 1e-4

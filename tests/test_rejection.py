@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -229,6 +230,35 @@ def test_before_each_of_several_updates_the_second_moment_is_that_of_the_policy_
     third, shares = leave_out_anew(TrainBatch(samples, Denominators(5, 2), 0, (), update=2), near, algorithm)
     assert [each.policy_weights[each.action_mask].tolist() for each in third.samples] == [[0.0, 1.0, 1.0], [1.0, 1.0]]
     assert shares == {"rejected_tokens_frac": pytest.approx(0.2), "rejected_sequences_frac": 0.0}
+
+
+@pytest.mark.parametrize("tokens", ["all", "harmful"])
+@pytest.mark.parametrize("apart", [0.0, 3.0])
+def test_groups_without_an_advantage_change_nothing_for_the_second_moment(tokens, apart):
+    """However near or far the sampler of a uniform group is: with one update, and before each of several."""
+    section = {"loss": "m2po", "m2po_threshold": 0.05, "m2po_tokens": tokens}
+    algorithm = parse_dict({"algorithm": section}).algorithm
+    uniform = [math.exp(apart)] * 6
+    kept = {}
+    for name, ratios, advantages in (
+        ("without", W, (1.0, -1.0, 1.0)),
+        ("with", (*W, uniform), (1.0, -1.0, 1.0, 0.0)),
+    ):
+        groups, credit, scores = step(ratios, advantages)
+        reject(groups, credit, algorithm, scores)
+        samples = [
+            Sample.single_turn([1], [7] * len(own), np.full(len(own), -1.0), np.full(len(own), advantage))
+            for own, advantage in zip(ratios, advantages, strict=True)
+        ]
+        policy = Says([np.log(own) - 1.0 for own in map(np.array, ratios)])
+        batch, _ = leave_out_anew(TrainBatch(samples, Denominators(6, 3), 0, (), update=1), policy, algorithm)
+        before = [
+            each.policy_weights[each.action_mask].tolist() for each in batch.samples if each.policy_weights is not None
+        ]
+        kept[name] = weights(groups), before
+    for own, more in zip(kept["without"], kept["with"], strict=True):
+        assert any(0.0 in weight for weight in own if weight)
+        assert more == [*own, [1.0] * 6]
 
 
 def test_several_updates_of_a_run_are_bounded(tmp_path):

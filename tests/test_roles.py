@@ -72,6 +72,7 @@ def test_what_a_condition_may_override():
     assert fixed == (expanded(*whole) | {*TEACHERS, *TEACHERS_PATIENCE}) - {
         "model.lora_rank",
         "logging.strategic_grams",
+        "environment.correct_metric",
     }
 
 

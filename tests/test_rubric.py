@@ -283,9 +283,9 @@ def rows_of(count: int, checks: Any = ("Is right.",)) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"checks": []}, "the problem has no criterion in 'checks' whose weight is not 0; beside prompt, answer"),
+        ({"checks": []}, "the problem has no criterion in 'checks' whose weight is not 0; its columns are"),
         ({"checks": [{"weight": 1}]}, "the problem's criterion 1 has no text"),
-        ({"check": ["Is right."]}, "the problem has no column 'checks'; beside prompt, answer and tags it has 'check'"),
+        ({"check": ["Is right."]}, "the problem has no column 'checks'; its columns are 'question', 'answer', 'check'"),
     ],
 )
 def test_a_problem_without_criteria_is_found_before_anything_is_loaded(tmp_path, row, says):

@@ -91,6 +91,37 @@ def played(environment, texts, seed=0, row=0):
     return steps, result
 
 
+def judged(texts, **keys) -> list[bool]:
+    """Which of these answers count as correct in a run with these keys of [environment]."""
+    from retrain.config import parse_dict
+    from retrain.environments.build import close_hosted, environments_of, provided_data
+
+    section = {"provider": "verifiers", "workers": 1, "timeout_s": 60.0, **keys}
+    config = parse_dict({"environment": section, "evaluation": {"problems": 0}})
+    try:
+        environment = environments_of(config, provided_data(config, TOYS), None, TOYS)["train"]
+        episodes = [environment.start(environment.problems("train")[0], 0) for _ in texts]
+        for episode, text in zip(episodes, texts, strict=True):
+            episode.step(act(text))
+        return [result.is_correct for result in environment.results(episodes)]
+    finally:
+        close_hosted()
+
+
+@v1
+def test_the_named_metric_of_a_taskset_decides_what_is_correct():
+    args = {"args": {"heldout": 0}, "id": "toy_reverse"}
+    assert judged(["elppa", "wrong", ""], **args) == [True, False, False]
+    assert judged(["elppa", "wrong", ""], **args, correct_metric="length") == [True, True, False]
+
+
+@classic
+def test_the_named_metric_of_a_rubric_decides_what_is_correct():
+    args = {"args": {"heldout": 0}, "id": "toy_classic"}
+    assert judged(["0", "7"], **args) == [True, False]
+    assert judged(["0", "7"], **args, correct_metric="num_turns") == [True, True]
+
+
 # --- environments with load_environment ---------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ class Move(Action):
 class Said(Observation):
     text: str = ""
     distance: int = -1
+    correct: bool = False
 
 
 class Digit(Environment):
@@ -45,7 +46,9 @@ class Digit(Environment):
         self.count += 1
         distance = abs(int(guess) - self.secret)
         over = distance == 0 or self.count == 4
-        return Said(text=f"{distance} off.", distance=distance, reward=1.0 if distance == 0 else -0.1, done=over)
+        told = Said(text=f"{distance} off.", distance=distance, reward=1.0 if distance == 0 else -0.1, done=over)
+        told.correct = distance == 0 and self.count == 1
+        return told
 
     @property
     def state(self) -> State:

@@ -44,10 +44,9 @@ def fill_token_advantages(
     for group in groups:
         if all(rollout.reward.total_reward is None or not len(rollout) for rollout in group.rollouts):
             group.discarded = "no_reward"
-    sampled = [-float(rollout.logprobs_T.sum()) for rollout in rollouts if len(rollout)]
-    entropy = {"objective/entropy": sum(sampled) / len(sampled)} if sampled else {}
+    divergence = sequence_kl(scores, config)
     if not rated:
-        return {}, entropy
+        return {}, divergence
     own = [rollouts[i] for i in rated]
     mask_BT = _padded([np.ones(len(rollout)) for rollout in own]).bool()
     values_BT = _padded([scores.values[i] for i in rated])
@@ -71,7 +70,7 @@ def fill_token_advantages(
         rollout.values_T, rollout.value_targets_T = values_T[:count].numpy(), targets_T[:count].numpy()
     return advantages, {
         **metrics,
-        **entropy,
+        **divergence,
         "critic/value_mean": float(values_BT[mask_BT].mean()),
         "critic/target_mean": float(targets_BT[mask_BT].mean()),
         "critic/explained_variance": explained_variance(values_BT, targets_BT, mask_BT),
@@ -90,25 +89,34 @@ def _on_the_way(rollout: Rollout) -> np.ndarray:
 def _divergence(
     rated: Sequence[int], scores: Scores, config: Config, mask_BT: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """KL to the base of every token [B, T] that its reward has, and what TRL logs of it."""
-    algorithm, none_BT = config.algorithm, torch.zeros(mask_BT.shape, dtype=torch.float64)
-    if scores.logprobs is None or scores.reference is None:
-        return none_BT, {}
-    policy_BT = _padded([scores.logprobs[i] for i in rated])
-    reference_BT = _padded([scores.reference[i] for i in rated])
+    """Return the KL to the base that is in the reward of every token [B, T], and its mean over tokens."""
+    if not config.algorithm.reward_kl_coef:
+        return torch.zeros(mask_BT.shape, dtype=torch.float64), {}
+    kl_BT = _kl(config.algorithm.kl_in_reward, rated, scores, mask_BT)
+    return kl_BT, {"kl": float(_kl("k3", rated, scores, mask_BT).sum() / mask_BT.sum())}
 
-    def estimate(kind: str) -> torch.Tensor:
-        return torch.where(mask_BT, kl_terms(kind, policy_BT, reference_BT, mask_BT), 0.0)
 
-    if not algorithm.reward_kl_coef:
-        return none_BT, {"objective/kl": float(estimate("k1").sum(1).mean())}
-    kl_BT = estimate(algorithm.kl_in_reward)
-    total = float(kl_BT.sum(1).mean())
-    return kl_BT, {
-        "kl": float(estimate("k3").sum() / mask_BT.sum()),
-        "objective/kl": total,
-        "objective/non_score_reward": -algorithm.reward_kl_coef * total,
-    }
+def sequence_kl(scores: Scores, config: Config) -> dict[str, float]:
+    """Return what TRL records of the KL to the base: the mean over all rollouts of its sum over their tokens, estimated
+    as in the reward or else by k1, and what it takes from the reward. Empty without scores or tokens."""
+    lengths = [len(logprobs_T) for logprobs_T in scores.logprobs or ()]
+    sampled = [i for i, length in enumerate(lengths) if length]
+    if scores.reference is None or not sampled:
+        return {}
+    mask_BT = _padded([np.ones(lengths[i]) for i in sampled]).bool()
+    weight = config.algorithm.reward_kl_coef
+    kind = config.algorithm.kl_in_reward if weight else "k1"
+    total = float(_kl(kind, sampled, scores, mask_BT).sum(1).mean())
+    return {"objective/kl": total, **({"objective/non_score_reward": -weight * total} if weight else {})}
+
+
+def _kl(kind: str, rows: Sequence[int], scores: Scores, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return the estimate ``kind`` of the KL to the base of these rollouts' tokens [B, T], 0 in the padding."""
+    assert scores.logprobs is not None
+    assert scores.reference is not None
+    policy_BT = _padded([scores.logprobs[i] for i in rows])
+    reference_BT = _padded([scores.reference[i] for i in rows])
+    return torch.where(mask_BT, kl_terms(kind, policy_BT, reference_BT, mask_BT), 0.0)
 
 
 def _padded(arrays: Sequence[np.ndarray]) -> torch.Tensor:

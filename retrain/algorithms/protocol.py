@@ -43,6 +43,10 @@ class Algorithm(Protocol):
         rollouts in order."""
         ...
 
+    def mark_planning(self, groups: Sequence[Group]) -> None:
+        """Set ``planning_T`` of every rollout; ``credit`` does so for the groups that it gets."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """What it keeps from step to step, as strict JSON; only ``credit`` changes it."""
         ...

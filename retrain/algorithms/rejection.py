@@ -105,8 +105,9 @@ def _shares(kept_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, Any]:
 def leave_out_anew(batch: TrainBatch, policy: Policy, algorithm: Algorithm) -> tuple[TrainBatch, dict[str, Any]]:
     """The batch of one of several updates with what M2PO leaves out of it by the policy as it is now, and how much.
 
-    The choice is over all sampled tokens of the update, so that micro-batches do not change it; what a completion was
-    rejected for stays left out. One forward pass, but none before the first update, whose log-probabilities are known.
+    The choice is over all sampled tokens of the update that have an advantage, so that micro-batches do not change it;
+    what a completion was rejected for stays left out. One forward pass, but none before the first update, whose
+    log-probabilities are known.
     """
     samples = batch.samples
     given = [sample.old_logprobs[sample.action_mask] for sample in samples if sample.old_logprobs is not None]
@@ -137,9 +138,12 @@ def _near_the_sampler(
     advantages_BT: torch.Tensor,
     algorithm: Algorithm,
 ) -> torch.Tensor:
-    """Which tokens M2PO keeps."""
+    """Return which tokens M2PO keeps. Tokens whose advantage is 0 have no policy loss: they are kept and do not count,
+    so that groups without signal change nothing for the others."""
     harmful_BT = advantages_BT if algorithm.m2po_tokens == "harmful" else None
-    return kept_by_second_moment(now_BT, sampler_BT, mask_BT, algorithm.m2po_threshold, harmful_BT)
+    with_signal_BT = mask_BT & (advantages_BT != 0.0)
+    kept_BT = kept_by_second_moment(now_BT, sampler_BT, with_signal_BT, algorithm.m2po_threshold, harmful_BT)
+    return kept_BT | (mask_BT & ~with_signal_BT)
 
 
 def _padded(rows: Sequence[tuple[np.ndarray, ...]]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:

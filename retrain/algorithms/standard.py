@@ -93,7 +93,7 @@ class Standard:
     def credit(self, groups: Sequence[Group], scores: Scores | None, step: int) -> Credit:
         """See ``Algorithm.credit``. λ is read first: what is observed of this batch counts from the next step on."""
         own, numbers = self._advantages(groups, scores)
-        mark_planning(groups, self.detector, self.tokenizer)
+        self.mark_planning(groups)
         lam, gate_open = sepa_lambda(self.schedule, self.sepa, step), sepa_gate_open(self.sepa, step)
         credit = assign_credit(groups, self.config, lam, (*self.stream, "placebo", step), self.modes, own)
         if self.config.distillation.sampled:
@@ -121,6 +121,10 @@ class Standard:
         reward = self.config.environment.provider or self.config.reward.type
         fill_advantages(groups, self.modes.advantage, reward, turns)
         return {}, {}
+
+    def mark_planning(self, groups: Sequence[Group]) -> None:
+        """See ``Algorithm.mark_planning``."""
+        mark_planning(groups, self.detector, self.tokenizer)
 
     def state(self) -> dict[str, Any]:
         """What SEPA has observed so far."""

@@ -250,7 +250,8 @@ def _grader_words(grader: Reward | RewardComponent) -> str:
         sums = "Σ weight · met / Σ |weight|"
         return f"{sums} over {_criteria_words(grader)}, each of which {who} finds met or not"
     if grader.type == "custom":
-        return f"your own {grader.custom_function} of {grader.custom_module}"
+        functions = grader.custom_function if isinstance(grader.custom_function, list) else [grader.custom_function]
+        return f"your own {' + '.join(functions)} of {grader.custom_module}"
     if grader.type == "reward_model":
         return f"the score that the reward model {grader.reward_model} gives to problem and answer"
     answer = "the marked answer" if grader.strict else "the marked answer, or else the last number or line,"

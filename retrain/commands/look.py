@@ -89,7 +89,7 @@ def check(file: ConfigFile, sets: Sets = None) -> None:
     from retrain.campaign.planning.plan import Plan
     from retrain.campaign.planning.references import check as examine
 
-    plan = examine(Plan.of(read(file, sets)), rewards=True, places=False)
+    plan = examine(Plan.of(read(file, sets)), places=False)
     print(f"{file}: fine, {plural(len(plan.specs), 'run')}")
     for text in probe_lines(file, plan.specs):
         note(f"probe: {text}")

@@ -149,7 +149,8 @@ class Algorithm(Section):
     vespo_negative: Annotated[Curve, _loss_key("algorithm.vespo_negative")] = Field(default=[3.0, 2.0])
     """The same for tokens of negative advantage."""
     m2po_threshold: Annotated[Positive, _loss_key("algorithm.m2po_threshold")] = 0.04
-    """The mean of (log π/π_sampler)² over an update's tokens that `m2po` allows; the largest are left out."""
+    """The mean of (log π/π_sampler)² that `m2po` allows over an update's tokens with an advantage; the largest are left
+    out."""
     m2po_tokens: Annotated[Literal["all", "harmful"], _loss_key("algorithm.m2po_tokens")] = "all"
     """Over which tokens `m2po` takes the mean, and of which it leaves some out: all, or those whose probability has
     already gone where their advantage leads."""
@@ -280,7 +281,7 @@ class Algorithm(Section):
         own = frozenset[Need]().union(*(mode_of(key, getattr(self, key)).needs for key in MODES))
         if self.rejection != "none" or self.rejection_denominator == "kept":
             own |= {Need.LOGPROBS}
-        return own | {Need.LOGPROBS, Need.REFERENCE} if Need.VALUES in own and self.kl_coef > 0 else own
+        return own | {Need.LOGPROBS, Need.REFERENCE} if Need.VALUES in own else own
 
     @property
     def keeps_uniform_groups(self) -> bool:

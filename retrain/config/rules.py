@@ -15,7 +15,7 @@ from retrain.config.evaluation import CUTS, evaluation_rules
 from retrain.config.modes import MODES, Need, advantage_of, credit_of, mode_of
 from retrain.config.schedule import deciding_rules
 from retrain.config.slurm import slurm_rules
-from retrain.config.tasks import has_configurations
+from retrain.config.tasks import MARKED, Reward, has_configurations
 
 if TYPE_CHECKING:
     from retrain.config.root import Config
@@ -46,6 +46,22 @@ def environment_rules(config: Config) -> Iterator[Finding]:
             mode = config.algorithm.advantage_mode
             what = f'beside advantage_mode = "{mode}", which would whiten two kinds of advantages together'
             yield Finding(("algorithm.turn_credit", "algorithm.advantage_mode"), what, 'turn_credit = "turn"')
+
+
+def correctness_rules(config: Config) -> Iterator[Finding]:
+    """A threshold or a metric decides what is correct only where the reward does not say so for every answer."""
+    reward, provider = config.reward, config.environment.provider
+    default = Reward.model_fields["correct_above"].default
+    if provider == "reasoning_gym":
+        if config.environment.correct_metric is not None:
+            yield no_effect("environment.correct_metric", "environment.provider", provider)
+        if reward.correct_above != default:
+            yield no_effect("reward.correct_above", "environment.provider", provider)
+    elif provider is None and reward.correct_above != default:
+        parts = reward.components if reward.type == "weighted" else [reward]
+        if kind := next((part.type for part in parts if part.type in MARKED), None):
+            words = f'has no effect: type = "{kind}" says itself which answers are correct'
+            yield Finding(("reward.correct_above", "reward.type"), words, "remove the line")
 
 
 def planning_rules(config: Config) -> Iterator[Finding]:
@@ -533,6 +549,7 @@ RULES = (
     planning_rules,
     shard_rules,
     overlong_rules,
+    correctness_rules,
     slurm_rules,
     off_policy_rules,
     server_rules,

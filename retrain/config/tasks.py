@@ -27,7 +27,7 @@ from retrain.config.describe import no_effect
 from retrain.plugins import why_no_range
 
 SOURCES = ("arithmetic", "gsm8k", "math")
-FILE_ENDINGS = (".jsonl", ".parquet")
+FILE_ENDINGS = (".jsonl", ".csv", ".parquet")
 Level = Literal["easy", "medium", "hard"]
 DEFAULT_TURNS = 16
 """Most turns of an episode where the file says nothing."""
@@ -36,7 +36,7 @@ DEFAULT_TURNS = 16
 def _source(value: str | None) -> str | None:
     if value is None or value in SOURCES or value.endswith(FILE_ENDINGS) or is_plugin(value):
         return value
-    file = re.fullmatch(r"(.+)\.(csv|tsv|json|ndjson|txt|xlsx?|arrow)", value)
+    file = re.fullmatch(r"(.+)\.(tsv|json|ndjson|txt|xlsx?|arrow)", value)
     if "/" in value and not file and ":" not in value:
         return value
     close = difflib.get_close_matches(value.rpartition("/")[2], [*SOURCES, "hendrycks_math"], n=1, cutoff=0.6)
@@ -44,7 +44,7 @@ def _source(value: str | None) -> str | None:
     if file:
         name = f"{file[1]}.jsonl"
     raise fault(
-        f'is "{value}", but must be one of "arithmetic", "gsm8k", "math", a file ending in .jsonl or .parquet, a '
+        f'is "{value}", but must be one of "arithmetic", "gsm8k", "math", a file ending in .jsonl, .csv or .parquet, a '
         "directory (./name) or hub name (owner/name), or a module:function",
         f'source = "{name}"' + (', made with one {"prompt": "…", "answer": "…"} per line' if file else ""),
     )
@@ -80,8 +80,8 @@ class Data(Section):
     role: ClassVar[Role] = Role.SAMPLES
 
     source: Annotated[Text, AfterValidator(_source)] = "arithmetic"
-    """`arithmetic` (generated), `gsm8k`, `math`, a local `.jsonl` or `.parquet` file or directory of a data set (both
-    looked for beside the TOML file first), the hub's name of a data set (`owner/name`), or `module:function`."""
+    """`arithmetic` (generated), `gsm8k`, `math`, a local `.jsonl`, `.csv` or `.parquet` file or directory of a data set
+    (both looked for beside the TOML file first), the hub's name of a data set (`owner/name`), or `module:function`."""
     subset: OptionalText = None
     """Configuration of a data set that has several, such as `main` of `openai/gsm8k`."""
     split: Text = "train"
@@ -182,8 +182,10 @@ class Grader(Section):
     (`criterion`, `description`), `weight` (`points`) and perhaps a `name`."""
     custom_module: OptionalText = None
     """Module or `.py` file of a reward of your own; looked for beside the TOML file first."""
-    custom_function: Text = "score"
-    """Its function: gets the completion and the reference answer, returns a number or a `RewardResult`."""
+    custom_function: Text | Annotated[list[Text], Field(min_length=1)] = "score"
+    """Its function, or a class with `__call__`: gets the completion and the reference answer, returns a number or a
+    `RewardResult`; or gets `prompts`, `completions` and columns of the data, and returns a list, as in TRL. Several
+    functions, listed here or in the module, are added up."""
     reward_model: OptionalText = None
     """Directory (looked for beside the TOML file first) or hub name of a sequence-classification model with one label,
     in transformers format with its own tokenizer."""
@@ -191,8 +193,8 @@ class Grader(Section):
     @property
     def shown_name(self) -> str:
         """What its numbers are called."""
-        kind = getattr(self, "type", "")
-        return self.name or (self.custom_function if kind == "custom" else kind)
+        kind, function = getattr(self, "type", ""), self.custom_function
+        return self.name or (function if kind == "custom" and isinstance(function, str) else kind)
 
 
 class RewardComponent(Grader):
@@ -265,8 +267,10 @@ class Reward(Grader):
     """`match`: the marked answer (see `strict`), compared as text after normalising; `math`: mathematical equality;
     `format`: whether there is a marked answer; `judge`: a model behind an endpoint decides; `rubric`: it checks the
     answer against criteria with weights; `custom`: your function;
-    `reward_model`: the score of a model that is run here, an answer above 0.5 counting as correct; `weighted`: a sum of
-    `[[reward.components]]`."""
+    `reward_model`: the score of a model that is run here; `weighted`: a sum of `[[reward.components]]`."""
+    correct_above: float = 0.5
+    """An answer counts as correct when its total reward is above this, unless the reward or the environment itself says
+    what is correct."""
     timeout_s: Annotated[Positive, Role.SPEED] = 10.0
     """Longest time for grading one completion, in seconds; then its reward is null and the run goes on. `reward_model`
     has no such limit."""
@@ -405,6 +409,9 @@ class Environment(Section):
     tools_prompt: str | None = None
     """What the system message says of the tools where the model's chat template cannot show them; unset is a list of
     them with the way to call one, an empty text is nothing."""
+    correct_metric: Annotated[OptionalText, Role.LEARNS] = None
+    """Metric or component of the provider's environment that says what is correct: a value above 0.5 is. Unset is one
+    named `correct`. An episode without it is judged by `[reward] correct_above`."""
     max_turns: Annotated[
         OptionalCount, BeforeValidator(lambda value: None if value == -1 else value, json_schema_input_type=int | None)
     ] = None
@@ -426,7 +433,8 @@ class Environment(Section):
     @property
     def measured(self) -> str:
         """Everything that decides what happens in it, as text."""
-        return self.model_dump_json(exclude={key for key, role in self.roles().items() if role != Role.SAMPLES})
+        decisive = (Role.SAMPLES, Role.LEARNS)
+        return self.model_dump_json(exclude={key for key, role in self.roles().items() if role not in decisive})
 
     @property
     def hosted(self) -> bool:
@@ -447,7 +455,7 @@ class Environment(Section):
                 "remove one of the two",
             )
         if self.provider is None:
-            for key, given in (("id", self.id), ("args", self.args)):
+            for key, given in (("id", self.id), ("args", self.args), ("correct_metric", self.correct_metric)):
                 if given:
                     fix = 'provider = "reasoning_gym"'
                     keys = (f"environment.{key}", "environment.provider")

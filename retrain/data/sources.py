@@ -6,6 +6,7 @@ sources (``rewards.extract.reference_answer``); the full text stays in ``metadat
 
 from __future__ import annotations
 
+import csv
 import inspect
 import json
 import math
@@ -86,8 +87,8 @@ def read_problems(source: str, split: str, data: Data, base_dir: Path | None) ->
     if directory is not None or HUB_NAME.fullmatch(source):
         return table_problems(source, split, columns, data.subset, directory=directory)
     raise DataError(
-        f"data source {source!r}: no such directory, and neither arithmetic, {', '.join(HUB)}, a .jsonl or .parquet "
-        "file, a hub name such as owner/name, nor a module:function"
+        f"data source {source!r}: no such directory, and neither arithmetic, {', '.join(HUB)}, a .jsonl, .csv or "
+        ".parquet file, a hub name such as owner/name, nor a module:function"
     )
 
 
@@ -97,12 +98,12 @@ def has_splits(source: str, base_dir: Path | None) -> bool:
 
 
 def file_problems(source: str, columns: Columns, base_dir: Path | None = None) -> list[Problem]:
-    """Problems of a ``.jsonl`` or ``.parquet`` file, looked up in ``base_dir``, then in the current directory.
+    """Problems of a ``.jsonl``, ``.csv`` or ``.parquet`` file, looked up in ``base_dir``, then the current directory.
 
     Raises DataError naming ``file:line`` for the first malformed row, MissingExtra for Parquet without pyarrow.
     """
     path = existing_file(source, base_dir, "data source", DataError)
-    rows = parquet_rows(path, source) if path.suffix == ".parquet" else jsonl_rows(path, source)
+    rows = {".parquet": parquet_rows, ".csv": csv_rows}.get(path.suffix, jsonl_rows)(path, source)
     problems = problems_of_rows(rows, columns, f"the file {path}")
     return [replace(problem, id=Path(problem.id).name) for problem in problems]  # the same on every machine
 
@@ -112,13 +113,10 @@ def jsonl_rows(path: Path, label: str) -> Iterator[Row]:
 
     ``label`` is the path as the user wrote it: the same in errors and ids on every machine.
     """
-    for number, line in _lines(path, label):
-        where = f"{label}:{number}"
+    for number, line in enumerate(_texts(path, label), start=1):
+        where, text = f"{label}:{number}", line.strip()
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
             row = json.loads(text) if text else None
-        except UnicodeDecodeError as error:
-            raise DataError(f"{where}  is not UTF-8 (byte {error.start + 1} of the line)") from None
         except json.JSONDecodeError as error:
             raise DataError(f"{where}  is not JSON: {error.msg} at column {error.colno}") from None
         except RecursionError:
@@ -130,16 +128,37 @@ def jsonl_rows(path: Path, label: str) -> Iterator[Row]:
         yield where, row
 
 
-def _lines(path: Path, label: str) -> Iterator[tuple[int, bytes]]:
-    """Lines of a file with their numbers from 1. Raises DataError where the file cannot be read."""
+def _texts(path: Path, label: str) -> Iterator[str]:
+    """Lines of a file. Raises DataError where the file cannot be read or is not UTF-8."""
     number = 0
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
-                yield number, line
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{label}:{number}  is not UTF-8 (byte {error.start + 1} of the line)") from None
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise DataError(f"{label}:{number + 1}  cannot be read: {reason}") from None
+
+
+def csv_rows(path: Path, label: str) -> Iterator[Row]:
+    """Rows of a CSV file whose first line names the columns; every value is text, as it is written. Raises DataError at
+    a line with too many or too few values, and where the file is no CSV."""
+    reader, header, begin = csv.reader(_texts(path, label), strict=True), list[str](), 1
+    try:
+        for values in reader:
+            where, begin = f"{label}:{begin}", reader.line_num + 1  # a value may go over several lines
+            if not header:
+                header = values
+                if twice := next((name for name in header if header.count(name) > 1), None):
+                    raise DataError(f'{where}  names the column "{twice}" twice')
+            elif values and len(values) != len(header):
+                raise DataError(f"{where}  has {len(values)} values, and the first line names {len(header)} columns")
+            elif values:
+                yield where, dict(zip(header, values, strict=True))
+    except csv.Error as error:
+        raise DataError(f"{label}:{begin}  is not CSV: {error}") from None
 
 
 def parquet_rows(path: Path, label: str) -> Iterator[Row]:
@@ -312,8 +331,7 @@ def problem_of_row(where: str, row: Mapping[str, Any], columns: Columns) -> Prob
     answered = _column(where, row, columns.answer, "answer_column", ANSWER_COLUMNS)
     text = _answer(where, answered, row[answered])
     answer = reference_answer(text)
-    used = {prompt, answered, *columns.tags}
-    metadata = {str(key): value for key, value in row.items() if key not in used}
+    metadata = {str(key): value for key, value in row.items()}
     if answer != text:
         metadata["solution"] = text
     tags = tuple(tag for column in columns.tags for tag in _tags(where, column, row.get(column)))

@@ -17,7 +17,7 @@ from retrain.environments.single_turn import SingleTurn
 from retrain.environments.with_tools import WithTools
 from retrain.errors import DataError
 from retrain.rewards import Grader
-from retrain.types import Action, Problem, RewardResult
+from retrain.types import CORRECT_ABOVE, Action, Problem, RewardResult, with_correctness
 
 TRAIN = "train"
 _hosts: dict[tuple[str, Path], Hosted] = {}
@@ -71,7 +71,8 @@ def environments_of(config: Config, data: Dataset, grader: Grader | None, folder
     section = config.environment
     if section.provider is not None:
         host = hosted(config, folder)
-        return {name: Provided(host, splits[name], own) for name, own in asked.items()}
+        above = config.reward.correct_above
+        return {name: Provided(host, splits[name], own, above) for name, own in asked.items()}
     assert grader is not None
     if section.tools:
         tools = hosted(config, folder)
@@ -80,10 +81,11 @@ def environments_of(config: Config, data: Dataset, grader: Grader | None, folder
 
 
 class Provided:
-    """An environment of a provider, asked as [data] says: with its system prompt and template."""
+    """An environment of a provider, asked as [data] says: with its system prompt and template. ``correct_above`` is the
+    threshold of ``with_correctness``."""
 
-    def __init__(self, host: Hosted, problems: Sequence[Problem], data: Data):
-        self.host, self.data, self._problems = host, data, problems
+    def __init__(self, host: Hosted, problems: Sequence[Problem], data: Data, correct_above: float = CORRECT_ABOVE):
+        self.host, self.data, self._problems, self.correct_above = host, data, problems, correct_above
         self.reward_range: tuple[float, float] | None = host.reward_range
         self.metrics_ranges: Mapping[str, Range] = host.metrics_ranges
         self.exact, self.parallel = host.exact, host.parallel
@@ -98,7 +100,9 @@ class Provided:
 
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
         """See ``Environment.results``."""
-        return self.host.results([episode.inner for episode in episodes if isinstance(episode, ProvidedEpisode)])
+        results = self.host.results([episode.inner for episode in episodes if isinstance(episode, ProvidedEpisode)])
+        metric = self.host.section.correct_metric
+        return [with_correctness(result, self.correct_above, metric) for result in results]
 
 
 @dataclass
@@ -122,7 +126,7 @@ class ProvidedEpisode:
 
     def result(self) -> RewardResult:
         """See ``Episode.result``."""
-        return self.inner.result()
+        return self.environment.results([self])[0]
 
     def close(self) -> None:
         """The episode is over, without a result."""

@@ -61,7 +61,6 @@ class Hosted:
                 python=section.python and str(_found(section.python, folder)),
                 folders=folders,
                 start_s=START_SECONDS,
-                longest_s=max(PROBLEMS_SECONDS, BEGINNING * section.timeout_s),
             )
             for _ in range(section.workers)
         ]
@@ -80,7 +79,7 @@ class Hosted:
         ends = self.ranges.get("reward", {})
         self.reward_range = (ends["min"], ends["max"]) if {"min", "max"} <= set(ends) else None
         self.metrics_ranges: Mapping[str, Range] = {
-            name: ends for name, ends in self.ranges.items() if name != "reward"
+            name: ends for name, ends in self.ranges.items() if name != "reward" or self.reward_range is None
         }
 
     @property
@@ -141,8 +140,16 @@ class Hosted:
         except EpisodeFailed:
             episode.close()
             return
-        if fault := self._outside(result):
+        if fault := self._outside(result) or self._lacks_metric(result):
             raise DataError(f"{owner}: {fault} for an episode of {problem.id}")
+
+    def _lacks_metric(self, result: RewardResult) -> str:
+        """Return the fault that a graded episode has no ``correct_metric``, or "". Only the answer to a valid action of
+        OpenEnv has metrics, and the empty action of ``examine`` need not be one."""
+        name, known = self.section.correct_metric, {**result.components, **result.sample_metrics}
+        if name is None or name in known or result.total_reward is None or self.section.provider == "openenv":
+            return ""
+        return f"there is no metric {name!r} (correct_metric) among {', '.join(known) or 'none'}"
 
     def _outside(self, result: RewardResult) -> str:
         """What is wrong with a reward outside the declared range; "" when nothing is."""
@@ -239,7 +246,12 @@ def _target(section: EnvironmentSection, folders: Sequence[str]) -> tuple[str, d
     if section.provider is None:
         return TOOLS, {"tools": section.tools, "folders": list(folders)}
     if section.provider in PROVIDERS:
-        return PROVIDERS[section.provider].target, {"id": section.id, **section.args}
+        arguments = {"id": section.id, **section.args}
+        if section.provider == "openenv":  # records the fields of observations that it is told to
+            wanted = arguments.get("metrics", [])
+            if isinstance(wanted, list):
+                arguments["metrics"] = [*wanted, section.correct_metric or "correct"]
+        return PROVIDERS[section.provider].target, arguments
     return section.provider, {**({} if section.id is None else {"id": section.id}), **section.args}
 
 

@@ -164,5 +164,6 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _reward_range(environment: Any) -> dict[str, Any]:
-    ends = getattr(environment, "reward_range", None)
-    return {} if ends is None else {"reward": {"min": float(ends[0]), "max": float(ends[1])}}
+    low, high = getattr(environment, "reward_range", None) or (None, None)
+    known = {name: float(end) for name, end in (("min", low), ("max", high)) if end is not None}
+    return {"reward": known} if known else {}

@@ -9,6 +9,7 @@ from retrain.config.tasks import Data
 from retrain.data.prompts import conversation
 from retrain.environments.protocol import Episode, Observation, Range, Step
 from retrain.rewards import Grader
+from retrain.rewards.base import CompletionText
 from retrain.types import Action, Problem, RewardResult
 
 
@@ -54,7 +55,7 @@ class SingleTurnEpisode:
 
     def step(self, action: Action) -> Step:
         """The answer ends the episode."""
-        self.answer = action.text
+        self.answer = CompletionText(action.text, action.token_ids)
         return Step()
 
     def result(self) -> RewardResult:

@@ -11,6 +11,7 @@ from retrain.environments.hosted import Hosted, HostedEpisode
 from retrain.environments.protocol import Episode, Observation, Range, Step
 from retrain.environments.single_turn import SingleTurn
 from retrain.rewards import Grader
+from retrain.rewards.base import CompletionText
 from retrain.types import Action, Problem, RewardResult
 
 
@@ -51,7 +52,7 @@ class WithToolsEpisode:
 
     def step(self, action: Action) -> Step:
         """Run the calls; without one the answer ends the episode. Raises EpisodeFailed."""
-        self.answer = action.text
+        self.answer = CompletionText(action.text, action.token_ids)
         return self.calls.step(action)
 
     def result(self) -> RewardResult:

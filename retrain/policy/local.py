@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ from retrain.policy.update import Passes, batch_gradient, train_step
 from retrain.types import Sample
 
 OPTIMIZER = "optimizer.safetensors"
+KL_SECONDS = "timing_compute_kl_total"
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class LocalPolicy:
         self.bfloat16 = training.update_dtype == "bfloat16"
         self.teacher = teacher
         self.version = 0
+        self._reference_s = 0.0
+        """Seconds of the base's forward passes in ``score`` since the last update."""
 
     @property
     def capabilities(self) -> Mapping[str, bool]:
@@ -137,22 +141,26 @@ class LocalPolicy:
         temperature = self.config.training.temperature
         critic = None if self.critic is None else (self.critic.adapter or self.adapter, self.critic.head)
         chosen = [[samples[i] for i in part] for part in parts]
-        if self.shares is None:
-            found = scored(self.lanes, chosen, want, adapter, temperature, critic)
-        else:
-            found = self.shares.scores(self.lanes, chosen, want, adapter, temperature, critic, self.bfloat16)
         wanted = {kind: [np.zeros(0)] * len(samples) for kind in want}
-        for part, arrays in zip(parts, found, strict=True):
-            for kind, rows in arrays.items():
-                for i, row_T in zip(part, rows, strict=True):
-                    wanted[kind][i] = row_T
+        for kinds in filter(None, (want & {Want.REFERENCE}, want - {Want.REFERENCE})):
+            begin = time.perf_counter()
+            if self.shares is None:
+                found = scored(self.lanes, chosen, kinds, adapter, temperature, critic)
+            else:
+                found = self.shares.scores(self.lanes, chosen, kinds, adapter, temperature, critic, self.bfloat16)
+            if Want.REFERENCE in kinds:
+                self._reference_s += time.perf_counter() - begin
+            for part, arrays in zip(parts, found, strict=True):
+                for kind, rows in arrays.items():
+                    for i, row_T in zip(part, rows, strict=True):
+                        wanted[kind][i] = row_T
         return Scores(**{str(kind): rows for kind, rows in wanted.items()})
 
     def update(self, batch: TrainBatch, objective: Objective, lr: float) -> dict[str, Any]:
-        """See ``train_step``."""
+        """See ``train_step``; ``timing_compute_kl_total`` counts the base's forward passes in ``score`` too."""
         before = self._changes()
         try:
-            return train_step(
+            metrics = train_step(
                 self._passes,
                 self.adapter,
                 self.optimizer,
@@ -162,6 +170,10 @@ class LocalPolicy:
                 grad_clip_norm=self.config.optimizer.grad_clip_norm,
                 critic=self.critic,
             )
+            if self._reference_s:
+                metrics[KL_SECONDS] = metrics.get(KL_SECONDS, 0.0) + self._reference_s
+                self._reference_s = 0.0
+            return metrics
         finally:
             self.version += self._changes() != before  # also when an error came after a part of the change
 

@@ -155,11 +155,16 @@ class KLTerm:
         return self.coef > 0
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
-        """k2 for the gradient, the sum of k3 for the record."""
+        """Return k2 for the gradient; for the record the sum of k3 over trained tokens, and the sum of k1 over all
+        action tokens with the number of sequences."""
         assert scores.reference_BT is not None
         assert scores.logprobs_BT is not None
-        mask_BT = batch.loss_mask_BT
-        sums = {"kl": kl_terms("k3", scores.logprobs_BT.detach(), scores.reference_BT, mask_BT).double().sum()}
+        mask_BT, logprobs_BT = batch.loss_mask_BT, scores.logprobs_BT.detach()
+        sums = {
+            "kl": kl_terms("k3", logprobs_BT, scores.reference_BT, mask_BT).double().sum(),
+            "sequence_kl": kl_terms("k1", logprobs_BT, scores.reference_BT, batch.action_BT).double().sum(),
+            "sequences": batch.action_BT.any(1).double().sum(),
+        }
         if self.coef == 0:
             return None, sums
         return self.coef * kl_terms("k2", scores.logprobs_BT, scores.reference_BT, mask_BT), sums

@@ -153,6 +153,8 @@ def train_step(
             clock.microbatches += own.microbatches
             if Want.LOGPROBS in each.objective.needs:
                 metrics |= _policy_metrics(sums, objective.kl_coef, len(samples if trained else probe), bool(trained))
+                if critic is not None:
+                    metrics.pop("objective/kl", None)  # the credit step has it of all completions
                 if trained or shared is not None:
                     metrics |= {"loss": loss, "reported_loss": loss}
                     steps.append(Step(optimizer, [adapter.flat], lr, loss))
@@ -222,12 +224,14 @@ def _value_metrics(sums: Sums) -> dict[str, float]:
 
 
 def _kl_metrics(sums: Sums, kl_coef: float, sequences: int) -> dict[str, float]:
-    """KL to the base per token, and what it takes from the reward of a rollout; nothing where it was not asked."""
+    """Return KL to the base per token and per sequence, and what it takes from the reward of a rollout; nothing where
+    it was not computed."""
     if "kl" not in sums or sums["tokens"] == 0:
         return {}
     total = float(sums["kl"])
     penalty = {"objective/non_score_reward": 0.0 - kl_coef * total / sequences} if kl_coef else {}
-    return {"kl": total / float(sums["tokens"]), **penalty}
+    per_sequence = float(sums["sequence_kl"] / sums["sequences"])
+    return {"kl": total / float(sums["tokens"]), "objective/kl": per_sequence, **penalty}
 
 
 @dataclass

@@ -77,7 +77,7 @@ def probe(
     """The report of a file at these points, as plain data; nothing is written. With ``recorded`` the batches are the
     steps of every point, else they are sampled there. Raises UsageError for a file with nothing to compare, and what
     training raises."""
-    begin = time.time()
+    begin = time.monotonic()
     specs, notes = comparable(plan, recorded)
     if effort.batches < LEAST_BATCHES:
         raise UsageError(
@@ -101,7 +101,7 @@ def probe(
         "samples": training.group_size,
         "notes": notes,
         "points": found,
-        "seconds": time.time() - begin,
+        "seconds": time.monotonic() - begin,
     }
 
 
@@ -202,10 +202,10 @@ class _Look:
 
     def report(self) -> dict[str, Any]:
         """All that is asked at this point."""
-        begin = time.time()
+        begin = time.monotonic()
         batches = self._sampled()
         held_out = self._heldout()
-        self.seconds["sampling"] = time.time() - begin
+        self.seconds["sampling"] = time.monotonic() - begin
         shared = next(iter(batches.values()))
         rewards = [one.reward for groups in shared for group in groups for one in group.rollouts]
         if all(reward.total_reward is None for reward in rewards):
@@ -217,7 +217,7 @@ class _Look:
                 f"a gradient here: {other if self.recorded is None else 'take other steps, or leave --rollouts out'}"
             )
         away = None if self.recorded is None else self._about_recorded(shared)
-        begin = time.time()
+        begin = time.monotonic()
         width = int(self.policy.adapter.flat.numel())
         wanted = success_gradients(self.runs[0], held_out)
         rows = Rows(len(self.runs) * self.batches + len(wanted), width)
@@ -225,7 +225,7 @@ class _Look:
             credits = [self._gradients(rows, number, batches) for number in range(len(self.runs))]
             for part, gradient in enumerate(wanted):
                 rows.put(len(self.runs) * self.batches + part, gradient)
-            self.seconds["gradients"] = time.time() - begin
+            self.seconds["gradients"] = time.monotonic() - begin
             scalings = [self._scaling(run) for run in self.runs]
             found = products(rows, layers_of(self.policy.adapter), self.batches, scalings, self.arrived.moments)
             on_disk = rows.on_disk

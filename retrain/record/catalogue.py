@@ -79,7 +79,8 @@ TIMED_PARTS = {
     "forward": "inside the update: forward passes",
     "backward": "inside the update: backward passes",
     "loss_computation": "inside the update: the loss and its statistics from the logprobs",
-    "compute_kl": "inside the update: KL to the base, with the base's forward passes; 0 without `kl_coef` and `log_kl`",
+    "compute_kl": "KL to the base, with the base's forward passes: inside the update, and with a critic before it; 0 "
+    "without `kl_coef`, `log_kl` and a critic",
     "compute_entropy": "inside the update: entropy of whole distributions and its gradient; 0 without `entropy_coef` "
     "(`entropy` itself comes from the sampler)",
     "data_to_device": "inside the update: copying micro-batches to the device",
@@ -154,9 +155,6 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("critic/target_mean", "mean of R over action tokens", "reward"),
     _metric("policy/entropy_avg", "mean full-vocabulary entropy of trained tokens in the forward passes of the "
             "updates", "nats", "falling slowly, not to 0"),
-    _metric("objective/entropy", "mean over completions of Σ(−ln p) of their tokens, p the sampler's", "nats"),
-    _metric("objective/kl", "mean over completions of Σ KL to the base of their tokens before the update, as "
-            "`kl_in_reward` estimates it (else k1); null without `kl_coef`", "nats", "rising slowly"),
     _metric("optim/critic_lr", "learning rate of the critic's update", ""),
     _metric("optim/critic_grad_norm", "norm of the critic's gradient before clipping", ""),
 )],
@@ -186,7 +184,8 @@ SECTIONS: dict[str, list[Metric]] = {
             telescope="reward_sum_std"),
     _metric("reward_min", "smallest total reward", "reward", telescope="reward_sum_min"),
     _metric("reward_max", "largest total reward", "reward", telescope="reward_sum_max"),
-    _metric("reward_gini", "Gini coefficient of total reward within a group, mean over the groups with at least two "
+    _metric("reward_gini", "Gini coefficient of total reward within a group, Σ|x_i − x_j| / (2n²x̄) · n/(n − 1): the "
+            "factor makes it 1 where one of the n completions has everything. Mean over the groups with at least two "
             "graded completions; equal rewards give 0, also when all are 0. Amounts are counted from 0; where rewards "
             "can be negative, from the `reward_min` that the reward or data source declares, or from the group's "
             "smallest where none is declared or it is not the smallest", "0 equal to 1 concentrated",
@@ -213,7 +212,8 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("rewards/<name>/gini", "mean over groups of the Gini coefficient, as in reward_gini; the smallest value is "
             "declared as `metrics_ranges.<name>.min`", "0 equal to 1 concentrated",
             telescope="reward_<name>_gini_mean"),
-    _metric("correct_rate", "share of all sampled completions that are correct", "share", "rising",
+    _metric("correct_rate", "share of all sampled completions that are correct (by the rule in docs/start.md, as "
+            "everywhere)", "share", "rising",
             wandb="train/rewards/correct_rate", tinker="env/all/correct"),
     _metric("running_correct_rate", "share of correct completions over the whole run so far", "share",
             wandb="train/rewards/running_correct_rate"),
@@ -247,7 +247,7 @@ SECTIONS: dict[str, list[Metric]] = {
 "Policy": [
     _metric("entropy", "mean full-vocabulary entropy over the tokens of all completions, of the distribution sampled "
             "from; null where the engine cannot give it", "nats", "falling slowly, not to 0",
-            trl="policy/entropy_avg objective/entropy"),
+            trl="policy/entropy_avg"),
     _metric("entropy_sampled", "minus the mean sampler logprob over the tokens of all completions", "nats",
             "close to entropy", tinker="optim/entropy"),
     _metric("kl_sample_train_v1", "mean of d = sampler logprob − trainer logprob over the tokens that the trainer ran, "
@@ -260,7 +260,14 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("kl_divergence_inference", "mean of exp(−d) − 1 + d over the same tokens: k3 of the current policy against "
             "the rollout policy", "nats", "near 0 on-policy"),
     _metric("kl", "k3 to the frozen base over the same tokens; null unless `kl_coef` > 0 or `log_kl` is on", "nats",
-            "rising slowly", trl="objective/kl"),
+            "rising slowly"),
+    _metric("objective/entropy", "mean over all completions of Σ(−ln p) over their tokens, p the sampler's: per "
+            "sequence, as in TRL's PPO (`entropy` and `entropy_sampled` are per token)", "nats"),
+    _metric("objective/kl", "mean over completions of Σ KL to the base over their tokens: per sequence, as in TRL's "
+            "PPO (`kl` is per token). Estimated as `kl_in_reward` does, else by k1. With a critic before the update "
+            "and over all completions (without groups that are too old, where there are others); else in the update, "
+            "over the completions that the trainer ran, and null unless `kl_coef` > 0 or `log_kl` is on", "nats",
+            "rising slowly"),
     _metric("objective/non_score_reward", "with `kl_in_reward` −kl_coef · objective/kl; else −kl_coef · Σ of k3 to the "
             "base over a completion, mean over the completions that the trainer ran; 0 without `kl_coef`", "reward"),
     _metric("objective/rlhf_reward", "mean_reward + objective/non_score_reward", "reward"),
@@ -328,7 +335,8 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("val/num_eos_tokens", "completions that ended with any of the model's end tokens", "completions"),
     *_spread("length_prompt_{}", "tokens of the prompt, over completions", "tokens"),
     *_spread("length_sum_{}", "tokens of prompt and completion together", "tokens"),
-    _metric("group_length_gini_mean", "mean over groups of the Gini coefficient of completion length",
+    _metric("group_length_gini_mean", "mean over groups of the Gini coefficient of completion length, as in "
+            "reward_gini with its factor n/(n − 1)",
             "0 equal to 1 concentrated"),
     _metric("group_length_max_median_ratio_mean", "mean over groups of longest / median completion: how long a group "
             "waits for its straggler", "", "below 2"),

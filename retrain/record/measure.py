@@ -38,12 +38,18 @@ class Totals:
     tokens: int = 0
     began: float | None = None
     """When its first step did, in seconds since the epoch."""
+    ended: float | None = None
+    """When its last step did."""
 
-    def plus(self, samples: Samples, start: float) -> Totals:
-        """The sums with one more step, which began at ``start``."""
+    def plus(self, samples: Samples, start: float, end: float) -> Totals:
+        """Return the sums with one more step from ``start`` to ``end``. Where the clock was set back since the last
+        step, in an earlier process, ``began`` is moved with it, so that ``end − began`` keeps growing."""
         tokens = self.tokens + int((samples.length_N + samples.prompt_length_N).sum())
         correct = self.correct + int(samples.correct_N.sum())
-        return Totals(self.episodes + len(samples), correct, tokens, start if self.began is None else self.began)
+        began = start if self.began is None else self.began
+        if self.ended is not None and start < self.ended:
+            began -= self.ended - start
+        return Totals(self.episodes + len(samples), correct, tokens, began, end)
 
 
 def step_row(
@@ -62,7 +68,7 @@ def step_row(
     """
     samples = collect(record.groups) if samples is None else samples
     sampled = everything(record, samples)
-    sums = (totals or Totals()).plus(sampled, record.step_start)
+    sums = (totals or Totals()).plus(sampled, record.step_start, record.step_end)
     values: Row = {
         **_general(record, context, samples, sums),
         **_OFF,
@@ -201,7 +207,9 @@ def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
     if penalty is None and not context.config.algorithm.kl_coef:
         penalty = 0.0
     score = mean(samples.reward_N)
+    surprisals_N = np.array([-float(rollout.logprobs_T.sum()) for rollout in rollouts if len(rollout)])
     return {
+        "objective/entropy": mean(surprisals_N),
         "entropy": _mean_of(entropies) if len(entropies) == len(rollouts) else None,
         "entropy_sampled": None if logprob is None else -logprob,
         "off_policy_steps_mean": sum(ages) / len(ages) if ages else None,

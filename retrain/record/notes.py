@@ -139,7 +139,7 @@ def _graded(recent: Recent) -> Finding:
     name = "reward_mean" if recent.config.evaluation.problems else "mean_reward"
     return (
         "the reward has values other than 0 and 1; training sees them, while accuracy counts an answer as correct or "
-        "not (what the reward says, else a reward above 0.5)",
+        f"not (what the reward says, else a reward above {recent.config.reward.correct_above:g})",
         f'to compare conditions by the whole reward, declare [campaign] primary_metric = "final:{name}"',
     )
 

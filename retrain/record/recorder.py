@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from retrain.clock import timestamp
 from retrain.files import iter_jsonl, read_jsonl, truncate_jsonl, write_json
 from retrain.record.columns import METRICS, ColumnWriter
 from retrain.record.context import RunContext
@@ -126,7 +127,7 @@ class RunRecorder:
         samples = collect(record.groups)
         self._known_tags = tuple(sorted({*self._known_tags, *tags_to_show(samples, self.context)}))
         row = step_row(record, self.context, self.totals, self._known_tags, self._evaluations, samples)
-        self.totals = self.totals.plus(everything(record, samples), record.step_start)
+        self.totals = self.totals.plus(everything(record, samples), record.step_start, record.step_end)
         self._evaluations = {}
         for key in sorted(self._known_keys):
             row.setdefault(key, None)
@@ -217,7 +218,7 @@ class RunRecorder:
         answers = sum(len(group.rollouts) for group in record.groups)
         self._rows_written.update({"evals.jsonl": 1, "emergence/evaluations.jsonl": answers})
         self._unsent.setdefault(record.step, {}).update(row)
-        started = time.time() - record.seconds
+        started = timestamp() - record.seconds
         self._files.write(lambda: self._write_eval(record, row, started))
         return row
 

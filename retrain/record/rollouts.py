@@ -104,16 +104,18 @@ def summary_rows(batch: Batch) -> list[Row]:
 
 
 def _turn_rows(rollout: Rollout) -> list[Row]:
-    """What was read and sampled in every turn. What the total reward is beyond the rewards of single turns stands in
-    the last, where the episode ends, so that they add up to it. With a critic: the mean of what it expected before the
-    turn's tokens, and of what it should have expected."""
+    """Return one row per turn. ``ob_len`` is the length of the whole observation: everything that the policy saw before
+    it acted, as in the Tinker cookbook. What the total reward is beyond the rewards of single turns is in the last row,
+    so that they add up to it. With a critic: the mean of its values before the turn's tokens, and of its targets."""
     total, reward = rollout.reward.total_reward, rollout.reward
     earlier = math.fsum(turn.reward or 0.0 for turn in rollout.turns[:-1])
     critic_T = {} if rollout.values_T is None else {"value_mean": rollout.values_T}
     if critic_T and rollout.value_targets_T is not None:
         critic_T["value_target_mean"] = rollout.value_targets_T
-    rows, at = [], 0
+    rows, at, context = [], 0, 0
     for index, turn in enumerate(rollout.turns):
+        observation = len(turn.observation_ids) + (0 if turn.fresh else context)
+        context = observation + len(turn.action)
         own = slice(at, at + len(turn.action))
         at = own.stop
         last = index + 1 == len(rollout.turns)
@@ -124,7 +126,7 @@ def _turn_rows(rollout: Rollout) -> list[Row]:
         rows.append(
             {
                 "step_idx": index,
-                "ob_len": len(turn.observation_ids),
+                "ob_len": observation,
                 "ac_len": len(turn.action),
                 "reward": rest if last else turn.reward or 0.0,
                 "episode_done": last,
@@ -295,7 +297,7 @@ def _breakdown_table(reward: RewardResult, weights: Mapping[str, tuple[float, fl
 def _details_table(group: Group) -> Row:
     """Every trajectory of the group in a row, with every number that its reward gave."""
     names = part_names([group])
-    rows = [_row("th", ("trajectory", "ob_len", "ac_len", "reward", "advantage", "stop_reason", *names))]
+    rows = [_row("th", ("trajectory", "tokens read", "ac_len", "reward", "advantage", "stop_reason", *names))]
     for sample, rollout in enumerate(group.rollouts):
         numbers = metrics_of(rollout.reward)
         rows.append(_row("td", (

@@ -22,6 +22,7 @@ class AuditedReward(Reward):
     def __init__(self, reward: Reward, audit: Reward):
         self.reward, self.audit = reward, audit
         self.name = reward.name
+        self.columns = (*reward.columns, *audit.columns)
         self.names: tuple[str, ...] = tuple(getattr(reward, "names", (reward.name,)))
         own = {AUDIT if name == "reward" else f"{AUDIT}/{name}": limits for name, limits in audit.ranges.items()}
         self.ranges = {**reward.ranges, **own}

@@ -12,10 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from retrain.plugins import described
-from retrain.types import Problem, RewardResult
+from retrain.types import CORRECT_ABOVE, Problem, RewardResult, with_correctness
 
 Item = tuple[Problem, str]
 """A problem and the text of one completion."""
+
+
+class CompletionText(str):
+    """Text of a completion that knows the tokens it was decoded from."""
+
+    token_ids: Sequence[int]
+
+    def __new__(cls, text: str, token_ids: Sequence[int] = ()) -> CompletionText:
+        """Return the text with its tokens."""
+        made = super().__new__(cls, text)
+        made.token_ids = token_ids
+        return made
+
 
 LARGEST_REWARD = 1e30
 """A reward beyond this is a mistake; up to here its square fits in a float64, its advantage in a float32."""
@@ -27,6 +40,8 @@ class Reward:
     name: str = "reward"
     ranges: Mapping[str, Mapping[str, Any]] = {}
     """For charts: ``{"min", "max", "invert"}`` of the total (as ``reward``), of components and of sample metrics."""
+    columns: tuple[str, ...] = ()
+    """Columns of the data that it cannot do without."""
 
     def grade(self, problem: Problem, completion: str) -> float | RewardResult:
         """The reward of one completion, as a number or a RewardResult. May raise: the completion gets null."""
@@ -43,13 +58,16 @@ class Reward:
 class Grader:
     """Grades the completions of a step with one reward; a context manager.
 
-    ``names`` are the components that every result has, in the order in which they are configured.
+    ``names`` are the components that every result has, in the order in which they are configured. ``correct_above`` is
+    the threshold of ``with_correctness``.
     """
 
-    def __init__(self, reward: Reward):
-        self.reward = reward
+    def __init__(self, reward: Reward, correct_above: float = CORRECT_ABOVE):
+        self.reward, self.correct_above = reward, correct_above
         self.names: tuple[str, ...] = tuple(getattr(reward, "names", (reward.name,)))
         self.ranges = dict(reward.ranges)
+        if len(self.names) == 1 and "reward" in self.ranges:  # the only component is the total
+            self.ranges.setdefault(self.names[0], self.ranges["reward"])
 
     def grade(self, items: Sequence[Item]) -> list[RewardResult]:
         """Results in the order of ``items``; a completion that cannot be graded has ``total_reward=None``."""
@@ -57,7 +75,9 @@ class Grader:
         for result in results:
             if not result.components:
                 result.components = {self.reward.name: result.total_reward}
-        return results
+            if result.total_reward is None and not result.error:
+                result.error = "no reward applies to this completion"
+        return [with_correctness(result, self.correct_above) for result in results]
 
     def close(self) -> None:
         """Stop worker processes; idempotent."""
@@ -93,10 +113,14 @@ def checked(value: Any) -> RewardResult:
     """What a reward returned, as a RewardResult with a finite total.
 
     Numbers are anything with ``__float__`` that is not text (bool, numpy and torch scalars too). NaN, infinities,
-    numbers beyond ±1e30, None and other types give ``total_reward=None`` with the reason. A sample metric may be None.
+    numbers beyond ±1e30, None and other types give ``total_reward=None`` with the reason. A sample metric or component
+    may be None.
     """
     if isinstance(value, RewardResult):
         result = value
+        if fault := _faulty_numbers(result):
+            return failed(fault)
+        result.tags = tuple(str(tag) for tag in result.tags)
         if result.total_reward is None:
             result.error = printable(result.error or "the reward returned no total_reward")
             return result
@@ -110,15 +134,20 @@ def checked(value: Any) -> RewardResult:
         result.total_reward, result.error = None, f"the reward returned {total:g}, not a number within ±1e30"
         return result
     result.total_reward = total
-    if not isinstance(result.sample_metrics, Mapping):
-        return failed(f"sample_metrics is {type(result.sample_metrics).__name__}, not a dict of numbers")
-    metrics = {name: _number(metric) for name, metric in result.sample_metrics.items()}
-    given = result.sample_metrics
-    if wrong := [name for name, metric in metrics.items() if metric is None and given[name] is not None]:
-        return failed(f"sample metric {wrong[0]!r} is {type(given[wrong[0]]).__name__}, not a number")
-    result.sample_metrics = {str(name): metric for name, metric in metrics.items()}
-    result.tags = tuple(str(tag) for tag in result.tags)
     return result
+
+
+def _faulty_numbers(result: RewardResult) -> str:
+    """Make sample metrics and components floats or None, and return what is wrong with one that is neither, or ""."""
+    for key, words in (("sample_metrics", "sample metric"), ("components", "component")):
+        given = getattr(result, key)
+        if not isinstance(given, Mapping):
+            return f"{key} is {type(given).__name__}, not a dict of numbers"
+        numbers = {name: _number(value) for name, value in given.items()}
+        if wrong := [name for name, value in numbers.items() if value is None and given[name] is not None]:
+            return f"{words} {wrong[0]!r} is {type(given[wrong[0]]).__name__}, not a number"
+        setattr(result, key, {str(name): value for name, value in numbers.items()})
+    return ""
 
 
 def _number(value: Any) -> float | None:

@@ -46,9 +46,9 @@ def build_grader(
     shared = _Shared(base_dir, limits, section.reward_batch, device)
     reward = _weighted(section.components, shared) if section.type == "weighted" else _reward(section, shared)
     if audit is None or not audit.wanted:
-        return Grader(reward)
+        return Grader(reward, section.correct_above)
     try:
-        return Grader(AuditedReward(reward, _reward(audit, shared, "audit")))
+        return Grader(AuditedReward(reward, _reward(audit, shared, "audit")), section.correct_above)
     except BaseException:
         reward.close()  # which may have started workers
         raise

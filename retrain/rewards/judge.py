@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 
 from retrain.rewards.base import Item, Reward, failed
-from retrain.rewards.custom import prompt_text
 from retrain.rewards.endpoint import Answer, Endpoint, Messages
+from retrain.rewards.functions import prompt_text
 from retrain.types import Problem, RewardResult
 
 MAX_COMPLETION = 20_000  # characters shown to the judge, from the end, where the answer is

@@ -26,12 +26,13 @@ class Component:
 
 
 class WeightedReward(Reward):
-    """The weighted sum of its components; null as soon as one of them is null, since the sum is then undefined."""
+    """The weighted sum of its components (``weighted_sum``)."""
 
     name = "weighted"
 
     def __init__(self, components: Sequence[Component]):
         self.components = tuple(components)
+        self.columns = tuple(dict.fromkeys(c for each in self.components for c in each.reward.columns))
         self.names = tuple(component.name for component in components)
         self.ranges = {
             component.name if name == "reward" else name: limits
@@ -50,20 +51,31 @@ class WeightedReward(Reward):
             component.reward.close()
 
     def _sum(self, parts: list[RewardResult]) -> RewardResult:
-        pairs = list(zip(self.components, parts, strict=True))
-        errors = [f"{component.name}: {part.error}" for component, part in pairs if part.total_reward is None]
-        if errors:
-            result = failed("; ".join(errors))
-        else:
-            total = sum(c.weight * (part.total_reward + c.offset) for c, part in pairs if part.total_reward is not None)
-            result = checked(RewardResult(total))
-        result.components = {component.name: part.total_reward for component, part in pairs}
-        # The first component that grades correctness decides it, and the first that grades the format decides that.
-        result.correct = next((part.correct for part in parts if part.correct is not None), None)
-        result.format_ok = next((part.format_ok for part in parts if part.format_ok is not None), None)
-        for component, part in pairs:
-            for name, value in part.sample_metrics.items():
+        pairs = zip(self.components, parts, strict=True)
+        return weighted_sum([(each.name, each.weight, each.offset, part) for each, part in pairs])
+
+
+def weighted_sum(parts: Sequence[tuple[str, float, float, RewardResult]]) -> RewardResult:
+    """Return Σ weight · (value + offset) of parts (name, weight, offset, result), each a component.
+
+    A part without a total and without an error does not apply to this completion and is left out. One that failed
+    leaves no total, nor do parts of which none applies.
+    """
+    errors = [f"{name}: {part.error}" for name, _, _, part in parts if part.total_reward is None and part.error]
+    values = [w * (part.total_reward + offset) for _, w, offset, part in parts if part.total_reward is not None]
+    if errors:
+        result = failed("; ".join(errors))
+    else:
+        result = checked(RewardResult(sum(values))) if values else RewardResult(None)
+    result.components = {name: part.total_reward for name, _, _, part in parts}
+    # The first part that grades correctness decides it, and the first that grades the format decides that.
+    result.correct = next((part.correct for *_, part in parts if part.correct is not None), None)
+    result.format_ok = next((part.format_ok for *_, part in parts if part.format_ok is not None), None)
+    for owner, _, _, part in parts:
+        inner = {name: value for name, value in part.components.items() if name != owner}
+        for numbers, into in ((inner, result.components), (part.sample_metrics, result.sample_metrics)):
+            for name, value in numbers.items():
                 taken = name in result.sample_metrics or name in result.components
-                result.sample_metrics[f"{component.name}/{name}" if taken else name] = value
-        result.tags = tuple(dict.fromkeys(tag for part in parts for tag in part.tags))
-        return result
+                into[f"{owner}/{name}" if taken else name] = value
+    result.tags = tuple(dict.fromkeys(tag for *_, part in parts for tag in part.tags))
+    return result

@@ -23,6 +23,8 @@ from retrain.plugins import described
 from retrain.rewards.base import printable
 
 HEADER = struct.Struct(">I")
+LIMIT = struct.Struct(">d")
+"""Seconds that a job may take, at the beginning of its frame."""
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -52,8 +54,8 @@ def main(descriptor: int) -> None:
     # If the trainer is killed while a job hangs, the alarm's default action kills this process.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     while frame := _receive(frames):
-        signal.setitimer(signal.ITIMER_REAL, 2 * setup["timeout_s"] + 5)
-        reply, retire = _reply(grade, frame, setup["what"])
+        signal.setitimer(signal.ITIMER_REAL, 2 * LIMIT.unpack_from(frame)[0] + 5)
+        reply, retire = _reply(grade, frame[LIMIT.size :], setup["what"])
         signal.setitimer(signal.ITIMER_REAL, 0)
         _send(connection, reply)
         if retire:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from retrain.errors import PluginError
-from retrain.rewards.worker import HEADER
+from retrain.rewards.worker import HEADER, LIMIT
 
 START_SECONDS = 60.0  # imports of a worker on a slow or busy machine
 MAX_REPLY_BYTES = 16 << 20
@@ -87,8 +87,7 @@ class WorkerPool:
     package and ``folders`` alone of what this one can import. ``entry`` is ``module:function``: called in the worker
     with ``arguments``, it returns the function that takes a job and returns a JSON value. ``timeout_s`` is the
     wall-clock limit of one job, ``memory_bytes`` the limit of the address space (RLIMIT_AS) or, for work that maps more
-    than it uses, of private memory (RLIMIT_DATA). ``start_s`` is how long a process may take to be ready, ``longest_s``
-    how long a job may take at most where some may take longer than ``timeout_s``.
+    than it uses, of private memory (RLIMIT_DATA). ``start_s`` is how long a process may take to be ready.
     """
 
     def __init__(
@@ -104,7 +103,6 @@ class WorkerPool:
         python: str | None = None,
         folders: Sequence[str] = (),
         start_s: float = START_SECONDS,
-        longest_s: float | None = None,
     ):
         self.start_s = start_s
         self.workers, self.timeout_s, self.what = max(1, workers), timeout_s, what
@@ -114,7 +112,6 @@ class WorkerPool:
             {
                 "entry": entry,
                 "arguments": dict(arguments),
-                "timeout_s": longest_s or timeout_s,
                 "memory_bytes": memory_bytes,
                 "memory_kind": memory_kind,
                 "what": what,
@@ -193,7 +190,7 @@ class WorkerPool:
 
     def _assign(self, worker: _Worker, waiting: deque[int], jobs: Sequence[Any]) -> None:
         """Give the next job to an idle worker; one that died meanwhile is replaced, and the job stays in line."""
-        if not self._post(worker, pickle.dumps(jobs[waiting[0]])):
+        if not self._post(worker, LIMIT.pack(self._limit_s) + pickle.dumps(jobs[waiting[0]])):
             self._discard(worker)
             return
         worker.job = waiting.popleft()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
+from retrain.clock import timestamp
 from retrain.config.training import Sampling
 from retrain.data.conversation import Conversation
 from retrain.data.prompts import Renderer
@@ -231,16 +231,16 @@ def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | 
     with _Stepping(requests) as stepping:
         asked = stepping.begin(groups)
         for turn in count():
-            start = time.time()
+            start = timestamp()
             engine.sample(
                 [group.sample_request(turn, sample) for group, sample in asked],
                 max_rows=max_rows,
                 finished=lambda i, actions, asked=asked: stepping.add(*asked[i], actions),
             )
-            sampled = time.time()
+            sampled = timestamp()
             syncs += [engine.sync_seconds] if engine.sync_seconds is not None else []
             asked = stepping.living(groups)
-            spans += [("rollout", start, sampled), ("score", sampled, time.time())]
+            spans += [("rollout", start, sampled), ("score", sampled, timestamp())]
             if not asked:
                 break
         engine.forget_sequences()

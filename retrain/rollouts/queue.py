@@ -9,12 +9,12 @@ long rollout is passed over for a short one, none is sampled in vain, and a step
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from retrain.clock import timestamp
 from retrain.engines.protocol import Engine
 from retrain.pressure import Pressure
 from retrain.rollouts.collect import Collected, RolloutRequest
@@ -83,7 +83,7 @@ class RolloutQueue(Generic[Owner]):
 
     def take(self, due: Mapping[Owner, int]) -> Taken[Owner]:
         """The groups of every owner's step, which it has offered. Raises what the engine raised."""
-        begin = time.time()
+        begin = timestamp()
         if self.ahead:
             self._wait([(owner, step) for owner, step in due.items()])
         else:
@@ -96,7 +96,7 @@ class RolloutQueue(Generic[Owner]):
         syncs = [collected.sync_seconds for collected in sampled if collected.sync_seconds is not None]
         if self.ahead:
             sampled_ahead = [("ahead", start, end) for name, start, end in spans if name == "rollout"]
-            spans = [*sampled_ahead, ("rollout", begin, time.time())]
+            spans = [*sampled_ahead, ("rollout", begin, timestamp())]
         groups = {offer.owner: offer.groups or [] for offer in offers}
         return Taken(groups, spans, sum(syncs) if syncs else None, depth)
 
@@ -127,12 +127,12 @@ class RolloutQueue(Generic[Owner]):
     def _collect(self, offers: Sequence[_Offer[Owner]]) -> None:
         wanted = [Wanted(offer.step, list(offer.requests), offer.further) for offer in offers]
         with self._collecting:
-            self._since = time.time()
+            self._since = timestamp()
             try:
                 rounds = collect_rounds(self.engine, wanted, self.pressure.max_rows if self.pressure else None)
             finally:
                 with self._changed:
-                    self._busy.append((self._since, time.time()))
+                    self._busy.append((self._since, timestamp()))
                     self._since = None
         if self.pressure is not None:
             _observe(self.pressure, rounds[0])  # later rounds are too small to tell how fast decoding is

@@ -117,8 +117,8 @@ _BY_ALIAS: dict[str, list[Metric]] = {}
 for _metric in METRICS:
     for _name in (name for names in _metric.aliases.values() for name in names):
         _BY_ALIAS.setdefault(_name, []).append(_metric)
-_FAMILIES = [(re.compile(_regex(metric.key)), metric) for metric in METRICS if "<" in metric.key]
-_ALIAS_FAMILIES = [(re.compile(_regex(name)), metrics[0]) for name, metrics in _BY_ALIAS.items() if "<" in name]
+_FAMILIES = [(metric.key, re.compile(_regex(metric.key)), metric) for metric in METRICS if "<" in metric.key]
+_ALIAS_FAMILIES = [(name, re.compile(_regex(name)), metrics[0]) for name, metrics in _BY_ALIAS.items() if "<" in name]
 
 
 def _found(key: str) -> tuple[Metric | None, bool]:
@@ -128,9 +128,9 @@ def _found(key: str) -> tuple[Metric | None, bool]:
     if key in _BY_ALIAS:
         return _BY_ALIAS[key][0], True
     for families, alias in ((_FAMILIES, False), (_ALIAS_FAMILIES, True)):
-        found = [metric for pattern, metric in families if pattern.fullmatch(key)]
-        if found:
-            return max(found, key=lambda metric: len(re.sub(r"<\w+>", "", metric.key))), alias
+        found = [(name, metric) for name, pattern, metric in families if pattern.fullmatch(key)]
+        if found:  # ``reward_<name>_gini_mean`` says more than ``reward_<name>_mean``, which matches too
+            return max(found, key=lambda each: len(re.sub(r"<\w+>", "", each[0])))[1], alias
     return None, False
 
 

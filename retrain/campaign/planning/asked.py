@@ -15,6 +15,7 @@ from retrain.data.dataset import Wanted
 from retrain.data.prompts import Room, fitting
 from retrain.environments.build import provided_data
 from retrain.errors import DataError, ModelError
+from retrain.rewards.functions import columns_of
 from retrain.rewards.rubric import Criterion, criteria_of
 from retrain.types import Problem
 
@@ -42,9 +43,21 @@ def check_rubrics(data: Dataset, config: Config) -> None:
                 criteria_of(problem, common, grader.rubric_column)
             except ValueError as error:
                 raise DataError(
-                    f"[{table}] rubric_column = {grader.rubric_column!r}, problem {problem.id}: {error}; beside "
-                    f"prompt, answer and tags it has {', '.join(map(repr, problem.metadata)) or 'no column'}"
+                    f"[{table}] rubric_column = {grader.rubric_column!r}, problem {problem.id}: {error}; its columns "
+                    f"are {', '.join(map(repr, problem.metadata)) or 'none'}"
                 ) from error
+
+
+def missing_column(columns: Sequence[str], data: Dataset, config: Config) -> str:
+    """Return the fault that the training problems or a held-out set have none of a column that a reward takes by name,
+    with the columns that there are; "" when nothing is missing."""
+    parts = {"the training problems": data.train}
+    parts |= {f"the held-out set {each.name}": data.sets[each.name] for each in config.held_out}
+    for part, problems in parts.items() if columns else ():
+        known = dict.fromkeys(name for problem in problems for name in columns_of(problem))
+        if absent := next((name for name in columns if name not in known), None):
+            return f"its parameter {absent!r} is no column of {part}, which have {', '.join(known)}"
+    return ""
 
 
 def parts_of(data: Dataset, config: Config) -> list[tuple[Sequence[Problem], Data]]:

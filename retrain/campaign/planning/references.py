@@ -6,13 +6,14 @@ Nothing of torch is imported here; what the user's modules import is theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from retrain.algorithms.grams import grams_file, read_grams
 from retrain.campaign.planning.architecture import architecture_of
-from retrain.campaign.planning.asked import data_of
+from retrain.campaign.planning.asked import data_of, missing_column
 from retrain.campaign.planning.outputs import check_places
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.teaching import teacher_fault
@@ -22,9 +23,9 @@ from retrain.config.describe import toml
 from retrain.config.modes import Need, mode_of
 from retrain.config.problems import Mistake, path_of
 from retrain.config.root import value_at
-from retrain.config.tasks import Data
+from retrain.config.tasks import Data, Grader
 from retrain.config.upkeep import trackers
-from retrain.data import load_data
+from retrain.data import Dataset, load_data
 from retrain.data.sources import directory_of, on_hub
 from retrain.environments.build import hosted
 from retrain.errors import ConfigError, DataError, PluginError, Problem
@@ -35,7 +36,7 @@ from retrain.models import find_file
 from retrain.models.directory import model_fault, reward_model_fault
 from retrain.models.sizes import SMALL_MODEL_BYTES
 from retrain.models.targets import dense_layers, target_mistakes
-from retrain.plugins import check_backend_class, described, load_function, plugin_ranges, search_folders
+from retrain.plugins import check_backend_class, load_function, plugin_ranges, search_folders
 
 KEYS = (
     "algorithm.advantage_mode",
@@ -50,12 +51,13 @@ SOURCES = ("data.source", "data.eval_source")
 SET_SOURCE = "evaluation.sets.{}.source"
 
 
-def check(plan: Plan, rewards: bool = False, places: bool = True) -> Plan:
-    """The plan, once all that can be known before anything is loaded has been looked at: the packages, code,
-    model and problems that a file refers to, with ``rewards`` also the code of rewards; with ``places`` whether what it
-    would write to is free or its own. Raises ConfigError, NotOurs or UsageError."""
+def check(plan: Plan, places: bool = True) -> Plan:
+    """The plan, once all that can be known before anything is loaded has been looked at: the packages, code, rewards,
+    model and problems that a file refers to; with ``places`` whether what it would write to is free or its own. Raises
+    ConfigError, NotOurs or UsageError."""
     if plan.source is not None:
-        problems = [*_problems(plan, plan.source, rewards), *data_problems(plan, plan.source)]
+        rewards = custom_rewards(plan)
+        problems = [*_problems(plan, plan.source, rewards), *data_problems(plan, plan.source, rewards)]
         if problems:
             raise ConfigError(list(dict.fromkeys(problems)))
     if places:
@@ -63,9 +65,9 @@ def check(plan: Plan, rewards: bool = False, places: bool = True) -> Plan:
     return plan
 
 
-def _problems(plan: Plan, loaded: Loaded, rewards: bool) -> Iterator[Problem]:
-    """One for each package, function, class, model and layer that the file names and that cannot be used, with
-    ``rewards`` also those of [reward] and [audit]; and token credit that a backend would flatten."""
+def _problems(plan: Plan, loaded: Loaded, rewards: CustomRewards) -> Iterator[Problem]:
+    """One for each package, function, class, model and layer that the file names and that cannot be used; and token
+    credit that a backend would flatten."""
     folder, examined = plan.folder, set[str]()
     for spec in plan.specs:
         for key, value in named_code(spec.config):
@@ -93,8 +95,7 @@ def _problems(plan: Plan, loaded: Loaded, rewards: bool) -> Iterator[Problem]:
         teacher = spec.config.distillation.teacher if spec.config.distillation.active else None
         if teacher is not None and (fault := teacher_fault(spec.config, folder)):
             yield _problem_at(loaded, "distillation.teacher", teacher, f'is "{teacher}": {fault}')
-        if rewards:
-            yield from _reward_problems(loaded, spec.config, folder)
+        yield from _reward_problems(loaded, spec.config, folder, rewards)
 
 
 def absent_packages(config: Config, folder: Path) -> Iterator[tuple[str, Any, str]]:
@@ -157,18 +158,55 @@ def fits_a_cpu(config: Config) -> bool:
     return architecture is not None and 4 * architecture.parameters() <= SMALL_MODEL_BYTES
 
 
-def data_problems(plan: Plan, loaded: Loaded) -> list[Problem]:
-    """What is wrong with the problems that the file names: of files and directories everything but what the model's
-    tokenizer says of them; of functions and of the hub's data sets nothing, they are read when training starts."""
+class CustomCode(NamedTuple):
+    """What a worker says of the functions of a reward of type ``custom``: the columns of the data that they cannot do
+    without, or the fault that keeps them from being used."""
+
+    columns: tuple[str, ...] = ()
+    fault: str = ""
+
+
+CustomRewards = Mapping[str, CustomCode]
+"""By ``_code_of`` a grader."""
+
+
+def custom_rewards(plan: Plan) -> CustomRewards:
+    """Load the functions of all custom rewards of a plan, each once, in a worker process as training does: the user's
+    module is never imported here."""
+    from retrain.rewards.custom import CustomReward
+
+    found: dict[str, CustomCode] = {}
+    for table, part in (each for spec in plan.specs for each in spec.config.graders):
+        module, functions = part.custom_module, part.custom_function
+        if part.type != "custom" or module is None or _code_of(part) in found:
+            continue
+        try:
+            reward = CustomReward(module, functions, workers=1, base_dir=plan.folder, table=table)
+            reward.close()
+            found[_code_of(part)] = CustomCode(reward.columns)
+        except PluginError as error:
+            reason = str(error).rpartition(f"custom_function = {functions!r}: ")[2]
+            found[_code_of(part)] = CustomCode(fault=reason.rpartition(f"custom_module = {module!r}: ")[2])
+    return found
+
+
+def _code_of(part: Grader) -> str:
+    return repr((part.custom_module, part.custom_function))
+
+
+def data_problems(plan: Plan, loaded: Loaded, rewards: CustomRewards = MappingProxyType({})) -> list[Problem]:
+    """What is wrong with the problems that the file names, and with columns that ``rewards`` need: of files and
+    directories everything but what the model's tokenizer says of them; of functions and of the hub's data sets nothing,
+    they are read when training starts."""
     problems: dict[str, Problem | None] = {}
     for config in (spec.config for spec in plan.specs):
         held_out = [(each.name, each.problems, each.data) for each in config.held_out]
-        graded = [(each.rubric_column, each.criteria) for _, each in config.graders]
+        graded = [(each.rubric_column, each.criteria, _code_of(each)) for _, each in config.graders]
         wanted = repr((config.data, held_out, config.training.max_examples, config.environment, graded))
         if wanted not in problems:
             fault = _environment_problem(loaded, config, plan.folder)
             if fault is None and config.environment.provider is None:
-                fault = _data_problem(loaded, config, plan.folder)
+                fault = _data_problem(loaded, config, plan.folder, rewards)
             problems[wanted] = fault
     return [problem for problem in problems.values() if problem is not None]
 
@@ -191,7 +229,7 @@ def _environment_problem(loaded: Loaded, config: Config, folder: Path) -> Proble
     return None
 
 
-def _data_problem(loaded: Loaded, config: Config, folder: Path) -> Problem | None:
+def _data_problem(loaded: Loaded, config: Config, folder: Path, rewards: CustomRewards) -> Problem | None:
     """The first mistake in the problems of one configuration."""
     sources = sources_of(config)
     absent = {key for key, _, _ in absent_packages(config, folder)}  # a problem of its own
@@ -203,8 +241,7 @@ def _data_problem(loaded: Loaded, config: Config, folder: Path) -> Problem | Non
     fault = None
     try:
         if len(local) == len(sources):
-            data_of(config, folder)
-            return None
+            return _column_problem(loaded, config, data_of(config, folder), rewards)
     except DataError as error:
         fault = error
     for key in local:  # whose fault it is; beside sources that are not read yet, the others are read by themselves
@@ -213,6 +250,16 @@ def _data_problem(loaded: Loaded, config: Config, folder: Path) -> Problem | Non
         except DataError as error:
             return _of_source(loaded, key, sources[key], error)
     return None if fault is None else _of_source(loaded, "data.source", sources["data.source"], fault)
+
+
+def _column_problem(loaded: Loaded, config: Config, data: Dataset, rewards: CustomRewards) -> Problem | None:
+    """A column that a reward function names and the data do not have."""
+    for table, part in config.graders:
+        columns = rewards.get(_code_of(part), CustomCode()).columns if part.type == "custom" else ()
+        if fault := missing_column(columns, data, config):
+            message = f"is {toml(part.custom_function)}: {fault}"
+            return _problem_at(loaded, f"{table}.custom_function", part.custom_function, message)
+    return None
 
 
 def _alone(config: Config, key: str) -> Data:
@@ -278,26 +325,15 @@ def _grams_problems(loaded: Loaded, named: str | None, folder: Path) -> Iterator
         yield _problem_at(loaded, "planning.grams", named, f'is "{named}": {reason}')
 
 
-def _reward_problems(loaded: Loaded, config: Config, folder: Path) -> Iterator[Problem]:
+def _reward_problems(loaded: Loaded, config: Config, folder: Path, rewards: CustomRewards) -> Iterator[Problem]:
     """Modules and functions of graders of type ``custom``, and the files of reward models."""
-    from retrain.rewards.custom import located, scorer
-
     for table, part in config.graders:
         name = part.reward_model if part.type == "reward_model" else None
         if name is not None and (fault := reward_model_fault(name, *search_folders(folder))):
             fix = "name the directory, or the hub's name, of a sequence-classification model with one label"
             yield _problem_at(loaded, f"{table}.reward_model", name, f'is "{name}": {fault}', fix)
-        if part.type != "custom" or part.custom_module is None:
-            continue
-        try:
-            folders = [str(each) for each in search_folders(folder)]
-            scorer(located(part.custom_module, folder), part.custom_function, folders)
-        except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
-            if isinstance(error, PluginError):
-                reason = str(error).rpartition(f"custom_module = {part.custom_module!r}: ")[2]
-            else:
-                reason = f"importing it failed: {described(error)}"
-            message = f'is "{part.custom_module}": {reason}'
+        if part.type == "custom" and (fault := rewards.get(_code_of(part), CustomCode()).fault):
+            message = f'is "{part.custom_module}": {fault}'
             yield _problem_at(loaded, f"{table}.custom_module", part.custom_module, message)
 
 

@@ -15,7 +15,7 @@ import torch
 from retrain.algorithms.detectors import load_detector
 from retrain.algorithms.protocol import Algorithm
 from retrain.algorithms.standard import Modes, Standard, load_modes
-from retrain.campaign.planning.asked import Longest, askable, check_rubrics, data_of, parts_of
+from retrain.campaign.planning.asked import Longest, askable, check_rubrics, data_of, missing_column, parts_of
 from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, recorded_facts, world_changes
 from retrain.campaign.planning.outputs import run_place
 from retrain.campaign.planning.plan import RunSpec, run_directory
@@ -35,7 +35,7 @@ from retrain.data.prompts import Renderer, longest_prompt
 from retrain.engines.server.engine import ServerEngine
 from retrain.environments.build import environments_of
 from retrain.environments.protocol import Environment, Limits
-from retrain.errors import CheckpointError, ModelError, UsageError
+from retrain.errors import CheckpointError, DataError, ModelError, UsageError
 from retrain.evaluation import Evaluator
 from retrain.files import prepare_directory
 from retrain.maths.planning import Detector
@@ -95,6 +95,8 @@ def assemble(
     data = data_of(first, folder)
     for spec in specs:
         check_rubrics(data, spec.config)
+        if fault := missing_column(graders[spec.config.reward.grading].reward.columns, data, spec.config):
+            raise DataError(f"[reward] custom_function: {fault}")
     if _is_local(first):
         files = bases.look(first)
         data = askable(data, first, longest, files.tokenizer, files.context)
@@ -451,7 +453,8 @@ def _declared_ranges(
     code = [(key, plugin_ranges(value, folder, f"{key} =")) for key, value in named_code(config)]
     ends = {"min": config.reward.reward_min, "max": config.reward.reward_max}
     known = {name: end for name, end in ends.items() if end is not None}
-    written = {**config.reward.metrics_ranges, **({"reward": known} if known else {})}
+    only = grader.names if config.environment.provider is None and len(grader.names) == 1 else ()
+    written = chart_ranges(dict.fromkeys(("reward", *only), known) if known else {}, config.reward.metrics_ranges)
     plugins = chart_ranges(*(ranges for key, ranges in code if not is_source(key)))
     graded = grader.ranges if config.environment.provider is None else {}
     ends = environment.reward_range

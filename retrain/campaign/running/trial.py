@@ -33,7 +33,7 @@ from retrain.record.environment import without_keys
 from retrain.record.observer import NullObserver
 from retrain.record.samples import EQUAL_REWARDS
 from retrain.rewards import Grader
-from retrain.rewards.base import failed
+from retrain.rewards.base import CompletionText, failed
 from retrain.rollouts.collect import RolloutRequest, collect
 from retrain.run import Run
 from retrain.trainer import Cohort
@@ -199,7 +199,8 @@ def _grade(grader: Grader, prompts: Sequence[Prompt], sampled: Sequence[Sequence
                 continue
             begin = time.perf_counter()
             try:
-                (result,) = grader.grade([(prompt.problem, completion.text)])
+                text = CompletionText(completion.text, completion.token_ids)
+                (result,) = grader.grade([(prompt.problem, text)])
             except Exception as error:  # in training it would end the run
                 result = failed(described(error))
             seconds.append(time.perf_counter() - begin)

@@ -77,10 +77,10 @@ export function later(run, wait) {
 // Runs `run` at most once in `wait` ms (a number or a function), the last call included: for events that come faster
 // than one wants to read.
 export function spaced(run, wait) {
-  let timer = 0, before = 0;
+  let timer = 0, before = -Infinity;
   const call = () => {
     if (timer) return;
-    timer = setTimeout(() => { timer = 0; before = Date.now(); run(); }, Math.max(120, before + (typeof wait === "function" ? wait() : wait) - Date.now()));
+    timer = setTimeout(() => { timer = 0; before = performance.now(); run(); }, Math.max(120, before + (typeof wait === "function" ? wait() : wait) - performance.now()));
   };
   call.stop = () => { clearTimeout(timer); timer = 0; };
   return call;

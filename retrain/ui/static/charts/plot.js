@@ -124,6 +124,8 @@ export class Plot {
       const inside = low >= range.min && high <= range.max;
       if (full || (inside && high - low >= 0.4 * (range.max - range.min))) return [Math.min(low, range.min), Math.max(high, range.max)];
     }
+    if (full && range && range.min !== null) low = Math.min(low, range.min);  // a range may have one end alone
+    if (full && range && range.max !== null) high = Math.max(high, range.max);
     [low, high] = flat(low, high);
     if (zero) { low = Math.min(low, 0); high = Math.max(high, 0); }
     const room = 0.06 * (high - low) || 0.1 * Math.abs(high) || 0.5;

@@ -11,9 +11,9 @@ const known = new Map();
 // The runs below a place: [{place, run_id, label, index, seed}]; read once for a while, as they hardly change.
 export function runsOf(place) {
   const kept = known.get(place);
-  if (kept && Date.now() - kept.at < 20000) return kept.runs;
+  if (kept && performance.now() - kept.at < 20000) return kept.runs;
   const runs = get("campaign", {at: place}).then((body) => body.runs);
-  known.set(place, {at: Date.now(), runs});
+  known.set(place, {at: performance.now(), runs});
   runs.catch(() => known.delete(place));
   return runs;
 }

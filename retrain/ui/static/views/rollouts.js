@@ -12,7 +12,7 @@ const PAGE = 100, SIDE_BY_SIDE = 16;
 
 export function rollouts(root, state, frame) {
   const {patch} = frame;
-  let query = state.query, runs = [], kin = [], every = [], everyOf = "", body = null, open = null, stopped = false, asked = "", askedOpen = "", wanted = null, recent = 0;
+  let query = state.query, runs = [], kin = [], every = [], everyOf = "", body = null, open = null, stopped = false, asked = "", askedOpen = "", wanted = null, recent = -Infinity;
   const next = newest(), nextOpen = newest(), nextList = newest(), steps = new Steps("step", (step) => patch({iteration: step, first: null}, {replace: true}));
   const title = el("div", {class: "title"}, el("h1", null, "Rollouts"), el("p", {class: "muted"})), tools = el("div", {class: "tools"});
   const overview = el("div", {class: "overview"}), sieve = filters(patch), list = el("section", {class: "list", "aria-label": "rollouts"}, loading()), beside = el("aside", {class: "beside", "aria-label": "the chosen rollout"});
@@ -195,7 +195,7 @@ export function rollouts(root, state, frame) {
 
   function move(by) { const step = steps.beside(by); if (step !== null) patch({iteration: step, first: null}); }
 
-  const grow = spaced(() => { if (Date.now() - recent > 2000) { recent = Date.now(); read(query.iteration === undefined || !body); if (query.iteration !== undefined) iterationsAgain(); } }, 3000);
+  const grow = spaced(() => { if (performance.now() - recent > 2000) { recent = performance.now(); read(query.iteration === undefined || !body); if (query.iteration !== undefined) iterationsAgain(); } }, 3000);
   async function iterationsAgain() {
     try {
       every = (await get("iterations", {at: run()}, nextList())).iterations;

@@ -1,0 +1,183 @@
+"""What counts as correct and as well formed: one rule, and every file that a run writes says the same."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from retrain.campaign.running.controller import launch
+from retrain.cli import app
+from retrain.config import load
+from retrain.files import read_jsonl
+from retrain.record.observer import NullObserver
+from retrain.rewards import Grader, Reward, RewardResult
+from retrain.types import Problem
+
+REWARDS = '''
+from retrain import RewardResult
+
+def scaled(completion, answer):
+    """Always far above 0.5; what is correct stands in a metric."""
+    even = len(completion) % 2 == 0
+    return RewardResult(10.0 + even, sample_metrics={"correct": float(even), "format": float(len(completion) % 3 == 0)})
+
+def two(completion, answer):
+    return 2.0
+'''
+ENVIRONMENT = """
+from retrain import Observation, Problem, RewardResult, Step
+
+class Game:
+    def problems(self, split):
+        return [Problem(f"{split}{i}", f"{split} {i}", "x") for i in range(4)]
+
+    def start(self, problem, seed):
+        return Episode()
+
+class Episode:
+    def observe(self):
+        return Observation([{"role": "user", "content": "play"}])
+
+    def step(self, action):
+        self.solved = len(action.text) % 2 == 0
+        return Step()
+
+    def result(self):
+        return RewardResult(5.0, {"solved": float(self.solved)})
+"""
+TRAINING = """
+[model]
+model = "{model}"
+lora_rank = 2
+[training]
+max_steps = 1
+batch_size = 3
+group_size = 4
+max_tokens = 10
+[evaluation]
+problems = 8
+[squeeze]
+enabled = false
+"""
+CUSTOM = '[reward]\ntype = "custom"\ncustom_module = "rewards.py"\nworkers = 1\ncustom_function = '
+
+
+def train(folder: Path, model: Path, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "rewards.py").write_text(REWARDS)
+    (folder / "games.py").write_text(ENVIRONMENT)
+    (folder / "run.toml").write_text(text + TRAINING.format(model=model))
+    outcome = launch(load(folder / "run.toml"), folder / "out", NullObserver())
+    assert outcome.exit_status == 0, outcome.summary
+    return folder / "out"
+
+
+def checked(folder: Path, text: str) -> tuple[int, str]:
+    (folder / "games.py").write_text(ENVIRONMENT)
+    (folder / "rewards.py").write_text(REWARDS)
+    (folder / "run.toml").write_text(text)
+    result = CliRunner().invoke(app, ["check", str(folder / "run.toml")])
+    return result.exit_code, result.output
+
+
+def test_a_metric_named_correct_decides_in_every_file(tmp_path, model):
+    run = train(tmp_path, model, CUSTOM + '"scaled"\n')
+    (row,) = read_jsonl(run / "metrics.jsonl")
+    share, formatted = row["rewards/correct/mean"], row["rewards/format/mean"]
+    assert 0 < share < 1
+    assert 0 < formatted < 1
+    assert row["correct_rate"] == row["env/all/correct"] == row["running_correct_rate"] == share
+    assert row["env/all/format"] == formatted
+    lines = read_jsonl(run / "train_iteration_000000_rollout_summaries.jsonl")
+    assert math.fsum(line["trajectory_metrics"]["correct"] for line in lines) / 12 == pytest.approx(share)
+    assert math.fsum(line["trajectory_metrics"]["format"] for line in lines) / 12 == pytest.approx(formatted)
+    (counts,) = read_jsonl(run / "emergence/steps.jsonl")
+    assert counts["correct_count"] == round(12 * share)
+    tree = json.loads((run / "train_iteration_000000_logtree.json").read_text())
+    text = json.dumps(tree)
+    assert text.count("correct: yes") == round(12 * share)
+    for row in read_jsonl(run / "evals.jsonl"):
+        answers = [line for line in read_jsonl(run / "emergence/evaluations.jsonl") if line["step"] == row["step"]]
+        even = [len(line["completion"]) % 2 == 0 for line in answers]
+        assert [line["correct"] for line in answers] == even
+        assert row["eval/heldout/correct_rate"] == pytest.approx(sum(even) / 8)
+
+
+def test_each_condition_has_its_own_threshold(tmp_path, model):
+    conditions = "".join(
+        f'[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n"reward.correct_above" = {above}\n'
+        for above in (1.5, 2.5)
+    )
+    text = f"[campaign]\nseeds = [1]\n{conditions}" + CUSTOM + '"two"\n'
+    assert checked(tmp_path, text)[0] == 0
+    out = train(tmp_path, model, text)
+    rates = {}
+    for run in sorted((out / "runs").iterdir()):
+        (row,) = read_jsonl(run / "metrics.jsonl")
+        after = read_jsonl(run / "evals.jsonl")[-1]["eval/heldout/correct_rate"]
+        rates[run.name] = row["correct_rate"], after
+    assert rates == {f"grpo+none~reward.correct_above={a}_s1": (share, share) for a, share in ((1.5, 1.0), (2.5, 0.0))}
+
+
+def test_an_environment_names_the_metric_that_decides(tmp_path, model):
+    text = '[environment]\nprovider = "games:Game"\nworkers = 1\n{}'
+    run = train(tmp_path / "named", model, text.format('correct_metric = "solved"\n'))
+    (row,) = read_jsonl(run / "metrics.jsonl")
+    assert row["correct_rate"] == row["rewards/solved/mean"] < 1
+    run = train(tmp_path / "above", model, text.format("[reward]\ncorrect_above = 6\n"))
+    (row,) = read_jsonl(run / "metrics.jsonl")
+    assert row["correct_rate"] == 0.0
+
+
+SAYS = {
+    "the reward's own word": (RewardResult(9.0, {"correct": 1.0}, correct=False), False),
+    "also where the total is small": (RewardResult(0.0, {"correct": 0.0}, correct=True), True),
+    "its metric": (RewardResult(9.0, {"correct": 0.0}), False),
+    "its component": (RewardResult(0.0, components={"correct": 1.0}), True),
+    "a component before a metric": (RewardResult(0.0, {"correct": 0.0}, components={"correct": 1.0}), True),
+    "a metric that does not apply": (RewardResult(0.9, {"correct": None}), True),
+    "the total": (RewardResult(0.6), True),
+    "the total, at the threshold": (RewardResult(0.5), False),
+    "no grade": (RewardResult(None, error="broken"), False),
+}
+
+
+@pytest.mark.parametrize("case", SAYS)
+def test_who_decides(case):
+    class Says(Reward):
+        def grade(self, problem, completion):
+            return SAYS[case][0]
+
+    (result,) = Grader(Says()).grade([(Problem("p", "?", "x"), "y")])
+    assert result.is_correct is SAYS[case][1]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[reward]\ncorrect_above = 2\n", 'correct_above  has no effect: type = "match" says itself'),
+        (
+            '[reward]\ntype = "weighted"\ncorrect_above = 2\n[[reward.components]]\ntype = "format"\n'
+            '[[reward.components]]\ntype = "match"\n',
+            'correct_above  has no effect: type = "match"',
+        ),
+        ('[environment]\ncorrect_metric = "won"\n', "correct_metric  has no effect without a provider"),
+        (
+            '[environment]\nprovider = "reasoning_gym"\nid = "chain_sum"\ncorrect_metric = "won"\n',
+            'correct_metric  has no effect with provider = "reasoning_gym"',
+        ),
+        ('[reward]\ncorrect_above = "high"\n', 'reward.correct_above  is "high", a string, but must be a number'),
+        (
+            '[environment]\nprovider = "games:Game"\ncorrect_metric = "won"\n',
+            "there is no metric 'won' (correct_metric) among solved",
+        ),
+    ],
+)
+def test_check_finds_what_could_decide_nothing(tmp_path, text, words):
+    status, output = checked(tmp_path, text)
+    assert status == 2
+    assert words in output

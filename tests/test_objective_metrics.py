@@ -1,0 +1,99 @@
+"""``objective/entropy`` and ``objective/kl`` have one meaning in every mode: per sequence, as in TRL's PPO."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from toymodels import train_quietly
+
+from retrain.campaign.running.controller import launch
+from retrain.config import load
+from retrain.files import read_jsonl
+from retrain.record.observer import NullObserver
+from retrain.record.tokens import TokenFile
+
+TOML = """
+[model]
+model = "{model}"
+lora_rank = 4
+[reward]
+type = "custom"
+custom_module = "{rewards}"
+workers = 1
+[training]
+max_steps = 2
+batch_size = 3
+group_size = 4
+max_tokens = 10
+lr = 0.02
+{training}
+[logging]
+rollouts_every = 1
+[algorithm]
+{algorithm}
+"""
+MODES = {
+    "grpo, KL in the loss": ("kl_coef = 0.05", ""),
+    "ppo": ('advantage_mode = "gae"', ""),
+    "ppo, KL in the reward": ('advantage_mode = "gae"\nkl_coef = 0.05\nkl_in_reward = "k1"', ""),
+    "ppo, several updates": ('advantage_mode = "gae"', "num_iterations = 2"),
+}
+
+
+def trained(folder: Path, model: Path, algorithm: str, training: str = "") -> list[dict]:
+    rewards = model.parent / "toyrewards.py"
+    return train_quietly(folder, TOML.format(model=model, rewards=rewards, algorithm=algorithm, training=training))
+
+
+def sequence_sums(path: Path, model: Path) -> tuple[list[float], list[float]]:
+    """Σ −ln p and Σ (ln π − ln base) of every recorded rollout, the base by a plain forward pass of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    surprisals, divergences = [], []
+    with TokenFile(path) as file:
+        for index in range(len(file)):
+            arrays = file.rollout(index).arrays
+            ids, action = torch.from_numpy(arrays["ids"].astype(np.int64)), arrays["action"].astype(bool)
+            with torch.no_grad():
+                logprobs = base(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+            reference = logprobs.gather(-1, ids[1:, None])[:, 0].numpy()[action[1:]]
+            surprisals.append(-float(arrays["logprobs"].sum()))
+            divergences.append(float((arrays["trainer_logprobs"] - reference).sum()))
+    return surprisals, divergences
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_both_are_means_over_sequences(tmp_path, model, mode):
+    rows = trained(tmp_path, model, *MODES[mode])
+    for row in rows:
+        path = tmp_path / "out" / f"tokens_{row['step']:06d}.safetensors"
+        surprisals, divergences = sequence_sums(path, model)
+        assert row["objective/entropy"] == pytest.approx(np.mean(surprisals), rel=1e-4)
+        assert row["objective/kl"] == pytest.approx(np.nanmean(divergences), rel=1e-3, abs=1e-4)
+        assert 0 < row["timing_compute_kl_total"] < row["step_time_s"]  # the base's passes, wherever they are made
+    assert abs(rows[1]["objective/kl"]) > 1e-3
+    assert rows[0]["objective/entropy"] > 2 * rows[0]["entropy_sampled"]  # which is per token
+
+
+def test_without_a_kl_there_is_an_entropy_all_the_same(tmp_path, model):
+    for row in trained(tmp_path, model, ""):
+        assert row["objective/kl"] is None
+        assert row["kl"] is None
+        lengths = row["completions/mean_length"]
+        assert row["objective/entropy"] == pytest.approx(row["entropy_sampled"] * lengths)
+
+
+def test_a_critic_has_a_kl_where_nothing_could_be_graded(tmp_path, model):
+    (tmp_path / "half.py").write_text("def score(completion, answer):\n    raise ValueError('no grade')\n")
+    toml = TOML.format(model=model, rewards=tmp_path / "half.py", algorithm=MODES["ppo"][0], training="")
+    toml = toml.replace("max_steps = 2", "max_steps = 4")
+    (tmp_path / "run.toml").write_text(toml + "\n[evaluation]\nproblems = 0\n[squeeze]\nenabled = false\n")
+    assert launch(load(tmp_path / "run.toml"), tmp_path / "out", NullObserver()).exit_status == 1  # in the third step
+    rows = read_jsonl(tmp_path / "out" / "metrics.jsonl")
+    assert len(rows) == 2
+    assert all(row["objective/kl"] == pytest.approx(0, abs=1e-4) for row in rows)
+    assert all(row["objective/entropy"] > 0 for row in rows)

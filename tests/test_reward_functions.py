@@ -1,0 +1,312 @@
+"""Reward functions as users have them: written for TRL, asynchronous, as classes, several at once; and what is wrong
+with their parameters is found before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from toymodels import train_quietly
+from typer.testing import CliRunner
+
+from retrain.cli import app
+from retrain.config import tasks
+from retrain.files import read_jsonl
+from retrain.rewards import RewardResult, build_grader
+from retrain.rewards.base import CompletionText
+from retrain.types import Problem
+
+MODULE = '''
+import asyncio
+from retrain import RewardResult
+
+def lengths(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+
+def spoken(prompts, completions, **kwargs):
+    """Conversations: lists of messages."""
+    assert all(prompt[-1]["role"] == "user" for prompt in prompts)
+    return [float("yes" in completion[0]["content"]) for completion in completions]
+
+def referenced(completions, ground_truth, **kwargs):
+    return [float(text == truth) for text, truth in zip(completions, ground_truth)]
+
+def sums(prompts, completions, task, **kwargs):
+    return [float(len(text)) if kind == "sum" else None for text, kind in zip(completions, task)]
+
+async def later(prompts, completions, task, **kwargs):
+    await asyncio.sleep(0.01)
+    return [-1.0 if kind == "poem" else None for kind in task]
+
+def logging(completions, log_extra=None, log_metric=None, trainer_state=None, **kwargs):
+    log_extra("words", [len(text.split()) for text in completions])
+    log_extra("texts", list(completions))
+    log_metric("batch", len(completions))
+    return (0.5 for _ in completions)
+
+def every(completions, **kwargs):
+    return [float(len(kwargs))] * len(completions)
+
+def too_few(completions, **kwargs):
+    return [1.0]
+
+def raising(completions, **kwargs):
+    raise ValueError("no")
+
+def no_number(completions, **kwargs):
+    return ["good"] * len(completions)
+
+def starts_a_loop(completion, answer):
+    return asyncio.run(_one())
+
+async def _one():
+    return 1.0
+
+class Counts:
+    """Made without arguments; its state lasts."""
+    def __init__(self):
+        self.weight = 2.0
+    def __call__(self, completion, answer):
+        return self.weight * len(completion)
+
+class AsyncBatch:
+    async def __call__(self, completions, **kwargs):
+        return [3.0] * len(completions)
+
+class NeedsArguments:
+    def __init__(self, weight):
+        pass
+    def __call__(self, completion):
+        return 1.0
+
+class NotCallable:
+    pass
+
+made = Counts()
+both = [Counts, lengths]
+async_both = [later, AsyncBatch()]
+
+def parts(completion, answer):
+    return RewardResult(1.5, components={"accuracy <b>": 1.0, "brevity": 0.5}, sample_metrics={"n": 1.0})
+
+def mixed_up(completion, target):
+    return 1.0
+
+def keyword(*, completion, target):
+    return 1.0
+
+def lists_and_one(prompts, completion):
+    return 1.0
+
+def of_the_trainer(completions, trainer_state):
+    return [1.0]
+
+def positional(text, reference_text):
+    return float(text == reference_text)
+'''
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory):
+    path = tmp_path_factory.mktemp("functions") / "mine.py"
+    path.write_text(MODULE)
+    return path
+
+
+def graded(module: Path, function, items, **keys) -> list[RewardResult]:
+    section = {"type": "custom", "custom_module": str(module), "custom_function": function, "workers": 1, **keys}
+    with build_grader(tasks.Reward.model_validate(section)) as grader:
+        return grader.grade(items)
+
+
+def asked(task: str = "sum", number: int = 0) -> Problem:
+    return Problem(f"p{number}", f"question {number}", "42", metadata={"task": task, "ground_truth": "yes"})
+
+
+def totals(results) -> list[float | None]:
+    return [result.total_reward for result in results]
+
+
+def test_a_function_of_trl_gets_lists_and_returns_one(module):
+    items = [(asked(), CompletionText("yes", [1, 2, 3])), (asked(), CompletionText("no", [4]))]
+    assert totals(graded(module, "lengths", items)) == [3.0, 1.0]
+    assert totals(graded(module, "referenced", items)) == [1.0, 0.0]
+    # prompts, completions, completion_ids, log_extra, log_metric; answer, tags and the two columns
+    assert totals(graded(module, "every", items)) == [9.0 - 1.0] * 2  # one of them is named
+
+
+def test_prompts_of_messages_make_conversations(module):
+    problem = Problem("p", ({"role": "system", "content": "s"}, {"role": "user", "content": "u"}), "42")
+    assert totals(graded(module, "spoken", [(problem, "yes"), (problem, "no")])) == [1.0, 0.0]
+
+
+def test_a_call_has_all_completions_of_a_problem(module):
+    items = [(asked(number=n), "text") for n in (0, 0, 0, 1, 1)]
+    results = graded(module, "logging", items)
+    assert [result.sample_metrics["batch"] for result in results] == [3.0, 3.0, 3.0, 2.0, 2.0]
+    assert [result.sample_metrics["words"] for result in results] == [1.0] * 5
+    assert all("texts" not in result.sample_metrics for result in results)
+    assert totals(results) == [0.5] * 5
+
+
+def test_what_does_not_apply_is_left_out_of_the_sum(module):
+    items = [(asked("sum"), "four"), (asked("poem", 1), "roses"), (asked("other", 2), "x")]
+    results = graded(module, ["sums", "later"], items)
+    assert totals(results) == [4.0, -1.0, None]
+    assert [result.components for result in results] == [
+        {"sums": 4.0, "later": None}, {"sums": None, "later": -1.0}, {"sums": None, "later": None},
+    ]  # fmt: skip
+    assert [result.error for result in results] == [None, None, "no reward applies to this completion"]
+
+
+def test_what_does_not_apply_is_left_out_of_a_weighted_reward(module):
+    part = {"type": "custom", "custom_module": str(module), "custom_function": "sums", "weight": 10.0}
+    section = {"type": "weighted", "components": [part, {"type": "match"}], "workers": 1}
+    with build_grader(tasks.Reward.model_validate(section)) as grader:
+        results = grader.grade([(asked("sum"), "four"), (asked("poem", 1), r"\boxed{42}")])
+    assert totals(results) == [40.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [("Counts", 8.0), ("made", 8.0), ("both", 8.0 + 2.0), ("async_both", 2.0), ("AsyncBatch", 3.0),
+     ("starts_a_loop", 1.0), ("positional", 0.0)],
+)  # fmt: skip
+def test_classes_objects_and_lists_are_rewards_too(module, function, expected):
+    (result,) = graded(module, function, [(asked("poem"), CompletionText("text", [1, 2]))])
+    assert result.total_reward == expected
+
+
+def test_a_list_has_a_component_for_each_function(module):
+    section = {"type": "custom", "custom_module": str(module), "custom_function": "both", "workers": 1}
+    with build_grader(tasks.Reward.model_validate(section)) as grader:
+        assert grader.names == ("Counts", "lengths")
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [("too_few", "returned 1 rewards, not a list of 2"), ("raising", "ValueError: no"),
+     ("no_number", "returned str, not a number")],
+)  # fmt: skip
+def test_a_function_that_goes_wrong_costs_the_answers_of_its_call(module, function, reason):
+    results = graded(module, function, [(asked(), "a"), (asked(), "b")])
+    assert totals(results) == [None, None]
+    assert all(reason in (result.error or "") for result in results)
+
+
+# -- what is wrong is found first -----------------------------------------------------------------------------------
+
+FAULTS = {
+    "mixed_up": "parameter 'target' is unknown; a reward takes any of: problem, prompt, completion, response, answer,",
+    "keyword": "parameter 'target' is unknown",
+    "lists_and_one": "parameter 'completion' is unknown",
+    "of_the_trainer": "parameter 'trainer_state' is TRL's trainer's and not available here: give it a default",
+    "NeedsArguments": "the class 'NeedsArguments' cannot be made without arguments",
+    "NotCallable": "'NotCallable' has no __call__",
+    "referenced": "its parameter 'ground_truth' is no column of the training problems, which have answer, tags",
+}
+
+
+def written(folder: Path, module: Path, function: str | list[str]) -> Path:
+    (folder / "problems.jsonl").write_text("".join(f'{{"prompt": "{i}+1", "answer": {i + 1}}}\n' for i in range(20)))
+    (folder / "mine.py").write_text(module.read_text())
+    file = folder / "run.toml"
+    file.write_text(
+        f'[data]\nsource = "problems.jsonl"\n[reward]\ntype = "custom"\ncustom_module = "mine"\ncustom_function = '
+        f"{json.dumps(function)}\n"
+    )
+    return file
+
+
+@pytest.mark.parametrize("function", FAULTS)
+def test_check_finds_what_is_wrong_with_parameters(tmp_path, module, function):
+    result = CliRunner().invoke(app, ["check", str(written(tmp_path, module, function))])
+    assert result.exit_code == 2
+    assert FAULTS[function] in result.output
+    (line,) = result.output.splitlines()
+    assert line.startswith("run.toml:")
+
+
+@pytest.mark.parametrize("function", ["mixed_up", "referenced"])
+def test_train_finds_it_before_it_loads_a_model(tmp_path, module, function):
+    file = written(tmp_path, module, function)
+    result = CliRunner().invoke(app, ["train", str(file), "--out", str(tmp_path / "out"), "--plain"])
+    assert result.exit_code == 2
+    assert FAULTS[function] in result.output
+    assert "loading" not in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_good_functions_pass_the_check(tmp_path, module):
+    for function in ("lengths", ["lengths", "every"], "both", "Counts", "positional", "logging"):
+        result = CliRunner().invoke(app, ["check", str(written(tmp_path, module, function))])
+        assert result.exit_code == 0, result.output
+
+
+# -- in a run -------------------------------------------------------------------------------------------------------
+
+RUN = """
+[data]
+source = "problems.jsonl"
+tags_column = "task"
+[model]
+model = "{model}"
+lora_rank = 2
+[reward]
+type = "custom"
+custom_module = "mine"
+custom_function = {function}
+workers = 1
+[training]
+max_steps = 1
+batch_size = 4
+group_size = 2
+max_tokens = 6
+[logging]
+rollouts_every = 1
+"""
+
+
+def trained(folder: Path, module: Path, model: Path, function: str | list[str]) -> Path:
+    (folder / "mine.py").write_text(module.read_text())
+    rows = [{"prompt": f"{i}?", "answer": i, "task": ("sum", "poem")[i % 2]} for i in range(20)]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train_quietly(folder, RUN.format(model=model, function=json.dumps(function)))
+    return folder / "out"
+
+
+def test_functions_of_trl_train_a_run(tmp_path, module, model):
+    run = trained(tmp_path, module, model, ["sums", "later", "lengths"])
+    (row,) = read_jsonl(run / "metrics.jsonl")
+    lines = read_jsonl(run / "train_iteration_000000_rollout_summaries.jsonl")
+    assert len(lines) == 8
+    for line in lines:
+        own = line["trajectory_metrics"]
+        assert own["lengths"] == line["steps"][0]["ac_len"]
+        assert (own["sums"] is None) == (line["tags"] == ["poem"])
+        assert (own["later"] is None) == (line["tags"] == ["sum"])
+        assert line["total_reward"] == pytest.approx(sum(own[name] or 0.0 for name in ("sums", "later", "lengths")))
+    assert row["rewards/lengths/mean"] == row["completions/mean_length"]
+    assert row["rewards/later/mean"] in (-1.0, None)  # over those to which it applies
+    assert row["reward_failed"] == 0
+
+
+def test_components_of_a_result_are_shown_by_name(tmp_path, module, model):
+    run = trained(tmp_path, module, model, "parts")
+    (row,) = read_jsonl(run / "metrics.jsonl")
+    assert (row["rewards/accuracy <b>/mean"], row["rewards/brevity/mean"], row["rewards/parts/mean"]) == (1.0, 0.5, 1.5)
+    tree = json.loads((run / "train_iteration_000000_logtree.json").read_text())
+
+    def rewards(node):
+        if not isinstance(node, dict):
+            return []
+        own = [node["data"]] if node.get("data", {}).get("type") == "reward" else []
+        return own + [each for child in node.get("children", []) for each in rewards(child)]
+
+    found = rewards(tree["root"])
+    assert found
+    assert all(each["components"] == {"parts": 1.5, "accuracy <b>": 1.0, "brevity": 0.5} for each in found)
+    page = (run / "train_iteration_000000.html").read_text()
+    assert "accuracy &lt;b&gt; 1" in page
+    assert "brevity 0.5" in page
