@@ -167,7 +167,12 @@ class InProcess:
                         yield from outbox.drain()
             except Interrupted as end:
                 return JobEnded(mine.id, "stopped", str(end))
-            except (StorageError, ServerFailed):  # no run's fault: they go on once there is room, or a server
+            except StorageError:  # no run's fault: they go on once there is room
+                raise
+            except ServerFailed as error:  # they go on once there is a server
+                for run in cohort.runs:
+                    if run.active:
+                        run.recorder.record_server(run.step, str(error), "error")
                 raise
             except Exception as error:  # the shared part failed (engine, base): none of these runs can go on
                 if lost(error):  # but a new process can go on with them
