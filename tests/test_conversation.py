@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import numpy as np
@@ -186,6 +187,18 @@ def test_without_a_template_messages_are_set_apart_by_blank_lines():
     assert made.decode(ids) == "12+34=?"
     read = conversation.reply(action(made, "46"), [*AGAIN, *AGAIN])
     assert made.decode(read.token_ids) == "\n\nlet me check\n\nlet me check\n\n"
+
+
+@pytest.mark.parametrize("name", ["bundled", "qwen2.5"])
+def test_a_tool_s_definitions_are_told_whole(name):
+    place = {"type": "object", "properties": {"row": {"type": "integer"}}, "required": ["row"]}
+    parameters = {"type": "object", "properties": {"at": {"$ref": "#/$defs/Place"}}, "$defs": {"Place": place}}
+    tool = {"type": "function", "function": {"name": "put", "description": "Put it.", "parameters": parameters}}
+    text = Renderer(tokenizer(*TEMPLATES[name]), Data()).prompt(PROBLEM, ASKED, [tool]).text
+    assert json.dumps(parameters) in text
+    assert (
+        json.dumps(parameters) not in Renderer(tokenizer(*TEMPLATES[name]), Data()).prompt(PROBLEM, ASKED, [ADD]).text
+    )
 
 
 def test_a_template_that_refuses_says_so_in_one_line():

@@ -123,12 +123,11 @@ def test_every_extra_is_told_and_looked_for():
 
 IMPORTED_AS = {
     "math-verify": "math_verify",
-    "openenv-core": "openenv",
     "reasoning-gym": "reasoning_gym",
     "sentence-transformers": "sentence_transformers",
 }
-COMES_WITH = {"huggingface_hub", "tokenizers", "psutil", "pydantic_core", "annotated_types"}
-"""Imported and required by what is declared: transformers, peft and pydantic."""
+COMES_WITH = {"huggingface_hub", "tokenizers", "psutil", "pydantic_core", "annotated_types", "h11"}
+"""Imported and required by what is declared: transformers, peft, pydantic and uvicorn."""
 LOADED_BY_OTHERS = {
     "antlr4-python3-runtime": "math-verify imports it, and declares another version than sympy takes",
     "gguf": "transformers reads a GGUF file with it, for scripts/real_model.py",

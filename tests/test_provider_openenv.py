@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -127,6 +129,95 @@ def test_actions_of_several_fields_are_json():
         environment.close()
 
 
+def test_definitions_of_an_action_reach_the_policy():
+    """What the prompt shows validates the actions that the server takes."""
+    environment = OpenEnv(command=[*TOY, "16", "nested"], start_seconds=90)
+    try:
+        episode = environment.start(environment.problems("train")[0], 0)
+        prompt = episode.observe().messages[-1]["content"]
+        schema = json.loads(prompt[prompt.index("{") :])
+        assert "metadata" not in schema["properties"]
+        good = {"place": {"row": 1, "column": 2}, "pieces": [{"row": 0, "column": 0}]}
+        jsonschema.validate(good, schema)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({"place": {"row": 1}}, schema)
+    finally:
+        environment.close()
+
+
+@pytest.fixture(scope="module")
+def tools():
+    server = Server([*TOY, "16", "tools"], 90, "toy")
+    yield server
+    server.close()
+
+
+def call(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_an_mcp_environment_is_played_by_calls_of_its_tools(tools):
+    environment = OpenEnv(url=tools.url, heldout=2)
+    problem = environment.problems("train")[0]
+    episode = environment.start(problem, 0)
+    observed = episode.observe()
+    assert observed.messages == ({"role": "user", "content": "Guess my digit, 2."},)
+    functions = {tool["function"]["name"]: tool["function"] for tool in observed.tools}
+    assert set(functions) == {"guess", "hint"}
+    assert functions["guess"]["description"] == "Guess the digit by a place."
+    jsonschema.validate({"place": {"row": 1, "column": 2}}, functions["guess"]["parameters"])
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"place": {"row": 1}}, functions["guess"]["parameters"])
+    wrong = (digit(problem) + 1) % 10
+    off = abs(wrong - digit(problem))
+    step = episode.step(action(call("hint") + call("guess", place={"row": 0, "column": wrong})))
+    assert [message["role"] for message in step.messages] == ["tool", "tool"]
+    assert json.loads(step.messages[0]["content"]) == {"even": digit(problem) % 2 == 0}
+    assert step.messages[1]["content"] == f"{off} off."
+    assert (step.done, step.reward) == (False, -0.1)
+    won = episode.step(action(call("guess", place={"row": digit(problem), "column": 0})))
+    assert (won.done, won.reward) == (True, 1.0)
+    assert episode.result().total_reward == pytest.approx(0.9)
+    assert episode.result().sample_metrics == {"invalid_actions": 0}
+
+
+def test_wrong_calls_of_an_mcp_environment_are_answered_and_a_message_without_a_call_ends_it(tools):
+    environment = OpenEnv(url=tools.url)
+    episode = environment.start(environment.problems("train")[0], 0)
+    step = episode.step(action(call("gues") + call("guess", place=3) + "<tool_call>{</tool_call>"))
+    assert not step.done
+    assert step.metrics == {"invalid_actions": 3}
+    assert all(message["content"].startswith("Error: ") for message in step.messages)
+    assert episode.step(action("I give up.")).done
+    assert episode.result().total_reward == 0
+    silent = environment.start(environment.problems("train")[0], 0)
+    assert silent.step(action("I say nothing.")).done
+    assert (silent.result().total_reward, silent.result().error) == (0, None)
+
+
+def until_there_is_room(start):
+    """The server hears of the end of an episode some time after it."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return start()
+        except PluginError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_episodes_of_an_mcp_environment_leave_no_session_behind():
+    """Its server takes one at a time."""
+    environment = OpenEnv(command=[*TOY, "1", "tools"], start_seconds=90)
+    try:
+        for problem in environment.problems("train")[:3]:
+            episode = until_there_is_room(lambda problem=problem: environment.start(problem, 0))
+            assert [tool["function"]["name"] for tool in episode.observe().tools] == ["guess", "hint"]
+            episode.close()
+    finally:
+        environment.close()
+
+
 def test_a_server_that_dies_is_told_and_replaced():
     environment = OpenEnv(command=TOY, start_seconds=90)
     try:
@@ -216,7 +307,9 @@ def test_mistakes_are_told_in_one_line(arguments, message):
 
 def test_fields_that_are_not_there(server):
     environment = OpenEnv(url=server.url, message_field="board")
-    with pytest.raises(UsageError, match="message_field 'board' is not in the observation, which has text, distance"):
+    with pytest.raises(
+        UsageError, match="message_field 'board' is not in the observation, which has metadata, text, distance"
+    ):
         environment.start(environment.problems("train")[0], 0)
     environment = OpenEnv(url=server.url, action_field="move")
     with pytest.raises(UsageError, match="action_field 'move' is not in the server's actions, which have guess"):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fleet_cases import recorded
 from standin import StandIn
 from toycampaign import StopAfter, campaign, toy_world
 
@@ -93,6 +94,8 @@ def test_a_server_that_stays_away_stops_the_runs_with_everything_saved(tmp_path,
     with pytest.raises(RetrainError, match=r"(?s)no server answers.*retrain resume") as caught:
         launch(load(path, sets), tmp_path / "out", Killer())
     assert caught.value.exit_status == 1
+    assert all(recorded(tmp_path / "out", f"{server.url} is left out: "))
+    assert all(recorded(tmp_path / "out", "no server answers, for "))
     runs = read_json(tmp_path / "out/manifest.json")["runs"]
     assert {run["state"] for run in runs} == {"interrupted"}
     for run in runs:
@@ -129,8 +132,11 @@ def test_a_launched_server_that_is_killed_is_started_again(tmp_path, model, monk
     identity, seen = tmp_path / "out/server.json", []
 
     class Kill(NullObserver):
+        steps = 0
+
         def step(self, spec, row):
-            if not seen:
+            self.steps += 1
+            if self.steps == 7 and not seen:  # the first step of the second cohort
                 seen.append(read_json(identity)["pid"])
                 os.kill(seen[0], signal.SIGKILL)
 
@@ -140,8 +146,11 @@ def test_a_launched_server_that_is_killed_is_started_again(tmp_path, model, monk
                 seen.append(text)
 
     sets = [*QUIET, 'inference.engine="openai"', "inference.patience_s=120", f"inference.launch='{SERVE}'"]
+    sets.append("campaign.lanes=2")
     assert launch(load(path, sets), tmp_path / "out", Kill()).exit_status == 0
     assert "signal 9" in seen[1]
+    assert sum(recorded(tmp_path / "out", "the server has died (signal 9) and is started again")) == 2
+    assert all("canary: base within" in log.read_text() for log in (tmp_path / "out").glob("runs/*/run.log"))
     assert not identity.exists()
     assert not alive(seen[0])
     assert "serving" in (tmp_path / "out/server.log").read_text()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from standin import StandIn
@@ -63,6 +65,45 @@ def test_a_file_says_what_is_compared(model, server, tmp_path):
     assert "FAIL  canary" in result.output
     assert "another base model" in result.output
     assert "throughput" not in result.output
+
+
+class RankSixteen(StandIn):
+    """Takes adapters of rank 16 at most, and refuses others in vLLM's words."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        message = await receive() if scope["path"].endswith("/load_lora_adapter") else None
+        if message is not None:
+            directory = Path(json.loads(message["body"])["lora_path"])
+            rank = json.loads((directory / "adapter_config.json").read_text())["r"]
+            if rank > 16:
+                text = f"Worker failed with error 'LoRA rank {rank} is greater than max_lora_rank 16.'"
+                content = json.dumps({"error": {"message": text}}).encode()
+                await send({"type": "http.response.start", "status": 500, "headers": []})
+                await send({"type": "http.response.body", "body": content})
+                return
+
+        async def again() -> Any:
+            return message if message is not None else await receive()
+
+        await super().__call__(scope, again, send)
+
+
+def test_a_server_that_takes_smaller_adapters_is_checked_with_those(model, tmp_path):
+    server = RankSixteen(model)
+    try:
+        result = doctor("--url", server.url, model)
+        assert result.exit_code == 0, result.output
+        assert "PASS  canary      canary: base within " in result.output
+        assert "with an adapter of rank 16: it takes none of rank 32" in result.output
+        assert "start it with --max-lora-rank 32" in result.output
+        assert "PASS  throughput" in result.output
+        file = tmp_path / "run.toml"
+        file.write_text(f'[model]\nmodel = "{model}"\nlora_rank = 32\n')
+        chosen = doctor("--url", server.url, "--file", file)
+        assert chosen.exit_code == 1
+        assert "--max-lora-rank that holds [model] lora_rank" in chosen.output
+    finally:
+        server.close()
 
 
 def test_what_cannot_be_checked(model, server):

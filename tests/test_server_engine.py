@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import select
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -339,6 +342,74 @@ def test_an_answer_that_never_comes_is_asked_for_again(base, lanes, server, tmp_
     assert ids(engine.sample(requests(ref))) == sound
     assert time.monotonic() - begin > 2
     engine.close()
+
+
+class ClosesIdle:
+    """Passes connections on to a server, and closes each when a second request comes on it, as a server does whose
+    keep-alive time is over at that moment. ``always``: also when the first comes."""
+
+    def __init__(self, port: int):
+        self.closed, self.always, self._target = 0, False, ("127.0.0.1", port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=self._pass_on, args=(self._listener.accept()[0],), daemon=True).start()
+
+    def _pass_on(self, client: socket.socket) -> None:
+        with client, socket.create_connection(self._target) as server:
+            answered = False
+            while True:
+                for each in select.select([client, server], [], [])[0]:
+                    data = each.recv(1 << 16)
+                    if each is client and data and (answered or self.always):
+                        self.closed += 1
+                        return
+                    if not data:
+                        return
+                    answered |= each is server
+                    (server if each is client else client).sendall(data)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_a_connection_that_closes_as_a_request_comes_is_no_fault_of_the_server(base, lanes, server, tmp_path):
+    messages: list[str] = []
+    proxy = ClosesIdle(server.port)
+    engine = engine_of(base, [proxy.url], tmp_path / "adapters", tell=lambda text, level: messages.append(text))
+    try:
+        ref, asked = publish(engine, weights(lanes, 1)), len(server.asked)
+        for _ in range(3):
+            engine.sample(requests(ref, 1, 1))
+        assert proxy.closed >= 3
+        assert len(server.asked) == asked + 3
+        assert messages == []
+    finally:
+        engine.close()
+        proxy.close()
+
+
+def test_a_fresh_connection_that_closes_is_not_asked_again_at_once(base, lanes, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "PAUSE_S", 0.01)
+    messages: list[str] = []
+    proxy = ClosesIdle(server.port)
+    keys = {"patience_s": 0.2, "tell": lambda text, level: messages.append(text)}
+    engine = engine_of(base, [proxy.url], tmp_path / "adapters", **keys)
+    try:
+        ref = publish(engine, weights(lanes, 1))
+        engine.sample(requests(ref, 1, 1))
+        proxy.always, proxy.closed = True, 0
+        with pytest.raises(ServerFailed):
+            engine.sample(requests(ref, 1, 1))
+        assert "is left out" in messages[0]
+    finally:
+        proxy.always = False
+        engine.close()
+        proxy.close()
 
 
 def test_a_server_that_has_forgotten_an_adapter_is_given_it_again(engine, lanes, server):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fleet_cases import Heard, whole
+from fleet_cases import Heard, recorded, whole
 from served_cases import apart, engine_of, publish, requests, served_world, weights
 from standin import StandIn
 from toycampaign import campaign, toy_world
@@ -304,7 +304,8 @@ def test_workers_share_servers_that_the_controller_keeps(tmp_path, toy):
     assert outcome.exit_status == 0
     assert outcome.summary["squeeze"]["verified"]["full"]["accuracy"] is not None
     whole(tmp_path / "out")
-    assert any(line.startswith("the server has died (signal 9) and is started again") for line in heard.lines)
+    assert sum(line.startswith("the server has died (signal 9) and is started again") for line in heard.lines) == 1
+    assert any(recorded(tmp_path / "out", "the server has died (signal 9) and is started again"))
     assert len({line.split()[2] for line in heard.lines if line.startswith("canary at")}) == 2
     assert not psutil.pid_exists(killed[0])
 

@@ -30,7 +30,7 @@ AHEAD = ("training.max_off_policy_steps=1", "algorithm.correction='tis'")
 
 
 class Stuck(StandIn):
-    """Takes new adapters, and goes on with the first of each run, once ``stuck``."""
+    """Takes new adapters, and goes on with the last one before, once ``stuck``."""
 
     stuck = False
     folder: Path
@@ -41,11 +41,11 @@ class Stuck(StandIn):
             return
         message = await receive()
         body = json.loads(message["body"])
-        first = self.folder / body["lora_name"].partition("@")[0]
-        if not first.exists():
-            shutil.copytree(body["lora_path"], first)
-        if self.stuck:
-            body["lora_path"] = str(first)
+        last = self.folder / body["lora_name"].partition("@")[0]
+        if not (self.stuck and last.exists()):
+            shutil.rmtree(last, ignore_errors=True)
+            shutil.copytree(body["lora_path"], last)
+        body["lora_path"] = str(last)
         sent = {**message, "body": json.dumps(body).encode()}
         length = str(len(sent["body"])).encode()
         headers = [(key, length if key == b"content-length" else value) for key, value in scope["headers"]]
@@ -59,7 +59,7 @@ class Stuck(StandIn):
 @pytest.fixture
 def server(model, tmp_path):
     made = Stuck(model)
-    made.folder = tmp_path / "first"
+    made.folder = tmp_path / "last"
     yield made
     made.close()
 
@@ -178,6 +178,31 @@ def test_a_server_that_keeps_an_old_adapter_is_found_out(tmp_path, model, server
         assert text.count("sampler and trainer disagree about the same tokens") >= 2
         assert "it looks like a stale adapter: version" in text or "it looks like no adapter at all" in text
         assert "2 steps in a row" in text
+
+
+@pytest.mark.parametrize("rounding", [0.0, 0.01])
+def test_an_adapter_that_is_many_versions_old_is_not_called_precision(tmp_path, model, server, rounding):
+    """Each update changes little, so that the limit is passed some versions after the server has stopped taking new
+    ones: what it says is nearer to the last version, but not by much."""
+
+    def rounded(status: int, payload: Any) -> tuple[int, Any]:
+        noise = random.Random(json.dumps(payload))
+        logprobs = payload["choices"][0]["logprobs"]
+        logprobs["token_logprobs"] = [min(0.0, each + noise.gauss(0, rounding)) for each in logprobs["token_logprobs"]]
+        return status, payload
+
+    class Stick(NullObserver):
+        def step(self, spec, row):
+            server.stuck = row["step"] >= 1
+            server.always = rounded if server.stuck else None
+
+    out = tmp_path / "out"
+    sets = settings(server, "training.lr=0.004", "campaign.seeds=[1]", "inference.mismatch_limit=5e-4")
+    assert launch(load(campaign(tmp_path, model, steps=20), sets), out, Stick()).exit_status == 1
+    for text in logs_of(out):
+        assert "sampler and trainer disagree about the same tokens" in text
+        assert "it looks like a stale adapter: version" in text
+        assert "precision" not in text
 
 
 def test_a_server_that_computes_otherwise_is_found_out(tmp_path, model, server):

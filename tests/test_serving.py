@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import re
 import shutil
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 import torch
 from serving_cases import NAMES, World, events
 
+from retrain.rng import stream_key
 from retrain.serving.app import app_of
 from retrain.serving.text import Writer
 
@@ -160,6 +162,25 @@ def test_a_seed_alone_decides_whatever_else_is_drawn(world):
     assert ids_of(world.complete(**asked(seed=None))) != ids_of(world.complete(**asked(seed=None)))
 
 
+def test_one_seed_gives_every_prompt_its_own_noise(world):
+    prompts = [[first, *PROMPTS[0]] for first in range(5, 35)]
+    body = {"max_tokens": 1, "seed": 7, "temperature": 1e6, "return_token_ids": True}  # all tokens are equally likely
+
+    def first_tokens(**more):
+        return [token_ids[0] for token_ids in ids_of(world.complete(**{"prompt": prompts, **body, **more}))]
+
+    tokens = first_tokens()
+    assert len(set(tokens)) > 15  # one for all prompts, if the seed alone decided
+    assert first_tokens() == tokens
+    assert [first_tokens(prompt=prompt)[0] for prompt in prompts[:3]] == tokens[:3]
+    assert first_tokens(seed=8) != tokens
+    assert len(set(first_tokens(prompt=[prompts[0]] * 30, seed=None))) > 15
+    several = first_tokens(n=20, prompt=prompts[:2])
+    assert several[0] == tokens[0]
+    assert several[20] == tokens[1]
+    assert set(zip(several[:20], several[20:], strict=True)) != {(a, a) for a in several[:20]}
+
+
 def test_pieces_draw_what_one_call_draws(world):
     """The engine asked for a whole completion says what the server says in pieces."""
     from retrain.engines.local import LocalEngine
@@ -169,7 +190,7 @@ def test_pieces_draw_what_one_call_draws(world):
     engine = LocalEngine(world.service.base, world.service.lanes)
     ref = PolicyRef("one", 0)
     engine.publish(ref, LocalSnapshot(world.adapters["one"].frozen(), {}))
-    request = SampleRequest(ref, tuple(PROMPTS[0]), 3, 90, 1.0, ("serve", 11))
+    request = SampleRequest(ref, tuple(PROMPTS[0]), 3, 90, 1.0, ("serve", 11, stream_key(*PROMPTS[0])))
     whole = [action.token_ids for action in engine.sample([request])[0]]
     assert ids_of(world.complete(**asked(model="one", n=3, max_tokens=90))) == whole
 
@@ -180,7 +201,7 @@ def test_pieces_draw_what_one_call_draws(world):
 @pytest.mark.parametrize(
     "more",
     [{}, {"stop": ["a", "12"]}, {"stop": "xyz"}, {"logprobs": 2, "n": 2}, {"echo": True, "logprobs": 0},
-     {"stop": "e", "include_stop_str_in_output": True}, {"prompt": "12 + 34", "n": 3}],
+     {"stop": "w", "include_stop_str_in_output": True}, {"prompt": "12 + 34", "n": 3}],
     ids=str,
 )  # fmt: skip
 def test_a_streamed_completion_is_the_whole_one(world, more):
@@ -496,17 +517,41 @@ def test_only_this_machine_or_who_has_the_key(world):
     assert world.run(lambda client: client.get("/health", headers=elsewhere), keyed).status_code == 200
 
 
-def test_a_body_is_bounded(world, monkeypatch):
-    monkeypatch.setattr("retrain.serving.app.MAX_BODY", 1000)
-    assert world.post("/v1/completions", {"prompt": "a" * 2000}).status_code == 413
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_a_body_longer_than_any_prompt_of_the_context_is_refused_with_the_limit(world, path):
+    longest_token = max(map(len, world.service.tokenizer.get_vocab()))
+    longest_prompt = world.service.base.context_length * longest_token * len("\\u0061")
+    refused = world.post(path, {"prompt": "a" * (longest_prompt + (2 << 20))})
+    assert refused.status_code == 413
+    limit = int(re.search(r"more than (\d+) bytes", refused.json()["error"]["message"]).group(1))
+    assert longest_prompt < limit < longest_prompt + (2 << 20)
 
-    async def slowly():
-        for _ in range(30):
-            yield b" " * 100
+    async def undeclared():
+        for _ in range(limit // 50_000 + 1):
+            yield b" " * 50_000
 
     headers = {"Content-Type": "application/json"}
-    undeclared = world.run(lambda client: client.post("/v1/completions", content=slowly(), headers=headers))
-    assert undeclared.status_code == 413
+    assert world.run(lambda client: client.post(path, content=undeclared(), headers=headers)).status_code == 413
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_health_answers_while_a_long_text_is_tokenised(world, path):
+    text = "12 + 34 = " * 60_000
+    body = {"prompt": text} if "chat" not in path else {"messages": [{"role": "user", "content": text}]}
+
+    async def ask(client):
+        asked, answers = asyncio.ensure_future(client.post(path, json=body)), 0
+        while not asked.done():
+            await asyncio.sleep(0.01)
+            answers += (await client.get("/health")).status_code == 200
+        return await asked, answers
+
+    answer, answers = world.run(ask)
+    if path == "/tokenize":
+        assert answer.json()["tokens"] == world.service.base.tokenizer(text)["input_ids"]
+    else:
+        assert "maximum context length" in answer.json()["error"]["message"]
+    assert answers >= 5
 
 
 # -- adapters come and go ------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -132,6 +133,32 @@ def test_what_runs_is_finished_and_what_comes_later_is_not_begun(home):
         thread.join(60)
         assert answers[0].usage.completion_tokens == 16 * 1500
         assert server.process.wait(60) == 0
+
+
+def test_half_sent_requests_are_closed(home):
+    """Nothing at all, half of the headers, half of a body, and headers that come byte by byte."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    body = head + b"Content-Length: 1000\r\n\r\n" + b'{"prompt": "1'
+    with Running(home / "toy", "--timeout", 1) as server:
+        address = ("127.0.0.1", int(server.url.split(":")[-1].split("/")[0]))
+        with contextlib.ExitStack() as stack:
+            client = stack.enter_context(httpx.Client())
+            first = client.get(server.url + "/models").extensions["network_stream"].get_extra_info("client_addr")
+            sockets = [stack.enter_context(socket.create_connection(address)) for _ in range(4)]
+            begin = time.monotonic()
+            for each, part in zip(sockets, (b"", head, body, b"P"), strict=True):
+                each.settimeout(20)
+                each.sendall(part)
+            with contextlib.suppress(ConnectionError):
+                while time.monotonic() - begin < 20:
+                    sockets[-1].sendall(b"O")
+                    time.sleep(0.1)
+            assert time.monotonic() - begin < 20
+            for each in sockets[:-1]:
+                assert each.recv(100) == b""
+            idle = client.get(server.url + "/models").extensions["network_stream"].get_extra_info("client_addr")
+            assert idle == first  # a connection whose requests have arrived is kept
+        assert server.end(signal.SIGTERM)[0] == 0
 
 
 def test_other_machines_need_a_key(home):

@@ -99,6 +99,23 @@ def test_a_view_is_not_posted_by_others(logs, headers):
 
 
 @pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:9", "Sec-Fetch-Site": "same-site"},
+        {"Sec-Fetch-Site": "cross-site"},
+    ],
+)
+def test_events_are_not_listened_to_by_others(logs, headers):
+    client = client_of(logs)
+    assert client.get("/api/events?at=nowhere", headers=headers).status_code == 403
+    ours = {"Origin": "http://127.0.0.1:8571", "Sec-Fetch-Site": "same-origin"}
+    for allowed in ({}, ours):
+        assert client.get("/api/events?at=nowhere", headers=allowed).status_code == 404  # no such place
+
+
+@pytest.mark.parametrize(
     "body",
     [
         b"",

@@ -252,6 +252,20 @@ def test_a_reward_function_that_raises_is_no_zero(opened):
 
 
 @classic
+def test_a_metric_that_raises_costs_no_reward(opened):
+    (_, step), result = played(opened("toy_classic", kind="broken metric"), ["0"])
+    assert result == RewardResult(1.0, {"exact": 1.0, "broken": None, "num_turns": 1.0})
+    assert "no such number" in step.logs["failed_metrics"]
+
+
+@classic
+def test_an_environment_in_a_package(opened):
+    environment = opened("toy_package.inner.sums")
+    assert environment.problems("train")[3].id == "toy_package.inner.sums/train/3"
+    assert played(environment, ["6"], row=3)[1].total_reward == 1.0
+
+
+@classic
 def test_an_episode_that_is_cut_short_is_graded_as_it_stands(opened):
     environment = opened("toy_classic", kind="tools")
     episode = environment.start(environment.problems("train")[0], 0)
@@ -406,6 +420,38 @@ def test_faults_of_v1_give_no_reward(opened):
     assert step.done
     assert result.total_reward is None
     assert "broken on purpose" in result.error
+
+
+@v1
+def test_a_metric_of_v1_that_raises_costs_no_reward(opened):
+    environment = opened("toy_metric", heldout=0)
+    _, result = played(environment, ["elppa"])
+    assert (result.total_reward, result.sample_metrics["sweetness"]) == (2.0, 0.5)
+    (_, step), result = played(environment, ["mulp"], row=2)
+    assert (result.total_reward, result.error) == (2.0, None)
+    assert "sweetness" not in result.sample_metrics
+    assert "sweetness: ArithmeticError: too sweet" in step.logs["failed_metrics"]
+    assert "ripeness: ArithmeticError: too ripe" in step.logs["failed_metrics"]
+
+
+@v1
+def test_a_taskset_in_a_package(opened):
+    environment = opened("toy_package.inner.reverse", heldout=0)
+    assert played(environment, ["elppa"])[1].total_reward == 2.0
+
+
+@v1
+@pytest.mark.parametrize(
+    ("id", "env", "says"),
+    [
+        ("toy_reverse", {"id": "best-of-n", "n": 3}, "BestOfNEnv runs its agents 3 times in one episode"),
+        ("toy_twice", {}, "TwiceEnv runs its agents 16 times or more in one"),
+        ("toy_reverse", {"id": "user-sim", "user": {"client": {"type": "eval", "base_url": "http://a:9"}}}, "2 times"),
+    ],
+)
+def test_episodes_of_several_runs_are_refused_before_anything_is_sampled(opened, id, env, says):
+    with pytest.raises(UsageError, match=says):
+        opened(id, heldout=0, env=env).problems("train")
 
 
 @v1

@@ -26,7 +26,7 @@ def servercheck(url: Sequence[str], engine: str | None, model: str | None, file:
         if live:
             print(f"…     {name}", end="", flush=True)
 
-    for line in examine_servers(config, begins):
+    for line in examine_servers(config, begins, any_rank=file is None):
         failed |= line.result.status is Status.FAIL
         words = f"{line.result.status}  {line.name:<11} {visible(line.result.text())}  [{line.seconds:.1f} s]"
         print(("\r\x1b[K" if live else "") + words, flush=True)

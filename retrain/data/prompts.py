@@ -21,6 +21,9 @@ minutes."""
 SPARE_TOKENS = 16
 """Room for beginning tokens and whatever else a tokenizer adds to a text."""
 
+SIMPLE_TYPES = {"string", "integer", "number", "boolean"}
+"""Types of JSON schemas whose name says what a value is."""
+
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of functions, as chat templates take them."""
 
@@ -101,14 +104,24 @@ class Renderer:
         return [{"role": "system", "content": about}, *messages]
 
 
+def _type_of(about: Any) -> str | None:
+    """Return the type that a property's JSON schema names; None where it says it otherwise."""
+    kind = about.get("type") if isinstance(about, Mapping) else None
+    return kind if isinstance(kind, str) else None
+
+
 def tools_text(tools: Tools) -> str:
-    """The tools, and how one is called, in plain words."""
+    """Describe the tools, and how one is called. Of a tool with arguments that are more than a text, number or boolean
+    the whole JSON schema is given, with its definitions."""
     lines = ["You can call these tools:"]
     for tool in tools:
         function = tool["function"]
-        parameters = function.get("parameters", {}).get("properties", {})
-        names = ", ".join(f"{name}: {about.get('type', 'any')}" for name, about in parameters.items())
+        schema = function.get("parameters", {})
+        types = {name: _type_of(about) for name, about in schema.get("properties", {}).items()}
+        names = ", ".join(f"{name}: {kind or 'any'}" for name, kind in types.items())
         lines.append(f"{function['name']}({names}): {function.get('description', '')}".rstrip(": "))
+        if not SIMPLE_TYPES.issuperset(types.values()):
+            lines.append(f"JSON schema of its arguments: {json.dumps(schema, ensure_ascii=False)}")
     first = tools[0]["function"]
     example = {name: "…" for name in first.get("parameters", {}).get("properties", {})}
     call = json.dumps({"name": first["name"], "arguments": example}, ensure_ascii=False)

@@ -47,6 +47,9 @@ STEP_FILES = (*ROW_FILES, "notes.jsonl")
 """Records whose rows belong to a step."""
 
 
+SERVER_REMEDY = "requests wait for a server, or go to the others; a launched one says more in server.log"
+
+
 class RunRecorder:
     """Writes one run's directory.
 
@@ -258,6 +261,14 @@ class RunRecorder:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         lines = "".join(f"{stamp} {level:<7} {line}\n" for line in without_keys(text).splitlines() or [""])
         self._files.write(lambda: self._files.append_text("run.log", lines), always=True)
+
+    def record_server(self, step: int, text: str, level: str = "info") -> None:
+        """Log what happened to a server that a run samples from, and note it unless ``level`` is info. Any thread may;
+        never raises."""
+        self.log(text, level)
+        if level != "info":
+            note = Note(step, "server", level, without_keys(text), SERVER_REMEDY)
+            self._files.write(lambda: self._files.append("notes.jsonl", [asdict(note)]), always=True)
 
     def log_error(self, error: BaseException) -> None:
         """The error with its traceback in ``run.log``."""

@@ -16,8 +16,9 @@ from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.models import Bases
 from retrain.config import Config, load, parse_dict
 from retrain.engines.protocol import PolicyRef, SampleRequest
+from retrain.engines.server.adapters import RANKS
 from retrain.engines.server.canary import TEXT, canaries
-from retrain.engines.server.engine import ServerEngine
+from retrain.engines.server.engine import RANK_HINT, ServerEngine
 from retrain.errors import RetrainError, UsageError
 from retrain.models.directory import local_directory
 from retrain.policy.local import LocalSnapshot
@@ -74,9 +75,12 @@ def served_model(url: str) -> str:
     return next((name for name in names if name and local_directory(name)), names[1])
 
 
-def examine_servers(config: Config, begins: Callable[[str], None] = lambda name: None) -> Iterator[Line]:
-    """Each check in turn; after one that fails the others would say nothing. Raises ModelError when the model cannot be
-    had here."""
+def examine_servers(
+    config: Config, begins: Callable[[str], None] = lambda name: None, any_rank: bool = False
+) -> Iterator[Line]:
+    """Each check in turn; after one that fails the others would say nothing. ``any_rank``: nobody has chosen
+    ``lora_rank``, so that a server which takes smaller adapters only is checked with those. Raises ModelError when the
+    model cannot be had here."""
     with Bases() as bases, TemporaryDirectory(prefix="retrain-doctor-") as aside:
         begins("answers")
         begin = time.perf_counter()
@@ -87,22 +91,32 @@ def examine_servers(config: Config, begins: Callable[[str], None] = lambda name:
             return
         yield Line("answers", _answers(engine), time.perf_counter() - begin)
         begins("canary")
-        begin, failed = time.perf_counter(), False
-        try:
-            tolerance = config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
-            rank, temperature = config.model.lora_rank, config.training.temperature
-            found = canaries(engine, base, lanes, [(rank, config.lora.alpha, temperature, tolerance)])
-            result = Result(Status.PASS, "; ".join(each.words for each in found))
-        except RetrainError as error:
-            result, failed = Result(Status.FAIL, str(error)), True
-        yield Line("canary", result, time.perf_counter() - begin)
-        if failed:
-            return
+        begin = time.perf_counter()
+        tolerance = config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
+        asked = rank = config.model.lora_rank
+        smaller = [each for each in reversed(RANKS) if each < asked] if any_rank else []
+        while True:
+            kind = rank, config.lora.alpha, config.training.temperature, tolerance
+            try:
+                texts = [found.words for found in canaries(engine, base, lanes, [kind])]
+            except RetrainError as error:
+                if RANK_HINT in str(error) and smaller:
+                    rank = smaller.pop(0)
+                    continue
+                yield Line("canary", Result(Status.FAIL, str(error)), time.perf_counter() - begin)
+                return
+            break
+        if rank < asked:
+            texts.append(
+                f"with an adapter of rank {rank}: it takes none of rank {asked}, the default of [model] lora_rank; to "
+                f"train with that, start it with {RANK_HINT} {asked}"
+            )
+        yield Line("canary", Result(Status.PASS, "; ".join(texts)), time.perf_counter() - begin)
         begins("throughput")
         begin = time.perf_counter()
         prompt = tuple(base.tokenizer(TEXT)["input_ids"])
         try:
-            result = _throughput(engine, lanes, config, prompt)
+            result = _throughput(engine, lanes, rank, config.lora.alpha, prompt)
         except RetrainError as error:
             result = Result(Status.FAIL, str(error))
         yield Line("throughput", result, time.perf_counter() - begin)
@@ -118,10 +132,10 @@ def _answers(engine: ServerEngine) -> Result:
     return Result(Status.PASS if all(server.alive for server in engine.pool.servers) else Status.FAIL, "; ".join(said))
 
 
-def _throughput(engine: ServerEngine, lanes: Lanes, config: Config, prompt: tuple[int, ...]) -> Result:
+def _throughput(engine: ServerEngine, lanes: Lanes, rank: int, alpha: float, prompt: tuple[int, ...]) -> Result:
     """Tokens a second, and what it takes to swap an adapter."""
     refs = [PolicyRef(f"doctor{i}", 0) for i in range(ADAPTERS)]
-    weights = lanes.new_adapter(config.model.lora_rank, config.lora.alpha).initialise("doctor").frozen()
+    weights = lanes.new_adapter(rank, alpha).initialise("doctor").frozen()
     speeds = []
     for ref in refs:
         engine.publish(ref, LocalSnapshot(weights, {}))

@@ -20,9 +20,8 @@ from retrain.serving.refusal import Refusal
 from retrain.serving.schema import LoadBody, UnloadBody, read
 from retrain.serving.service import Service
 
-MAX_BODY = 32 << 20
 MAX_UPLOAD = 1 << 30
-"""Bytes of a request's body; of one that holds an adapter."""
+"""Bytes of the body of a request that holds an adapter."""
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
@@ -51,15 +50,15 @@ def app_of(service: Service, api_key: str | None = None) -> Starlette:
         exception_handlers={Refusal: _refused, HTTPException: _http, ClientDisconnect: _gone, Exception: _failed},
     )
     app.router.redirect_slashes = False
-    app.add_middleware(Gate, api_key=api_key)
+    app.add_middleware(Gate, api_key=api_key, max_body=service.max_body)
     return app
 
 
 class Gate:
-    """What every request passes first: the key, or being of this machine; JSON; a body of bounded size."""
+    """Checks every request first: the key, or that it comes from this machine; that it is JSON; the body's size."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None):
-        self.app, self.api_key = app, api_key
+    def __init__(self, app: ASGIApp, api_key: str | None, max_body: int):
+        self.app, self.api_key, self.max_body = app, api_key, max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -71,10 +70,11 @@ class Gate:
         except Refusal as refusal:
             await _answer(refusal)(scope, receive, send)
             return
-        limit = MAX_UPLOAD if scope["path"] == "/v1/load_lora_adapter" else MAX_BODY
+        limit = MAX_UPLOAD if scope["path"] == "/v1/load_lora_adapter" else self.max_body
+        too_long = Refusal(413, f"the body has more than {limit} bytes, the limit of {scope['path']}")
         seen = 0
         if declared(scope) > limit:
-            await _answer(Refusal(413, f"the body has more than {limit} bytes"))(scope, receive, send)
+            await _answer(too_long)(scope, receive, send)
             return
 
         async def bounded() -> Message:
@@ -82,7 +82,7 @@ class Gate:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > limit:
-                raise Refusal(413, f"the body has more than {limit} bytes")
+                raise too_long
             return message
 
         await self.app(scope, bounded, send)

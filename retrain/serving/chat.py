@@ -32,7 +32,9 @@ async def answer(service: Service, request: Request) -> Response:
     body = read(ChatBody, await request.body())
     body.check()
     service.names.find(body.model)
-    prompt_ids = rendered(service.tokenizer, body.messages, body.offered, body.chat_template_kwargs or {})
+    prompt_ids = await service.with_tokenizer(
+        lambda tokenizer: rendered(tokenizer, body.messages, body.offered, body.chat_template_kwargs or {})
+    )
     asked = body.max_completion_tokens or body.max_tokens
     service.check_prompt(prompt_ids, asked or 1)
     how = service.sampling(body, asked or service.base.context_length - len(prompt_ids))

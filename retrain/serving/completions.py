@@ -17,6 +17,7 @@ from retrain.serving.scoring import Tops
 from retrain.serving.service import Drawing, Drawn, Service
 from retrain.serving.streams import Events, unless_gone
 from retrain.serving.text import Writer
+from retrain.serving.tokens import encoded
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,10 @@ async def answer(service: Service, request: Request) -> Response:
     service.names.find(body.model)
     given = body.prompts()
     special = body.add_special_tokens is not False
-    prompts = [await service.tokenised(each, special) if isinstance(each, str) else tuple(each) for each in given]
+    if isinstance(given[0], str):
+        prompts = await service.with_tokenizer(lambda tokenizer: [encoded(tokenizer, text, special) for text in given])
+    else:
+        prompts = [tuple(token_ids) for token_ids in given]
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     for prompt_ids in prompts:
         service.check_prompt(prompt_ids, max_tokens)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from retrain.errors import UsageError
 
 KEEP_ALIVE_S = 75
 """How long a connection may be idle: longer than clients keep one, so that none sends into one that is just closed."""
+ARRIVAL_S, ARRIVAL_RATE = 30.0, 100_000
+"""A request has to arrive within this many seconds, plus a second for every ``ARRIVAL_RATE`` bytes of it."""
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -42,13 +48,75 @@ def url_of(bound: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
+class TimedProtocol(H11Protocol):
+    """HTTP/1.1 that closes a connection whose request does not arrive in time.
+
+    uvicorn limits only the time between two requests: headers or a body that stop in the middle, or come byte by byte,
+    would hold their connection for ever.
+    """
+
+    def __init__(self, arrival_s: float, **connection: Any):
+        super().__init__(**connection)
+        self._arrival_s, self._began, self._received = arrival_s, 0.0, 0
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Expect the first request."""
+        super().connection_made(transport)
+        self._expect_request()
+
+    def data_received(self, data: bytes) -> None:
+        """Read a part of a request."""
+        if not self._received:
+            self._began = self.loop.time()
+        self._received += len(data)
+        super().data_received(data)
+        self._update_deadline()
+
+    def on_response_complete(self) -> None:
+        """Go on to the next request, of which parts may be here already."""
+        super().on_response_complete()
+        self._update_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Expect nothing any more."""
+        self._expect_nothing()
+        super().connection_lost(exc)
+
+    def _update_deadline(self) -> None:
+        state = self.conn.their_state
+        arriving = state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0]))
+        if not arriving:
+            self._expect_nothing()
+        elif self._deadline is None:
+            self._expect_request()
+
+    def _expect_request(self) -> None:
+        self._began = self.loop.time()
+        self._deadline = self.loop.call_later(self._arrival_s, self._check_deadline)
+
+    def _expect_nothing(self) -> None:
+        self._received = 0
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _check_deadline(self) -> None:
+        left_s = self._began + self._arrival_s + self._received / ARRIVAL_RATE - self.loop.time()
+        if left_s > 0:
+            self._deadline = self.loop.call_later(left_s, self._check_deadline)
+        else:
+            self.transport.close()
+
+
 class Server(uvicorn.Server):
     """Says when it is ready. The first signal lets it finish what it has begun, and return; the second one does not
-    wait for that."""
+    wait for that. A request that does not arrive within ``arrival_s`` seconds is given up."""
 
-    def __init__(self, app: ASGIApp, ready: Callable[[], None]):
-        more = {"lifespan": "off", "ws": "none", "timeout_keep_alive": KEEP_ALIVE_S}
-        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, **more))
+    def __init__(self, app: ASGIApp, ready: Callable[[], None], arrival_s: float = ARRIVAL_S):
+        protocol: Any = partial(TimedProtocol, arrival_s)  # uvicorn calls it like a class
+        more: dict[str, Any] = {"lifespan": "off", "ws": "none", "timeout_keep_alive": KEEP_ALIVE_S}
+        super().__init__(uvicorn.Config(app, http=protocol, log_level="warning", access_log=False, **more))
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

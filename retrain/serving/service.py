@@ -8,26 +8,34 @@ import copy
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.threads import Workers, workers_for
+from retrain.rng import stream_key
 from retrain.serving.adapters import Names, Served, base_weights, read_weights, uploaded_weights
 from retrain.serving.batching import MAX_ROWS, Batcher, Generation, Piece
 from retrain.serving.refusal import Refusal
 from retrain.serving.sampling import Sampling
-from retrain.serving.schema import Sampled, plain_text
+from retrain.serving.schema import Sampled
 from retrain.serving.scoring import Tops, score
 
+T = TypeVar("T")
 MAX_QUEUE = 4096
 """Generations that may wait."""
 TIMEOUT_S = 3600.0
 """Longest time from a request to the end of its last generation."""
+MIN_BODY = 1 << 20
+"""Bytes that the body of a request may have with every model: room for several prompts and for the other fields."""
+MAX_BODY = 1 << 30
+JSON_BYTES = 6
+"""Largest number of bytes that JSON needs for one character of a token: ``\\u00e9``."""
 
 
 @dataclass(eq=False)
@@ -65,8 +73,11 @@ class Service:
         self._workers = workers or workers_for(base)
         self.engine = LocalEngine(base, self.lanes, workers=self._workers, tell=tell)
         self.batcher = Batcher(self.engine, max_queue, max_rows)
-        # Its own, because the engine's thread decodes with the base's.
+        # Copies, because a tokenizer belongs to one thread: base.tokenizer to the engine's, this one to the event
+        # loop's, which decodes, and the third one to the thread that tokenises.
         self.tokenizer: Any = copy.deepcopy(base.tokenizer)
+        self._encoder: Any = copy.deepcopy(base.tokenizer)
+        self._encoder_thread = ThreadPoolExecutor(1, "tokenizer")
         name = name or base.name
         first = Served(name, Names.first_ref(name), base_weights(base, self.lanes.shapes), base.name)
         self.names = Names(first)
@@ -75,6 +86,7 @@ class Service:
 
     def close(self) -> None:
         """Finish what is under way, then take everything off the base."""
+        self._encoder_thread.shutdown()
         self.batcher.stop()
         self._workers.close()
         self.lanes.detach()
@@ -133,20 +145,23 @@ class Service:
             ignore_eos=bool(body.ignore_eos),
         )
 
-    async def tokenised(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """The tokens of a text. Raises Refusal for what no tokenizer takes."""
-        plain_text(text, "prompt")
-        ids = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-        return tuple(int(token) for token in ids)
+    async def with_tokenizer(self, work: Callable[[Any], T]) -> T:
+        """Return ``work(tokenizer)``, run in a thread of its own: a long text takes seconds, in which the event loop
+        answers other requests."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoder_thread, work, self._encoder)
+
+    @property
+    def max_body(self) -> int:
+        """Bytes of the longest request body that is read. Every prompt that fits into the context fits into it: as
+        many of the longest tokens as the context holds, each character escaped in JSON."""
+        longest = max(map(len, self.tokenizer.get_vocab()), default=1)
+        return min(MAX_BODY, MIN_BODY + self.base.context_length * longest * JSON_BYTES)
 
     def check_prompt(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
         """Raise Refusal (400) for a prompt that cannot be read, or leaves no room for so many tokens."""
         if not prompt_ids:
             raise Refusal(400, "the prompt has no tokens", "prompt")
-        wrong = next((token for token in prompt_ids if not 0 <= token < self.base.vocab_size), None)
-        if wrong is not None:
-            raise Refusal(400, f"Token id {str(wrong)[:30]} is out of vocabulary", "prompt")
-        longest = self.base.context_length
+        longest, vocab_size = self.base.context_length, self.base.vocab_size
         if len(prompt_ids) + max_tokens > longest:
             raise Refusal(
                 400,
@@ -154,17 +169,25 @@ class Service:
                 f"tokens and your prompt contains {len(prompt_ids)} input tokens.",
                 "max_tokens",
             )
+        wrong = next((token for token in prompt_ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise Refusal(400, f"Token id {str(wrong)[:30]} is out of vocabulary", "prompt")
 
     def begin(
         self, model: str | None, prompts: Sequence[tuple[int, ...]], sampling: Sequence[Sampling], body: Sampled
     ) -> Drawing:
-        """Draw ``n`` generations after every prompt. Raises Refusal."""
+        """Draw ``n`` generations after every prompt. Raises Refusal.
+
+        The random stream of a generation is a function of the seed, the prompt and the number of the sample. The seed
+        alone would give every prompt the same noise, and a benchmark with one seed answers that depend on each other.
+        """
         loop = asyncio.get_running_loop()
-        seed = secrets.randbits(63) if body.seed is None else body.seed
         deadline = time.monotonic() + self.timeout_s
         served = self.names.find(model)  # and submitted at once: what is found is not retired in between
         drawing = Drawing(served)
         for prompt_ids, how in zip(prompts, sampling, strict=True):
+            seed = secrets.randbits(63) if body.seed is None else body.seed
+            stream = ("serve", seed, stream_key(*prompt_ids))
             for k in range(body.n or 1):
                 number = len(drawing.generations)
 
@@ -172,8 +195,7 @@ class Service:
                     with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                         loop.call_soon_threadsafe(drawing.pieces.put_nowait, (number, piece))
 
-                stream = ("serve", seed, k)
-                drawing.generations.append(Generation(served, prompt_ids, how, stream, tell, deadline))
+                drawing.generations.append(Generation(served, prompt_ids, how, (*stream, k), tell, deadline))
         self.batcher.submit(drawing.generations)
         return drawing
 

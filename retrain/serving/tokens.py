@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from retrain.serving.chat import rendered
 from retrain.serving.refusal import Refusal
-from retrain.serving.schema import DetokenizeBody, TokenizeBody, read
+from retrain.serving.schema import DetokenizeBody, TokenizeBody, plain_text, read
 from retrain.serving.service import Service
 
 
@@ -17,14 +19,25 @@ async def tokenize(service: Service, request: Request) -> Response:
     service.names.find(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise Refusal(400, "give either prompt or messages", "prompt")
+    context = service.base.context_length
+    return await service.with_tokenizer(lambda tokenizer: _tokens(tokenizer, body, context))
+
+
+def _tokens(tokenizer: Any, body: TokenizeBody, context: int) -> Response:
     if body.messages is not None:
-        token_ids = rendered(service.tokenizer, body.messages, body.tools or [], {})
+        token_ids = rendered(tokenizer, body.messages, body.tools or [], {})
     else:
-        token_ids = await service.tokenised(body.prompt or "", body.add_special_tokens is not False)
-    told = {"count": len(token_ids), "max_model_len": service.base.context_length, "tokens": list(token_ids)}
+        token_ids = encoded(tokenizer, body.prompt or "", body.add_special_tokens is not False)
+    content = {"count": len(token_ids), "max_model_len": context, "tokens": list(token_ids)}
     if body.return_token_strs:
-        told["token_strs"] = service.tokenizer.convert_ids_to_tokens(list(token_ids))
-    return JSONResponse(told)
+        content["token_strs"] = tokenizer.convert_ids_to_tokens(list(token_ids))
+    return JSONResponse(content)
+
+
+def encoded(tokenizer: Any, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+    """Return the token ids of a text. Raises Refusal for text that no tokenizer takes."""
+    plain_text(text, "prompt")
+    return tuple(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
 
 async def detokenize(service: Service, request: Request) -> Response:
@@ -33,4 +46,4 @@ async def detokenize(service: Service, request: Request) -> Response:
     service.names.find(body.model)
     if any(token >= service.base.vocab_size for token in body.tokens):
         raise Refusal(400, "a token is out of vocabulary", "tokens")
-    return JSONResponse({"prompt": service.tokenizer.decode(body.tokens)})
+    return JSONResponse({"prompt": await service.with_tokenizer(lambda tokenizer: tokenizer.decode(body.tokens))})

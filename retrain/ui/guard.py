@@ -2,7 +2,7 @@
 
 A page of somebody else's that the same browser has open must neither read nor move anything here: it cannot name this
 server as its own (the Host header is checked, against names that are rebound to 127.0.0.1), gets no permission to read
-across origins, and cannot post, since that takes this page's origin and JSON.
+across origins, and can neither post nor listen to events, since that takes this page's origin.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from retrain.ui.answers import refused
 
 POSTS = ("/api/view",)
 """Paths that may be posted to."""
+LISTENED = ("/api/events",)
+"""Paths whose answer does not end. The number of listeners is limited, so another page must not take their places."""
 MOST_QUERY = 16_384
 """Bytes of a query."""
 CSP = "; ".join((
@@ -65,7 +67,9 @@ class Guard:
         if not self._is_ours(name_in(headers.get("host", ""))):
             return refused(403, "this server is asked under another name than the one that it listens at")
         if method == "POST" and path in POSTS:
-            return _foreign(headers)
+            return _refused_post(headers)
+        if path in LISTENED and _is_cross_site(headers):
+            return refused(403, "another page must not listen here")
         if method not in ("GET", "HEAD"):
             return refused(405, f"{method[:20]} {path[:100]} is not answered: this server only reads")
         if len(scope["query_string"]) > MOST_QUERY:
@@ -106,13 +110,18 @@ def name_in(host: str) -> str:
     return (found[1] or found[2] or "").lower().rstrip(".") if found else ""
 
 
-def _foreign(headers: Headers) -> Response | None:
-    """Why a post must not pass: it is another page's, or no JSON. A program that is no browser sends no Origin."""
+def _is_cross_site(headers: Headers) -> bool:
+    """Return whether a browser says that another page asks. A program that is no browser sends neither header."""
     origin = headers.get("origin")
     ours = {f"{scheme}://{headers.get('host', '')}" for scheme in ("http", "https")}
     if origin is not None and origin not in ours:
-        return refused(403, "another page must not move this one")
-    if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        return True
+    return headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none")
+
+
+def _refused_post(headers: Headers) -> Response | None:
+    """Return the refusal of a post that another page sends, or that is no JSON."""
+    if _is_cross_site(headers):
         return refused(403, "another page must not move this one")
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         return refused(415, 'send JSON: Content-Type: application/json, {"url": "/metrics/…"}')

@@ -80,6 +80,8 @@ def load_environment(kind="sums", fault="", max_turns=4):
             return vf.SingleTurnEnv(dataset=data, rubric=rubric)
         case "broken":
             return vf.SingleTurnEnv(dataset=data, rubric=vf.Rubric(funcs=[exact, broken], weights=[1.0, 0.5]))
+        case "broken metric":
+            return vf.SingleTurnEnv(dataset=data, rubric=vf.Rubric(funcs=[exact, broken], weights=[1.0, 0.0]))
         case "tools":
             asked = Dataset.from_list([{"question": f"Capital of {c}?", "answer": a} for c, a in CAPITALS.items()])
             return vf.ToolEnv(dataset=asked, tools=[capital], rubric=rubric, max_turns=max_turns)

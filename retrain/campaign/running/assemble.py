@@ -24,6 +24,7 @@ from retrain.campaign.running.canary import tried_servers
 from retrain.campaign.running.fitting import check_memory, lane_bytes
 from retrain.campaign.running.models import Bases, CohortModel, local_model, plugin_model
 from retrain.campaign.running.protocol import CohortJob
+from retrain.campaign.running.server_events import ServerEvents
 from retrain.campaign.running.teachers import teachers_of
 from retrain.checkpoints import checkpoint_directories, common_step
 from retrain.config import Config
@@ -33,6 +34,7 @@ from retrain.data.cursor import DataCursor
 from retrain.data.dataset import column_values
 from retrain.data.prompts import Renderer, longest_prompt
 from retrain.engines.server.engine import ServerEngine
+from retrain.engines.server.fleet import Tell, Told
 from retrain.environments.build import environments_of
 from retrain.environments.protocol import Environment, Limits
 from retrain.errors import CheckpointError, DataError, ModelError, UsageError
@@ -100,15 +102,18 @@ def assemble(
     if _is_local(first):
         files = bases.look(first)
         data = askable(data, first, longest, files.tokenizer, files.context)
-    load = partial(model_of, specs, folder, data, bases, stack, observer, directory)
+    events = ServerEvents(observer)
+    load = partial(model_of, specs, folder, data, bases, stack, observer, directory, events.message)
     model = _on_all_ranks(specs, folder, bases, load)
     if not _is_local(first):
         data = askable(data, first, longest, model.tokenizer.source, context=0)
     shared = _Shared(directory, folder, model, data, observer, stack, guard)
     _compare_records(shared, specs, begin, _world(model, data), job)
     if isinstance(model.engine, ServerEngine):
+        if isinstance(bases.servers, Told):
+            bases.servers.record = events.record
         for line in tried_servers(model.engine, bases, specs):
-            observer.message(line)
+            events.message(line)
     for note in (*data.notes, *model.notes):  # once it is known that these runs train here
         observer.message(note)
     runs = []
@@ -120,6 +125,8 @@ def assemble(
             observer.run_finished(spec, "failed", str(error))
             continue
         runs.append(run)
+    events.attach(runs)
+    stack.callback(events.detach)
     if going_on := [run for run in runs if run.saved_shared.get("engine")]:
         model.engine.restore(max(going_on, key=lambda run: run.step).saved_shared["engine"])
     kept = BaseEvaluations(directory, model.identity) if specs[0].is_campaign and _is_local(first) else None
@@ -187,15 +194,16 @@ def model_of(
     stack: ExitStack,
     observer: Observer,
     directory: Path,
+    server_message: Tell,
 ) -> CohortModel:
     """What samples and learns: the base with its lanes and engine, here or in servers (``directory`` is for what these
-    need), or a backend of the user's for every run."""
+    need, ``server_message`` hears of them), or a backend of the user's for every run."""
     config = specs[0].config
     if not _is_local(config):
         return plugin_model(specs, folder)
     served = config.inference.served
     if served:
-        base, lanes, engine = bases.take_served(config, directory, observer.message)
+        base, lanes, engine = bases.take_served(config, directory, server_message)
     else:
         base, lanes, engine = bases.take(config, observer.message)
     workers = stack.enter_context(closing(workers_of(base, specs)))

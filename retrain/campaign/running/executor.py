@@ -176,7 +176,12 @@ class InProcess:
                         yield from outbox.drain()
             except Interrupted as end:
                 return JobEnded(mine.id, "stopped", str(end))
-            except (StorageError, LeaseLost, ServerFailed):  # no fault of a run: all of them can be resumed
+            except (StorageError, LeaseLost):  # no fault of a run: all of them can be resumed
+                raise
+            except ServerFailed as error:  # they go on once there is a server
+                for run in cohort.runs:
+                    if run.active:
+                        run.recorder.record_server(run.step, str(error), "error")
                 raise
             except Exception as error:  # the shared part failed (engine, base): none of these runs can go on
                 if lost(error):  # but a new process can go on with them

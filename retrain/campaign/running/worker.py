@@ -84,6 +84,9 @@ class Worker:
                 if "servers" in command:
                     self.servers.tell(command["servers"], command["gave_up"])
                     continue
+                if "server_message" in command:
+                    self.servers.record(command["server_message"], command["level"])
+                    continue
                 self._unwanted.add(command["id"])
                 if self._current is not None and command["id"] == self._name:
                     self._current.stop()

@@ -218,9 +218,13 @@ class Workers:
             seat.link.post(now)
 
     def _noted(self) -> Iterator[Event]:
-        """What was said of servers."""
+        """Pass on what was said of servers, also to the workers, which write the records of their runs."""
         while not self._notes.empty():
-            yield self._notes.get()
+            note = self._notes.get()
+            for seat in self._alive():
+                if seat.job is not None:
+                    seat.link.post({"server_message": note.text, "level": note.level})
+            yield note
 
     def _stopped_early(self) -> Iterator[Event]:
         """What was asked to stop before a worker had it; none may be there for hours."""

@@ -37,7 +37,13 @@ def server_engine(
         raise UsageError(f"[inference] api_key_env: ${asked.api_key_env} is not set: export {asked.api_key_env}=…")
     place = Path(asked.adapter_dir).expanduser() if asked.adapter_dir else directory / ADAPTERS
     store = AdapterStore(place, model)
-    fleet = None if asked.launch is None else kept or Launches(config, directory, tell)
+    made: list[ServerEngine] = []
+
+    def server_message(text: str, level: str) -> None:
+        """Tell whoever listens to the engine now: it outlives the cohort that it is made for."""
+        (made[0].tell if made else tell)(text, level)
+
+    fleet = None if asked.launch is None else kept or Launches(config, directory, server_message)
     dialect = DIALECTS[asked.engine]
     engine = ServerEngine(
         model,
@@ -50,6 +56,7 @@ def server_engine(
         fleet,
         asked.sleep,
     )
+    made.append(engine)
     try:
         engine.open()
     except BaseException:

@@ -60,12 +60,15 @@ class Server:
 
     async def open(self) -> None:
         """Be ready to ask, in the event loop that asks."""
+        self._http = self._client(keep_alive=self._max_in_flight)
+        self.slots = asyncio.Semaphore(self._max_in_flight)
+
+    def _client(self, keep_alive: int) -> httpx.AsyncClient:
         import httpx
 
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        limits = httpx.Limits(max_connections=self._max_in_flight + 8, max_keepalive_connections=self._max_in_flight)
-        self._http = httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits, timeout=self.timeout_s)
-        self.slots = asyncio.Semaphore(self._max_in_flight)
+        limits = httpx.Limits(max_connections=self._max_in_flight + 8, max_keepalive_connections=keep_alive)
+        return httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits, timeout=self.timeout_s)
 
     async def close(self) -> None:
         """Give back the connections."""
@@ -94,7 +97,7 @@ class Server:
         limit = timeout_s or self.timeout_s
         try:
             async with asyncio.timeout(limit):
-                response = await self._http.request(method, path, json=body, timeout=limit)
+                response = await self._request(self._http, method, path, body, limit)
         except (httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             raise Unreached(f"no connection within {limit:g} s") from error
         except (TimeoutError, httpx.TimeoutException) as error:
@@ -118,6 +121,31 @@ class Server:
             if path == self.dialect.completions:
                 raise Faulty(f"no JSON: {text}") from error
             return text
+
+    async def _request(
+        self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
+    ) -> httpx.Response:
+        """Return the response, from a second connection where a reused one was closed before any byte of it came.
+
+        A server closes connections that were idle for some seconds (vLLM for 5), and a request that is sent at that
+        moment fails although the server is well. One on a fresh connection is not repeated: that is a real loss.
+        """
+        import httpx
+
+        is_fresh = has_response = False
+
+        async def trace(event: str, info: Any) -> None:
+            nonlocal is_fresh, has_response
+            is_fresh |= event == "connection.connect_tcp.started"
+            has_response |= event == "http11.receive_response_headers.complete"
+
+        try:
+            return await client.request(method, path, json=body, timeout=timeout_s, extensions={"trace": trace})
+        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
+            if is_fresh or has_response:
+                raise
+        async with self._client(keep_alive=0) as once:
+            return await once.request(method, path, json=body, timeout=timeout_s)
 
     def _said(self, response: httpx.Response) -> str:
         """The server's words, without the key, which some servers repeat."""

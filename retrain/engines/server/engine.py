@@ -46,6 +46,8 @@ WAKING_S = 20.0
 """Seconds for waking servers at the end."""
 START_PATIENCE_S = 20.0
 """Seconds that a server which is not ours may take to answer for the first time."""
+RANK_HINT = "--max-lora-rank"
+"""The option of a server that takes no adapter of this rank; part of the message about it."""
 Result = TypeVar("Result")
 
 
@@ -485,7 +487,7 @@ def _hint(refused: str) -> str:
     if "cannot load the adapter" in words:
         words += " lora support"  # the route itself is not there
     if "rank" in words:
-        return "; start the server with a --max-lora-rank that holds [model] lora_rank"
+        return f"; start the server with a {RANK_HINT} that holds [model] lora_rank"
     if "lora" in words and ("enable" in words or "not allowed" in words or "support" in words):
         return (
             "; start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, SGLang with "

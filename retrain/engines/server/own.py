@@ -21,6 +21,11 @@ from retrain.policy.lora import Lanes, LoraWeights
 from retrain.types import Sample
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "c_attn"), ("gate_proj", "up_proj", "down_proj")
+CLEAR = 5.0
+"""A log-likelihood ratio (nats) above which earlier weights explain what a server says better than the current ones:
+148 to 1."""
+LEAST = 1e-9
+"""Smallest distance (nats) that is told from 0."""
 TOP_P = (0.95, 0.9, 0.8)
 """Cuts that models' generation configurations ask for."""
 
@@ -132,9 +137,12 @@ def likely_cause(
     earlier: Mapping[str, LoraWeights],
     temperature: float,
 ) -> str:
-    """Why a server's log-probabilities differ from the trainer's while it trains, in words and numbers: the adapter of
-    an earlier version, or of none, when that is nearer to what it said than the current one; else its precision.
-    ``earlier`` by what to call them."""
+    """Return why a server's log-probabilities differ from the trainer's while it trains, in words and numbers: a stale
+    adapter, or none, when earlier weights explain them better than the current ones; else its precision.
+
+    ``earlier`` maps names to weights. The log-probabilities of a stale adapter are nearer to every earlier version than
+    to the current one, also where the version that the server has is no longer known here.
+    """
     said = [
         Said(sample.token_ids[: sample.prefix].tolist(), sample.token_ids[sample.action_mask].tolist(), own)
         for sample in samples
@@ -143,17 +151,43 @@ def likely_cause(
     ]
     if not said:
         return "it cannot be told from these rollouts, which have several turns"
-    now = Hypothesis("the current version", current, temperature)
-    others = [Hypothesis(f"a stale adapter: {name}", weights, temperature) for name, weights in earlier.items()]
-    others.append(Hypothesis("no adapter at all: it answers as the base", None, temperature))
-    mine, *theirs = distances(base, lanes, said, [now, *others])
-    nearest = min(range(len(others)), key=lambda i: theirs[i])
-    if theirs[nearest] < 0.5 * mine:
-        return f"it looks like {others[nearest].name} ({theirs[nearest]:.2g} nats away, the current version {mine:.2g})"
-    return (
-        f"it looks like precision: the current version is nearest ({mine:.2g} nats away, "
-        f"{others[nearest].name.partition(':')[0]} {theirs[nearest]:.2g})"
-    )
+    served_T = np.concatenate([each.logprobs_T for each in said])
+    ends = np.cumsum([len(each.logprobs_T) for each in said])[:-1]
+
+    def residuals(weights: LoraWeights | None) -> np.ndarray:
+        return served_T - ours(base, lanes, said, Hypothesis("", weights, temperature))
+
+    now = np.split(residuals(current), ends)
+    others = {name: np.split(residuals(weights), ends) for name, weights in {**earlier, "the base": None}.items()}
+    likeliest = max(others, key=lambda name: _evidence(now, others[name]))
+    if _evidence(now, others[likeliest]) < CLEAR:
+        apart, other_apart = rms(np.concatenate(now)), rms(np.concatenate(others[likeliest]))
+        fit = "is nearest" if apart <= other_apart else f"fits no worse than {likeliest}"
+        numbers = f"({apart:.2g} nats away, {likeliest} {other_apart:.2g})"
+        return f"it looks like precision: the current version {fit} {numbers}"
+    nearer = [i for i, other_T in enumerate(others[likeliest]) if rms(other_T) < rms(now[i])]
+    apart, other_apart = (rms(np.concatenate([each[i] for i in nearer])) for each in (now, others[likeliest]))
+    exact = other_apart < 0.5 * apart
+    if likeliest != "the base":
+        cause = f"a stale adapter: {likeliest}{'' if exact else ' or an earlier one'}"
+    elif exact:
+        cause = "no adapter at all: it answers as the base"
+    else:
+        cause = "a stale adapter, of an early version: it answers more like the base"
+    where = "" if len(nearer) == len(now) else f" in {len(nearer)} of {len(now)} rollouts"
+    return f"it looks like {cause} ({other_apart:.2g} nats away{where}, the current version {apart:.2g})"
+
+
+def _evidence(current: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
+    """Return the log-likelihood ratio (nats) of two explanations from their residuals by rollout, for normal noise of
+    unknown size: over all rollouts together, or over those alone that the other explanation fits better, because one of
+    several servers may be the only one at fault."""
+
+    def ratio(current_T: np.ndarray, other_T: np.ndarray) -> float:
+        return (len(current_T) - 1) * math.log(max(rms(current_T), LEAST) / max(rms(other_T), LEAST))
+
+    by_rollout = sum(max(0.0, ratio(*pair)) for pair in zip(current, other, strict=True))
+    return max(by_rollout, ratio(np.concatenate(current), np.concatenate(other)))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import json
 import secrets
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
 
 from retrain.environments.protocol import Observation, Step
@@ -36,10 +37,11 @@ MAX_REFUSALS = 16
 
 
 class Outcome(NamedTuple):
-    """How a rollout ended: its grade, and in a word why it was over."""
+    """How a rollout ended: its grade, in a word why it was over, and further texts about its end."""
 
     reward: RewardResult
     stop: str = ""
+    logs: Mapping[str, str] = MappingProxyType({})
 
 
 Lead = Callable[[Channel], Coroutine[Any, Any, Outcome]]
@@ -230,8 +232,8 @@ class InvertedEpisode:
             self._failure = failure
 
     def _over(self) -> Step:
-        stop = self._outcome().stop
-        return Step(done=True, logs={"stop": stop} if stop else {})
+        outcome = self._outcome()
+        return Step(done=True, logs={**({"stop": outcome.stop} if outcome.stop else {}), **outcome.logs})
 
     def _outcome(self) -> Outcome:
         task = self._task

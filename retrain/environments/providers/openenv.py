@@ -1,7 +1,8 @@
 """Environments behind an OpenEnv server, https://github.com/meta-pytorch/OpenEnv, over its own client.
 
 A problem is a seed that the server is reset with; an episode is one session. The reward of a rollout is the sum of
-what the server gives for its steps.
+what the server gives for its steps. In an MCP environment the policy calls tools: each call is a step, and a message
+without a call ends the episode.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from retrain.environments.providers.arguments import (
 )
 from retrain.environments.providers.openenv_chat import Actions, messages_of
 from retrain.environments.providers.openenv_server import Server
+from retrain.environments.providers.openenv_tools import call_of, listed_tools, may_have_tools, result_of
+from retrain.environments.tools.calls import Call, parse
 from retrain.errors import PluginError, UsageError
 from retrain.rewards.base import printable
 from retrain.types import Action, Message, Problem, RewardResult
@@ -87,6 +90,7 @@ class OpenEnv:
         self._client = imported("openenv.core.generic_client", OWNER).GenericEnvClient
         self._server: Server | None = None
         self._actions: Actions | None = None
+        self._tools: list[dict[str, Any]] = []
 
     def problems(self, split: str) -> Sequence[Problem]:
         """Seeds: those of ``train``, or for any other name the held-out ones."""
@@ -119,17 +123,32 @@ class OpenEnv:
 
     def _known_actions(self, url: str) -> Actions:
         if self._actions is None:
+            schema = self._schema(url)
             try:
-                self._actions = Actions(self._schema(url), self.action_field, self.action)
+                self._actions = Actions(schema, self.action_field, self.action)
             except KeyError as error:
                 raise UsageError(f"{OWNER}: {error.args[0]}") from None
+            if self.action_field is None and not self.action and may_have_tools(schema):
+                self._tools = self._listed_tools(url)
+                if not self._tools and "tool_name" in schema.get("properties", {}):
+                    raise UsageError(f"{OWNER}: the actions of {url} are calls of tools, and {url}/mcp lists no tool")
         return self._actions
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """Tools that the policy may call, as JSON schemas of functions; none where its actions are texts or JSON."""
+        return self._tools
+
+    def _listed_tools(self, url: str) -> list[dict[str, Any]]:
+        try:
+            return listed_tools(url, self.step_seconds, _trusts_proxy(url))
+        except (httpx.HTTPError, ValueError) as error:
+            raise PluginError(f"{OWNER}: {url}/mcp does not list its tools: {printable(str(error))}") from error
 
     def _schema(self, url: str) -> Mapping[str, Any]:
         """The JSON schema of the server's actions; empty where it has none to show and ``action_field`` is given."""
-        trusting = urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1")  # no proxy for these
         try:
-            answer = httpx.get(f"{url}/schema", timeout=self.step_seconds, trust_env=trusting)
+            answer = httpx.get(f"{url}/schema", timeout=self.step_seconds, trust_env=_trusts_proxy(url))
         except httpx.HTTPError as error:
             raise PluginError(f"{OWNER}: there is no server at {url}: {printable(str(error))}") from error
         try:
@@ -150,6 +169,7 @@ class OpenEnvEpisode:
         self._client = environment._client(url, connect_timeout_s=limit, message_timeout_s=limit).sync()
         self.rewards: list[float] = []
         self.invalid = 0
+        self.called = False
         self.numbers: dict[str, float] = {}
         arguments = {"seed": seed, "episode_id": uuid.uuid4().hex} | environment.reset
         try:
@@ -165,6 +185,8 @@ class OpenEnvEpisode:
     def observe(self) -> Observation:
         """What the server said when it was reset, and which form actions have."""
         messages = list(self.first)
+        if self.environment.tools:
+            return Observation(tuple(messages), tuple(self.environment.tools))
         if instruction := self.actions.instruction:
             last = messages[-1]
             messages[-1] = {"role": last["role"], "content": f"{last['content']}\n\n{instruction}"}
@@ -172,6 +194,8 @@ class OpenEnvEpisode:
 
     def step(self, action: Action) -> Step:
         """Send the action. A text that is none is answered by what is wrong with it, and worth 0."""
+        if self.environment.tools:
+            return self._call_tools(action)
         try:
             sent = self.actions.read(action.text)
         except ValueError as error:
@@ -179,13 +203,7 @@ class OpenEnvEpisode:
         answer = self._call(lambda: self._client.step(sent), refused=True)
         if isinstance(answer, str):
             return self._refused(answer)
-        reward = answer.reward
-        if reward is not None:
-            reward = float(reward)
-            if not math.isfinite(reward):
-                raise PluginError(f"{OWNER}: {self.url} gave a reward of {reward}")
-            self.rewards.append(reward)
-        metrics = self._numbers(answer.observation)
+        reward, metrics = self._reward(answer), self._numbers(answer.observation)
         if answer.done:
             self.close()
             return Step(done=True, reward=reward, metrics=metrics)
@@ -194,10 +212,54 @@ class OpenEnvEpisode:
             return Step(done=False, reward=reward, metrics=metrics, conversation=self._with_form(messages))
         return Step(messages, done=False, reward=reward, metrics=metrics)
 
+    def _call_tools(self, action: Action) -> Step:
+        """Take each call of a message as a step, in order, up to the one that ends the episode. A message without a
+        call ends it too."""
+        found = parse(action.text).found
+        messages, rewards, metrics, failures, done = [], list[float](), {}, 0, not found
+        for each in found:
+            if isinstance(each, str):
+                failures += 1
+                messages.append(_answer("tool_call", f"Error: {each}"))
+                continue
+            sent = call_of(each.name, each.arguments)
+            answer = self._call(lambda sent=sent: self._client.step(sent), refused=True)
+            if isinstance(answer, str):
+                failures += 1
+                messages.append(_answer(each.name, f"Error: {answer}", each))
+                continue
+            self.called = True
+            text, failed = result_of(answer.observation)
+            failures += failed
+            messages.append(_answer(each.name, text, each))
+            if (reward := self._reward(answer)) is not None:
+                rewards.append(reward)
+            metrics |= self._numbers(answer.observation)
+            if answer.done:
+                done = True
+                break
+        self.invalid += failures
+        if failures:
+            metrics["invalid_actions"] = float(failures)
+        if done:
+            self.close()
+        total = math.fsum(rewards) if rewards or failures else None
+        return Step(messages, done=done, reward=total, metrics=metrics)
+
+    def _reward(self, answer: Any) -> float | None:
+        """Return the reward of a step, which counts for the episode's. Raises PluginError for one that is no number."""
+        if answer.reward is None:
+            return None
+        reward = float(answer.reward)
+        if not math.isfinite(reward):
+            raise PluginError(f"{OWNER}: {self.url} gave a reward of {reward}")
+        self.rewards.append(reward)
+        return reward
+
     def result(self) -> RewardResult:
-        """The sum of the rewards of its steps."""
+        """The sum of the rewards of its steps; 0 where the policy called no tool."""
         metrics: dict[str, float | None] = {"invalid_actions": float(self.invalid), **self.numbers}
-        if not self.rewards and not self.invalid:
+        if not self.rewards and not self.invalid and (self.called or not self.environment.tools):
             return RewardResult(None, metrics, error=f"{self.url} gave no reward")
         return RewardResult(math.fsum(self.rewards), metrics)
 
@@ -249,6 +311,17 @@ class OpenEnvEpisode:
                 return "That is not a valid action."
             hint = full if code[1] == "CAPACITY_REACHED" else ""
             raise PluginError(f"{OWNER}: {self.url} answered with an error{hint}: {text}") from error
+
+
+def _answer(name: str, text: str, call: Call | None = None) -> Message:
+    """Return a tool's answer as a message; without halves of surrogate pairs, which no tokenizer takes."""
+    plain = {"role": "tool", "name": printable(name[:64]), "content": text.encode("utf-8", "replace").decode()}
+    return plain | ({"tool_call_id": printable(call.id[:64])} if call is not None and call.id else {})
+
+
+def _trusts_proxy(url: str) -> bool:
+    """Return whether proxies of the environment's variables are used: not for addresses of this machine."""
+    return urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1")
 
 
 def _address(url: Any, command: Any) -> tuple[str | None, list[str] | None]:

@@ -34,7 +34,7 @@ def messages_of(observation: Any, field: str | None) -> list[Message]:
     JSON where there is none. Raises KeyError, with the fields there are, where ``field`` is not.
     """
     if field is None:
-        return _said(next(filter(None, _candidates(observation)), observation))
+        return _said(next(filter(None, _candidates(observation)), _without_metadata(observation)))
     value = observation
     for part in field.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -42,6 +42,13 @@ def messages_of(observation: Any, field: str | None) -> list[Message]:
             raise KeyError(f"message_field {field!r} is not in the observation, which has {there}")
         value = value[part]
     return _said(value)
+
+
+def _without_metadata(observation: Any) -> Any:
+    """The observation without its ``metadata`` where these are empty: every one has the field."""
+    if isinstance(observation, Mapping) and not observation.get("metadata", True):
+        return {name: value for name, value in observation.items() if name != "metadata"}
+    return observation
 
 
 def _candidates(observation: Any) -> list[Any]:
@@ -89,11 +96,12 @@ class Actions:
 
     @property
     def instruction(self) -> str:
-        """What the policy must be told of the form of its actions; "" where any text is one."""
+        """What the policy must be told of the form of its actions; "" where any text is one. The schema is told whole,
+        with the definitions that it refers to; only ``metadata``, which is the client's, is left out."""
         if self.field is not None:
             return ""
-        shown = {key: value for key, value in self.schema.items() if key in ("properties", "required")}
-        shown["properties"] = {name: spec for name, spec in shown.get("properties", {}).items() if name != "metadata"}
+        fields = {name: spec for name, spec in self.schema.get("properties", {}).items() if name != "metadata"}
+        shown = {**self.schema, "properties": fields}
         return "Answer with exactly one JSON object of this schema:\n" + json.dumps(shown, ensure_ascii=False)
 
     def read(self, text: str) -> dict[str, Any]:

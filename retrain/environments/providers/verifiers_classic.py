@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import importlib
 import logging
+import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ class Classic:
                 "different processes"
             )
         self._id, self._inversion = id, inversion
+        self._weights = _weights_of(self.environment.rubric)
         self._clients: Any = importlib.import_module(f"{_root(vf)}.clients")
         self._config: Any = importlib.import_module(f"{_root(vf)}.types").ClientConfig
         _hear_rubrics()
@@ -71,7 +73,7 @@ class Classic:
         row = self._dataset(part)[index]
 
         async def lead(channel: Channel) -> Outcome:
-            heard: list[str] = []
+            heard: list[tuple[str, str]] = []
             _heard.set(heard)
             client = self._clients.resolve_client(
                 self._config(
@@ -85,7 +87,7 @@ class Classic:
                 output = await self.environment.run_rollout(row, client, "policy", {})
             finally:
                 await client.close()
-            return _outcome(output, heard)
+            return _outcome(output, heard, self._weights)
 
         return lead
 
@@ -116,7 +118,20 @@ def _prompt(prompt: Any) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _outcome(output: Mapping[str, Any], heard: Sequence[str]) -> Outcome:
+def _weights_of(rubric: Any) -> dict[str, float]:
+    """Return the weights of a rubric's functions by name; empty where the rubric does not tell them."""
+    try:
+        names, weights = rubric._get_reward_func_names(), rubric._get_reward_weights()
+    except AttributeError:
+        return {}
+    if len(names) != len(weights):
+        return {}
+    return {name: max(abs(w) for n, w in zip(names, weights, strict=True) if n == name) for name in names}
+
+
+def _outcome(output: Mapping[str, Any], heard: Sequence[tuple[str, str]], weights: Mapping[str, float]) -> Outcome:
+    """Return the grade of a rollout. ``heard`` are the functions that raised, with what the rubric logged: one of
+    weight 0 is a metric, which is unknown then and costs no reward."""
     stop = str(output.get("stop_condition") or "")
     metrics = cast(
         "dict[str, float | None]", {name: _number(value) for name, value in (output.get("metrics") or {}).items()}
@@ -125,17 +140,22 @@ def _outcome(output: Mapping[str, Any], heard: Sequence[str]) -> Outcome:
     if error:
         said = error.get("error_chain_str") or error.get("error_chain_repr") if isinstance(error, Mapping) else error
         return Outcome(RewardResult(None, metrics, error=str(said)), stop or "error")
-    if heard:  # the rubric counts a reward function that raised as 0, and the model would be trained with it
-        return Outcome(RewardResult(None, metrics, error="; ".join(heard)), stop)
-    return Outcome(RewardResult(_number(output.get("reward")), metrics), stop)
+    # The rubric counts a function that raised as 0, and the model would be trained with it.
+    raised = [text for name, text in heard if weights.get(name, 1.0)]
+    if raised:
+        return Outcome(RewardResult(None, metrics, error="; ".join(raised)), stop)
+    metrics |= {name: None for name, _ in heard}
+    logs = {"failed_metrics": "; ".join(text for _, text in heard)} if heard else {}
+    return Outcome(RewardResult(_number(output.get("reward")), metrics), stop, logs)
 
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-_heard: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("heard", default=None)
-"""What the rubric has logged of this rollout's reward functions."""
+_heard: contextvars.ContextVar[list[tuple[str, str]] | None] = contextvars.ContextVar("heard", default=None)
+"""Functions of the rubric that raised in this rollout, with what it has logged."""
+_RAISED = re.compile(r"Error calling (?:group )?reward function (.+?): ")
 
 
 class _Hearing(logging.Handler):
@@ -144,7 +164,9 @@ class _Hearing(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         heard = _heard.get()
         if heard is not None and record.msg and str(record.msg).startswith("Error calling"):
-            heard.append(record.getMessage())
+            text = record.getMessage()
+            found = _RAISED.match(text)
+            heard.append((found[1] if found else "", text))
 
 
 def _hear_rubrics() -> None:

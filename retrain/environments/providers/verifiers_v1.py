@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import importlib
 import importlib.util
 import itertools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from retrain.environments.providers.endpoint import Channel
 from retrain.environments.providers.inversion import Inversion, Lead, Outcome
+from retrain.environments.providers.verifiers_rehearsal import MOST_RUNS, runs_of_an_episode
 from retrain.errors import UsageError
+from retrain.plugins import described
 from retrain.types import RewardResult
 
 if TYPE_CHECKING:
@@ -26,11 +30,25 @@ UNSET_KEY = "RETRAIN_VERIFIERS_NO_KEY"
 """An environment variable that nobody sets: our endpoint wants no key, and the user's are not for it."""
 CHAT_LOOP = "retrain-chat"
 """What the harness ``chat_loop`` is called."""
+TASKSETS = "verifiers.v1.tasksets"
+"""The package of the library's own tasksets."""
+_failed: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("failed", default=None)
+"""Metrics that raised in this rollout, and what."""
 
 
 def is_taskset(id: str) -> bool:
     """Whether a module of this name exports a taskset. Raises what importing it raises."""
     loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
+    name = _module(id)
+    if "." in name:
+        # The library looks for <its tasksets>.<name> first, which raises where the name has a dot: it finds the module
+        # there already.
+        try:
+            sys.modules.setdefault(f"{TASKSETS}.{name}", importlib.import_module(name))
+        except ModuleNotFoundError as error:
+            if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+                return False
+            raise
     try:
         loaders.taskset_class(id)
     except ModuleNotFoundError as error:
@@ -62,6 +80,7 @@ class Tasksets:
         config = {"taskset": {"id": id, **args}, **env}
         self._seat(vf, config)
         self.environment: Any = vf.load_environment(vf.resolve_env_config(config))
+        self._check_runs(vf)
         client = vf.EvalClientConfig(base_url=inversion.endpoint.session_url, api_key_var=UNSET_KEY)
         self._context = vf.ModelContext(model="policy", client=client)
         self._tasks: list[Any] | None = None
@@ -100,18 +119,26 @@ class Tasksets:
         task = self._loaded()[index]
 
         async def lead(channel: Channel) -> Outcome:
-            channels, names = self._inversion.endpoint.channels, []
+            channels, names, current = self._inversion.endpoint.channels, [], list[str]()
+            failed: list[str] = []
+            _failed.set(failed)
 
             def begun(trace: Any) -> None:
+                current.append(trace.id)
+                if len(current) > 1:  # a retry has given up the run before
+                    raise RuntimeError(self._several_runs("a second time"))
                 names.append(trace.id)
                 channels[trace.id] = channel
 
+            def discarded(trace: Any) -> None:
+                current.remove(trace.id)
+
             try:
-                episode = await self.environment.run_episode(task, self._context, on_trace=begun)
+                episode = await self.environment.run_episode(task, self._context, on_trace=begun, on_discard=discarded)
             finally:
                 for name in names:
                     channels.pop(name, None)
-            return _outcome(episode)
+            return _outcome(episode, failed)
 
         return lead
 
@@ -121,7 +148,26 @@ class Tasksets:
             if not taskset.bounded and self._train is None:
                 raise UsageError(f"taskset {self._id} is endless: say in train how many of its problems to use")
             self._tasks = list(taskset if taskset.bounded else itertools.islice(taskset, self._train))
+            for task in self._tasks:
+                task.hooks = functools.partial(_tolerant_hooks, task.hooks)
         return self._tasks
+
+    def _check_runs(self, vf: Any) -> None:
+        """Raise UsageError where an episode has several runs of agents."""
+        if type(self.environment).run is vf.SingleAgentEnv.run:
+            return
+        task = next(iter(self.environment.taskset), None)
+        runs = 0 if task is None else self._inversion.run(runs_of_an_episode(vf, self.environment, task))
+        if runs > 1:
+            most = " or more" if runs == MOST_RUNS else ""
+            raise UsageError(self._several_runs(f"{runs} times{most}"))
+
+    def _several_runs(self, how_often: str) -> str:
+        kind = type(self.environment).__name__
+        return (
+            f"environment {self._id}: {kind} runs its agents {how_often} in one episode, which is not supported: one "
+            "run is one rollout. Choose an environment that runs one agent once (env.id), or leave env out"
+        )
 
     def _seat(self, vf: Any, config: dict[str, Any]) -> None:
         """Give the policy its seat among the environment's agents, and programs that run in this process where nobody
@@ -146,7 +192,7 @@ class Tasksets:
         if len(ours) != 1:
             raise UsageError(
                 f"environment {self._id} has the agents {', '.join(ours) or 'of others only'}, and one of them is "
-                "trained: give each other one a client, env.<agent>.client = { base_url = … }"
+                'trained: give each other one a client, env.<agent>.client = { type = "eval", base_url = … }'
             )
 
 
@@ -171,7 +217,30 @@ def _text(content: Any) -> str:
     return "\n".join(getattr(part, "text", None) or f"[{part.type}]" for part in content)
 
 
-def _outcome(episode: Any) -> Outcome:
+def _tolerant_hooks(hooks: Callable[[str], list[Any]], kind: str) -> list[Any]:
+    """Return a task's hooks, where a metric, or a reward of weight 0, that raises costs no reward: it is left out."""
+    found = hooks(kind)
+    if kind == "metric":
+        return [_tolerant(hook) for hook in found]
+    if kind == "reward":
+        return [hook if getattr(hook, "_vf_weight", 1.0) else _tolerant(hook) for hook in found]
+    return found
+
+
+def _tolerant(hook: Any) -> Any:
+    @functools.wraps(hook)
+    async def tolerant(*arguments: Any, **named: Any) -> Any:
+        try:
+            return await hook(*arguments, **named)
+        except Exception as error:
+            if (failed := _failed.get()) is not None:
+                failed.append(f"{hook.__name__}: {described(error)}")
+            return {}  # scores by name, and none of them
+
+    return tolerant
+
+
+def _outcome(episode: Any, failed_metrics: Sequence[str] = ()) -> Outcome:
     traces = episode.traces
     errors = [*episode.errors, *(error for trace in traces if not trace.ok for error in trace.errors[-1:])]
     metrics = {name: value for trace in traces for name, value in trace.metrics.items()}
@@ -186,4 +255,5 @@ def _outcome(episode: Any) -> Outcome:
     if not reason and not any(reward is not None for _, reward in rewards):
         reason = "nothing has graded it"
     total = None if reason else float(traces[0].reward)
-    return Outcome(RewardResult(total, metrics, components=components, error=reason or None), stop)
+    logs = {"failed_metrics": "; ".join(failed_metrics)} if failed_metrics else {}
+    return Outcome(RewardResult(total, metrics, components=components, error=reason or None), stop, logs)
