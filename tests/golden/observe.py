@@ -87,10 +87,20 @@ def _flat(value: Any, key: str, excluded: Excluded) -> Iterator[tuple[str, Any]]
         yield f"{key}[]", len(value)
         for number, inner in enumerate(value):
             yield from _flat(inner, f"{key}[{number}]", excluded)
+    elif isinstance(value, str) and value.startswith(("{\n", "[\n")) and (parsed := _parsed(value)) is not None:
+        yield from _flat(parsed, f"{key}.json", excluded)
     elif isinstance(value, str) and "\n" in value:
         yield from _lines(value, key, excluded)
     else:
         yield key, excluded.text(value) if isinstance(value, str) else value
+
+
+def _parsed(text: str) -> Any:
+    """Return the JSON value that a command has printed, or None for other text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _lines(text: str, key: str, excluded: Excluded) -> Iterator[tuple[str, str]]:

@@ -395,8 +395,9 @@ def interrupted_single_run(session: Session) -> None:
 @scenario
 def workers(session: Session) -> None:
     runs: list[tuple[str, str, dict[str, Any]]] = [("grpo", "none", {}), ("rloo", "none", {})]
-    text = conditions(*runs, seeds=(1, 2)) + BASE + QUIET
-    train(session, text, "--executor", "processes", "--workers", "2", *sets({"backend.devices": "cpu"}))
+    session.write("c.toml", conditions(*runs, seeds=(1, 2)) + BASE + QUIET)
+    how = ("--executor", "processes", "--workers", "2", *sets({"backend.devices": "cpu"}))
+    session.run("train", "c.toml", "--out", "out", *how, sort=True)
 
 
 @scenario
