@@ -6,7 +6,6 @@ writing the header comes first, because all shapes are known, and the tensors fo
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import torch
 
 from retrain.errors import ModelError
 from retrain.files import read_json, write_json
+from retrain.tensor_file import data_of, dtype_name, header
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -137,22 +137,15 @@ def write_streamed(
     Raises ModelError when a module is missing or of another shape than announced.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    entries = [
-        (key, shape, where.dtype)
+    entries = {
+        key: (dtype_name(where.dtype), shape)
         for where in layout.values()
         for key, shape in ((where.a_key, where.a_shape), (where.b_key, where.b_shape))
-    ]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    places, end = {}, 0
-    for key, shape, dtype in sorted(entries, key=lambda entry: (-entry[2].itemsize, entry[0])):  # keeps all aligned
-        size = dtype.itemsize * _product(shape)
-        header[key] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [end, end + size]}
-        places[key], end = end, end + size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    }
+    head, begins = header(entries, {"format": "pt"})
     missing = dict(layout)
     with open(directory / WEIGHTS, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(head)
         start = file.tell()
         for name, pair in pairs:
             where = missing.pop(name)
@@ -161,8 +154,8 @@ def write_streamed(
             ):
                 if tuple(tensor.shape) != tuple(shape) or tensor.dtype != where.dtype:
                     raise ModelError(f"{key} is {tuple(tensor.shape)} {tensor.dtype}, announced as {shape}")
-                file.seek(start + places[key])
-                file.write(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+                file.seek(start + begins[key])
+                file.write(data_of(tensor))
         if missing:
             raise ModelError(f"{next(iter(missing))} was announced and never came")
     write_json(directory / CONFIG, absolute_base(config))
@@ -175,10 +168,3 @@ def absolute_base(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(name, str) or not name or not Path(name).is_dir():
         return dict(config)
     return {**config, "base_model_name_or_path": str(Path(name).absolute())}
-
-
-def _product(shape: Iterable[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
