@@ -16,6 +16,7 @@ import torch
 
 from retrain.errors import ModelError
 from retrain.files import read_json, write_json
+from retrain.models import bundled_model_path, bundled_name
 from retrain.tensor_file import data_of, dtype_name, header
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -162,9 +163,12 @@ def write_streamed(
 
 
 def absolute_base(config: Mapping[str, Any]) -> dict[str, Any]:
-    """An adapter_config.json in which a base that lies on this machine has its whole path: who loads the adapter is
-    seldom in the directory from which it was trained."""
+    """Return an adapter_config.json in which a base that lies on this machine has its whole path: who loads the adapter
+    is seldom in the directory from which it was trained, and knows no bundled model by its name."""
     name = config.get("base_model_name_or_path")
-    if not isinstance(name, str) or not name or not Path(name).is_dir():
+    if not isinstance(name, str) or not name:
         return dict(config)
-    return {**config, "base_model_name_or_path": str(Path(name).absolute())}
+    path = bundled_model_path(name) or Path(name)
+    if not path.is_dir() and (bundled := bundled_name(name)):  # of another installation
+        path = bundled_model_path(bundled) or path
+    return {**config, "base_model_name_or_path": str(path.absolute())} if path.is_dir() else dict(config)
