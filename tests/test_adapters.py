@@ -9,14 +9,17 @@ import pytest
 import torch
 from lane_cases import local_policy, trained
 
+from retrain.campaign.adapters.provenance import provenance
 from retrain.campaign.adapters.squeeze import compress_adapter
 from retrain.checkpoints import Snapshot, load_checkpoint, newest_whole, write_checkpoint
 from retrain.errors import CheckpointError, ModelError
 from retrain.files import read_json, write_json
 from retrain.models.targets import dense_layers
 from retrain.policy.adapter_io import read_adapter, save_adapter
+from retrain.policy.base import load_base
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
+from retrain.serving.sources import sources
 
 IDS = torch.tensor([[5, 9, 17, 33, 8], [7, 7, 12, 80, 3]])
 
@@ -168,6 +171,25 @@ def test_a_snapshot_does_not_change_while_training_goes_on(base, lanes, resumabl
                for name, (a, b) in taken.weights.tensors().items())  # fmt: skip
     assert all(torch.equal(tensor, moments[name]) for name, tensor in (taken.optimizer or {}).items())
     assert taken.weights.flat.data_ptr() != policy.adapter.flat.data_ptr()
+
+
+@pytest.mark.parametrize("recorded", ["tiny-reasoner", "/another/site-packages/retrain/models/tiny_reasoner"])
+def test_peft_finds_the_bundled_model_by_itself(tmp_path, recorded):
+    """Of an adapter that is written now, and of one that an earlier release or another machine has written, once it is
+    written again; retrain itself finds the base of both."""
+    from peft import AutoPeftModelForCausalLM
+
+    base, path = load_base("tiny-reasoner", devices="cpu"), "base_model_name_or_path"
+    save_adapter(tmp_path / "adapter", Lanes(base).new_adapter(2, 4).initialise("a"), "tiny-reasoner")
+    model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert model.get_base_model().config.hidden_size == base.model.config.hidden_size
+    config = read_json(tmp_path / "adapter/adapter_config.json")
+    write_json(tmp_path / "adapter/adapter_config.json", config | {path: recorded})
+    assert provenance(tmp_path / "adapter").base == config[path]
+    assert sources(str(tmp_path / "adapter")).name == "tiny-reasoner"
+    assert sources("tiny-reasoner", [f"one={tmp_path / 'adapter'}"]).notes == ()
+    compress_adapter(tmp_path / "adapter", 1, tmp_path / "small")
+    assert read_json(tmp_path / "small/adapter_config.json")[path] == config[path]
 
 
 def test_a_base_on_this_machine_has_its_whole_path(base, lanes, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 import pytest
-from ui_cases import campaign, client_of, evaluation, get, row
+from ui_cases import LABELS, campaign, client_of, evaluation, get, row
 
 from retrain.campaign.judging.evidence import curve, read_campaign, smoothed
 from retrain.campaign.judging.pooling import compare_directories
@@ -16,7 +16,7 @@ from retrain.files import append_jsonl, dumps, jsonable, read_json, read_jsonl, 
 from retrain.ui.answers import plain
 from retrain.ui.api import curves as curves_api
 from retrain.ui.api.columns import columns_of
-from retrain.ui.decimation import extremes, joined
+from retrain.ui.decimation import extremes, last_of_stretches
 from retrain.ui.library import Library
 from retrain.ui.measured import _graded_row
 from retrain.ui.numbers import Pool, own_seconds
@@ -146,10 +146,17 @@ def test_curves_are_the_report_s(home, key):
     assert found["about"]["key"] == key
 
 
-def test_smoothing_is_the_report_s():
+def test_smoothing_is_the_report_s(tmp_path):
+    home = campaign(tmp_path / "one", seeds=1, steps=500)
+    path = home / "runs/grpo+none_s1/metrics.jsonl"
+    path.unlink()
     values = np.random.default_rng(0).normal(size=500)
-    expected = [y for _, y in smoothed(list(enumerate(values.tolist())), 7)]
-    assert curves_api.smoothed(values, 7) == pytest.approx(np.array(expected))
+    append_jsonl(path, [row(step, mean_reward=value) for step, value in enumerate(values.tolist())])
+    expected = np.array([y for _, y in smoothed(list(enumerate(values.tolist())), 7)])
+    curves = get(client_of(home), "/api/curves", at="one", key="mean_reward", smooth=7)["conditions"][0]
+    assert np.array(curves["runs"][0]["points"])[:, 1] == pytest.approx(expected, abs=1e-5)
+    (run, _) = get(client_of(home), "/api/columns", at="one", key="mean_reward", smooth=7)["runs"]
+    assert np.array(run["columns"]["mean_reward"]["y"]) == pytest.approx(expected, abs=1e-5)
 
 
 def test_differences_are_of_pairs_of_seeds(home):
@@ -254,16 +261,19 @@ def test_columns_that_are_taken_together_have_the_same_rows(tmp_path, monkeypatc
     assert len(numbers) == 1
 
 
-def test_columns_join_rows_and_keep_extremes(tmp_path):
+def test_columns_leave_out_rows_and_keep_extremes(tmp_path):
     home = campaign(tmp_path / "one", seeds=1, steps=2)
     path = home / "runs/grpo+none_s1/metrics.jsonl"
     path.unlink()
-    append_jsonl(path, [{"step": step, "a": 100.0 if step == 777 else step % 2, "b": None} for step in range(1_000)])
-    (run,) = get(client_of(home), "/api/columns", at="one/runs/grpo+none_s1", key=["a", "b"], points=10)["runs"]
-    assert (len(run["x"]), run["rows"], run["x"][-1]) == (10, 1_000, 999)
+    append_jsonl(path, [{"step": step, "a": 100.0 if step == 777 else step % 2, "b": None,
+                         "c": step / 10 if step % 10 == 3 else None} for step in range(1_000)])  # fmt: skip
+    (run,) = get(client_of(home), "/api/columns", at="one/runs/grpo+none_s1", key=["a", "b", "c"], points=10)["runs"]
+    assert (run["x"], run["rows"]) == (list(range(99, 1_000, 100)), 1_000)
     a = run["columns"]["a"]
-    assert (a["y"][0], max(a["high"]), min(a["low"])) == (0.5, 100.0, 0.0)
+    assert a == {"y": [1] * 10, "low": [0] * 10, "high": [1] * 7 + [100] + [1] * 2}, "each is of its step"
     assert run["columns"]["b"]["y"] == [None] * 10
+    c = run["columns"]["c"]
+    assert (c["x"], c["y"][0]) == (list(range(93, 1_000, 100)), 9.3), "no last row of a stretch has one"
     points = get(client_of(home), "/api/curves", at="one", key="a", smooth=1)["conditions"][0]["runs"][0]["points"]
     assert [777.0, 100.0] in points
 
@@ -311,6 +321,45 @@ def test_a_part_is_one_of_the_chosen_axis_and_may_be_open(long):
     smooth = {"at": "one", "key": "mean_reward", "smooth": 50}
     part = get(client, "/api/curves", **smooth, **{"from": 5_000, "to": 5_000})["conditions"][0]["mean"]
     assert part[1] == [5_000, pytest.approx(np.mean([n % 7 for n in range(4_951, 5_001)]))]  # also what lies before it
+
+
+def test_a_run_of_any_condition_has_the_rows_of_a_part(long):
+    """Alone, as its own page shows it."""
+    for label in LABELS:
+        query = {"at": f"one/runs/{label}_s1", "key": "mean_reward", "from": 4_000, "to": 4_099}
+        found = get(client_of(long), "/api/curves", **query, smooth=1)
+        (condition,) = found["conditions"]
+        assert condition["label"] == label
+        assert condition["runs"][0]["points"] == [[step, step % 7] for step in range(3_999, 4_101)]
+        assert found["differences"] == []
+
+
+def test_rows_are_smoothed_before_some_are_left_out(long):
+    """Over as many steps as were asked for, whatever the number of points, also where only new rows are asked for."""
+    (run,) = get(client_of(long), "/api/columns", at="one/runs/maxrl+none_s2", key="mean_reward", smooth=5)["runs"]
+    values = run["columns"]["mean_reward"]["y"]
+    assert len(run["x"]) == len(values) == 1_000
+    assert values == pytest.approx([np.mean([n % 7 for n in range(int(x) - 4, int(x) + 1)]) for x in run["x"]])
+    newest = {"at": "one/runs/maxrl+none_s2", "key": "mean_reward", "smooth": 5, "since": 9_999}
+    (run,) = get(client_of(long), "/api/columns", **newest)["runs"]
+    assert (run["x"], run["columns"]["mean_reward"]["y"]) == ([9_999], [values[-1]])
+
+
+def test_smoothing_counts_steps_and_leaves_evaluations(tmp_path):
+    """Of a metric that every fifth row has, 10 steps are two values."""
+    home = campaign(tmp_path / "one", seeds=1, steps=2)
+    path = home / "runs/grpo+none_s1/metrics.jsonl"
+    path.unlink()
+    append_jsonl(path, [row(step, mean_reward=step if step % 5 == 0 else None) for step in range(21)])
+    client, query = client_of(home), {"at": "one/runs/grpo+none_s1", "smooth": 10}
+    curve = get(client, "/api/curves", key="mean_reward", **query)["conditions"][0]
+    assert curve["mean"] == [[0, 0], [5, 2.5], [10, 7.5], [15, 12.5], [20, 17.5]]
+    held_out = "eval/heldout/correct_rate"
+    (run,) = get(client, "/api/columns", key=["mean_reward", held_out], **query)["runs"]
+    assert run["columns"]["mean_reward"]["y"][::5] == [0, 2.5, 7.5, 12.5, 17.5]
+    assert run["columns"]["mean_reward"]["y"][1:5] == [None] * 4
+    mean = get(client, "/api/curves", key=held_out, **query)["conditions"][0]["mean"]
+    assert run["columns"][held_out]["y"] == [y for _, y in mean] == [0.25, 0.515625]
 
 
 @pytest.mark.parametrize(
@@ -429,10 +478,10 @@ def test_decimation_keeps_ends_and_extremes(most):
     assert list(places) == sorted(set(places))
     assert {int(np.nanargmax(y)), int(np.nanargmin(y)), 1, 9_999} <= set(places.tolist())
     assert np.isfinite(y[places]).all()
-    x, ((mean, low, high),) = joined(np.arange(10_000.0), [y], most - 2)
+    _, places, low, high = last_of_stretches(y, most - 2)
     assert (np.nanmin(low), np.nanmax(high)) == (np.nanmin(y), np.nanmax(y))
-    assert (low <= mean).all()
-    assert len(x) == most - 2
+    assert (low <= y[places]).all()
+    assert len(places) == most - 2
 
 
 def test_an_answer_that_is_known_is_not_sent_again(home):

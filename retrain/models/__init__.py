@@ -21,6 +21,15 @@ def bundled_model_path(name: str) -> Path | None:
     return None if directory is None else Path(__file__).parent / directory
 
 
+def bundled_name(model: str) -> str | None:
+    """Return the name of the bundled model that ``model`` names or whose directory it is, in any installation of
+    retrain on any machine, or None."""
+    if model in BUNDLED:
+        return model
+    parts = Path(model).parts[-3:]
+    return next((name for name, folder in BUNDLED.items() if parts == ("retrain", "models", folder)), None)
+
+
 def find_file(model: str, name: str, revision: str | None = None) -> Path | None:
     """A model's file on this machine (bundled, in a local directory, or in the hub's cache), or None."""
     path = (bundled_model_path(model) or Path(model).expanduser()) / name

@@ -17,6 +17,7 @@ from retrain.errors import UsageError
 from retrain.files import write_bytes, write_json
 from retrain.policy.adapter_stream import CONFIG, PREFIX, WEIGHTS, AdapterFile, absolute_base
 from retrain.policy.lora import Adapter, LayerShape
+from retrain.tensor_file import to_bytes
 
 
 @dataclass
@@ -76,14 +77,11 @@ def write_peft(directory: Path, tensors: dict[str, tuple[torch.Tensor, torch.Ten
 
     Raises StorageError when it cannot be written.
     """
-    from safetensors.torch import save
-
     flat = {}
     for name, (a, b) in tensors.items():
-        flat[f"{PREFIX}{name}.lora_A.weight"] = a.contiguous().clone()
-        flat[f"{PREFIX}{name}.lora_B.weight"] = b.contiguous().clone()
-    # As bytes and not by safetensors' own writer, whose errors on a full disk are no OSError.
-    write_bytes(directory / WEIGHTS, save(flat, metadata={"format": "pt"}))
+        flat[f"{PREFIX}{name}.lora_A.weight"] = a
+        flat[f"{PREFIX}{name}.lora_B.weight"] = b
+    write_bytes(directory / WEIGHTS, to_bytes(flat, {"format": "pt"}))
     write_json(directory / CONFIG, absolute_base(config))
 
 

@@ -6,7 +6,6 @@ writing the header comes first, because all shapes are known, and the tensors fo
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +16,8 @@ import torch
 
 from retrain.errors import ModelError
 from retrain.files import read_json, write_json
+from retrain.models import bundled_model_path, bundled_name
+from retrain.tensor_file import data_of, dtype_name, header
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -137,22 +138,15 @@ def write_streamed(
     Raises ModelError when a module is missing or of another shape than announced.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    entries = [
-        (key, shape, where.dtype)
+    entries = {
+        key: (dtype_name(where.dtype), shape)
         for where in layout.values()
         for key, shape in ((where.a_key, where.a_shape), (where.b_key, where.b_shape))
-    ]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    places, end = {}, 0
-    for key, shape, dtype in sorted(entries, key=lambda entry: (-entry[2].itemsize, entry[0])):  # keeps all aligned
-        size = dtype.itemsize * _product(shape)
-        header[key] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [end, end + size]}
-        places[key], end = end, end + size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    }
+    head, begins = header(entries, {"format": "pt"})
     missing = dict(layout)
     with open(directory / WEIGHTS, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(head)
         start = file.tell()
         for name, pair in pairs:
             where = missing.pop(name)
@@ -161,24 +155,20 @@ def write_streamed(
             ):
                 if tuple(tensor.shape) != tuple(shape) or tensor.dtype != where.dtype:
                     raise ModelError(f"{key} is {tuple(tensor.shape)} {tensor.dtype}, announced as {shape}")
-                file.seek(start + places[key])
-                file.write(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+                file.seek(start + begins[key])
+                file.write(data_of(tensor))
         if missing:
             raise ModelError(f"{next(iter(missing))} was announced and never came")
     write_json(directory / CONFIG, absolute_base(config))
 
 
 def absolute_base(config: Mapping[str, Any]) -> dict[str, Any]:
-    """An adapter_config.json in which a base that lies on this machine has its whole path: who loads the adapter is
-    seldom in the directory from which it was trained."""
+    """Return an adapter_config.json in which a base that lies on this machine has its whole path: who loads the adapter
+    is seldom in the directory from which it was trained, and knows no bundled model by its name."""
     name = config.get("base_model_name_or_path")
-    if not isinstance(name, str) or not name or not Path(name).is_dir():
+    if not isinstance(name, str) or not name:
         return dict(config)
-    return {**config, "base_model_name_or_path": str(Path(name).absolute())}
-
-
-def _product(shape: Iterable[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+    path = bundled_model_path(name) or Path(name)
+    if not path.is_dir() and (bundled := bundled_name(name)):  # of another installation
+        path = bundled_model_path(bundled) or path
+    return {**config, "base_model_name_or_path": str(path.absolute())} if path.is_dir() else dict(config)

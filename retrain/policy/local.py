@@ -33,6 +33,7 @@ from retrain.policy.shares import RunShares
 from retrain.policy.teacher import WholeTeacher
 from retrain.policy.threads import Workers
 from retrain.policy.update import Passes, batch_gradient, train_step
+from retrain.tensor_file import to_bytes
 from retrain.types import Sample
 
 OPTIMIZER = "optimizer.safetensors"
@@ -52,13 +53,11 @@ class LocalSnapshot:
 
     def write(self, directory: Path) -> None:
         """A PEFT directory and the optimizer. Raises StorageError when the file system refuses."""
-        from safetensors.torch import save
-
         assert self.optimizer is not None, "only a resumable snapshot is a checkpoint"
         self.export(directory, directory)
-        write_bytes(directory / OPTIMIZER, save(dict(self.optimizer)))
+        write_bytes(directory / OPTIMIZER, to_bytes(self.optimizer))
         for name, tensors in self.critic.items():
-            write_bytes(directory / name, save(dict(tensors)))
+            write_bytes(directory / name, to_bytes(tensors))
 
     def export(self, directory: Path, checkpoint: Path) -> None:
         """A PEFT directory that peft, transformers, vLLM and SGLang load."""

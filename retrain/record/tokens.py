@@ -32,6 +32,7 @@ from retrain.files import dumps, write_bytes
 from retrain.record import kinds
 from retrain.record.kinds import Wanted, checked
 from retrain.record.rollouts import TRAIN, Batch, advantage_of, batch_name, conversation_of, metrics_of
+from retrain.tensor_file import to_bytes
 from retrain.types import Group, Rollout
 
 SCHEMA = "1"
@@ -65,11 +66,9 @@ def tokens_name(split: str, iteration: int) -> str:
 
 def write_tokens(directory: Path, batch: Batch) -> Path:
     """Write the batch, without waiting for the disk; the path."""
-    from safetensors.numpy import save
-
     path = directory / tokens_name(batch.split, batch.iteration)
     about = {"schema": SCHEMA, "split": batch.split, "iteration": str(batch.iteration), "run": batch.run}
-    write_bytes(path, save(_tensors(batch), {**about, "condition": batch.condition}), durable=False)
+    write_bytes(path, to_bytes(_tensors(batch), {**about, "condition": batch.condition}), durable=False)
     return path
 
 

@@ -12,7 +12,7 @@ from retrain.campaign.planning.manifest import MANIFEST, read_manifest
 from retrain.config import Config, load, parse_dict
 from retrain.errors import UsageError
 from retrain.files import read_json
-from retrain.models import bundled_model_path
+from retrain.models import bundled_name
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ def sources(what: str, more: Sequence[str] = (), base: str | None = None) -> Sou
         if name in adapters:
             raise UsageError(f"two adapters are called {name}: give each a name with --adapter NAME=DIR")
         source = provenance(directory, base)
-        if source.base != config.model.model:
+        trained_over, served = (bundled_name(model) or model for model in (source.base, config.model.model))
+        if trained_over != served:
             notes.append(f"{directory} was trained on {source.base}, and is served over {config.model.model}")
         adapters[name] = source.adapter
     name = _model_name(config.model.model)
@@ -92,8 +93,4 @@ def _name_of(directory: Path) -> str:
 
 def _model_name(model: str) -> str:
     """A hub's or bundled model's name as it is, a directory's own name."""
-    for name in ("tiny-reasoner", "tiny-tool-user"):
-        bundled = bundled_model_path(name)
-        if bundled is not None and model in (name, str(bundled.resolve())):
-            return name
-    return Path(model).name if Path(model).is_dir() else model
+    return bundled_name(model) or (Path(model).name if Path(model).is_dir() else model)

@@ -24,20 +24,30 @@ def extremes(y: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
     return known[np.unique(np.concatenate([[0, len(known) - 1], *chosen]))]
 
 
-def joined(x: np.ndarray, columns: list[np.ndarray], most: int) -> tuple[np.ndarray, list[tuple[np.ndarray, ...]]]:
-    """Rows joined into at most ``most`` stretches: their last x, and of each column mean, least and greatest value,
-    NaN where a stretch has none."""
-    edges = np.linspace(0, len(x), min(most, len(x)) + 1).astype(int)
-    starts, ends = edges[:-1], edges[1:]
-    return x[ends - 1], [_reduced(column.astype(np.float64), starts) for column in columns]
-
-
-def _reduced(y: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def last_of_stretches(y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Cut a line into at most ``most`` stretches; return of each its last place, the place of its last value, and its
+    least and greatest value. Where a stretch has no value, its last place and NaN."""
+    edges = np.linspace(0, len(y), min(most, len(y)) + 1).astype(int)
+    starts, ends = edges[:-1], edges[1:] - 1
     known = np.isfinite(y)
-    count = np.add.reduceat(known.astype(np.int64), starts)
-    total = np.add.reduceat(np.where(known, y, 0.0), starts)
-    low = np.minimum.reduceat(np.where(known, y, np.inf), starts)
-    high = np.maximum.reduceat(np.where(known, y, -np.inf), starts)
-    empty = count == 0
-    mean = np.where(empty, np.nan, total / np.maximum(count, 1))
-    return mean, np.where(empty, np.nan, low), np.where(empty, np.nan, high)
+    values = y.astype(np.float64)
+    low = np.minimum.reduceat(np.where(known, values, np.inf), starts)
+    high = np.maximum.reduceat(np.where(known, values, -np.inf), starts)
+    last = np.maximum.reduceat(np.where(known, np.arange(len(y)), -1), starts)
+    empty = last < 0
+    return ends, np.where(empty, ends, last), np.where(empty, np.nan, low), np.where(empty, np.nan, high)
+
+
+def moving_average(steps: np.ndarray, values: np.ndarray, window: int) -> np.ndarray:
+    """Return for each value the mean of the values at the last ``window`` steps up to its own. NaN stay NaN and do not
+    count; ``steps`` are in order."""
+    known = np.isfinite(values)
+    if window < 2 or not known.any():
+        return values
+    at, numbers = np.maximum.accumulate(steps[known]), values[known].astype(np.float64)
+    total = np.concatenate([[0.0], np.cumsum(numbers)])
+    ends = np.arange(1, len(numbers) + 1)
+    starts = np.minimum(np.searchsorted(at, at - window, side="right"), ends - 1)
+    averages = np.full(len(values), np.nan)
+    averages[known] = (total[ends] - total[starts]) / (ends - starts)
+    return averages

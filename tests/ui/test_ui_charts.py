@@ -133,6 +133,24 @@ def test_a_fine_answer_is_drawn_as_the_server_gives_it(page):
     assert float(value) == pytest.approx(0.1 * (1000 - 49 / 2), rel=1e-2)
 
 
+@pytest.mark.parametrize("smooth", [1, 20])
+def test_what_stands_under_the_cursor_is_of_that_step(page, smooth):
+    """Where a chart has a point for every third step alone."""
+    page.open(f"{CHARTS}&smooth={smooth}")
+    page.page.locator(".plot").first.focus()
+    page.press("Home", "Shift+ArrowRight", "Shift+ArrowRight")
+    step = at(page)
+    assert step > 40, "points are left out"
+    value = page.page.locator(".readout b").first.inner_text()
+    assert float(value) == pytest.approx(0.1 * (step - (smooth - 1) / 2), rel=2e-3)
+    assert all(f"smooth={smooth}" in each for each in asked(page, "columns") if "mean_reward" in each)
+    page.page.get_by_label("smoothing").select_option("5")
+    page.settle()
+    assert "smooth=5" in asked(page, "columns")[-1]
+    page.press("End")
+    assert at(page) == STEPS - 1
+
+
 def test_the_cursor_goes_by_keys_and_is_told(page):
     page.open("/metrics/flat?keys=mean_reward,correct_rate")
     chart = page.page.locator(".plot").first

@@ -11,7 +11,7 @@ from retrain.campaign.planning.manifest import MANIFEST, PLAN
 from retrain.config import Config, parse_dict
 from retrain.errors import ConfigError, ModelError, UsageError
 from retrain.files import read_json
-from retrain.models import bundled_model_path
+from retrain.models import bundled_model_path, bundled_name
 
 if TYPE_CHECKING:
     from retrain.policy.base import BaseModel
@@ -121,7 +121,8 @@ def _recorded(adapter: Path) -> Provenance:
 def _base_path(name: str, record: Path | None) -> str:
     """The base as any program finds it: an absolute path for what lies on this machine, else the hub's name.
 
-    A relative path is looked for from here, then from the folder of the file that the run was started with.
+    A relative path is looked for from here, then from the folder of the file that the run was started with. A bundled
+    model's directory that is not there, as that of another machine, is the one of this installation.
     """
     bundled = bundled_model_path(name)
     if bundled is not None:
@@ -132,6 +133,8 @@ def _base_path(name: str, record: Path | None) -> str:
         path = folder / Path(name).expanduser()
         if path.is_dir():
             return str(path.resolve())
+    if bundled := bundled_model_path(bundled_name(name) or ""):
+        return str(bundled.resolve())
     if name.startswith(("/", "./", "../", "~")) or name.count("/") != 1:
         raise ModelError(f"the adapter's base {name!r} is not a directory here: type --base and where it lies now")
     return name

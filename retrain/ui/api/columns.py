@@ -8,13 +8,13 @@ import numpy as np
 from starlette.routing import Route
 
 from retrain.ui.answers import Query, Refusal, json_route, plain
-from retrain.ui.decimation import joined
+from retrain.ui.decimation import last_of_stretches, moving_average
 from retrain.ui.library import Library
 from retrain.ui.measured import points_of
-from retrain.ui.numbers import AXES, UNPLACED, Numbers, axis_of, xs_of
+from retrain.ui.numbers import AXES, UNPLACED, Numbers, axis_of, steps_of, xs_of
 from retrain.ui.sources import Run
 
-MOST_PLACES, MOST_KEYS, MOST_POINTS = 64, 32, 20_000
+MOST_PLACES, MOST_KEYS, MOST_POINTS, MOST_SMOOTH = 64, 32, 20_000, 100_000
 USUAL, FEWEST, TOGETHER = 1_000, 200, 16_000
 """Points of a line where the query does not say, and of all lines together: a chart has so many pixels."""
 
@@ -27,14 +27,17 @@ def routes(library: Library) -> list[Route]:
         keys, x = query.texts("key", MOST_KEYS), query.choice("x", AXES)
         runs = [run for place in places for run in library.home(place).runs]
         points = query.number("points", max(FEWEST, min(USUAL, TOGETHER // max(1, len(runs)))), 2, MOST_POINTS)
-        since = query.number("since", 0, 0, 1 << 40)
-        return {"runs": [columns_of(library, run, keys, x, points, since) for run in runs]}
+        since, smooth = query.number("since", 0, 0, 1 << 40), query.number("smooth", 1, 1, MOST_SMOOTH)
+        return {"runs": [columns_of(library, run, keys, x, points, since, smooth) for run in runs]}
 
     return [json_route("/api/columns", columns)]
 
 
-def columns_of(library: Library, run: Run, keys: list[str], x: str, points: int, since: int) -> dict[str, Any]:
-    """One run's columns from row ``since`` on, joined into at most ``points`` stretches."""
+def columns_of(
+    library: Library, run: Run, keys: list[str], x: str, points: int, since: int, smooth: int = 1
+) -> dict[str, Any]:
+    """Return one run's columns from row ``since`` on. Every row is smoothed over ``smooth`` steps; then at most
+    ``points`` rows are kept, each with the least and greatest value since the one before it."""
     numbers = library.numbers(run)
     head: dict[str, Any] = {"place": run.place, "label": run.label, "index": run.index, "seed": run.seed}
     with numbers.still():
@@ -49,7 +52,10 @@ def columns_of(library: Library, run: Run, keys: list[str], x: str, points: int,
             if key.startswith("eval/") and numbers.evaluations():
                 sparse[key] = _evaluations(numbers, key, x, since)
             else:
-                dense.append((key, numbers.column(key)[since:][known]))
+                column = numbers.column(key)
+                if not key.startswith("eval/"):
+                    column = moving_average(steps_of(numbers), column, smooth)
+                dense.append((key, column[since:][known]))
     if not known.all():
         head["note"] = f"there are {np.sum(~known)} {UNPLACED}"
         axis = axis[known]
@@ -59,12 +65,17 @@ def columns_of(library: Library, run: Run, keys: list[str], x: str, points: int,
     if len(axis) <= points:
         found = {key: {"y": plain(column), "low": None, "high": None} for key, column in dense}
         return head | {"x": plain(axis), "columns": found | sparse}
-    axis, reduced = joined(axis, [column for _, column in dense], points)
-    found = {
-        key: {"y": plain(mean), "low": plain(low), "high": plain(high)}
-        for (key, _), (mean, low, high) in zip(dense, reduced, strict=True)
-    }
-    return head | {"x": plain(axis), "columns": found | sparse}
+    shown = last_of_stretches(axis, points)[0]
+    found = {key: _thinned(column, axis, points) for key, column in dense}
+    return head | {"x": plain(axis[shown]), "columns": found | sparse}
+
+
+def _thinned(column: np.ndarray, axis: np.ndarray, points: int) -> dict[str, Any]:
+    """Return a column at the last row of each stretch of rows; with an ``x`` of its own where a stretch has values but
+    none in its last row."""
+    ends, places, low, high = last_of_stretches(column, points)
+    extent = {"y": plain(column[places]), "low": plain(low), "high": plain(high)}
+    return extent if np.array_equal(ends, places) else extent | {"x": plain(axis[places])}
 
 
 def _evaluations(numbers: Numbers, key: str, x: str, since: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from retrain.campaign.judging.evidence import curve, window_of
 from retrain.campaign.judging.results import Measure
 from retrain.config.evaluation import PART
 from retrain.ui.answers import Query, Refusal, json_route, plain
-from retrain.ui.decimation import MOST_POINTS, extremes
+from retrain.ui.decimation import MOST_POINTS, extremes, moving_average
 from retrain.ui.library import Library
 from retrain.ui.measured import ColumnRun, points_of
 from retrain.ui.metrics import about
@@ -70,20 +70,22 @@ def window_in(query: Query) -> Window | None:
 def curves_of(
     library: Library, home: Home, key: str, x: str, smooth: int, part: Window | None = None
 ) -> dict[str, Any]:
-    """The answer; ``smooth``: steps that a point is the mean of, -1 for what a report takes; ``part``: only points in
-    this part of the x axis, and one on either side of it."""
+    """The answer; ``smooth``: steps that a point is the mean of, -1 for what a report takes (points, not steps);
+    evaluations are never smoothed. ``part``: only points in this part of the x axis, and one on either side of it."""
     lines = [line for run in home.runs if (line := line_of(library, run, key, x)) is not None]
     reading = sum(library.numbers(run, refresh=False).reading for run in home.runs)
     held_out = Measure(key=key).is_held_out
     longest = max((len(line.steps) for line in lines), default=0)
-    window = (1 if held_out else window_of(longest)) if smooth < 0 else max(1, smooth)
+    window = 1 if held_out else window_of(longest) if smooth < 0 else max(1, smooth)
     for line in lines:
-        line.values = smoothed(line.values, window)
+        order = np.arange(len(line.steps)) if smooth < 0 else line.steps
+        line.values = moving_average(order, line.values, window)
     shown = max(200, min(MOST_POINTS, THIN_POINTS // max(1, len(lines))))
     share = Measure(key=key).is_share
     conditions, differences = [], []
     baseline = [line for line in lines if line.run.index == 0]
-    for index, label in enumerate(home.labels):
+    labels = {run.index: run.label for run in home.runs}
+    for index, label in sorted(labels.items()):
         own = [line for line in lines if line.run.index == index]
         mean, band, of = mean_and_band(label, index, own, key, share, part)
         conditions.append({
@@ -91,7 +93,7 @@ def curves_of(
             "runs": [{"place": line.run.place, "seed": line.run.seed, "points": thin(line, shown, part)}
                      for line in own],
         })  # fmt: skip
-        if index:
+        if index and 0 in labels:
             pairs = paired(own, baseline)
             mean, band, of = mean_and_band(label, index, pairs, key, False, part)
             differences.append({"label": label, "index": index, "pairs": len(pairs), "mean": mean, "band": band,
@@ -113,16 +115,6 @@ def line_of(library: Library, run: Run, key: str, x: str) -> Line | None:
         xs = xs_of(numbers, x, steps, updates=Measure(key=key).is_held_out)
     known = np.isfinite(xs)
     return Line(run, steps[known], values[known], xs[known], int(np.sum(~known))) if known.any() else None
-
-
-def smoothed(values: np.ndarray, window: int) -> np.ndarray:
-    """Trailing moving average over at most ``window`` values, as ``judging.evidence.smoothed``."""
-    if window < 2 or not len(values):
-        return values
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(0, ends - window)
-    return (total[ends] - total[starts]) / (ends - starts)
 
 
 def mean_and_band(

@@ -11,9 +11,9 @@ const MANY_RUNS = 8;
 // want(key, run) calls run(list of series | null, error); a series is {place, label, index, seed, rows, x, y, low, high}.
 export class Columns {
   // Of many runs, each line has fewer points: a chart has no more room.
-  constructor(at, x, runs = 1) {
+  constructor(at, x, smooth, runs = 1) {
     this.points = POINTS[runs > MANY_RUNS ? 1 : 0];
-    Object.assign(this, {at, x, wanted: new Map(), series: new Map(), pending: new Set(), dirty: new Map(), flying: 0, stopped: false});
+    Object.assign(this, {at, x, smooth, wanted: new Map(), series: new Map(), pending: new Set(), dirty: new Map(), flying: 0, stopped: false});
     this.abort = new AbortController();
     this.more = spaced(() => this.increment(), 700);
   }
@@ -43,7 +43,7 @@ export class Columns {
   async read(keys) {
     this.flying += 1;
     try {
-      const body = await get("columns", {at: this.at, key: keys, x: this.x, points: this.points}, this.abort.signal);
+      const body = await get("columns", {at: this.at, key: keys, x: this.x, smooth: this.smooth, points: this.points}, this.abort.signal);
       for (const key of keys) {
         const runs = new Map();
         body.runs.forEach((run, i) => {
@@ -92,7 +92,7 @@ export class Columns {
   async append(place, keys, since) {
     let body;
     try {
-      body = await get("columns", {at: place, key: keys, x: this.x, since}, this.abort.signal);
+      body = await get("columns", {at: place, key: keys, x: this.x, smooth: this.smooth, since}, this.abort.signal);
     } catch (error) {
       if (!gone(error)) console.warn(error);
       return;
@@ -113,10 +113,12 @@ export class Columns {
     }
   }
 
-  // Evaluations have an x of their own and no row: what lies behind the last point is new.
+  // Evaluations, and metrics that not every row has, have an x of their own: what lies behind the last point is new.
   appendOwn(key, old, rows, column) {
     const end = old.x.length ? old.x[old.x.length - 1] : -Infinity, fresh = column.x.map((x, i) => i).filter((i) => column.x[i] > end);
-    this.series.get(key).set(old.place, {...old, rows, x: [...old.x, ...fresh.map((i) => column.x[i])], y: [...old.y, ...fresh.map((i) => column.y[i])]});
+    const more = (before, values) => [...before, ...fresh.map((i) => values[i])];
+    const low = old.low && more(old.low, column.low || column.y), high = old.high && more(old.high, column.high || column.y);
+    this.series.get(key).set(old.place, {...old, rows, x: more(old.x, column.x), y: more(old.y, column.y), low, high});
     if (fresh.length) this.tell(key);
   }
 

@@ -93,16 +93,21 @@ export class Card {
     const {share, x: kind, counts, zoom} = this.options, end = (line) => last(line, zoom);
     const lead = this.leading();
     const shown = lead.length <= NAMED ? lead : [];
-    const ends = this.lines.map(end).filter(Boolean).map((each) => each.x);
-    const parts = [el("span", {class: "at"}, x !== null ? xText(kind, x) : ends.length ? `at ${xText(kind, Math.max(...ends))}` : "")];
+    const points = new Map(lead.map((line) => [line, x === null ? end(line) : valueAt(line, x)]));
+    // Not every step has a point: the label is the step of the nearest one, and a value of another step names its own.
+    const xs = (x === null ? this.lines.map(end) : [...points.values()]).filter(Boolean).map((point) => point.x);
+    const at = xs.length ? xs.reduce((a, b) => (x === null ? b > a : Math.abs(b - x) < Math.abs(a - x)) ? b : a) : x;
+    const parts = [el("span", {class: "at"}, at === null ? "" : x === null ? `at ${xText(kind, at)}` : xText(kind, at))];
+    const elsewhere = (point) => x !== null && point && xText(kind, point.x) !== xText(kind, at) ? ` at ${xText(kind, point.x)}` : "";
     for (const line of shown) {
-      const found = x === null ? end(line) : valueAt(line, x);
+      const found = points.get(line);
       const of = counts && counts.find((each) => each.index === line.index);
       const n = of && found ? countAt(of, found.x) : null;
       const band = found && line.low && line.low[found.i] !== null && line.low[found.i] !== undefined
         ? ` [${amount(line.low[found.i], share)}, ${amount(line.high[found.i], share)}]` : "";
       parts.push(el("span", {class: "item", title: line.name}, swatch(line.index), el("span", {class: "label"}, line.name),
-        el("b", null, found ? amount(found.y, share) : "–"), el("span", {class: "muted"}, band, n ? ` n ${n}` : "")));
+        el("b", null, found ? amount(found.y, share) : "–"),
+        el("span", {class: "muted"}, band, n ? ` n ${n}` : "", elsewhere(found))));
     }
     const others = this.lines.filter((line) => !shown.includes(line) && line.kind !== "shade");
     if (others.length && x !== null && y !== null) {
@@ -111,9 +116,9 @@ export class Card {
         const found = valueAt(line, x);
         if (found && (!best || Math.abs(found.y - y) < Math.abs(best.found.y - y))) best = {line, found};
       }
-      if (best) parts.push(el("span", {class: "item"}, swatch(best.line.index), el("span", {class: "label"}, best.line.name), el("b", null, amount(best.found.y, share))));
+      if (best) parts.push(el("span", {class: "item"}, swatch(best.line.index), el("span", {class: "label"}, best.line.name), el("b", null, amount(best.found.y, share)), el("span", {class: "muted"}, elsewhere(best.found))));
     } else if (!shown.length) {
-      const values = lead.map((line) => (x === null ? end(line) : valueAt(line, x))).filter(Boolean).map((found) => found.y);
+      const values = lead.map((line) => points.get(line)).filter(Boolean).map((found) => found.y);
       if (values.length) parts.push(el("span", {class: "item"}, el("span", {class: "label"}, `${lead.length} runs`), el("b", null, `${amount(Math.min(...values), share)} … ${amount(Math.max(...values), share)}`)));
     }
     if (this.plot && this.plot.limits && this.plot.limits.outside) parts.push(el("span", {class: "muted"}, `${this.plot.limits.outside} values outside`));

@@ -40,22 +40,6 @@ export function aligned(lines, rough = null) {
   return {x, columns};
 }
 
-// Trailing moving average over at most `window` points, as in the report; none stays none.
-export function smoothed(values, window) {
-  if (window <= 1) return values;
-  const out = new Array(values.length);
-  const queue = [];
-  let total = 0;
-  values.forEach((value, i) => {
-    if (value === null || value === undefined) { out[i] = null; return; }
-    queue.push(value);
-    total += value;
-    if (queue.length > window) total -= queue.shift();
-    out[i] = total / queue.length;
-  });
-  return out;
-}
-
 // Where the middle 98 % of the values lie, with room around: what "without outliers" shows.
 export function middle(lines) {
   const values = lines.flatMap((line) => line.y.filter((y) => y !== null && y !== undefined && Number.isFinite(y))).sort((a, b) => a - b);

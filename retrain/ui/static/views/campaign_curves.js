@@ -8,7 +8,7 @@ import {why} from "../why.js";
 import {button, choice, el, keepingFocus, spaced, tick} from "../dom.js";
 import {link} from "../router.js";
 import {CurveAnswers} from "./curve_answers.js";
-import {SMOOTH, zoomOf, zoomTo} from "./curve_knobs.js";
+import {SMOOTH, smoothing, smoothOf, zoomOf, zoomTo} from "./curve_knobs.js";
 
 function isShare(about) {
   return Boolean(about && about.unit === "share");
@@ -64,7 +64,7 @@ export function curves(state, campaign, patch) {
     if (key() && ![...select.options].some((each) => each.value === key())) select.append(group("chosen", [key()]));
     keepingFocus(tools, () => tools.replaceChildren(select,
       choice("x axis", X_CHOICES, query.x || "step", (value) => patch({x: value === "step" ? null : value, zoom: null})),
-      choice("smoothing", [["", "smoothed as in the report"], ...SMOOTH], query.smooth || "", (value) => patch({smooth: value})),
+      smoothing([["", "smoothed as in the report"], ...SMOOTH], query.smooth || "", (value) => patch({smooth: value})),
       tick("log x", query.logx === "1", (on) => patch({logx: on ? 1 : null})),
       tick("log y", query.logy === "1", (on) => patch({logy: on ? 1 : null})),
       tick("every seed", query.thin !== "0", (on) => patch({thin: on ? null : 0})),
@@ -87,7 +87,7 @@ export function curves(state, campaign, patch) {
   }
 
   function read() {
-    if (key()) answers.ask({at: state.place, key: key(), x: query.x || "step", smooth: query.smooth}, zoomOf(query));
+    if (key()) answers.ask({at: state.place, key: key(), x: query.x || "step", smooth: smoothOf(query)}, zoomOf(query));
   }
 
   // The keys that there are: more of them come with the first rows and evaluations.

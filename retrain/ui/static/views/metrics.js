@@ -9,7 +9,7 @@ import {plural} from "../format.js";
 import {step} from "../keys.js";
 import {nameOf} from "../names.js";
 import {ownerOf} from "../places.js";
-import {SMOOTH, zoomOf, zoomTo} from "./curve_knobs.js";
+import {SMOOTH, smoothing, smoothOf, zoomOf, zoomTo} from "./curve_knobs.js";
 import {distribution} from "./distribution.js";
 import {MetricCard} from "./metrics_card.js";
 import {fileButtons, plainMetric, readMine, searchOf, sections, writeMine} from "./metrics_keys.js";
@@ -28,7 +28,7 @@ export function metrics(root, state, frame) {
   const knobs = el("div", {class: "knobs"});
   tools.append(tabs, search, knobs);
   put(root, title, tools, legend, place, grid);
-  const page = {place: state.place, columns: new Columns(state.place, query.x || "step"), hidden: new Set(), settings, pin, patch, runs: () => runs.length ? runs.map((run) => run.place) : [state.place],
+  const page = {place: state.place, columns: new Columns(state.place, query.x || "step", smoothOf(query) || 1), hidden: new Set(), settings, pin, patch, runs: () => runs.length ? runs.map((run) => run.place) : [state.place],
     onZoom: (range) => patch(zoomTo(range), {replace: true})};
   const seen = new IntersectionObserver((entries) => {
     for (const entry of entries) {
@@ -43,7 +43,7 @@ export function metrics(root, state, frame) {
 
   function settings() {
     const x = query.x || "step";
-    return {x, smooth: Number(query.smooth) || 1, lines: query.lines === "conditions" ? "conditions" : "runs", thin: query.thin === "1",
+    return {x, smooth: smoothOf(query) || 1, lines: query.lines === "conditions" ? "conditions" : "runs", thin: query.thin === "1",
       plot: {x, logX: query.logx === "1", logY: query.logy === "1", clip: query.clip === "1", full: query.full === "1", zoom: zoomOf(query)}};
   }
 
@@ -58,7 +58,7 @@ export function metrics(root, state, frame) {
     const flag = (key, text, hint) => tick(text, query[key] === "1", (on) => patch({[key]: on ? 1 : null}), {title: hint});
     keepingFocus(knobs, () => put(knobs,
       choice("x axis", X_CHOICES, query.x || "step", (value) => patch({x: value === "step" ? null : value, zoom: null})),
-      choice("smoothing", SMOOTH, query.smooth || 1, (value) => patch({smooth: value === "1" ? null : value})),
+      smoothing(SMOOTH, query.smooth || 1, (value) => patch({smooth: value === "1" ? null : value})),
       runs.length > 1 ? choice("lines", [["runs", "a line for each run"], ["conditions", "mean of each condition"]], settings().lines, (value) => patch({lines: value === "runs" ? null : value})) : null,
       settings().lines === "conditions" ? flag("thin", "every seed") : null,
       body && body.tags && body.tags.length ? choice("tag or environment", [["", "all tags"], ...body.tags.map((each) => [each, `tag ${each}`])], query.tag || "", (value) => patch({tag: value, ...(value && tab() === "watch" ? {tab: "all"} : {})})) : null,
@@ -171,10 +171,10 @@ export function metrics(root, state, frame) {
     }
   }
 
-  // Columns over another axis, or of another number of runs.
+  // Columns over another axis, smoothed otherwise, or of another number of runs.
   function renew(count) {
     page.columns.stop();
-    page.columns = new Columns(state.place, query.x || "step", count);
+    page.columns = new Columns(state.place, query.x || "step", smoothOf(query) || 1, count);
     cards.forEach((card) => card.renew());
   }
 
@@ -189,10 +189,10 @@ export function metrics(root, state, frame) {
   return {
     title: "Metrics",
     update(to) {
-      const x = to.query.x !== query.x;
+      const other = to.query.x !== query.x || smoothOf(to.query) !== smoothOf(query);
       query = to.query;
       if (document.activeElement !== search) search.value = query.q || "";
-      if (x) renew(runs.length);
+      if (other) renew(runs.length);
       draw();
     },
     changed(event) { page.columns.changed(event); cards.forEach((card) => card.changed()); keysAgain(); },

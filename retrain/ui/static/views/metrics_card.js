@@ -1,7 +1,7 @@
 // One chart of the Metrics page: the runs of a metric, or its conditions with bands; read only while it is in sight.
 
 import {Card} from "../charts/card.js";
-import {columnsOf, smoothed} from "../charts/data.js";
+import {columnsOf} from "../charts/data.js";
 import {button, el, spaced} from "../dom.js";
 import {nameOf} from "../names.js";
 import {why} from "../why.js";
@@ -20,10 +20,10 @@ function matches(filter) {
   }
 }
 
-// The lines of all runs in an answer of /api/curves, as columns of these runs; the server has smoothed them.
+// The lines of all runs in an answer of /api/curves, as columns of these runs.
 function seriesOf(body) {
   return body.conditions.flatMap(({label, index, runs}) => runs.map(({place, seed, points}) =>
-    ({place, id: nameOf(place), label, index, seed, own: /^eval\//.test(body.key), done: true, low: null, high: null, ...columnsOf(points)})));
+    ({place, id: nameOf(place), label, index, seed, own: /^eval\//.test(body.key), low: null, high: null, ...columnsOf(points)})));
 }
 
 // One standard deviation around the mean of a sample metric, within the band of its extremes.
@@ -35,7 +35,7 @@ function deviation(run, line, parts, smooth) {
   return {...line, name: `${line.name} ± std`, kind: "shade", low: end(-1), high: end(1)};
 }
 
-// Smallest and largest of a sample metric; else what the server joined into each point.
+// Smallest and largest of a sample metric; else of the rows since the point before, which the server left out.
 function band(run, parts, smooth) {
   const [low, high] = ["low", "high"].map((part) => (parts[part] || []).find((each) => each.place === run.place));
   if (low && high && low.x.length === run.x.length) return [low.y, high.y];
@@ -154,11 +154,10 @@ export class MetricCard {
   ask(part, key) {
     const {x, smooth, plot} = this.page.settings();
     this.answers[part] = this.answers[part] || new CurveAnswers(() => this.draw(), (error, retry) => { if (this.byCondition()) this.card.fail(error, retry); });
-    // An evaluation has few points, none is smoothed away; nor is what a band is made of.
-    this.answers[part].ask({at: this.page.place, key, x, smooth: this.byCondition() || (part === "y" && !/^eval\//.test(key)) ? smooth : 1}, plot.zoom);
+    this.answers[part].ask({at: this.page.place, key, x, smooth}, plot.zoom);
   }
 
-  // Asks for curves where they are shown: of conditions; of runs whose rows were joined into fewer points, where a part
+  // Asks for curves where they are shown: of conditions; of runs some of whose rows were left out, where a part
   // of the x axis is in sight, to have the points of that part.
   follow() {
     if (this.byCondition()) { this.ask("y", this.metric.key); return; }
@@ -166,8 +165,8 @@ export class MetricCard {
   }
 
   finer() {
-    const joined = this.page.settings().plot.zoom && (this.parts.y || []).some((run) => run.low);
-    return !joined ? [] : this.parts.y.length <= BANDS_OF ? this.names() : this.names().slice(0, 1);
+    const thinned = this.page.settings().plot.zoom && (this.parts.y || []).some((run) => run.low);
+    return !thinned ? [] : this.parts.y.length <= BANDS_OF ? this.names() : this.names().slice(0, 1);
   }
 
   // The series of those answers by part; null before all of them are there, or where they are not of the same points.
@@ -204,7 +203,7 @@ export class MetricCard {
       const sparse = run.own || run.y.filter((y) => y !== null).length < 0.5 * run.y.length;
       const [low, high] = few ? band(run, parts, settings.smooth) : [null, null];
       return {group: run.label, name: run.seed === null || run.seed === undefined ? run.label : `${run.label}, seed ${run.seed}`, index: run.index, kind: "run", sparse, x: run.x,
-        y: run.own || run.done ? run.y : smoothed(run.y, settings.smooth), ...(low ? {low, high} : {})};
+        y: run.y, ...(low ? {low, high} : {})};
     });
     if (few) lines.unshift(...runs.map((run, i) => deviation(run, lines[i], parts, settings.smooth)).filter(Boolean));
     const wrong = runs.find((run) => run.error);

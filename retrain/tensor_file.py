@@ -1,0 +1,61 @@
+"""Safetensors files whose bytes depend on their content alone: safetensors' own writer orders metadata at random."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+DTYPES = {
+    "bool": ("BOOL", 1), "uint8": ("U8", 1), "int8": ("I8", 1), "int16": ("I16", 2), "uint16": ("U16", 2),
+    "float16": ("F16", 2), "bfloat16": ("BF16", 2), "int32": ("I32", 4), "uint32": ("U32", 4), "float32": ("F32", 4),
+    "float64": ("F64", 8), "int64": ("I64", 8), "uint64": ("U64", 8),
+}  # fmt: skip
+"""Code and bytes of each type by its name in numpy and torch, in the order in which safetensors sorts them."""
+_RANK = {name: rank for rank, name in enumerate(DTYPES)}
+
+Layout = Mapping[str, tuple[str, Sequence[int]]]
+"""Name of the type in ``DTYPES`` and shape of every tensor."""
+
+
+def dtype_name(tensor: Any) -> str:
+    """Return the key in ``DTYPES`` of a numpy array's or torch tensor's type, or of such a type itself."""
+    return str(getattr(tensor, "dtype", tensor)).removeprefix("torch.")
+
+
+def header(layout: Layout, metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
+    """Return the bytes before the tensors, and where each tensor begins behind them, in the order of the file.
+
+    Wide types come first, so that all tensors are aligned.
+    """
+    table: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata is not None else {}
+    begins, end = {}, 0
+    for name in sorted(layout, key=lambda name: (-_RANK[layout[name][0]], name)):
+        dtype, shape = layout[name]
+        code, width = DTYPES[dtype]
+        begins[name], end = end, end + width * prod(shape)
+        table[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begins[name], end]}
+    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, begins
+
+
+def data_of(tensor: Any) -> memoryview:
+    """Return the bytes of a numpy array or torch tensor, row by row."""
+    if isinstance(tensor, np.ndarray):
+        return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
+    import torch
+
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the safetensors file of numpy arrays or torch tensors.
+
+    Bytes and not a file, because safetensors' own errors on a full disk are no OSError.
+    """
+    head, begins = header({name: (dtype_name(each), each.shape) for name, each in tensors.items()}, metadata)
+    return b"".join([head, *(data_of(tensors[name]) for name in begins)])
