@@ -13,7 +13,7 @@ quickstart's 30 steps:
     grpo+none_s2             46 of 60
     maxrl+gtpo_sepa_s2       46 of 60
 
-The evaluation of these runs, on 200 held-out sums, says 38.0 % of the base and 81.8 % and 79.0 % of the two
+The evaluation of these runs, on 200 held-out sums, says 38.0 % of the base and 81.8 % and 77.8 % of the two
 conditions.
 """
 
