@@ -21,6 +21,7 @@ from retrain.commands.arguments import (
     RetryFailed,
     RunDirectory,
     Sets,
+    Verbose,
     WorkerCount,
     executor_sets,
     read,
@@ -37,15 +38,15 @@ if TYPE_CHECKING:
     from retrain.record.observer import Observer
 
 
-def finish(plain: bool, work: Callable[[Observer], Outcome]) -> None:
+def finish(plain: bool, work: Callable[[Observer], Outcome], verbose: bool = False) -> None:
     """Do the work under a console, print how it ended, exit with its status."""
     from retrain.campaign.running.stopping import ENDINGS
-    from retrain.record.console import PlainConsole, make_console
+    from retrain.record.console import make_console
     from retrain.record.trackers import wandb_upload_command
 
     started = time.time()
     with lasting_streams():  # a closed terminal ends no training
-        observer = PlainConsole() if plain else make_console()
+        observer = make_console(plain=plain, verbose=verbose)
         try:
             outcome = work(observer)
         finally:
@@ -73,6 +74,7 @@ def train(
     workers: WorkerCount = None,
     address: Address = None,
     plain: Plain = False,
+    verbose: Verbose = False,
 ) -> None:
     """Train every run of a campaign or run file, then print the comparison, the recommended rank and the paths.
 
@@ -94,7 +96,9 @@ def train(
         return
     from retrain.campaign.running.controller import launch
 
-    finish(plain, lambda observer: launch(loaded, out, observer, retry_failed, approval(accept_changes, observer)))
+    finish(
+        plain, lambda observer: launch(loaded, out, observer, retry_failed, approval(accept_changes, observer)), verbose
+    )
 
 
 def follow_torchrun(nothing: bool = False) -> None:
@@ -138,6 +142,7 @@ def resume(
     workers: WorkerCount = None,
     address: Address = None,
     plain: Plain = False,
+    verbose: Verbose = False,
 ) -> None:
     """Continue an interrupted run or campaign from its last checkpoints; finished ones with more steps (--set
     training.max_steps=…)."""
@@ -155,7 +160,11 @@ def resume(
         raise UsageError(f"{directory} goes on where it is: leave out --out, which is for the copy at a URL")
     require_directory(place)
     changed = [*(sets or ()), *executor_sets(executor, workers, address)]
-    finish(plain, lambda observer: go_on(place, observer, retry_failed, approval(accept_changes, observer), changed))
+    finish(
+        plain,
+        lambda observer: go_on(place, observer, retry_failed, approval(accept_changes, observer), changed),
+        verbose,
+    )
 
 
 def approval(accept: bool, observer: Observer) -> Approval:
