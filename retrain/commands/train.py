@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,7 +83,7 @@ def train(
 
     follow_torchrun(dry_run)
     how = executor_sets(executor, workers, address)
-    if how and not names_campaign(file, sets or ()):
+    if how and is_run_file(file):
         raise UsageError(
             f"{file} is a single run, which trains in this process: leave out --executor, --workers and --address"
         )
@@ -110,16 +110,14 @@ def follow_torchrun(nothing: bool = False) -> None:
         raise typer.Exit(0 if nothing else team.follow_torchrun())
 
 
-def names_campaign(file: Path, sets: Sequence[str]) -> bool:
-    """Whether a file, or a setting, has a section [campaign]; also of a file that cannot be read, which is told when it
-    is."""
+def is_run_file(file: Path) -> bool:
+    """Return whether a file can be read and has no section [campaign]."""
     import tomli
 
     try:
-        data = tomli.loads(file.read_text(encoding="utf-8-sig"))
+        return "campaign" not in tomli.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
-        return True
-    return "campaign" in data or any(each.strip().startswith("campaign.") for each in sets)
+        return False
 
 
 def resume(
