@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from retrain.config.campaign import condition_name
 from retrain.config.evaluation import HELDOUT
 from retrain.record.html import visible
 from retrain.record.numbers import NOTHING, duration, minus, percent, points, short
@@ -56,7 +57,7 @@ def comparison_table(report: Report, width: int) -> RenderableType:
         if condition.get("sentence"):
             sentences.append(Text(visible(condition["sentence"])))
         elif verdict.plain not in ("", "baseline") and not wide:
-            sentences.append(Text(f"{visible(condition['label'])}: ") + verdict)
+            sentences.append(Text(f"{visible(condition_name(condition['label']))}: ") + verdict)
     last = [Text(line, style="dim") for line in (comparison_costs(report), visible(report.get("note") or "")) if line]
     return Group(Text(comparison_title(report), style="bold"), table, *sentences, *last)
 
@@ -113,7 +114,7 @@ def comparison_cells(condition: Report, baseline: str, share: bool = True) -> li
     p_value = condition.get("p_holm", condition.get("p_value"))
     levels, difference = _measured(condition, baseline, share)
     return [
-        visible(condition["label"]),
+        visible(condition_name(condition["label"])),
         str(seeds) if counted == seeds else f"{counted}/{seeds}",
         levels,
         interval(ends) if share or not ends else f"{plain_number(ends[0])} to {plain_number(ends[1])}",
@@ -128,7 +129,7 @@ def secondary_rows(report: Report) -> list[list[str]]:
     return [
         [
             f"{measure['summary']} {visible(short_metric(measure['metric']))}",
-            visible(condition["label"]),
+            visible(condition_name(condition["label"])),
             str(len(condition["finished"])),
             *_measured(condition, report["baseline"], measure["share"]),
         ]
