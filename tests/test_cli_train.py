@@ -62,8 +62,8 @@ def trained(home) -> tuple[str, Path]:
 def test_training_ends_with_comparison_rank_and_paths(trained):
     output, directory = trained
     end = output.partition("Held-out")[2]
-    for label in ("grpo+none", "maxrl+gtpo"):
-        assert label in end
+    rows = [line.split()[0] for line in end.splitlines() if " → " in line]
+    assert rows == ["condition", "grpo", "maxrl+gtpo"]
     (line,) = [line for line in end.splitlines() if line.startswith("recommended by energy: ")]
     assert re.match(r"recommended by energy: rank \d of 4\. Verified on 4 held-out problems", line)
     assert line.endswith(f"All ranks: retrain squeeze {directory}/runs/grpo+none_s1/final")
@@ -74,6 +74,18 @@ def test_training_ends_with_comparison_rank_and_paths(trained):
         assert Path(path).exists()
     assert f"directory   {directory}" in end
     assert f"look at it  retrain ui {directory.parent}\n" in end
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo+none"])
+def test_a_condition_is_found_by_its_label_and_by_the_name_that_tables_show(trained, name):
+    """Files keep the label, so that directories of earlier versions are read as before."""
+    _, directory = trained
+    output = run("compare", directory, "--baseline", name).output
+    assert "maxrl+gtpo − grpo: " in output
+    assert "+none" not in output
+    assert "+none" not in re.sub(r"\+none_s\d", "", (directory / "report.html").read_text())
+    comparison = json.loads((directory / "comparison.json").read_text())
+    assert [each["label"] for each in comparison["conditions"]] == ["grpo+none", "maxrl+gtpo"]
 
 
 def test_steps_are_lines_of_progress_for_all_runs(trained):
@@ -192,7 +204,8 @@ def test_damaged_records_of_one_run_stop_that_run_alone(trained, tmp_path):
     assert [name for name, each in runs.items() if each["state"] != "done"] == [broken.name]
     assert f"{broken / 'metrics.jsonl'}:3 is damaged" in runs[broken.name]["reason"]
     (broken / "metrics.jsonl").write_text((broken / "metrics.jsonl").read_text().replace("{torn\n", ""))
-    assert run("resume", tmp_path / "out", "--retry-failed").exit_code == 0
+    resumed = run("resume", tmp_path / "out", "--retry-failed")
+    assert (resumed.exit_code, resumed.output.splitlines()[0]) == (0, "plan runs=1 conditions=maxrl+gtpo seeds=1")
 
 
 def test_status_after_training(trained):

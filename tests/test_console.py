@@ -410,7 +410,7 @@ def test_tables_in_a_narrow_terminal():
     console.print(squeeze_table(SQUEEZE, 60))
     lines = stream.getvalue().splitlines()
     assert all(len(line) <= 60 for line in lines)
-    assert any(line.startswith("grpo+none ") and "50.0% → 70.0%" in line for line in lines)
+    assert any(line.startswith("grpo ") and "50.0% → 70.0%" in line for line in lines)
     assert [line.split()[-1] for line in lines if "97.0%" in line] == ["<-"]
     assert "…" not in stream.getvalue()
 
