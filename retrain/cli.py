@@ -7,6 +7,8 @@ half a second, and ``retrain check`` without torch.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -16,14 +18,24 @@ from retrain import __version__
 from retrain.commands import adapters, environments, look, mine, probe, serve, setup, status, train, trial, ui
 from retrain.errors import RetrainError
 
+# The class belongs to click, or in newer versions to a private copy of it inside typer.
+CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
+
 
 class Door(TyperGroup):
     """Says a user's mistake in plain lines, without a traceback; leaves every other exception whole."""
 
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        """Parse what stands before the command; exit with status 2 on an unknown option."""
+        with plain_usage_errors():
+            return super().make_context(*arguments, **options)
+
     def invoke(self, ctx: Any) -> Any:
-        """Run the chosen command; exit with ``error.exit_status``, 2 on a PermissionError, 130 on Ctrl-C."""
+        """Run the chosen command; exit with ``error.exit_status``, 2 on a usage error or PermissionError, 130 on
+        Ctrl-C."""
         try:
-            return super().invoke(ctx)
+            with plain_usage_errors():
+                return super().invoke(ctx)
         except RetrainError as error:
             from retrain.record.html import visible
 
@@ -35,6 +47,24 @@ class Door(TyperGroup):
         except KeyboardInterrupt as error:
             print("Interrupted.", file=sys.stderr)
             raise typer.Exit(130) from error
+
+
+@contextmanager
+def plain_usage_errors() -> Iterator[None]:
+    """Print an unknown command or option, or a missing or wrong argument, in one line, and exit with status 2."""
+    try:
+        yield
+    except CommandLineError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # typer prints the help
+            raise
+        from retrain.record.html import visible
+
+        context: Any = getattr(error, "ctx", None)
+        fault = " ".join(error.format_message().split())  # pyright: ignore[reportAttributeAccessIssue]
+        fault += "" if fault.endswith((".", "?")) else "."
+        command = context.command_path if context else "retrain"
+        print(f"error: {visible(fault)} For help type: {command} --help", file=sys.stderr)
+        raise typer.Exit(2) from error
 
 
 app = typer.Typer(

@@ -141,7 +141,7 @@ def described(error: BaseException) -> str:
         elif file != importlib.__file__ and not file.startswith("<frozen importlib"):
             where = f" ({Path(file).name}:{trace.tb_lineno})"
         trace = trace.tb_next
-    return f"{type(error).__name__}: {error}{where}"
+    return f"{type(error).__name__}: {error}".rstrip(": ") + where
 
 
 def why_no_range(limits: Any) -> str:

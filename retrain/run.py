@@ -32,11 +32,12 @@ from retrain.data.prompts import Renderer
 from retrain.engines.protocol import Engine, PolicyRef
 from retrain.engines.server.watch import Watch, by_version
 from retrain.environments.protocol import ONE_TURN, Environment, Limits
-from retrain.errors import CheckpointError, NonFinite, RetrainError, RunFailed, UsageError
+from retrain.errors import CheckpointError, NonFinite, RunFailed, UsageError
 from retrain.files import aside_of, dumps, read_jsonl
 from retrain.maths.losses import RATIO_METRICS
 from retrain.maths.schedules import learning_rate
 from retrain.ownership import Owner, install, owner_of, publish
+from retrain.policy.budget import failure_text
 from retrain.policy.context import Context
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Denominators, Policy, Scores, TrainBatch, Want, probe_of, samples_of
@@ -444,8 +445,7 @@ class Run:
 
     def fail(self, error: BaseException) -> None:
         """Mark the run failed; its traceback goes to its own log."""
-        text = str(error) if isinstance(error, RetrainError) else f"{type(error).__name__}: {error}"
-        self.error = without_keys(text)
+        self.error = without_keys(failure_text(error))
         self.recorder.log_error(error)
 
     # -- state out and in ---------------------------------------------------------------------------------------

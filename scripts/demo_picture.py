@@ -2,7 +2,7 @@
 
     python scripts/demo_picture.py [docs/images]
 
-Writes demo.svg, the live view two thirds through, and result.svg, the tables at the end.
+Writes demo.svg, the live view two thirds through, and result.svg, the comparison and the recommended rank at the end.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.text import Text
 
 from retrain.campaign.running.controller import launch
 from retrain.config import load
@@ -23,7 +24,7 @@ from retrain.files import write_text
 from retrain.record.board import Board
 from retrain.record.console import message_text
 from retrain.record.observer import SpecLike
-from retrain.record.tables import comparison_table, squeeze_table
+from retrain.record.tables import comparison_table, squeeze_line
 from retrain.record.views import board_view
 
 ROOT = Path(__file__).parents[1]
@@ -75,7 +76,7 @@ def main(folder: Path) -> None:
         summary["squeeze"]["run"] = "logs/quickstart/runs/" + Path(summary["squeeze"]["run"]).parent.name
     console.messages.clear()
     width = 120
-    tables = [comparison_table(summary["comparison"], width), "", squeeze_table(summary["squeeze"], width)]
+    tables = [comparison_table(summary["comparison"], width), "", Text(squeeze_line(summary["squeeze"]))]
     console.export_svg(folder / "result.svg", width, tables)
 
 

@@ -317,7 +317,7 @@ def test_the_report_and_the_table_say_it(tmp_path, toy):
         rows[-1] |= {"eval/heldout/reward_mean": 0.9 + seed / 100, "eval/heldout/audit": 0.1 + seed / 100}
         (run / "evals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     comparison = conclude(tmp_path / "out")
-    words = "grpo+none: the reward is hacked: it rises while the audit falls, from step 2 on (reward +0.805 [+0.741, "
+    words = "grpo: the reward is hacked: it rises while the audit falls, from step 2 on (reward +0.805 [+0.741, "
     assert words in comparison["note"]
     report = write_report(tmp_path / "out").read_text()
     assert "Reward and audit" in report

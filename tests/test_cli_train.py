@@ -62,13 +62,55 @@ def trained(home) -> tuple[str, Path]:
 def test_training_ends_with_comparison_rank_and_paths(trained):
     output, directory = trained
     end = output.partition("Held-out")[2]
-    for label in ("grpo+none", "maxrl+gtpo"):
-        assert label in end
-    assert re.search(r"recommended by energy: rank \d of 4", end)
+    rows = [line.split()[0] for line in end.splitlines() if " → " in line]
+    assert rows == ["condition", "grpo", "maxrl+gtpo"]
+    (line,) = [line for line in end.splitlines() if line.startswith("recommended by energy: ")]
+    assert re.match(r"recommended by energy: rank \d of 4\. Verified on 4 held-out problems", line)
+    assert line.endswith(f"All ranks: retrain squeeze {directory}/runs/grpo+none_s1/final")
+    assert "worst layer" not in output
+    assert "worst layer" in (directory / "report.html").read_text()
+    assert "worst layer" in run("squeeze", directory).output
     for path in re.findall(r"^(?:directory|manifest|adapter|metrics) +(\S+)$", end, re.MULTILINE):
         assert Path(path).exists()
     assert f"directory   {directory}" in end
     assert f"look at it  retrain ui {directory.parent}\n" in end
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo+none"])
+def test_a_condition_is_found_by_its_label_and_by_the_name_that_tables_show(trained, name):
+    """Files keep the label, so that directories of earlier versions are read as before."""
+    _, directory = trained
+    output = run("compare", directory, "--baseline", name).output
+    assert "maxrl+gtpo − grpo: " in output
+    assert "+none" not in output
+    assert "+none" not in re.sub(r"\+none_s\d", "", (directory / "report.html").read_text())
+    comparison = json.loads((directory / "comparison.json").read_text())
+    assert [each["label"] for each in comparison["conditions"]] == ["grpo+none", "maxrl+gtpo"]
+
+
+def test_steps_are_lines_of_progress_for_all_runs(trained):
+    """Four runs of two steps; with --verbose each step of each run has a line."""
+    output, _ = trained
+    kinds = [line.partition(" ")[0] for line in output.splitlines()]
+    assert (kinds.count("step"), kinds.count("start"), kinds.count("end")) == (0, 4, 4)
+    assert [re.search(r" done=(\d)/8 ", line)[1] for line in output.splitlines() if line.startswith("progress ")] == [
+        "1", "2", "3", "4", "5", "6", "7", "8"
+    ]  # fmt: skip
+
+
+def test_a_single_run_ends_with_its_accuracy_and_verbose_prints_every_step(home, tmp_path):
+    result = run("train", home / "single.toml", "--out", tmp_path, "--verbose")
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert [line.partition(" ")[0] for line in lines].count("progress") == 0
+    steps = [line for line in lines if line.startswith("step ")]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == len(rows)
+    assert re.search(r"done=(\d+)/\1 ", steps[-1])
+    first, *_, last = [json.loads(line) for line in (tmp_path / "evals.jsonl").read_text().splitlines()]
+    rates = [f"{100 * row['eval/heldout/correct_rate']:.1f}%" for row in (first, last)]
+    low, high = (100 * last[f"eval/heldout/ci_{end}"] for end in ("low", "high"))
+    assert f"Held-out accuracy: {rates[0]} → {rates[1]}, 95 % interval over problems {low:.0f} to {high:.0f}%" in lines
 
 
 def test_runs_of_one_seed_begin_with_the_same_adapter_and_say_so(trained):
@@ -162,7 +204,8 @@ def test_damaged_records_of_one_run_stop_that_run_alone(trained, tmp_path):
     assert [name for name, each in runs.items() if each["state"] != "done"] == [broken.name]
     assert f"{broken / 'metrics.jsonl'}:3 is damaged" in runs[broken.name]["reason"]
     (broken / "metrics.jsonl").write_text((broken / "metrics.jsonl").read_text().replace("{torn\n", ""))
-    assert run("resume", tmp_path / "out", "--retry-failed").exit_code == 0
+    resumed = run("resume", tmp_path / "out", "--retry-failed")
+    assert (resumed.exit_code, resumed.output.splitlines()[0]) == (0, "plan runs=1 conditions=maxrl+gtpo seeds=1")
 
 
 def test_status_after_training(trained):
@@ -182,7 +225,7 @@ def test_ctrl_c_saves_exits_130_and_resume_finishes(home, tmp_path):
     """SIGINT after the first step: status 130; ``resume`` then ends with all rows, none twice."""
     out = tmp_path / "out"
     command = [sys.executable, "-m", "retrain", "train", str(home / "single.toml"), "--out", str(out)]
-    command += ["--set", "training.max_steps=30", "--plain"]
+    command += ["--set", "training.max_steps=30", "--verbose"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=home,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

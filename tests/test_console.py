@@ -24,7 +24,14 @@ from retrain.record.measure import step_row
 from retrain.record.numbers import duration, number, short
 from retrain.record.observer import NullObserver
 from retrain.record.recorder import RunRecorder
-from retrain.record.tables import comparison_table, comparison_text, squeeze_table, squeeze_text
+from retrain.record.tables import (
+    accuracy_line,
+    comparison_table,
+    comparison_text,
+    squeeze_line,
+    squeeze_table,
+    squeeze_text,
+)
 from retrain.record.views import board_view, visible_runs
 
 NASTY = "[bold red]<b>\x1b[2J\x1b]0;owned\x07 \u202e\udc80[/] 答案"
@@ -64,7 +71,7 @@ def draw(board: Board, width: int = 80, height: int = 24) -> str:
 
 def test_plain_lines_can_be_parsed_and_hold_no_escapes():
     stream = io.StringIO()
-    console = PlainConsole(stream)
+    console = PlainConsole(stream, verbose=True)
     play(console, count=1)
     console.message("two\nlines", "warning")
     console.run_finished(specs(1)[0], "failed", f"it broke:\n{NASTY}")
@@ -97,7 +104,7 @@ def test_plain_lines_can_be_parsed_and_hold_no_escapes():
 def test_lambda_is_shown_where_there_is_one(label, shown):
     """Rows have 0 in other transform modes, which would read as a SEPA that has not begun."""
     stream, spec = io.StringIO(), Spec("run", label, 1)
-    console, board = PlainConsole(stream), Board()
+    console, board = PlainConsole(stream, verbose=True), Board()
     for observer in (console, board):
         observer.run_started(spec, 0, 10)
         observer.step(spec, step_row(step([group([1.0, 0.0], [4, 5])], 0, sepa_lambda=0.5), context(condition=label)))
@@ -106,9 +113,50 @@ def test_lambda_is_shown_where_there_is_one(label, shown):
     assert row[: heading.index("λ") + 1].split()[-1] == shown
 
 
+def test_progress_is_a_line_for_each_tenth_of_all_steps_or_every_ten_seconds():
+    """Four runs of 10 steps side by side, three of them at once, one second a step; then one step of 12 seconds."""
+    stream, now = io.StringIO(), [100.0]
+    console, runs = PlainConsole(stream), specs(4)
+    console.clock = lambda: now[0]
+    console.plan(runs)
+
+    def progress() -> list[str]:
+        return [line for line in stream.getvalue().splitlines() if line.startswith(("progress ", "step "))]
+
+    for spec in runs[:3]:
+        console.run_started(spec, 0, 10)
+    for n in range(2):
+        for index, spec in enumerate(runs[:3]):
+            console.step(spec, {"step": n, "mean_reward": index / 2, "correct_rate": None})
+        now[0] += 1.0
+    assert progress() == [
+        "progress done=4/40 running=3 waiting=1 reward=0.500 correct=- length=- truncated=- entropy=- eta=0:09"
+    ]
+    now[0] += 12.0
+    console.step(runs[0], {"step": 2, "mean_reward": 0.0})
+    assert [line.split()[1] for line in progress()] == ["done=4/40", "done=7/40"]
+    console.run_finished(runs[1], "failed", "it broke")
+    console.run_finished(runs[2], "done")
+    console.run_started(runs[3], 0, 10)
+    for n in range(4):
+        console.step(runs[3], {"step": n})
+    assert [line.split()[1:4] for line in progress()[2:]] == [["done=11/32", "running=2", "waiting=0"]]
+
+
+def test_progress_begins_where_runs_were_resumed():
+    stream = io.StringIO()
+    console, (spec,) = PlainConsole(stream), specs(1)
+    console.plan([spec])
+    console.run_started(spec, 90, 100)
+    for n in range(90, 100):
+        console.step(spec, {"step": n})
+    (line,) = [line for line in stream.getvalue().splitlines() if line.startswith("progress ")]
+    assert line.startswith("progress done=100/100 running=1 waiting=0 ")
+
+
 def test_missing_values_are_dashes():
     stream = io.StringIO()
-    console = PlainConsole(stream)
+    console = PlainConsole(stream, verbose=True)
     console.run_started(specs(1)[0], 0, 10)
     console.step(specs(1)[0], step_row(step([group([None], [2], discarded="no_reward")]), context()))
     assert "reward=- correct=0.000 loss=- " in stream.getvalue()
@@ -301,6 +349,22 @@ def test_the_squeeze_table():
     Console(file=stream).print(squeeze_table(untrained, 80))
 
 
+def test_the_recommended_rank_in_one_line():
+    verified = {"full": {"rank": 8, "accuracy": 0.81}, "ranks": [], "sentence": "Verified on 9 problems."}
+    line = "recommended by energy: rank 4 of 8. Verified on 9 problems. All ranks: retrain squeeze grpo+none_s1"
+    assert squeeze_line(SQUEEZE | {"verified": verified}) == line
+    assert " rank 4 of 8. By energy alone, which is no accuracy" in squeeze_line(SQUEEZE)
+    untrained = {**SQUEEZE, "rows": [], "recommended_rank": None, "message": "The adapter is untrained."}
+    assert squeeze_line(untrained) == "The adapter is untrained."
+
+
+def test_the_accuracy_of_a_single_run_in_one_line():
+    accuracy = {"before": 0.38, "after": 0.835, "ci_low": 0.78, "ci_high": 0.88, "problems": 200}
+    line = accuracy_line("heldout", accuracy)
+    assert line == "Held-out accuracy: 38.0% → 83.5%, 95 % interval over problems 78 to 88%"
+    assert accuracy_line("hard", accuracy | {"ci_low": None}) == "Held-out accuracy on hard: 38.0% → 83.5%"
+
+
 def test_the_squeeze_table_with_what_held_out_problems_said():
     ranks = [{"rank": 4, "accuracy": 0.8, "difference": {"mean": -0.01, "low": -0.019, "high": -0.001}}]
     verified = {"full": {"rank": 8, "accuracy": 0.81}, "ranks": ranks, "sentence": "Verified on 9 problems."}
@@ -318,7 +382,7 @@ def test_the_squeeze_table_with_what_held_out_problems_said():
 
 def test_a_console_and_a_recorder_agree(tmp_path):
     stream = io.StringIO()
-    console = PlainConsole(stream)
+    console = PlainConsole(stream, verbose=True)
     with RunRecorder(tmp_path, context()) as recorder:
         console.run_started(specs(1)[0], 0, 10)
         console.step(specs(1)[0], recorder.record_step(step([group([1.0, 0.0], [2, 2])])))
@@ -346,7 +410,7 @@ def test_tables_in_a_narrow_terminal():
     console.print(squeeze_table(SQUEEZE, 60))
     lines = stream.getvalue().splitlines()
     assert all(len(line) <= 60 for line in lines)
-    assert any(line.startswith("grpo+none ") and "50.0% → 70.0%" in line for line in lines)
+    assert any(line.startswith("grpo ") and "50.0% → 70.0%" in line for line in lines)
     assert [line.split()[-1] for line in lines if "97.0%" in line] == ["<-"]
     assert "…" not in stream.getvalue()
 
@@ -354,7 +418,7 @@ def test_tables_in_a_narrow_terminal():
 def test_a_step_has_one_number_everywhere(tmp_path):
     """The third of three steps on the terminal, in its row, on its page, in the logtree, the timeline and the log."""
     stream, board = io.StringIO(), Board()
-    plain, spec = PlainConsole(stream), specs(1)[0]
+    plain, spec = PlainConsole(stream, verbose=True), specs(1)[0]
     settings = config(logging={"rollouts_every": 1})
     with RunRecorder(tmp_path, context(config=settings, max_steps=3)) as recorder:
         for console in (plain, board):

@@ -109,7 +109,7 @@ def test_conditions_in_more_than_one_factor_are_told_with_the_one_that_isolates(
     assert factors(specs[3], specs[1]) == ["transform_mode", "training.lr"]  # beta belongs to gtpo
     told = [line for line in warnings_of(specs) if "factors" in line]
     assert len(told) == 2
-    assert told[0].endswith("retrain compare DIR --baseline maxrl+none")
+    assert told[0].endswith("retrain compare DIR --baseline maxrl")
     assert "retrain compare" not in told[1]
 
 

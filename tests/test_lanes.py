@@ -226,8 +226,9 @@ def test_predicted_time_of_a_cohort_is_less_than_of_its_runs():
 
 
 @pytest.mark.parametrize(("error", "reason"), [
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"), "CUDA out of memory"),
-    (ValueError("the engine is broken"), "the engine is broken"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"), "out of memory in retrain."),
+    (ValueError("the engine is broken"), "ValueError: the engine is broken"),
+    (MemoryError(), " (MemoryError): lower [training] batch_size"),
 ])  # fmt: skip
 def test_what_no_run_can_go_on_from_ends_each_of_them(model, tmp_path, monkeypatch, error, reason):
     """Runs that do not even fit alone fail, as those of a broken engine do: the settings of the file are no mistake."""
@@ -241,5 +242,6 @@ def test_what_no_run_can_go_on_from_ends_each_of_them(model, tmp_path, monkeypat
     for run in read_json(tmp_path / "out/manifest.json")["runs"]:
         assert run["state"] == "failed"
         assert reason in run["reason"]
+        assert len(run["reason"].splitlines()) == 1
         last = (tmp_path / "out" / run["log"]).read_text().splitlines()[-1]
         assert last.endswith("failed")

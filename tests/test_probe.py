@@ -630,7 +630,7 @@ def test_a_condition_with_rollouts_of_its_own_is_marked(tmp_path: Path, world: P
     about = [line["text"] for line in report["lines"] if line["condition"] == "grpo+none~group_size=6"]
     assert any("rollouts of its own" in text for text in about)
     assert not any("two batches of the baseline" in text for text in about)
-    assert re.search(r"^3 grpo\+none~group_size=6 +\* +\* +\([−0-9.]+\)$", told.output, re.MULTILINE)
+    assert re.search(r"^3 grpo~group_size=6 +\* +\* +\([−0-9.]+\)$", told.output, re.MULTILINE)
     assert "* other rollouts: in the table the cosine of expectations, in the matrix none" in told.output
     page = probe_path(path, "html").read_text()
     assert ">*</text>" in page

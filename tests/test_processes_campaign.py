@@ -100,7 +100,7 @@ def test_a_killed_controller_loses_nothing_and_another_executor_goes_on(tmp_path
     plan = planned(world, out, THERE)
     file, sets = plan.source.path, ["campaign.seeds=[1,2,3,4]", "training.save_every=1", "squeeze.enabled=false"]
     words = [word for text in sets for word in ("--set", text)]
-    command = [sys.executable, "-m", "retrain", "train", file, "--out", out, *words, "--plain"]
+    command = [sys.executable, "-m", "retrain", "train", file, "--out", out, *words, "--verbose"]
     command += ["--executor", "processes", "--workers", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -231,7 +231,7 @@ def test_consoles_show_what_is_followed(tmp_path):
     campaign.state(0, "running")
     campaign.steps(0, 0, 2)
     plain, screen = io.StringIO(), io.StringIO()
-    Follower(tmp_path, PlainConsole(plain)).look()
+    Follower(tmp_path, PlainConsole(plain, verbose=True)).look()
     assert "step run=a_s1 step=1 done=2/4 reward=0.500" in plain.getvalue()
     live = LiveConsole(Console(file=screen, force_terminal=True, width=100))
     Follower(tmp_path, live).look()

@@ -118,7 +118,7 @@ def check_harmless(reader: Reader, text: str) -> None:
 def test_a_whole_campaign(tmp_path):
     reader, text = read(made(tmp_path))
     check_harmless(reader, text)
-    body = reader.text[reader.text.index("rloo+none against grpo+none") :]  # below the title and the links
+    body = reader.text[reader.text.index("rloo against grpo") :]  # below the title and the links
     order = [body.index(each) for each in (
         "cannot tell", "Final held-out accuracy: difference", "Held-out accuracymean", "Secondary metrics",
         "Same prompt", "Reward", "algorithm.advantage_mode", "metrics.jsonl")]  # fmt: skip
@@ -161,7 +161,7 @@ def test_where_curves_lead(tmp_path):
     reader, text = read(out)
     check_harmless(reader, text)
     found = leading(read_campaign(out))
-    assert [each.label for each in found] == ["grpo+none", "rloo+none"]
+    assert [each.label for each in found] == ["grpo", "rloo"]
     for each, row, ceiling in zip(found, curve_rows(text), (0.6, 0.8), strict=True):
         assert each.curve.asymptote == each.ceiling.estimate == pytest.approx(ceiling, abs=0.05)
         assert each.ceiling.low < ceiling < each.ceiling.high
@@ -194,9 +194,9 @@ def test_without_evaluations_enough_nothing_is_fitted(tmp_path, steps):
 
 def test_the_same_prompt_is_shown_where_the_rate_changed_most(tmp_path):
     reader, _ = read(made(tmp_path))
-    part = reader.text[reader.text.index("grpo+none → rloo+none, after training") :]
+    part = reader.text[reader.text.index("grpo → rloo, after training") :]
     assert part.index("What is 2?") < part.index("0/3 → 3/3") < part.index("+100 points")
-    assert "rloo+none, seed 1: right" in part
+    assert "rloo, seed 1: right" in part
     assert "1 of 4 prompts" in part
 
 

@@ -315,7 +315,7 @@ def test_servers_and_workers_end_with_their_controller_and_another_goes_on(tmp_p
     path = campaign(tmp_path, toy, steps=3)
     sets = [*QUIET, *WORKERS, "inference.engine=openai", f"inference.launch='{SERVE}'", "inference.patience_s=120"]
     words = [word for text in sets for word in ("--set", text)]
-    command = [sys.executable, "-m", "retrain", "train", path, "--out", out, *words, "--plain"]
+    command = [sys.executable, "-m", "retrain", "train", path, "--out", out, *words, "--verbose"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         next(line for line in process.stdout if line.startswith("step "))

@@ -174,7 +174,7 @@ def started_here(
 ) -> subprocess.Popen[str]:
     """``retrain train`` of this campaign in a process group of its own, ``before`` it words for Python."""
     planned(out, [])
-    words = [*before, "-m", "retrain", "train", str(out.parent / f"{out.name}.toml"), "--out", str(out), "--plain"]
+    words = [*before, "-m", "retrain", "train", str(out.parent / f"{out.name}.toml"), "--out", str(out), "--verbose"]
     return subprocess.Popen(
         [sys.executable, *words, "--set", f'backend.shard="{shard}"', "--set", sets],
         env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"},  # on a busy machine a step takes its time

@@ -39,6 +39,10 @@ RunDirectory = Annotated[
 
 Plain = Annotated[bool, typer.Option("--plain", help="Print plain lines, also on a terminal.")]
 
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Print every step of every run, where lines are plain, in place of progress.")
+]
+
 RetryFailed = Annotated[
     bool, typer.Option("--retry-failed", help="Continue failed runs too, from their last checkpoints.")
 ]

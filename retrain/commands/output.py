@@ -30,16 +30,23 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Se
 
 
 def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
-    """What a finished campaign ends with: the comparison, the squeeze table, the recommended rank, failures, paths."""
+    """Print the end of a campaign or run: the comparison, or the accuracy of the only run, the recommended ranks,
+    failures and paths."""
+    from retrain.record.tables import accuracy_line, squeeze_line
+
     plain = plain or not sys.stdout.isatty()
     print()
     if summary["comparison"]:
         print_comparison(summary["comparison"], plain)
         print()
+    lines = [accuracy_line(name, accuracy) for name, accuracy in summary["evaluations"].items()]
     for report in (summary["squeeze"], *(summary.get("squeezes") or {}).values()):
         if report:
-            print_squeeze(report, plain)
-            print()
+            lines.append(squeeze_line(report))
+            if report.get("compressed"):
+                lines.append(f"compressed  {report['compressed']}")
+    if lines:
+        print(*lines, "", sep="\n")
     for run in summary["runs"]:
         if run["state"] == "failed":
             print(f"failed      {run['run_id']}: {run['reason']}")

@@ -103,8 +103,10 @@ def _progress(text: str) -> None:
 def print_probe(report: Mapping[str, Any]) -> None:
     """The probe for a person or a log: a table and a matrix for each point, then what they come to."""
     from retrain.campaign.judging.probed import whole_line
+    from retrain.config.campaign import with_condition_names
     from retrain.probe.words import recorded_words
 
+    report = with_condition_names(report, report["conditions"])
     for text in report["notes"]:
         note(text)
     for point in report["points"]:

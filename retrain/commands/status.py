@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from retrain.commands.arguments import AsJson, Plain
+from retrain.commands.arguments import AsJson, Plain, Verbose
 from retrain.commands.output import print_table
 from retrain.errors import UsageError
 from retrain.files import dumps
@@ -30,6 +30,7 @@ def status(
     ] = False,
     as_json: AsJson = False,
     plain: Plain = False,
+    verbose: Verbose = False,
 ) -> None:
     """Show runs with their state, steps, reward and held-out accuracy, from the files alone."""
     from retrain.record.status import homes_of_runs, read_status, status_view
@@ -38,7 +39,7 @@ def status(
         problem = "is not a directory" if directory.exists() else "does not exist"
         raise UsageError(f"no runs to show: {directory} {problem}; {HOW_TO_HAVE_RUNS}")
     if watch:
-        follow(directory, as_json, plain)
+        follow(directory, as_json, plain, verbose)
         return
     reports = [read_status(home) for home in homes_of_runs(directory)]
     if as_json:
@@ -60,12 +61,12 @@ def status(
         print_table((*columns, STATUS_COLUMNS[-1]), rows, left=("directory", "run", "state", "why"))
 
 
-def follow(directory: Path, as_json: bool, plain: bool) -> None:
+def follow(directory: Path, as_json: bool, plain: bool, verbose: bool) -> None:
     """Tell what happens until every run has ended; Ctrl-C is the ordinary way to leave earlier (exit status 0)."""
     from retrain.record.console import make_console
     from retrain.record.follow import Follower, JsonLines
 
-    observer = JsonLines(sys.stdout) if as_json else make_console(plain=plain)
+    observer = JsonLines(sys.stdout) if as_json else make_console(plain=plain, verbose=verbose)
     follower = Follower(directory, observer)
     try:
         while not follower.look():

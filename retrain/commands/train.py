@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +21,7 @@ from retrain.commands.arguments import (
     RetryFailed,
     RunDirectory,
     Sets,
+    Verbose,
     WorkerCount,
     executor_sets,
     read,
@@ -37,15 +38,15 @@ if TYPE_CHECKING:
     from retrain.record.observer import Observer
 
 
-def finish(plain: bool, work: Callable[[Observer], Outcome]) -> None:
+def finish(plain: bool, work: Callable[[Observer], Outcome], verbose: bool = False) -> None:
     """Do the work under a console, print how it ended, exit with its status."""
     from retrain.campaign.running.stopping import ENDINGS
-    from retrain.record.console import PlainConsole, make_console
+    from retrain.record.console import make_console
     from retrain.record.trackers import wandb_upload_command
 
     started = time.time()
     with lasting_streams():  # a closed terminal ends no training
-        observer = PlainConsole() if plain else make_console()
+        observer = make_console(plain=plain, verbose=verbose)
         try:
             outcome = work(observer)
         finally:
@@ -73,6 +74,7 @@ def train(
     workers: WorkerCount = None,
     address: Address = None,
     plain: Plain = False,
+    verbose: Verbose = False,
 ) -> None:
     """Train every run of a campaign or run file, then print the comparison, the recommended rank and the paths.
 
@@ -81,7 +83,7 @@ def train(
 
     follow_torchrun(dry_run)
     how = executor_sets(executor, workers, address)
-    if how and not names_campaign(file, sets or ()):
+    if how and is_run_file(file):
         raise UsageError(
             f"{file} is a single run, which trains in this process: leave out --executor, --workers and --address"
         )
@@ -94,7 +96,9 @@ def train(
         return
     from retrain.campaign.running.controller import launch
 
-    finish(plain, lambda observer: launch(loaded, out, observer, retry_failed, approval(accept_changes, observer)))
+    finish(
+        plain, lambda observer: launch(loaded, out, observer, retry_failed, approval(accept_changes, observer)), verbose
+    )
 
 
 def follow_torchrun(nothing: bool = False) -> None:
@@ -106,16 +110,14 @@ def follow_torchrun(nothing: bool = False) -> None:
         raise typer.Exit(0 if nothing else team.follow_torchrun())
 
 
-def names_campaign(file: Path, sets: Sequence[str]) -> bool:
-    """Whether a file, or a setting, has a section [campaign]; also of a file that cannot be read, which is told when it
-    is."""
+def is_run_file(file: Path) -> bool:
+    """Return whether a file can be read and has no section [campaign]."""
     import tomli
 
     try:
-        data = tomli.loads(file.read_text(encoding="utf-8-sig"))
+        return "campaign" not in tomli.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
-        return True
-    return "campaign" in data or any(each.strip().startswith("campaign.") for each in sets)
+        return False
 
 
 def resume(
@@ -138,6 +140,7 @@ def resume(
     workers: WorkerCount = None,
     address: Address = None,
     plain: Plain = False,
+    verbose: Verbose = False,
 ) -> None:
     """Continue an interrupted run or campaign from its last checkpoints; finished ones with more steps (--set
     training.max_steps=…)."""
@@ -155,7 +158,11 @@ def resume(
         raise UsageError(f"{directory} goes on where it is: leave out --out, which is for the copy at a URL")
     require_directory(place)
     changed = [*(sets or ()), *executor_sets(executor, workers, address)]
-    finish(plain, lambda observer: go_on(place, observer, retry_failed, approval(accept_changes, observer), changed))
+    finish(
+        plain,
+        lambda observer: go_on(place, observer, retry_failed, approval(accept_changes, observer), changed),
+        verbose,
+    )
 
 
 def approval(accept: bool, observer: Observer) -> Approval:

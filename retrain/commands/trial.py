@@ -35,9 +35,10 @@ def try_(
     from retrain.campaign.planning.plan import Plan
     from retrain.campaign.planning.references import check
     from retrain.campaign.running.trial import others, trial
+    from retrain.config.campaign import condition_name
 
     plan = Plan.of(read(file, sets))
-    for label in others(plan, condition):
+    for label in map(condition_name, others(plan, condition)):
         note(f"{label} has another reward or sampling: type --condition '{label}'")
     report = trial(check(plan, places=False), problems, samples, condition, note)
     if as_json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -96,6 +96,31 @@ def label(advantage_mode: str, transform_mode: str, overrides: dict[str, Any]) -
         digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
         text = f"{text[: LABEL_MAX - len(digest) - 1]}-{digest}"
     return text
+
+
+def condition_name(label: str) -> str:
+    """Return the label as tables and sentences show it: without a transform mode that is none. Directories, files and
+    run ids have the label itself."""
+    return re.sub(r"^([^+~@]+)\+none(?=[~@]|$)", r"\1", label)
+
+
+def with_condition_names(report: Any, labels: Iterable[str]) -> Any:
+    """Return a copy of plain data in which each of these labels, as a value or a key, is its ``condition_name``."""
+    names = {label: condition_name(label) for label in labels}
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {names.get(key, key): renamed(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [renamed(each) for each in value]
+        return names.get(value, value) if isinstance(value, str) else value
+
+    return renamed(report)
+
+
+def find_label(name: str, labels: Iterable[str]) -> str | None:
+    """Return the label that a user means by itself or by its ``condition_name``; None when there is no such one."""
+    return next((label for label in labels if name in (label, condition_name(label))), None)
 
 
 def transform_of(label: str) -> str:

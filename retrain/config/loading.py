@@ -45,7 +45,7 @@ def load(path: FilePath | str, sets: Sequence[str] = ()) -> Loaded:
         raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}") from error
     text, data = _parse(raw, path.name)
     places = Places(path.name, key_lines(text))
-    wrong = _apply_sets(data, sets, places)
+    wrong = _apply_sets(data, sets, places, is_file=True)
     _beside(data, path)
     config, warnings = examine(data, places, wrong)
     if config.logging.log_dir is None:
@@ -106,9 +106,11 @@ def _repeat_problem(repeat: Repeat, name: str) -> Problem:
     return Problem(f"{name}:{repeat.again}", Mistake(repeat.path, message).key, message, fix)
 
 
-def _apply_sets(data: dict[str, Any], sets: Iterable[str], places: Places) -> list[Mistake]:
-    """Put ``section.key=value`` settings into ``data``; the mistakes in their form."""
+def _apply_sets(data: dict[str, Any], sets: Iterable[str], places: Places, *, is_file: bool = False) -> list[Mistake]:
+    """Put ``section.key=value`` settings into ``data``; return the mistakes in their form. A setting of [campaign] is
+    one for a file without that section: it would turn a single run into dozens."""
     wrong = []
+    is_run_file = is_file and "campaign" not in data
     for setting in sets:
         name, equals, value = setting.partition("=")
         parts = tuple(part.strip() for part in name.split("."))
@@ -117,6 +119,11 @@ def _apply_sets(data: dict[str, Any], sets: Iterable[str], places: Places) -> li
             problem, fix = "is not of the form section.key=value", "--set training.lr=1e-4"
         elif len(parts) == 1 and parts[0] not in sections() and (named := homes(parts[0])):
             problem, fix = "needs its section", " or ".join(f"--set {dotted}={value.strip()}" for dotted in named)
+        elif is_run_file and parts[0] == "campaign":
+            problem = f"is for campaigns, and {places.name} describes a single run: it has no section [campaign]"
+            fix = "leave it out, or add [campaign] to the file"
+            if parts[1:] == ("max_steps",):
+                fix = f"--set training.max_steps={value.strip()}"
         if problem:
             places.sets.add(("--set",))
             wrong.append(Mistake(("--set",), problem, fix, about=name.strip() if equals and name.strip() else setting))

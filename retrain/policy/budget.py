@@ -8,13 +8,14 @@ and what was learnt is kept in checkpoints.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from retrain.errors import RunFailed
+from retrain.errors import RetrainError, RunFailed
 from retrain.policy.memory import MemoryPlan
 
 OUT_OF_MEMORY = (
@@ -33,6 +34,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
+
+
+def failure_text(error: BaseException) -> str:
+    """Return why a run failed, in words for its manifest; out of memory is one line with the function that needed it
+    and what takes less."""
+    if isinstance(error, RetrainError):
+        return str(error)
+    if not is_out_of_memory(error):
+        return f"{type(error).__name__}: {error}"
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [(frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame in frames]
+    where = next((f" in {module}.{name}" for module, name in reversed(names) if module.startswith("retrain.")), "")
+    words = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return f"out of memory{where} ({words}): lower [training] batch_size, group_size or max_tokens, or [campaign] lanes"
 
 
 @dataclass

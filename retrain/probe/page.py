@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from retrain.campaign.judging.probed import whole_line
+from retrain.config.campaign import with_condition_names
 from retrain.probe.picture import point_matrix
 from retrain.probe.words import recorded_words
 from retrain.record.charts import Row, Series, dot_chart, line_chart
@@ -22,6 +23,7 @@ SHADES = (0.1, 0.5, 1.5)
 
 def probe_page(report: Report) -> str:
     """The whole document."""
+    report = with_condition_names(report, report["conditions"])
     points = report["points"]
     facts = (
         f"{report['model']} · batches of {report['prompts']} × {report['samples']} answers · "

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from retrain.config.campaign import condition_name
+
 SAME_DIRECTION = 0.99
 """A cosine at least this high is the same direction."""
 LONG = 1.5
@@ -55,7 +57,8 @@ def point_lines(report: Numbers, point: Numbers) -> list[Line]:
             continue
         for kind, text in _about(point, number):
             equal = kind in EQUAL and point is report["points"][0]
-            found.append(Line(kind, condition["label"], point["at"], f"{condition['label']}{where}: {text}", equal))
+            sentence = f"{condition_name(condition['label'])}{where}: {text}"
+            found.append(Line(kind, condition["label"], point["at"], sentence, equal))
     return found
 
 

@@ -80,6 +80,15 @@ class Board(NullObserver):
         """The run's view, made on first sight."""
         return self.runs.setdefault(spec.run_id, RunView(spec.run_id, spec.label, spec.seed))
 
+    def steps_of_all(self) -> tuple[int, int]:
+        """Return the finished steps of all runs, and the number planned: a run that waits is expected to take as many
+        as the longest that has started, and one that failed or was stopped no more than it has done."""
+        views = self.runs.values()
+        longest = max((view.max_steps for view in views), default=0)
+        ended = ("failed", "stopped")
+        total = sum(view.steps_done if view.state in ended else view.max_steps or longest for view in views)
+        return sum(view.steps_done for view in views), total
+
     def plan(self, specs: Sequence[SpecLike]) -> None:
         """Put all runs on the board."""
         for spec in specs:

@@ -22,25 +22,38 @@ from retrain.record.numbers import duration, number
 from retrain.record.observer import Observer, SpecLike
 from retrain.record.views import board_view
 
+PROGRESS_EVERY_S = 10.0
+"""Seconds after which a progress line is due before a tenth of all steps is done."""
 LEVEL_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 
 
-def make_console(stream: IO[str] | None = None, plain: bool = False) -> Observer:
-    """The live view when ``stream`` (default: standard output) is a capable terminal, else plain lines.
+def make_console(stream: IO[str] | None = None, plain: bool = False, verbose: bool = False) -> Observer:
+    """Return the live view when ``stream`` (default: standard output) is a capable terminal, else plain lines.
 
-    ``plain``, the variable ``NO_COLOR`` and ``TERM=dumb`` ask for plain lines on a terminal too.
+    ``plain``, the variable ``NO_COLOR`` and ``TERM=dumb`` ask for plain lines on a terminal too. With ``verbose`` they
+    contain every step of every run.
     """
     out = stream or sys.stdout
     plain = plain or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM", "") in ("dumb", "unknown")
-    return PlainConsole(out) if plain or not out.isatty() else LiveConsole(Console(file=out))
+    return PlainConsole(out, verbose) if plain or not out.isatty() else LiveConsole(Console(file=out))
 
 
 class PlainConsole(Board):
-    """One line per event as ``key=value`` pairs, flushed, without colours or cursor movements."""
+    """One line per event as ``key=value`` pairs, flushed, without colours or cursor movements.
 
-    def __init__(self, stream: IO[str] | None = None):
+    Steps are summarised for all runs: a progress line is printed after a step when a tenth of all steps, or ten
+    seconds, have passed since the last one. With ``verbose`` every step of every run has a line instead.
+    """
+
+    def __init__(self, stream: IO[str] | None = None, verbose: bool = False):
         super().__init__()
         self.stream = stream or sys.stdout
+        self.verbose = verbose
+        self._began: float | None = None
+        self._last_line = 0.0
+        self._steps = 0
+        """Steps since the start, and of them those since the last progress line."""
+        self._unreported = 0
 
     def plan(self, specs: Sequence[SpecLike]) -> None:
         """``plan runs=…``."""
@@ -57,11 +70,17 @@ class PlainConsole(Board):
     def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
         """``start run=… step=… max_steps=…``."""
         super().run_started(spec, step, max_steps)
+        if self._began is None:
+            self._began = self._last_line = self.clock()
         self._event("start", {"run": spec.run_id, "step": step, "max_steps": max_steps})
 
     def step(self, spec: SpecLike, row: Mapping[str, Any]) -> None:
-        """``step run=… step=… done=…/… reward=… …``: the step's number as in its row, and how many are finished."""
+        """Print a progress line if one is due; with ``verbose`` always ``step run=… step=… done=…/… reward=… …``, the
+        step's number as in its row and the number of finished steps."""
         super().step(spec, row)
+        if not self.verbose:
+            self._progress()
+            return
         view = self.runs[spec.run_id]
         pairs = {
             "run": spec.run_id,
@@ -101,6 +120,36 @@ class PlainConsole(Board):
         """``end run=… status=…``, with the reason after a failure."""
         super().run_finished(spec, status, message)
         self._event("end", {"run": spec.run_id, "status": status} | ({"message": message} if message else {}))
+
+    def _progress(self) -> None:
+        """Print ``progress done=…/… running=… waiting=… reward=… …`` if it is due: steps of all runs, and means over
+        the last steps of the running ones."""
+        self._steps += 1
+        self._unreported += 1
+        done, total = self.steps_of_all()
+        now = self.clock()
+        if 10 * self._unreported < total and now - self._last_line < PROGRESS_EVERY_S:
+            return
+        self._unreported, self._last_line = 0, now
+        running = [view for view in self.runs.values() if view.state == "running"]
+
+        def mean(key: str) -> float | None:
+            values = [view.row[key] for view in running if view.row.get(key) is not None]
+            return sum(values) / len(values) if values else None
+
+        elapsed = now - (now if self._began is None else self._began)
+        pairs = {
+            "done": f"{done}/{total}",
+            "running": len(running),
+            "waiting": sum(view.state == "waiting" for view in self.runs.values()),
+            "reward": number(mean("mean_reward")),
+            "correct": number(mean("correct_rate")),
+            "length": number(mean("completions/mean_length"), 1),
+            "truncated": number(mean("max_token_hit_rate")),
+            "entropy": number(mean("entropy")),
+            "eta": duration(elapsed / self._steps * (total - done)),
+        }
+        self._event("progress", pairs)
 
     def message(self, text: str, level: str = "info") -> None:
         """The text, after its level unless that is info."""

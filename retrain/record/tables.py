@@ -1,7 +1,8 @@
-"""The two tables at a campaign's end, from plain dicts: rich for a terminal, aligned text for everything else."""
+"""Comparison and squeeze as tables and as lines, from plain dicts: rich for a terminal, aligned text elsewhere."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from retrain.config.campaign import condition_name
 from retrain.config.evaluation import HELDOUT
 from retrain.record.html import visible
 from retrain.record.numbers import NOTHING, duration, minus, percent, points, short
@@ -55,7 +57,7 @@ def comparison_table(report: Report, width: int) -> RenderableType:
         if condition.get("sentence"):
             sentences.append(Text(visible(condition["sentence"])))
         elif verdict.plain not in ("", "baseline") and not wide:
-            sentences.append(Text(f"{visible(condition['label'])}: ") + verdict)
+            sentences.append(Text(f"{visible(condition_name(condition['label']))}: ") + verdict)
     last = [Text(line, style="dim") for line in (comparison_costs(report), visible(report.get("note") or "")) if line]
     return Group(Text(comparison_title(report), style="bold"), table, *sentences, *last)
 
@@ -77,6 +79,15 @@ def accuracy_name(metric: str) -> str:
     if len(parts) != 3 or (parts[0], parts[2]) != ("eval", "correct_rate"):
         return ""
     return "Held-out accuracy" if parts[1] == HELDOUT else f"Held-out accuracy on {visible(parts[1])}"
+
+
+def accuracy_line(name: str, accuracy: Report) -> str:
+    """Return a run's accuracy on the held-out set ``name`` at its first evaluation → at its last, whose interval is
+    over problems."""
+    low_high = (accuracy["ci_low"], accuracy["ci_high"])
+    ends = "" if None in low_high else f", 95 % interval over problems {interval(low_high)}"
+    levels = f"{rate(accuracy['before'])} → {rate(accuracy['after'])}"
+    return f"{accuracy_name(f'eval/{name}/correct_rate')}: {levels}{ends}"
 
 
 def short_metric(metric: str) -> str:
@@ -103,7 +114,7 @@ def comparison_cells(condition: Report, baseline: str, share: bool = True) -> li
     p_value = condition.get("p_holm", condition.get("p_value"))
     levels, difference = _measured(condition, baseline, share)
     return [
-        visible(condition["label"]),
+        visible(condition_name(condition["label"])),
         str(seeds) if counted == seeds else f"{counted}/{seeds}",
         levels,
         interval(ends) if share or not ends else f"{plain_number(ends[0])} to {plain_number(ends[1])}",
@@ -118,7 +129,7 @@ def secondary_rows(report: Report) -> list[list[str]]:
     return [
         [
             f"{measure['summary']} {visible(short_metric(measure['metric']))}",
-            visible(condition["label"]),
+            visible(condition_name(condition["label"])),
             str(len(condition["finished"])),
             *_measured(condition, report["baseline"], measure["share"]),
         ]
@@ -182,6 +193,17 @@ def squeeze_text(report: Report) -> str:
     headings = squeeze_columns(report)
     rows = [[squeeze_cells(row, report)[heading] for heading in headings] for row in report["rows"]]
     return "\n".join([squeeze_title(report), *(aligned(headings, rows) if rows else []), *squeeze_words(report)])
+
+
+def squeeze_line(report: Report) -> str:
+    """Return the recommendation without its table, and the command that prints it."""
+    words = squeeze_words(report)
+    if report.get("recommended_rank") is not None:
+        recommended, evidence = words[-2:]
+        words = [f"{recommended}. {evidence}"]
+    if report["rows"]:
+        words.append(f"All ranks: retrain squeeze {shlex.quote(report['run'])}")
+    return visible(" ".join(words))
 
 
 def squeeze_title(report: Report) -> str:

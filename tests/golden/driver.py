@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 START_SECONDS = 120.0
+PROGRESS = ("progress ", "step ")
 
 
 class Session:
@@ -47,6 +48,8 @@ class Session:
         child, files = self._start(arguments, before)
         _, status = os.waitpid(child, 0)
         stdout, stderr = (path.read_text(errors="replace") for path in files)
+        # How many progress lines there are depends on the clock; metrics.jsonl has every step.
+        stdout = "".join(line for line in stdout.splitlines(keepends=True) if not line.startswith(PROGRESS))
         if sort:
             stdout = "\n".join(sorted(stdout.splitlines())) + "\n"
         status = os.waitstatus_to_exitcode(status)

@@ -34,8 +34,9 @@ def find_adapter(directory: Path) -> Path:
     if (directory / "final" / "adapter_model.safetensors").is_file():
         return directory / "final"
     for row in reversed(read_jsonl(directory / "checkpoints.jsonl")):
-        if (directory / row["sampler_path"] / "adapter_model.safetensors").is_file():
-            return directory / row["sampler_path"]
+        path = row.get("sampler_path") if isinstance(row, dict) else None  # other tools have such a file, too
+        if isinstance(path, str) and (directory / path / "adapter_model.safetensors").is_file():
+            return directory / path
     if (directory / MANIFEST).is_file():
         for run in read_manifest(directory)["runs"]:
             if run["state"] == "done" and run["path"] != ".":

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from retrain.campaign.judging.results import RunResult
+from retrain.config.campaign import condition_name
 from retrain.maths.statistics import paired_comparison
 from retrain.record.numbers import minus
 from retrain.rewards.audit import AUDIT
@@ -79,7 +80,7 @@ class Audited:
             "unpaid": "the reward does not rise" + (", and the audit falls" if self.audit.falls else ""),
             "cannot tell": "cannot tell from one seed whether reward and audit rise together",
         }[self.standing]
-        return f"{self.label}: {said} ({numbers}; held-out set {self.name})"
+        return f"{condition_name(self.label)}: {said} ({numbers}; held-out set {self.name})"
 
 
 def audited(runs: Sequence[RunResult], labels: Sequence[str]) -> list[Audited]:

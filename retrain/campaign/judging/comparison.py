@@ -73,6 +73,7 @@ from retrain.campaign.judging.results import (
 from retrain.campaign.judging.rule import declared_by, judge, overlay, varied_by
 from retrain.campaign.judging.rule import words as rule_words
 from retrain.campaign.judging.words import missing_words, sentence, verdict
+from retrain.config.campaign import condition_name, find_label
 from retrain.errors import UsageError
 from retrain.maths.intervals import iqm_interval, mean_interval
 from retrain.maths.statistics import (
@@ -121,9 +122,9 @@ def compare_runs(
     ``standing`` whether verdicts may be given (unset: all that is planned was declared).
     Raises UsageError for an unknown metric or baseline.
     """
-    first = baseline or labels[0]
+    first = (find_label(baseline, labels) or baseline) if baseline else labels[0]
     if first not in labels:
-        raise UsageError(f"no condition {first}: the conditions are {', '.join(labels)}")
+        raise UsageError(f"no condition {first}: the conditions are {', '.join(map(condition_name, labels))}")
     order = [first, *(label for label in labels if label != first)]
     measure = Measure.parse(metric or "final", first_set(runs))
     held_out = any(run.evaluations for run in runs)

@@ -23,7 +23,7 @@ from typing import Any
 from retrain.campaign.judging.results import Measure, RunResult
 from retrain.campaign.planning.manifest import begun
 from retrain.campaign.planning.plan import RunSpec
-from retrain.config.campaign import RULE_KEYS, Campaign
+from retrain.config.campaign import RULE_KEYS, Campaign, condition_name
 from retrain.wording import listed, plural
 
 KEYS = ("primary_metric", "equivalence_margin", *RULE_KEYS)
@@ -133,11 +133,11 @@ def _of_conditions(first: Mapping[str, Any], runs: Sequence[RunResult]) -> dict[
     found: dict[str, tuple[str, ...]] = {}
     for label in dict.fromkeys(run.label for run in runs):
         if label not in first.get("conditions", [label]):
-            found[label] = (f"{label} was added",)
+            found[label] = (f"{condition_name(label)} was added",)
             continue
         planned = first.get("max_steps", {}).get(label)
         trained = {run.config.get("training", {}).get("max_steps") for run in runs if run.label == label} - {None}
         if planned is not None and trained - {planned}:
             numbers = listed([str(steps) for steps in sorted(trained)], 4)
-            found[label] = (f"{label} was declared with {planned} steps and planned with {numbers}",)
+            found[label] = (f"{condition_name(label)} was declared with {planned} steps and planned with {numbers}",)
     return found

@@ -18,6 +18,7 @@ from retrain.campaign.judging.results import Measure, RunResult, require_measure
 from retrain.campaign.judging.rule import rule_of, table_of
 from retrain.campaign.planning.cohorts import seeds_together
 from retrain.campaign.planning.plan import RunSpec
+from retrain.config.campaign import condition_name
 from retrain.config.modes import advantage_of
 from retrain.config.root import unused
 from retrain.config.rules import lambda_stays_zero
@@ -179,8 +180,8 @@ def without_sepa(specs: Sequence[RunSpec]) -> list[str]:
         if lambda_stays_zero(spec.config):
             steps = spec.config.training.max_steps
             notes.append(
-                f"{spec.label} trains with λ = 0 in all of its {steps} steps: it is gtpo under another name, and says "
-                "nothing about SEPA"
+                f"{condition_name(spec.label)} trains with λ = 0 in all of its {steps} steps: it is gtpo under another "
+                "name, and says nothing about SEPA"
             )
     return notes
 
@@ -203,10 +204,16 @@ def _confounded(conditions: Sequence[RunSpec]) -> list[str]:
         differing = factors(spec, first)
         if len(differing) < 2:
             continue
-        nearer = [other.label for other in conditions[1:] if other is not spec and len(factors(spec, other)) == 1]
+        nearer = [
+            condition_name(other.label)
+            for other in conditions[1:]
+            if other is not spec and len(factors(spec, other)) == 1
+        ]
         hint = f"; against {nearer[0]} it is one: retrain compare DIR --baseline {nearer[0]}" if nearer else ""
-        what = f"{len(differing)} factors from {first.label} ({', '.join(differing)})"
-        notes.append(f"{spec.label} differs in {what}: a difference cannot be ascribed to one of them{hint}")
+        what = f"{len(differing)} factors from {condition_name(first.label)} ({', '.join(differing)})"
+        notes.append(
+            f"{condition_name(spec.label)} differs in {what}: a difference cannot be ascribed to one of them{hint}"
+        )
     return notes
 
 

@@ -12,6 +12,7 @@ from retrain.campaign.judging.pooling import compare_directories, read_source
 from retrain.campaign.judging.results import Measure, RunResult, first_set
 from retrain.campaign.planning.changes import flat
 from retrain.campaign.planning.manifest import planned_configs, read_manifest
+from retrain.config.campaign import condition_name, with_condition_names
 from retrain.config.evaluation import HELDOUT, PART
 from retrain.files import read_jsonl
 from retrain.maths.statistics import cluster_interval
@@ -70,7 +71,11 @@ def read_campaign(directory: Path) -> Campaign:
     for run in manifest["runs"]:
         if run["run_id"] in planned:
             configs.setdefault(run["label"], planned[run["run_id"]])
-    return Campaign(directory, manifest, comparison, runs, configs)
+    labels = [condition["label"] for condition in comparison["conditions"]]
+    for run in runs:
+        run.label = condition_name(run.label)
+    configs = {condition_name(label): config for label, config in configs.items()}
+    return Campaign(directory, manifest, with_condition_names(comparison, labels), runs, configs)
 
 
 def curve(label: str, index: int, runs: Sequence[RunResult], key: str, *, share: bool, smooth: bool) -> Series:

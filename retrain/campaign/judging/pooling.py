@@ -18,6 +18,7 @@ from retrain.campaign.judging.results import Measure, RunResult, first_set, read
 from retrain.campaign.planning.changes import differences
 from retrain.campaign.planning.manifest import MANIFEST, planned_configs, read_manifest
 from retrain.config.base import Role
+from retrain.config.campaign import condition_name, find_label
 from retrain.config.evaluation import HELDOUT
 from retrain.config.root import role_of
 from retrain.errors import UsageError
@@ -78,7 +79,7 @@ def compare_directories(
     labels = list(dict.fromkeys(label for source in sources for label in source.labels))
     runs, twice = _without_repeats(everything)
     warnings += twice + _differences(runs)
-    first = baseline or labels[0]
+    first = (find_label(baseline, labels) or baseline) if baseline else labels[0]
     alone = len(sources) == 1
     comparison = compare_runs(
         runs,
@@ -220,7 +221,8 @@ def _pool(sources: Sequence[Source]) -> list[str]:
             for run in source.runs:
                 run.label = renamed if run.label == label else run.label
             notes.append(
-                f"{label} has other settings in {source.name} than in {other.name} ({_changes(keys)}): kept apart."
+                f"{condition_name(label)} has other settings in {source.name} than in {other.name} "
+                f"({_changes(keys)}): kept apart."
             )
     return notes
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from retrain.campaign.judging.results import Measure
 from retrain.campaign.judging.words import amount, direction
-from retrain.config.campaign import RULE_KEYS
+from retrain.config.campaign import RULE_KEYS, condition_name
 from retrain.maths.deciding import decide
 from retrain.maths.permutation import MOST_COMPARISONS
 from retrain.maths.rules import FUTILE, Rule
@@ -186,7 +186,7 @@ def _looks_words(condition: Mapping[str, Any]) -> str:
 
 def _collapse_words(condition: Mapping[str, Any], baseline: Mapping[str, Any], measure: Measure) -> str:
     fallen = [
-        f"{each['label']} of seed {run['seed']} collapsed "
+        f"{condition_name(each['label'])} of seed {run['seed']} collapsed "
         f"({amount(run['gap'], measure)} below what its seed lets expect)"
         for each in (condition, baseline)
         for run in each.get("collapsed", [])

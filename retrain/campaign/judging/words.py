@@ -7,6 +7,7 @@ from typing import Any
 
 from retrain.campaign.judging.declaration import EXPLORATORY, INTERIM
 from retrain.campaign.judging.results import Measure
+from retrain.config.campaign import condition_name
 from retrain.record.numbers import minus, points
 from retrain.wording import listed, plural
 
@@ -56,7 +57,8 @@ def direction(difference: float, measure: Measure) -> str:
 def sentence(condition: Mapping[str, Any], baseline: str, measure: Measure, family: int, varied: str = "all") -> str:
     """Difference, interval, p, pairs, verdict with the population it speaks of, what remains possible, and the cost, in
     one sentence. ``varied`` is `[campaign] vary`."""
-    start, pairs = f"{condition['label']} − {baseline}: ", condition["pairs"]
+    start = f"{condition_name(condition['label'])} − {condition_name(baseline)}: "
+    pairs = condition["pairs"]
     if not pairs:
         return f"{start}{condition['verdict']}."
     text = difference_words(condition, measure)

@@ -49,8 +49,9 @@ from retrain.campaign.running.scheduler import Scheduler, Work
 from retrain.campaign.running.stopping import ENDINGS, StopRequest
 from retrain.campaign.running.works import Campaign, CohortWork, SqueezeWork
 from retrain.config import Loaded
+from retrain.config.evaluation import HELDOUT, PART
 from retrain.errors import DeviceLost, RetrainError, ServerFailed, StorageError, WorkersLost
-from retrain.files import write_json
+from retrain.files import read_jsonl, write_json
 from retrain.ownership import remove_leftovers
 from retrain.record.environment import SystemInfo, run_facts
 from retrain.record.observer import Observer
@@ -166,10 +167,11 @@ class Controller:
     def carry_out(self, retry_failed: bool) -> Outcome:
         """Train what is left to do, analyse and compare; how it ended."""
         manifest, observer, specs = self.manifest, self.observer, self.specs
-        observer.plan(specs)
-        self.looks.look()  # killed between the last run of a seed and the look at it
         settled = ("done", "stopped") if retry_failed else ("done", "failed", "stopped")
-        todo = [spec for spec in specs if manifest.run(spec.run_id)["state"] not in settled]
+        if planned := [spec for spec in specs if manifest.run(spec.run_id)["state"] not in settled]:
+            observer.plan(planned)
+        self.looks.look()  # killed between the last run of a seed and the look at it
+        todo = [spec for spec in planned if manifest.run(spec.run_id)["state"] not in settled]
         left = sum(manifest.run(spec.run_id)["state"] == "failed" for spec in specs)
         if left and not retry_failed:
             observer.message(
@@ -358,7 +360,22 @@ def summary(manifest: Manifest) -> dict[str, Any]:
     if done:
         paths["adapter"] = str(directory / done[0]["path"] / "final")
         paths["metrics"] = str(directory / done[0]["path"] / "metrics.jsonl")
-    return {key: content.get(key) for key in ("name", "runs", "comparison", "squeeze", "squeezes")} | {"paths": paths}
+    evaluations = _evaluations(directory / content["runs"][0]["path"]) if len(content["runs"]) == 1 else {}
+    kept = {key: content.get(key) for key in ("name", "runs", "comparison", "squeeze", "squeezes")}
+    return kept | {"evaluations": evaluations, "paths": paths}
+
+
+def _evaluations(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the first accuracy of a run on each held-out set, and the last with its interval over problems."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in read_jsonl(directory / "evals.jsonl"):
+        name = str(row.get("name", HELDOUT))
+        rate = row.get(f"eval/{name}/correct_rate")
+        if rate is None or name.endswith(PART):
+            continue
+        last = {key: row.get(f"eval/{name}/{key}") for key in ("ci_low", "ci_high", "problems")}
+        found[name] = {"before": found.get(name, {}).get("before", rate), "after": rate, **last}
+    return found
 
 
 def _report(manifest: Manifest, observer: Observer) -> None:

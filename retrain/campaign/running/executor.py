@@ -153,7 +153,7 @@ class InProcess:
         """Build the runs of a cohort, restore what was saved of them, and train them together."""
         from retrain.campaign.running.assemble import Changed, assemble, memory_facts
         from retrain.campaign.running.fitting import DoesNotFit
-        from retrain.policy.budget import is_out_of_memory
+        from retrain.policy.budget import failure_text, is_out_of_memory
 
         with ExitStack() as stack:
             try:
@@ -162,11 +162,12 @@ class InProcess:
                 return JobEnded(mine.id, "too_large", str(short), short.lanes)
             except Changed as changed:
                 return JobEnded(mine.id, "changed", str(changed), changes=changed.lines)
-            except RetrainError as error:
-                if error.exit_status == 2 or isinstance(error, StorageError | LeaseLost | DeviceLost | ServerFailed):
+            except (RetrainError, MemoryError) as error:
+                unfit = isinstance(error, RetrainError) and error.exit_status == 2
+                if unfit or isinstance(error, StorageError | LeaseLost | DeviceLost | ServerFailed):
                     raise  # a wrong model name or data file, a full disk, a dead GPU or server: no run has failed
                 for run in job.runs:
-                    outbox.put(RunEnded(run["run_id"], "failed", str(error)))
+                    outbox.put(RunEnded(run["run_id"], "failed", failure_text(error)))
                 return JobEnded(mine.id)
             if memory := memory_facts(cohort):
                 outbox.put(Facts({"memory": memory}))

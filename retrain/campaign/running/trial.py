@@ -24,6 +24,7 @@ from retrain.campaign.running.assemble import assemble
 from retrain.campaign.running.fitting import DoesNotFit
 from retrain.campaign.running.protocol import CohortJob
 from retrain.config import parse_dict
+from retrain.config.campaign import condition_name, find_label
 from retrain.data.prompts import conversation
 from retrain.engines.protocol import SampleRequest
 from retrain.environments.single_turn import SingleTurn
@@ -110,9 +111,10 @@ def trial(
 def chosen(plan: Plan, condition: str | None) -> RunSpec:
     """The first run of the condition. Raises UsageError when there is no such condition."""
     labels = list(dict.fromkeys(spec.label for spec in plan.specs))
-    if condition is not None and condition not in labels:
-        raise UsageError(f"--condition {condition!r} is not one of {', '.join(labels)}")
-    return next(spec for spec in plan.specs if condition in (None, spec.label))
+    label = labels[0] if condition is None else find_label(condition, labels)
+    if label is None:
+        raise UsageError(f"--condition {condition!r} is not one of {', '.join(map(condition_name, labels))}")
+    return next(spec for spec in plan.specs if spec.label == label)
 
 
 def _untracked(spec: RunSpec) -> RunSpec:
