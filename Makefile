@@ -13,7 +13,7 @@ JOBS ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo golden test test-soak check real real-model test-real test-environments test-servers test-ranks test-serving test-ui reasoner docs site audit clean
+.PHONY: help demo golden test test-all test-start test-soak check real real-model test-real test-environments test-servers test-ranks test-serving test-ui reasoner docs site audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +27,8 @@ help:
 	@echo "make test-servers  sampling from a real vLLM, in a virtual environment under build/ (2.4 GB); or RETRAIN_VLLM=PYTHON"
 	@echo "make test-ranks  one run over several processes: deaths, torchrun, three ranks, a base in parts (20 minutes)"
 	@echo "make test-serving  10,000 malformed requests and 200 clients at once against retrain serve (5 minutes)"
+	@echo "make test-start  the commands of README.md and docs/start.md, in fresh checkouts with environments of their own (10 minutes)"
+	@echo "make test-all  all of test-servers, test-serving, test-ui, test-environments, test-real, test-ranks and test-start"
 	@echo "make test-ui  retrain ui in a browser (chromium, or RETRAIN_CHROMIUM), in a virtual environment under build/ (10 minutes)"
 	@echo "make reasoner  train the bundled models again (about 20 minutes)"
 	@echo "make docs   write docs/configuration.md, docs/metrics.md and campaigns/schema.json from the code"
@@ -146,6 +148,11 @@ build/browser/.ready: $(VENV)/.dev tests/ui/requirements.txt
 
 test-ui: build/browser/.ready
 	OMP_NUM_THREADS=1 build/browser/bin/python -m pytest -q tests/ui
+
+test-start: $(VENV)/.dev
+	RETRAIN_START=1 $(BIN)/python -m pytest -q --capture no --timeout 3600 tests/start
+
+test-all: test-servers test-serving test-ui test-environments test-real test-ranks test-start
 
 docs: $(VENV)/.core
 	$(BIN)/python -m retrain.config docs/configuration.md campaigns/schema.json

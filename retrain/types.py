@@ -24,6 +24,9 @@ Ended = Literal["done", "max_turns", "max_tokens", "raised", "timeout", "died", 
 """Why an episode is over: its environment says so; it has had its turns, or its tokens; or its environment raised an
 error, took too long, ended its process, or answered without end."""
 
+MAX_PROBLEMS = 1_000_000
+"""Problems of one split that a function or environment of the user's may make; a generator may have no end."""
+
 DIMENSIONS = {
     "P": "prompts; parts of a held-out set",
     "N": "rollouts of one group, or of a step; texts",

@@ -567,3 +567,66 @@ def test_a_mistake_is_one_line_and_trains_nothing(tmp_path, text, said):
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("lora.alpha=1e308", "lora.alpha  is 1e+308, but must be a number ≥ 0 and ≤ 1e+18: alpha = 32.0"),
+        ("model.lora_rank=1000000000", "model.lora_rank  is 1000000000, and no linear layer of tiny-reasoner has more"),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_adapters_that_cannot_be_trained_are_refused(tmp_path, command, setting, message):
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\nmax_steps = 1\n")
+    result = run(command, file, "--set", setting)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"--set  {message}")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train", "run.toml"], ["resume", "."], ["squeeze", "."], ["export", ".", "--merge"], ["report", "."]]
+)
+def test_an_empty_path_to_write_to_is_refused(tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text("[training]\nmax_steps = 1\n")
+    result = run(*arguments, "--out", "")
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("the path to write to is empty: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+ENDLESS = """
+from itertools import repeat
+from retrain import Problem
+
+def endless(split):
+    yield from repeat(Problem("1", "1", "1"))
+
+class Endless:
+    def problems(self, split):
+        return endless(split)
+
+    def start(self, problem, seed):
+        raise NotImplementedError
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "section", "name"),
+    [
+        ("check", '[environment]\nprovider = "own_problems:Endless"', "problems('train')"),
+        ("train", '[data]\nsource = "own_problems:endless"', "data source 'own_problems:endless'"),
+    ],
+)
+def test_problems_without_end_are_an_error(tmp_path, command, section, name):
+    (tmp_path / "own_problems.py").write_text(ENDLESS)
+    (tmp_path / "run.toml").write_text(section)
+    result = run(command, tmp_path / "run.toml", *(["--out", tmp_path / "out"] if command == "train" else []))
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert f"{name} makes more than 1,000,000 problems" in line
+    assert "a generator must end" in line

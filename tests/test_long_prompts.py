@@ -199,12 +199,14 @@ def test_train_check_and_explain_look_at_every_held_out_set(world, tmp_path) -> 
     assert f"long.toml:{line}  evaluation.sets[3].source  " in result.stderr
     assert 'other.jsonl:2  has no column "answer"' in result.stderr
     other.write_text('{"prompt": "5 6 7 8?", "answer": "9"}\n' + json.dumps(rows(1, {0: 1100})[0]) + "\n")
-    assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0  # the model's tokenizer tells
-    result = CliRunner().invoke(app, ["train", str(file), "--out", str(tmp_path / "out"), "--plain"])
-    assert result.exit_code == 2
-    said = result.stderr.splitlines()[-1]
-    assert said.startswith("other.jsonl:2  the prompt in the set other has ")
-    assert "more than 2040 (" in said
+    line = text.splitlines().index("[data]") + 1
+    for arguments in (["check", str(file)], ["train", str(file), "--out", str(tmp_path / "out"), "--plain"]):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 2
+        said = result.stderr.splitlines()[-1]
+        where = f'long.toml:{line}  data.long_prompts  is "error": other.jsonl:2  the prompt in the set other has '
+        assert said.startswith(where)
+        assert "more than 2040 (" in said
     output = CliRunner().invoke(app, ["explain", str(file)]).stdout
     assert "at most 1148 tokens in the set long_answers (" in output
     assert "training would end at once: other.jsonl:2  the prompt in the set other has " in output
@@ -212,6 +214,38 @@ def test_train_check_and_explain_look_at_every_held_out_set(world, tmp_path) -> 
     output = CliRunner().invoke(app, ["explain", str(file)]).stdout
     assert "1 of 2 in the set other; the first is other.jsonl:2 with " in output
     assert "training would end" not in output
+    assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("training.max_tokens=2048", "training.max_tokens  is 2048, and {} has a context of 2048 tokens"),
+        ("evaluation.max_tokens=3000", "evaluation.max_tokens  is 3000, and {} has a context of 2048 tokens"),
+        ('evaluation.sets=[{{name="a", max_tokens=3000}}]', "evaluation.sets[1].max_tokens  is 3000, and {} has a"),
+        ("training.max_tokens=2044", 'data.long_prompts  is "error": problems.jsonl:1  the prompt has '),
+        ("data.max_prompt_tokens=3", 'data.long_prompts  is "error": problems.jsonl:1  the prompt has '),
+    ],
+)
+@pytest.mark.usefixtures("weightless")
+def test_check_and_train_refuse_completions_that_leave_no_room(world, tmp_path, setting, message) -> None:
+    file = campaign(tmp_path, world, rows(12))
+    for command in (["check"], ["train", "--plain", "--out", str(tmp_path / "out")]):
+        result = CliRunner().invoke(app, [*command, str(file), "--set", setting.format()])
+        assert result.exit_code == 2
+        (line,) = [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
+        assert message.format(world) in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_check_says_how_long_prompts_are_that_are_all_too_long(world, tmp_path) -> None:
+    file = campaign(tmp_path, world, rows(12), 'max_prompt_tokens = 3\nlong_prompts = "skip"\n')
+    result = CliRunner().invoke(app, ["check", str(file)])
+    assert result.exit_code == 2
+    assert '  data.long_prompts  is "skip": ' in result.stderr
+    assert "every prompt to train on is longer than 3 tokens ([data] max_prompt_tokens = 3); the shortest has " in (
+        result.stderr
+    )
 
 
 # -- training ---------------------------------------------------------------------------------------------------
@@ -237,7 +271,7 @@ def test_train_finds_a_long_prompt_before_the_weights(world, tmp_path, extra, lo
     result = CliRunner().invoke(app, ["train", str(file), "--out", str(tmp_path / "out"), "--plain"])
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()[-1:]
-    assert line.startswith("problems.jsonl:6  the prompt has ")
+    assert '  data.long_prompts  is "error": problems.jsonl:6  the prompt has ' in line
     assert words in line
     assert not list((tmp_path / "out").rglob("metrics.jsonl"))
 

@@ -600,7 +600,7 @@ def test_loading_says_what_is_wrong(world, tmp_path):
     assert load(lora_path="a\x00b").status_code == 404
     assert load(lora_path=str(tmp_path)).status_code == 400
     assert load(files={}).status_code == 400
-    for damage in ("cut", "json", "names", "shape", "nan"):
+    for damage in ("cut", "json", "rank", "alpha", "names", "shape", "nan"):
         broken = tmp_path / damage
         shutil.copytree(one, broken)
         weights = broken / "adapter_model.safetensors"
@@ -608,6 +608,10 @@ def test_loading_says_what_is_wrong(world, tmp_path):
             weights.write_bytes(weights.read_bytes()[:-100])
         elif damage == "json":
             (broken / "adapter_config.json").write_text('{"lora_alpha": "much"}')
+        elif damage in ("rank", "alpha"):
+            config = json.loads((broken / "adapter_config.json").read_text())
+            config |= {"r": 1_000_000_000} if damage == "rank" else {"lora_alpha": 1e308}
+            (broken / "adapter_config.json").write_text(json.dumps(config))
         else:
             from safetensors.torch import load_file, save_file
 

@@ -295,7 +295,7 @@ def test_check_reads_problems_without_torch(tmp_path: Path) -> None:
         code = (
             "import sys; from retrain.cli import app\n"
             "try: app(['check', 'own.toml'])\n"
-            "finally: print([name for name in ('torch', 'transformers') if name in sys.modules])"
+            "finally: print([name for name in ('torch', 'peft') if name in sys.modules])"
         )
         path = [str(Path(__file__).resolve().parent.parent), *filter(None, sys.path)]
         done = subprocess.run(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from retrain.commands.arguments import AsJson, require_directory
+from retrain.commands.arguments import AsJson, output_path, require_directory
 from retrain.commands.output import note, print_record, print_text, visible
 from retrain.errors import UsageError
 from retrain.files import dumps
@@ -100,7 +100,10 @@ def print_answers(report: dict[str, Any]) -> None:
 
 def export(
     directory: AdapterDirectory,
-    out: Annotated[Path, typer.Option("--out", metavar="OUT", help="New directory to write to.", show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Option("--out", metavar="OUT", parser=output_path, help="New directory to write to.", show_default=False),
+    ],
     merge: Annotated[bool, typer.Option("--merge", help="Write a full model with the adapter merged in.")] = False,
     rank_pad: Annotated[
         int | None,

@@ -26,10 +26,22 @@ Sets = Annotated[
     ),
 ]
 
+
+def output_path(text: str) -> Path:
+    """Return the path of what a command writes. Raises UsageError for an empty one, which to Path is the current
+    directory."""
+    if not text.strip():
+        raise UsageError("the path to write to is empty: name a new directory or file; the current directory is .")
+    return Path(text)
+
+
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--out", metavar="DIR", help="Directory to write to; without it logging.log_dir, or logs/ and the file's name."
+        "--out",
+        metavar="DIR",
+        parser=output_path,
+        help="Directory to write to; without it logging.log_dir, or logs/ and the file's name.",
     ),
 ]
 

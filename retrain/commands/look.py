@@ -21,6 +21,7 @@ from retrain.commands.arguments import (
     Sets,
     WorkerCount,
     executor_sets,
+    output_path,
     read,
     require_directory,
 )
@@ -279,7 +280,10 @@ def print_files(plan: Plan) -> None:
 def report(
     directory: RunDirectory,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Where to write it; without it report.html in DIR.")
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", parser=output_path, help="Where to write it; without it report.html in DIR."
+        ),
     ] = None,
 ) -> None:
     """Write the report of a campaign or run as one HTML file, from its files; also of one that is not finished."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from retrain.commands.arguments import AsJson
+from retrain.commands.arguments import AsJson, output_path
 from retrain.commands.output import note, print_table, visible
 from retrain.files import dumps
 from retrain.wording import plural
@@ -25,7 +25,9 @@ SHOWN = 20
 
 def mine(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="TOML file to write.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", parser=output_path, help="TOML file to write.", show_default=False)
+    ],
     every: Annotated[bool, typer.Option("--all", help="Take wrong answers too, not only right ones.")] = False,
     embedder: Annotated[
         str,

@@ -31,7 +31,14 @@ def problem_lines(configs: Sequence[Config], folder: Path) -> tuple[list[tuple[s
     # Read once, when the hub's client is first imported; explain contacts nobody.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-    from retrain.campaign.planning.asked import askable, data_of, longest_completions, rooms
+    from retrain.campaign.planning.asked import (
+        askable,
+        context_length,
+        data_of,
+        longest_completions,
+        rooms,
+        tokenizer_of,
+    )
 
     config = configs[0]
     source, model = visible(config.environment.provider or config.data.source), visible(config.model.model)
@@ -42,13 +49,13 @@ def problem_lines(configs: Sequence[Config], folder: Path) -> tuple[list[tuple[s
         hint = "; explain asks no hub, retrain try does" if "OfflineMode" in reason else ""
         return [("data", f"{source}: not read: {visible(reason + hint)}")], None
     limits, refused, unmeasured, lengths, example = [], "", "", [], ""
-    longest, context = longest_completions(configs), _context(config)
+    longest, context = longest_completions(configs), context_length(config)
     try:
         limits = _limits(config, *rooms(config, longest, context))
     except RetrainError as error:
         refused = str(error)
     try:
-        tokenizer = _tokenizer(config)
+        tokenizer = tokenizer_of(config)
         try:
             data = data if refused else askable(data, config, longest, tokenizer, context)
         except RetrainError as error:
@@ -79,27 +86,6 @@ def problem_lines(configs: Sequence[Config], folder: Path) -> tuple[list[tuple[s
 def typical(lengths: Sequence[int] | None) -> int | None:
     """Median length of the measured prompts, in tokens; None where none was measured."""
     return round(median(lengths)) if lengths else None
-
-
-def _context(config: Config) -> int:
-    """The model's context length in tokens; 0 where it is not known."""
-    from retrain.files import read_json
-    from retrain.models import find_file
-
-    local, model = config.backend.backend == "local", config.model
-    path = find_file(model.model, "config.json", model.revision) if local else None
-    facts = read_json(path) if path else {}
-    return int((facts.get("text_config") or facts).get("max_position_embeddings") or 0)
-
-
-def _tokenizer(config: Config) -> Any:
-    """What training counts with. Raises ModelError where it is not on this machine."""
-    from retrain.errors import ModelError
-    from retrain.models.tokenizer import light_tokenizer
-
-    if config.backend.backend != "local":
-        raise ModelError(f"the backend {config.backend.backend} has its own tokenizer")
-    return light_tokenizer(config.model.model, config.model.revision)
 
 
 def _limits(config: Config, training: Room, heldout: Mapping[str, Room]) -> list[str]:

@@ -24,6 +24,7 @@ from retrain.commands.arguments import (
     Verbose,
     WorkerCount,
     executor_sets,
+    output_path,
     read,
     require_directory,
 )
@@ -132,7 +133,12 @@ def resume(
     sets: Sets = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Where to bring the copy at a URL; without it logs/ and its name."),
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            parser=output_path,
+            help="Where to bring the copy at a URL; without it logs/ and its name.",
+        ),
     ] = None,
     retry_failed: RetryFailed = False,
     accept_changes: AcceptChanges = False,
@@ -191,6 +197,7 @@ def squeeze(
         typer.Option(
             "--out",
             metavar="DIR",
+            parser=output_path,
             help="Where the compressed adapter goes; without it squeeze/rank_RANK beside the adapter.",
         ),
     ] = None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from retrain.commands.arguments import output_path
 from retrain.extras import is_installed, missing
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ def ui(
     browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     bundle: Annotated[
         Path | None,
-        typer.Option("--bundle", metavar="OUT", help="Write a copy that opens without a server, and end."),
+        typer.Option(
+            "--bundle", metavar="OUT", parser=output_path, help="Write a copy that opens without a server, and end."
+        ),
     ] = None,
 ) -> None:
     """Look at campaigns and runs on a local web page, live while they train. Nothing in them is changed.

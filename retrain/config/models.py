@@ -12,7 +12,6 @@ from retrain.config.base import (
     Decay,
     Devices,
     Finding,
-    NotNegative,
     OptionalText,
     Plugin,
     Role,
@@ -22,6 +21,8 @@ from retrain.config.base import (
     UsedWhen,
 )
 
+MAX_ALPHA = 1e18
+"""Above it the squares of the gradient of B, which Adam keeps in float32, are infinite."""
 _NO_REMOTE = ("remote training is not available", 'backend = "local"')
 
 
@@ -55,7 +56,7 @@ class Lora(Section):
 
     role: ClassVar[Role] = Role.LEARNS
 
-    alpha: NotNegative = 32.0
+    alpha: Annotated[float, Field(ge=0, le=MAX_ALPHA)] = 32.0
     """Scaling: the update is multiplied by alpha/rank. 0 means twice the rank."""
     dropout: Decay = 0.0
     """Dropout on the adapter's input while training; sampling never drops anything."""

@@ -167,7 +167,7 @@ def fitting(data: Dataset, tokenizer: Any, training: Room, heldout: Mapping[str,
             use = "to train on" if part.problems is data.train else f"that is held out{part.place}"
             raise DataError(
                 f"data source {data.name!r}: every prompt {use} is longer than {part.room.limit} tokens "
-                f"({part.room.why})"
+                f"({part.room.why}); the shortest has {min(part.longer.values())}"
             )
     sets = dict(zip(data.sets, kept[1:], strict=True))
     return replace(

@@ -22,7 +22,7 @@ from retrain.errors import DataError, PluginError
 from retrain.extras import missing
 from retrain.plugins import existing_file, load_function, search_folders
 from retrain.rewards.extract import reference_answer
-from retrain.types import Problem
+from retrain.types import MAX_PROBLEMS, Problem
 
 Row = tuple[str, Mapping[str, Any]]
 """Where a row is (``file:line``), for errors and as the problem's id, and its columns."""
@@ -282,7 +282,7 @@ def function_problems(source: str, split: str, columns: Columns, base_dir: Path 
     """Problems of ``module:function``, called with the split if it takes a parameter.
 
     It returns Problems, or mappings with the configured columns. Raises PluginError when it cannot be loaded or
-    returns something else; what it raises itself passes through.
+    returns something else, DataError for more than MAX_PROBLEMS; what it raises itself passes through.
     """
     function = load_function(source, base_dir, "data source")
     items = function(split) if takes_split(source, base_dir) else function()
@@ -290,6 +290,11 @@ def function_problems(source: str, split: str, columns: Columns, base_dir: Path 
         raise PluginError(f"data source {source!r} returned {type(items).__name__}, not a list of problems")
     problems: list[Problem] = []
     for number, item in enumerate(items, start=1):
+        if number > MAX_PROBLEMS:
+            raise DataError(
+                f"data source {source!r} makes more than {MAX_PROBLEMS:,} problems for the split {split!r}: a "
+                "generator must end; at most so many are read"
+            )
         where = f"{source}:{split}:{number}"
         if isinstance(item, Problem):
             _prompt(where, "prompt", list(item.prompt) if isinstance(item.prompt, tuple) else item.prompt)

@@ -17,10 +17,10 @@ from retrain.engines.dense import Blocks, DenseDecoder, dense_decoder
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.grid import Grid
 from retrain.engines.kept import KeptSequences
-from retrain.engines.protocol import Finished, PolicyRef, SampleRequest
+from retrain.engines.protocol import Finished, PolicyRef, SampleRequest, check_lengths
 from retrain.engines.rows import LaneRequest, Row
 from retrain.engines.slots import COLUMNS, SlotBatch
-from retrain.errors import ModelError, RunFailed
+from retrain.errors import RunFailed
 from retrain.models.sizes import GPU_MOST_ROWS, LOGITS_COPIES, decode_row_bytes
 from retrain.policy.arithmetic import FULL
 from retrain.policy.backbone import backbone_of
@@ -144,12 +144,7 @@ class LocalEngine:
         Raises ModelError when a prompt and its completion exceed the model's context, RunFailed for weights that were
         not published.
         """
-        longest = max((len(r.prompt_ids) + r.max_tokens for r in requests), default=0)
-        if longest > self.base.context_length:
-            raise ModelError(
-                f"prompt + max_tokens = {longest} tokens, {self.base.name} holds {self.base.context_length}: "
-                "lower [training] max_tokens"
-            )
+        longest = check_lengths(requests, self.base.context_length, self.base.name)
         lanes = {ref: lane for lane, ref in enumerate(dict.fromkeys(request.policy for request in requests))}
         weights = [self.weights_of(ref) for ref in lanes]
         asked = [LaneRequest(**vars(request), lane=lanes[request.policy]) for request in requests]

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from retrain.errors import ModelError
 from retrain.policy.protocol import PolicySnapshot
 from retrain.rng import uniforms
 from retrain.types import Action
@@ -57,6 +58,21 @@ class SampleRequest:
     def truncates(self) -> bool:
         """Whether completions are sampled from less than the whole vocabulary."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+def check_lengths(requests: Sequence[SampleRequest], context: int, owner: str) -> int:
+    """Return the tokens of the longest prompt with its completion. Raises ModelError when they exceed ``context``, the
+    tokens that ``owner`` holds."""
+    longest, prompt, completion = max(
+        ((len(each.prompt_ids) + each.max_tokens, len(each.prompt_ids), each.max_tokens) for each in requests),
+        default=(0, 0, 0),
+    )
+    if longest > context:
+        raise ModelError(
+            f"the prompt has {prompt} tokens, and with max_tokens = {completion} that is more than the {context} that "
+            f"{owner} holds: lower max_tokens"
+        )
+    return longest
 
 
 Finished = Callable[[int, list[Action]], None]

@@ -9,15 +9,15 @@ import asyncio
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from retrain.environments.protocol import Observation, Step
-from retrain.environments.providers.styles import adapt
 from retrain.errors import PluginError
 from retrain.plugins import declared_ranges, load_function
 from retrain.rewards.base import checked, failed
-from retrain.types import Action, Problem, RewardResult
+from retrain.types import MAX_PROBLEMS, Action, Problem, RewardResult
 
 MESSAGE_CHARACTERS = 1_000_000
 """Characters of all messages of one step. A model reads a small part of that; the rest would only be tokenised."""
@@ -43,6 +43,8 @@ def serve(target: str, arguments: Mapping[str, Any], folders: Sequence[str]) -> 
 def _native(made: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """An object with ``start``. Raises PluginError for arguments that it does not take."""
     if not hasattr(made, "start"):
+        from retrain.environments.providers.styles import adapt
+
         return adapt(made, arguments)
     try:
         inspect.signature(made).bind(**arguments)
@@ -73,9 +75,15 @@ class Host:
         return getattr(self, kind)(*arguments)
 
     def problems(self, split: str, begin: int, count: int) -> list[dict[str, Any]]:
-        """Some problems of a split. Raises PluginError for what is none."""
+        """Some problems of a split. Raises PluginError for what is none, and for more than MAX_PROBLEMS."""
         if split not in self.made:
-            self.made[split] = list(_waited(self.environment.problems(split)))
+            problems = list(islice(_waited(self.environment.problems(split)), MAX_PROBLEMS + 1))
+            if len(problems) > MAX_PROBLEMS:
+                raise PluginError(
+                    f"problems({split!r}) makes more than {MAX_PROBLEMS:,} problems: a generator must end; at most so "
+                    "many are read"
+                )
+            self.made[split] = problems
         made = []
         for problem in self.made[split][begin : begin + count]:
             if not isinstance(problem, Problem):

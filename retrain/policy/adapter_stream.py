@@ -77,7 +77,7 @@ class AdapterFile:
         self.modules, self.others = self._find()
         if not self.modules:
             raise ModelError(f"{weights} holds no lora_A/lora_B pairs")
-        self.scales = {name: _scale(name, where.rank, self.config) for name, where in self.modules.items()}
+        self.scales = {name: self._scale(name, where.rank) for name, where in self.modules.items()}
 
     def __enter__(self) -> AdapterFile:
         return self
@@ -101,6 +101,21 @@ class AdapterFile:
             part = self.others[0] if self.others else "use_dora"
             raise ModelError(f"{self.directory} is more than a LoRA adapter ({part}): only plain ones are rewritten")
 
+    def _scale(self, name: str, rank: int) -> float:
+        """Return alpha/r, or alpha/√r with rsLoRA. Raises ModelError for another rank than that of the tensors, and for
+        a scale that float32 cannot hold."""
+        named = _setting(self.config, "r", "rank_pattern", name)
+        if named not in (None, rank):
+            raise ModelError(f"{self.directory}: {CONFIG} gives {name} the rank {named}, and its tensors have {rank}")
+        alpha = _setting(self.config, "lora_alpha", "alpha_pattern", name)
+        try:
+            scale = float(alpha) / (rank**0.5 if self.config.get("use_rslora") else rank)
+        except (TypeError, ValueError, OverflowError):
+            scale = float("nan")
+        if not abs(scale) <= torch.finfo(torch.float32).max:
+            raise ModelError(f"{self.directory}: {CONFIG} has lora_alpha = {str(alpha)[:40]}: not a number of float32")
+        return scale
+
     def _find(self) -> tuple[dict[str, Factors], list[str]]:
         halves: dict[str, dict[str, str]] = {}
         others = []
@@ -121,13 +136,12 @@ class AdapterFile:
         return factors, others
 
 
-def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
-    """alpha/r, or alpha/√r with rsLoRA. As in peft the first key of ``alpha_pattern`` counts that is, as a regular
-    expression, the end of the module path."""
-    patterns = config.get("alpha_pattern") or {}
-    key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), None)
-    alpha = config["lora_alpha"] if key is None else patterns[key]
-    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+def _setting(config: Mapping[str, Any], key: str, pattern: str, name: str) -> Any:
+    """Return a number of one module. As in peft the first key of ``pattern`` counts that is, as a regular expression,
+    the end of the module path."""
+    patterns = config.get(pattern) or {}
+    match = next((each for each in patterns if re.match(rf"(.*\.)?({each})$", name)), None)
+    return config.get(key) if match is None else patterns[match]
 
 
 def write_streamed(

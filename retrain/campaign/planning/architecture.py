@@ -80,6 +80,11 @@ class Architecture:
         up = {"gate_proj": (self.hidden, self.intermediate)} if self.mlp_matrices == 3 else {}
         return {**up, "up_proj": (self.hidden, self.intermediate), "down_proj": (self.intermediate, self.hidden)}
 
+    @property
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of the linear layers of a block."""
+        return self.attention_shapes | self.mlp_shapes
+
     def parameters(self, experts: int | None = None) -> int:
         """Number of parameters, or of those that one token meets when ``experts`` is given."""
         experts = self.experts if experts is None else experts

@@ -15,6 +15,9 @@ from retrain.data.dataset import Wanted
 from retrain.data.prompts import Room, fitting
 from retrain.environments.build import provided_data
 from retrain.errors import DataError, ModelError
+from retrain.files import read_json
+from retrain.models import find_file
+from retrain.models.tokenizer import LightTokenizer, light_tokenizer
 from retrain.rewards.functions import columns_of
 from retrain.rewards.rubric import Criterion, criteria_of
 from retrain.types import Problem
@@ -63,6 +66,21 @@ def missing_column(columns: Sequence[str], data: Dataset, config: Config) -> str
 def parts_of(data: Dataset, config: Config) -> list[tuple[Sequence[Problem], Data]]:
     """The problems that a run is asked, in training and in each held-out set, with the keys by which they are asked."""
     return [(data.train, config.data), *((data.sets[each.name], each.data) for each in config.held_out)]
+
+
+def context_length(config: Config) -> int:
+    """Return the model's context length in tokens by its files on this machine; 0 where it is not known."""
+    local, model = config.backend.backend == "local", config.model
+    path = find_file(model.model, "config.json", model.revision) if local else None
+    facts = read_json(path) if path else {}
+    return int((facts.get("text_config") or facts).get("max_position_embeddings") or 0)
+
+
+def tokenizer_of(config: Config) -> LightTokenizer:
+    """Return the tokenizer that training counts with. Raises ModelError where it is not on this machine."""
+    if config.backend.backend != "local":
+        raise ModelError(f"the backend {config.backend.backend} has its own tokenizer")
+    return light_tokenizer(config.model.model, config.model.revision)
 
 
 @dataclass(frozen=True)

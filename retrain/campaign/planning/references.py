@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from retrain.algorithms.grams import grams_file, read_grams
 from retrain.campaign.planning.architecture import architecture_of
-from retrain.campaign.planning.asked import data_of, missing_column
+from retrain.campaign.planning.asked import Longest, askable, context_length, data_of, missing_column, tokenizer_of
 from retrain.campaign.planning.outputs import check_places
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.teaching import teacher_fault
@@ -28,7 +28,7 @@ from retrain.config.upkeep import trackers
 from retrain.data import Dataset, load_data
 from retrain.data.sources import directory_of, on_hub
 from retrain.environments.build import hosted
-from retrain.errors import ConfigError, DataError, PluginError, Problem
+from retrain.errors import ConfigError, DataError, ModelError, PluginError, Problem
 from retrain.extras import EXTRA_OF, install_line, is_installed, missing, package_of
 from retrain.files import read_json
 from retrain.gpus import build_fault
@@ -87,7 +87,8 @@ def _problems(plan: Plan, loaded: Loaded, rewards: CustomRewards) -> Iterator[Pr
             yield _problem_at(loaded, key, value, message, install_line(module))
         model, targets = spec.config.model, spec.config.lora.target_modules
         backend = (spec.config.backend.backend, spec.config.backend.devices)
-        wanted = repr((backend, model.model, model.revision, model.trust_remote_code, targets))
+        sizes = (model.lora_rank, *completion_lengths(spec.config))
+        wanted = repr((backend, model.model, model.revision, model.trust_remote_code, targets, sizes))
         if wanted not in examined:  # one look at files for all runs that want them
             examined.add(wanted)
             yield from _model_problems(loaded, spec.config)
@@ -134,7 +135,7 @@ def require_packages(configs: Iterable[Config], folder: Path) -> None:
 
 def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
     """What keeps the model from being loaded, as far as names, sizes and headers of its files tell; where nothing does,
-    layers that it does not have."""
+    layers that it does not have, and completions and ranks that are too large for it."""
     model = config.model
     if config.backend.backend != "local":
         return
@@ -150,6 +151,31 @@ def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
     layers = None if path is None else dense_layers(read_json(path))  # None where only the loaded model tells them
     for message, fix in target_mistakes(targets, layers, "lm_head") if layers is not None else ():
         yield _problem_at(loaded, key, targets, message, fix)
+    context = context_length(config)
+    for key, tokens in completion_lengths(config):
+        if context and tokens >= context:
+            message = f"is {tokens}, and {model.model} has a context of {context} tokens, which the prompt is part of"
+            yield _problem_at(loaded, key, tokens, message, f"max_tokens = {max(1, context // 2)}")
+    architecture = architecture_of(model.model, model.revision)
+    widest = max(map(max, architecture.linear_shapes.values())) if architecture else 0
+    if architecture and model.lora_rank > widest:
+        message = f"is {model.lora_rank}, and no linear layer of {model.model} has more than {widest} inputs or outputs"
+        yield _problem_at(loaded, "model.lora_rank", model.lora_rank, message, "lora_rank = 32")
+
+
+def completion_lengths(config: Config) -> list[tuple[str, int]]:
+    """Return the keys that limit completions in training and evaluation, with their tokens; none where an environment
+    of several turns is provided, whose last completions are cut to what the context still holds."""
+    if config.environment.provider is not None and config.environment.turns > 1:
+        return []
+    training, sets = config.training.max_tokens, config.evaluation.sets
+    lengths = {"training.max_tokens": training}
+    for index, held_out in enumerate(config.held_out):
+        own = sets and sets[index].max_tokens is not None
+        key = f"evaluation.sets.{index}.max_tokens" if own else "evaluation.max_tokens"
+        if own or held_out.sampling.max_tokens != training:
+            lengths[key] = held_out.sampling.max_tokens
+    return list(lengths.items())
 
 
 def fits_a_cpu(config: Config) -> bool:
@@ -196,17 +222,18 @@ def _code_of(part: Grader) -> str:
 
 def data_problems(plan: Plan, loaded: Loaded, rewards: CustomRewards = MappingProxyType({})) -> list[Problem]:
     """What is wrong with the problems that the file names, and with columns that ``rewards`` need: of files and
-    directories everything but what the model's tokenizer says of them; of functions and of the hub's data sets nothing,
-    they are read when training starts."""
+    directories everything, their prompts' lengths if the model's tokenizer is on this machine; of functions and of the
+    hub's data sets nothing, they are read when training starts."""
     problems: dict[str, Problem | None] = {}
     for config in (spec.config for spec in plan.specs):
         held_out = [(each.name, each.problems, each.data) for each in config.held_out]
         graded = [(each.rubric_column, each.criteria, _code_of(each)) for _, each in config.graders]
-        wanted = repr((config.data, held_out, config.training.max_examples, config.environment, graded))
+        model = (config.backend.backend, config.model.model, config.model.revision)
+        wanted = repr((config.data, held_out, config.training.max_examples, config.environment, graded, model))
         if wanted not in problems:
             fault = _environment_problem(loaded, config, plan.folder)
             if fault is None and config.environment.provider is None:
-                fault = _data_problem(loaded, config, plan.folder, rewards)
+                fault = _data_problem(loaded, config, plan, rewards)
             problems[wanted] = fault
     return [problem for problem in problems.values() if problem is not None]
 
@@ -229,9 +256,9 @@ def _environment_problem(loaded: Loaded, config: Config, folder: Path) -> Proble
     return None
 
 
-def _data_problem(loaded: Loaded, config: Config, folder: Path, rewards: CustomRewards) -> Problem | None:
+def _data_problem(loaded: Loaded, config: Config, plan: Plan, rewards: CustomRewards) -> Problem | None:
     """The first mistake in the problems of one configuration."""
-    sources = sources_of(config)
+    sources, folder = sources_of(config), plan.folder
     absent = {key for key, _, _ in absent_packages(config, folder)}  # a problem of its own
     local = [
         key
@@ -241,7 +268,8 @@ def _data_problem(loaded: Loaded, config: Config, folder: Path, rewards: CustomR
     fault = None
     try:
         if len(local) == len(sources):
-            return _column_problem(loaded, config, data_of(config, folder), rewards)
+            data = data_of(config, folder)
+            return _column_problem(loaded, config, data, rewards) or _prompt_problem(loaded, config, data, plan.longest)
     except DataError as error:
         fault = error
     for key in local:  # whose fault it is; beside sources that are not read yet, the others are read by themselves
@@ -259,6 +287,26 @@ def _column_problem(loaded: Loaded, config: Config, data: Dataset, rewards: Cust
         if fault := missing_column(columns, data, config):
             message = f"is {toml(part.custom_function)}: {fault}"
             return _problem_at(loaded, f"{table}.custom_function", part.custom_function, message)
+    return None
+
+
+def _prompt_problem(loaded: Loaded, config: Config, data: Dataset, longest: Longest) -> Problem | None:
+    """A prompt that is too long beside the longest completion, or that the chat template refuses. None where the
+    tokenizer is not on this machine: training measures prompts before it loads weights."""
+    context = context_length(config)
+    if context and max((longest.training, *longest.heldout.values())) >= context:
+        return None  # a problem of its own
+    try:
+        tokenizer = tokenizer_of(config)
+    except ModelError:
+        return None
+    try:
+        askable(data, config, longest, tokenizer, context)
+    except DataError as error:
+        mode = config.data.long_prompts
+        return _problem_at(loaded, "data.long_prompts", mode, f'is "{mode}": {error}')
+    except ModelError as error:
+        return _problem_at(loaded, "data.source", config.data.source, f'is "{config.data.source}": {error}')
     return None
 
 

@@ -19,14 +19,14 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from retrain.engines.protocol import Finished, PolicyRef, SampleRequest
+from retrain.engines.protocol import Finished, PolicyRef, SampleRequest, check_lengths
 from retrain.engines.server.adapters import AdapterStore, LeftOver, Published
 from retrain.engines.server.checks import action_of
 from retrain.engines.server.client import Away, Refused, Server, Unknown, Unreached
 from retrain.engines.server.dialects import Ask, Faulty
 from retrain.engines.server.fleet import Fleet
 from retrain.engines.server.pool import Pool
-from retrain.errors import ModelError, RunFailed, ServerFailed, UsageError
+from retrain.errors import RunFailed, ServerFailed, UsageError
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.protocol import PolicySnapshot
 from retrain.rng import torch_seed
@@ -338,12 +338,9 @@ class ServerEngine:
         """See ``Engine.sample``; all of it is sampled by the server ``at`` where one is given. Raises ModelError when a
         prompt and its completion exceed the model's context, RunFailed for weights that were not published,
         ServerFailed when servers stay away or stay wrong."""
-        longest = max((len(each.prompt_ids) + each.max_tokens for each in requests), default=0)
         contexts = [server.context for server in self.pool.servers if server.context]
         holds = min([self.vocabulary.context, *contexts])
-        if longest > holds:
-            where = "the server" if holds < self.vocabulary.context else self.model
-            raise ModelError(f"prompt + max_tokens = {longest} tokens, {where} holds {holds}: lower max_tokens")
+        check_lengths(requests, holds, "the server" if holds < self.vocabulary.context else self.model)
         with self._lock:
             used = {ref: self._weights(ref) for ref in dict.fromkeys(each.policy for each in requests)}
             for published in used.values():

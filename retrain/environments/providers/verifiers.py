@@ -6,26 +6,48 @@ verifiers.v1``, from 0.4). They lead their rollouts themselves; ``inversion`` tu
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from retrain.environments.protocol import Range
 from retrain.environments.providers.arguments import imported
-from retrain.environments.providers.inversion import Inversion, InvertedEpisode
+from retrain.environments.providers.inversion import Inversion, InvertedEpisode, Lead
 from retrain.environments.providers.randomness import OwnRandomness
-from retrain.environments.providers.verifiers_classic import Classic
-from retrain.environments.providers.verifiers_rows import Library, Row
-from retrain.environments.providers.verifiers_v1 import Tasksets, is_taskset
 from retrain.errors import DataError, RetrainError, UsageError
 from retrain.plugins import described
-from retrain.types import Problem
+from retrain.types import Message, Problem
 
 LOADING_SEED = "loading"
 """What rows are drawn from at random are the same in every process, unless the environment seeds itself."""
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
 """Of the training problems, where an environment has no held-out ones and no number is given."""
+
+
+class Row(NamedTuple):
+    """A task of the library's. ``digest`` is a hash of all that makes it; another process must have the same one in
+    this place."""
+
+    prompt: tuple[Message, ...]
+    answer: str
+    tags: tuple[str, ...]
+    digest: str
+
+
+class Library(Protocol):
+    """What is asked of either kind of environment. Rows are numbered; ``train`` are those to train with, ``eval``
+    those that the environment itself holds out."""
+
+    def rows(self, part: str) -> Sequence[Row]:
+        """All rows of a part, [] where there are none."""
+        ...
+
+    def lead(self, part: str, index: int) -> Lead:
+        """What leads a rollout of this row."""
+        ...
 
 
 class Verifiers:
@@ -140,14 +162,24 @@ class Verifiers:
         return self._libraries[which]
 
 
+def digest(task: Any) -> str:
+    """A hash of what is JSON, or can be written as text."""
+    return hashlib.sha256(json.dumps(task, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
 def load(id: str, args: Mapping[str, Any], env: Mapping[str, Any], inversion: Inversion, train: int | None) -> Library:
     """The environment ``id`` of either kind."""
     v1 = importlib.util.find_spec("verifiers.v1") is not None and hasattr(
         importlib.import_module("verifiers.v1"), "taskset_config_type"
     )
     try:
-        if v1 and is_taskset(id):
-            return Tasksets(id, args, env, inversion, train)
+        if v1:
+            from retrain.environments.providers.verifiers_v1 import Tasksets, is_taskset
+
+            if is_taskset(id):
+                return Tasksets(id, args, env, inversion, train)
+        from retrain.environments.providers.verifiers_classic import Classic
+
         return Classic(id, args, env, inversion)
     except RetrainError:
         raise

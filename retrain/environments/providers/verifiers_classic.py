@@ -9,13 +9,15 @@ import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from retrain.environments.providers.endpoint import Channel
 from retrain.environments.providers.inversion import Inversion, Lead, Outcome
-from retrain.environments.providers.verifiers_rows import Row, digest
 from retrain.errors import UsageError
 from retrain.types import Message, RewardResult
+
+if TYPE_CHECKING:
+    from retrain.environments.providers.verifiers import Row
 
 LAST_WITH = "0.3.1"
 """The last version of verifiers that has this kind."""
@@ -52,6 +54,8 @@ class Classic:
 
     def rows(self, part: str) -> Sequence[Row]:
         """See ``Library``. An environment that has only data for evaluation is trained with them."""
+        from retrain.environments.providers.verifiers import Row, digest
+
         dataset = self._dataset(part)
         if dataset is None:
             return []

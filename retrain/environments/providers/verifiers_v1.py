@@ -12,15 +12,17 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrain.environments.providers.endpoint import Channel
 from retrain.environments.providers.inversion import Inversion, Lead, Outcome
 from retrain.environments.providers.verifiers_rehearsal import MOST_RUNS, runs_of_an_episode
-from retrain.environments.providers.verifiers_rows import Row, digest
 from retrain.errors import UsageError
 from retrain.plugins import described
 from retrain.types import RewardResult
+
+if TYPE_CHECKING:
+    from retrain.environments.providers.verifiers import Row
 
 FIRST_WITH = "0.4"
 """The first version of verifiers whose tasksets are run here."""
@@ -86,6 +88,8 @@ class Tasksets:
 
     def rows(self, part: str) -> Sequence[Row]:
         """See ``Library``; a taskset holds nothing out."""
+        from retrain.environments.providers.verifiers import Row, digest
+
         if part != "train":
             return []
         rows = []
