@@ -17,7 +17,16 @@ class Removed(NamedTuple):
     default: Any = None
 
 
-REMOVED: dict[str, Removed] = {}
+_NO_GRAMS = ("files of mined phrases are no longer read", '[logging] strategic_grams = ["let me check"]')
+NO_SEMANTIC = ("planning tokens are no longer found by sentence embeddings", '[planning] detector = "module:function"')
+
+REMOVED: dict[str, Removed] = {
+    "planning.grams": Removed(*_NO_GRAMS),
+    "planning.model": Removed(*NO_SEMANTIC, "all-MiniLM-L6-v2"),
+    "planning.threshold": Removed(*NO_SEMANTIC, 0.02),
+    "planning.planning_anchors": Removed(*NO_SEMANTIC),
+    "planning.execution_anchors": Removed(*NO_SEMANTIC),
+}
 """Removed keys by dotted name. ``config.json`` and ``plan.json`` of earlier versions contain them, at any value."""
 
 _NO_TRAINER = ("there is one training loop", "remove the line")

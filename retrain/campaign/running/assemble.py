@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from retrain.algorithms.detectors import load_detector
 from retrain.algorithms.protocol import Algorithm
-from retrain.algorithms.standard import Modes, Standard, load_modes
+from retrain.algorithms.standard import Modes, Standard, load_detector, load_modes
 from retrain.campaign.planning.asked import Longest, askable, check_rubrics, data_of, missing_column, parts_of
 from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, recorded_facts, world_changes
 from retrain.campaign.planning.outputs import run_place
