@@ -63,6 +63,16 @@ def test_the_page_notes_them_once(directory):
     assert get(client, "/api/compare", a=places[0], b=places[1])["config"]
 
 
+@pytest.mark.parametrize("name", ['"planning.grams"', "planning_grams", "grams", "planning.grams"])
+def test_a_condition_with_one_is_told_what_to_use(name, tmp_path):
+    (tmp_path / "f.toml").write_text(
+        f'[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n{name} = "g.toml"\n'
+    )
+    result = CliRunner().invoke(app, ["check", str(tmp_path / "f.toml")])
+    assert result.exit_code == 2
+    assert 'files of mined phrases are no longer read: [logging] strategic_grams = ["let me check"]' in result.stderr
+
+
 def test_only_values_that_had_an_effect_are_noted():
     defaults = {"planning": {"detector": "regex", **{key.partition(".")[2]: removed.default
                                                      for key, removed in REMOVED.items()
