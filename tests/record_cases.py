@@ -45,8 +45,8 @@ def group(
 
 
 def step(groups: list[Group], number: int = 0, update: dict[str, Any] | None = None, **state: Any) -> StepRecord:
-    """A step of 4 seconds: 2 rollout, 1 update, 1 that no span names."""
-    start = 1000.0 + number
+    """A step of 4 seconds after the one before it: 2 rollout, 1 update, 1 that no span names."""
+    start = 1000.0 + 4.0 * number
     spans = [("rollout", start, start + 2.0), ("update", start + 2.0, start + 3.0)]
     return StepRecord(number, groups, update or {}, state, spans, start, start + 4.0)
 

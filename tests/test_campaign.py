@@ -252,7 +252,7 @@ def test_an_unusable_model_stops_before_anything_is_trained(model, tmp_path):
     ("sets", "reason"),
     [
         (['data.source="wrong.jsonl"'], r"wrong\.jsonl:1  is not JSON"),
-        (['reward.custom_module="absent.py"'], r"custom_module = 'absent\.py': no such file"),
+        (['reward.custom_module="absent.py"'], r'custom_module  is "absent\.py": no such file'),
     ],
 )
 def test_data_and_rewards_are_read_before_the_model(model, tmp_path, monkeypatch, sets, reason):

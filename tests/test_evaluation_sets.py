@@ -209,7 +209,7 @@ def test_sets_are_parts_of_one_file_or_files_of_their_own(tmp_path):
     ('problems = 3', 2, ["evaluation.sets[1].name  is missing"]),
     ('name = "a"\nsampels = 3', 4, ["is not a key of [[evaluation.sets]]: did you mean samples = 3"]),
     ('name = "a"\n[[evaluation.sets]]\nname = "A"', 5, ["like set 1", 'name = "A_2"']),
-    ('name = "a"\nsource = "test.csv"', 4, ['is "test.csv"', "must be one of"]),
+    ('name = "a"\nsource = "test.xml"', 4, ['is "test.xml"', "must be one of"]),
     ('name = "a"\nprompt_template = "no"', 4, ["does not contain {prompt}"]),
     ('name = "a"\nsplit = "test"', 4, ['split  has no effect with source = "arithmetic"']),
     ('name = "a"\nsource = "math"\nlevels = ["easy"]', 5, ['levels  has no effect with source = "math"']),

@@ -187,7 +187,7 @@ def test_a_recorder_writes_them_and_cuts_them(tmp_path):
         state = recorder.state()
         columns = read(tmp_path)
         assert (len(columns), columns.uncovered) == (BLOCK + 6, 6)
-        seconds = [number + 4.0 for number in range(BLOCK + 6)]
+        seconds = [4.0 * (number + 1) for number in range(BLOCK + 6)]
         np.testing.assert_array_equal(columns.column("timing_wall_clock"), seconds)
         recorder.truncate(BLOCK - 4)
         recorder.restore(state)

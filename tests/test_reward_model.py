@@ -159,7 +159,7 @@ def test_a_row_may_end_with_any_token(tmp_path):
 def test_a_conversation_that_is_too_long_has_no_grade_and_the_others_have(scorer):
     with grader(scorer) as made:
         short, long, edge, over = made.grade([(ADD, "7"), (ADD, "7 " * 400), (ADD, "7" * 145), (ADD, "7" * 146)])
-    assert (long.total_reward, long.correct) == (None, None)
+    assert (long.total_reward, long.correct) == (None, False)
     assert "tokens, more than the 160 of the reward model's context" in str(long.error)
     assert short.total_reward is not None
     reward = made.reward
@@ -205,9 +205,8 @@ def test_scores_that_are_not_finite_are_no_rewards(tmp_path):
 def test_what_is_correct_is_a_score_above_one_half(scorer):
     with grader(scorer) as made:
         results = made.grade([(ADD, answer) for answer in ANSWERS])
-    assert {result.is_correct for result in results} == {True, False}
-    assert all(result.correct is None for result in results)
-    assert [result.is_correct for result in results] == [float(str(result.total_reward)) > 0.5 for result in results]
+    assert {result.correct for result in results} == {True, False}
+    assert [result.correct for result in results] == [float(str(result.total_reward)) > 0.5 for result in results]
     assert all(result.components == {"reward_model": result.total_reward} for result in results)
 
 

@@ -184,11 +184,11 @@ SECTIONS: dict[str, list[Metric]] = {
             telescope="reward_sum_std"),
     _metric("reward_min", "smallest total reward", "reward", telescope="reward_sum_min"),
     _metric("reward_max", "largest total reward", "reward", telescope="reward_sum_max"),
-    _metric("reward_gini", "Gini coefficient of total reward within a group, Σ|x_i − x_j| / (2n²x̄) · n/(n − 1): the "
-            "factor makes it 1 where one of the n completions has everything. Mean over the groups with at least two "
-            "graded completions; equal rewards give 0, also when all are 0. Amounts are counted from 0; where rewards "
-            "can be negative, from the `reward_min` that the reward or data source declares, or from the group's "
-            "smallest where none is declared or it is not the smallest", "0 equal to 1 concentrated",
+    _metric("reward_gini", "Gini coefficient of total reward within a group, sum of abs(x_i − x_j) / (2n²x̄) · "
+            "n/(n − 1): the factor makes it 1 where one of the n completions has everything. Mean over the groups with "
+            "at least two graded completions; equal rewards give 0, also when all are 0. Amounts are counted from 0; "
+            "where rewards can be negative, from the `reward_min` that the reward or data source declares, or from the "
+            "group's smallest where none is declared or it is not the smallest", "0 equal to 1 concentrated",
             telescope="reward_gini_mean"),
     *(
         _metric(f"reward_{name}", definition, unit)

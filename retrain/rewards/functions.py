@@ -96,10 +96,13 @@ def scorer(
 ) -> Callable[[Sequence[Graded]], list[dict[str, Any]]]:
     """Load the user's functions and return the worker's function of a job, which is one or more completions of a
     problem. Raises PluginError for what is missing or has parameters that cannot be filled."""
-    if is_path(module):
-        loaded = load_file(Path(module), "custom_reward")
-    else:
-        loaded = load_module(module, [Path(folder) for folder in folders])
+    try:
+        if is_path(module):
+            loaded = load_file(Path(module), "custom_reward")
+        else:
+            loaded = load_module(module, [Path(folder) for folder in folders])
+    except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
+        raise PluginError(f"importing it failed: {described(error)}") from error
     wanted = [functions] if isinstance(functions, str) else functions
     found = [each for name in wanted for each in _named(loaded, name)]
     made = []
