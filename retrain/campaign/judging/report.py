@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.judging.audit_section import audit_section
 from retrain.campaign.judging.declaration import EXPLORATORY, INTERIM
 from retrain.campaign.judging.evidence import MIN_BAND_SEEDS, Campaign, read_campaign
 from retrain.campaign.judging.probed import campaign_probe_lines
 from retrain.campaign.judging.report_sections import (
+    audit_section,
     curves_section,
     distributions_section,
     figure,
