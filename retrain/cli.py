@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from retrain import __version__
-from retrain.commands import adapters, environments, look, mine, probe, serve, setup, status, train, trial, ui
+from retrain.commands import adapters, environments, look, probe, serve, setup, status, train, trial, ui
 from retrain.errors import RetrainError
 
 # The class belongs to click, or in newer versions to a private copy of it inside typer.
@@ -88,7 +88,6 @@ app.command(rich_help_panel=LOOK)(look.check)
 app.command(rich_help_panel=LOOK)(look.explain)
 app.command(name="try", rich_help_panel=LOOK)(trial.try_)
 app.command(rich_help_panel=LOOK)(probe.probe)
-app.command(rich_help_panel=LOOK)(mine.mine)
 app.command(rich_help_panel=LOOK)(status.status)
 app.command(rich_help_panel=LOOK)(ui.ui)
 app.command(rich_help_panel=LOOK)(look.compare)

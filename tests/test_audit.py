@@ -97,7 +97,7 @@ def test_an_audit_that_raises_costs_its_own_number(monkeypatch):
         ({"audit": {"judge_model": "j"}}, 'audit.judge_model  has no effect with type = "off"'),
         ({"audit": {"type": "match", "name": "gold"}}, "audit.name  has no effect: its score is called audit"),
         ({"audit": {"type": "match"}, "reward": {"name": "audit"}}, 'reward.name  is "audit", which is what the score'),
-        ({"audit": {"type": "match"}, "environment": {"provider": "textarena", "id": "x"}}, "brings its own rewards"),
+        ({"audit": {"type": "match"}, "environment": {"provider": "openenv", "id": "x"}}, "brings its own rewards"),
         ({"audit": {"type": "weighted"}}, "audit.type"),
     ],
 )  # fmt: skip

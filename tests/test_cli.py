@@ -432,9 +432,6 @@ NEEDY = """\
 source = "gsm8k"
 eval_source = "held.parquet"
 
-[planning]
-detector = "semantic"
-
 [reward]
 type = "weighted"
 components = [{ type = "match" }, { type = "math", weight = 0.5 }]
@@ -461,12 +458,11 @@ def test_packages_that_a_file_needs_are_missed_before_anything_is_loaded(tmp_pat
     expected = (
         ("2  data.source", "is \"gsm8k\", which needs the package datasets: pip install '.[data]'"),
         ("3  data.eval_source", "is \"held.parquet\", which needs the package pyarrow: pip install '.[data]'"),
-        ("6  planning.detector", 'is "semantic", which needs the package sentence-transformers: pip install'),
-        ("10  reward.components[2].type", "is \"math\", which needs the package math-verify: pip install '.[math]'"),
-        ("13  logging.report_to", 'is "tensorboard", which needs the package tensorboard'),
-        ("13  logging.report_to", 'is "trackio", which needs the package trackio'),
-        ("21  evaluation.sets[2].source", 'is "math", which needs the package datasets'),
-        ("14  logging.wandb_project", "is \"mine\", which needs the package wandb: pip install '.[wandb]'"),
+        ("7  reward.components[2].type", "is \"math\", which needs the package math-verify: pip install '.[math]'"),
+        ("10  logging.report_to", 'is "tensorboard", which needs the package tensorboard'),
+        ("10  logging.report_to", 'is "trackio", which needs the package trackio'),
+        ("18  evaluation.sets[2].source", 'is "math", which needs the package datasets'),
+        ("11  logging.wandb_project", "is \"mine\", which needs the package wandb: pip install '.[wandb]'"),
     )
     for command in (["check"], ["train", "--out", str(tmp_path / "out")]):
         result = run(command[0], file, *command[1:])

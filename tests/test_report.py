@@ -8,14 +8,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 from browser import Browser, needs_chromium
 from hostile import HOSTILE, MARKER
 from typer.testing import CliRunner
 
-from retrain.campaign.judging.evidence import read_campaign, smoothed, twins
-from retrain.campaign.judging.leading import leading
+from retrain.campaign.judging.evidence import smoothed, twins
 from retrain.campaign.judging.pooling import conclude
 from retrain.campaign.judging.report import write_report
 from retrain.campaign.planning.manifest import Manifest, write_plan
@@ -24,7 +22,6 @@ from retrain.cli import app
 from retrain.config import load
 from retrain.errors import UsageError
 from retrain.files import append_jsonl, read_json, write_json
-from retrain.maths.scaling import Sigmoid
 from retrain.record.charts import Axis, Row, Series, dot_chart, histogram, line_chart, pair_chart, tick_text
 
 CONDITION = '[[campaign.conditions]]\nadvantage_mode = "{}"\ntransform_mode = "none"\n'
@@ -134,62 +131,6 @@ def test_a_whole_campaign(tmp_path):
     links = [attributes["href"] for tag, attributes in reader.elements if tag == "a"]
     assert "runs/rloo%2Bnone_s2/train_iteration_000000.html" in links
     assert text == write_report(tmp_path / "out").read_text(encoding="utf-8")
-
-
-def with_curves(out: Path, ceilings: dict[str, float], midpoint: float, steps: range) -> None:
-    """Give the runs of a written campaign evaluations of 1,000 problems along ScaleRL's curve."""
-    rng = np.random.default_rng(4)
-    for run in read_json(out / "manifest.json")["runs"]:
-        own = Sigmoid(0.3, ceilings[run["label"]], 1.5, midpoint)
-        shares = [rng.binomial(1000, own.at(step)) / 1000 if step else 0.3 for step in steps]
-        (out / run["path"] / "evals.jsonl").unlink()
-        append_jsonl(out / run["path"] / "evals.jsonl", [
-            {"step": step, "name": "heldout", "samples": 1, "eval/heldout/problems": 1000,
-             "eval/heldout/correct_rate": share} for step, share in zip(steps, shares, strict=True)
-        ])  # fmt: skip
-
-
-def curve_rows(text: str) -> list[str]:
-    """The rows of the table of fitted curves, as text."""
-    part = text[text.index('<section id="where-curves-lead">') :].partition("</section>")[0]
-    return [" ".join(re.sub("<[^>]+>", " ", row).split()) for row in re.findall(r"<tr>(.*?)</tr>", part)][1:]
-
-
-def test_where_curves_lead(tmp_path):
-    out = made(tmp_path, seeds=5)
-    with_curves(out, {"grpo+none": 0.6, "rloo+none": 0.8}, 3.0, range(0, 25, 2))
-    reader, text = read(out)
-    check_harmless(reader, text)
-    found = leading(read_campaign(out))
-    assert [each.label for each in found] == ["grpo", "rloo"]
-    for each, row, ceiling in zip(found, curve_rows(text), (0.6, 0.8), strict=True):
-        assert each.curve.asymptote == each.ceiling.estimate == pytest.approx(ceiling, abs=0.05)
-        assert each.ceiling.low < ceiling < each.ceiling.high
-        assert each.midpoint.low < 3.0 < each.midpoint.high
-        shares = [100 * value for value in (each.ceiling.estimate, each.ceiling.low, each.ceiling.high)]
-        steps = (each.midpoint.estimate, each.midpoint.low, each.midpoint.high)
-        assert row == (
-            f"{each.label} 5 30.0% {100 * each.means[-1]:.1f}% {shares[0]:.1f}% [{shares[1]:.1f}, {shares[2]:.1f}] "
-            f"{steps[0]:.0f} [{steps[1]:.0f}, {steps[2]:.0f}] 0:0{steps[0]:.0f} {each.curve.exponent:.1f}"
-        )  # each step takes a second
-    part = text[text.index('<section id="where-curves-lead">') :].partition("</section>")[0]
-    assert part.count('<path class="line"') == 2
-    assert "mean of the seeds" in part
-    assert "of a part of the problems" not in part
-
-
-def test_a_curve_that_still_rises_does_not_say_where_it_leads(tmp_path):
-    out = made(tmp_path, seeds=5)
-    with_curves(out, {"grpo+none": 0.95, "rloo+none": 0.95}, 40.0, range(0, 25, 2))
-    for row in curve_rows(read(out)[1]):
-        assert re.search(r"% \[\d+\.\d, …\] beyond 24 (\[\d+, \d+\] )?– \d", row), row
-
-
-@pytest.mark.parametrize("steps", [range(0, 9, 2), range(2, 15, 2)], ids=["too few", "no start"])
-def test_without_evaluations_enough_nothing_is_fitted(tmp_path, steps):
-    out = made(tmp_path, seeds=3)
-    with_curves(out, {"grpo+none": 0.6, "rloo+none": 0.8}, 3.0, steps)
-    assert "where-curves-lead" not in read(out)[1]
 
 
 def test_the_same_prompt_is_shown_where_the_rate_changed_most(tmp_path):

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from retrain.environments.tools import sandbox, syscalls
-from retrain.environments.tools.errors import ToolError
+from retrain.environments.tools import ToolError, sandbox, syscalls
 from retrain.environments.tools.python import ANEW, Python
 from retrain.errors import MissingExtra, UsageError
 

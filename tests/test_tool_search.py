@@ -12,8 +12,7 @@ from collections import Counter
 
 import pytest
 
-from retrain.environments.tools import search
-from retrain.environments.tools.errors import ToolError
+from retrain.environments.tools import ToolError, search
 from retrain.environments.tools.search import Search, passage, words
 from retrain.errors import DataError, MissingExtra, UsageError
 from retrain.extras import install_line, is_installed

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from retrain.environments.tool_use import ToolEpisode, ToolUse
+from retrain.environments.tools import ToolError
 from retrain.environments.tools.calculator import calculator
-from retrain.environments.tools.errors import ToolError
 from retrain.environments.tools.schema import tool_of
 from retrain.errors import PluginError
 from retrain.types import Action, Problem

@@ -26,7 +26,7 @@ from retrain.config.modes import MODES, Named, advantage_of, credit_of
 from retrain.errors import RunFailed
 from retrain.maths.advantages import group_advantages, whiten
 from retrain.maths.credit import ModeInputs, TokenCredit, placebo_mask, token_advantages
-from retrain.maths.planning import Detector
+from retrain.maths.planning import STRATEGIC_GRAMS, Detector, PluginDetector, RegexDetector
 from retrain.maths.schedules import SepaSchedule, sepa_gate_open, sepa_lambda, sepa_observe, sepa_start
 from retrain.plugins import load_function
 from retrain.policy.protocol import Denominators, Scores
@@ -44,6 +44,15 @@ class Modes:
     transform: Named
     uncertainty: Named
     loss: Named = "ppo"
+
+
+def load_detector(config: Config, base_dir: Path | None = None) -> Detector:
+    """Return the detector of planning tokens that a configuration names, a plug-in loaded from ``base_dir`` or the
+    current directory. Raises PluginError when it cannot be loaded."""
+    name = config.planning.detector
+    if name == "regex":
+        return RegexDetector(tuple(config.logging.strategic_grams or STRATEGIC_GRAMS))
+    return PluginDetector(load_function(name, base_dir, "[planning] detector ="))
 
 
 def load_modes(algorithm: AlgorithmSection, base_dir: Path | None = None) -> Modes:

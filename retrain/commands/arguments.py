@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -128,11 +129,18 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 
 def require_directory(directory: Path) -> None:
-    """Raise UsageError, with what to type, unless ``directory`` is one."""
+    """Raise UsageError, with what to type, unless ``directory`` is one; note settings in it that are ignored."""
     if directory.suffix == ".toml" and directory.is_file():
         raise UsageError(f"{directory} is not a directory of results; type: retrain train {directory}")
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
+    from retrain.config.legacy import removed_note
+    from retrain.files import read_json
+
+    with suppress(OSError, ValueError):  # a damaged record is told by what needs it
+        recorded = read_json(directory / "config.json")
+        if isinstance(recorded, dict) and (ignored := removed_note(recorded)):
+            print(f"note: {ignored}", file=sys.stderr)
 
 
 def executor_sets(executor: str | None, workers: int | None, address: str | None) -> list[str]:

@@ -99,7 +99,7 @@ def credit_formula(config: Config) -> str:
         return f"your own {mode} of A, h and planning; {uncertainty}"
     detector = config.planning.detector
     values = {
-        "detector": {"regex": "phrases", "semantic": "sentence embeddings"}.get(detector, f"your own {detector}"),
+        "detector": "phrases" if detector == "regex" else f"your own {detector}",
         "counted": {"kept": "the kept tokens", "all": "all tokens"}[config.algorithm.entropy_mask_denominator],
         "ramp": _ramp(config.sepa),
         "normalised": "(x − mean)/std" if config.gtpo.centred else "x/√(mean of x²)",

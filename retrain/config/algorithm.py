@@ -19,19 +19,17 @@ from retrain.config.base import (
     NotNegative,
     OptionalAboveOne,
     OptionalPositive,
-    OptionalSentences,
-    OptionalText,
     Plugin,
     Positive,
     PositiveShare,
     Role,
     Section,
     Share,
-    Text,
     Unavailable,
     UsedWhen,
     fault,
 )
+from retrain.config.legacy import NO_SEMANTIC
 from retrain.config.modes import MODES, UNAVAILABLE, Need, loss_of, mode_of, used_by
 
 if TYPE_CHECKING:
@@ -49,7 +47,6 @@ def _with_credit(dotted: str, plugins: bool = False, training_only: bool = False
 
 
 _SEPA = _with_credit("sepa")
-_SEMANTIC = UsedWhen("planning.detector", ("semantic",))
 _AUTO = UsedWhen("sepa.schedule", ("auto",))
 
 
@@ -358,17 +355,6 @@ class Planning(Section):
 
     role: ClassVar[Role] = Role.LEARNS
 
-    detector: Literal["regex", "semantic"] | Plugin = "regex"
-    """`regex`: the phrases of `grams` or `[logging] strategic_grams`, matched in the decoded text. `semantic`:
-    sentences that are nearer to examples of planning than to examples of execution. Or a `module:function`
-    of your own."""
-    grams: Annotated[OptionalText, UsedWhen("planning.detector", ("regex",))] = None
-    """File of phrases that mark planning tokens, in place of the built-in ones: what `retrain mine` writes."""
-    model: Annotated[Text, _SEMANTIC] = "all-MiniLM-L6-v2"
-    """Embedding model: a directory or hub name that sentence-transformers loads."""
-    threshold: Annotated[float, Field(ge=-2, le=2), _SEMANTIC] = 0.02
-    """A sentence plans when its cosine to the planning centroid exceeds that to the execution centroid by more."""
-    planning_anchors: Annotated[OptionalSentences, _SEMANTIC] = None
-    """Examples of planning, in place of the built-in ones: a list of sentences."""
-    execution_anchors: Annotated[OptionalSentences, _SEMANTIC] = None
-    """Examples of execution, in place of the built-in ones: a list of sentences."""
+    detector: Annotated[Literal["regex"] | Plugin, Unavailable({"semantic": NO_SEMANTIC})] = "regex"
+    """`regex`: the phrases of `[logging] strategic_grams`, matched in the decoded text. Or a `module:function` of your
+    own."""

@@ -192,9 +192,6 @@ Trackers = Annotated[
 OptionalPhrases = Annotated[
     list[Text] | None, BeforeValidator(_split_phrases, json_schema_input_type=list[str] | str | None)
 ]
-OptionalSentences = Annotated[
-    list[Text] | None, BeforeValidator(_empty_is_none, json_schema_input_type=list[str] | None)
-]
 Device = Annotated[str, Field(pattern=DEVICE_PATTERN)]
 
 

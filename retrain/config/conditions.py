@@ -89,8 +89,10 @@ def _no_section(name: str) -> Mistake:
 
 
 def _replaced(name: str) -> tuple[str, str] | None:
-    """What REPLACED says of a key that a condition names without its section."""
-    return next((reason for dotted, reason in REPLACED.items() if dotted.partition(".")[2] == name), None)
+    """Return why a key no longer exists that a condition names without its section, or flat as in ``sepa_steps``."""
+    return next(
+        (why for dotted, why in REPLACED.items() if name in (dotted.partition(".")[2], dotted.replace(".", "_"))), None
+    )
 
 
 def _dotted(name: str) -> str | Mistake:

@@ -1,9 +1,33 @@
-"""Keys of retrain 0.3 (its files are TOML of the same sections) that are no keys here, with what to type instead.
+"""Keys that retrain no longer has, with what to type instead: those of retrain 0.3, and those removed since.
 
-Its keys: https://github.com/teilomillet/retrain/blob/v0.3.2/retrain/config.py
+The keys of 0.3: https://github.com/teilomillet/retrain/blob/v0.3.2/retrain/config.py
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Removed(NamedTuple):
+    """A removed key: why, what to type instead, and the default that it had."""
+
+    why: str
+    instead: str
+    default: Any = None
+
+
+_NO_GRAMS = ("files of mined phrases are no longer read", '[logging] strategic_grams = ["let me check"]')
+NO_SEMANTIC = ("planning tokens are no longer found by sentence embeddings", '[planning] detector = "module:function"')
+
+REMOVED: dict[str, Removed] = {
+    "planning.grams": Removed(*_NO_GRAMS),
+    "planning.model": Removed(*NO_SEMANTIC, "all-MiniLM-L6-v2"),
+    "planning.threshold": Removed(*NO_SEMANTIC, 0.02),
+    "planning.planning_anchors": Removed(*NO_SEMANTIC),
+    "planning.execution_anchors": Removed(*NO_SEMANTIC),
+}
+"""Removed keys by dotted name. ``config.json`` and ``plan.json`` of earlier versions contain them, at any value."""
 
 _NO_TRAINER = ("there is one training loop", "remove the line")
 _NO_TURNS = ("turn-level branching is not available", "remove the line")
@@ -59,8 +83,9 @@ REPLACED: dict[str, tuple[str, str]] = {
     "logging.log_generations": _ONE_PAGE,
     "logging.generation_log_samples_per_prompt": _ONE_PAGE,
     "logging.generation_top_surprisal_limit": _ONE_PAGE,
+    **{dotted: (removed.why, removed.instead) for dotted, removed in REMOVED.items()},
 }
-"""Dotted key of retrain 0.3: why it is not here, and what to type."""
+"""Dotted key that a file may not have: why, and what to type."""
 
 REPLACED_SECTIONS: dict[str, tuple[str, str]] = {
     "plugins": (
@@ -72,3 +97,39 @@ REPLACED_SECTIONS: dict[str, tuple[str, str]] = {
 
 FLAT_PREFIXES: dict[str, str] = {"optim": "optimizer", "bp": "backpressure"}
 """Sections that a condition's key may name by a shorter prefix: ``optim_beta1`` is ``optimizer.beta1``."""
+
+
+def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recorded configuration, or a recorded condition, without removed keys."""
+    kept = dict(config)
+    for section, key in (dotted.split(".") for dotted in REMOVED):
+        table = kept.get(section)
+        if isinstance(table, dict) and key in table:
+            kept[section] = {name: value for name, value in table.items() if name != key}
+            if not kept[section]:  # an empty table in a condition is a mistake
+                del kept[section]
+    campaign = kept.get("campaign")
+    if isinstance(campaign, dict) and isinstance(rows := campaign.get("conditions"), list):
+        rows = [without_removed(row) if isinstance(row, dict) else row for row in rows]
+        kept["campaign"] = {**campaign, "conditions": rows}
+    return kept
+
+
+def removed_note(config: Mapping[str, Any]) -> str:
+    """Return a sentence that names the removed keys of a recorded configuration whose values are not the former
+    defaults; "" without any."""
+    campaign = config.get("campaign")
+    rows = campaign.get("conditions") if isinstance(campaign, dict) else None
+    tables = [config, *(row for row in rows if isinstance(row, dict))] if isinstance(rows, list) else [config]
+    names = [
+        dotted
+        for dotted, removed in REMOVED.items()
+        if any(_value(table, dotted, removed.default) != removed.default for table in tables)
+    ]
+    return f"settings that this version of retrain no longer has are ignored: {', '.join(names)}" if names else ""
+
+
+def _value(config: Mapping[str, Any], dotted: str, default: Any) -> Any:
+    section, key = dotted.split(".")
+    table = config.get(section)
+    return table.get(key, default) if isinstance(table, dict) else default

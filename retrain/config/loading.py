@@ -152,7 +152,7 @@ def _set_value(text: str) -> Any:
 
 
 def _beside(data: dict[str, Any], path: FilePath) -> None:
-    """Problems, rewards and grams that lie beside the TOML file, by their full path, so that a resume finds them."""
+    """Problems and rewards that lie beside the TOML file, by their full path, so that a resume finds them."""
     reward = data.get("reward")
     parts = reward.get("components") if isinstance(reward, dict) else None
     rewards = [reward, data.get("audit"), *(parts if isinstance(parts, list) else ())]
@@ -160,7 +160,6 @@ def _beside(data: dict[str, Any], path: FilePath) -> None:
     sets = evaluation.get("sets") if isinstance(evaluation, dict) else None
     named = [(data.get("data"), key) for key in ("source", "eval_source")]
     named += [(each, "source") for each in sets] if isinstance(sets, list) else []
-    named.append((data.get("planning"), "grams"))
     graders = [(table, key) for table in rewards for key in ("custom_module", "reward_model")]
     for table, key in [*named, *graders]:
         value = table.get(key) if isinstance(table, dict) else None
@@ -169,7 +168,7 @@ def _beside(data: dict[str, Any], path: FilePath) -> None:
         if key == "custom_module" and not value.endswith(".py"):
             value = value.replace(".", "/") + ".py"
         beside = path.parent / value
-        may_be_directory = key == "reward_model" or (key not in ("custom_module", "grams") and value not in SOURCES)
-        is_file = (key == "grams" or value.endswith((".py", *FILE_ENDINGS))) and beside.is_file()
+        may_be_directory = key == "reward_model" or (key != "custom_module" and value not in SOURCES)
+        is_file = value.endswith((".py", *FILE_ENDINGS)) and beside.is_file()
         if is_file or (may_be_directory and beside.is_dir()):
             table[key] = os.path.abspath(beside)  # a link keeps its own name, which says what it is

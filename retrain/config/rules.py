@@ -64,13 +64,6 @@ def correctness_rules(config: Config) -> Iterator[Finding]:
             yield Finding(("reward.correct_above", "reward.type"), words, "remove the line")
 
 
-def planning_rules(config: Config) -> Iterator[Finding]:
-    """Planning phrases come from one place."""
-    if config.planning.grams is not None and config.logging.strategic_grams is not None:
-        keys = ("planning.grams", "logging.strategic_grams")
-        yield Finding(keys, "names phrases, and so does strategic_grams in [logging]", "keep one of the two")
-
-
 def overlong_rules(config: Config) -> Iterator[Finding]:
     """A punishment of long answers fits their limit, one answer to a rollout, and what the advantage is defined for."""
     soft, longest, mode = config.reward.overlong_tokens, config.training.max_tokens, config.algorithm.advantage_mode
@@ -546,7 +539,6 @@ RULES = (
     environment_rules,
     model_rules,
     executor_rules,
-    planning_rules,
     shard_rules,
     overlong_rules,
     correctness_rules,

@@ -365,13 +365,15 @@ class Audit(Grader):
             yield Finding(("audit.name",), "has no effect: its score is called audit", "remove the line")
 
 
-PROVIDERS = ("reasoning_gym", "verifiers", "openenv", "textarena")
+PROVIDERS = ("reasoning_gym", "verifiers", "openenv")
 """Libraries whose environments run unchanged."""
 
 
 def _provider(value: str | None) -> str | None:
     if value is None or value in PROVIDERS or is_plugin(value):
         return value
+    if value == "textarena":
+        raise fault('is "textarena", which is no longer built in', 'provider = "module:Class" of your own')
     close = difflib.get_close_matches(value, PROVIDERS, n=1, cutoff=0.5)
     raise fault(
         f'is "{value}", but must be one of {", ".join(PROVIDERS)}, or module:Class of your own',
@@ -390,7 +392,7 @@ class Environment(Section):
     role: ClassVar[Role] = Role.SAMPLES
 
     provider: Annotated[OptionalText, AfterValidator(_provider)] = None
-    """Whose environment: `reasoning_gym`, `verifiers`, `openenv`, `textarena`, or `module:Class` of your own, which has
+    """Whose environment: `reasoning_gym`, `verifiers`, `openenv`, or `module:Class` of your own, which has
     `problems(split)` and `start(problem, seed)`. It brings its own problems and rewards."""
     id: OptionalText | list[str | dict[str, Any]] | dict[str, Any] = None
     """Which of the provider's environments: a name; for `reasoning_gym` also a list, whose entries are names or tables

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from retrain.environments.protocol import Observation, Range, Step
+from retrain.environments.tools import ToolError
 from retrain.environments.tools.calls import Call, parse
-from retrain.environments.tools.errors import ToolError
 from retrain.environments.tools.schema import Tool, did_you_mean, tool_of
 from retrain.errors import PluginError, PluginMissing
 from retrain.plugins import load_function

@@ -14,17 +14,10 @@ OffsetArray = Integer[np.ndarray, "T 2"]
 TokenNumbers = Integer[np.ndarray, "T"]
 Offsets = Sequence[tuple[int, int]] | Integer[np.ndarray, "_ 2"]
 """Per token its half-open character range in the text: a list of pairs or an integer array [T, 2]."""
-Vectors_ND = Num[np.ndarray, "N D"]
-Doubles_ND = Float64[np.ndarray, "N D"]
-Doubles_N = Float64[np.ndarray, "N"]
 
 Values = Sequence[float] | Num[np.ndarray, "S"] | Bool[np.ndarray, "S"]
 """One number per replicate: a seed, a problem, a pair of runs."""
 Doubles_S = Float64[np.ndarray, "S"]
-Evaluations = Sequence[float] | Num[np.ndarray, "_"]
-"""One number for each evaluation of a run."""
-Seeds_SE = Sequence[Sequence[float]] | Num[np.ndarray, "_ _"]
-"""A row of them for each seed."""
 Table = Num[np.ndarray, "..."]
 """Of any shape."""
 Marks = Bool[np.ndarray, "..."]

@@ -41,7 +41,7 @@ class Series:
     """One line: ``points`` (x, y), a band of (x, low, high), and thin lines behind it (one for each seed).
 
     ``index`` chooses colour, marker and dash. ``dots`` marks each point; thin lines get small ones. ``loose`` are
-    further points, small and open, which no line goes through.
+    evaluations of a part of the problems, small and open; no line connects them.
     """
 
     name: str
@@ -51,7 +51,6 @@ class Series:
     thin: Sequence[Sequence[tuple[float, float]]] = ()
     dots: bool = False
     loose: Sequence[tuple[float, float]] = ()
-    loose_are: str = "of a part of the problems"
 
 
 @dataclass
@@ -176,7 +175,7 @@ def line_chart(
             parts += [mark(each.index, *spot, 1.7) for spot in spots if each.dots]
     for each in series:
         for a, b in each.loose:
-            hint = f"{each.name}: {tick_text(b, 1e-3, unit)} at {a:g}, {each.loose_are}"
+            hint = f"{each.name}: {tick_text(b, 1e-3, unit)} at {a:g}, of a part of the problems"
             parts.append(mark(each.index, x(a), y(b), 2.4, hint, empty=True))
         dash = DASHES[each.index % len(DASHES)]
         dashed = f' stroke-dasharray="{dash}"' if dash else ""

@@ -63,7 +63,7 @@ def code_version() -> dict[str, str]:
 
 def module_hashes(config: Config, folder: Path) -> dict[str, str]:
     """SHA-256 of the source of every module of the user's that a configuration names, without importing any, and of
-    the files of every reward model and of planning phrases.
+    the files of every reward model.
 
     Modules are looked up in ``folder``, the working directory and on the import path, reward models in the first two
     and in the hub's cache; others are left out.
@@ -73,10 +73,6 @@ def module_hashes(config: Config, folder: Path) -> dict[str, str]:
         cached = find_file(name, "config.json")
         if directory := local_directory(name, folder, Path.cwd()) or (cached and cached.parent):
             hashes[name] = files_digest(directory)
-    if grams := config.planning.grams:
-        paths = (place / Path(grams).expanduser() for place in (folder, Path.cwd()))
-        if path := next((path for path in paths if path.is_file()), None):
-            hashes[grams] = sha256(path)
     for key, value in _texts(config.model_dump(mode="json", by_alias=True)):
         if key == "custom_module":
             named.add(value)

@@ -332,7 +332,7 @@ def _no_planning(recent: Recent, shares: list[float]) -> Finding:
         return None
     return (
         f"no planning token was found in 5 steps, so {mode} cannot tell planning from execution",
-        "give phrases that this model writes in [logging] strategic_grams, or find them with retrain mine RUN",
+        "give phrases that this model writes in [logging] strategic_grams",
     )
 
 

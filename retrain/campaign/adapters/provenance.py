@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from retrain.campaign.adapters.squeeze import find_adapter
 from retrain.campaign.planning.manifest import MANIFEST, PLAN
 from retrain.config import Config, parse_dict
+from retrain.config.legacy import without_removed
 from retrain.errors import ConfigError, ModelError, UsageError
 from retrain.files import read_json
 from retrain.models import bundled_model_path, bundled_name
@@ -110,7 +111,7 @@ def _recorded(adapter: Path) -> Provenance:
         if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in (*SECTIONS, "types")):
             continue  # not of a run or campaign of ours: a model's
         try:
-            config = parse_dict({key: content[key] for key in SECTIONS if key in content})
+            config = parse_dict(without_removed({key: content[key] for key in SECTIONS if key in content}))
         except ConfigError as error:
             raise UsageError(f"{folder / CONFIG} is not of this version of retrain: {error}") from error
         base, built = content.get("base") or {}, content.get("built") or {}

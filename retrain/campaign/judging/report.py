@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.judging.audit_section import audit_section
 from retrain.campaign.judging.declaration import EXPLORATORY, INTERIM
 from retrain.campaign.judging.evidence import MIN_BAND_SEEDS, Campaign, read_campaign
-from retrain.campaign.judging.leading import leading_section
 from retrain.campaign.judging.probed import campaign_probe_lines
 from retrain.campaign.judging.report_sections import (
+    audit_section,
     curves_section,
     distributions_section,
     figure,
@@ -81,7 +80,6 @@ def report_html(campaign: Campaign) -> str:
         ("Verdict", _verdicts(campaign)),
         ("Curves", curves_section(campaign)),
         ("Reward and audit", audit_section(campaign)),
-        ("Where curves lead", leading_section(campaign)),
         ("Results", results_section(campaign)),
         ("Same prompt", same_prompt_section(campaign)),
         ("Distributions", distributions_section(campaign)),

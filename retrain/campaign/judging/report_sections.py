@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from retrain.campaign.judging.audited import audited
 from retrain.campaign.judging.evidence import (
     MIN_BAND_SEEDS,
     Campaign,
@@ -29,6 +30,7 @@ from retrain.record.charts import Series
 from retrain.record.html import escape
 from retrain.record.numbers import points, short
 from retrain.record.tables import accuracy_name, short_metric, squeeze_cells, squeeze_columns, squeeze_words
+from retrain.rewards.audit import AUDIT
 
 TWINS = 8
 """Prompts shown for each comparison."""
@@ -393,3 +395,20 @@ def _page_name(path: str) -> str:
 
 def _link(path: str, text: str) -> str:
     return f'<a href="{escape(quote(path))}">{escape(text)}</a>'
+
+
+def audit_section(campaign: Campaign) -> str:
+    """A chart for each condition and audited set, both lines over steps, with what they say; "" without an audit."""
+    plots = []
+    for each in audited(campaign.runs, campaign.labels):
+        series = [
+            curve(title, index, campaign.of(each.label), f"eval/{each.name}/{key}", share=False, smooth=False)
+            for index, (title, key) in enumerate((("reward", "reward_mean"), ("audit", AUDIT)))
+        ]
+        plain = [Series(line.name, line.index, line.points, line.band, dots=True) for line in series]
+        chart = charts.line_chart(
+            plain, label=f"Reward and audit of {each.label} over steps", x_title="step", unit="", limits=(None, None)
+        )
+        words = "held-out problems, mean of the seeds, band: 95 % interval; the audit trains nothing"
+        plots.append(figure(each.label, words, chart) + f"<p>{escape(each.sentence)}</p>")
+    return f"<div class='plots'>{''.join(f'<div>{plot}</div>' for plot in plots)}</div>" if plots else ""

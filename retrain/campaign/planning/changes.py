@@ -129,7 +129,6 @@ def version_changes(run_directory: Path, spec: RunSpec, folder: Path) -> list[st
         if modules.get(name) != hashes.get(name):
             old, new = (str(each.get(name, "(not there)"))[:12] for each in (modules, hashes))
             kind = "files of the reward model" if name in spec.config.reward_models else "code of"
-            kind = "planning phrases in" if name == spec.config.planning.grams else kind
             lines.append(line(f"{kind} {name}", old, new))
     packages, installed = facts.get("packages") or {}, package_versions()
     for name in sorted({*packages, *installed} - set(QUIET_PACKAGES)):

@@ -18,6 +18,7 @@ from retrain.campaign.planning.changes import counts, flat
 from retrain.campaign.planning.pieces import Pieces
 from retrain.campaign.planning.plan import Plan, RunSpec, run_directory
 from retrain.config import parse_dict
+from retrain.config.legacy import REMOVED, without_removed
 from retrain.errors import UsageError
 from retrain.files import dumps, read_json, write_json, write_text
 from retrain.ownership import MARK, not_readable
@@ -283,6 +284,8 @@ def _plan_content(directory: Path) -> dict[str, Any]:
                 raise UsageError(f"{path} names {run['run_id']!r}, which is not a run of this directory")
             if not isinstance(run["config"], dict) or not isinstance(run["overrides"], dict):
                 raise ValueError(f"{run['run_id']} has no configuration")
+            run["config"] = without_removed(run["config"])
+            run["overrides"] = {key: value for key, value in run["overrides"].items() if key not in REMOVED}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise not_readable(path, error, "type retrain train with the file and --out") from error
     return content

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from retrain.algorithms.grams import grams_file, read_grams
 from retrain.campaign.planning.architecture import architecture_of
 from retrain.campaign.planning.asked import Longest, askable, context_length, data_of, missing_column, tokenizer_of
 from retrain.campaign.planning.outputs import check_places
@@ -92,7 +91,6 @@ def _problems(plan: Plan, loaded: Loaded, rewards: CustomRewards) -> Iterator[Pr
         if wanted not in examined:  # one look at files for all runs that want them
             examined.add(wanted)
             yield from _model_problems(loaded, spec.config)
-        yield from _grams_problems(loaded, spec.config.planning.grams, folder)
         teacher = spec.config.distillation.teacher if spec.config.distillation.active else None
         if teacher is not None and (fault := teacher_fault(spec.config, folder)):
             yield _problem_at(loaded, "distillation.teacher", teacher, f'is "{teacher}": {fault}')
@@ -115,8 +113,6 @@ def absent_packages(config: Config, folder: Path) -> Iterator[tuple[str, Any, st
         wanted.append(("campaign.executor", "ray", "ray"))
     if config.model.quantize == "nf4":
         wanted.append(("model.quantize", "nf4", "bitsandbytes"))
-    if config.planning.detector == "semantic":
-        wanted.append(("planning.detector", "semantic", "sentence_transformers"))
     for name in trackers(logging.report_to, logging.wandb_project):
         if name in logging.report_to and name in EXTRA_OF:
             wanted.append(("logging.report_to", name, name))
@@ -361,16 +357,6 @@ def _capability_problems(loaded: Loaded, config: Config, backend: Any) -> Iterat
             message = f'is "{wants}", which needs the entropy of whole distributions; backend {name} gives none'
             yield _problem_at(loaded, f"algorithm.{key}", wants, message, f'{key} = "{other}"')
             return
-
-
-def _grams_problems(loaded: Loaded, named: str | None, folder: Path) -> Iterator[Problem]:
-    """What keeps the file of planning phrases from being read."""
-    try:
-        if named is not None:
-            read_grams(grams_file(named, folder))
-    except DataError as error:
-        reason = str(error).removeprefix(f"[planning] grams = {named!r}: ")
-        yield _problem_at(loaded, "planning.grams", named, f'is "{named}": {reason}')
 
 
 def _reward_problems(loaded: Loaded, config: Config, folder: Path, rewards: CustomRewards) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 
-from retrain.algorithms.detectors import load_detector
 from retrain.algorithms.protocol import Algorithm
-from retrain.algorithms.standard import Modes, Standard, load_modes
+from retrain.algorithms.standard import Modes, Standard, load_detector, load_modes
 from retrain.campaign.planning.asked import Longest, askable, check_rubrics, data_of, missing_column, parts_of
 from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, recorded_facts, world_changes
 from retrain.campaign.planning.outputs import run_place
 from retrain.campaign.planning.plan import RunSpec, run_directory
 from retrain.campaign.planning.references import is_source, named_code
-from retrain.campaign.running.canary import tried_servers
 from retrain.campaign.running.fitting import check_memory, lane_bytes
 from retrain.campaign.running.models import Bases, CohortModel, local_model, plugin_model
 from retrain.campaign.running.protocol import CohortJob
@@ -33,6 +31,7 @@ from retrain.data import Dataset, content_hash
 from retrain.data.cursor import DataCursor
 from retrain.data.dataset import column_values
 from retrain.data.prompts import Renderer, longest_prompt
+from retrain.engines.server.canary import canaries
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import Tell, Told
 from retrain.environments.build import environments_of
@@ -468,3 +467,16 @@ def _declared_ranges(
     ends = environment.reward_range
     acted = {**environment.metrics_ranges, **({} if ends is None else {"reward": {"min": ends[0], "max": ends[1]}})}
     return plugins, chart_ranges(*(ranges for key, ranges in code if is_source(key)), acted, graded, written)
+
+
+def tried_servers(engine: ServerEngine, bases: Bases, specs: Sequence[RunSpec]) -> Iterator[str]:
+    """Yield a line for each server and kind of adapter that the runs train. Raises ModelError for a server that
+    does not compute what is trained here."""
+    base, lanes = bases.trained(specs[0].config)
+    kinds = []
+    for spec in specs:
+        tolerance = spec.config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
+        kinds.append((spec.config.model.lora_rank, spec.config.lora.alpha, spec.config.training.temperature, tolerance))
+    with base.presence.alone():
+        for found in canaries(engine, base, lanes, list(dict.fromkeys(kinds))):
+            yield found.words

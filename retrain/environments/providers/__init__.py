@@ -35,11 +35,5 @@ PROVIDERS = {
         "openenv",
         "environments behind an OpenEnv server, one that runs or one that each worker starts",
     ),
-    "textarena": Provider(
-        f"{_HERE}.textarena:TextArena",
-        "textarena",
-        "textarena",
-        "text games for one player, such as GuessTheNumber-v0",
-    ),
 }
 """By the name that a configuration uses."""

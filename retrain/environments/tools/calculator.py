@@ -9,7 +9,7 @@ from collections.abc import Callable
 from decimal import Context, Decimal
 from fractions import Fraction
 
-from retrain.environments.tools.errors import ToolError
+from retrain.environments.tools import ToolError
 
 MAX_CHARACTERS = 2000
 MAX_DIGITS = 1000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 
-from retrain.environments.tools.errors import ToolError
+from retrain.environments.tools import ToolError
 from retrain.environments.tools.inside import FLOOD
 from retrain.environments.tools.sandbox import Limits, Outcome, Sandbox
 from retrain.errors import UsageError

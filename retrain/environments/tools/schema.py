@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, Validation
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation
 from pydantic.json_schema import GenerateJsonSchema, PydanticInvalidForJsonSchema
 
-from retrain.environments.tools.errors import ToolError
+from retrain.environments.tools import ToolError
 from retrain.errors import PluginError, RetrainError
 from retrain.plugins import described
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrain.environments.tools.errors import ToolError
+from retrain.environments.tools import ToolError
 from retrain.errors import DataError, UsageError
 from retrain.extras import is_installed, missing
 

@@ -9,8 +9,10 @@ from typing import Any
 
 from starlette.routing import Route
 
+from retrain.config.legacy import removed_note
 from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
+from retrain.ui.sources import Run, json_of
 from retrain.ui.summary import notes_of
 
 MOST_NOTES, MOST_LINES = 2_000, 500
@@ -30,9 +32,11 @@ def routes(library: Library) -> list[Route]:
         search, level = query.text("search", "").lower(), query.text("level", "")
         rows = []
         for run in home.runs:
-            about = {"place": run.place, "run": run.run_id, "label": run.label, "index": run.index, "seed": run.seed}
-            rows += [about | {key: note.get(key) for key in ("step", "key", "level", "text", "remedy")}
-                     for note in notes_of(library, run)]  # fmt: skip
+            rows += [_row(run, note) for note in notes_of(library, run)]
+        if home.runs and (ignored := removed_note(json_of(library.places.file(home.path, "config.json")))):
+            remedy = "a run that is resumed continues without them"
+            rows.append(_row(home.runs[0], {"step": 0, "key": "removed_keys", "level": "info", "text": ignored,
+                                            "remedy": remedy}))  # fmt: skip
         chosen = [row for row in rows if (not level or row["level"] == level) and _has(row, search)]
         chosen.sort(key=lambda row: row["step"] if isinstance(row["step"], int) else -1, reverse=True)
         return {"notes": chosen[:MOST_NOTES], "total": len(chosen), "of": len(rows)}
@@ -46,6 +50,11 @@ def routes(library: Library) -> list[Route]:
         return {"place": run.place} | lines_before(path, before, query.text("search", "").lower())
 
     return [json_route("/api/notes", notes), json_route("/api/log", log)]
+
+
+def _row(run: Run, note: dict[str, Any]) -> dict[str, Any]:
+    about = {"place": run.place, "run": run.run_id, "label": run.label, "index": run.index, "seed": run.seed}
+    return about | {key: note.get(key) for key in ("step", "key", "level", "text", "remedy")}
 
 
 def _has(row: dict[str, Any], search: str) -> bool:

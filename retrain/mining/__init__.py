@@ -1,1 +1,0 @@
-"""`retrain mine`: strategic grams from the completions that a run recorded."""
