@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,18 +26,6 @@ class StubHost(raycluster.Host):
         stub = TESTS / "stubworker.py"
         spawning.BOOT = f"import runpy; runpy.run_path({str(stub)!r}, run_name='__main__')"
         rayconnect.SHARED_SECONDS = 1.0
-        super().__init__(seating)
-
-
-class ApartHost(raycluster.Host):
-    """On a machine that does not see the campaign's directory: what it keeps lies in a new folder beside that."""
-
-    def __init__(self, seating: raycluster.Seating):
-        raycluster.sees = lambda *_: False
-        folder = Path(seating.cwd, seating.directory).parent / f"node_{seating.number}_{os.getpid()}"
-        folder.mkdir()
-        tempfile.tempdir = str(folder)
-        spawning.BOOT = f"import retrain.campaign.running.mirror as each; each.PERIOD_SECONDS = 0.2; {spawning.BOOT}"
         super().__init__(seating)
 
 

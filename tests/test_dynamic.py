@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from probe_cases import BINARY, probed, toy
 from record_cases import completion, context, group, step
 from toycampaign import StopAfter, campaign, toy_world
 from typer.testing import CliRunner
@@ -22,7 +21,6 @@ from retrain.data.prompts import Renderer
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef
 from retrain.files import read_jsonl
-from retrain.probe import measure
 from retrain.record.measure import Totals, step_row
 from retrain.record.observer import NullObserver
 from retrain.rollouts.collect import RolloutRequest
@@ -324,27 +322,6 @@ def test_where_nothing_can_teach_the_first_draw_is_the_batch(tmp_path, model):
         assert [row["mean_reward"] for row in own] == [row["mean_reward"] for row in rows[run]]
         first = read_jsonl(tmp_path / "without/runs" / run / "emergence/generations.jsonl")
         assert first == read_jsonl(tmp_path / "out/runs" / run / "emergence/generations.jsonl")
-
-
-def test_a_probe_samples_as_training_would(tmp_path, model, monkeypatch):
-    """A condition with dynamic sampling has rollouts of its own there, and of them those that it would train on."""
-    (model.parent / "binary.py").write_text(BINARY)
-    path = toy(tmp_path, model, ("grpo", "none"), ("grpo", "none"), group=2, problems=0)
-    text = path.read_text()
-    path.write_text(text.replace("\n\n[model]", "\ndynamic_sampling = 6\n\n[model]", 1))
-    found, sample = {}, measure.sample_batches
-
-    def noting(engine, run, batches, tell):
-        found[run.config.training.dynamic_sampling] = sample(engine, run, batches, tell)
-        return found[run.config.training.dynamic_sampling]
-
-    monkeypatch.setattr(measure, "sample_batches", noting)
-    report = probed(path, problems=0)
-    assert [each["same_rollouts"] for each in report["points"][0]["conditions"]] == [True, False]
-    first, again = ([group for batch in found[key] for group in batch] for key in (0, 6))
-    assert len(first) == len(again) == 12
-    alike = [sum(why_alike(group) is not None for group in own) for own in (first, again)]
-    assert alike[1] < alike[0]
 
 
 # -- what is said ---------------------------------------------------------------------------------------------------

@@ -1,23 +1,24 @@
-"""The copy of a directory behind a URL: what is there at any moment can be gone on from, and is nobody else's."""
+"""The copy of a directory at a URL: it can be resumed from at any moment, and has one writer."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import time
+import threading
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
+import fsspec
 import pytest
 from toycampaign import StopAfter
 from typer.testing import CliRunner
-from worker_cases import Heard, contents, planned
+from worker_cases import contents, planned
 
-import retrain.campaign.running.mirror as mirror
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.running.controller import execute
 from retrain.campaign.running.lease import LEASE
-from retrain.campaign.running.mirror import INDEX, Mirror, Mirroring, Store, fetch
+from retrain.campaign.running.mirror import INDEX, Mirror, uploading
 from retrain.cli import app
 from retrain.errors import ConfigError, LeaseLost, NotOurs, RetrainError, StorageError, UsageError
 from retrain.files import ASIDE, read_json
@@ -25,28 +26,35 @@ from retrain.ownership import MARK, Owner, claim, owner_of, publish, remove
 from retrain.record.observer import NullObserver
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(mirror, "PAUSE_SECONDS", 0.01)
-
-
-def a_run(folder: Path) -> Owner:
-    """A directory with records and one checkpoint."""
-    owner = claim(folder)
-    (folder / "metrics.jsonl").write_text('{"step": 0}\n')
-    (folder / "emergence").mkdir()
-    (folder / "emergence/steps.jsonl").write_text("{}\n")
-    a_checkpoint(folder, owner, 1)
-    return owner
-
-
-def a_checkpoint(folder: Path, owner: Owner, step: int) -> None:
+def add_checkpoint(folder: Path, owner: Owner, step: int) -> None:
+    """Append the step's row and publish its checkpoint."""
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": step}) + "\n")
     place = f"checkpoints/step_{step:06}"
     aside = folder / f".{step}.1{ASIDE}"
     aside.mkdir()
     (aside / "state.json").write_text(json.dumps({"step": step}))
     (folder / "checkpoints").mkdir(exist_ok=True)
     publish(aside, folder / place, owner.at(place))
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run's directory with records, one checkpoint and a manifest."""
+    folder = tmp_path / "run"
+    owner = claim(folder)
+    add_checkpoint(folder, owner, 1)
+    (folder / "manifest.json").write_text('{"runs": []}')
+    return folder
+
+
+def train_on(run: Path) -> None:
+    """Add a checkpoint, remove the one before."""
+    owner = owner_of(run)
+    assert owner is not None
+    add_checkpoint(run, owner, 2)
+    remove(run / "checkpoints/step_000001", owner.at("checkpoints/step_000001"))
+    (run / "manifest.json").write_text('{"runs": [1]}')
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -57,416 +65,241 @@ def files(folder: Path) -> dict[str, bytes]:
     }
 
 
-def copied(folder: Path) -> Mirror:
-    """A copy beside the directory."""
-    made = Mirror(Store(f"file://{folder}_copy"), ".", folder)
-    made.claim()
-    return made
+def copied(run: Path, url: str) -> Mirror:
+    """The copy after the first upload."""
+    mirror = Mirror(url, run)
+    mirror.claim()
+    mirror.push()
+    return mirror
 
 
-def test_the_copy_is_what_is_there(tmp_path):
-    folder = tmp_path / "run"
-    owner = a_run(folder)
-    made = copied(folder)
-    made.push()
-    assert files(tmp_path / "run_copy") == files(folder)
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 1}\n')
-    a_checkpoint(folder, owner, 2)
-    remove(folder / "checkpoints/step_000001", owner.at("checkpoints/step_000001"))
-    (folder / "emergence/steps.jsonl").unlink()
-    made.push()
-    assert files(tmp_path / "run_copy") == files(folder)
+def fetched(url: str, folder: Path) -> dict[str, bytes]:
+    Mirror(url, folder).fetch()
+    return files(folder)
 
 
-def test_what_is_not_retrains_and_what_is_half_written_stays_here(tmp_path):
-    folder = tmp_path / "run"
-    a_run(folder)
-    for name in (
-        "mine.txt",
-        LEASE,
-        "workers/worker_1.log",
-        f".config.json.7{ASIDE}",
-        f"checkpoints/.x.7{ASIDE}/state.json",
-    ):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("not for others")
-    (folder / "config.json").symlink_to(tmp_path / "elsewhere")
-    copied(folder).push()
-    there = files(tmp_path / "run_copy")
-    assert sorted(there) == [
-        "checkpoints/step_000001/retrain.json", "checkpoints/step_000001/state.json", "emergence/steps.jsonl",
-        "metrics.jsonl", "retrain.json",
-    ]  # fmt: skip
+class Flaky:
+    """A file system that records what is written and removed, and fails these while ``broken``."""
+
+    def __init__(self, mirror: Mirror):
+        self.store, self.broken, self.done = mirror.store, lambda: False, []
+        mirror.store = self
+
+    def __getattr__(self, name):
+        method = getattr(self.store, name)
+        if name not in ("pipe_file", "put_file", "rm_file"):
+            return method
+
+        def call(*arguments):
+            if self.broken():
+                raise ConnectionError("no network")
+            self.done.append((name[:2], arguments[name == "put_file"].removesuffix(ASIDE)))
+            method(*arguments)
+
+        return call
 
 
-class Recording(Store):
-    """Keeps what is done in its order; ``fail`` is asked before each."""
+class OfAnyStore:
+    """``url`` is a fixture of the subclasses."""
 
-    def __init__(self, url, fail=lambda name: False):
-        super().__init__(url)
-        self.done, self.fail = [], fail
+    def test_the_copy_follows_the_directory(self, run, url, tmp_path):
+        mirror = copied(run, url)
+        assert fetched(url, tmp_path / "first") == files(run)
+        train_on(run)
+        mirror.push()
+        assert fetched(url, tmp_path / "second") == files(run)
+        assert not mirror.store.exists("checkpoints/step_000001/state.json")
 
-    def write(self, name, data):
-        self._do("write", name)
-        super().write(name, data)
+    def test_there_is_one_writer(self, run, url):
+        first, second = copied(run, url), copied(run, url)
+        second.push()
+        train_on(run)
+        with pytest.raises(LeaseLost, match="another process writes"):
+            first.push()
+        assert not second.store.exists("checkpoints/step_000002/state.json")
 
-    def upload(self, name, source):
-        self._do("upload", name)
-        super().upload(name, source)
-
-    def remove(self, name):
-        self._do("remove", name)
-        super().remove(name)
-
-    def _do(self, what, name):
-        if self.fail(name):
-            raise StorageError(name, "no network")
-        self.done.append((what, name))
-
-
-def test_marks_come_last_and_go_first_and_the_index_says_no_more_than_there_is(tmp_path):
-    folder = tmp_path / "run"
-    owner = a_run(folder)
-    store = Recording(f"file://{tmp_path}/copy")
-    made = Mirror(store, ".", folder)
-    made.claim()
-    made.push(b"{}")
-    order = [name for _, name in store.done]
-    assert order[:2] == [MARK, INDEX]
-    steps = [order.index(name) for name in (
-        "metrics.jsonl", "checkpoints/step_000001/state.json", "checkpoints/step_000001/retrain.json", "manifest.json"
-    )]  # fmt: skip
-    assert steps == sorted(steps)
-    assert order[-1] == INDEX
-    store.done.clear()
-    made.push(b"{}")
-    assert store.done == []  # nothing has changed
-    made.push(b'{"runs": []}')
-    assert store.done == [("write", "manifest.json")]
-    store.done.clear()
-    a_checkpoint(folder, owner, 2)
-    remove(folder / "checkpoints/step_000001", owner.at("checkpoints/step_000001"))
-    made.push()
-    assert store.done == [
-        ("upload", "checkpoints/step_000002/state.json"), ("upload", "checkpoints/step_000002/retrain.json"),
-        ("write", INDEX), ("remove", "checkpoints/step_000001/retrain.json"),
-        ("remove", "checkpoints/step_000001/state.json"), ("write", INDEX),
-    ]  # fmt: skip
+    def test_files_of_others_are_refused(self, run, url, tmp_path):
+        fs, root = fsspec.url_to_fs(url)
+        fs.makedirs(f"{root}/full")
+        fs.pipe_file(f"{root}/full/thesis.tex", b"words")
+        with pytest.raises(NotOurs, match="is not a copy of"):
+            Mirror(f"{url}/full", run).claim()
+        copied(run, f"{url}/copy")
+        claim(tmp_path / "other")
+        with pytest.raises(NotOurs, match="is not a copy of"):
+            Mirror(f"{url}/copy", tmp_path / "other").claim()
 
 
-def test_records_are_at_least_as_long_as_the_checkpoints_need(tmp_path, monkeypatch):
-    """A step that ends while the directory is looked at: its checkpoint is not seen before its row."""
-    folder = tmp_path / "run"
-    owner = a_run(folder)
-    made = copied(folder)
-    look = mirror.mark_of
-
-    def step(directory):
-        found = look(directory)
-        if directory.name == "checkpoints" and not (folder / "checkpoints/step_000002").exists():
-            with open(folder / "metrics.jsonl", "a") as file:
-                file.write('{"step": 1}\n')
-            a_checkpoint(folder, owner, 2)
-        return found
-
-    monkeypatch.setattr(mirror, "mark_of", step)
-    made.push()
-    there = files(tmp_path / "run_copy")
-    assert "checkpoints/step_000002/state.json" in there
-    assert there["metrics.jsonl"].count(b"\n") == 2
+class TestFile(OfAnyStore):
+    @pytest.fixture
+    def url(self, tmp_path):
+        return f"file://{tmp_path}/store"
 
 
-@pytest.mark.parametrize("number", range(9))
-def test_a_copy_that_broke_off_is_whole_when_brought(tmp_path, number):
-    """After any number of uploads the network is gone: what is brought has whole checkpoints, and can be copied on."""
-    folder = tmp_path / "run"
-    owner = a_run(folder)
-    copied(folder).push()
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 1}\n')
-    a_checkpoint(folder, owner, 2)
-    remove(folder / "checkpoints/step_000001", owner.at("checkpoints/step_000001"))
-    left = [number]
-
-    def fail(name):
-        left[0] -= 1
-        return left[0] < 0
-
-    made = Mirror(Recording(f"file://{folder}_copy", fail), ".", folder)
-    try:
-        made.claim()
-        made.push(b'{"runs": []}')
-    except StorageError:
-        pass
-    else:
-        assert number == 8
-    brought = tmp_path / "brought"
-    Mirror(Store(f"file://{folder}_copy"), ".", brought).pull(owner)
-    steps = sorted((brought / "checkpoints").iterdir())
-    assert steps
-    for step in steps:
-        assert json.loads((step / "state.json").read_text())["step"] == int(step.name[5:])
-        assert owner_of(step) == owner.at(f"checkpoints/{step.name}")
-    rows = (brought / "metrics.jsonl").read_text().count("\n")
-    assert rows >= int(steps[-1].name[5:])
-    again = Mirror(Store(f"file://{folder}_copy"), ".", folder)
-    again.claim()
-    again.push()
-    there = files(tmp_path / "run_copy")
-    assert {name: data for name, data in there.items() if name != "manifest.json"} == files(folder)
+class TestMemory(OfAnyStore):
+    @pytest.fixture
+    def url(self, tmp_path):
+        return f"memory://{tmp_path}"
 
 
-def test_what_is_brought_replaces_what_is_old_and_removes_what_is_not_there(tmp_path):
-    folder, other = tmp_path / "run", tmp_path / "other"
-    owner = a_run(folder)
-    made = copied(folder)
-    made.push()
-    shutil.copytree(folder, other)
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 1}\n')
-    made.push()
-    a_checkpoint(other, owner, 7)
-    (other / "evals.jsonl").write_text("{}\n")
-    (other / "mine.txt").write_text("mine")
-    Mirror(made.store, ".", other).pull(owner)
-    assert files(other) == files(folder) | {"mine.txt": b"mine"}
-    time = (other / "metrics.jsonl").stat().st_mtime_ns
-    Mirror(made.store, ".", other).pull(owner)  # nothing is brought twice
-    assert (other / "metrics.jsonl").stat().st_mtime_ns == time == (folder / "metrics.jsonl").stat().st_mtime_ns
-
-
-def test_without_a_copy_nothing_is_brought(tmp_path):
-    folder = tmp_path / "run"
-    owner = a_run(folder)
-    here = files(folder)
-    Mirror(Store(f"file://{tmp_path}/nothing"), ".", folder).pull(owner)
-    assert files(folder) == here
-    store = Store(f"file://{tmp_path}/copy")
-    store.write(INDEX, b'{"token": "of a process that was killed then", "files": {}}')
-    Mirror(store, ".", folder).pull(owner)
-    assert files(folder) == {MARK: here[MARK]}
-
-
-def test_nothing_of_others_is_replaced(tmp_path):
-    folder, other = tmp_path / "run", tmp_path / "other"
-    a_run(folder)
-    a_run(other)
-    copied(folder).push()
-    with pytest.raises(NotOurs, match="is the copy of another directory"):
-        Mirror(Store(f"file://{tmp_path}/run_copy"), ".", other).claim()
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/thesis.tex").write_text("words")
-    with pytest.raises(NotOurs, match="holds what retrain did not copy there"):
-        Mirror(Store(f"file://{tmp_path}/full"), ".", folder).claim()
-    assert files(tmp_path / "full") == {"thesis.tex": b"words"}
-    with pytest.raises(NotOurs):
-        Mirror(Store(f"file://{tmp_path}/run_copy"), ".", other).pull(Owner("another"))
-
-
-def test_who_was_followed_by_another_stops(tmp_path):
-    folder = tmp_path / "run"
-    a_run(folder)
-    first, second = copied(folder), copied(folder)
-    (folder / "metrics.jsonl").write_text('{"step": "second"}\n')
-    second.push()
-    (folder / "metrics.jsonl").write_text('{"step": "of the first"}\n')
-    with pytest.raises(LeaseLost, match="another process has taken over"):
-        first.push()
-    assert b"second" in (tmp_path / "run_copy/metrics.jsonl").read_bytes()
-
-
-def test_a_campaign_whose_copy_was_taken_over_stops(tmp_path, world, monkeypatch):
-    """Somebody goes on from the copy while this process still trains, as after a pause of its machine."""
-    monkeypatch.setattr(mirror, "PERIOD_SECONDS", 0.01)
-    url = f"file://{tmp_path}/store"
-
-    def take(spec, count):
-        if count == 3:
-            fetch(url, tmp_path / "other")
-            Mirror(Store(url), ".", tmp_path / "other").claim()
-        if count > 3:
-            time.sleep(0.1)
-
-    heard = Heard(take)
-    with pytest.raises(LeaseLost):
-        execute(planned(world, tmp_path / "out", [f"logging.mirror={url}"]), heard)
-    assert heard.steps < 24
-
-
-def test_a_store_that_does_not_answer_is_told_once_and_tried_again(tmp_path):
-    folder = tmp_path / "run"
-    a_run(folder)
-    broken, heard = [False], []
-    store = Recording(f"file://{tmp_path}/copy", lambda name: broken[0])
-    one = Mirror(store, ".", folder)
-    with Mirroring(lambda: [one], lambda text, level: heard.append((text, level)), period=0.01) as keeping:
-        broken[0] = True
-        (folder / "evals.jsonl").write_text("{}\n")
-        while len(heard) < 1:
-            os.sched_yield()
-        with pytest.raises(StorageError, match="no network"):
-            keeping.push()
-        assert len(heard) == 1
-        broken[0] = False
-    assert "no network" in heard[0][0]
-    assert heard[0][1] == "warning"
-    assert files(tmp_path / "copy") == files(folder)
-
-
-class Gone(Store):
-    """Does not answer once ``broken`` is set."""
-
-    broken = False
-
-    def write(self, name, data):
-        if Gone.broken:
-            raise StorageError(name, "no network")
-        super().write(name, data)
-
-
-def test_a_copy_that_fails_at_the_end_says_how_to_go_on(tmp_path, world, monkeypatch):
-    monkeypatch.setattr(mirror, "Store", Gone)
-    monkeypatch.setattr(Gone, "broken", False)
-    out, url = tmp_path / "out", f"file://{tmp_path}/store"
-    one = [f"logging.mirror={url}", "campaign.seeds=[1]"]
-    with pytest.raises(RetrainError, match=f"no network\nAll is in {out}.*retrain resume {out}$") as caught:
-        execute(planned(world, out, one, steps=1), Heard(lambda spec, count: setattr(Gone, "broken", True)))
-    assert caught.value.exit_status == 1
-    Gone.broken = False
-    assert execute(read_plan(out), NullObserver()).exit_status == 0
-    assert files(tmp_path / "store").keys() == files(out).keys()
-
-
-def test_a_store_that_fails_at_the_first_copy_is_not_another_process(tmp_path):
-    folder = tmp_path / "run"
-    a_run(folder)
-    for name in (MARK, INDEX):
-        failing = [name]
-        store = Recording(f"file://{tmp_path}/{name}", lambda name, failing=failing: name in failing)
-        made = Mirror(store, ".", folder)
-        with pytest.raises(StorageError, match="no network"):
-            made.push()
-        failing.clear()
-        made.push()
-        assert files(tmp_path / name) == files(folder)
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_what_has_happened_is_told_whether_or_not_it_can_be_copied(tmp_path, broken):
-    folder, heard = tmp_path / "run", []
-    a_run(folder)
-    store = Recording(f"file://{tmp_path}/copy", lambda name: broken and (folder / "evals.jsonl").exists())
-    one = Mirror(store, ".", folder)
-
-    def fails():
-        with Mirroring(lambda: [one], lambda *told: heard.append(told)):
-            (folder / "evals.jsonl").write_text("{}\n")
-            raise ValueError("the run's own")
-
-    with pytest.raises(ValueError, match="the run's own"):
-        fails()
-    assert (tmp_path / "copy/evals.jsonl").exists() is not broken
-    assert ["no network" in text for text, _ in heard] == [True] * broken
-
-
-def test_a_campaign_goes_on_from_its_copy_on_another_machine(tmp_path, world):
-    """Stopped in the middle, its directory lost, brought from the copy and continued: as if nothing had been."""
-    url = f"file://{tmp_path}/store"
-    assert execute(planned(world, tmp_path / "whole"), NullObserver()).exit_status == 0
-    out = tmp_path / "out"
-    stopped = execute(planned(world, out, [f"logging.mirror={url}"]), StopAfter(8))
-    assert stopped.exit_status == 130
-    assert files(tmp_path / "store").keys() == files(out).keys()
-    here = files(out)
-    shutil.rmtree(out)
-    fetch(url, out)
-    assert files(out) == here
-    assert execute(read_plan(out), NullObserver()).exit_status == 0
-    assert differing_files(contents(out), contents(tmp_path / "whole")) == []
-    assert files(tmp_path / "store").keys() == files(out).keys()
-    assert (tmp_path / "store/manifest.json").read_bytes() == (out / "manifest.json").read_bytes()
-
-
-def differing_files(mine: dict, reference: dict) -> list[str]:
-    return sorted(name for name in {*mine, *reference} if mine.get(name, "absent") != reference.get(name, "absent"))
-
-
-def test_the_command_line_goes_on_from_a_url(tmp_path, world, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    url = f"file://{tmp_path}/store"
-    out = tmp_path / "out"
-    assert execute(planned(world, out, [f"logging.mirror={url}"]), StopAfter(20)).exit_status == 130
-    result = CliRunner().invoke(app, ["resume", url, "--plain"])
-    assert result.exit_code == 0, result.output
-    assert f"{url} is in logs/store now" in result.output
-    runs = read_json(tmp_path / "logs/store/manifest.json")["runs"]
-    assert [(run["state"], run["step"]) for run in runs] == [("done", 3)] * 8
-    again = CliRunner().invoke(app, ["resume", url, "--plain"])
-    assert (again.exit_code, "type: retrain resume logs/store" in again.output) == (2, True)
-    nothing = CliRunner().invoke(app, ["resume", f"file://{tmp_path}/nothing"])
-    assert (nothing.exit_code, "holds no copy of a run or campaign" in nothing.output) == (2, True)
-    here = CliRunner().invoke(app, ["resume", str(out), "--out", "x"])
-    assert (here.exit_code, "leave out --out" in here.output) == (2, True)
-
-
-def test_a_url_that_cannot_be_opened_is_told_before_anything_is_done(tmp_path, world):
-    with pytest.raises(ConfigError, match=r"logging.mirror.*is no URL"):
-        planned(world, tmp_path / "out", ["logging.mirror=results"])
-    with pytest.raises(UsageError, match="cannot be opened"):
-        Store("nosuch://bucket/x")
-    heard = Heard()
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/thesis.tex").write_text("words")
-    with pytest.raises(NotOurs):
-        execute(planned(world, tmp_path / "out", [f"logging.mirror=file://{tmp_path}/full"]), heard)
-    assert heard.steps == 0
-
-
-@pytest.fixture
-def bucket(monkeypatch):
+@pytest.fixture(scope="module")
+def bucket():
     """A bucket of a server that speaks S3, on this machine."""
-    server_of = pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
-    boto3 = pytest.importorskip("boto3")
-    server = server_of.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto, boto3 = pytest.importorskip("moto.server"), pytest.importorskip("boto3")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
-        "AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": host,
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="lab")
-    yield client
+    keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**keys, "AWS_ENDPOINT_URL": f"http://{host}:{port}", "NO_PROXY": host}.items():
+            patch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="lab")
+        yield "s3://lab"
     server.stop()
 
 
-def test_s3(tmp_path, bucket):
-    """The same through S3's own protocol, whose uploads are seen when they are complete."""
-    folder = tmp_path / "run"
-    owner = a_run(folder)
-    with pytest.raises(StorageError, match="nobucket"):
-        Mirror(Store("s3://nobucket/x"), ".", folder).claim()
-    store = Store("s3://lab/experiments/gtpo/")
-    made = Mirror(store, ".", folder)
-    made.claim()
-    made.push()
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 1}\n')
-    a_checkpoint(folder, owner, 2)
-    remove(folder / "checkpoints/step_000001", owner.at("checkpoints/step_000001"))
-    made.push()
-    keys = [each["Key"] for each in bucket.list_objects_v2(Bucket="lab")["Contents"]]
-    assert {key.removeprefix("experiments/gtpo/") for key in keys} == {*files(folder), INDEX}
-    brought = tmp_path / "brought"
-    Mirror(Store("s3://lab/experiments/gtpo"), ".", brought).pull(owner)
-    assert files(brought) == files(folder)
-    second = Mirror(Store("s3://lab/experiments/gtpo"), ".", brought)
-    second.claim()
-    with pytest.raises(LeaseLost):
-        made.push()
-    bucket.put_object(Bucket="lab", Key="other/thesis.tex", Body=b"words")
-    with pytest.raises(NotOurs):
-        Mirror(Store("s3://lab/other"), ".", folder).claim()
+class TestS3(OfAnyStore):
+    @pytest.fixture
+    def url(self, bucket, tmp_path):
+        return f"{bucket}/{tmp_path.name}"
+
+    def test_a_bucket_that_does_not_exist(self, run, bucket):
+        with pytest.raises(StorageError, match="nobucket"):
+            Mirror("s3://nobucket/x", run).claim()
+
+
+def test_records_come_before_checkpoints_before_the_manifest_before_the_index(run, tmp_path):
+    mirror = Mirror(f"file://{tmp_path}/store", run)
+    store = Flaky(mirror)
+    mirror.claim()
+    mirror.push()
+    checkpoint = ["checkpoints/step_000001/state.json", "checkpoints/step_000001/retrain.json"]
+    order = [INDEX, "metrics.jsonl", MARK, *checkpoint, "manifest.json", INDEX]
+    mirror.push()  # nothing has changed
+    assert [name for _, name in store.done] == order
+    train_on(run)
+    mirror.push()
+    assert store.done[-3] == ("pi", INDEX)
+    assert sorted(store.done[-2:]) == [("rm", name) for name in sorted(checkpoint)]
+
+
+def test_a_checkpoint_that_is_being_replaced_is_not_in_the_index(run, tmp_path):
+    mirror, owner = copied(run, f"file://{tmp_path}/store"), owner_of(run)
+    remove(run / "checkpoints/step_000001", owner.at("checkpoints/step_000001"))
+    add_checkpoint(run, owner, 1)
+    store = Flaky(mirror)
+    store.broken = lambda: len(store.done) == 3
+    with pytest.raises(StorageError):
+        mirror.push()
+    assert not [name for name in fetched(mirror.url, tmp_path / "fetched") if "checkpoints" in name]
+
+
+def test_only_what_retrain_has_completed_is_uploaded(run, tmp_path):
+    expected = files(run)
+    claim(run / "squeeze/continued")  # has another owner
+    for name in ("mine.txt", LEASE, "workers/worker_1.log", f".config.json.7{ASIDE}", f"checkpoints/.x.7{ASIDE}/a"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text("not for others")
+    (run / "config.json").symlink_to(tmp_path / "elsewhere")
+    copied(run, f"file://{tmp_path}/store")
+    assert files(tmp_path / "store") == expected
+
+
+@pytest.mark.parametrize("number", range(9))
+def test_an_interrupted_upload_leaves_a_copy_to_resume_from(run, tmp_path, number):
+    """The network fails after any number of writes; a later upload completes the copy."""
+    url = f"file://{tmp_path}/store"
+    copied(run, url)
+    train_on(run)
+    mirror = Mirror(url, run)
+    store = Flaky(mirror)
+    store.broken = lambda: len(store.done) == number
+    with pytest.raises(StorageError, match="no network") if number < 8 else nullcontext():
+        mirror.claim()
+        mirror.push()
+    there = fetched(url, tmp_path / "fetched")
+    steps = sorted((tmp_path / "fetched/checkpoints").iterdir())
+    assert steps
+    assert all(owner_of(step) == owner_of(run).at(f"checkpoints/{step.name}") for step in steps)
+    assert there["metrics.jsonl"].count(b"\n") >= read_json(steps[-1] / "state.json")["step"]
+    copied(run, url)
+    assert fetched(url, tmp_path / "completed") == files(run)
+
+
+def ignore(*message: str) -> None:
+    pass
+
+
+def test_a_store_that_fails_is_reported_once_and_gets_everything_when_it_answers(run, tmp_path):
+    mirror = Mirror(f"file://{tmp_path}/store", run)
+    store = Flaky(mirror)
+    messages: list[tuple[str, str]] = []
+    with uploading(mirror, lambda *message: messages.append(message), ignore, period=0.01):
+        store.broken = lambda: True
+        (run / "evals.jsonl").write_text("{}\n")
+        while not messages:
+            os.sched_yield()
+        train_on(run)
+        store.broken = lambda: False
+    ((text, level),) = messages
+    assert (level, text[:22]) == ("warning", "upload failed (file://")
+    assert text.endswith("no network); keeping local files and retrying")
+    assert files(tmp_path / "store") == files(run)
+
+
+def test_a_store_that_fails_at_the_end_fails_the_command(run, tmp_path):
+    mirror = Mirror(f"file://{tmp_path}/store", run)
+    store = Flaky(mirror)
+    uploads = uploading(mirror, ignore, ignore, pauses=(0.0,))
+    with pytest.raises(RetrainError, match=r"no network\)\nAll files are in .*retrain resume .*/run$"), uploads:
+        store.broken = lambda: True
+    uploads = uploading(Mirror(mirror.url, run), ignore, ignore)
+    with pytest.raises(ValueError, match="of the run"), uploads:
+        raise ValueError("of the run")
+    assert files(tmp_path / "store") == files(run)
+
+
+def test_who_has_lost_the_copy_is_stopped(run, tmp_path):
+    mirror, lost = Mirror(f"file://{tmp_path}/store", run), threading.Event()
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(LeaseLost))
+        stack.enter_context(uploading(mirror, ignore, lost.set, period=0.01))
+        Mirror(mirror.url, run).claim()
+        lost.wait(60)
+
+
+def test_a_campaign_resumes_from_its_copy(tmp_path, world, monkeypatch):
+    """Interrupted, its directory lost, resumed from the URL: the result of a campaign that was not interrupted."""
+    monkeypatch.chdir(tmp_path)
+    url, out = f"file://{tmp_path}/store", tmp_path / "out"
+    one = ["campaign.seeds=[1]"]
+    assert execute(planned(world, tmp_path / "whole", one, steps=2), NullObserver()).exit_status == 0
+    assert execute(planned(world, out, [*one, f"logging.mirror={url}"], steps=2), StopAfter(2)).exit_status == 130
+    assert files(tmp_path / "store") == files(out)
+    shutil.rmtree(out)
+    result = CliRunner().invoke(app, ["resume", url, "--plain"])
+    assert result.exit_code == 0, result.output
+    assert f"{url} is in logs/store now" in result.output
+    mine, reference = contents(tmp_path / "logs/store"), contents(tmp_path / "whole")
+    assert sorted(name for name in {*mine, *reference} if mine.get(name) != reference.get(name)) == []
+    shutil.rmtree(tmp_path / "store")
+    assert execute(read_plan(tmp_path / "logs/store"), NullObserver()).exit_status == 0
+    assert files(tmp_path / "store") == files(tmp_path / "logs/store")
+
+
+def test_bad_urls_are_one_line(run, tmp_path, world):
+    with pytest.raises(ConfigError, match=r"logging.mirror.*is no URL"):
+        planned(world, tmp_path / "out", ["logging.mirror=results"])
+    with pytest.raises(UsageError, match="cannot be opened"):
+        Mirror("nosuch://bucket/x", tmp_path)
+    result = CliRunner().invoke(app, ["resume", f"file://{tmp_path}/nothing"])
+    assert (result.exit_code, "holds no copy of a run or campaign" in result.output) == (2, True)
+    result = CliRunner().invoke(app, ["resume", str(tmp_path), "--out", "x"])
+    assert (result.exit_code, "leave out --out" in result.output) == (2, True)
+    copied(run, f"file://{tmp_path}/store")
+    index = read_json(tmp_path / "store" / INDEX)
+    (tmp_path / "store" / INDEX).write_text(json.dumps(index | {"files": index["files"] | {"../outside": [1, 1]}}))
+    with pytest.raises(UsageError, match="is damaged"):
+        Mirror(f"file://{tmp_path}/store", tmp_path / "a/b").fetch()
+    assert list((tmp_path / "a").iterdir()) == []

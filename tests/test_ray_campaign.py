@@ -4,7 +4,6 @@ and campaigns that end with the same bytes as in one process."""
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from ray_cases import ApartHost, StubHost, cluster_of
+from ray_cases import StubHost, cluster_of
 from toycampaign import StopAfter
 from toymodels import campaign_head
 from worker_cases import Heard, alone, contents, differing, planned, who_writes, writer
@@ -24,7 +23,6 @@ from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running.controller import execute
-from retrain.campaign.running.mirror import fetch
 from retrain.campaign.running.protocol import CohortJob, JobEnded, JobStarted, Message, StepDone, Tick
 from retrain.campaign.running.raycluster import ray_workers
 from retrain.campaign.running.workers import Workers
@@ -335,29 +333,6 @@ def test_a_killed_controller_loses_nothing_and_another_executor_goes_on(tmp_path
     assert process_start(pid) is None
     assert execute(check(read_plan(out, ["campaign.executor=inprocess"])), NullObserver()).exit_status == 0
     assert differing(contents(out), whole) == []
-
-
-def test_nodes_that_share_nothing_go_on_from_the_copy(tmp_path, world, nodes, monkeypatch):
-    """Each worker has a directory of its own. Interrupted, those that follow have nothing but the copy."""
-    monkeypatch.setattr(raycluster, "Host", ApartHost)
-    two = [CPU, "campaign.seeds=[1,2]"]
-    assert execute(planned(world, tmp_path / "whole", two, steps=30), NullObserver()).exit_status == 0
-    out, url = tmp_path / "out", f"file://{tmp_path}/store"
-    sets = there(nodes, *two, f"logging.mirror={url}", "squeeze.enabled=true", "squeeze.verify=off")
-    assert execute(planned(world, out, sets, steps=30), StopAfter(3)).exit_status == 130
-    assert len(list(out.glob("runs/*/checkpoints/*/state.json"))) >= 2  # brought when the workers had ended
-    shutil.rmtree(out / "runs")
-    left = [run["step"] for run in read_json(out / "manifest.json")["runs"]]
-    assert 0 < max(left) < 30
-    heard = Heard()
-    assert execute(check(read_plan(out)), heard).exit_status == 0
-    assert differing(contents(out), contents(tmp_path / "whole"), runs=4) == []
-    assert heard.steps == 4 * 30 - sum(left)
-    analysis = read_json(out / "squeeze/analysis.json")
-    assert Path(analysis["compressed"]).name in {path.name for path in (out / "squeeze").iterdir()}
-    fetch(url, tmp_path / "elsewhere")
-    assert differing(contents(tmp_path / "elsewhere"), contents(out), runs=4) == []
-    assert len(list(tmp_path.glob("node_*"))) >= 3
 
 
 def test_what_one_process_began_a_cluster_finishes(tmp_path, world, whole, nodes):

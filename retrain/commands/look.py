@@ -25,7 +25,7 @@ from retrain.commands.arguments import (
     read,
     require_directory,
 )
-from retrain.commands.output import note, print_comparison, print_table, visible
+from retrain.commands.output import print_comparison, print_table
 from retrain.errors import UsageError
 from retrain.files import dumps
 from retrain.wording import listed, plural
@@ -86,14 +86,11 @@ RUN_FILES = (
 
 def check(file: ConfigFile, sets: Sets = None) -> None:
     """Check a file: one line for each mistake, with the line to type instead; exit status 2 if there is any."""
-    from retrain.campaign.judging.probed import probe_lines
     from retrain.campaign.planning.plan import Plan
     from retrain.campaign.planning.references import check as examine
 
     plan = examine(Plan.of(read(file, sets)), places=False)
     print(f"{file}: fine, {plural(len(plan.specs), 'run')}")
-    for text in probe_lines(file, plan.specs):
-        note(f"probe: {text}")
 
 
 def explain(
@@ -163,7 +160,6 @@ def print_explanation(
     print(f"seeds         {' '.join(map(str, seeds))}")
     print_sets(specs[0].config)
     print_design(specs, pilot, detect)
-    print_probed(loaded.path, specs)
     print_work(specs, prompt_tokens)
     if fleet is None:
         print_costs(specs, prompt_tokens)
@@ -243,20 +239,6 @@ def print_design(specs: list[RunSpec], pilot: Path | None, detect: float | None)
     for name, lines in (("verdict", verdict_lines(specs, pilot, detect)), ("careful", warnings_of(specs))):
         for i, line in enumerate(lines):
             print(f"{'' if i and name == 'verdict' else name:<14}{line}")
-
-
-def print_probed(file: Path, specs: list[RunSpec]) -> None:
-    """Print what the probe beside the file says, or how to make one and what it takes; nothing for one condition."""
-    from retrain.campaign.judging.probed import probe_lines, probe_share
-
-    if len({spec.label for spec in specs}) < 2:
-        return
-    words = (
-        f"none beside the file: retrain probe {file} compares the conditions' updates before any run, with"
-        f" {100 * probe_share(specs):.2g} % as many completions as all runs have"
-    )
-    for i, line in enumerate(probe_lines(file, specs) or [words]):
-        print(f"{'' if i else 'probe':<14}{visible(line)}")
 
 
 def print_files(plan: Plan) -> None:

@@ -155,10 +155,10 @@ def resume(
 
     place = Path(directory)
     if "://" in directory:
-        from retrain.campaign.running.mirror import fetch
+        from retrain.campaign.running.mirror import Mirror
 
         place = out or Path("logs", directory.rstrip("/").rpartition("/")[2])
-        fetch(directory, place)
+        Mirror(directory, place).fetch()
         print(f"{directory} is in {place} now")
     elif out is not None:
         raise UsageError(f"{directory} goes on where it is: leave out --out, which is for the copy at a URL")

@@ -22,13 +22,6 @@ Table = Num[np.ndarray, "..."]
 """Of any shape."""
 Marks = Bool[np.ndarray, "..."]
 """The same of true and false."""
-Gram_CBCB = Float64[np.ndarray, "C B C B"]
-"""Inner products of the gradients of conditions on batches."""
-Gram_BB = Float64[np.ndarray, "B B"]
-Gram_PP = Float64[np.ndarray, "P P"]
-Products_BP = Float64[np.ndarray, "B P"]
-Weights_SB = Float64[np.ndarray, "S B"]
-Doubles_B = Float64[np.ndarray, "B"]
 
 
 def plugin_name(function: Callable[..., Any]) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 
 from retrain.campaign.judging.declaration import EXPLORATORY, INTERIM
 from retrain.campaign.judging.evidence import MIN_BAND_SEEDS, Campaign, read_campaign
-from retrain.campaign.judging.probed import campaign_probe_lines
 from retrain.campaign.judging.report_sections import (
     audit_section,
     curves_section,
@@ -164,13 +163,7 @@ def _verdicts(campaign: Campaign) -> str:
         words = _difference_words(comparison, rows)
         plots.append(figure(f"{title_of(measure)}: difference to the baseline", words, chart))
     plots += _seed_plot(campaign)
-    return body + _probed(campaign) + f"<div class='plots'>{''.join(plots)}</div>"
-
-
-def _probed(campaign: Campaign) -> str:
-    """What a probe of the file expected, where one lies beside it."""
-    lines = "".join(f"<li>{escape(line)}</li>" for line in campaign_probe_lines(campaign.directory))
-    return f"<p>What <code>retrain probe</code> of the file said:</p><ul>{lines}</ul>" if lines else ""
+    return body + f"<div class='plots'>{''.join(plots)}</div>"
 
 
 def _verdict_item(condition: dict[str, Any], baseline: str) -> str:

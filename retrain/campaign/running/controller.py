@@ -30,7 +30,7 @@ from retrain.campaign.planning.plan import Plan, RunSpec, run_directory
 from retrain.campaign.planning.references import check, require_packages
 from retrain.campaign.running.executors import executor_of
 from retrain.campaign.running.lease import DirectoryLock, wait_for_writers
-from retrain.campaign.running.mirror import mirroring
+from retrain.campaign.running.mirror import Mirror, uploading
 from retrain.campaign.running.protocol import (
     Evaluated,
     Event,
@@ -100,9 +100,8 @@ def execute(
     approval, executor = approval or Approval(), executor or executor_of(plan, lambda directory: lock.check())
     with ExitStack() as stack:
         stack.enter_context(lock)
-        stack.enter_context(
-            mirroring(plan, observer.message, lock.lose)
-        )  # ends last, when the manifest has been written
+        if url := plan.specs[0].config.logging.mirror:  # ends last, when the manifest has been written
+            stack.enter_context(uploading(Mirror(url, plan.directory), observer.message, lock.lose))
         stack.enter_context(restored_when_refused(plan.directory, plan.specs))
         if plan.specs[0].is_campaign:
             wait_for_writers([run_directory(plan.directory, spec) for spec in plan.specs], observer.message)

@@ -21,8 +21,7 @@ class CohortJob:
     ``longest`` are the longest completions of all runs of the plan, the fields of ``Longest``.
     ``failed_at``: those that had failed before, with the steps they had done. ``together``: all go on from the newest
     step that they have in common, else each from its own newest. ``accepted``: differences from the runs' records
-    with which they may go on. ``mirror``: the URL where the worker copies what it writes, if it is its part.
-    ``apart``: the directory is the worker's own, and what is there already comes from the copy.
+    with which they may go on.
     """
 
     directory: str
@@ -32,8 +31,6 @@ class CohortJob:
     failed_at: dict[str, int] = field(default_factory=dict)
     together: bool = True
     accepted: list[str] = field(default_factory=list)
-    mirror: str = ""
-    apart: bool = False
 
     @classmethod
     def of(cls, plan: Plan, specs: Sequence[RunSpec], **how: Any) -> CohortJob:
@@ -54,8 +51,6 @@ class SqueezeJob:
     run: dict[str, Any]
     longest: dict[str, Any]
     place: str = "squeeze"
-    mirror: str = ""
-    apart: bool = False
 
     @classmethod
     def of(cls, plan: Plan, spec: RunSpec, place: str = "squeeze") -> SqueezeJob:
@@ -65,10 +60,7 @@ class SqueezeJob:
 
 def _facts_of(plan: Plan) -> dict[str, Any]:
     """What the jobs of a plan have in common."""
-    config = plan.specs[0].config
-    mirror = config.logging.mirror if config.campaign.executor == "ray" else None
-    facts = {"directory": str(plan.directory), "folder": str(plan.folder), "longest": asdict(plan.longest)}
-    return facts | {"mirror": mirror or ""}
+    return {"directory": str(plan.directory), "folder": str(plan.folder), "longest": asdict(plan.longest)}
 
 
 Job = CohortJob | SqueezeJob

@@ -13,7 +13,6 @@ import json
 import os
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,15 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.mirror import after
 from retrain.campaign.running.processes import Process, Slot
-from retrain.campaign.running.protocol import Job, from_json
 from retrain.campaign.running.rayconnect import connect, first_line, last_line, ray_module, sees
 from retrain.campaign.running.rayfleet import RayFleet
 from retrain.campaign.running.workers import Workers
 from retrain.config import Config
 from retrain.errors import RetrainError, UsageError
-from retrain.ownership import Owner, claim
+from retrain.ownership import claim
 from retrain.wording import plural
 
 ROOM_SECONDS = 20.0
@@ -43,8 +40,7 @@ KILL_SECONDS = 20.0
 @dataclass(frozen=True)
 class Seating:
     """What a worker's actor has to know: its ``number``, the campaign's ``directory`` and its ``owner`` (the id in its
-    mark), the controller's working directory ``cwd``, the worker's ``threads``, its part of a GPU's ``memory``, and
-    whether the directory has a copy (``copied``), so that nodes need not share it."""
+    mark), the controller's working directory ``cwd``, the worker's ``threads`` and its part of a GPU's ``memory``."""
 
     number: int
     directory: str
@@ -52,7 +48,6 @@ class Seating:
     cwd: str
     threads: str
     memory: float = 1.0
-    copied: bool = False
 
 
 class Host:
@@ -65,8 +60,6 @@ class Host:
         self.seating, self.process = seating, None
         self.copy = os.getcwd()
         """The folder of the campaign's file as Ray has brought it, where it has."""
-        self.apart: Path | None = None
-        """This node's own directory for the campaign, where it does not see that of the others."""
         self.fault: dict[str, str] | None = None
         try:
             self.process = self._start(seating)
@@ -74,12 +67,11 @@ class Host:
             self.fault = {"kind": type(error).__name__, "text": str(error)}
 
     def begin(self) -> dict[str, Any]:
-        """Who the worker is: ``name``, ``pid``, ``node`` and whether it works ``apart``; or, where there is none, the
-        ``fault``."""
+        """Return ``name``, ``pid`` and ``node`` of the worker, or, where there is none, the ``fault``."""
         if self.process is None:
             return {"fault": self.fault}
         node = ray_module().get_runtime_context().get_node_id()
-        return {"name": self.process.name, "pid": self.process.process.pid, "node": node, "apart": bool(self.apart)}
+        return {"name": self.process.name, "pid": self.process.process.pid, "node": node}
 
     def post(self, command: dict[str, Any]) -> None:
         """See ``Link.post``. A job's files are looked for where they are on this node."""
@@ -93,8 +85,6 @@ class Host:
                 job["folder"] = folder
             if os.getcwd() != cwd:
                 job["directory"] = os.path.join(cwd, job["directory"])
-            if self.apart is not None:
-                job |= {"directory": str(self.apart), "apart": True}
         self.process.post(command)
 
     def lines(self) -> Iterator[bytes]:
@@ -121,14 +111,10 @@ class Host:
         directory = Path(seating.cwd, seating.directory)
         node = ray.util.get_node_ip_address()
         if not sees(directory, seating.owner):
-            if not seating.copied:
-                raise UsageError(
-                    f"node {node} ({socket.gethostname()}) does not see {directory}: a campaign on a Ray cluster needs "
-                    "a directory that all of its nodes share, at the same path: name one with --out, or a URL where "
-                    "it is copied with [logging] mirror"
-                )
-            directory = self.apart = Path(tempfile.gettempdir(), "retrain", seating.owner)
-            claim(directory, Owner(seating.owner))
+            raise UsageError(
+                f"node {node} ({socket.gethostname()}) does not see {directory}: a campaign on a Ray cluster needs "
+                "a directory that all of its nodes share, at the same path: name one with --out"
+            )
         if os.path.isdir(seating.cwd):
             os.chdir(seating.cwd)
         gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
@@ -159,9 +145,8 @@ class Cluster:
         owner = claim(self.plan.directory)
         threads = os.environ.get("OMP_NUM_THREADS") or str(self.cpus)
         for slot in slots:
-            copied = self.plan.specs[0].config.logging.mirror is not None
             memory = min(1.0, self.gpus) if self.gpus else 1.0
-            seating = Seating(slot + 1, str(self.plan.directory), owner.id, os.getcwd(), threads, memory, copied)
+            seating = Seating(slot + 1, str(self.plan.directory), owner.id, os.getcwd(), threads, memory)
             self.links.append(Actor(self, seating))
             yield slot, self.links[-1]
 
@@ -192,7 +177,6 @@ class Actor:
         self.ready = False
         self._over = threading.Event()
         self._who: dict[str, Any] = {}
-        self._jobs: dict[str, Job] = {}
         self._how = ""
         options: dict[str, Any] = {"num_gpus": cluster.gpus, "num_cpus": cluster.cpus, "scheduling_strategy": "SPREAD"}
         options |= {"concurrency_groups": {"lines": 1, "end": 1}, "max_restarts": 0}
@@ -200,8 +184,6 @@ class Actor:
 
     def post(self, command: Mapping[str, Any]) -> None:
         """See ``Link.post``."""
-        if "job" in command:
-            self._jobs = {command["id"]: from_json(command["job"])}
         with suppress(ray_module().exceptions.RayError):
             self._actor.post.remote(dict(command))
 
@@ -213,7 +195,7 @@ class Actor:
             yield from self._place()
             if self.ready:
                 for line in self._actor.lines.options(concurrency_group="lines", num_returns="streaming").remote():
-                    yield from self._brought(ray.get(line))
+                    yield ray.get(line)
                 self._how = ray.get(self._actor.ended.remote())
         except gone:
             with suppress(gone):
@@ -246,18 +228,6 @@ class Actor:
             yield _line(fault=fault)
         elif self._who:
             self.name, self.ready = self._who["name"], True
-
-    def _brought(self, line: bytes) -> Iterator[bytes]:
-        """What a worker says, once what it is about is here too."""
-        if self._who["apart"]:
-            answer = json.loads(line)
-            job, event = self._jobs.get(answer["id"]), answer.get("event")
-            try:
-                if job is not None and event is not None:
-                    after(job, from_json(event))
-            except RetrainError as error:
-                line = _line(fault={"kind": type(error).__name__, "text": str(error)})
-        yield line
 
     def _title(self) -> str:
         return f"worker {self.name}" + (f" (process {self._who['pid']})" if self._who else "")

@@ -25,8 +25,7 @@ from retrain.campaign.planning.outputs import run_place
 from retrain.campaign.planning.plan import RunSpec, run_directory
 from retrain.campaign.running.executor import InProcess, Submitted
 from retrain.campaign.running.lease import DirectoryLock, wait_for_writers
-from retrain.campaign.running.mirror import of_job
-from retrain.campaign.running.protocol import CohortJob, Event, Job, JobEnded, RunEnded, SqueezeJob, from_json, to_json
+from retrain.campaign.running.protocol import CohortJob, Event, Job, JobEnded, SqueezeJob, from_json, to_json
 from retrain.campaign.running.team import Team
 from retrain.engines.server.fleet import Told
 from retrain.errors import DeviceLost, NotOurs, RetrainError, UsageError
@@ -101,19 +100,16 @@ class Worker:
         self._say(name, begun=True)
         with (
             _leases(job) as locks,
-            of_job(job, lambda text, level: print(f"{level}: {text}", flush=True)) as copies,
             self._submitted(name, job),
             closing(self.executor.events()) as events,
         ):
             self.executor.guard = lambda directory: locks[directory].check()
             for event in events:
-                for lock in (*locks.values(), copies):
+                for lock in locks.values():
                     lock.check()
                 if isinstance(event, JobEnded):
                     end = replace(event, job=name)
                     continue
-                if isinstance(event, RunEnded):
-                    copies.push()  # whoever hears of it may look there
                 self._say(name, event)
         self._say(name, end)  # after the leases: who hears of it may have the runs trained on elsewhere
 

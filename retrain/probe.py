@@ -1,0 +1,258 @@
+"""Compares the updates that a file's conditions would make on the same graded rollouts; no step is taken.
+
+The runs are assembled as for training, one lane for each condition, in a temporary directory and without trackers.
+Batches are those that the baseline's run would sample next; every condition credits copies of them with the functions
+that training uses, and its gradient is the one that its optimizer would receive.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from retrain.campaign.planning.cohorts import base_key
+from retrain.campaign.planning.plan import Plan, RunSpec
+from retrain.campaign.running.assemble import assemble
+from retrain.campaign.running.fitting import DoesNotFit
+from retrain.campaign.running.models import Bases
+from retrain.campaign.running.protocol import CohortJob
+from retrain.campaign.running.trial import Messages
+from retrain.config import parse_dict
+from retrain.engines.protocol import Engine
+from retrain.errors import CheckpointError, RunFailed, UsageError
+from retrain.maths.statistics import bootstrap_ci
+from retrain.policy.local import LocalPolicy
+from retrain.policy.protocol import TrainBatch, samples_of
+from retrain.rng import generator
+from retrain.rollouts.collect import Collected
+from retrain.rollouts.dynamic import Wanted, collect_rounds
+from retrain.run import Run
+from retrain.types import Group, Rollout
+
+BATCHES = 16
+LEAST_BATCHES = 3
+"""Fewer give no interval."""
+AT_ONCE = 4
+"""Batches that are sampled together."""
+
+Progress = Callable[[str], None]
+
+
+def probe(plan: Plan, batches: int, progress: Progress, bases: Bases | None = None) -> dict[str, Any]:
+    """Return the comparison of the plan's conditions, of its first seed, as plain data.
+
+    Each condition has ``norm`` (mean length of its gradient), ``length`` (ratio to the baseline's length, geometric
+    mean), ``cosine`` (to the baseline's gradient on the same batch, mean) and ``halves`` (cosine
+    between its own mean gradients of one and of the other half of the batches: what is left of a direction when the
+    rollouts change). Intervals are
+    95 % bootstrap intervals over batches. Raises UsageError for a file with nothing to compare, and what training
+    raises.
+    """
+    begin = time.monotonic()
+    specs, notes = comparable(plan)
+    if batches < LEAST_BATCHES:
+        raise UsageError(f"--batches {batches} is too few for an interval: type --batches {LEAST_BATCHES} or more")
+    with ExitStack() as stack:
+        aside = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-probe-")))
+        job = CohortJob.of(replace(plan, directory=aside), [_untracked(spec) for spec in specs])
+        try:
+            cohort = assemble(job, _Observer(progress), lambda: False, stack, bases)
+        except DoesNotFit as short:
+            raise UsageError(f"{short}: a probe has one lane for each condition") from short
+        first = cohort.runs[0]
+        sampled = sample_batches(cohort.engine, first, batches, progress)
+        rollouts = [rollout for groups in sampled for group in groups for rollout in group.rollouts]
+        _require_signal(sampled, rollouts)
+        cosines, norms, halves = _compare(cohort.runs, sampled, progress)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.log(norms / norms[0])
+    return {
+        "name": plan.name,
+        "model": first.config.model.model,
+        "seed": first.spec.seed,
+        "begins": first.config.resume.from_ or "base",
+        "step": first.step,
+        "batches": batches,
+        "prompts": first.config.training.batch_size,
+        "samples": first.config.training.group_size,
+        "success": sum(rollout.reward.is_correct for rollout in rollouts) / len(rollouts),
+        "uniform_batches": sum(map(_is_uniform, sampled)),
+        "baseline": specs[0].label,
+        "conditions": [
+            {
+                "label": spec.label,
+                "norm": float(norms[c].mean()),
+                "length": _interval(ratios[c], math.exp),
+                "cosine": _interval(cosines[c]),
+                "halves": halves[c],
+            }
+            for c, spec in enumerate(specs)
+        ],
+        "notes": notes,
+        "seconds": time.monotonic() - begin,
+    }  # fmt: skip
+
+
+def comparable(plan: Plan) -> tuple[list[RunSpec], list[str]]:
+    """Return the runs of the first seed whose gradients can be compared with the baseline's on its rollouts, baseline
+    first, and notes about the others. Raises UsageError unless there are two."""
+    specs = [spec for spec in plan.specs if spec.seed == plan.specs[0].seed]
+    if len(specs) < 2:
+        raise UsageError(f"{plan.name} has one condition: a probe compares two or more")
+    for spec in specs:
+        if spec.config.backend.backend != "local":
+            raise UsageError(f"{spec.config.backend.backend} gives no gradients: a probe needs the built-in backend")
+    first, kept, notes = specs[0], list[RunSpec](), list[str]()
+    for spec in specs:
+        if _adapter(spec) != _adapter(first):
+            notes.append(f"{spec.label} is left out: its base, problems or adapter differ from the baseline's")
+        elif _sampling(spec) != _sampling(first):
+            notes.append(f"{spec.label} is left out: it samples or grades other rollouts than the baseline")
+        else:
+            kept.append(spec)
+    if len(kept) < 2:
+        raise UsageError(f"{plan.name} has nothing to compare: {'; '.join(notes)}")
+    return kept, notes
+
+
+def _adapter(spec: RunSpec) -> tuple[Any, ...]:
+    return base_key(spec), spec.config.model.lora_rank, spec.config.lora.alpha, str(spec.config.lora.target_modules)
+
+
+def _sampling(spec: RunSpec) -> tuple[Any, ...]:
+    training, config = spec.config.training, spec.config
+    sizes = training.batch_size, training.group_size, training.dynamic_sampling
+    return *sizes, training.sampling.requested, config.reward.grading, repr(config.environment), config.resume.from_
+
+
+def _untracked(spec: RunSpec) -> RunSpec:
+    data = spec.config.to_dict()
+    data["logging"] |= {"report_to": [], "wandb_project": None}
+    data["backend"]["adapter_path"] = None
+    return replace(spec, is_campaign=True, config=parse_dict(data))
+
+
+class _Observer(Messages):
+    """Passes on messages; a run whose checkpoint cannot be used ends the probe."""
+
+    def run_finished(self, spec: RunSpec, status: str, reason: str) -> None:
+        """See ``Observer.run_finished``."""
+        raise CheckpointError(f"{spec.label}: {reason}")
+
+
+def sample_batches(engine: Engine, run: Run, batches: int, progress: Progress) -> list[list[Group]]:
+    """Return the graded rollouts of the run's next steps, all sampled with its present weights. Raises RunFailed with
+    what a grader or the chat template raises."""
+    run.publish_to(engine)
+    sampled: list[list[Group]] = []
+    for start in range(run.step, run.step + batches, AT_ONCE):
+        steps = range(start, min(start + AT_ONCE, run.step + batches))
+        asked = [Wanted(step, run.requests_of(step), run.further) for step in steps]
+        collect_rounds(engine, asked)
+        graded = [Collected(each.groups, []).graded() for each in asked]
+        sampled += [run.dynamic.choose(groups).groups if run.dynamic else groups for groups in graded]
+        progress(f"sampled {len(sampled)} of {batches} batches")
+    return sampled
+
+
+def _require_signal(sampled: Sequence[Sequence[Group]], rollouts: Sequence[Rollout]) -> None:
+    if all(rollout.reward.total_reward is None for rollout in rollouts):
+        raise RunFailed(f"no rollout has a reward: {rollouts[0].reward.error}")
+    if all(map(_is_uniform, sampled)):
+        raise RunFailed(
+            f"all groups of {len(sampled)} batches have equal rewards, so no condition has a gradient: type more "
+            "--batches, or begin at another checkpoint with --set resume.from=DIR"
+        )
+
+
+def _is_uniform(groups: Sequence[Group]) -> bool:
+    """Return whether no group has rewards that differ."""
+    rewards = [group.rewards_N[np.isfinite(group.rewards_N)] for group in groups]
+    return not any(len(each) and each.max() - each.min() > 1e-8 for each in rewards)
+
+
+def _compare(
+    runs: Sequence[Run], sampled: Sequence[Sequence[Group]], progress: Progress
+) -> tuple[np.ndarray, np.ndarray, list[float | None]]:
+    """Return cosines to the baseline's gradient and lengths, float64 [C, B] each, and for each condition the cosine
+    between the sums of every other gradient that is not 0. A cosine with a gradient of length 0 is NaN."""
+    states = [_open_gate(run.algorithm.state()) if run.step == 0 else run.algorithm.state() for run in runs]
+    cosines_CB, norms_CB = np.full((2, len(runs), len(sampled)), np.nan)
+    sums = [[torch.zeros(()), torch.zeros(())] for _ in runs]
+    for i, groups in enumerate(sampled):
+        baseline = None
+        for c, run in enumerate(runs):
+            # Schedules that begin at 0 would make conditions look alike at the first step.
+            step = (run.step or run.config.training.max_steps // 2) + i
+            gradient = gradient_of(run, groups, step, states[c])
+            baseline = gradient if baseline is None else baseline
+            norms_CB[c, i], cosines_CB[c, i] = gradient.norm(), cosine(gradient, baseline)
+            half = int((norms_CB[c, :i] > 0).sum()) % 2
+            sums[c][half] = sums[c][half] + gradient
+        progress(f"compared {i + 1} of {len(sampled)} batches")
+    halves = [cosine(*each) for each in sums]
+    return cosines_CB, norms_CB, [each if math.isfinite(each) else None for each in halves]
+
+
+def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Return the cosine of two gradients, NaN where one is 0."""
+    lengths = float(first.double().norm() * second.double().norm())
+    return float(first.double() @ second.double()) / lengths if lengths > 0 else math.nan
+
+
+def gradient_of(run: Run, groups: Sequence[Group], step: int, state: dict[str, Any]) -> torch.Tensor:
+    """Return the gradient [D] that the run's optimizer would receive for the whole batch, credited at ``step`` with
+    its algorithm in ``state``. Run and groups are left as they are."""
+    assert isinstance(run.policy, LocalPolicy)
+    own = [Group(group.prompt, [_uncredited(rollout) for rollout in group.rollouts]) for group in groups]
+    before, run.step = run.step, step
+    run.algorithm.restore(state)
+    try:
+        credit = run.credit(own)
+        return run.policy.gradient(TrainBatch(samples_of(own), credit.denominators, step, run.stream), run.objective)
+    finally:
+        run.step = before
+        run.algorithm.restore(state)
+
+
+def _uncredited(rollout: Rollout) -> Rollout:
+    return replace(
+        rollout,
+        advantage=float("nan"),
+        turn_advantages=None,
+        planning_T=None,
+        token_advantages_T=None,
+        loss_mask_T=None,
+        old_logprobs_T=None,
+        policy_weights_T=None,
+        values_T=None,
+        value_targets_T=None,
+    )
+
+
+def _open_gate(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the algorithm's state with SEPA's gate open from the start: a schedule that waits for success would make
+    the condition look like the one without it."""
+    sepa = state.get("sepa")
+    if not isinstance(sepa, dict) or sepa.get("opened_at") is not None:
+        return state
+    return {**state, "sepa": {**sepa, "opened_at": 0}}
+
+
+def _interval(values_B: np.ndarray, scale: Callable[[float], float] = float) -> dict[str, float | None] | None:
+    """Return the mean of the finite values with its interval, each after ``scale``; None where there is none. All
+    conditions are resampled alike."""
+    known = values_B[np.isfinite(values_B)]
+    if not len(known):
+        return None
+    found = bootstrap_ci(known, generator("probe"), resamples=2000, expanded=True)
+    return {name: None if end is None else scale(end) for name, end in vars(found).items()}
