@@ -50,9 +50,8 @@ lr = 2e-4                    # a bare key, when only one section has it
 
 A condition's label is `advantage_mode+transform_mode`, then `~key=value` for each override; a run is
 `<label>_s<seed>`. Tables and sentences leave out `+none`. The runs here are `grpo+none_s1`,
-`maxrl+gtpo_sepa~lr=0.0002~sepa.steps=50_s1`, and so on.
-Conditions cannot override the base model, the engine, the data or the evaluation, which a comparison needs to be the
-same, nor the seed, which is the replicate.
+`maxrl+gtpo_sepa~lr=0.0002~sepa.steps=50_s1`, and so on. Conditions cannot override the base model, the engine, the
+data or the evaluation, which a comparison needs to be the same, nor the seed, which is the replicate.
 """
 
 MODES_INTRODUCTION = """\
