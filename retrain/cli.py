@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from retrain import __version__
-from retrain.commands import adapters, environments, look, mine, probe, serve, setup, status, train, trial, ui
+from retrain.commands import adapters, environments, explain, look, mine, probe, serve, setup, status, train, trial, ui
 from retrain.errors import RetrainError
 
 
@@ -55,7 +55,7 @@ app.command(rich_help_panel=RUN)(train.squeeze)
 app.command(rich_help_panel=RUN)(adapters.export)
 app.command(rich_help_panel=RUN)(serve.serve)
 app.command(rich_help_panel=LOOK)(look.check)
-app.command(rich_help_panel=LOOK)(look.explain)
+app.command(rich_help_panel=LOOK)(explain.explain)
 app.command(name="try", rich_help_panel=LOOK)(trial.try_)
 app.command(rich_help_panel=LOOK)(probe.probe)
 app.command(rich_help_panel=LOOK)(mine.mine)
