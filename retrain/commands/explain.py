@@ -348,18 +348,20 @@ def idle_words(specs: Sequence[RunSpec], groups: Sequence[Sequence[RunSpec]], wo
         idle = f"{workers - len(groups)} of {plural(workers, 'worker')}"
         if len(specs) > len(groups):
             lanes = max(1, len(specs) // workers)
-            lines.append(f"{idle}: there are {plural(len(groups), 'cohort')}; set [campaign] lanes = {lanes} for more")
+            cohorts = plural(len(groups), "cohort")
+            lines.append(f"{idle}: {plural(len(specs), 'run')} are {cohorts}; set [campaign] lanes = {lanes}")
         else:
-            ways = [f"workers = {len(groups)}", f"seeds for {plural(workers, 'run')} or more"]
+            conditions = len(conditions_of(specs))
+            ways = [f"workers = {len(groups)}", f"{plural(-(-workers // conditions), 'seed')} with lanes = 1"]
             if gpus // len(groups) > 1 and config.backend.shard == "none":
                 ways.append(f'shard = "dp" in [backend] with gpus_per_cohort = {gpus // len(groups)}')
-            lines.append(f"{idle}: there is {plural(len(specs), 'run')} in all; set {', or '.join(ways)}")
+            lines.append(f"{idle}: there are no more than {plural(len(specs), 'run')}; set {', or '.join(ways)}")
     if config.backend.shard != "none" and campaign.executor == "inprocess":
         return lines  # one process has all of them
     used = -(-workers // share) * config.gpus_per_worker
     if gpus > used:
         if not config.is_campaign:
-            way = "--set backend.shard=dp --set backend.devices=all, which has the run train on all of them"
+            way = "--set backend.shard=dp --set backend.devices=all, to train the run on all"
         elif campaign.executor == "inprocess":
             way = "--executor processes, which trains a cohort on each"
         else:
