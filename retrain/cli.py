@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from retrain import __version__
-from retrain.commands import adapters, environments, look, probe, serve, setup, status, train, trial, ui
+from retrain.commands import adapters, environments, explain, look, probe, serve, setup, status, train, trial, ui
 from retrain.errors import RetrainError
 
 # The class belongs to click, or in newer versions to a private copy of it inside typer.
@@ -85,7 +85,7 @@ app.command(rich_help_panel=RUN)(train.squeeze)
 app.command(rich_help_panel=RUN)(adapters.export)
 app.command(rich_help_panel=RUN)(serve.serve)
 app.command(rich_help_panel=LOOK)(look.check)
-app.command(rich_help_panel=LOOK)(look.explain)
+app.command(rich_help_panel=LOOK)(explain.explain)
 app.command(name="try", rich_help_panel=LOOK)(trial.try_)
 app.command(rich_help_panel=LOOK)(probe.probe)
 app.command(rich_help_panel=LOOK)(status.status)

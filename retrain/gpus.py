@@ -42,42 +42,6 @@ later call on the context fails too, and what lies in its memory may be wrong.""
 
 
 @dataclass(frozen=True)
-class Peaks:
-    """What a GPU's maker publishes of it: memory in 10⁹ bytes, dense bf16 products with sums in fp32 in TFLOP/s, and
-    memory bandwidth in GB/s."""
-
-    memory_gb: float
-    tflops: float
-    gb_s: float
-
-
-KNOWN_GPUS = {
-    "B200": (Peaks(180, 2250, 8000),),
-    "H200": (Peaks(141, 989, 4800),),
-    "H100": (Peaks(80, 989, 3350), Peaks(94, 835, 3900)),
-    "H20": (Peaks(96, 148, 4000),),
-    "A100": (Peaks(80, 312, 2039), Peaks(40, 312, 1555)),
-    "L40S": (Peaks(48, 362, 864),),
-    "L4": (Peaks(24, 121, 300),),
-    "A6000": (Peaks(48, 155, 768),),
-    "A10": (Peaks(24, 125, 600),),
-    "RTX5090": (Peaks(32, 210, 1792),),
-    "RTX4090": (Peaks(24, 165, 1008),),
-    "RTX3090": (Peaks(24, 71, 936),),
-    "MI300X": (Peaks(192, 1307, 5300),),
-}
-"""By name, the usual one first where a name has several memories; H100 with 80 GB is the SXM module, with 94 GB the NVL
-card. From the data sheets, where these say "with sparsity" the half."""
-
-
-def peaks_of(name: str) -> Peaks | None:
-    """Those of a GPU that the driver or torch calls so, in the way of "NVIDIA A100-SXM4-80GB"."""
-    words = name.upper().replace("RTX ", "RTX").replace("GEFORCE ", "")
-    known = max((each for each in KNOWN_GPUS if each in words), key=len, default="")
-    return KNOWN_GPUS[known][0] if known else None
-
-
-@dataclass(frozen=True)
 class Gpu:
     """One GPU as ``nvidia-smi`` lists it."""
 

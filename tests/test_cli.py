@@ -147,7 +147,7 @@ def test_shipped_campaigns_check_and_explain(path):
     assert run("check", path).exit_code == 0
     result = run("explain", path)
     assert result.exit_code == 0
-    assert "metrics.jsonl" in result.output
+    assert "writes  " in result.output
 
 
 def test_dry_run_writes_nothing(tmp_path):

@@ -131,7 +131,7 @@ def test_explain_names_every_file_that_is_written_and_no_other(name, trained, ho
     if name == "single":
         directory = home / "single"
         assert run("train", home / "single.toml", "--out", directory).exit_code == 0
-    listing = run("explain", home / f"{name}.toml").output.partition("what it holds")[2]
+    listing = run("explain", home / f"{name}.toml", "--files").output.partition("what it holds")[2]
     entries = re.findall(r"^( +)(\S.*?)  +\S", listing, re.MULTILINE)
     told = {("runs/<run>/" if len(indent) > 2 else "") + file for indent, file in entries} - {"runs/<run>/"}
     written = set()

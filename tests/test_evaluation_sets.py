@@ -273,7 +273,7 @@ def test_explain_names_the_sets_and_counts_their_answers(tmp_path):
     output = CliRunner().invoke(app, ["explain", str(path)]).output
     assert "a: 10 problems × 1 of arithmetic, at temperature 1, at most 256 tokens; the primary metric's" in output
     assert "b: 5 problems × 4 of arithmetic, at temperature 0.5, at most 512 tokens\n" in output
-    assert "60 completions for held-out evaluation" in output  # before and after
+    assert "10 problems × 1 + 5 problems × 4 = 60 completions, at most 25,600 tokens" in output  # before and after
 
 
 def test_a_set_that_got_worse_is_named():

@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from retrain.campaign.planning.architecture import architecture_of
-from retrain.campaign.planning.costs import assumptions, estimate_run
-from retrain.campaign.planning.devices import find_device
 from retrain.commands.formulas import (
     DIVISORS,
     WHITENED,
@@ -160,19 +157,3 @@ def test_the_divergence_is_in_the_reward_or_in_the_loss():
     outside = loss_words(config(algorithm={"advantage_mode": "gae", "kl_coef": 0.05, "kl_in_reward": "k1"}))
     assert outside.endswith(", 0.05 × KL to the base (k1) taken from the reward of every token")
     assert "plus" not in outside
-
-
-@pytest.mark.parametrize("section", [{"algorithm": {"kl_coef": 0.01}}, {"logging": {"log_kl": True}}])
-def test_the_pass_of_the_base_is_counted(section):
-    """KL adds one forward pass to four operations per parameter: half more for the update, nothing for sampling."""
-    device, plain, kl = find_device("cpu", 1, 1e9), config(), config(**section)
-    architecture = architecture_of("tiny-reasoner")
-    before, after = (estimate_run(each, architecture, device).seconds for each in (plain, kl))
-    training = plain.training
-    tokens = training.max_steps * training.batch_size * training.group_size * (12 + training.max_tokens)
-    assert architecture is not None
-    assert before is not None
-    assert after is not None
-    assert after - before == pytest.approx(2 * architecture.active_parameters * tokens / (1e9 * 0.35))
-    assert "costs 6 operations" in assumptions(kl)[1]
-    assert "costs 4 operations" in assumptions(plain)[1]

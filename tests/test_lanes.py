@@ -11,15 +11,12 @@ from lane_cases import trained as moved
 from toycampaign import campaign
 from toymodels import toy_base
 
-from retrain.campaign.planning.architecture import architecture_of
 from retrain.campaign.planning.cohorts import smaller_cohorts
-from retrain.campaign.planning.costs import cohort_seconds
-from retrain.campaign.planning.devices import find_device
 from retrain.campaign.planning.plan import plan
 from retrain.campaign.running import fitting
 from retrain.campaign.running.controller import launch
 from retrain.campaign.running.fitting import DoesNotFit, check_memory
-from retrain.config import load, parse_dict
+from retrain.config import load
 from retrain.data.prompts import render
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.local import LocalEngine
@@ -213,16 +210,6 @@ def test_a_run_whose_update_would_be_alone_gets_all_workers(model, tmp_path, mon
     assert {run: [row["loss"] for row in rows] for run, rows in shared.items()} == {
         run: [row["loss"] for row in rows] for run, rows in free.items()
     }
-
-
-def test_predicted_time_of_a_cohort_is_less_than_of_its_runs():
-    settings = {"model": {"model": "tiny-reasoner"}, "evaluation": {"problems": 0}, "training": {"max_steps": 10}}
-    config, device = parse_dict(settings), find_device("cpu")
-    architecture = architecture_of("tiny-reasoner")
-    assert architecture is not None
-    alone = cohort_seconds([config], architecture, device)
-    together = cohort_seconds([config] * 5, architecture, device)
-    assert alone < together < 5 * alone
 
 
 @pytest.mark.parametrize(("error", "reason"), [

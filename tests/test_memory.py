@@ -23,8 +23,7 @@ from toymodels import qwen3_directory, toy_base
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from retrain.campaign.planning.architecture import architecture_of
-from retrain.campaign.planning.costs import Memory, estimate_run
-from retrain.campaign.planning.devices import reference_gpu
+from retrain.campaign.planning.estimate import Device, cohort_memory, run_memory
 from retrain.campaign.running.controller import launch
 from retrain.config import load, parse_dict
 from retrain.engines import slots
@@ -136,20 +135,19 @@ def test_explain_predicts_what_the_run_will_plan():
     architecture, base = architecture_of("Qwen/Qwen3-8B"), on_meta(QWEN, torch.bfloat16, 36, 151_936)
     assert architecture is not None
     assert architecture.kept_bytes(2) == kept_bytes(base) == 36 * 71 * 2048
-    found = estimate_run(parse_dict(asked), architecture, reference_gpu(), 128).memory
-    assert isinstance(found, Memory)
+    found = run_memory(parse_dict(asked), architecture, Device("gpu"), 128)
     row = 2048 * 147_456 + 5 * 4 * 151_936
     assert (found.base, found.adapter) == (16_381_470_720, 43_646_976 * 22)
     assert found.sampling == 256 * row
     assert found.training == 4096 * kept_bytes(base) + 4 * (256 << 20)
     assert found.training < found.sampling
-    assert found.peak() == found.base + found.adapter + found.sampling
-    assert found.peak(5) == found.base + 5 * (found.adapter + found.sampling)
-    assert found.least(5) == found.base + 5 * found.adapter + found.training
-    short = estimate_run(parse_dict(asked | {"training": {"max_tokens": 8}}), architecture, reference_gpu()).memory
-    assert short is not None
+    assert found.peak == found.base + found.adapter + found.sampling
+    five = cohort_memory([found] * 5)
+    assert five.peak == found.base + 5 * (found.adapter + found.sampling)
+    assert five.least == found.base + 5 * found.adapter + found.training
+    short = run_memory(parse_dict(asked | {"training": {"max_tokens": 8}}), architecture, Device("gpu"))
     assert short.sampling < short.training
-    assert short.peak(2) == short.least(2) == short.base + 2 * short.adapter + short.training
+    assert short.peak == short.least == short.base + short.adapter + short.training
 
 
 # -- how much a cohort does at a time -------------------------------------------------------------------------------

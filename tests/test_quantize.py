@@ -19,7 +19,7 @@ from toymodels import TINY_RUN, qwen3_directory
 
 from retrain.campaign.adapters.provenance import provenance
 from retrain.campaign.planning.architecture import Architecture
-from retrain.campaign.planning.costs import base_bytes
+from retrain.campaign.planning.estimate import base_bytes
 from retrain.campaign.running.controller import launch
 from retrain.config import load, parse_dict
 from retrain.engines.local import LocalEngine

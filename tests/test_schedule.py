@@ -16,10 +16,8 @@ from retrain.campaign.judging.comparison import compare_runs
 from retrain.campaign.judging.pooling import compare_directories
 from retrain.campaign.judging.report import write_report
 from retrain.campaign.judging.results import METRIC, Measure, RunResult, read_run
-from retrain.campaign.planning.architecture import architecture_of
 from retrain.campaign.planning.changes import Approval
-from retrain.campaign.planning.costs import cohort_seconds, work_of
-from retrain.campaign.planning.devices import find_device
+from retrain.campaign.planning.estimate import work_of
 from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.config import load, parse_dict
@@ -102,12 +100,6 @@ def test_what_explain_counts_are_the_answers_of_the_schedule():
     work = work_of(verdict)
     assert work.evaluation_completions == 4 * 512 + 7 * 16
     assert (work.evaluations, work.parts, work.part) == (3, 7, 16)
-    architecture, device = architecture_of("tiny-reasoner"), find_device("cpu")
-    without = parse_dict(
-        {"training": training | {"eval_every": 0}, "evaluation": {"samples": 4, "schedule": "verdict"}}
-    )
-    bare, parts, all_of_them = (cohort_seconds([each], architecture, device) for each in (without, verdict, every))
-    assert bare < parts < all_of_them
 
 
 TWO = '[campaign]\nmax_steps = 100\nprimary_metric = "last3"\n[[campaign.conditions]]\nadvantage_mode = "grpo"\n'

@@ -115,16 +115,6 @@ Address = Annotated[
     ),
 ]
 
-Devices = Annotated[
-    str | None,
-    typer.Option(
-        "--devices",
-        metavar="WHICH",
-        help="Say what it takes on these GPUs instead: 64xH100-80G, 2xL4, or their figures, 8x80G@990TF,3.35TB/s.",
-        show_default=False,
-    ),
-]
-
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

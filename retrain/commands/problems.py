@@ -3,29 +3,54 @@ no network: what is not on this machine is not measured, and it says why."""
 
 from __future__ import annotations
 
+import heapq
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from retrain.campaign.planning.estimate import ASSUMED_PROMPT_TOKENS
 from retrain.commands.output import visible
+from retrain.environments.protocol import EpisodeFailed
 from retrain.errors import RetrainError
 from retrain.wording import plural
 
 if TYPE_CHECKING:
     from retrain.config import Config
+    from retrain.config.tasks import Data
     from retrain.data import Dataset
-    from retrain.data.prompts import Room
+    from retrain.data.prompts import Room, Tools
+    from retrain.types import Problem
 
 MEASURED = 500
 """Prompts that are rendered and counted, evenly over the data; more of a large data set would take minutes."""
 EXAMPLE_CHARACTERS = 300
 
 
-def problem_lines(configs: Sequence[Config], folder: Path) -> tuple[list[tuple[str, str]], list[int] | None]:
-    """(name, text) of every line about the problems of a plan's runs, which are the same for all; and prompt lengths in
-    tokens: none where they cannot be measured here, None where the problems cannot be read."""
+@dataclass(frozen=True)
+class Problems:
+    """The problems that a plan's runs are asked.
+
+    ``lines`` are (name, text) of what is said about them, ``sizes`` the numbers of held-out problems by set,
+    ``lengths`` those of the measured prompts in tokens: none where they cannot be measured here. ``is_read``: the data
+    could be.
+    """
+
+    lines: list[tuple[str, str]]
+    sizes: Mapping[str, int]
+    lengths: Sequence[int]
+    is_read: bool = True
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Median length of the measured prompts; None where none was measured."""
+        return round(median(self.lengths)) if self.lengths else None
+
+
+def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
+    """Read and measure the problems of a plan's runs, which are the same for all of them."""
     from retrain.plugins import described
 
     # Read once, when the hub's client is first imported; explain contacts nobody.
@@ -42,12 +67,15 @@ def problem_lines(configs: Sequence[Config], folder: Path) -> tuple[list[tuple[s
 
     config = configs[0]
     source, model = visible(config.environment.provider or config.data.source), visible(config.model.model)
+    assumed = f"not measured, {ASSUMED_PROMPT_TOKENS} tokens are assumed"
     try:
         data = data_of(config, folder)
     except Exception as error:  # RetrainError, or what a function of the user's that makes problems raises
         reason = str(error).partition(". Without a hub")[0] if isinstance(error, RetrainError) else described(error)
         hint = "; explain asks no hub, retrain try does" if "OfflineMode" in reason else ""
-        return [("data", f"{source}: not read: {visible(reason + hint)}")], None
+        return Problems(
+            [("data", f"{source}: not read: {visible(reason + hint)}"), ("prompts", assumed)], {}, [], False
+        )
     limits, refused, unmeasured, lengths, example = [], "", "", [], ""
     longest, context = longest_completions(configs), context_length(config)
     try:
@@ -60,8 +88,8 @@ def problem_lines(configs: Sequence[Config], folder: Path) -> tuple[list[tuple[s
             data = data if refused else askable(data, config, longest, tokenizer, context)
         except RetrainError as error:
             refused = str(error)
-        lengths, example = _measure(tokenizer, config, data)
-    except RetrainError as error:
+        lengths, example = _measure(tokenizer, config, data, _tools(config, folder, data))
+    except (RetrainError, EpisodeFailed) as error:
         unmeasured = str(error)
     if refused and refused != unmeasured:
         limits.append(f"training would end at once: {refused}")
@@ -70,22 +98,18 @@ def problem_lines(configs: Sequence[Config], folder: Path) -> tuple[list[tuple[s
     lines = [("data", f"{source}: {plural(len(data.train), 'problem')} to train on, {heldout}")]
     lines += [("", visible(note)) for note in data.notes]
     if unmeasured:
-        lines.append(("prompts", f"not measured: {visible(unmeasured)}"))
+        lines.append(("prompts", f"{assumed}: {visible(unmeasured)}"))
     else:
         low, high = min(lengths), max(lengths)
-        counted = f"{low} tokens" if low == high else f"{low} to {high} tokens, half of them at most {typical(lengths)}"
-        some = "" if len(lengths) > len(data.train) + len(data.heldout) else f" ({len(lengths):,} measured)"
-        lines.append(("prompts", f"{counted} as {model} counts{some}"))
+        counted = f"{low} to {high} tokens, half of them at most {round(median(lengths))}"
+        number = f"{len(lengths):,}" if len(lengths) < len(data.train) + len(data.heldout) else "all"
+        measured = f"measured on {number} prompts with the tokenizer of {model}"
+        lines.append(("prompts", f"{f'{low} tokens' if low == high else counted}, {measured}"))
     lines += [("", visible(limit)) for limit in limits]
     if not unmeasured:
         answer = data.train[0].answer
         lines.append(("example", _quoted(example) + (f"  answer {_quoted(answer)}" if answer else "")))
-    return lines, lengths
-
-
-def typical(lengths: Sequence[int] | None) -> int | None:
-    """Median length of the measured prompts, in tokens; None where none was measured."""
-    return round(median(lengths)) if lengths else None
+    return Problems(lines, {name: len(problems) for name, problems in data.sets.items()}, lengths)
 
 
 def _limits(config: Config, training: Room, heldout: Mapping[str, Room]) -> list[str]:
@@ -101,20 +125,37 @@ def _limits(config: Config, training: Room, heldout: Mapping[str, Room]) -> list
     ]
 
 
-def _measure(tokenizer: Any, config: Config, data: Dataset) -> tuple[list[int], str]:
-    """Tokens of prompts spread over the data, the longest in characters among them; and the first as text.
+def _tools(config: Config, folder: Path, data: Dataset) -> Tools:
+    """Return the JSON schemas of the tools that prompts tell of. Raises PluginMissing or EpisodeFailed."""
+    from retrain.environments.build import hosted
+
+    if not config.environment.tools:
+        return ()
+    episode = hosted(config, folder).start(data.train[0], 0)
+    try:
+        return episode.observe().tools
+    finally:
+        episode.close()
+
+
+def _measure(tokenizer: Any, config: Config, data: Dataset, tools: Tools) -> tuple[list[int], str]:
+    """Return the tokens of prompts spread over the data, those of most characters among them; and the first as text.
 
     Raises ModelError when the template refuses a problem.
     """
     from retrain.campaign.planning.asked import parts_of
-    from retrain.data.prompts import longest_prompt, render
+    from retrain.data.prompts import LONGEST_BY_CHARACTERS, Renderer, conversation
 
-    parts, lengths = parts_of(data, config), []
-    for problems, section in parts:
-        chosen = range(0, len(problems), max(1, -(-len(problems) // MEASURED)))
-        lengths += [len(render(problems[i], tokenizer, section).token_ids) for i in chosen]
-    lengths.append(max(longest_prompt(problems, tokenizer, section) for problems, section in parts))
-    return lengths, tokenizer.decode(list(render(data.train[0], tokenizer, config.data).token_ids))
+    def prompt(problem: Problem, section: Data) -> tuple[int, ...]:
+        renderer = Renderer(tokenizer, section, config.environment.tools_prompt)
+        return renderer.prompt(problem, conversation(problem, section), tools).token_ids
+
+    lengths = []
+    for problems, section in parts_of(data, config):
+        chosen = [*problems[:: max(1, -(-len(problems) // MEASURED))]]
+        chosen += heapq.nlargest(LONGEST_BY_CHARACTERS, problems, key=lambda problem: len(str(problem.prompt)))
+        lengths += [len(prompt(problem, section)) for problem in {id(problem): problem for problem in chosen}.values()]
+    return lengths, tokenizer.decode(list(prompt(data.train[0], config.data)))
 
 
 def _quoted(text: str) -> str:

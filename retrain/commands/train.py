@@ -91,7 +91,7 @@ def train(
     loaded = read(file, [*(sets or ()), *how])
     if dry_run:
         from retrain.campaign.planning.plan import Plan
-        from retrain.commands.look import print_explanation
+        from retrain.commands.explain import print_explanation
 
         print_explanation(Plan.of(loaded, out))
         return

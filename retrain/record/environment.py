@@ -131,9 +131,9 @@ def environment_facts() -> dict[str, Any]:
     return {
         "platform": platform.platform(),
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": processor(),
         "cpu_count": os.cpu_count(),
-        "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus_usable": usable_cpus(),
         "memory_gib": _memory_gib(),
         "gpus": [asdict(gpu) for gpu in nvidia_gpus()],
         "python": sys.version,
@@ -163,7 +163,12 @@ class SystemInfo:
         write_bytes(directory / "code.diff", self.diff.encode("utf-8", "surrogateescape"))
 
 
-def _processor() -> str:
+def usable_cpus() -> int | None:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def processor() -> str:
     """The CPU's name; /proc knows it better than ``platform`` on Linux."""
     info = Path("/proc/cpuinfo")
     if info.is_file():

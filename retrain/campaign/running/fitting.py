@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from retrain.campaign.planning.costs import least_cached_tokens
 from retrain.campaign.planning.plan import RunSpec
-from retrain.models.sizes import USABLE_SHARE, adapter_bytes, critic_bytes, fitting_lanes, update_copy
+from retrain.config import Config
+from retrain.models.sizes import LEAST_ROWS, USABLE_SHARE, adapter_bytes, critic_bytes, fitting_lanes, update_copy
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes
 from retrain.policy.memory import available_memory, cache_bytes, kept_bytes
@@ -30,6 +30,14 @@ def lane_bytes(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec]) -> int:
         total += adapter_bytes(rank * features, base.dtype.itemsize, spec.config.published_versions)
         total += critic_bytes((spec.config.lane_ranks - rank) * features)
     return total
+
+
+def least_cached_tokens(config: Config, prompt_tokens: int) -> int:
+    """Return the tokens of a run whose keys and values have to fit beside its cohort, where sequences have
+    ``prompt_tokens`` and as many more as may be sampled."""
+    training = config.training
+    sampled = max([training.max_tokens, *(each.sampling.max_tokens for each in config.held_out)])
+    return min(LEAST_ROWS, training.batch_size * training.group_size) * (prompt_tokens + sampled)
 
 
 def check_memory(

@@ -1,23 +1,29 @@
-"""What ``explain`` says of problems and rewards: counted, measured, shown, without torch and without weights."""
+"""``retrain explain``: what it says is short, and what a campaign then does; without torch and without weights."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
-from toymodels import qwen3_directory
+from toymodels import TINY_RUN, campaign_head, qwen3_directory
 from typer.testing import CliRunner
 
+from retrain.campaign.planning.cohorts import cut
+from retrain.campaign.planning.plan import plan
 from retrain.cli import app
+from retrain.commands.explain import idle_words, workers_of
 from retrain.commands.formulas import REWARDS, reward_words
 from retrain.config import load, parse_dict
 from retrain.config.tasks import RewardComponent
 from retrain.data import load_data
 from retrain.data.prompts import render
 from retrain.errors import ModelError
+from retrain.files import read_jsonl
 from retrain.models import bundled_model_path
 from retrain.models.tokenizer import light_tokenizer
 
@@ -48,7 +54,8 @@ def test_no_torch_and_no_weights(command):
 def test_the_bundled_model_s_prompts():
     lines = explained(QUICKSTART)
     assert lines["data"] == "arithmetic: 20,000 problems to train on, 200 held out"
-    assert lines["prompts"] == "9 to 14 tokens, half of them at most 12 as tiny-reasoner counts (701 measured)"
+    measured = "measured on 708 prompts with the tokenizer of tiny-reasoner"
+    assert lines["prompts"] == f"9 to 14 tokens, half of them at most 12, {measured}"
     assert lines["example"].startswith('"<|user|>')
     assert lines["reward"].startswith("match: 1 where the marked answer is the reference")
 
@@ -73,14 +80,10 @@ def test_measured_lengths_are_those_of_training(tmp_path):
     lengths = [len(render(problem, tokenizer, config.data).token_ids) for problem in every]
     lines = explained(file)
     assert lines["data"].endswith(f": {len(data.train)} problems to train on, 4 held out")
-    usual = sorted([*lengths, max(lengths)])
-    half = {round((usual[len(usual) // 2] + usual[(len(usual) - 1) // 2]) / 2)}
-    assert (
-        lines["prompts"]
-        == f"{min(lengths)} to {max(lengths)} tokens, half of them at most {half.pop()} as {model} counts"
-    )
+    half = round(median(lengths))
+    told = f"{min(lengths)} to {max(lengths)} tokens, half of them at most {half}"
+    assert lines["prompts"] == f"{told}, measured on all prompts with the tokenizer of {model}"
     assert lines["example"].startswith('"<turn>Think.<turn>')
-    assert f"prompts of {usual[len(usual) // 2]} tokens" in lines["assuming"]
 
 
 @pytest.mark.parametrize("template", [True, False])
@@ -119,14 +122,17 @@ def test_what_is_missing_is_named(tmp_path):
     (tmp_path / "bad" / "tokenizer.json").write_text("{")
     (tmp_path / "mine.py").write_text("def fails(split):\n    raise RuntimeError('no \\x1b[31mserver')\n")
     lines = explained(QUICKSTART, "--set", 'model.model="someone/else"')
-    assert lines["prompts"] == "not measured: the tokenizer.json of someone/else is not on this machine"
+    missing = "the tokenizer.json of someone/else is not on this machine"
+    assert lines["prompts"] == f"not measured, 128 tokens are assumed: {missing}"
     assert lines["data"].startswith("arithmetic: 20,000 problems")
     with pytest.raises(ModelError, match="cannot be read"):
         light_tokenizer(str(tmp_path / "bad"))
     file = tmp_path / "run.toml"
     file.write_text('[data]\nsource = "mine:fails"\n')
     assert explained(file)["data"] == "mine:fails: not read: RuntimeError: no \\x1b[31mserver (mine.py:2)"
-    assert "not read" in explained(QUICKSTART, "--set", 'data.source="nowhere.jsonl"')["data"]
+    lines = explained(QUICKSTART, "--set", 'data.source="nowhere.jsonl"')
+    assert "not read" in lines["data"]
+    assert lines["prompts"] == "not measured, 128 tokens are assumed"
 
 
 def test_rewards_that_differ_are_named_by_condition(tmp_path):
@@ -183,3 +189,137 @@ def test_a_provider_brings_problems_and_rewards(tmp_path):
     assert lines["reward"] == "that of toys:Echo"
     assert lines["environment"] == "toys:Echo; at most 3 turns of 5 sampled tokens; in 1 process of its own"
     assert lines["data"] == "toys:Echo: 6 problems to train on, 2 held out"
+
+
+def test_prompts_are_measured_with_the_tools_that_they_tell_of():
+    """The shipped file says nothing of its calculator; without that key the list of tools is part of every prompt."""
+    file = ROOT / "campaigns" / "calculator.toml"
+    assert explained(file)["prompts"].startswith("13 to 14 tokens")
+    told = explained(file, "--set", "environment.tools_prompt=12+34")
+    assert re.match(r"(19|2\d) to (20|2\d) tokens", told["prompts"]), told["prompts"]
+
+
+def test_files_are_listed_only_when_asked_for():
+    lines = CliRunner().invoke(app, ["explain", str(QUICKSTART)]).stdout.splitlines()
+    assert len(lines) < 40
+    assert lines[-1] == "writes        logs/quickstart/ (--files lists what)"
+    assert not any("metrics.jsonl" in line for line in lines)
+    files = CliRunner().invoke(app, ["explain", str(QUICKSTART), "--files"]).stdout
+    assert "metrics.jsonl " in files
+    assert "condition" not in files.splitlines()[0]
+
+
+# -- counted and timed, against a campaign that is then trained -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory) -> Path:
+    """Two conditions, evaluated at different steps on two sets, one of which has fewer problems than are asked for."""
+    home = tmp_path_factory.mktemp("explained")
+    model = qwen3_directory(home / "toy", ["12+34=46", "7+5=12", "90-1=89"])
+    rows = [{"prompt": f"{i}+{i}=?", "answer": str(2 * i)} for i in range(3)]
+    (home / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = home / "camp.toml"
+    file.write_text(
+        campaign_head(("grpo", "none"), ("gae", "none"), seeds=[1, 2])
+        + '"training.eval_every" = 1\n'
+        + TINY_RUN.format(model=model)
+        + 'max_tokens = 4\n[squeeze]\nenabled = false\n[backend]\ndevices = "cpu"\n[evaluation]\nproblems = 5\n'
+        '[[evaluation.sets]]\nname = "few"\nsource = "few.jsonl"\n[[evaluation.sets]]\nname = "more"\nsamples = 2\n'
+    )
+    return file
+
+
+RECORDED = {"grpo+none": 26, "gae+none~eval_every=1": 39}
+"""Held-out completions of a run of each of its conditions."""
+
+
+def texts_of(file: Path, name: str, *more: str) -> list[str]:
+    """Every text that ``explain`` prints under a name for a campaign in the directory ``logs/camp`` beside its file."""
+    result = CliRunner().invoke(app, ["explain", str(file), "--out", str(file.parent / "logs" / "camp"), *more])
+    assert result.exit_code == 0, result.output
+    return [line[14:] for line in result.stdout.splitlines() if line.startswith(f"{name:<14}")]
+
+
+def test_evaluations_and_time_are_those_of_the_campaign(campaign):
+    """Counted before it is trained, as its records have it; the time only after it, from what they say."""
+    out = campaign.parent / "logs" / "camp"
+    few, more = "3 problems × 1 + 5 problems × 2", "at most"
+    assert texts_of(campaign, "evaluated") == [
+        f"2 times (after 0, 2 steps) {few} = 26 completions, {more} 104 tokens  (grpo+none)",
+        f"3 times (after 0, 1, 2 steps) {few} = 39 completions, {more} 156 tokens  (gae+none~eval_every=1)",
+    ]
+    assert "and 91 completions for evaluation" in texts_of(campaign, "altogether")[0]
+    assert texts_of(campaign, "time")[0].startswith("not known: no finished run of ")
+    trained = CliRunner().invoke(app, ["train", str(campaign), "--out", str(out), "--plain"])
+    assert trained.exit_code == 0, trained.output
+    recorded = {run.name: read_jsonl(run / "emergence" / "evaluations.jsonl") for run in (out / "runs").iterdir()}
+    counts = {name: len(rows) for name, rows in recorded.items()}
+    assert counts == {f"{name}_s{seed}": n for name, n in RECORDED.items() for seed in (1, 2)}
+    assert len(list((out / "base").glob("evaluation_*"))) == 2  # one for each set: once for all four runs
+    assert sum(counts.values()) - 3 * 13 == 91
+
+    again = texts_of(campaign, "time")[0]
+    assert re.fullmatch(rf"about \d+ s as fast as {out} was here \(4 runs, 194 completions in \d+ s\)", again), again
+    other = texts_of(campaign, "time", "--set", "training.lr=0.02")[0]
+    assert other.endswith("; differs in training.lr)")
+    assert texts_of(campaign, "time", "--set", "training.max_tokens=5")[0].startswith("not known: no finished run of ")
+    facts = json.loads((out / "environment.json").read_text())
+    (out / "environment.json").write_text(json.dumps(facts | {"processor": "of another machine"}))
+    assert texts_of(campaign, "time")[0].startswith("not known: no finished run of ")
+
+
+def test_memory_is_that_of_the_cohort_that_takes_most(campaign):
+    """A critic is part of it; fewer runs at a time take less."""
+    (four,), (one,) = texts_of(campaign, "memory"), texts_of(campaign, "memory", "--set", "campaign.lanes=1")
+    assert "trained adapters of 4 runs" in four
+    assert "trained adapter " in one
+    plain, critic = texts_of(campaign, "model")
+    assert plain.endswith("4,096 trained in the adapter (rank 4)  (grpo+none)")
+    assert re.search(r"4,096 trained in the adapter \(rank 4\), 4,\d+ in the critic  \(gae", critic)
+    gpu = texts_of(campaign, "memory", "--set", "backend.devices=gpu:0")[0]
+    assert "on a GPU, by calculation: model in bfloat16" in gpu
+
+
+@pytest.mark.parametrize(
+    ("more", "idle", "remedy"),
+    [
+        ((), "", ()),
+        (("--workers", "4"), "", ()),
+        (
+            ("--workers", "3"),
+            "1 of 3 workers: 4 runs are 2 cohorts; set [campaign] lanes = 1",
+            ("--set", "campaign.lanes=1"),
+        ),
+        (
+            ("--workers", "4", "--set", "campaign.lanes=3"),
+            "2 of 4 workers: 4 runs are 2 cohorts; set [campaign] lanes = 1",
+            ("--set", "campaign.lanes=1"),
+        ),
+        (
+            ("--workers", "7"),
+            "3 of 7 workers: there are no more than 4 runs; set workers = 4, or 4 seeds with lanes = 1",
+            ("--set", "campaign.seeds=[1,2,3,4]", "--set", "campaign.lanes=1"),
+        ),
+    ],
+)
+def test_idle_workers_have_a_remedy(campaign, more, idle, remedy):
+    executor = ("--executor", "processes") if more else ()
+    assert texts_of(campaign, "idle", *executor, *more) == ([idle] if idle else [])
+    assert texts_of(campaign, "idle", *executor, *more, *remedy) == []
+
+
+@pytest.mark.parametrize(
+    ("single", "executor", "told"),
+    [
+        (False, {}, "3 of 4 GPUs: type --executor processes, which trains a cohort on each"),
+        (False, {"executor": "processes", "workers": 2}, "2 of 4 GPUs: type --workers 4"),
+        (False, {"executor": "processes"}, ""),
+        (True, {}, "3 of 4 GPUs: type --set backend.shard=dp --set backend.devices=all, to train the run on all"),
+    ],
+)
+def test_idle_gpus_have_a_remedy(single, executor, told):
+    campaign = {"seeds": [1, 2, 3, 4], "conditions": [{"advantage_mode": "grpo", "transform_mode": "none"}]} | executor
+    specs = plan(parse_dict({} if single else {"campaign": campaign}))
+    workers = workers_of(specs[0].config, 4)
+    assert idle_words(specs, cut(specs, on_gpu=True, slots=workers), workers, 4) == ([told] if told else [])

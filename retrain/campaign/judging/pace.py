@@ -1,0 +1,87 @@
+"""How long finished runs of a model took on this machine, from their records: what a duration can be told from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retrain.campaign.planning.changes import counts, differences
+from retrain.config import Config
+from retrain.errors import RetrainError
+from retrain.files import read_json, read_jsonl
+from retrain.gpus import nvidia_gpus
+from retrain.record.environment import processor, usable_cpus
+from retrain.record.states import MANIFEST, read_manifest
+from retrain.record.status import homes_of_runs, run_entries
+
+SAME = (
+    ("model", "model"), ("model", "revision"), ("model", "quantize"), ("inference", "engine"), ("inference", "dtype"),
+    ("training", "max_tokens"), ("environment", "provider"), ("environment", "tools"), ("environment", "max_turns"),
+)  # fmt: skip
+"""(section, key) of what has to be equal for an earlier run to tell how long a completion takes."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What the finished runs in ``directory`` took: ``seconds`` of their cohorts one after the other, in which they
+    sampled ``completions``, those of held-out evaluations included, and trained on them. ``differing``: the dotted keys
+    in which the nearest of them differs from what is planned."""
+
+    directory: Path
+    runs: int
+    seconds: float
+    completions: int
+    differing: tuple[str, ...]
+
+
+def recorded_pace(config: Config, device: str, places: Iterable[Path]) -> Pace | None:
+    """Return the pace of the directory in ``places`` whose runs are most like ``config``, the newest of equals; None
+    where no finished run of this model, with as long completions, was made on this machine's ``device`` ("cpu" or
+    "gpu")."""
+    homes = {home.resolve(): home for place in places if place.is_dir() for home in homes_of_runs(place)}
+    found = [pace for home in homes.values() if (pace := _pace_of(home, config.to_dict(), device)) is not None]
+    return min(found, key=lambda pace: (len(pace.differing), -pace.directory.stat().st_mtime), default=None)
+
+
+def _pace_of(home: Path, config: Mapping[str, Any], device: str) -> Pace | None:
+    """Return the pace of the finished runs of one directory; None where none counts, or its records are damaged."""
+    try:
+        if not (home / MANIFEST).is_file() or not _is_this_machine(read_json(home / "environment.json")):
+            return None
+        manifest = read_manifest(home)
+        done = [entry for entry in run_entries(home, manifest) if entry["state"] == "done"]
+        seconds, completions, nearest = dict[str, float](), 0, None
+        for entry in done:
+            directory = home / entry["path"]
+            facts, rows = read_json(directory / "config.json"), read_jsonl(directory / "metrics.jsonl")
+            if any(facts[section][key] != config[section][key] for section, key in SAME):
+                continue
+            if (facts["built"]["device"] == "cpu") != (device == "cpu"):
+                continue
+            training = facts["training"]
+            seconds[entry["run_id"]] = sum(row["step_time_s"] for row in rows)
+            completions += len(rows) * training["batch_size"] * training["group_size"]
+            completions += sum(
+                row[f"eval/{row['name']}/problems"] * row["samples"] for row in read_jsonl(directory / "evals.jsonl")
+            )
+            recorded = {section: facts[section] for section in config if section in facts}
+            differing = tuple(differences(recorded, config, _may_change_the_pace))
+            nearest = differing if nearest is None or len(differing) < len(nearest) else nearest
+    except (RetrainError, OSError, ValueError, KeyError, TypeError):
+        return None
+    # The runs of a cohort step together: each has recorded the time of all of them.
+    cohorts = manifest.get("cohorts") or [[name] for name in seconds]
+    total = sum(max((seconds[name] for name in cohort if name in seconds), default=0.0) for cohort in cohorts)
+    return Pace(home, len(seconds), total, completions, nearest) if nearest is not None and total else None
+
+
+def _may_change_the_pace(key: str) -> bool:
+    return counts(key) and not key.endswith("seed") and not key.startswith(("evaluation.", "campaign."))
+
+
+def _is_this_machine(facts: Mapping[str, Any]) -> bool:
+    """Return whether ``environment.json`` was written on a machine with this processor and these GPUs."""
+    here = (processor(), usable_cpus(), [gpu.name for gpu in nvidia_gpus()])
+    return here == (facts["processor"], facts["cpus_usable"], [gpu["name"] for gpu in facts["gpus"]])

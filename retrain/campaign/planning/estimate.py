@@ -1,0 +1,270 @@
+"""How much the runs of a plan sample, and the memory that they take, from the TOML, the data and ``config.json`` alone.
+
+Neither torch nor weights are read. Parameter counts of Llama-like models are exact up to attention biases. Units:
+bytes, tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from retrain.campaign.planning.architecture import Architecture
+from retrain.config.schedule import part_evaluations, whole_evaluations
+from retrain.models.sizes import (
+    LOGITS_COPIES,
+    adapter_bytes,
+    cpu_token_budget,
+    critic_bytes,
+    decoding_copies,
+    gpu_token_budget,
+    held_weights,
+    quantized_bytes,
+    update_copy,
+)
+
+if TYPE_CHECKING:
+    from retrain.config import Config
+    from retrain.config.evaluation import HeldOut
+
+ASSUMED_PROMPT_TOKENS = 128
+"""Assumed where prompts were not measured, which takes the data and the tokenizer."""
+
+ASSUMED_MICRO_BATCH_TOKENS = 4096
+"""Assumed for ``micro_batch_tokens = "auto"`` on a GPU whose memory is not known, from which it follows."""
+
+LOGITS_BYTES = {"cpu": 8 << 20, "gpu": 256 << 20}
+"""Of a chunk of the vocabulary's logits: more never exist at a time; some copies of it do."""
+
+PROCESS_BYTES = {"cpu": 500 << 20, "gpu": 0}
+"""Of Python, torch and transformers themselves, measured after a first product; a GPU holds none of that."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one run samples and trains on.
+
+    A step has ``rows`` completions of at most ``tokens`` tokens; ``draws`` times as many may be sampled for it. An
+    evaluation of all held-out problems has ``evaluated`` completions of at most ``evaluated_tokens`` tokens together;
+    there are ``evaluations`` of them after the start. ``parts`` more have ``part`` completions each, for the curve
+    alone.
+    """
+
+    prompt: int
+    tokens: int
+    rows: int
+    steps: int
+    updates: int
+    evaluated: int
+    evaluated_tokens: int
+    evaluations: int
+    at_start: bool
+    part: int = 0
+    part_tokens: int = 0
+    parts: int = 0
+    draws: int = 1
+
+    @property
+    def length(self) -> int:
+        """Tokens of a prompt and its completion."""
+        return self.prompt + self.tokens
+
+    @property
+    def completions(self) -> int:
+        """Completions of all steps."""
+        return self.steps * self.rows
+
+    @property
+    def evaluation_completions(self) -> int:
+        """Completions of all held-out evaluations."""
+        return (self.at_start + self.evaluations) * self.evaluated + self.parts * self.part
+
+    @property
+    def evaluation_tokens(self) -> int:
+        """Most tokens of all held-out evaluations."""
+        return (self.at_start + self.evaluations) * self.evaluated_tokens + self.parts * self.part_tokens
+
+
+def held_out_sets(config: Config, sizes: Mapping[str, int] | None = None) -> list[HeldOut]:
+    """Return the held-out sets with as many problems as the data has of them: ``sizes`` by name, where it was read."""
+    known = sizes or {}
+    return [replace(each, problems=known.get(each.name, each.problems)) for each in config.held_out]
+
+
+def work_of(config: Config, prompt_tokens: int | None = None, sizes: Mapping[str, int] | None = None) -> Work:
+    """Return the work of one resolved run configuration, with ``sizes`` of the held-out sets by name."""
+    training, evaluation, environment = config.training, config.evaluation, config.environment
+    asked = (evaluation.schedule, training.max_steps, training.eval_every)
+    sets = held_out_sets(config, sizes)
+    parts = [each.part for each in sets]
+    most = environment.max_episode_tokens or 2**62
+
+    def completions(of: Sequence[HeldOut]) -> int:
+        return sum(each.problems * each.samples for each in of)
+
+    def tokens(of: Sequence[HeldOut]) -> int:
+        turns = environment.turns
+        return sum(each.problems * each.samples * min(each.sampling.max_tokens * turns, most) for each in of)
+
+    return Work(
+        prompt=prompt_tokens or ASSUMED_PROMPT_TOKENS,
+        tokens=min(training.max_tokens * environment.turns, most),
+        rows=training.batch_size * training.group_size,
+        draws=1 + training.dynamic_sampling,
+        steps=training.max_steps,
+        updates=training.max_steps * training.updates,
+        evaluated=completions(sets),
+        evaluated_tokens=tokens(sets),
+        evaluations=len(whole_evaluations(*asked)) if sets else 0,
+        at_start=evaluation.at_start and bool(sets),
+        part=completions(parts),
+        part_tokens=tokens(parts),
+        parts=len(part_evaluations(*asked)) if sets else 0,
+    )
+
+
+def sampled_evaluations(configs: Sequence[Config], works: Sequence[Work]) -> int:
+    """Return how many held-out completions are sampled for all runs of a plan: those of the untrained model once for
+    all runs that ask and grade alike."""
+    total, untrained = 0, dict[str, int]()
+    for i, (config, work) in enumerate(zip(configs, works, strict=True)):
+        at_start = work.at_start * work.evaluated
+        total += work.evaluation_completions - at_start
+        own = i if config.resume.from_ else None  # not the base model any more
+        audit = config.audit.model_dump_json() if config.audit.wanted else None
+        key = (own, config.held_out, config.environment.measured, config.reward.grading, config.campaign.seed, audit)
+        untrained[repr(key)] = at_start
+    return total + sum(untrained.values())
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a process computes on. ``memory`` in bytes is a GPU's own (0: not known), or that of a CPU's machine."""
+
+    kind: Literal["cpu", "gpu"]
+    memory: int = 0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one run, or of a cohort of them.
+
+    ``process`` (Python and torch, on a CPU), ``base``, ``head_copy`` (its output layer as decoding reads it),
+    ``update_copy`` (the weights in bfloat16, of ``update_dtype``) and ``adapter`` (with critic and optimizers) stay.
+    Beside them there is either ``training``, what a micro-batch of ``micro_batch_tokens`` takes, or ``sampling``, what
+    all sequences of a step take at once, with ``block_copy``, the weights that decoding on a CPU reads.
+    """
+
+    base: int
+    adapter: int
+    micro_batch_tokens: int
+    training: int
+    sampling: int
+    process: int = 0
+    head_copy: int = 0
+    block_copy: int = 0
+    update_copy: int = 0
+
+    @property
+    def least(self) -> int:
+        """What is needed at least: sequences decode a few at a time."""
+        return self._staying + max(self.training, self.block_copy)
+
+    @property
+    def peak(self) -> int:
+        """What is taken where all sequences of a step decode at once."""
+        return self._staying + max(self.training, self.block_copy + self.sampling)
+
+    @property
+    def _staying(self) -> int:
+        return self.process + self.base + self.head_copy + self.update_copy + self.adapter
+
+
+def cohort_memory(runs: Sequence[Memory]) -> Memory:
+    """Return the memory of runs that step together over one base and train one after the other."""
+    return replace(
+        runs[0],
+        adapter=sum(run.adapter for run in runs),
+        micro_batch_tokens=max(run.micro_batch_tokens for run in runs),
+        training=max(run.training for run in runs),
+        sampling=sum(run.sampling for run in runs),
+        update_copy=max(run.update_copy for run in runs),
+    )
+
+
+def trained_parameters(config: Config, architecture: Architecture) -> tuple[int, int]:
+    """Return the trained parameters of the policy's adapter and of the critic: its head and, where it has one, its own
+    adapter; 0 without a critic."""
+    rank, targets = config.model.lora_rank, config.lora.target_modules
+    critic = architecture.adapter_parameters(config.lane_ranks - rank, targets)
+    critic += config.algorithm.critic * (architecture.hidden + 1)
+    return architecture.adapter_parameters(rank, targets), critic
+
+
+def run_memory(
+    config: Config, architecture: Architecture, device: Device, prompt_tokens: int | None = None, lanes: int = 1
+) -> Memory:
+    """Return the memory of one resolved run configuration, which steps together with others: ``lanes`` in all."""
+    work = work_of(config, prompt_tokens)
+    width, weights = number_bytes(config, device), architecture.parameters()
+    adapter, critic = trained_parameters(config, architecture)
+    asked = config.training.micro_batch_tokens
+    whole, parts = base_bytes(config, architecture, width), config.base_parts
+    base = whole
+    if parts > 1:
+        layers = architecture.linear_parameters(architecture.experts) * width
+        base = held_weights(base // parts, base - layers, layers // architecture.layers)
+    stays = adapter_bytes(adapter, width, config.published_versions) + critic_bytes(critic)
+    if device.kind == "cpu":
+        budget = cpu_token_budget(whole)
+    elif device.memory:
+        room = max(0, device.memory - base - lanes * stays)
+        budget = gpu_token_budget(room, architecture.kept_bytes(width))
+    else:
+        budget = ASSUMED_MICRO_BATCH_TOKENS
+    micro_batch = min(work.rows * work.length, budget if asked == "auto" else asked)
+    logits = LOGITS_COPIES * 4 * architecture.vocab
+    block_copy = head_copy = 0
+    served = config.inference.served
+    if device.kind == "cpu" and parts == 1 and not config.model.quantized:
+        blocks = architecture.dense * architecture.linear_parameters(architecture.experts)
+        head = architecture.vocab * architecture.hidden
+        block_copy, head_copy = decoding_copies(blocks, head, weights, width, device.memory)
+    return Memory(
+        base=base,
+        adapter=stays,
+        micro_batch_tokens=micro_batch,
+        training=micro_batch * architecture.kept_bytes(width) + 4 * LOGITS_BYTES[device.kind],
+        sampling=0 if served else work.rows * (work.length * architecture.cache_bytes(width) + logits),
+        process=PROCESS_BYTES[device.kind],
+        head_copy=head_copy,
+        block_copy=0 if served else block_copy,
+        update_copy=update_copy(weights, width, config.training.update_dtype),
+    )
+
+
+def verified_ranks(config: Config) -> int:
+    """Return at how many ranks at most an adapter's held-out accuracy is measured after its run: the recommended one,
+    and those of the table."""
+    squeeze, held_out = config.squeeze, config.decisive
+    if not squeeze.enabled or squeeze.verify == "off" or held_out is None or held_out.problems < 2:
+        return 0
+    tabulated = len(squeeze.target_ranks) if squeeze.target_ranks else config.model.lora_rank.bit_length()
+    return 1 + (tabulated if squeeze.verify == "all" else 0)
+
+
+def base_bytes(config: Config, architecture: Architecture, width: int) -> int:
+    """Return the bytes of the base's weights, whose numbers take ``width`` bytes where they are not quantised. Experts
+    are not: they are no linear layers of their own."""
+    whole = architecture.parameters() * width
+    if not (config.model.quantized and architecture.dense):
+        return whole
+    linear = architecture.linear_parameters(architecture.experts)
+    return whole - linear * width + quantized_bytes(linear, architecture.hidden, width, config.model.quantize)
+
+
+def number_bytes(config: Config, device: Device) -> int:
+    """Return the bytes of one number of the base."""
+    automatic = 4 if device.kind == "cpu" else 2
+    return {"float64": 8, "float32": 4, "bfloat16": 2}.get(config.inference.dtype, automatic)

@@ -1,0 +1,454 @@
+"""``explain``: what a file would train, what its comparison can detect, and what it takes; torch is not imported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from retrain.commands.arguments import (
+    ConfigFile,
+    Detect,
+    ExecutorName,
+    Out,
+    Pilot,
+    Sets,
+    WorkerCount,
+    executor_sets,
+    read,
+)
+from retrain.commands.output import count, duration, print_table, size
+from retrain.wording import listed, plural
+
+if TYPE_CHECKING:
+    from retrain.campaign.planning.architecture import Architecture
+    from retrain.campaign.planning.estimate import Device, Memory, Work
+    from retrain.campaign.planning.plan import Plan, RunSpec
+    from retrain.commands.problems import Problems
+    from retrain.config import Config
+
+CONDITION_COLUMNS = (
+    "condition", "credit for a completion with reward r", "credit for its tokens", "differs from the first in",
+)  # fmt: skip
+
+FILE_COLUMNS = ("file", "what it holds")
+
+CAMPAIGN_FILES = (
+    ("manifest.json", "every run and its state, the comparison, the recommended rank"),
+    ("plan.json", "the file as it was given, every run as it was resolved"),
+    ("retrain.json", "the mark of whose this directory is"),
+    ("comparison.json", "conditions against the first, paired by seed"),
+    ("report.html", "verdict, curves, distributions, the same prompt under two conditions: one file, no network"),
+    ("base/evaluation_<how>.npz", "the untrained model's held-out answers, sampled once for all runs"),
+    ("squeeze/analysis.json", "energy by LoRA rank, from the first run"),
+    ("squeeze/verification.json", "held-out accuracy at every rank beside the full adapter, paired by problem"),
+    ("squeeze/rank_<r>/", "an adapter compressed to the recommended rank, if that is known"),
+    ("config.json", "every key as it was resolved, package versions, git revision"),
+    ("environment.json", "machine, GPUs, Python, all installed packages"),
+    ("code.diff", "uncommitted changes of the code around"),
+)
+
+ONLY_OF_CAMPAIGNS = ("comparison.json", "report.html", "base/evaluation_<how>.npz")
+
+RUN_FILES = (
+    ("retrain.json", "the mark of whose this directory is; also in every checkpoint and adapter"),
+    ("config.json", "every key resolved for this run, seeds, data hash, base model"),
+    ("environment.json", "machine, GPUs, Python, all installed packages"),
+    ("code.diff", "uncommitted changes of the code around"),
+    ("metrics.jsonl", "one row per step"),
+    ("metrics.f32", "the same numbers as columns, from 64 steps on"),
+    ("evals.jsonl", "one row per held-out evaluation"),
+    ("emergence/steps.jsonl", "reward and correct count per step"),
+    ("emergence/generations.jsonl", "every completion"),
+    ("emergence/evaluations.jsonl", "every completion of the held-out evaluations"),
+    ("train_iteration_<n>_rollout_summaries.jsonl", "one line per trajectory, every step"),
+    ("train_iteration_<n>.html, _logtree.json", "prompts and samples to read, every rollouts_every steps"),
+    ("tokens_<n>.safetensors", "every token of those steps with its numbers, texts uncut"),
+    ("eval_<name>_iteration_<n>…", "the same of every held-out evaluation"),
+    ("iterations.jsonl", "the index of these files, and where the step's completions lie"),
+    ("timing_spans.jsonl", "what each step spent its time on"),
+    ("timeline.html", "the same as a picture"),
+    ("notes.jsonl", "what odd numbers mean, each noted once"),
+    ("run.log", "what happened when, tracebacks included"),
+    ("checkpoints.jsonl", "one line per saved checkpoint"),
+    ("checkpoints/step_<n>/", "adapter, optimizer and all other state"),
+    ("final/", "the trained PEFT adapter"),
+)
+
+
+def explain(
+    file: ConfigFile,
+    sets: Sets = None,
+    out: Out = None,
+    pilot: Pilot = None,
+    detect: Detect = None,
+    executor: ExecutorName = None,
+    workers: WorkerCount = None,
+    files: Annotated[bool, typer.Option("--files", help="List every file that training would write, instead.")] = False,
+) -> None:
+    """Show what a file would train, what can be detected, and what it takes; nothing is started."""
+    from retrain.campaign.planning.plan import Plan
+
+    plan = Plan.of(read(file, [*(sets or ()), *executor_sets(executor, workers, None)]), out)
+    if files:
+        print_files(plan)
+    else:
+        print_explanation(plan, pilot, detect)
+
+
+def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | None = None) -> None:
+    """Print the conditions and seeds of a file's plan, what can be detected, and what it takes."""
+    from retrain.campaign.planning.estimate import work_of
+    from retrain.commands.formulas import (
+        credit_formula,
+        critic_words,
+        distillation_words,
+        environment_words,
+        loss_words,
+        reward_words,
+    )
+
+    loaded, specs = plan.source, plan.specs
+    assert loaded is not None
+    seeds = list(dict.fromkeys(spec.seed for spec in specs))
+    conditions = conditions_of(specs)
+    counts = [plural(len(each), word) for each, word in ((conditions, "condition"), (seeds, "seed"), (specs, "run"))]
+    print(f"{loaded.path}: {counts[0]} × {counts[1]} = {counts[2]}\n")
+    print_table(CONDITION_COLUMNS, [condition_row(spec, conditions[0]) for spec in conditions], left=CONDITION_COLUMNS)
+    print()
+    print_by_words("token credit", credit_formula, conditions)
+    print_by_words("critic", critic_words, conditions)
+    print_by_words("distillation", distillation_words, conditions)
+    print_by_words("loss", loss_words, conditions)
+    print_by_words("reward", reward_words, conditions)
+    if conditions[0].config.environment.hosted:
+        print(f"environment   {environment_words(conditions[0].config)}")
+    problems = print_problems(plan)
+    print(f"seeds         {' '.join(map(str, seeds))}")
+    print_sets(specs[0].config, problems)
+    print_design(specs, pilot, detect)
+    works = [work_of(spec.config, problems.prompt_tokens, problems.sizes) for spec in specs]
+    print_work(specs, works, problems)
+    print_costs(plan, works, problems.prompt_tokens)
+    print(f"writes        {plan.directory}/ (--files lists what)")
+
+
+def conditions_of(specs: Sequence[RunSpec]) -> list[RunSpec]:
+    """Return the first run of each condition."""
+    return [spec for spec in specs if spec.seed == specs[0].seed]
+
+
+def print_by_words(name: str, words_of: Callable[[Config], str], conditions: list[RunSpec]) -> None:
+    """Print what ``words_of`` says of the conditions, each text once with those that it holds for; no empty one."""
+    from retrain.config.campaign import condition_name
+
+    for words in filter(None, dict.fromkeys(words_of(spec.config) for spec in conditions)):
+        having = [condition_name(spec.label) for spec in conditions if words_of(spec.config) == words]
+        print(f"{name:<14}{words}" + ("" if len(having) == len(conditions) else f"  ({', '.join(having)})"))
+
+
+def print_problems(plan: Plan) -> Problems:
+    """Print what there is to solve, the same for all conditions."""
+    from retrain.campaign.planning.references import data_problems
+    from retrain.commands.problems import problems_of
+
+    assert plan.source is not None
+    problems = problems_of([spec.config for spec in plan.specs], plan.folder)
+    for name, text in problems.lines:
+        print(f"{name:<14}{text}")
+    for problem in () if problems.is_read else data_problems(plan, plan.source):
+        print(f"note: {problem}", file=sys.stderr)
+    return problems
+
+
+def condition_row(spec: RunSpec, first: RunSpec) -> tuple[str, str, str, str]:
+    """Label, the two formulas in words, and the differences from the first condition."""
+    from retrain.campaign.planning.changes import differences
+    from retrain.commands.formulas import advantage_words, credit_words
+    from retrain.config.campaign import condition_name
+
+    changed = [
+        f"{key.removeprefix('algorithm.')} = {value}"
+        for key, (_, value) in differences(first.config.model_dump(), spec.config.model_dump()).items()
+    ]
+    return (
+        condition_name(spec.label),
+        advantage_words(spec.config),
+        credit_words(spec.config),
+        ", ".join(changed) or "-",
+    )
+
+
+def print_sets(config: Config, problems: Problems) -> None:
+    """Print the held-out sets that have names of their own, and how each is sampled."""
+    from retrain.campaign.planning.estimate import held_out_sets
+
+    for i, each in enumerate(held_out_sets(config, problems.sizes) if config.evaluation.sets else ()):
+        source = each.data.eval_source or each.data.source
+        decides = "; the primary metric's" if each.name == getattr(config.decisive, "name", None) else ""
+        asked = each.sampling
+        cuts = (("top_p", asked.top_p, 1), ("top_k", asked.top_k, 0), ("min_p", asked.min_p, 0))
+        cut = "".join(f" {key} {value:g}," for key, value, off in cuts if value != off and asked.temperature)
+        line = (
+            f"{each.name}: {each.problems} problems × {each.samples} of {source}, at temperature {asked.temperature:g},"
+            f"{cut} at most {asked.max_tokens} tokens{decides}"
+        )
+        print(f"{'' if i else 'held out':<14}{line}")
+
+
+def print_design(specs: list[RunSpec], pilot: Path | None, detect: float | None) -> None:
+    """Print what the comparison can detect, and where its design misleads."""
+    from retrain.campaign.judging.design import verdict_lines, warnings_of
+
+    for name, lines in (("verdict", verdict_lines(specs, pilot, detect)), ("careful", warnings_of(specs))):
+        for i, line in enumerate(lines):
+            print(f"{'' if i and name == 'verdict' else name:<14}{line}")
+
+
+def print_work(specs: list[RunSpec], works: list[Work], problems: Problems) -> None:
+    """Print how much each run samples and trains, and all of them together."""
+    from retrain.campaign.planning.estimate import sampled_evaluations, work_of
+
+    def training_words(config: Config) -> str:
+        training, work = config.training, work_of(config)
+        words = (
+            f"{training.max_steps} steps × {training.batch_size} prompts × {training.group_size} completions"
+            f" = {work.completions:,} completions, at most {count(work.completions * work.tokens)} tokens;"
+            f" {plural(work.updates, 'update')}"
+        )
+        again = training.dynamic_sampling
+        more = f"; up to {again} times as many more in place of prompts that teach nothing (dynamic_sampling)"
+        return words + (more if again else "")
+
+    print_by_words("each run", training_words, conditions_of(specs))
+    print_by_words("evaluated", lambda config: evaluation_words(config, problems), conditions_of(specs))
+    if len(specs) > 1:
+        tokens = sum(work.draws * work.completions * work.tokens for work in works)
+        line = f"at most {count(tokens)} sampled training tokens"
+        if evaluated := sampled_evaluations([spec.config for spec in specs], works):
+            once = " (the untrained model once for all runs that grade alike)" if works[0].at_start else ""
+            line += f", and {evaluated:,} completions for evaluation{once}"
+        print(f"altogether    {line}")
+    print_squeeze_plan(specs[0].config, problems)
+
+
+def evaluation_words(config: Config, problems: Problems) -> str:
+    """Return how often a run is evaluated, on how many problems, and what that samples."""
+    from retrain.campaign.planning.estimate import held_out_sets, work_of
+    from retrain.config.schedule import part_evaluations, whole_evaluations
+
+    training, evaluation = config.training, config.evaluation
+    work, sets = work_of(config, sizes=problems.sizes), held_out_sets(config, problems.sizes)
+    if not sets:
+        return "never ([evaluation] problems = 0)"
+    asked = (evaluation.schedule, training.max_steps, training.eval_every)
+    whole = [*([0] if evaluation.at_start else []), *whole_evaluations(*asked)]
+    steps = ", ".join(map(str, whole)) if len(whole) <= 6 else f"{', '.join(map(str, whole[:3]))}, …, {whole[-1]}"
+    words = f"{plural(len(whole), 'time')} (after {steps} steps) "
+    words += " + ".join(f"{each.problems:,} problems × {each.samples}" for each in sets)
+    if work.parts:
+        few = sum(each.part.problems for each in sets)
+        words += f", and {plural(len(part_evaluations(*asked)), 'time')} between {few:,} of them × 1"
+    completions = plural(work.evaluation_completions, "completion")
+    return f"{words} = {completions}, at most {count(work.evaluation_tokens)} tokens"
+
+
+def print_squeeze_plan(config: Config, problems: Problems) -> None:
+    """Print what is done about the rank after the first run, or that of each condition, and how many answers that
+    takes."""
+    from retrain.campaign.planning.estimate import verified_ranks
+
+    squeeze, held_out = config.squeeze, config.decisive
+    if not squeeze.enabled:
+        return
+    each = squeeze.runs == "one per condition" and config.is_campaign
+    adapters = len(config.campaign.conditions) if each else 1
+    after = "after the first run of each condition" if each else "after the first run"
+    words = f"{after}: which rank up to {config.model.lora_rank} keeps enough energy"
+    if held_out is not None and (evaluated := verified_ranks(config)):
+        asked = problems.sizes.get(held_out.name, held_out.problems)
+        answers = adapters * evaluated * asked * held_out.samples
+        words += f", and held-out accuracy at up to {evaluated} ranks ({answers:,} completions; [squeeze] verify)"
+    print(f"squeeze       {words}")
+
+
+def print_costs(plan: Plan, works: list[Work], prompt_tokens: int | None) -> None:
+    """Print the model, the memory of the cohort that takes most, what is idle, and the time where one was recorded."""
+    from retrain.campaign.planning.architecture import architecture_of
+    from retrain.campaign.planning.cohorts import cut
+
+    specs = plan.specs
+    config = specs[0].config
+    device, gpus = device_of(config)
+    workers = workers_of(config, gpus)
+    groups = cut(specs, device.kind == "gpu", workers)
+    architecture = architecture_of(config.model.model, config.model.revision)
+    if architecture is None:
+        print(
+            f"model         {config.model.model}: its config.json is not on this machine: no memory estimate; "
+            "retrain try fetches the model"
+        )
+    else:
+        print_by_words("model", lambda each: model_words(each, architecture), conditions_of(specs))
+        print(f"memory        {memory_words(groups, architecture, device, prompt_tokens)}")
+    if config.is_campaign:
+        sizes = list(map(len, groups))
+        together = plural(sizes[0], "run") if len(set(sizes)) == 1 else f"{' + '.join(map(str, sizes))} runs"
+        cohorts = f"{len(groups)} cohorts" if len(groups) > 1 else "1 cohort"
+        print(f"cohorts       {cohorts} of {together} that step together, for {plural(workers, 'worker')}")
+    for text in idle_words(specs, groups, workers, gpus):
+        print(f"idle          {text}")
+    print(f"time          {time_words(plan, works, device, len(groups), workers if gpus else 1)}")
+
+
+def device_of(config: Config) -> tuple[Device, int]:
+    """Return what a process would compute on, and how many GPUs of this machine there are for it."""
+    from retrain.campaign.planning.estimate import Device
+    from retrain.gpus import nvidia_gpus, usable_gpu
+
+    gpus = nvidia_gpus() if config.backend.devices != "cpu" and usable_gpu() else []
+    if gpus:
+        amount = gpus[0].memory.split()[0]  # "81559 MiB"
+        memory = int(amount) * 2**20 if amount.isdigit() else 0
+        return Device("gpu", memory // config.campaign.workers_per_gpu), len(config.backend.named_gpus) or len(gpus)
+    if config.backend.named_gpus:
+        return Device("gpu"), 0
+    import psutil
+
+    workers = config.campaign.workers if isinstance(config.campaign.workers, int) else 1
+    return Device("cpu", int(psutil.virtual_memory().total) // workers), 0
+
+
+def workers_of(config: Config, gpus: int) -> int:
+    """Return how many workers would train, with so many GPUs on this machine."""
+    campaign = config.campaign
+    if not config.is_campaign or campaign.executor == "inprocess":
+        return 1
+    if campaign.workers != "auto":
+        return campaign.workers
+    return max(1, gpus // config.gpus_per_worker * campaign.workers_per_gpu)
+
+
+def idle_words(specs: Sequence[RunSpec], groups: Sequence[Sequence[RunSpec]], workers: int, gpus: int) -> list[str]:
+    """Return which workers and GPUs would have nothing to do, and what to set instead."""
+    config = specs[0].config
+    campaign, share = config.campaign, config.campaign.workers_per_gpu
+    lines = []
+    if len(groups) < workers:
+        idle = f"{workers - len(groups)} of {plural(workers, 'worker')}"
+        if len(specs) > len(groups):
+            lanes = max(1, len(specs) // workers)
+            cohorts = plural(len(groups), "cohort")
+            lines.append(f"{idle}: {plural(len(specs), 'run')} are {cohorts}; set [campaign] lanes = {lanes}")
+        else:
+            conditions = len(conditions_of(specs))
+            ways = [f"workers = {len(groups)}", f"{plural(-(-workers // conditions), 'seed')} with lanes = 1"]
+            if gpus // len(groups) > 1 and config.backend.shard == "none":
+                ways.append(f'shard = "dp" in [backend] with gpus_per_cohort = {gpus // len(groups)}')
+            lines.append(f"{idle}: there are no more than {plural(len(specs), 'run')}; set {', or '.join(ways)}")
+    if config.backend.shard != "none" and campaign.executor == "inprocess":
+        return lines  # one process has all of them
+    used = -(-workers // share) * config.gpus_per_worker
+    if gpus > used:
+        if not config.is_campaign:
+            way = "--set backend.shard=dp --set backend.devices=all, to train the run on all"
+        elif campaign.executor == "inprocess":
+            way = "--executor processes, which trains a cohort on each"
+        else:
+            way = f"--workers {gpus // config.gpus_per_worker * share}"
+        lines.append(f"{gpus - used} of {gpus} GPUs: type {way}")
+    return lines
+
+
+def model_words(config: Config, architecture: Architecture) -> str:
+    """Return the model, and how much of it and beside it is trained."""
+    from retrain.campaign.planning.estimate import trained_parameters
+
+    adapter, critic = trained_parameters(config, architecture)
+    trained = f"{count(adapter)} trained in the adapter (rank {config.model.lora_rank})"
+    if critic:
+        trained += f", {count(critic)} in the critic"
+    return f"{config.model.model}: {count(architecture.parameters())} parameters, frozen; {trained}"
+
+
+def memory_words(
+    groups: Sequence[Sequence[RunSpec]], architecture: Architecture, device: Device, prompt_tokens: int | None
+) -> str:
+    """Return what the cohort takes that takes most, and of what that is made up."""
+    from retrain.campaign.planning.estimate import cohort_memory, number_bytes, run_memory
+
+    known: dict[str, Memory] = {}  # by label: runs of a condition take the same
+    for group in groups:
+        for spec in group:
+            if spec.label not in known:
+                known[spec.label] = run_memory(spec.config, architecture, device, prompt_tokens, len(group))
+    memory, runs = max(
+        ((cohort_memory([known[spec.label] for spec in group]), len(group)) for group in groups),
+        key=lambda each: each[0].peak,
+    )
+    least, most = memory.least, memory.peak
+    taken = f"about {size(least)}" if least == most else f"{size(least)} to {size(most)}"
+    kind = {"cpu": "CPU", "gpu": "GPU"}[device.kind]
+    numbers = {2: "bfloat16", 4: "float32", 8: "float64"}[number_bytes(groups[0][0].config, device)]
+    parts = {
+        "Python and torch": memory.process,
+        f"model in {numbers}": memory.base,
+        "a copy of its output layer": memory.head_copy,
+        "its weights in bfloat16 for updates": memory.update_copy,
+        f"trained adapters of {plural(runs, 'run')}" if runs > 1 else "trained adapter": memory.adapter,
+    }
+    staying = ", ".join(f"{name} {size(part)}" for name, part in parts.items() if part)
+    turns = f"{size(memory.training)} to train on {memory.micro_batch_tokens:,} tokens"
+    if memory.sampling:  # servers have memory of their own
+        turns += f" or {size(memory.block_copy + memory.sampling)} to decode all sequences at once"
+    of = f" of {size(device.memory)}" if device.kind == "gpu" and device.memory else ""
+    words = f"{taken}{of} on a {kind}, by calculation: {staying}; and {turns}"
+    if device.kind == "cpu" and least > device.memory:
+        words += f"; here are {size(device.memory)}. --set backend.devices=gpu:0 tells what it takes on a GPU"
+    return words
+
+
+def time_words(plan: Plan, works: Sequence[Work], device: Device, cohorts: int, workers: int) -> str:
+    """Return the time of all runs, where earlier runs of this model on this machine tell it."""
+    from retrain.campaign.judging.pace import recorded_pace
+    from retrain.campaign.planning.estimate import sampled_evaluations
+
+    config = plan.specs[0].config
+    places = dict.fromkeys([plan.directory.parent, Path("logs")])
+    pace = recorded_pace(config, device.kind, places)
+    if pace is None:
+        where = " or ".join(f"{place}/" for place in places)
+        return (
+            f"not known: no finished run of {config.model.model} with max_tokens = {config.training.max_tokens} on this"
+            f" machine under {where}"
+        )
+    completions = sum(work.completions for work in works)
+    completions += sampled_evaluations([spec.config for spec in plan.specs], works)
+    busy = pace.seconds / pace.completions * completions
+    rounds = -(-cohorts // workers) / cohorts
+    differing = f"; differs in {listed(pace.differing, 3)}" if pace.differing else ""
+    return (
+        f"about {duration(busy * rounds)} as fast as {pace.directory} was here ({plural(pace.runs, 'run')},"
+        f" {pace.completions:,} completions in {duration(pace.seconds)}{differing})"
+    )
+
+
+def print_files(plan: Plan) -> None:
+    """Print every file that training would write, with a phrase for each."""
+    specs = plan.specs
+    print(f"\nwrites        {plan.directory}/")
+    if not specs[0].is_campaign:
+        files = {name: text for name, text in CAMPAIGN_FILES if name not in ONLY_OF_CAMPAIGNS} | dict(RUN_FILES)
+        print_table(FILE_COLUMNS, [(f"  {name}", text) for name, text in files.items()], left=FILE_COLUMNS)
+        return
+    rows = [(f"  {name}", text) for name, text in CAMPAIGN_FILES]
+    if specs[0].config.campaign.executor != "inprocess":
+        rows.append(("  workers/worker_<n>.log", "what worker processes printed"))
+    if specs[0].config.campaign.executor == "slurm":
+        rows.append(("  workers/slurm_<k>/", "what was asked of Slurm, what its jobs printed, and their commands"))
+    rows.append(("  runs/<run>/", f"one directory for each of the {len(specs)} runs, such as runs/{specs[0].run_id}/"))
+    rows += [(f"    {name}", text) for name, text in RUN_FILES]
+    print_table(FILE_COLUMNS, rows, left=FILE_COLUMNS)
