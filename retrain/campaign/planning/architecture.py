@@ -85,24 +85,18 @@ class Architecture:
         """(inputs, outputs) of the linear layers of a block."""
         return self.attention_shapes | self.mlp_shapes
 
-    def parameters(self, experts: int | None = None) -> int:
-        """Number of parameters, or of those that one token meets when ``experts`` is given."""
-        experts = self.experts if experts is None else experts
+    def parameters(self) -> int:
+        """Number of parameters."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         norms = 2 * self.hidden + (2 * self.head_dim if self.head_norms else 0)
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.linear_parameters(experts) + self.layers * (router + norms) + embeddings + self.hidden
+        return self.linear_parameters(self.experts) + self.layers * (router + norms) + embeddings + self.hidden
 
     def linear_parameters(self, experts: int) -> int:
         """Numbers in the linear layers of all blocks, with so many experts."""
         attention = sum(a * b for a, b in self.attention_shapes.values())
         mlp = experts * sum(a * b for a, b in self.mlp_shapes.values())
         return self.layers * (attention + mlp)
-
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that one token is multiplied with; with dense models nearly all."""
-        return self.parameters(self.active_experts)
 
     def adapter_parameters(self, rank: int, target_modules: str | Sequence[str]) -> int:
         """LoRA parameters at ``rank``: rank·(inputs + outputs) of every adapted linear layer."""
