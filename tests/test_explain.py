@@ -141,7 +141,7 @@ def test_rewards_that_differ_are_named_by_condition(tmp_path):
     file.write_text(f'[campaign]\nseeds = [1]\n{condition}{condition}"reward.type" = "format"\n')
     result = CliRunner().invoke(app, ["explain", str(file)])
     rewards = [line for line in result.stdout.splitlines() if line.startswith("reward ")]
-    assert [line.endswith("  (grpo+none)") for line in rewards] == [True, False]
+    assert [line.endswith("  (grpo)") for line in rewards] == [True, False]
     assert "closed box" in rewards[1]
 
 
@@ -249,8 +249,8 @@ def test_evaluations_and_time_are_those_of_the_campaign(campaign):
     out = campaign.parent / "logs" / "camp"
     before, few = texts_of(campaign), "3 problems × 1 + 5 problems × 2"
     assert before["evaluated"] == [
-        f"2 times (after 0, 2 steps) {few} = 26 completions, at most 104 tokens  (grpo+none)",
-        f"3 times (after 0, 1, 2 steps) {few} = 39 completions, at most 156 tokens  (gae+none~eval_every=1)",
+        f"2 times (after 0, 2 steps) {few} = 26 completions, at most 104 tokens  (grpo)",
+        f"3 times (after 0, 1, 2 steps) {few} = 39 completions, at most 156 tokens  (gae~eval_every=1)",
     ]
     assert "and 91 completions for evaluation" in before["altogether"][0]
     assert before["time"][0].startswith("not known: no finished run of ")
@@ -285,7 +285,7 @@ def test_memory_is_that_of_the_cohort_that_takes_most(campaign):
     assert "trained adapters of 4 runs" in four["memory"][0]
     assert "trained adapter " in one["memory"][0]
     plain, critic = four["model"]
-    assert plain.endswith("4,096 trained in the adapter (rank 4)  (grpo+none)")
+    assert plain.endswith("4,096 trained in the adapter (rank 4)  (grpo)")
     assert re.search(r"4,096 trained in the adapter \(rank 4\), 4,\d+ in the critic  \(gae", critic)
     gpu = texts_of(campaign, "--set", "backend.devices=gpu:0")["memory"][0]
     assert "on a GPU, by calculation: model in bfloat16" in gpu
