@@ -44,10 +44,10 @@ class Measure:
         return f"{limit.name} {_short(self.value)}{unit} ({', '.join(ends)})"
 
     def to_json(self) -> dict[str, Any]:
-        """The number, its limit and the reason for it."""
+        """Return the number with its limit."""
         limit = LIMITS[self.key]
         ends = {name: end for name, end in (("least", self.least), ("most", self.most)) if abs(end) != float("inf")}
-        return {"name": self.key, "value": self.value, **ends, "unit": limit.unit, "ok": self.ok, "why": limit.reason}
+        return {"name": self.key, "value": self.value, **ends, "unit": limit.unit, "ok": self.ok}
 
 
 @dataclass(frozen=True)
