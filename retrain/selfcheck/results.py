@@ -66,6 +66,30 @@ class Result:
         return f"{text} → {self.todo}" if self.todo else text
 
 
+@dataclass(frozen=True)
+class Finding:
+    """A check's result, and the seconds that it took: of the clock, and of this process's processors."""
+
+    name: str
+    result: Result
+    seconds: float
+    processor_seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        result = self.result
+        return {
+            "name": self.name,
+            "status": str(result.status),
+            "words": result.words,
+            "measures": [measure.to_json() for measure in result.measures],
+            "todo": result.todo,
+            "facts": dict(result.facts),
+            "seconds": self.seconds,
+            "processor_seconds": self.processor_seconds,
+        }
+
+
 def judged(
     kinds: tuple[str, ...], values: Mapping[str, float], words: str = "", *, fault: str = "", **facts: Any
 ) -> Result:
