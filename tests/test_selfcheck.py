@@ -335,8 +335,7 @@ def test_what_there_is_no_memory_for_is_skipped(subject, monkeypatch):
 
 
 def test_what_is_not_a_number_is_beyond_every_limit():
-    for key, limit in LIMITS.items():
-        assert limit.reason, key
+    for key in LIMITS:
         assert judged(("float32", "cpu"), {key: float("nan")}).status is Status.FAIL, key
 
 

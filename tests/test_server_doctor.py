@@ -38,15 +38,13 @@ def doctor(*arguments: object):
     return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
 
 
-def test_a_sound_server_passes_and_is_measured(model, server):
+def test_a_sound_server_passes(model, server):
     result = doctor("--url", server.url, "--url", f"{server.url}/v1/", model)
     assert result.exit_code == 0, result.output
-    head, answers, canary, throughput = result.output.splitlines()
+    head, answers, canary = result.output.splitlines()
     assert head == f"vllm at {server.url}, {server.url}/v1/, compared with {model} here"
-    assert answers.startswith(f"PASS  answers     {server.url} serves 'base', 2048 tokens  [")
-    assert canary.startswith("PASS  canary      canary: base within ")
-    assert throughput.startswith("PASS  throughput  tokens a second: ")
-    assert " at 64 requests of 4 adapters; an adapter is there after " in throughput
+    assert answers.startswith(f"PASS  answers            {server.url} serves 'base', 2048 tokens  [")
+    assert canary.startswith("PASS  canary             canary: base within ")
     assert server.adapters == []
 
 
@@ -64,7 +62,6 @@ def test_a_file_says_what_is_compared(model, server, tmp_path):
     assert result.exit_code == 1
     assert "FAIL  canary" in result.output
     assert "another base model" in result.output
-    assert "throughput" not in result.output
 
 
 class RankSixteen(StandIn):
@@ -93,10 +90,9 @@ def test_a_server_that_takes_smaller_adapters_is_checked_with_those(model, tmp_p
     try:
         result = doctor("--url", server.url, model)
         assert result.exit_code == 0, result.output
-        assert "PASS  canary      canary: base within " in result.output
+        assert "PASS  canary             canary: base within " in result.output
         assert "with an adapter of rank 16: it takes none of rank 32" in result.output
         assert "start it with --max-lora-rank 32" in result.output
-        assert "PASS  throughput" in result.output
         file = tmp_path / "run.toml"
         file.write_text(f'[model]\nmodel = "{model}"\nlora_rank = 32\n')
         chosen = doctor("--url", server.url, "--file", file)
@@ -109,7 +105,7 @@ def test_a_server_that_takes_smaller_adapters_is_checked_with_those(model, tmp_p
 def test_what_cannot_be_checked(model, server):
     away = doctor("--url", "http://127.0.0.1:9", model)
     assert away.exit_code == 1
-    assert "FAIL  answers     no server answers after 0.5 s:" in away.output
+    assert "FAIL  answers            no server answers after 0.5 s:" in away.output
     for arguments, words in (
         (("--url", "http://127.0.0.1:9"), "name the model after the options"),
         (("--url", server.url, "--device", "cpu"), "type one after the other"),

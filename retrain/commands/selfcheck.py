@@ -1,10 +1,11 @@
-"""``doctor --device``: the self-check, one line for each check as soon as it is made."""
+"""``doctor --device`` and ``doctor --url``: one line for each check of this machine or of servers, once it is made."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from retrain.errors import UsageError
 from retrain.wording import plural
 
 if TYPE_CHECKING:
-    from retrain.selfcheck.examine import Finding
+    from retrain.selfcheck.results import Finding
     from retrain.selfcheck.subject import Subject
 
 WIDTH = 18
@@ -36,20 +37,11 @@ def selfcheck(device: str, file: Path | None, report: Path | None) -> int:
     from retrain.selfcheck.source import Source
     from retrain.selfcheck.subject import Subject
 
-    live = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
-
-    def begins(name: str) -> None:
-        if live:
-            print(f"…     {name}", end="", flush=True)
-
     with Subject.open(Source.of(file, device)) as subject:
         print(headline(subject))
         if subject.is_slow:
             note("a model of this size takes many minutes on a CPU; on a GPU it would be --device gpu:0")
-        findings: list[Finding] = []
-        for finding in examine(subject, begins=begins):
-            findings.append(finding)
-            print(("\r\x1b[K" if live else "") + line_of(finding), flush=True)
+        findings = print_findings(lambda begins: examine(subject, begins=begins))
         if report is not None:
             write_json(report, whole(subject, findings))
     each = [finding.result.status for finding in findings]
@@ -63,6 +55,35 @@ def selfcheck(device: str, file: Path | None, report: Path | None) -> int:
         f"{failed or 'none'} failed, {skipped or 'none'} skipped{kept}"
     )
     return int(failed > 0)
+
+
+def servercheck(url: Sequence[str], engine: str | None, model: str | None, file: Path | None) -> int:
+    """Compare servers with the model here and print each check; the exit status: 1 when one has failed.
+
+    Raises UsageError for a file that cannot be used, ModelError for a model that cannot be had.
+    """
+    from retrain.selfcheck.results import Status
+    from retrain.selfcheck.servers import asked_config, examine_servers
+
+    config = asked_config(url, engine, model, file)
+    print(f"{config.inference.engine} at {', '.join(url)}, compared with {visible(config.model.model)} here")
+    findings = print_findings(lambda begins: examine_servers(config, begins, any_rank=file is None))
+    return int(any(finding.result.status is Status.FAIL for finding in findings))
+
+
+def print_findings(make: Callable[[Callable[[str], None]], Iterator[Finding]]) -> list[Finding]:
+    """Print each finding of ``make``, which gets a function that shows the name of a check when it begins."""
+    live = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+
+    def begins(name: str) -> None:
+        if live:
+            print(f"…     {name}", end="", flush=True)
+
+    findings: list[Finding] = []
+    for finding in make(begins):
+        findings.append(finding)
+        print(("\r\x1b[K" if live else "") + line_of(finding), flush=True)
+    return findings
 
 
 def headline(subject: Subject) -> str:

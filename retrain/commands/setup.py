@@ -144,7 +144,7 @@ def doctor(
         typer.Option(
             "--url",
             metavar="URL",
-            help="Prove that this server samples what is trained here, and measure it; may be repeated.",
+            help="Prove that this server samples what is trained here; may be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -156,7 +156,7 @@ def doctor(
     """Show what this machine has: Python, packages, devices, extras, disk; with --device prove that it computes right,
     with --url that a server does. Nothing else is contacted."""
     if url:
-        from retrain.commands.servercheck import servercheck
+        from retrain.commands.selfcheck import servercheck
 
         if device is not None or report is not None:
             raise UsageError("--url checks a server, --device and --json this machine: type one after the other")

@@ -16,7 +16,7 @@ from retrain.selfcheck.gradients import against_higher_precision
 from retrain.selfcheck.machine import device_and_build, rates
 from retrain.selfcheck.memory import out_of_memory_drills, predicted_against_measured
 from retrain.selfcheck.paths import paths
-from retrain.selfcheck.results import Result, Status, raised
+from retrain.selfcheck.results import Finding, Result, Status, raised
 from retrain.selfcheck.resuming import resumed_equals_undisturbed
 from retrain.selfcheck.sampling import graph_equals_eager, lane_alone, sampler_against_trainer
 from retrain.selfcheck.speed import speed
@@ -49,30 +49,6 @@ CHECKS = (
     Check("out of memory", out_of_memory_drills),
     Check("speed", speed),
 )
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A check's result, and the seconds that it took: of the clock, and of this process's processors."""
-
-    name: str
-    result: Result
-    seconds: float
-    processor_seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it as plain data."""
-        result = self.result
-        return {
-            "name": self.name,
-            "status": str(result.status),
-            "words": result.words,
-            "measures": [measure.to_json() for measure in result.measures],
-            "todo": result.todo,
-            "facts": dict(result.facts),
-            "seconds": self.seconds,
-            "processor_seconds": self.processor_seconds,
-        }
 
 
 def examine(

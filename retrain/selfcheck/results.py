@@ -44,10 +44,10 @@ class Measure:
         return f"{limit.name} {_short(self.value)}{unit} ({', '.join(ends)})"
 
     def to_json(self) -> dict[str, Any]:
-        """The number, its limit and the reason for it."""
+        """Return the number with its limit."""
         limit = LIMITS[self.key]
         ends = {name: end for name, end in (("least", self.least), ("most", self.most)) if abs(end) != float("inf")}
-        return {"name": self.key, "value": self.value, **ends, "unit": limit.unit, "ok": self.ok, "why": limit.reason}
+        return {"name": self.key, "value": self.value, **ends, "unit": limit.unit, "ok": self.ok}
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,30 @@ class Result:
         """What there is to say, on one line."""
         text = ", ".join([*([self.words] if self.words else []), *(measure.text() for measure in self.measures)])
         return f"{text} → {self.todo}" if self.todo else text
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A check's result, and the seconds that it took: of the clock, and of this process's processors."""
+
+    name: str
+    result: Result
+    seconds: float
+    processor_seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        result = self.result
+        return {
+            "name": self.name,
+            "status": str(result.status),
+            "words": result.words,
+            "measures": [measure.to_json() for measure in result.measures],
+            "todo": result.todo,
+            "facts": dict(result.facts),
+            "seconds": self.seconds,
+            "processor_seconds": self.processor_seconds,
+        }
 
 
 def judged(

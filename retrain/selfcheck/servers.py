@@ -1,13 +1,9 @@
-"""Whether servers compute what is trained here, and how fast they sample: ``retrain doctor --url``.
-
-The checks are those that a run makes before its first step, and the throughput of one adapter and of several at once.
-"""
+"""Compares servers with what is trained here, as a run does before its first step: ``retrain doctor --url``."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,31 +11,17 @@ from typing import Any
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.models import Bases
 from retrain.config import Config, load, parse_dict
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.engines.server.adapters import RANKS
-from retrain.engines.server.canary import TEXT, canaries
+from retrain.engines.server.canary import canaries
 from retrain.engines.server.engine import RANK_HINT, ServerEngine
 from retrain.errors import RetrainError, UsageError
 from retrain.models.directory import local_directory
-from retrain.policy.local import LocalSnapshot
+from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes
-from retrain.selfcheck.results import Result, Status
+from retrain.selfcheck.results import Finding, Result, Status
 
-TOKENS = 64
-AT_ONCE = (1, 16, 64)
-"""Requests in flight at which the throughput is measured."""
-ADAPTERS = 4
 PATIENCE_S = 20.0
 """Seconds that a server may be away in the middle of a check."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """What one check of a server came to."""
-
-    name: str
-    result: Result
-    seconds: float
 
 
 def asked_config(url: Sequence[str], engine: str | None, model: str | None, file: Path | None) -> Config:
@@ -77,49 +59,26 @@ def served_model(url: str) -> str:
 
 def examine_servers(
     config: Config, begins: Callable[[str], None] = lambda name: None, any_rank: bool = False
-) -> Iterator[Line]:
-    """Each check in turn; after one that fails the others would say nothing. ``any_rank``: nobody has chosen
-    ``lora_rank``, so that a server which takes smaller adapters only is checked with those. Raises ModelError when the
-    model cannot be had here."""
+) -> Iterator[Finding]:
+    """Yield whether the servers answer, then whether they pass a run's canary; after a failure the rest says nothing.
+
+    ``any_rank``: nobody has chosen ``lora_rank``, so a server that takes smaller adapters only is checked with those.
+    Raises ModelError when the model cannot be had here.
+    """
     with Bases() as bases, TemporaryDirectory(prefix="retrain-doctor-") as aside:
         begins("answers")
         begin = time.perf_counter()
         try:
             base, lanes, engine = bases.take_served(config, Path(aside))
+            result = _answers(engine)
         except UsageError as error:
-            yield Line("answers", Result(Status.FAIL, str(error)), time.perf_counter() - begin)
+            yield Finding("answers", Result(Status.FAIL, str(error)), time.perf_counter() - begin)
             return
-        yield Line("answers", _answers(engine), time.perf_counter() - begin)
+        yield Finding("answers", result, time.perf_counter() - begin)
         begins("canary")
         begin = time.perf_counter()
-        tolerance = config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
-        asked = rank = config.model.lora_rank
-        smaller = [each for each in reversed(RANKS) if each < asked] if any_rank else []
-        while True:
-            kind = rank, config.lora.alpha, config.training.temperature, tolerance
-            try:
-                texts = [found.words for found in canaries(engine, base, lanes, [kind])]
-            except RetrainError as error:
-                if RANK_HINT in str(error) and smaller:
-                    rank = smaller.pop(0)
-                    continue
-                yield Line("canary", Result(Status.FAIL, str(error)), time.perf_counter() - begin)
-                return
-            break
-        if rank < asked:
-            texts.append(
-                f"with an adapter of rank {rank}: it takes none of rank {asked}, the default of [model] lora_rank; to "
-                f"train with that, start it with {RANK_HINT} {asked}"
-            )
-        yield Line("canary", Result(Status.PASS, "; ".join(texts)), time.perf_counter() - begin)
-        begins("throughput")
-        begin = time.perf_counter()
-        prompt = tuple(base.tokenizer(TEXT)["input_ids"])
-        try:
-            result = _throughput(engine, lanes, rank, config.lora.alpha, prompt)
-        except RetrainError as error:
-            result = Result(Status.FAIL, str(error))
-        yield Line("throughput", result, time.perf_counter() - begin)
+        result = _canary(config, base, lanes, engine, any_rank)
+        yield Finding("canary", result, time.perf_counter() - begin)
 
 
 def _answers(engine: ServerEngine) -> Result:
@@ -132,27 +91,22 @@ def _answers(engine: ServerEngine) -> Result:
     return Result(Status.PASS if all(server.alive for server in engine.pool.servers) else Status.FAIL, "; ".join(said))
 
 
-def _throughput(engine: ServerEngine, lanes: Lanes, rank: int, alpha: float, prompt: tuple[int, ...]) -> Result:
-    """Tokens a second, and what it takes to swap an adapter."""
-    refs = [PolicyRef(f"doctor{i}", 0) for i in range(ADAPTERS)]
-    weights = lanes.new_adapter(rank, alpha).initialise("doctor").frozen()
-    speeds = []
-    for ref in refs:
-        engine.publish(ref, LocalSnapshot(weights, {}))
-    swaps = []
-    for ref in refs:
-        engine.sample([SampleRequest(ref, prompt, 1, 1, 1.0, ("doctor", "swap"))])
-        swaps.append(engine.sync_seconds or 0.0)
-    ways = [(count, refs[:1]) for count in AT_ONCE] + [(AT_ONCE[-1], refs)]
-    for count, used in ways:
-        each = max(1, count // len(used))
-        asked = [SampleRequest(ref, prompt, each, TOKENS, 1.0, ("doctor", count)) for ref in used]
-        begin = time.perf_counter()
-        groups = engine.sample(asked)
-        sampled = sum(len(action) for group in groups for action in group)
-        adapters = f" of {len(used)} adapters" if len(used) > 1 else ""
-        speeds.append(f"{sampled / (time.perf_counter() - begin):,.0f} at {count} requests{adapters}")
-    for ref in refs:
-        engine.retire(ref)
-    swap = sorted(swaps)[len(swaps) // 2]
-    return Result(Status.PASS, f"tokens a second: {', '.join(speeds)}; an adapter is there after {1000 * swap:.0f} ms")
+def _canary(config: Config, base: BaseModel, lanes: Lanes, engine: ServerEngine, any_rank: bool) -> Result:
+    tolerance = config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
+    asked = config.model.lora_rank
+    for rank in [asked, *(each for each in reversed(RANKS) if each < asked and any_rank)]:
+        kind = rank, config.lora.alpha, config.training.temperature, tolerance
+        try:
+            texts = [found.words for found in canaries(engine, base, lanes, [kind])]
+        except RetrainError as error:
+            result = Result(Status.FAIL, str(error))
+            if RANK_HINT in str(error):
+                continue
+            return result
+        if rank < asked:
+            texts.append(
+                f"with an adapter of rank {rank}: it takes none of rank {asked}, the default of [model] lora_rank; to "
+                f"train with that, start it with {RANK_HINT} {asked}"
+            )
+        return Result(Status.PASS, "; ".join(texts))
+    return result

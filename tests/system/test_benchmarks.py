@@ -13,7 +13,7 @@ import torch
 from retrain.files import read_json
 from retrain.plugins import load_file
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "maxrl_digits.py"
 
 

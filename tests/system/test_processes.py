@@ -27,7 +27,7 @@ from retrain.errors import ConfigError, StorageError, UsageError
 from retrain.ownership import process_start
 from retrain.policy.device import resolve_device
 
-STUB = Path(__file__).with_name("stubworker.py")
+STUB = Path(__file__).parents[1] / "stubworker.py"
 ONE_CORE = Slot("cpu", 1)
 
 

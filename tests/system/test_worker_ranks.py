@@ -20,7 +20,6 @@ from retrain.record.observer import NullObserver
 CPU = "backend.devices=cpu"
 RANKS = ['backend.shard="dp"', "backend.ranks=2", CPU]
 TWO = ["campaign.workers=2", *RANKS]
-WHOLE = pytest.mark.skipif("RETRAIN_RANKS" not in os.environ, reason="make test-ranks")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,6 @@ def test_the_ranks_of_two_workers_leave_what_those_of_one_process_leave(tmp_path
     assert {read_json(path)["built"]["ranks"] for path in out.glob("runs/*/config.json")} == {2}
 
 
-@WHOLE
 def test_a_worker_or_a_rank_that_dies_costs_steps_and_nothing_else(tmp_path, world, whole):
     out, killed, orphans = tmp_path / "out", [], []
 
@@ -76,7 +74,6 @@ def test_a_worker_or_a_rank_that_dies_costs_steps_and_nothing_else(tmp_path, wor
     assert not psutil.pid_exists(orphans[0])
 
 
-@WHOLE
 def test_a_campaign_goes_from_ranks_of_workers_to_those_of_one_process(tmp_path, world, whole):
     out = tmp_path / "out"
     stop = Heard(lambda spec, count: os.kill(os.getpid(), signal.SIGINT) if count == 3 else None)
@@ -85,7 +82,6 @@ def test_a_campaign_goes_from_ranks_of_workers_to_those_of_one_process(tmp_path,
     assert differing(contents(out), whole) == []
 
 
-@WHOLE
 def test_slurm_starts_ranks(tmp_path, world, whole):
     out = tmp_path / "out"
     local = ["campaign.executor=slurm", "slurm.cluster=local", *TWO]

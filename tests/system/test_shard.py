@@ -31,7 +31,6 @@ from retrain.record.observer import NullObserver
 
 EQUAL = 2e-6
 """Relative difference of metrics and weights that is rounding, in fp32."""
-WHOLE = pytest.mark.skipif("RETRAIN_RANKS" not in os.environ, reason="make test-ranks")
 """Of tests that train whole campaigns again, for minutes."""
 
 
@@ -92,7 +91,6 @@ def test_a_difference_is_seen(one):
         assert distance({**one, **changed}, one) > EQUAL
 
 
-@WHOLE
 def test_three_ranks_leave_what_one_process_leaves(one, folder):
     found = {}
     for shard in ("dp", "fsdp2"):
@@ -120,7 +118,6 @@ def test_stopped_ranks_have_saved_their_step_and_go_on_to_the_last_bit(stopped, 
     assert left_by(out) == two
 
 
-@WHOLE
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_another_number_of_ranks_goes_on(stopped, one, ranks):
     out = resumed(stopped, f"on_{ranks}", *on_ranks(ranks))
@@ -129,7 +126,6 @@ def test_another_number_of_ranks_goes_on(stopped, one, ranks):
         assert "continues at step 2" in log.read_text()
 
 
-@WHOLE
 def test_parts_of_the_base_go_on_to_the_last_bit_and_a_run_goes_from_parts_to_wholes_and_back(folder, two, stopped):
     out = folder / "halted"
     assert execute(planned(out, on_ranks(2, "fsdp2")), StopAfter(3)).exit_status == 130
@@ -141,7 +137,7 @@ def test_parts_of_the_base_go_on_to_the_last_bit_and_a_run_goes_from_parts_to_wh
     assert distance(left_by(elsewhere), two) <= EQUAL
 
 
-@pytest.mark.parametrize("shard", ["dp", pytest.param("fsdp2", marks=WHOLE)])
+@pytest.mark.parametrize("shard", ["dp", "fsdp2"])
 def test_a_rank_that_dies_ends_the_others_and_costs_steps_alone(folder, two, monkeypatch, shard):
     started = []
     popen = subprocess.Popen
@@ -198,7 +194,6 @@ def until_step(process: subprocess.Popen[str], count: int) -> None:
     raise AssertionError("it ended before")
 
 
-@WHOLE
 @pytest.mark.parametrize("shard", ["dp", "fsdp2"])
 def test_torchrun_starts_the_ranks(folder, two, shard):
     out = folder / f"torchrun_{shard}"
@@ -213,7 +208,6 @@ def test_torchrun_starts_the_ranks(folder, two, shard):
     assert f"every run in {out} is done" in said
 
 
-@WHOLE
 def test_ctrl_c_under_torchrun_saves_and_says_so_once(folder, two):
     out = folder / "interrupted"
     process = started_here(out, *TORCHRUN)
@@ -226,7 +220,7 @@ def test_ctrl_c_under_torchrun_saves_and_says_so_once(folder, two):
     assert left_by(out) == two
 
 
-@pytest.mark.parametrize("shard", ["dp", pytest.param("fsdp2", marks=WHOLE)])
+@pytest.mark.parametrize("shard", ["dp", "fsdp2"])
 def test_ctrl_c_saves_and_says_so_once(folder, two, shard):
     out = folder / f"by_hand_{shard}"
     process = started_here(out, sets="backend.ranks=2", shard=shard)
@@ -239,7 +233,6 @@ def test_ctrl_c_saves_and_says_so_once(folder, two, shard):
     assert left_by(out) == two
 
 
-@WHOLE
 def test_ranks_end_with_rank_0(folder):
     process = started_here(folder / "headless", sets="backend.ranks=2")
     until_step(process, 1)

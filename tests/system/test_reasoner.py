@@ -17,7 +17,7 @@ from retrain.maths.planning import STRATEGIC_GRAMS, RegexDetector
 from retrain.models import bundled_model_path
 from retrain.plugins import load_file
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "make_reasoner.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "make_reasoner.py"
 DIRECTORY = bundled_model_path("tiny-reasoner") or Path()
 
 

@@ -32,7 +32,7 @@ from retrain.policy.quantized import QuantizedLinear, unquantised
 from retrain.record.observer import NullObserver
 
 KINDS = ["int8", "nf4"]
-SMOLLM2 = Path(os.environ.get("RETRAIN_REAL_MODEL", Path(__file__).parents[1] / "models" / "smollm2"))
+SMOLLM2 = Path(os.environ.get("RETRAIN_REAL_MODEL", Path(__file__).parents[2] / "models" / "smollm2"))
 
 
 def base_in(directory: Path, kind: str, dtype: str = "float32") -> BaseModel:

@@ -147,7 +147,7 @@ def test_a_suspended_process_whose_directory_was_taken_over_stops_without_writin
     slow = "import time\n\ndef score(completion, answer):\n    time.sleep(0.2)\n    return 0.5\n"
     (tmp_path / "slow.py").write_text(slow)
     path.write_text(re.sub("custom_module = .*", 'custom_module = "slow.py"', path.read_text()))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     retrain = [sys.executable, "-m", "retrain"]
     first = subprocess.Popen(
         [*retrain, "train", str(path), "--out", str(out)], env=environment, text=True,

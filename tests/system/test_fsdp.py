@@ -220,7 +220,6 @@ def test_copies_of_every_weight_are_refused(tmp_path):
     load(file)
 
 
-@pytest.mark.skipif("RETRAIN_RANKS" not in os.environ, reason="make test-ranks")
 def test_no_rank_ever_holds_the_whole_base(tmp_path):
     """Two processes, each by itself: what they hold while loading, sampling and training."""
     path = qwen3_directory(tmp_path / "large", TEXTS, hidden=512, layers=12)

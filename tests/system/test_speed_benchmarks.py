@@ -14,7 +14,7 @@ import torch
 
 from retrain.config import load
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
 

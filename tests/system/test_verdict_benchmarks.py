@@ -9,7 +9,7 @@ import pytest
 
 from retrain.plugins import load_file
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def script(name: str):
