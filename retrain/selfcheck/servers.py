@@ -93,7 +93,7 @@ def _answers(engine: ServerEngine) -> Result:
 
 def _canary(config: Config, base: BaseModel, lanes: Lanes, engine: ServerEngine, any_rank: bool) -> Result:
     tolerance = config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
-    asked = config.model.lora_rank
+    asked, result = config.model.lora_rank, Result(Status.FAIL)
     for rank in [asked, *(each for each in reversed(RANKS) if each < asked and any_rank)]:
         kind = rank, config.lora.alpha, config.training.temperature, tolerance
         try:
