@@ -184,11 +184,13 @@ def common_step(runs: Sequence[tuple[Path, int]], reports: Sequence[list[str]]) 
     ``runs`` are (directory, max_steps): a run that ends earlier than a step need only have a checkpoint of its own end.
     What is wrong with newer checkpoints is appended to the run's own report. A step at which the records of some run
     lack rows is passed over for an earlier one with all rows; where there is no such step, it is returned with the
-    missing rows, and the caller decides.
+    missing rows, and the caller decides. A checkpoint of step 0 has nothing to continue: such a run starts anew, with
+    empty records.
     """
     all_checkpoints = [_Checkpoints(directory, report) for (directory, _), report in zip(runs, reports, strict=True)]
     incomplete: CommonStep | None = None
-    for step in sorted({step for checkpoints in all_checkpoints for step in checkpoints.steps}, reverse=True):
+    steps = {step for checkpoints in all_checkpoints for step in checkpoints.steps}
+    for step in sorted(steps - {0}, reverse=True):
         pairs = [(checkpoints, min(step, last)) for checkpoints, (_, last) in zip(all_checkpoints, runs, strict=True)]
         if not all([end in checkpoints.steps and checkpoints.is_undamaged(end) for checkpoints, end in pairs]):
             continue

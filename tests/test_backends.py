@@ -141,7 +141,7 @@ def test_a_campaign_compares_conditions_on_a_backend(folder):
 
 def test_a_placeholder_loss_is_called_one(folder):
     (folder / "my_backend.py").write_text(CODE.replace("reports_sync_loss = True", "reports_sync_loss = False"))
-    result = run("train", "run.toml", "--out", "out", "--plain", "--set", "training.max_steps=1")
+    result = run("train", "run.toml", "--out", "out", "--plain", "--verbose", "--set", "training.max_steps=1")
     assert result.exit_code == 0, result.output
     (row,) = read_jsonl(folder / "out" / "metrics.jsonl")
     assert (row["loss_is_placeholder"], row["backend_reports_sync_loss"]) == (True, False)

@@ -143,9 +143,13 @@ SHIPPED = sorted([*(ROOT / "campaigns").glob("*.toml"), *(ROOT / "benchmarks").g
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_shipped_campaigns_check_and_explain(path):
+def test_shipped_campaigns_pass_check(path):
     assert run("check", path).exit_code == 0
-    result = run("explain", path)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "gtpo", "critic", "calculator", "smollm2", "gsm8k"])
+def test_explain_of_shipped_campaigns(name):
+    result = run("explain", ROOT / f"campaigns/{name}.toml")
     assert result.exit_code == 0
     assert "writes  " in result.output
 

@@ -298,7 +298,7 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, model: Path):
     assert (table.exit_code, told.exit_code) == (0, 0), table.output
     report = json.loads(told.stdout)
     assert report["file"] == str(path)
-    (row,) = (line.split() for line in table.output.splitlines() if line.startswith("rloo+none"))
+    (row,) = (line.split() for line in table.output.splitlines() if line.startswith("rloo"))
     other = report["conditions"][1]
     assert row[1] == f"{other['norm']:.3g}"
     assert [float(cell.replace("−", "-")) for cell in (row[2], row[5], row[-1])] == pytest.approx(

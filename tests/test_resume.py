@@ -447,6 +447,16 @@ def test_a_cohort_begins_again_where_all_of_it_can(tmp_path):
     assert common_step([(a, 10), (steps_of(tmp_path / "new"), 10)], [[], []]).step == 0
 
 
+def test_a_checkpoint_of_step_0_needs_no_rows(tmp_path):
+    """A cohort that starts anew empties its records; killed then, it still has the checkpoint of the first attempt."""
+    run = steps_of(tmp_path / "a", 0)
+    state = {"recorder": {"rows": {"evals.jsonl": 1}}}
+    (run / "checkpoints/step_000000/state.json").write_text(json.dumps(state))
+    assert missing_rows(run, 0) == ["evals.jsonl has 0 of its 1 rows"]
+    point = common_step([(run, 10)], [[]])
+    assert (point.step, point.missing_rows) == (0, [[]])
+
+
 def test_a_checkpoint_of_an_earlier_version_knows_its_rows_by_its_step(tmp_path):
     run = steps_of(tmp_path / "a", 2, 4)
     (run / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"st')

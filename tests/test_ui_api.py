@@ -12,6 +12,7 @@ from ui_cases import LABELS, campaign, client_of, evaluation, get, row
 
 from retrain.campaign.judging.evidence import curve, read_campaign, smoothed
 from retrain.campaign.judging.pooling import compare_directories
+from retrain.config.campaign import condition_name
 from retrain.files import append_jsonl, dumps, jsonable, read_json, read_jsonl, write_json, write_text
 from retrain.ui.answers import plain
 from retrain.ui.api import curves as curves_api
@@ -137,7 +138,7 @@ def test_curves_are_the_report_s(home, key):
     for index, label in enumerate(read.labels):
         expected = curve(label, index, read.of(label), key, share=share, smooth=False)
         mine = found["conditions"][index]
-        assert mine["label"] == label
+        assert condition_name(mine["label"]) == label
         assert np.array(mine["mean"]) == pytest.approx(np.array(expected.points), rel=1e-6)
         assert np.array(mine["band"]) == pytest.approx(np.array(expected.band), rel=1e-6)
         assert np.array(mine["runs"][0]["points"]) == pytest.approx(np.array(expected.thin[0]), rel=1e-6)

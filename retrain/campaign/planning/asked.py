@@ -69,10 +69,14 @@ def parts_of(data: Dataset, config: Config) -> list[tuple[Sequence[Problem], Dat
 
 
 def context_length(config: Config) -> int:
-    """Return the model's context length in tokens by its files on this machine; 0 where it is not known."""
+    """Return the model's context length in tokens by its files on this machine; 0 where it is not known, also from a
+    damaged config.json, which ``model_fault`` reports."""
     local, model = config.backend.backend == "local", config.model
     path = find_file(model.model, "config.json", model.revision) if local else None
-    facts = read_json(path) if path else {}
+    try:
+        facts = read_json(path) if path else {}
+    except ValueError:
+        return 0
     return int((facts.get("text_config") or facts).get("max_position_embeddings") or 0)
 
 
