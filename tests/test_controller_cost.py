@@ -58,7 +58,7 @@ def counts(tmp_path_factory):
 
 def test_what_holds_for_the_whole_plan_is_worked_out_once(counts):
     for found in counts.values():
-        assert found["longest_completions"] == 1
+        assert found["longest_completions"] == 0  # check has done it, once
         assert found["declaration"] == 1  # not at each of the looks
 
 
