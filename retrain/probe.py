@@ -40,9 +40,9 @@ from retrain.types import Group, Rollout
 
 BATCHES = 16
 LEAST_BATCHES = 3
-"""Fewer give no interval."""
+"""Smallest number of batches from which an interval is computed."""
 AT_ONCE = 4
-"""Batches that are sampled together."""
+"""Number of batches that are sampled in one call."""
 
 Progress = Callable[[str], None]
 

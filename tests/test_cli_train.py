@@ -66,7 +66,9 @@ def test_training_ends_with_comparison_rank_and_paths(trained):
     assert rows == ["condition", "grpo", "maxrl+gtpo"]
     (line,) = [line for line in end.splitlines() if line.startswith("recommended by energy: ")]
     assert re.match(r"recommended by energy: rank \d of 4\. Verified on 4 held-out problems", line)
-    assert line.endswith(f"All ranks: retrain squeeze {directory}/runs/grpo+none_s1/final")
+    assert line.endswith(
+        f"All ranks: retrain squeeze {directory}/runs/grpo+none_s1/final (--to RANK compresses to another)"
+    )
     assert "worst layer" not in output
     assert "worst layer" in (directory / "report.html").read_text()
     assert "worst layer" in run("squeeze", directory).output

@@ -142,7 +142,7 @@ def conditions_of(specs: Sequence[RunSpec]) -> list[RunSpec]:
 
 
 def print_by_words(name: str, words_of: Callable[[Config], str], conditions: list[RunSpec]) -> None:
-    """Print what ``words_of`` says of the conditions, each text once with those that it holds for; no empty one."""
+    """Print each non-empty text that ``words_of`` returns once, followed by the conditions that it applies to."""
     from retrain.config.campaign import condition_name
 
     for words in filter(None, dict.fromkeys(words_of(spec.config) for spec in conditions)):
@@ -151,7 +151,7 @@ def print_by_words(name: str, words_of: Callable[[Config], str], conditions: lis
 
 
 def print_problems(plan: Plan) -> Problems:
-    """Print what there is to solve, the same for all conditions."""
+    """Print and return the problems of the plan, which are the same for all conditions."""
     from retrain.campaign.planning.references import data_problems
     from retrain.commands.problems import problems_of
 
@@ -200,7 +200,7 @@ def print_sets(config: Config, problems: Problems) -> None:
 
 
 def print_design(specs: list[RunSpec], pilot: Path | None, detect: float | None) -> None:
-    """Print what the comparison can detect, and where its design misleads."""
+    """Print which difference the comparison can detect, and warnings about its design."""
     from retrain.campaign.judging.design import verdict_lines, warnings_of
 
     for name, lines in (("verdict", verdict_lines(specs, pilot, detect)), ("careful", warnings_of(specs))):
@@ -257,8 +257,7 @@ def evaluation_words(config: Config, problems: Problems) -> str:
 
 
 def print_squeeze_plan(config: Config, problems: Problems) -> None:
-    """Print what is done about the rank after the first run, or that of each condition, and how many answers that
-    takes."""
+    """Print when squeeze analyses adapters and how many completions it samples."""
     from retrain.campaign.planning.estimate import verified_ranks
 
     squeeze, held_out = config.squeeze, config.decisive
@@ -276,7 +275,7 @@ def print_squeeze_plan(config: Config, problems: Problems) -> None:
 
 
 def print_costs(plan: Plan, works: list[Work], prompt_tokens: int | None) -> None:
-    """Print the model, the memory of the cohort that takes most, what is idle, and the time where one was recorded."""
+    """Print model size, memory of the largest cohort, idle devices and, if earlier runs recorded one, the duration."""
     from retrain.campaign.planning.architecture import architecture_of
     from retrain.campaign.planning.cohorts import cut
 
@@ -333,7 +332,7 @@ def workers_of(config: Config, gpus: int) -> int:
 
 
 def idle_words(specs: Sequence[RunSpec], groups: Sequence[Sequence[RunSpec]], workers: int, gpus: int) -> list[str]:
-    """Return which workers and GPUs would have nothing to do, and what to set instead."""
+    """Return a line for idle workers and one for idle GPUs, each with the setting that uses them."""
     config = specs[0].config
     campaign, share = config.campaign, config.campaign.workers_per_gpu
     lines = []
@@ -364,7 +363,7 @@ def idle_words(specs: Sequence[RunSpec], groups: Sequence[Sequence[RunSpec]], wo
 
 
 def model_words(config: Config, architecture: Architecture) -> str:
-    """Return the model, and how much of it and beside it is trained."""
+    """Return the model with its frozen and trained parameter counts."""
     from retrain.campaign.planning.estimate import trained_parameters
 
     adapter, critic = trained_parameters(config, architecture)
@@ -377,7 +376,7 @@ def model_words(config: Config, architecture: Architecture) -> str:
 def memory_words(
     groups: Sequence[Sequence[RunSpec]], architecture: Architecture, device: Device, prompt_tokens: int | None
 ) -> str:
-    """Return what the cohort takes that takes most, and of what that is made up."""
+    """Return the memory of the largest cohort and its parts."""
     from retrain.campaign.planning.estimate import cohort_memory, number_bytes, run_memory
 
     known: dict[str, Memory] = {}  # by label: runs of a condition take the same
@@ -412,7 +411,7 @@ def memory_words(
 
 
 def time_words(plan: Plan, works: Sequence[Work], device: Device, cohorts: int, workers: int) -> str:
-    """Return the time of all runs, where earlier runs of this model on this machine tell it."""
+    """Return the duration of all runs, estimated from earlier runs of this model on this machine."""
     from retrain.campaign.judging.pace import recorded_pace
     from retrain.campaign.planning.estimate import sampled_evaluations
 

@@ -99,13 +99,12 @@ def label(advantage_mode: str, transform_mode: str, overrides: dict[str, Any]) -
 
 
 def condition_name(label: str) -> str:
-    """Return the label as tables and sentences show it: without a transform mode that is none. Directories, files and
-    run ids have the label itself."""
+    """Return the label without ``+none``, for tables and sentences. Directories, files and run ids keep the label."""
     return re.sub(r"^([^+~@]+)\+none(?=[~@]|$)", r"\1", label)
 
 
 def with_condition_names(report: Any, labels: Iterable[str]) -> Any:
-    """Return a copy of plain data in which each of these labels, as a value or a key, is its ``condition_name``."""
+    """Return a copy of plain data with these labels replaced by their ``condition_name``, as keys and as values."""
     names = {label: condition_name(label) for label in labels}
 
     def renamed(value: Any) -> Any:
@@ -119,7 +118,7 @@ def with_condition_names(report: Any, labels: Iterable[str]) -> Any:
 
 
 def find_label(name: str, labels: Iterable[str]) -> str | None:
-    """Return the label that a user means by itself or by its ``condition_name``; None when there is no such one."""
+    """Return the label that equals ``name`` or whose ``condition_name`` does, or None."""
     return next((label for label in labels if name in (label, condition_name(label))), None)
 
 

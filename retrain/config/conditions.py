@@ -89,7 +89,7 @@ def _no_section(name: str) -> Mistake:
 
 
 def _replaced(name: str) -> tuple[str, str] | None:
-    """Return why a key no longer exists that a condition names without its section, or flat as in ``sepa_steps``."""
+    """Return why a removed key is gone that a condition writes without its section or flat, as in ``sepa_steps``."""
     return next(
         (why for dotted, why in REPLACED.items() if name in (dotted.partition(".")[2], dotted.replace(".", "_"))), None
     )

@@ -85,7 +85,7 @@ REPLACED: dict[str, tuple[str, str]] = {
     "logging.generation_top_surprisal_limit": _ONE_PAGE,
     **{dotted: (removed.why, removed.instead) for dotted, removed in REMOVED.items()},
 }
-"""Dotted key that a file may not have: why, and what to type."""
+"""By dotted key: why it no longer exists, and what to type instead."""
 
 REPLACED_SECTIONS: dict[str, tuple[str, str]] = {
     "plugins": (

@@ -107,8 +107,10 @@ def _repeat_problem(repeat: Repeat, name: str) -> Problem:
 
 
 def _apply_sets(data: dict[str, Any], sets: Iterable[str], places: Places, *, is_file: bool = False) -> list[Mistake]:
-    """Put ``section.key=value`` settings into ``data``; return the mistakes in their form. A setting of [campaign] is
-    one for a file without that section: it would turn a single run into dozens."""
+    """Merge ``section.key=value`` settings into ``data`` and return the malformed ones.
+
+    [campaign] settings are refused for a file without that section: they would turn one run into dozens.
+    """
     wrong = []
     is_run_file = is_file and "campaign" not in data
     for setting in sets:

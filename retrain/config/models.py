@@ -22,7 +22,7 @@ from retrain.config.base import (
 )
 
 MAX_ALPHA = 1e18
-"""Above it the squares of the gradient of B, which Adam keeps in float32, are infinite."""
+"""Upper bound of alpha: above it the squared gradients of B overflow in Adam's float32 state."""
 _NO_REMOTE = ("remote training is not available", 'backend = "local"')
 
 

@@ -137,8 +137,8 @@ class AdapterFile:
 
 
 def _setting(config: Mapping[str, Any], key: str, pattern: str, name: str) -> Any:
-    """Return a number of one module. As in peft the first key of ``pattern`` counts that is, as a regular expression,
-    the end of the module path."""
+    """Return the rank or alpha of one module: as in peft, the first key of ``pattern`` that matches the end of the
+    module path as a regular expression decides."""
     patterns = config.get(pattern) or {}
     match = next((each for each in patterns if re.match(rf"(.*\.)?({each})$", name)), None)
     return config.get(key) if match is None else patterns[match]
@@ -177,8 +177,10 @@ def write_streamed(
 
 
 def absolute_base(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an adapter_config.json in which a base that lies on this machine has its whole path: who loads the adapter
-    is seldom in the directory from which it was trained, and knows no bundled model by its name."""
+    """Return an adapter_config.json with the absolute path of a base model that is on this machine.
+
+    peft is usually called from another directory, and does not know the names of bundled models.
+    """
     name = config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         return dict(config)

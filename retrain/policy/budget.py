@@ -37,8 +37,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def failure_text(error: BaseException) -> str:
-    """Return why a run failed, in words for its manifest; out of memory is one line with the function that needed it
-    and what takes less."""
+    """Return the reason of a run's failure for its manifest. Out of memory becomes one line with the function that
+    allocated and the settings to lower."""
     if isinstance(error, RetrainError):
         return str(error)
     if not is_out_of_memory(error):

@@ -81,8 +81,10 @@ class Board(NullObserver):
         return self.runs.setdefault(spec.run_id, RunView(spec.run_id, spec.label, spec.seed))
 
     def steps_of_all(self) -> tuple[int, int]:
-        """Return the finished steps of all runs, and the number planned: a run that waits is expected to take as many
-        as the longest that has started, and one that failed or was stopped no more than it has done."""
+        """Return the finished and the planned steps of all runs.
+
+        A waiting run counts with the steps of the longest started run, a failed or stopped one with those it has done.
+        """
         views = self.runs.values()
         longest = max((view.max_steps for view in views), default=0)
         ended = ("failed", "stopped")

@@ -196,13 +196,13 @@ def squeeze_text(report: Report) -> str:
 
 
 def squeeze_line(report: Report) -> str:
-    """Return the recommendation without its table, and the command that prints it."""
+    """Return the recommendation without its table, and the command that prints the table."""
     words = squeeze_words(report)
     if report.get("recommended_rank") is not None:
         recommended, evidence = words[-2:]
         words = [f"{recommended}. {evidence}"]
     if report["rows"]:
-        words.append(f"All ranks: retrain squeeze {shlex.quote(report['run'])}")
+        words.append(f"All ranks: retrain squeeze {shlex.quote(report['run'])} (--to RANK compresses to another)")
     return visible(" ".join(words))
 
 

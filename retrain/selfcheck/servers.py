@@ -60,10 +60,10 @@ def served_model(url: str) -> str:
 def examine_servers(
     config: Config, begins: Callable[[str], None] = lambda name: None, any_rank: bool = False
 ) -> Iterator[Finding]:
-    """Yield whether the servers answer, then whether they pass a run's canary; after a failure the rest says nothing.
+    """Check that the servers answer, then that they pass a run's canary; stop at the first failure.
 
-    ``any_rank``: nobody has chosen ``lora_rank``, so a server that takes smaller adapters only is checked with those.
-    Raises ModelError when the model cannot be had here.
+    ``any_rank``: also accept servers that only take adapters of a smaller rank than the default ``lora_rank``.
+    Raises ModelError if the model is not on this machine.
     """
     with Bases() as bases, TemporaryDirectory(prefix="retrain-doctor-") as aside:
         begins("answers")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lane_cases import requests, totals, trained
-from rank_cases import CASES, LOSSES, config_of, facts_of, samples_of, updated
+from rank_cases import CASES, config_of, facts_of, samples_of, updated
 from safetensors.torch import load_file, save_file
 from shard_cases import anywhere_free
 from toymodels import qwen3_directory, word_tokenizer
@@ -33,13 +33,6 @@ from retrain.policy.threads import Workers
 
 TEXTS = ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"]
 SHARED_CASES = {name: sections for name, sections in CASES.items() if name != "update_dtype"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("losses")
-    (folder / "ranklosses.py").write_text(LOSSES)
-    return folder
 
 
 @pytest.fixture(scope="module")

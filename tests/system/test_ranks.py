@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from lane_cases import drawn, ref, requests, totals, trained
-from rank_cases import CASES, LOSSES, config_of, facts_of, loaded, samples_of, updated
+from rank_cases import CASES, config_of, facts_of, loaded, samples_of, updated
 
 from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.running import assemble
@@ -31,13 +30,6 @@ from retrain.policy.protocol import TrainBatch, Want
 from retrain.policy.ranks import Answers, Ranks, follow
 from retrain.policy.shares import dealt
 from retrain.policy.threads import Workers
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("losses")
-    (folder / "ranklosses.py").write_text(LOSSES)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slurm_cases import FAST, STUB_BOOT, Standin, eventually
+from slurm_cases import FAST, STUB_BOOT, eventually
 
 import retrain.campaign.running.slurm as slurm
 import retrain.campaign.running.spawning as boot
@@ -36,14 +36,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(boot, "BOOT", STUB_BOOT)
     monkeypatch.setattr(waiting, "TICK_SECONDS", 0.05)
     monkeypatch.setattr(slurm, "LOOK_SECONDS", 0.2)
-
-
-@pytest.fixture
-def standin(tmp_path_factory, monkeypatch):
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    played = Standin(tmp_path_factory.mktemp("slurm"), monkeypatch)
-    yield played
-    played.close()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from slurm_cases import FAST, Standin
+from slurm_cases import FAST
 from toycampaign import StopAfter
 from worker_cases import Heard, a_writer, alone, contents, differing, planned, writer
 
@@ -37,14 +37,6 @@ def whole(world, tmp_path_factory) -> dict:
 def quick(monkeypatch):
     monkeypatch.setattr(slurm, "Pace", lambda: replace(FAST, patience=60.0))  # a lease is renewed every 5 s
     monkeypatch.setattr(slurm, "LOOK_SECONDS", 0.5)
-
-
-@pytest.fixture
-def standin(tmp_path_factory, monkeypatch):
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    played = Standin(tmp_path_factory.mktemp("slurm"), monkeypatch)
-    yield played
-    played.close()
 
 
 def test_a_killed_worker_of_a_local_job_costs_steps_and_nothing_else(tmp_path, world, whole):

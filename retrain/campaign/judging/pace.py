@@ -1,4 +1,4 @@
-"""How long finished runs of a model took on this machine, from their records: what a duration can be told from."""
+"""Measures how long earlier runs took on this machine, from their records, so that ``explain`` can give a duration."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ SAME = (
     ("model", "model"), ("model", "revision"), ("model", "quantize"), ("inference", "engine"), ("inference", "dtype"),
     ("training", "max_tokens"), ("environment", "provider"), ("environment", "tools"), ("environment", "max_turns"),
 )  # fmt: skip
-"""(section, key) of what has to be equal for an earlier run to tell how long a completion takes."""
+"""(section, key) of the settings that must be equal for an earlier run to predict the time of a completion."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What the finished runs in ``directory`` took: ``seconds`` of their cohorts one after the other, in which they
-    sampled ``completions``, those of held-out evaluations included, and trained on them. ``differing``: the dotted keys
-    in which the nearest of them differs from what is planned."""
+    """Throughput of the finished runs in ``directory``.
+
+    ``seconds`` is the training time of their cohorts, added up, and ``completions`` what they sampled in it, held-out
+    evaluations included. ``differing`` has the dotted keys in which the most similar run differs from the plan.
+    """
 
     directory: Path
     runs: int
@@ -37,16 +39,17 @@ class Pace:
 
 
 def recorded_pace(config: Config, device: str, places: Iterable[Path]) -> Pace | None:
-    """Return the pace of the directory in ``places`` whose runs are most like ``config``, the newest of equals; None
-    where no finished run of this model, with as long completions, was made on this machine's ``device`` ("cpu" or
-    "gpu")."""
+    """Return the pace of the directory in ``places`` with the runs most similar to ``config``, the newest on a tie.
+
+    Returns None if this machine's ``device`` ("cpu" or "gpu") has no finished run with the settings in ``SAME``.
+    """
     homes = {home.resolve(): home for place in places if place.is_dir() for home in homes_of_runs(place)}
     found = [pace for home in homes.values() if (pace := _pace_of(home, config.to_dict(), device)) is not None]
     return min(found, key=lambda pace: (len(pace.differing), -pace.directory.stat().st_mtime), default=None)
 
 
 def _pace_of(home: Path, config: Mapping[str, Any], device: str) -> Pace | None:
-    """Return the pace of the finished runs of one directory; None where none counts, or its records are damaged."""
+    """Return the pace of one directory; None if no run of it matches or its records are damaged."""
     try:
         if not (home / MANIFEST).is_file() or not _is_this_machine(read_json(home / "environment.json")):
             return None

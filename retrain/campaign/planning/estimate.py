@@ -35,10 +35,10 @@ ASSUMED_MICRO_BATCH_TOKENS = 4096
 """Assumed for ``micro_batch_tokens = "auto"`` on a GPU whose memory is not known, from which it follows."""
 
 LOGITS_BYTES = {"cpu": 8 << 20, "gpu": 256 << 20}
-"""Of a chunk of the vocabulary's logits: more never exist at a time; some copies of it do."""
+"""Largest chunk of vocabulary logits that is computed at a time; a few copies of it exist together."""
 
 PROCESS_BYTES = {"cpu": 500 << 20, "gpu": 0}
-"""Of Python, torch and transformers themselves, measured after a first product; a GPU holds none of that."""
+"""Memory of Python, torch and transformers, measured after a first matrix product; none of it is on the GPU."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Work:
 
 
 def held_out_sets(config: Config, sizes: Mapping[str, int] | None = None) -> list[HeldOut]:
-    """Return the held-out sets with as many problems as the data has of them: ``sizes`` by name, where it was read."""
+    """Return the held-out sets with their real number of problems, ``sizes`` by name, if the data was read."""
     known = sizes or {}
     return [replace(each, problems=known.get(each.name, each.problems)) for each in config.held_out]
 
@@ -95,7 +95,7 @@ def held_out_sets(config: Config, sizes: Mapping[str, int] | None = None) -> lis
 def work_of(config: Config, prompt_tokens: int | None = None, sizes: Mapping[str, int] | None = None) -> Work:
     """Return the work of one resolved run configuration, with ``sizes`` of the held-out sets by name."""
     training, evaluation, environment = config.training, config.evaluation, config.environment
-    asked = (evaluation.schedule, training.max_steps, training.eval_every)
+    schedule = (evaluation.schedule, training.max_steps, training.eval_every)
     sets = held_out_sets(config, sizes)
     parts = [each.part for each in sets]
     most = environment.max_episode_tokens or 2**62
@@ -116,17 +116,19 @@ def work_of(config: Config, prompt_tokens: int | None = None, sizes: Mapping[str
         updates=training.max_steps * training.updates,
         evaluated=completions(sets),
         evaluated_tokens=tokens(sets),
-        evaluations=len(whole_evaluations(*asked)) if sets else 0,
+        evaluations=len(whole_evaluations(*schedule)) if sets else 0,
         at_start=evaluation.at_start and bool(sets),
         part=completions(parts),
         part_tokens=tokens(parts),
-        parts=len(part_evaluations(*asked)) if sets else 0,
+        parts=len(part_evaluations(*schedule)) if sets else 0,
     )
 
 
 def sampled_evaluations(configs: Sequence[Config], works: Sequence[Work]) -> int:
-    """Return how many held-out completions are sampled for all runs of a plan: those of the untrained model once for
-    all runs that ask and grade alike."""
+    """Return the number of held-out completions that all runs of a plan sample.
+
+    Runs with the same held-out sets and rewards share the answers of the untrained model, which count once.
+    """
     total, untrained = 0, dict[str, int]()
     for i, (config, work) in enumerate(zip(configs, works, strict=True)):
         at_start = work.at_start * work.evaluated
@@ -168,16 +170,16 @@ class Memory:
 
     @property
     def least(self) -> int:
-        """What is needed at least: sequences decode a few at a time."""
-        return self._staying + max(self.training, self.block_copy)
+        """Return the memory needed if sequences decode a few at a time."""
+        return self._resident + max(self.training, self.block_copy)
 
     @property
     def peak(self) -> int:
-        """What is taken where all sequences of a step decode at once."""
-        return self._staying + max(self.training, self.block_copy + self.sampling)
+        """Return the memory used if all sequences of a step decode at once."""
+        return self._resident + max(self.training, self.block_copy + self.sampling)
 
     @property
-    def _staying(self) -> int:
+    def _resident(self) -> int:
         return self.process + self.base + self.head_copy + self.update_copy + self.adapter
 
 
@@ -209,7 +211,7 @@ def run_memory(
     work = work_of(config, prompt_tokens)
     width, weights = number_bytes(config, device), architecture.parameters()
     adapter, critic = trained_parameters(config, architecture)
-    asked = config.training.micro_batch_tokens
+    micro_batch_tokens = config.training.micro_batch_tokens
     whole, parts = base_bytes(config, architecture, width), config.base_parts
     base = whole
     if parts > 1:
@@ -223,7 +225,7 @@ def run_memory(
         budget = gpu_token_budget(room, architecture.kept_bytes(width))
     else:
         budget = ASSUMED_MICRO_BATCH_TOKENS
-    micro_batch = min(work.rows * work.length, budget if asked == "auto" else asked)
+    micro_batch = min(work.rows * work.length, budget if micro_batch_tokens == "auto" else micro_batch_tokens)
     logits = LOGITS_COPIES * 4 * architecture.vocab
     block_copy = head_copy = 0
     served = config.inference.served
@@ -245,8 +247,7 @@ def run_memory(
 
 
 def verified_ranks(config: Config) -> int:
-    """Return at how many ranks at most an adapter's held-out accuracy is measured after its run: the recommended one,
-    and those of the table."""
+    """Return the largest number of ranks at which squeeze measures held-out accuracy: the recommended and tabulated."""
     squeeze, held_out = config.squeeze, config.decisive
     if not squeeze.enabled or squeeze.verify == "off" or held_out is None or held_out.problems < 2:
         return 0
@@ -255,8 +256,7 @@ def verified_ranks(config: Config) -> int:
 
 
 def base_bytes(config: Config, architecture: Architecture, width: int) -> int:
-    """Return the bytes of the base's weights, whose numbers take ``width`` bytes where they are not quantised. Experts
-    are not: they are no linear layers of their own."""
+    """Return the bytes of the base's weights, ``width`` per number that is not quantised. Fused experts are not."""
     whole = architecture.parameters() * width
     if not (config.model.quantized and architecture.dense):
         return whole

@@ -130,8 +130,8 @@ def require_packages(configs: Iterable[Config], folder: Path) -> None:
 
 
 def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
-    """What keeps the model from being loaded, as far as names, sizes and headers of its files tell; where nothing does,
-    layers that it does not have, and completions and ranks that are too large for it."""
+    """Yield what is wrong with the model's files (names, sizes and headers only); for sound files, target modules that
+    it lacks and completion lengths and ranks that exceed its sizes."""
     model = config.model
     if config.backend.backend != "local":
         return
@@ -160,8 +160,10 @@ def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
 
 
 def completion_lengths(config: Config) -> list[tuple[str, int]]:
-    """Return the keys that limit completions in training and evaluation, with their tokens; none where an environment
-    of several turns is provided, whose last completions are cut to what the context still holds."""
+    """Return the keys that limit the length of completions, with their values in tokens.
+
+    Empty for environments of several turns, which cut the last completion to what is left of the context.
+    """
     if config.environment.provider is not None and config.environment.turns > 1:
         return []
     training, sets = config.training.max_tokens, config.evaluation.sets
@@ -287,8 +289,10 @@ def _column_problem(loaded: Loaded, config: Config, data: Dataset, rewards: Cust
 
 
 def _prompt_problem(loaded: Loaded, config: Config, data: Dataset, longest: Longest) -> Problem | None:
-    """A prompt that is too long beside the longest completion, or that the chat template refuses. None where the
-    tokenizer is not on this machine: training measures prompts before it loads weights."""
+    """Return a problem if a prompt does not fit beside the longest completion, or the chat template rejects it.
+
+    Returns None if the tokenizer is not on this machine: training then measures prompts before it loads weights.
+    """
     context = context_length(config)
     if context and max((longest.training, *longest.heldout.values())) >= context:
         return None  # a problem of its own

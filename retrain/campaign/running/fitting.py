@@ -33,8 +33,7 @@ def lane_bytes(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec]) -> int:
 
 
 def least_cached_tokens(config: Config, prompt_tokens: int) -> int:
-    """Return the tokens of a run whose keys and values have to fit beside its cohort, where sequences have
-    ``prompt_tokens`` and as many more as may be sampled."""
+    """Return the fewest tokens that the KV cache must hold for a run, with prompts of ``prompt_tokens``."""
     training = config.training
     sampled = max([training.max_tokens, *(each.sampling.max_tokens for each in config.held_out)])
     return min(LEAST_ROWS, training.batch_size * training.group_size) * (prompt_tokens + sampled)
