@@ -351,8 +351,10 @@ def test_the_squeeze_table():
 
 def test_the_recommended_rank_in_one_line():
     verified = {"full": {"rank": 8, "accuracy": 0.81}, "ranks": [], "sentence": "Verified on 9 problems."}
-    line = "recommended by energy: rank 4 of 8. Verified on 9 problems. All ranks: retrain squeeze grpo+none_s1 (--to RANK compresses to another)"
-    assert squeeze_line(SQUEEZE | {"verified": verified}) == line
+    assert squeeze_line(SQUEEZE | {"verified": verified}) == (
+        "recommended by energy: rank 4 of 8. Verified on 9 problems. "
+        "All ranks: retrain squeeze grpo+none_s1 (--to RANK compresses to another)"
+    )
     assert " rank 4 of 8. By energy alone, which is no accuracy" in squeeze_line(SQUEEZE)
     untrained = {**SQUEEZE, "rows": [], "recommended_rank": None, "message": "The adapter is untrained."}
     assert squeeze_line(untrained) == "The adapter is untrained."

@@ -264,7 +264,7 @@ def test_evaluations_and_time_are_those_of_the_campaign(campaign):
 
     again = texts_of(campaign, "--set", "training.lr=0.02")["time"][0]
     facts = r"4 runs, 194 completions in \d+ s; differs in training\.lr"
-    assert re.fullmatch(rf"about \d+ s as fast as {re.escape(str(out))} was here \({facts}\)", again), again
+    assert re.fullmatch(rf"about \d+ s at the speed of {re.escape(str(out))} \({facts}\)", again), again
     for name, section, key, value in (
         ("grpo+none_s1", "training", "max_tokens", 5),
         ("grpo+none_s2", "built", "device", "cuda:0"),

@@ -39,7 +39,7 @@ FILE_COLUMNS = ("file", "what it holds")
 CAMPAIGN_FILES = (
     ("manifest.json", "every run and its state, the comparison, the recommended rank"),
     ("plan.json", "the file as it was given, every run as it was resolved"),
-    ("retrain.json", "the mark of whose this directory is"),
+    ("retrain.json", "which campaign owns this directory"),
     ("comparison.json", "conditions against the first, paired by seed"),
     ("report.html", "verdict, curves, distributions, the same prompt under two conditions: one file, no network"),
     ("base/evaluation_<how>.npz", "the untrained model's held-out answers, sampled once for all runs"),
@@ -48,16 +48,16 @@ CAMPAIGN_FILES = (
     ("squeeze/rank_<r>/", "an adapter compressed to the recommended rank, if that is known"),
     ("config.json", "every key as it was resolved, package versions, git revision"),
     ("environment.json", "machine, GPUs, Python, all installed packages"),
-    ("code.diff", "uncommitted changes of the code around"),
+    ("code.diff", "uncommitted changes of the repositories that the code comes from"),
 )
 
 ONLY_OF_CAMPAIGNS = ("comparison.json", "report.html", "base/evaluation_<how>.npz")
 
 RUN_FILES = (
-    ("retrain.json", "the mark of whose this directory is; also in every checkpoint and adapter"),
+    ("retrain.json", "which run owns this directory; also in every checkpoint and adapter"),
     ("config.json", "every key resolved for this run, seeds, data hash, base model"),
     ("environment.json", "machine, GPUs, Python, all installed packages"),
-    ("code.diff", "uncommitted changes of the code around"),
+    ("code.diff", "uncommitted changes of the repositories that the code comes from"),
     ("metrics.jsonl", "one row per step"),
     ("metrics.f32", "the same numbers as columns, from 64 steps on"),
     ("evals.jsonl", "one row per held-out evaluation"),
@@ -71,7 +71,7 @@ RUN_FILES = (
     ("iterations.jsonl", "the index of these files, and where the step's completions lie"),
     ("timing_spans.jsonl", "what each step spent its time on"),
     ("timeline.html", "the same as a picture"),
-    ("notes.jsonl", "what odd numbers mean, each noted once"),
+    ("notes.jsonl", "explanations of unusual metrics"),
     ("run.log", "what happened when, tracebacks included"),
     ("checkpoints.jsonl", "one line per saved checkpoint"),
     ("checkpoints/step_<n>/", "adapter, optimizer and all other state"),
@@ -430,7 +430,7 @@ def time_words(plan: Plan, works: Sequence[Work], device: Device, cohorts: int, 
     rounds = -(-cohorts // workers) / cohorts
     differing = f"; differs in {listed(pace.differing, 3)}" if pace.differing else ""
     return (
-        f"about {duration(busy * rounds)} as fast as {pace.directory} was here ({plural(pace.runs, 'run')},"
+        f"about {duration(busy * rounds)} at the speed of {pace.directory} ({plural(pace.runs, 'run')},"
         f" {pace.completions:,} completions in {duration(pace.seconds)}{differing})"
     )
 

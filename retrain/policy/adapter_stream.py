@@ -113,7 +113,7 @@ class AdapterFile:
         except (TypeError, ValueError, OverflowError):
             scale = float("nan")
         if not abs(scale) <= torch.finfo(torch.float32).max:
-            raise ModelError(f"{self.directory}: {CONFIG} has lora_alpha = {str(alpha)[:40]}: not a number of float32")
+            raise ModelError(f"{self.directory}: {CONFIG} has lora_alpha = {str(alpha)[:40]}: beyond float32")
         return scale
 
     def _find(self) -> tuple[dict[str, Factors], list[str]]:
