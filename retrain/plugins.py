@@ -130,16 +130,21 @@ def declared_ranges(*owners: Any) -> dict[str, dict[str, Any]]:
 
 
 def described(error: BaseException) -> str:
-    """An exception in one line, with the innermost file and line it came from; ways of importing are no such place."""
+    """Return an exception in one line, with the innermost file and line outside installed packages.
+
+    A package's own line says little, and packages wrap even ``sys.exit`` (wandb does).
+    """
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({Path(error.filename or '').name}:{error.lineno})"
-    where, trace = "", error.__traceback__
+    where, is_package, trace = "", True, error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if file == __file__:
-            where = ""  # what called the loader did not raise it
+            where, is_package = "", True  # what called the loader did not raise it
         elif file != importlib.__file__ and not file.startswith("<frozen importlib"):
-            where = f" ({Path(file).name}:{trace.tb_lineno})"
+            in_package = "site-packages" in file
+            if is_package or not in_package:
+                where, is_package = f" ({Path(file).name}:{trace.tb_lineno})", in_package
         trace = trace.tb_next
     return f"{type(error).__name__}: {error}".rstrip(": ") + where
 

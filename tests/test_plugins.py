@@ -166,6 +166,7 @@ def test_functions_of_one_file_share_their_module(folder):
         ("toy_wrong:f", "def f(:", "SyntaxError: invalid syntax (toy_wrong.py:1)"),
         ("toy_wrong:f", "import toy_absent", "no module 'toy_absent'"),
         ("toy_wrong:f", "import sys\nsys.exit(3)", "SystemExit: 3 (toy_wrong.py:2)"),
+        ("toy_wrong:f", "import numpy\nnumpy.linalg.inv(numpy.ones(2))", "dimensional (toy_wrong.py:2)"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(folder, plugin, code, reason):
