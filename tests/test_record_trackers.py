@@ -177,7 +177,7 @@ def test_the_squeeze_analysis_is_a_run_of_its_own(tmp_path, wandb_context):
     assert [row["squeeze/mean_variance"] for row in history if "squeeze/rank" in row] == [0.8, 0.97]
     log_squeeze_analysis(wandb_context, tmp_path, report)  # again after a kill: the same run of wandb
     log_squeeze_analysis(wandb_context, tmp_path, {**report, "recommended_rank": 2})
-    ids = [path.name.rpartition("-")[2] for path in sorted(tmp_path.glob("wandb/offline-run-*"))]
+    ids = [path.stem.removeprefix("run-") for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
     assert (len(ids), len(set(ids)), run["run_id"] in ids) == (3, 2, True)
 
 
