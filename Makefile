@@ -94,7 +94,7 @@ real: models/smollm2/config.json
 	$(BIN)/retrain train campaigns/smollm2.toml
 
 test-real: $(VENV)/.dev models/smollm2/config.json
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_real_model.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/commands/test_real_model.py
 
 reasoner: $(VENV)/.core
 	$(BIN)/python scripts/make_reasoner.py
@@ -106,10 +106,10 @@ PACKAGES_openenv := openenv==0.10.0
 PACKAGES_verifiers := verifiers==0.4.0 aiohttp
 PACKAGES_verifiers-classic := verifiers==0.3.1 aiohttp
 PACKAGES_s3 := s3fs==2026.9.0 moto[s3]==5.2.5 flask==3.1.3 flask-cors==6.0.5 "python-dateutil<3"
-TESTS_openenv := tests/test_provider_openenv.py
-TESTS_verifiers := tests/test_verifiers.py
-TESTS_verifiers-classic := tests/test_verifiers.py
-TESTS_s3 := tests/test_mirror.py
+TESTS_openenv := tests/unit/environments/test_provider_openenv.py
+TESTS_verifiers := tests/unit/environments/test_verifiers.py
+TESTS_verifiers-classic := tests/unit/environments/test_verifiers.py
+TESTS_s3 := tests/unit/campaign/test_mirror.py
 
 build/environments/%/.ready: $(VENV)/.dev
 	$(BIN)/python -m venv build/environments/$*

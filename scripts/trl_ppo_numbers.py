@@ -1,4 +1,4 @@
-"""Writes tests/data/trl_ppo.json: what TRL's own PPOTrainer computed in one batch, for tests/maths/test_trl_ppo.py.
+"""Write tests/data/trl_ppo.json, what TRL's PPOTrainer computed in one batch; test_trl_ppo.py compares with it.
 
 It needs a virtual environment of its own: TRL 1.12.0 is the last release that has PPO, and retrain does not need TRL.
 

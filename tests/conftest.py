@@ -6,6 +6,7 @@ import os
 import signal
 
 import pytest
+from hypothesis import settings
 from shapes import check_maths
 
 # Set before anything imports huggingface_hub, torch or wandb, which read them once.
@@ -21,6 +22,9 @@ for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "_TYPER_FORCE_DISABLE
     os.environ.pop(name, None)
 os.environ["NO_COLOR"] = "1"
 check_maths()  # in every test, whatever it trains
+# Property tests draw the same examples on every machine, without deadlines that a busy core would miss.
+settings.register_profile("retrain", deadline=None, database=None, derandomize=True)
+settings.load_profile("retrain")
 # A shell's & and nohup start what they start with signals ignored, which retrain rightly leaves so.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)

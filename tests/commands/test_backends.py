@@ -1,0 +1,347 @@
+"""Training with a backend of the user's: the example of the documents, killed and resumed; what is refused and how."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from timing_keys import is_timing_key
+from toymodels import campaign_head
+from typer.testing import CliRunner
+
+from retrain.cli import app
+from retrain.engines.plugin import PluginEngine
+from retrain.engines.protocol import PolicyRef, SampleRequest
+from retrain.files import read_json, read_jsonl
+from retrain.policy.objective import Objective
+from retrain.policy.plugin import PluginPolicy, PluginSnapshot, TrainSequence
+from retrain.policy.protocol import Denominators, TrainBatch
+from retrain.types import Action, Problem, Prompt, RewardResult, Rollout, Sample, Support, Turn, samples_of_rollout
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
+CODE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
+TOML = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)[1]
+REST = """
+[data]
+source = "digits.jsonl"
+eval_source = "heldout.jsonl"
+[training]
+max_steps = 12
+batch_size = 4
+group_size = 8
+max_tokens = 16
+save_every = 4
+[evaluation]
+problems = 4
+samples = 4
+"""
+FLAT = CODE.replace("preserves_token_advantages = True", "preserves_token_advantages = False")
+runner = CliRunner()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A folder with the documents' backend, four problems and a TOML; the interpreter is left as it was."""
+    (tmp_path / "my_backend.py").write_text(CODE)
+    for name, sign in (("digits", "+"), ("heldout", "plus")):
+        rows = [{"prompt": f"{n} {sign} 2", "answer": str(n + 2)} for n in (1, 3, 5, 7)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.toml").write_text(TOML + REST)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in ("my_backend", "slow_backend", "nan_backend"):
+        sys.modules.pop(name, None)
+
+
+def run(*arguments: str):
+    return runner.invoke(app, list(arguments))
+
+
+def rows_without_time(path: Path) -> list[dict]:
+    return [{key: value for key, value in row.items() if not is_timing_key(key)} for row in read_jsonl(path)]
+
+
+def test_the_example_of_the_documents_learns(folder):
+    result = run("train", "run.toml", "--out", "out", "--plain")
+    assert result.exit_code == 0, result.output
+    rows = read_jsonl(folder / "out" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(12))
+    assert rows[0]["table/rows"] == 4  # a number of the backend's own
+    assert all((row["loss"] is None) == (row["num_datums"] == 0) for row in rows)
+    assert not any(row["loss_is_placeholder"] for row in rows)
+    assert rows[0]["backend_preserves_token_advantages"] is True
+    evaluations = read_jsonl(folder / "out" / "evals.jsonl")
+    assert evaluations[0]["eval/heldout/correct_rate"] < 0.5 < evaluations[-1]["eval/heldout/correct_rate"]
+    assert (folder / "out" / "final" / "table.json").is_file()
+    checkpoint = folder / "out" / "checkpoints" / "step_000012"
+    assert "backend/table.json" in read_json(checkpoint / "manifest.json")["sha256"]
+
+
+SLOW = (
+    CODE
+    + '''
+class Slow(Table):
+    """Dies by SIGKILL in the middle of a step after two checkpoints, once."""
+
+    def train_step(self, batch):
+        import os, pathlib, signal
+
+        mark = pathlib.Path("died")
+        if batch.step == 9 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().train_step(batch)
+'''
+)
+
+
+def test_killed_and_resumed_it_is_the_same_run(folder):
+    """kill -9 in the middle of a step, then ``retrain resume``: rows and table are those of a run left alone."""
+    (folder / "slow_backend.py").write_text(SLOW)
+    (folder / "slow.toml").write_text((TOML + REST).replace("my_backend:Table", "slow_backend:Slow"))
+    command = [sys.executable, "-m", "retrain", "train", "slow.toml", "--out", "killed", "--plain"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    killed = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
+    assert (folder / "killed" / "checkpoints" / "step_000004").is_dir()  # that of step 8 may still be on its way
+    assert run("resume", "killed", "--plain").exit_code == 0
+    assert run("train", "slow.toml", "--out", "alone", "--plain").exit_code == 0
+    for name in ("metrics.jsonl", "evals.jsonl"):
+        mine, alone = (rows_without_time(folder / each / name) for each in ("killed", "alone"))
+        for row in (*mine, *alone):
+            row.pop("seconds", None)
+        assert mine == alone, name
+    tables = [read_json(folder / each / "final" / "table.json") for each in ("killed", "alone")]
+    assert tables[0] == tables[1]
+
+
+def test_a_campaign_compares_conditions_on_a_backend(folder):
+    campaign = campaign_head(("rloo", "none"), ("maxrl", "gtpo"), seeds=[1, 2])
+    text = TOML.replace('[algorithm]\nadvantage_mode = "rloo"\n', "") + REST.replace("max_steps = 12", "max_steps = 2")
+    (folder / "camp.toml").write_text(f"{text}\n{campaign}")
+    result = run("train", "camp.toml", "--out", "camp", "--plain")
+    assert result.exit_code == 0, result.output
+    assert {entry["state"] for entry in read_json(folder / "camp" / "manifest.json")["runs"]} == {"done"}
+    told = [read_jsonl(run / "emergence/evaluations.jsonl") for run in (folder / "camp/runs").iterdir()]
+    first, last = ([[row["completion"] for row in rows if row["step"] == step] for rows in told] for step in (0, 2))
+    assert len(first) == 4
+    assert all(answers == first[0] for answers in first)  # untrained, whatever the seed
+    assert not all(answers == last[0] for answers in last)
+
+
+def test_a_placeholder_loss_is_called_one(folder):
+    (folder / "my_backend.py").write_text(CODE.replace("reports_sync_loss = True", "reports_sync_loss = False"))
+    result = run("train", "run.toml", "--out", "out", "--plain", "--verbose", "--set", "training.max_steps=1")
+    assert result.exit_code == 0, result.output
+    (row,) = read_jsonl(folder / "out" / "metrics.jsonl")
+    assert (row["loss_is_placeholder"], row["backend_reports_sync_loss"]) == (True, False)
+    assert row["loss"] == row["reported_loss"] == row["loss/policy_avg"] != 0
+    assert "loss=placeholder" in result.output
+
+
+def test_a_backend_that_tells_no_gradient_norm_is_not_told_what_it_is(folder):
+    result = run("train", "run.toml", "--out", "out", "--plain", "--set", "training.max_steps=7")
+    assert result.exit_code == 0, result.output
+    assert sum(row["num_datums"] > 0 for row in read_jsonl(folder / "out" / "metrics.jsonl")[-5:]) > 0
+    notes = {note["key"] for note in read_jsonl(folder / "out" / "notes.jsonl")}
+    assert not notes & {"gradient_not_a_number", "adapter_unchanged"}
+    told = CODE.replace(
+        '"table/rows": len', '"optim/grad_norm": float("nan") if batch.step else 1.0, "table/rows": len'
+    )
+    (folder / "nan_backend.py").write_text(told)
+    (folder / "nan.toml").write_text((TOML + REST).replace("my_backend:Table", "nan_backend:Table"))
+    assert run("train", "nan.toml", "--out", "nan", "--plain", "--set", "training.max_steps=3").exit_code == 0
+    assert "gradient_not_a_number" in {note["key"] for note in read_jsonl(folder / "nan" / "notes.jsonl")}
+
+
+@pytest.mark.parametrize(
+    ("toml", "line"),
+    [
+        (TOML + 'transform_mode = "gtpo"', 'run.toml:8  algorithm.transform_mode  is "gtpo", which gives tokens'),
+        (
+            TOML.replace('[algorithm]\nadvantage_mode = "rloo"', "")
+            + '[campaign]\nseeds = [1]\n[[campaign.conditions]]\nadvantage_mode = "rloo"\ntransform_mode = "none"\n'
+            '[[campaign.conditions]]\nadvantage_mode = "rloo"\ntransform_mode = "my:own"',
+            'run.toml:14  algorithm.transform_mode  is "my:own"',
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_token_credit_on_a_backend_that_flattens_it_is_a_configuration_error(folder, toml, line, command):
+    (folder / "my_backend.py").write_text(FLAT)
+    (folder / "run.toml").write_text(toml)
+    result = run(command, "run.toml")
+    assert result.exit_code == 2
+    assert line in result.output
+    assert 'flattens them: transform_mode = "none"' in result.output
+    assert not (folder / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('[backend]\nbackend = "my_backend:Tabel"', 'run.toml:2  backend.backend  is "my_backend:Tabel": the module'),
+        ('[backend]\nbackend = "absent:Table"', "run.toml:2  backend.backend  is \"absent:Table\": no module 'absent'"),
+        ('[backend]\nbackend = "json:JSONDecoder"', 'is "json:JSONDecoder": has no sample(): a backend has'),
+        ('[algorithm]\nloss = "my_backend:nothing"', 'run.toml:2  algorithm.loss  is "my_backend:nothing": the module'),
+        ('[planning]\ndetector = "nowhere:f"', "run.toml:2  planning.detector  is \"nowhere:f\": no module 'nowhere'"),
+        ('[data]\nsource = "nowhere:f"', "run.toml:2  data.source  is"),
+        ('[reward]\ntype = "custom"\ncustom_module = "nowhere.py"', "run.toml:3  reward.custom_module  is"),
+        (
+            '[backend]\nbackend = "my_backend:Table"\n[algorithm]\ntransform_mode = "entropy_mask"',
+            'run.toml:4  algorithm.transform_mode  is "entropy_mask", which needs the entropy',
+        ),
+        (
+            '[backend]\nbackend = "my_backend:Table"\n[backpressure]\nenabled = true',
+            'run.toml:4  backpressure.enabled  has no effect with backend = "my_backend:Table"',
+        ),
+        ("[backend]\noptions = { a = 1 }", 'has no effect with backend = "local"'),
+    ],
+)
+def test_check_finds_wrong_names_before_training(folder, text, line):
+    (folder / "run.toml").write_text(text)
+    result = run("check", "run.toml")
+    assert result.exit_code == 2
+    assert line in result.output, result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_check_imports_no_torch_for_code_that_needs_none(folder):
+    program = (
+        "import sys; from retrain.cli import main; sys.argv = ['retrain', 'check', 'run.toml']\ntry:\n    main()\n"
+    )
+    program += "except SystemExit as end:\n    assert not end.code, end.code\nassert 'torch' not in sys.modules"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], cwd=folder, env=environment, check=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ('return {"loss": loss, ', "return [loss]  # {", "train_step returned list, not a dictionary"),
+        ('"table/rows": len(self.logits)', '"mean_reward": 1.0', "returned 'mean_reward', which is measured here"),
+        ('"table/rows": len(self.logits)', '"table": [1]', "returned 'table': list, not a number"),
+        ('{"loss": loss,', '{"loss": float("nan"),', "the loss of step 0 is nan"),
+        ("range(request.samples)]", "range(1)]", "1 completions of a prompt where 8 were asked for"),
+        ("np.zeros(len(text))  #", "np.zeros(len(text) + 1)  #", "9 tokens with (10,) log-probabilities"),
+        ("logprobs_T[7] = log_p[digit]", "logprobs_T[7] = 0.5", "is not finite, or above 0"),
+        (
+            "range(request.samples)] for request in requests]",
+            "range(8)] for request in requests[1:]]",
+            "3 groups for 4",
+        ),
+        ('(directory / "table.json").write_text(json.dumps(self.logits))', "pass", "saved no file"),
+    ],
+)
+def test_what_a_backend_does_wrong_is_named(folder, old, new, reason):
+    assert old in CODE
+    (folder / "my_backend.py").write_text(CODE.replace(old, new))
+    result = run("train", "run.toml", "--out", "out", "--plain", "--set", "training.max_steps=1", "--set",
+                 "evaluation.problems=0")  # fmt: skip
+    assert result.exit_code == 1, result.output
+    assert "backend my_backend:Table" in result.output
+    assert reason in result.output
+
+
+def test_prompts_are_measured_with_the_backends_own_tokenizer(folder):
+    result = run("train", "run.toml", "--out", "long", "--plain", "--set", "data.max_prompt_tokens=5")
+    assert result.exit_code == 2
+    # a byte is a token here: "1 + 2" fits, "1 plus 2" does not
+    assert "the prompt has 8 tokens, more than 5 ([data] max_prompt_tokens = 5); 3 more are too long" in result.stderr
+    assert not (folder / "long" / "metrics.jsonl").exists()
+
+
+def test_what_tokens_were_drawn_among_reaches_the_update(folder):
+    """As docs/backends.md says: `Completion.support` comes back with its sequence."""
+    told = CODE.replace(
+        'return Completion(list(text.encode()), text, logprobs_T, None, "stop")',
+        "ids = list(text.encode())\n"
+        "        support = Support(np.repeat(np.array(ids, dtype=np.int32), 2), 2 * np.arange(len(ids) + 1))\n"
+        '        return Completion(ids, text, logprobs_T, None, "stop", support)',
+    ).replace("import Completion", "import Completion, Support")
+    told = told.replace(
+        "loss = 0.0\n",
+        "loss = 0.0\n"
+        "        for one in batch.sequences:\n"
+        "            assert one.support.ids.tolist() == [i for i in one.completion_ids for _ in range(2)]\n"
+        "            assert one.support.offsets.tolist() == list(range(0, 2 * len(one.completion_ids) + 1, 2))\n",
+    )
+    (folder / "my_backend.py").write_text(told)
+    result = run("train", "run.toml", "--out", "out", "--plain", "--set", "training.max_steps=2")
+    assert result.exit_code == 0, result.output
+    assert any(row["num_datums"] for row in read_jsonl(folder / "out" / "metrics.jsonl"))
+
+
+def test_a_sequence_of_several_turns_is_a_completion_in_which_what_was_read_does_not_train():
+    turns = [
+        Turn(read, Action(drawn, "", np.full(len(drawn), -1.0), None, "stop", support))
+        for read, drawn, support in (
+            ((1, 2), [3, 4], Support(np.array([3, 9, 4]), np.array([0, 2, 3]))),
+            ((5, 6), [7], Support(np.array([8, 7]), np.array([0, 2]))),
+        )
+    ]
+    rollout = Rollout(Prompt(Problem("p", "q", "a"), "q", (1, 2)), turns, RewardResult(1.0), advantage=0.5)
+    rollout.token_advantages_T = np.full(3, 0.5)
+    sequence = TrainSequence.of(samples_of_rollout(rollout)[0])
+    assert (sequence.prompt_ids, sequence.completion_ids) == ((1, 2), [3, 4, 5, 6, 7])
+    assert sequence.loss_mask_T.tolist() == [True, True, False, False, True]
+    assert sequence.advantages_T.tolist() == [0.5, 0.5, 0.0, 0.0, 0.5]
+    assert sequence.sampler_logprobs_T.tolist() == [-1.0, -1.0, 0.0, 0.0, -1.0]
+    assert sequence.support is not None
+    assert sequence.support.ids.tolist() == [3, 9, 4, 8, 7]
+    assert sequence.support.offsets.tolist() == [0, 2, 3, 3, 3, 5]
+
+
+class Constant:
+    """A backend that draws one token, and counts its steps."""
+
+    reports_sync_loss = preserves_token_advantages = True
+
+    def __init__(self, token: int):
+        self.token, self.steps = token, 0
+
+    def sample(self, requests):
+        one = Action([self.token], "", np.full(1, -1.0), None, "stop")
+        return [[replace(one) for _ in range(request.samples)] for request in requests]
+
+    def train_step(self, batch):
+        self.steps += 1
+        return {"loss": 0.5}
+
+
+def test_every_run_samples_with_its_own_backend_and_each_action_names_its_weights():
+    engine, refs = PluginEngine("m:Constant", False), [PolicyRef("a", 3), PolicyRef("b", 5)]
+    for token, ref in enumerate(refs):
+        engine.publish(ref, PluginSnapshot(Constant(token)))
+    asked = [SampleRequest(ref, (7,), 2, 4, 1.0, ("s", i)) for i, ref in enumerate([refs[1], refs[0], refs[1]])]
+    finished: list[int] = []
+    groups = engine.sample(asked, finished=lambda i, actions: finished.append(i))
+    assert [[(action.token_ids, action.policy_version) for action in group] for group in groups] == [
+        [([1], 5)] * 2, [([0], 3)] * 2, [([1], 5)] * 2,
+    ]  # fmt: skip
+    assert sorted(finished) == [0, 1, 2]
+
+
+def test_the_version_of_a_backend_counts_the_steps_that_it_has_begun(tmp_path):
+    """Also one that failed, after which nobody knows its weights; none where nothing was trained."""
+    backend = Constant(1)
+    policy = PluginPolicy(backend, "m:Constant", tmp_path)
+    sample, ones = Sample.single_turn((5, 6), (7, 8), np.full(2, -1.0), np.ones(2)), Denominators(2, 1)
+    for step, samples, version in ((0, [sample], 1), (1, [], 1), (2, [sample], 2)):
+        policy.update(TrainBatch(samples, ones, step, (0, 1)), Objective(), 0.1)
+        assert policy.version == version
+    assert backend.steps == 2
+    backend.train_step = None
+    with pytest.raises(TypeError):
+        policy.update(TrainBatch([sample], ones, 3, (0, 1)), Objective(), 0.1)
+    assert policy.version == 3

@@ -1,0 +1,281 @@
+"""The commands that train, on a model of random weights: what they print, write, return, and take up again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from toymodels import TINY_RUN, TWO_CONDITIONS, qwen3_directory
+from typer.testing import CliRunner
+
+from retrain.cli import app
+
+ROOT = Path(__file__).parents[2]
+
+CAMPAIGN = (
+    TWO_CONDITIONS
+    + TINY_RUN
+    + """\
+max_tokens = 8
+[reward]
+type = "custom"
+custom_module = "length_reward.py"
+[evaluation]
+problems = 4
+"""
+)
+
+
+def run(*arguments: str | Path):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A directory with a model, a reward that differs between samples, and a campaign file."""
+    path = tmp_path_factory.mktemp("home")
+    qwen3_directory(path / "model", ["What is 3 + 4? 7", "Compute 12 * 3."])
+    (path / "length_reward.py").write_text("def score(completion, answer):\n    return len(completion) % 5 / 4\n")
+    text = CAMPAIGN.format(model=path / "model")
+    (path / "camp.toml").write_text(text)
+    (path / "single.toml").write_text(text[text.index("[model]") :])
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(home) -> tuple[str, Path]:
+    """Output and directory of the trained campaign."""
+    result = run("train", home / "camp.toml", "--out", home / "out")
+    assert result.exit_code == 0, result.output
+    return result.output, home / "out"
+
+
+def test_training_ends_with_comparison_rank_and_paths(trained):
+    output, directory = trained
+    end = output.partition("Held-out")[2]
+    rows = [line.split()[0] for line in end.splitlines() if " → " in line]
+    assert rows == ["condition", "grpo", "maxrl+gtpo"]
+    (line,) = [line for line in end.splitlines() if line.startswith("recommended by energy: ")]
+    assert re.match(r"recommended by energy: rank \d of 4\. Verified on 4 held-out problems", line)
+    assert line.endswith(
+        f"All ranks: retrain squeeze {directory}/runs/grpo+none_s1/final (--to RANK compresses to another)"
+    )
+    assert "worst layer" not in output
+    assert "worst layer" in (directory / "report.html").read_text()
+    assert "worst layer" in run("squeeze", directory).output
+    for path in re.findall(r"^(?:directory|manifest|adapter|metrics) +(\S+)$", end, re.MULTILINE):
+        assert Path(path).exists()
+    assert f"directory   {directory}" in end
+    assert f"look at it  retrain ui {directory.parent}\n" in end
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo+none"])
+def test_a_condition_is_found_by_its_label_and_by_the_name_that_tables_show(trained, name):
+    """Files keep the label, so that directories of earlier versions are read as before."""
+    _, directory = trained
+    output = run("compare", directory, "--baseline", name).output
+    assert "maxrl+gtpo − grpo: " in output
+    assert "+none" not in output
+    assert "+none" not in re.sub(r"\+none_s\d", "", (directory / "report.html").read_text())
+    comparison = json.loads((directory / "comparison.json").read_text())
+    assert [each["label"] for each in comparison["conditions"]] == ["grpo+none", "maxrl+gtpo"]
+
+
+def test_steps_are_lines_of_progress_for_all_runs(trained):
+    """Four runs of two steps; with --verbose each step of each run has a line."""
+    output, _ = trained
+    kinds = [line.partition(" ")[0] for line in output.splitlines()]
+    assert (kinds.count("step"), kinds.count("start"), kinds.count("end")) == (0, 4, 4)
+    assert re.findall(r"^progress done=(\d)/8 ", output, re.MULTILINE) == ["1", "2", "3", "4", "5", "6", "7", "8"]
+
+
+def test_a_single_run_ends_with_its_accuracy_and_verbose_prints_every_step(home, tmp_path):
+    result = run("train", home / "single.toml", "--out", tmp_path, "--verbose")
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert [line.partition(" ")[0] for line in lines].count("progress") == 0
+    steps = [line for line in lines if line.startswith("step ")]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == len(rows)
+    assert re.search(r"done=(\d+)/\1 ", steps[-1])
+    first, *_, last = [json.loads(line) for line in (tmp_path / "evals.jsonl").read_text().splitlines()]
+    rates = [f"{100 * row['eval/heldout/correct_rate']:.1f}%" for row in (first, last)]
+    low, high = (100 * last[f"eval/heldout/ci_{end}"] for end in ("low", "high"))
+    assert f"Held-out accuracy: {rates[0]} → {rates[1]}, 95 % interval over problems {low:.0f} to {high:.0f}%" in lines
+
+
+def test_runs_of_one_seed_begin_with_the_same_adapter_and_say_so(trained):
+    _, directory = trained
+    found = {
+        path.parent.name: json.loads(path.read_text())["initial_adapter"]
+        for path in directory.glob("runs/*/config.json")
+    }
+    assert len(found) == 4
+    by_seed = {seed: {value for name, value in found.items() if name.endswith(f"_s{seed}")} for seed in (1, 2)}
+    assert [len(values) for values in by_seed.values()] == [1, 1]
+    assert by_seed[1] != by_seed[2]
+
+
+@pytest.mark.parametrize("name", ["camp", "single"])
+def test_explain_names_every_file_that_is_written_and_no_other(name, trained, home):
+    _, directory = trained
+    if name == "single":
+        directory = home / "single"
+        assert run("train", home / "single.toml", "--out", directory).exit_code == 0
+    listing = run("explain", home / f"{name}.toml", "--files").output.partition("what it holds")[2]
+    entries = re.findall(r"^( +)(\S.*?)  +\S", listing, re.MULTILINE)
+    told = {("runs/<run>/" if len(indent) > 2 else "") + file for indent, file in entries} - {"runs/<run>/"}
+    written = set()
+    for path in directory.rglob("*"):
+        file = re.sub(r"^runs/[^/]+/", "runs/<run>/", str(path.relative_to(directory)))
+        file = re.sub(r"evaluation_\w+", "evaluation_<how>", file)
+        file = re.sub(r"step_\d+/.*", "step_<n>/", re.sub(r"rank_\d+/.*", "rank_<r>/", file))
+        file = re.sub(r"train_iteration_\d+(\.html|_logtree\.json)", "train_iteration_<n>.html, _logtree.json", file)
+        file = re.sub(r"train_iteration_\d+_rollout", "train_iteration_<n>_rollout", file)
+        file = re.sub(r"eval_\w+_iteration_\d+\S+", "eval_<name>_iteration_<n>…", file)
+        file = re.sub(r"tokens_(eval_\w+_)?\d+", "tokens_<n>", file)
+        if path.is_file() and path.name != ".lock":
+            written.add(re.sub(r"final/.*", "final/", file))
+    odd = {file for file in told if file.endswith("notes.jsonl")}  # only where a number was odd
+    odd |= {file for file in told if file.endswith("metrics.f32")}  # from 64 steps on
+    assert len(odd) == 2
+    assert told - odd == written - odd
+
+
+def test_training_again_and_resume_repeat_nothing(trained, home):
+    _, directory = trained
+    before = {path: path.stat().st_mtime_ns for path in directory.rglob("metrics.jsonl")}
+    assert len(before) == 4
+    for arguments in (["train", home / "camp.toml", "--out", directory], ["resume", directory]):
+        assert run(*arguments).exit_code == 0
+        assert {path: path.stat().st_mtime_ns for path in directory.rglob("metrics.jsonl")} == before
+
+
+def test_squeeze_prints_json_and_writes_an_adapter(trained, tmp_path):
+    _, directory = trained
+    report = json.loads(run("squeeze", directory, "--json").stdout)
+    assert report["source_rank"] == 4
+    assert [row["rank"] for row in report["rows"]] == sorted({row["rank"] for row in report["rows"]})
+    assert run("squeeze", directory, "--to", "2", "--out", tmp_path / "small").exit_code == 0
+    assert json.loads((tmp_path / "small" / "adapter_config.json").read_text())["r"] == 2
+    too_large = run("squeeze", directory, "--to", "5")
+    assert too_large.exit_code == 2
+    assert len(too_large.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["camp.toml", "camp.toml/below"])
+def test_a_directory_that_cannot_be_written_is_one_line(trained, home, name):
+    _, directory = trained
+    for command in (["train", home / "camp.toml"], ["squeeze", directory, "--to", "2"]):
+        result = run(*command, "--out", home / name)
+        assert result.exit_code == 2
+        assert str(home / "camp.toml") in result.stderr.splitlines()[-1]
+        assert "Traceback" not in result.output
+
+
+def test_resuming_a_run_of_a_campaign_names_the_campaign(trained):
+    _, directory = trained
+    result = run("resume", directory / "runs" / "grpo+none_s1")
+    assert result.exit_code == 2
+    assert result.stderr.strip().endswith(f"retrain resume {directory}")
+
+
+def test_damaged_records_of_one_run_stop_that_run_alone(trained, tmp_path):
+    _, directory = trained
+    shutil.copytree(directory, tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    for each in manifest["runs"]:
+        each["state"] = "running"
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
+    broken = tmp_path / "out" / "runs" / "maxrl+gtpo_s1"
+    with open(broken / "metrics.jsonl", "a") as file:
+        file.write("{torn\n")
+    assert run("resume", tmp_path / "out").exit_code == 1
+    runs = {each["run_id"]: each for each in json.loads((tmp_path / "out" / "manifest.json").read_text())["runs"]}
+    assert [name for name, each in runs.items() if each["state"] != "done"] == [broken.name]
+    assert f"{broken / 'metrics.jsonl'}:3 is damaged" in runs[broken.name]["reason"]
+    (broken / "metrics.jsonl").write_text((broken / "metrics.jsonl").read_text().replace("{torn\n", ""))
+    resumed = run("resume", tmp_path / "out", "--retry-failed")
+    assert (resumed.exit_code, resumed.output.splitlines()[0]) == (0, "plan runs=1 conditions=maxrl+gtpo seeds=1")
+
+
+def test_status_after_training(trained):
+    _, directory = trained
+    (report,) = json.loads(run("status", directory, "--json").stdout)
+    assert {(each["state"], each["step"]) for each in report["runs"]} == {("done", 2)}
+
+
+def test_a_wrong_model_is_one_line_and_status_2(home, tmp_path):
+    result = run("train", home / "camp.toml", "--out", tmp_path / "x", "--set", f'model.model="{tmp_path}/nothing"')
+    assert result.exit_code == 2
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert "nothing" in result.stderr.splitlines()[-1]
+
+
+def test_ctrl_c_saves_exits_130_and_resume_finishes(home, tmp_path):
+    """SIGINT after the first step: status 130; ``resume`` then ends with all rows, none twice."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "retrain", "train", str(home / "single.toml"), "--out", str(out)]
+    command += ["--set", "training.max_steps=30", "--verbose"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=home,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert process.stdout is not None
+    deadline = time.monotonic() + 120
+    while not process.stdout.readline().startswith("step "):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert f"retrain resume {out}" in output
+    (entry,) = json.loads((out / "manifest.json").read_text())["runs"]
+    (row,) = json.loads(run("status", out, "--json").stdout)[0]["runs"]
+    assert entry["state"] == "interrupted"
+    assert 1 <= entry["step"] == row["step"] < 30
+    assert run("resume", out).exit_code == 0
+    for path in out.rglob("metrics.jsonl"):
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(30))
+
+
+ON_A_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, "-m", "retrain", *sys.argv[1:]])
+"""
+"""Makes standard input the terminal that hangs up on this process, as a window does."""
+
+
+def test_a_closing_terminal_ends_after_the_step_and_everything_is_saved(home, tmp_path):
+    """The window closes after the first step, live view and all: nobody can be told, status 129, no step is lost."""
+    out, metrics = tmp_path / "out", tmp_path / "out" / "metrics.jsonl"
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-c", ON_A_TERMINAL, "train", str(home / "single.toml"), "--out", str(out)]
+    process = subprocess.Popen(
+        [*command, "--set", "training.max_steps=2000"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=home,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}, start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    deadline = time.monotonic() + 120
+    while not metrics.is_file() or not metrics.read_text():
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        if select.select([ours], [], [], 0.1)[0]:
+            os.read(ours, 1 << 16)
+    os.close(ours)
+    assert process.wait(120) == 129
+    (entry,) = json.loads((out / "manifest.json").read_text())["runs"]
+    assert entry["state"] == "interrupted"
+    assert 1 <= entry["step"] < 2000
+    assert (out / "checkpoints" / f"step_{entry['step']:06d}").is_dir()
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(entry["step"]))

@@ -1,0 +1,459 @@
+"""What a person sees: plain lines, the live view in a small terminal, tables, pictures."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from record_cases import config, context, evaluation, group, step
+from rich.console import Console
+
+from retrain.campaign.judging.results import RunResult
+from retrain.files import read_jsonl
+from retrain.record.board import Board
+from retrain.record.console import LiveConsole, PlainConsole, make_console
+from retrain.record.evaluation import eval_row
+from retrain.record.measure import step_row
+from retrain.record.numbers import duration, number, short
+from retrain.record.observer import NullObserver
+from retrain.record.recorder import RunRecorder
+from retrain.record.tables import (
+    accuracy_line,
+    comparison_table,
+    comparison_text,
+    squeeze_line,
+    squeeze_table,
+    squeeze_text,
+)
+from retrain.record.views import board_view, visible_runs
+
+NASTY = "[bold red]<b>\x1b[2J\x1b]0;owned\x07 \u202e\udc80[/] 答案"
+
+
+@dataclass(frozen=True)
+class Spec:
+    run_id: str
+    label: str
+    seed: int
+
+
+def specs(count: int) -> list[Spec]:
+    labels = ("grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa")
+    return [Spec(f"{labels[i % 5]}_s{i // 5 + 1}", labels[i % 5], i // 5 + 1) for i in range(count)]
+
+
+def play(observer: Any, count: int = 3, steps: int = 4, active: int | None = None) -> None:
+    """Every run is planned; the first ``active`` start, are evaluated and step."""
+    runs = specs(count)
+    observer.plan(runs)
+    for spec in runs[: count if active is None else active]:
+        observer.run_started(spec, 0, 10)
+        observer.evaluated(spec, "heldout", eval_row(evaluation([group([1.0, 0.0], [3, 3])])))
+        for n in range(steps):
+            record = step([group([1.0, 0.0, 1.0], [4, 5, 6])], n, {"loss": -0.00123}, sepa_lambda=0.5)
+            observer.step(spec, step_row(record, context(condition=spec.label)))
+        observer.evaluated(spec, "heldout", eval_row(evaluation([group([1.0, 1.0], [3, 3])], number=4)))
+
+
+def draw(board: Board, width: int = 80, height: int = 24) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, height=height, force_terminal=True, color_system=None)
+    console.print(board_view(board, width, height, board.clock()))
+    return stream.getvalue()
+
+
+def test_plain_lines_can_be_parsed_and_hold_no_escapes():
+    stream = io.StringIO()
+    console = PlainConsole(stream, verbose=True)
+    play(console, count=1)
+    console.message("two\nlines", "warning")
+    console.run_finished(specs(1)[0], "failed", f"it broke:\n{NASTY}")
+    console.close()
+    text = stream.getvalue()
+    assert "\x1b" not in text
+    assert text.isprintable() or all(c.isprintable() or c == "\n" for c in text)
+    lines = text.splitlines()
+    assert lines[0] == "plan runs=1 conditions=grpo+none seeds=1"
+    assert lines[1] == "start run=grpo+none_s1 step=0 max_steps=10"
+    first = dict(pair.split("=") for pair in next(line for line in lines if line.startswith("step ")).split()[1:])
+    assert first["run"] == "grpo+none_s1"
+    assert (first["step"], first["done"]) == ("0", "1/10")
+    assert (first["reward"], first["correct"], first["loss"]) == ("0.667", "0.667", "-0.00123")
+    assert first["entropy"] == "0.500"
+    ends = dict(pair.split("=") for pair in [line for line in lines if line.startswith("eval ")][-1].split()[1:])
+    assert (ends["step"], ends["correct"], ends["before"], ends["low"]) == ("4", "1.000", "0.500", "-")
+    assert ends["reward"] == "1.000"
+    assert "warning: two" in lines
+    assert lines[-1].startswith("end run=grpo+none_s1 status=failed message=it broke: [bold red]")
+
+
+@pytest.mark.parametrize(("label", "shown"), [
+    ("grpo+none", "-"),
+    ("maxrl+gtpo", "-"),
+    ("maxrl+gtpo_sepa", "0.50"),
+    ("maxrl+gtpo_sepa~lr=0.0002~sepa.steps=50", "0.50"),
+    ("maxrl+mymodes-gtpo_sepa", "-"),
+])  # fmt: skip
+def test_lambda_is_shown_where_there_is_one(label, shown):
+    """Rows have 0 in other transform modes, which would read as a SEPA that has not begun."""
+    stream, spec = io.StringIO(), Spec("run", label, 1)
+    console, board = PlainConsole(stream, verbose=True), Board()
+    for observer in (console, board):
+        observer.run_started(spec, 0, 10)
+        observer.step(spec, step_row(step([group([1.0, 0.0], [4, 5])], 0, sepa_lambda=0.5), context(condition=label)))
+    assert f" lambda={shown} " in stream.getvalue()
+    heading, row = draw(board).splitlines()[:2]
+    assert row[: heading.index("λ") + 1].split()[-1] == shown
+
+
+def test_progress_is_a_line_for_each_tenth_of_all_steps_or_every_ten_seconds():
+    """Four runs of 10 steps side by side, three of them at once, one second a step; then one step of 12 seconds."""
+    stream, now = io.StringIO(), [100.0]
+    console, runs = PlainConsole(stream), specs(4)
+    console.clock = lambda: now[0]
+    console.plan(runs)
+
+    def progress() -> list[str]:
+        return [line for line in stream.getvalue().splitlines() if line.startswith(("progress ", "step "))]
+
+    for spec in runs[:3]:
+        console.run_started(spec, 0, 10)
+    for n in range(2):
+        for index, spec in enumerate(runs[:3]):
+            console.step(spec, {"step": n, "mean_reward": index / 2, "correct_rate": None})
+        now[0] += 1.0
+    assert progress() == [
+        "progress done=4/40 running=3 waiting=1 reward=0.500 correct=- length=- truncated=- entropy=- eta=0:09"
+    ]
+    now[0] += 12.0
+    console.step(runs[0], {"step": 2, "mean_reward": 0.0})
+    assert [line.split()[1] for line in progress()] == ["done=4/40", "done=7/40"]
+    console.run_finished(runs[1], "failed", "it broke")
+    console.run_finished(runs[2], "done")
+    console.run_started(runs[3], 0, 10)
+    for n in range(4):
+        console.step(runs[3], {"step": n})
+    assert [line.split()[1:4] for line in progress()[2:]] == [["done=11/32", "running=2", "waiting=0"]]
+
+
+def test_progress_begins_where_runs_were_resumed():
+    stream = io.StringIO()
+    console, (spec,) = PlainConsole(stream), specs(1)
+    console.plan([spec])
+    console.run_started(spec, 90, 100)
+    for n in range(90, 100):
+        console.step(spec, {"step": n})
+    (line,) = [line for line in stream.getvalue().splitlines() if line.startswith("progress ")]
+    assert line.startswith("progress done=100/100 running=1 waiting=0 ")
+
+
+def test_missing_values_are_dashes():
+    stream = io.StringIO()
+    console = PlainConsole(stream, verbose=True)
+    console.run_started(specs(1)[0], 0, 10)
+    console.step(specs(1)[0], step_row(step([group([None], [2], discarded="no_reward")]), context()))
+    assert "reward=- correct=0.000 loss=- " in stream.getvalue()
+
+
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_the_live_view_fits_80_columns_and_24_lines(count):
+    board = Board()
+    play(board, count=count, active=min(count, 10))
+    lines = draw(board).splitlines()
+    assert len(lines) <= 24
+    assert all(len(line) <= 80 for line in lines)
+    text = "\n".join(lines)
+    for word in ("done", "step", "ETA", "reward", "correct", "held-out", "tok/s", "λ", "last steps"):
+        assert word in text
+    assert "grpo+none_s1" in text
+    assert "4/10" in text
+    assert "50 → 100%" in text
+    if count == 40:
+        assert "30 waiting" in text
+        assert "grpo+none_s3" not in text
+
+
+def test_a_wide_terminal_gets_a_bar():
+    board = Board()
+    play(board, count=2)
+    text = draw(board, width=110)
+    assert "━" in text
+    assert all(len(line) <= 110 for line in text.splitlines())
+
+
+def test_finished_runs_stay_while_there_is_room():
+    board = Board()
+    play(board, count=6)
+    for spec in specs(4):
+        board.run_finished(spec, "done")
+    views = list(board.runs.values())
+    assert [v.run_id for v in visible_runs(views, 10)] == [v.run_id for v in views]
+    assert [v.run_id for v in visible_runs(views, 3)] == [views[3].run_id, views[4].run_id, views[5].run_id]
+    assert "4 done" in draw(board)
+
+
+def test_eta_counts_from_where_the_run_was_resumed():
+    board = Board()
+    now = [100.0]
+    board.clock = lambda: now[0]
+    spec = specs(1)[0]
+    board.run_started(spec, 4, 10)
+    assert board.runs[spec.run_id].eta(105.0) is None
+    board.step(spec, {"step": 4})
+    board.step(spec, {"step": 5})
+    assert board.runs[spec.run_id].eta(120.0) == 40.0
+
+
+def test_the_live_console_obeys_nothing_that_a_model_wrote():
+    stream = io.StringIO()
+    console = LiveConsole(Console(file=stream, width=80, height=24, force_terminal=True, color_system=None))
+    play(console, count=2)
+    console.message(NASTY)
+    console.run_finished(specs(2)[1], "failed", NASTY)
+    console.close()
+    text = stream.getvalue()
+    assert "\x1b[2J" not in text
+    assert "\x1b]0;" not in text
+    assert "[bold red]<b>" in text
+    assert "答案" in text
+    assert "error: maxrl+none_s1 failed" in text
+    assert "last steps" in text
+
+
+def test_which_console(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert isinstance(make_console(Terminal()), LiveConsole)
+    assert isinstance(make_console(Terminal(), plain=True), PlainConsole)
+    assert isinstance(make_console(io.StringIO()), PlainConsole)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert isinstance(make_console(Terminal()), PlainConsole)
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(make_console(Terminal()), PlainConsole)
+
+
+def test_a_picture_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    console = importlib.import_module("demo_picture").Photographer(tmp_path / "live.svg")
+    play(console, count=3)
+    console.message("<script>alert(1)</script>")
+    console.export_svg(tmp_path / "run.svg", 100, [squeeze_table(SQUEEZE, 100)])
+    root = ET.parse(tmp_path / "run.svg").getroot()
+    text = "".join(root.itertext()).replace("\xa0", " ")
+    assert root.tag.endswith("svg")
+    assert "grpo+none_s1" in text
+    assert "<- recommended" in text
+    assert "<script>" in text
+    assert "http://" not in re.sub(r'xmlns[^"]*"[^"]*"', "", (tmp_path / "run.svg").read_text())
+
+
+def test_the_null_observer_hears_everything():
+    observer = NullObserver()
+    play(observer)
+    observer.run_finished(specs(1)[0], "done")
+    observer.message("x")
+    observer.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0, "0:00"), (61.4, "1:01"), (3661, "1:01:01"), (90000, "1d 1h")],
+)
+def test_durations(value, text):
+    assert duration(value) == text
+
+
+def test_numbers():
+    assert (number(None), number(0.12345), short(None), short(987), short(12345), short(4.56e6)) == (
+        "-", "0.123", "-", "987", "12.3k", "4.6M",
+    )  # fmt: skip
+
+
+COMPARISON = {
+    "baseline": "grpo+none",
+    "metric": "eval/heldout/correct_rate",
+    "conditions": [
+        {"label": "grpo+none", "seeds": [1, 2], "before": 0.5, "after_mean": 0.7, "after_values": [0.7, 0.7],
+         "interval": [0.65, 0.75], "difference": None, "difference_interval": None, "p_value": None, "pairs": 0,
+         "verdict": "", "failed": 0, "tokens": 1000, "seconds": 60.0},
+        {"label": "maxrl+gtpo_hicra[red]", "seeds": [1, 2], "before": 0.5, "after_mean": None, "after_values": [],
+         "interval": None, "difference": 0.123, "difference_interval": [-0.01, 0.256], "p_value": 0.5, "pairs": 2,
+         "verdict": "2 pairs: no verdict possible", "failed": 1, "tokens": 2000, "seconds": 61.0},
+    ],
+    "note": "Fewer than 6 pairs.",
+}  # fmt: skip
+
+SQUEEZE = {
+    "run": "grpo+none_s1",
+    "source_rank": 8,
+    "recommended_rank": 4,
+    "min_variance_retention": 0.95,
+    "rows": [
+        {"rank": 2, "mean_variance": 0.8, "min_variance": 0.7, "max_variance": 0.9, "relative_error": 0.447},
+        {"rank": 4, "mean_variance": 0.97, "min_variance": 0.95, "max_variance": 0.99, "relative_error": 0.173},
+    ],
+    "message": "Train high, then compress.",
+}
+
+
+def test_the_comparison_table():
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(comparison_table(COMPARISON, 120))
+    plain = comparison_text(COMPARISON)
+    for text in (stream.getvalue(), plain):
+        assert "maxrl+gtpo_hicra[red]" in text
+        assert "+12.3 [−1.0, +25.6]" in text
+        assert "1/2" in text
+        assert "65 to 75%" in text
+        assert "50.0% → 70.0%" in text
+        assert "no verdict possible" in text
+        assert "Fewer than 6 pairs." in text
+        assert "3.0k tokens, 2:01" in text
+    assert plain.splitlines()[3].split() == [
+        "maxrl+gtpo_hicra[red]", "1/2", "50.0%", "→", "-", "-", "+12.3", "[−1.0,", "+25.6]", "0.500",
+        "2", "pairs:", "no", "verdict", "possible",
+    ]  # fmt: skip
+
+
+def test_the_comparison_table_keeps_everything_in_80_columns():
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(comparison_table(COMPARISON, 80))
+    text = stream.getvalue()
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "+12.3 [−1.0, +25.6]" in text
+    assert "maxrl+gtpo_hicra[red]: 2 pairs: no verdict possible" in text
+
+
+def test_the_squeeze_table():
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(squeeze_table(SQUEEZE, 80))
+    for text in (stream.getvalue(), squeeze_text(SQUEEZE)):
+        marked = next(line for line in text.splitlines() if "<- recommended" in line)
+        assert marked.split() == ["4", "97.0%", "95.0%", "17.3%", "<-", "recommended"]
+        assert "Train high, then compress." in text
+        assert "By energy alone" in text
+    untrained = {**SQUEEZE, "rows": [], "recommended_rank": None, "message": "The adapter is untrained."}
+    assert "untrained" in squeeze_text(untrained)
+    Console(file=stream).print(squeeze_table(untrained, 80))
+
+
+def test_the_recommended_rank_in_one_line():
+    verified = {"full": {"rank": 8, "accuracy": 0.81}, "ranks": [], "sentence": "Verified on 9 problems."}
+    assert squeeze_line(SQUEEZE | {"verified": verified}) == (
+        "recommended by energy: rank 4 of 8. Verified on 9 problems. "
+        "All ranks: retrain squeeze grpo+none_s1 (--to RANK compresses to another)"
+    )
+    assert " rank 4 of 8. By energy alone, which is no accuracy" in squeeze_line(SQUEEZE)
+    untrained = {**SQUEEZE, "rows": [], "recommended_rank": None, "message": "The adapter is untrained."}
+    assert squeeze_line(untrained) == "The adapter is untrained."
+
+
+def test_the_accuracy_of_a_single_run_in_one_line():
+    accuracy = {"before": 0.38, "after": 0.835, "ci_low": 0.78, "ci_high": 0.88, "problems": 200}
+    line = accuracy_line("heldout", accuracy)
+    assert line == "Held-out accuracy: 38.0% → 83.5%, 95 % interval over problems 78 to 88%"
+    assert accuracy_line("hard", accuracy | {"ci_low": None}) == "Held-out accuracy on hard: 38.0% → 83.5%"
+
+
+def test_the_squeeze_table_with_what_held_out_problems_said():
+    ranks = [{"rank": 4, "accuracy": 0.8, "difference": {"mean": -0.01, "low": -0.019, "high": -0.001}}]
+    verified = {"full": {"rank": 8, "accuracy": 0.81}, "ranks": ranks, "sentence": "Verified on 9 problems."}
+    report = SQUEEZE | {"verified": verified}
+    lines = squeeze_text(report).splitlines()
+    assert lines[2].split() == ["2", "80.0%", "70.0%", "44.7%", "-", "-"]  # a rank of the table that was not tried
+    assert lines[3].split()[4:] == ["80.0%", "−1.0", "[−1.9,", "−0.1]", "<-", "recommended"]
+    assert lines[-1] == "Verified on 9 problems."
+    stream = io.StringIO()
+    Console(file=stream, width=60).print(squeeze_table(report, 60))
+    assert all(len(line) <= 60 for line in stream.getvalue().splitlines())
+    assert "−1.0 [−1.9, −0.1]" in stream.getvalue()
+    assert "By energy alone" not in stream.getvalue()
+
+
+def test_a_console_and_a_recorder_agree(tmp_path):
+    stream = io.StringIO()
+    console = PlainConsole(stream, verbose=True)
+    with RunRecorder(tmp_path, context()) as recorder:
+        console.run_started(specs(1)[0], 0, 10)
+        console.step(specs(1)[0], recorder.record_step(step([group([1.0, 0.0], [2, 2])])))
+    assert "reward=0.500" in stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 60, 75])
+def test_a_narrow_terminal_shows_fewer_columns_and_cuts_no_number(width):
+    board = Board()
+    play(board, count=3)
+    board.run_finished(specs(3)[0], "interrupted")
+    text = draw(board, width=width)
+    headings = [line.split() for line in text.splitlines() if line.startswith(("run ", "last steps "))]
+    assert all(len(line) <= width for line in text.splitlines())
+    assert headings[0] == ["run", "done", "ETA", "correct"] if width < 50 else headings[0][-1] == "held-out"
+    assert headings[1][:5] == ["last", "steps", "step", "reward", "correct"]
+    assert "interrupted" in text
+    assert not any(word.endswith("…") for words in headings for word in words)
+
+
+def test_tables_in_a_narrow_terminal():
+    stream = io.StringIO()
+    console = Console(file=stream, width=60)
+    console.print(comparison_table(COMPARISON, 60))
+    console.print(squeeze_table(SQUEEZE, 60))
+    lines = stream.getvalue().splitlines()
+    assert all(len(line) <= 60 for line in lines)
+    assert any(line.startswith("grpo ") and "50.0% → 70.0%" in line for line in lines)
+    assert [line.split()[-1] for line in lines if "97.0%" in line] == ["<-"]
+    assert "…" not in stream.getvalue()
+
+
+def test_a_step_has_one_number_everywhere(tmp_path):
+    """The third of three steps on the terminal, in its row, on its page, in the logtree, the timeline and the log."""
+    stream, board = io.StringIO(), Board()
+    plain, spec = PlainConsole(stream, verbose=True), specs(1)[0]
+    settings = config(logging={"rollouts_every": 1})
+    with RunRecorder(tmp_path, context(config=settings, max_steps=3)) as recorder:
+        for console in (plain, board):
+            console.plan([spec])
+            console.run_started(spec, 0, 3)
+        for number in range(3):
+            row = recorder.record_step(step([group([1.0, 0.0], [3, 4])], number))
+            for console in (plain, board):
+                console.step(spec, row)
+    assert row["step"] == 2
+    assert "step run=grpo+none_s1 step=2 done=3/3 " in stream.getvalue()
+    shown = draw(board)
+    assert "3/3" in shown
+    assert shown.splitlines()[-1].split()[:2] == ["grpo+none_s1", "2"]
+    assert "<h1>Step 2</h1>" in (tmp_path / "train_iteration_000002.html").read_text()
+    assert json.loads((tmp_path / "train_iteration_000002_logtree.json").read_text())["title"].endswith(": step 2")
+    timeline = (tmp_path / "timeline.html").read_text()
+    assert 'data-step="2"' in timeline
+    assert 'data-step="3"' not in timeline
+    recorded = RunResult("a_s1", "a", 1, "done", None, tmp_path, rows=read_jsonl(tmp_path / "metrics.jsonl"))
+    assert recorded.curve("mean_reward")[-1] == (2, 0.5)  # as the report draws it
+
+
+def test_the_table_says_which_worker_trains_a_run_where_there_are_several():
+    board, stream = Board(), io.StringIO()
+    play(board)
+    assert "worker" not in draw(board, width=120)
+    for observer in (board, PlainConsole(stream)):
+        for spec, worker in zip(specs(3), ("1 gpu:0", "2 gpu:1", "2 gpu:1"), strict=True):
+            observer.placed(spec, worker)
+    board.run_finished(specs(3)[2], "done")
+    for width in (80, 120):
+        text = draw(board, width=width)
+        assert re.search(r" worker\s", text)
+        assert (text.count("1 gpu:0"), text.count("2 gpu:1")) == (1, 1)  # of those that run
+    assert stream.getvalue().splitlines()[0] == f"worker run={specs(1)[0].run_id} worker=1_gpu:0"

@@ -1,0 +1,163 @@
+"""What a design can find out, said before anything is trained; and the shipped campaigns as designs."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+from verdict_cases import BASE, campaign, shifted
+
+from retrain.campaign.judging.design import factors, pilot_spread, verdict_lines, warnings_of
+from retrain.campaign.judging.results import Measure
+from retrain.campaign.planning.plan import plan
+from retrain.cli import app
+from retrain.config import load, parse_dict
+from retrain.config.campaign import seeds_for_verdict
+from retrain.errors import UsageError
+from retrain.maths.power import detectable, seeds_needed, spread_limit
+from retrain.maths.rules import Rule
+
+ROOT = Path(__file__).parents[2]
+CAMPAIGNS = sorted((ROOT / "campaigns").glob("*.toml"))
+
+
+def planned(*conditions: str, head: str = ""):
+    text = f"[campaign]\n{head}\n" + "".join(
+        f'[[campaign.conditions]]\nadvantage_mode = "{modes.split("+")[0]}"\ntransform_mode = "{modes.split("+")[1]}"\n'
+        f"{more}\n"
+        for modes, _, more in (condition.partition("|") for condition in conditions)
+    )
+    return plan(parse_dict(tomllib.loads(text)))
+
+
+def test_what_the_seeds_detect_with_an_assumed_and_with_a_measured_spread(tmp_path):
+    specs = planned("grpo+none", "maxrl+none", "rloo+none")
+    first, found, cost, *needs = verdict_lines(specs, None, 2.0)
+    assert "8 pairs of seeds, exact test, p corrected for 2 comparisons" in first
+    assert "4 points (assumed" in first
+    effect = detectable(Rule(family=2))
+    assert effect is not None
+    assert found == f"detected with 80 % probability: {4 * effect:.2g} points or more"
+    assert needs == [f"a difference of 2 points needs {seeds_needed(Rule(family=2), 0.5)} seeds"]
+    assert "found with" in cost
+    assert "after all 24 runs" in cost
+    pilot = campaign(tmp_path, {"a": list(BASE[:4]), "b": shifted(0.02, 0.01)[:4], "c": shifted(0.0, 0.01)[:4]})
+    spread = pilot_spread(pilot, Measure())
+    runs = np.array([BASE[:4], shifted(0.02, 0.01)[:4], shifted(0.0, 0.01)[:4]])
+    residual = runs - runs.mean(axis=0) - runs.mean(axis=1, keepdims=True) + runs.mean()
+    assert spread.freedom == 6
+    assert spread.value == pytest.approx((2.0 * (residual**2).sum() / 6) ** 0.5)
+    lines = verdict_lines(specs, pilot, None)
+    assert "0.94 points (residual of 12 runs of" in lines[0]
+    assert "90 % sure to be 0.65 to 1.8" in lines[0]
+    limit = 100.0 * spread_limit(spread.value, 6)
+    assert lines[1] == f"planned with {limit:.2g} points, which it is below with 80 % probability"
+    effect = detectable(Rule(family=2))
+    assert effect is not None
+    assert lines[2] == f"detected with 80 % probability: {limit * effect:.2g} points or more"
+
+
+def test_a_pilot_with_one_condition_or_one_seed(tmp_path):
+    alone = pilot_spread(campaign(tmp_path / "one", {"a": list(BASE)}), Measure())
+    assert alone.value == pytest.approx(2**0.5 * np.std(BASE, ddof=1))
+    with pytest.raises(UsageError, match="two seeds or more"):
+        pilot_spread(campaign(tmp_path / "few", {"a": [0.5], "b": [0.6]}), Measure())
+    same = campaign(tmp_path / "same", {"a": [0.5, 0.5], "b": [0.6, 0.6]})
+    assert "cannot tell how much seeds vary" in verdict_lines(planned("grpo+none", "rloo+none"), same, None)[1]
+
+
+def test_a_design_that_cannot_reach_significance_is_told(tmp_path):
+    specs = planned("grpo+none", "maxrl+none", "rloo+none", head="seeds = [1, 2, 3, 4, 5, 6]")
+    assert "no verdict is possible: with 3 conditions it needs 7 seeds" in verdict_lines(specs, None, None)[1]
+    file = tmp_path / "c.toml"
+    file.write_text("[campaign]\nseeds = [1, 2, 3, 4, 5, 6]\n")
+    (warning,) = [line for line in load(file).warnings if "campaign.seeds" in line]
+    assert "has 6: enough to watch, too few to tell 5 conditions apart (that takes" in warning
+    assert warning.endswith("seeds = [1, 2, 3, 4, 5, 6, 7, 8, 9]")
+    assert verdict_lines(planned("grpo+none"), None, None) == []
+
+
+def test_five_conditions_that_race_cost_under_60_percent_of_eight_seeds_at_the_same_power():
+    five = ["grpo+none", "maxrl+none", "rloo+none", "maxrl+gtpo", "maxrl+gtpo_hicra"]
+    before = verdict_lines(planned(*five), None, 6.0)
+    race = 'test = "normal"\nsequential = "obrien_fleming"\nrace = true\nseeds = [1, 2, 3, 4, 5, 6, 7, 8]'
+    now = verdict_lines(planned(*five, head=race), None, 6.0)
+    assert "normal test, p corrected for 4 comparisons, looks (obrien_fleming), a race" in now[0]
+
+    def cost(lines: list[str]) -> list[int]:
+        (line,) = [each for each in lines if each.startswith("if one condition differs by 6 points")]
+        return [int(number) for number in re.findall(r"(?<=found with )\d+|(?<=after )\d+|(?<=all )\d+", line)]
+
+    power, runs = cost(before)
+    faster, different, alike = cost(now)
+    assert runs == 40
+    assert faster > power
+    assert alike < different <= 0.6 * 40
+
+
+def test_conditions_in_more_than_one_factor_are_told_with_the_one_that_isolates():
+    specs = planned(
+        "grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo|gtpo.beta = 0.5\nlr = 1e-3", head="seeds = [1]"
+    )
+    assert factors(specs[2], specs[0]) == ["advantage_mode", "transform_mode"]
+    assert factors(specs[2], specs[1]) == ["transform_mode"]
+    assert factors(specs[3], specs[2]) == ["gtpo.beta", "training.lr"]
+    assert factors(specs[3], specs[1]) == ["transform_mode", "training.lr"]  # beta belongs to gtpo
+    told = [line for line in warnings_of(specs) if "factors" in line]
+    assert len(told) == 2
+    assert told[0].endswith("retrain compare DIR --baseline maxrl")
+    assert "retrain compare" not in told[1]
+
+
+def test_advantages_on_different_scales_are_told():
+    (line,) = warnings_of(planned("grpo+none", "maxrl+none"))
+    assert "grpo 1, 1, 1; maxrl 3, 1, 0.33" in line
+    assert warnings_of(planned("dr_grpo+none", "rloo+none")) == []
+    assert warnings_of(planned("grpo+none", "maxrl+none|lr = 3e-4")) != []  # two factors now
+    rng = np.random.default_rng(0)
+    rewards = (rng.random((400, 2048)) < 0.1) * 1.0
+    mean = rewards.mean(axis=1, keepdims=True)
+    maxrl = np.where(mean > 0, (rewards - mean) / np.maximum(mean, 1e-9), 0.0)
+    assert np.sqrt((maxrl**2).mean()) == pytest.approx(3.0, rel=0.1)
+
+
+def test_explain_says_it(tmp_path):
+    result = CliRunner().invoke(app, ["explain", str(ROOT / "campaigns/five_conditions.toml"), "--detect", "5"])
+    assert result.exit_code == 0
+    assert re.search(r"^verdict +final:eval/heldout/correct_rate, 8 pairs", result.stdout, re.MULTILINE)
+    assert "a difference of 5 points needs" in result.stdout
+    alike = re.search(r"after (\d+) of 40 runs on average; after (\d+) if all are alike", result.stdout)
+    assert alike is not None
+    assert max(map(int, alike.groups())) <= 0.6 * 40  # of the runs that eight seeds of the exact test take
+    assert "careful" in result.stdout
+    pilot = campaign(tmp_path, {"a": list(BASE), "b": shifted(0.02)})
+    arguments = ["explain", str(ROOT / "campaigns/quickstart.toml"), "--pilot"]
+    assert f"residual of 16 runs of {pilot}" in CliRunner().invoke(app, [*arguments, str(pilot)]).stdout
+    assert CliRunner().invoke(app, [*arguments, str(tmp_path / "nowhere")]).exit_code == 2
+    (tmp_path / "empty").mkdir()
+    assert CliRunner().invoke(app, [*arguments, str(tmp_path / "empty")]).exit_code == 2
+
+
+@pytest.mark.parametrize("path", CAMPAIGNS, ids=lambda path: path.name)
+def test_the_shipped_campaigns_are_designs_that_can_answer(path):
+    """Each parses without a warning about its seeds, plans, says what it asks, and can reach a verdict."""
+    loaded = load(path)
+    text = path.read_text(encoding="utf-8")
+    specs = plan(loaded)
+    labels, seeds = {spec.label for spec in specs}, {spec.seed for spec in specs}
+    assert f"retrain train campaigns/{path.name}" in text
+    assert re.search(r"^# (Hypothesis|Question)", text, re.MULTILINE)
+    assert re.search(r"^# Cost", text, re.MULTILINE)
+    if len(labels) > 1 and path.name not in ("quickstart.toml", "smollm2.toml"):  # which show that models learn
+        assert len(seeds) >= seeds_for_verdict(len(labels) - 1, loaded.config.campaign.test)
+        told = [line for line in loaded.warnings if "campaign.seeds" in line]
+        if path.name == "smollm2_rare.toml":  # an hour for a seed: it takes the risk of a collapsed run
+            told = [line for line in told if "should a run collapse" not in line]
+        assert told == []
+    result = CliRunner().invoke(app, ["explain", str(path)])
+    assert result.exit_code == 0
+    assert ("verdict  " in result.stdout) == (len(labels) > 1)

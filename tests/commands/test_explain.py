@@ -1,0 +1,335 @@
+"""``retrain explain``: what it says is short, and what a campaign then does; without torch and without weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+from toymodels import TINY_RUN, campaign_head, qwen3_directory
+from typer.testing import CliRunner
+
+from retrain.campaign.planning.cohorts import cut
+from retrain.campaign.planning.plan import plan
+from retrain.cli import app
+from retrain.commands.explain import idle_words, workers_of
+from retrain.commands.formulas import REWARDS, reward_words
+from retrain.config import load, parse_dict
+from retrain.config.tasks import RewardComponent
+from retrain.data import load_data
+from retrain.data.prompts import render
+from retrain.errors import ModelError
+from retrain.files import read_jsonl
+from retrain.models import bundled_model_path
+from retrain.models.tokenizer import light_tokenizer
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "campaigns" / "quickstart.toml"
+
+
+def explained(*arguments: str | Path) -> dict[str, str]:
+    """The first line of every name that ``explain`` prints."""
+    result = CliRunner().invoke(app, ["explain", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    lines = {}
+    for line in result.stdout.splitlines():
+        lines.setdefault(line[:14].strip(), line[14:])
+    return lines
+
+
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_no_torch_and_no_weights(command):
+    code = f"import sys, retrain.cli as c\ntry: c.app(['{command}', sys.argv[1]])\nfinally: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, str(QUICKSTART)], capture_output=True, text=True, check=True)
+    modules = set(done.stdout.splitlines()[-1].split())
+    assert "retrain.cli" in modules
+    assert not {"torch", "peft", "safetensors.torch"} & modules
+    assert "half of them at most" in done.stdout or command == "check"
+
+
+def test_the_bundled_model_s_prompts():
+    lines = explained(QUICKSTART)
+    assert lines["data"] == "arithmetic: 20,000 problems to train on, 200 held out"
+    measured = "measured on 708 prompts with the tokenizer of tiny-reasoner"
+    assert lines["prompts"] == f"9 to 14 tokens, half of them at most 12, {measured}"
+    assert lines["example"].startswith('"<|user|>')
+    assert lines["reward"].startswith("match: 1 where the marked answer is the reference")
+
+
+def test_measured_lengths_are_those_of_training(tmp_path):
+    """Every prompt of a file, through system prompt, template and transformers' own tokenizer."""
+    from transformers import AutoTokenizer
+
+    model = qwen3_directory(tmp_path / "model", ["What is 3 + 4? 7", "Compute 12 * 3."])
+    rows = [{"prompt": "What is 3 + 4? " * (1 + i % 7), "answer": str(i)} for i in range(40)]
+    rows = [{**row, "prompt": f"{i} {row['prompt']}"} for i, row in enumerate(rows)]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'[model]\nmodel = "{model}"\n[data]\nsource = "problems.jsonl"\nsystem_prompt = "Think."\n'
+        'prompt_template = "{prompt} Box it."\nshuffle = false\n[evaluation]\nproblems = 4\n'
+    )
+    config = load(file).config
+    data = load_data(config.data, 4, None, 0, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    every = [*data.train, *data.heldout]
+    lengths = [len(render(problem, tokenizer, config.data).token_ids) for problem in every]
+    lines = explained(file)
+    assert lines["data"].endswith(f": {len(data.train)} problems to train on, 4 held out")
+    half = round(median(lengths))
+    told = f"{min(lengths)} to {max(lengths)} tokens, half of them at most {half}"
+    assert lines["prompts"] == f"{told}, measured on all prompts with the tokenizer of {model}"
+    assert lines["example"].startswith('"<turn>Think.<turn>')
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_the_light_tokenizer_is_the_real_one(tmp_path, template):
+    """Ids with and without special tokens, the template with special tokens and further arguments."""
+    from transformers import AutoTokenizer
+
+    directory = qwen3_directory(tmp_path / "model", ["What is 3 + 4? 7"])
+    real = AutoTokenizer.from_pretrained(directory)
+    text = (
+        "{{ bos_token or '' }}{{ eos_token }}{% if think is defined %}{{ think }}{% endif %}{{ messages[0].content }}"
+    )
+    real.chat_template = text if template else None
+    real.save_pretrained(directory)
+    if not template:
+        (directory / "chat_template.jinja").unlink(missing_ok=True)
+    for path in (str(directory), str(bundled_model_path("tiny-reasoner"))):
+        real, light = AutoTokenizer.from_pretrained(path), light_tokenizer(path)
+        messages = [{"role": "user", "content": "3 + 4 é 数学\n<end>"}]
+        if real.chat_template:
+            for extra in ({}, {"think": "yes"}):
+                both = [
+                    each.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **extra)
+                    for each in (real, light)
+                ]
+                assert both[0] == both[1]
+        assert bool(light.chat_template) == bool(real.chat_template)
+        for special in (True, False):
+            texts = [each("3 + 4 é 数学 <end>", add_special_tokens=special)["input_ids"] for each in (real, light)]
+            assert texts[0] == texts[1]
+
+
+def test_what_is_missing_is_named(tmp_path):
+    """No tokenizer, a damaged one, no data, a source that raises: lines, and the rest stands."""
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "tokenizer.json").write_text("{")
+    (tmp_path / "mine.py").write_text("def fails(split):\n    raise RuntimeError('no \\x1b[31mserver')\n")
+    lines = explained(QUICKSTART, "--set", 'model.model="someone/else"')
+    missing = "the tokenizer.json of someone/else is not on this machine"
+    assert lines["prompts"] == f"not measured, 128 tokens are assumed: {missing}"
+    assert lines["data"].startswith("arithmetic: 20,000 problems")
+    with pytest.raises(ModelError, match="cannot be read"):
+        light_tokenizer(str(tmp_path / "bad"))
+    file = tmp_path / "run.toml"
+    file.write_text('[data]\nsource = "mine:fails"\n')
+    assert explained(file)["data"] == "mine:fails: not read: RuntimeError: no \\x1b[31mserver (mine.py:2)"
+    lines = explained(QUICKSTART, "--set", 'data.source="nowhere.jsonl"')
+    assert "not read" in lines["data"]
+    assert lines["prompts"] == "not measured, 128 tokens are assumed"
+
+
+def test_rewards_that_differ_are_named_by_condition(tmp_path):
+    condition = '[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n'
+    file = tmp_path / "camp.toml"
+    file.write_text(f'[campaign]\nseeds = [1]\n{condition}{condition}"reward.type" = "format"\n')
+    result = CliRunner().invoke(app, ["explain", str(file)])
+    rewards = [line for line in result.stdout.splitlines() if line.startswith("reward ")]
+    assert [line.endswith("  (grpo)") for line in rewards] == [True, False]
+    assert "closed box" in rewards[1]
+
+
+def test_rewards_in_words():
+    """Every kind of reward has its words; a sum names parts, weights and offsets."""
+    kinds = set(RewardComponent.model_fields["type"].annotation.__args__)
+    assert kinds == {*REWARDS, "judge", "rubric", "custom", "reward_model"}
+    reward = {
+        "type": "weighted",
+        "components": [{"type": "math"}, {"type": "format", "weight": 0.1, "offset": -1.0, "name": "form"}],
+    }
+    words = reward_words(parse_dict({"reward": reward}))
+    assert words.startswith("1 × math + 0.1 × (form − 1); math: 1 where")
+    assert words.endswith("; at most 10 s for an answer, 2 at once")
+    own = parse_dict({"reward": {"type": "custom", "custom_module": "mine.py"}})
+    assert reward_words(own).startswith("custom: your own score of mine.py")
+    judge = parse_dict({"reward": {"type": "judge", "judge_model": "m", "judge_url": "http://h/v1"}})
+    assert "the model m at http://h/v1 says" in reward_words(judge)
+    scored = parse_dict({"reward": {"type": "reward_model", "reward_model": "own/scorer"}})
+    assert (
+        reward_words(scored) == "reward_model: the score that the reward model own/scorer gives to problem and answer"
+    )
+
+
+def test_an_environment_is_named_with_its_turns_and_what_they_cost():
+    lines = explained(ROOT / "campaigns" / "calculator.toml")
+    assert lines["environment"] == "tools calculator; at most 4 turns of 48 sampled tokens; in 2 processes of its own"
+    assert "= 3,840 completions, at most 737,280 tokens" in lines["each run"]
+    assert lines["reward"].startswith("match")
+    assert "environment" not in explained(QUICKSTART)
+
+
+def test_a_provider_brings_problems_and_rewards(tmp_path):
+    (tmp_path / "toys.py").write_text("from toy_environments import Echo\n", encoding="utf-8")
+    (tmp_path / "toy_environments.py").write_text(
+        (Path(__file__).parents[1] / "toy_environments.py").read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[model]\nmodel = "tiny-reasoner"\n[environment]\nprovider = "toys:Echo"\nargs = { turns = 2 }\n'
+        "max_turns = 3\nworkers = 1\n[training]\nmax_tokens = 5\n[evaluation]\nproblems = 2\n",
+        encoding="utf-8",
+    )
+    lines = explained(file)
+    assert lines["reward"] == "that of toys:Echo"
+    assert lines["environment"] == "toys:Echo; at most 3 turns of 5 sampled tokens; in 1 process of its own"
+    assert lines["data"] == "toys:Echo: 6 problems to train on, 2 held out"
+
+
+def test_prompts_are_measured_with_the_tools_that_they_tell_of():
+    """The shipped file says nothing of its calculator; without that key the list of tools is part of every prompt."""
+    file = ROOT / "campaigns" / "calculator.toml"
+    assert explained(file)["prompts"].startswith("13 to 14 tokens")
+    told = explained(file, "--set", "environment.tools_prompt=12+34")
+    assert re.match(r"(19|2\d) to (20|2\d) tokens", told["prompts"]), told["prompts"]
+
+
+def test_files_are_listed_only_when_asked_for():
+    lines = CliRunner().invoke(app, ["explain", str(QUICKSTART)]).stdout.splitlines()
+    assert len(lines) < 40
+    assert lines[-1] == "writes        logs/quickstart/ (--files lists what)"
+    assert not any("metrics.jsonl" in line for line in lines)
+    files = CliRunner().invoke(app, ["explain", str(QUICKSTART), "--files"]).stdout
+    assert "metrics.jsonl " in files
+    assert "condition" not in files.splitlines()[0]
+
+
+# -- counted and timed, against a campaign that is then trained -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory) -> Path:
+    """Two conditions, evaluated at different steps on two sets, one of which has fewer problems than are asked for."""
+    home = tmp_path_factory.mktemp("explained")
+    model = qwen3_directory(home / "toy", ["12+34=46", "7+5=12", "90-1=89"])
+    rows = [{"prompt": f"{i}+{i}=?", "answer": str(2 * i)} for i in range(3)]
+    (home / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = home / "camp.toml"
+    file.write_text(
+        campaign_head(("grpo", "none"), ("gae", "none"), seeds=[1, 2])
+        + '"training.eval_every" = 1\n'
+        + TINY_RUN.format(model=model)
+        + 'max_tokens = 4\n[squeeze]\nenabled = false\n[backend]\ndevices = "cpu"\n[evaluation]\nproblems = 5\n'
+        '[[evaluation.sets]]\nname = "few"\nsource = "few.jsonl"\n[[evaluation.sets]]\nname = "more"\nsamples = 2\n'
+    )
+    return file
+
+
+RECORDED = {"grpo+none": 26, "gae+none~eval_every=1": 39}
+"""Held-out completions of a run of each of its conditions."""
+
+
+def texts_of(file: Path, *more: str) -> dict[str, list[str]]:
+    """Every text that ``explain`` prints, by name, for a campaign in ``logs/camp`` beside its file."""
+    result = CliRunner().invoke(app, ["explain", str(file), "--out", str(file.parent / "logs" / "camp"), *more])
+    assert result.exit_code == 0, result.output
+    texts: dict[str, list[str]] = {}
+    for line in result.stdout.splitlines():
+        texts.setdefault(line[:14].strip(), []).append(line[14:])
+    return texts
+
+
+def test_evaluations_and_time_are_those_of_the_campaign(campaign):
+    """Counted before it is trained, as its records have it; the time only after it, from what they say."""
+    out = campaign.parent / "logs" / "camp"
+    before, few = texts_of(campaign), "3 problems × 1 + 5 problems × 2"
+    assert before["evaluated"] == [
+        f"2 times (after 0, 2 steps) {few} = 26 completions, at most 104 tokens  (grpo)",
+        f"3 times (after 0, 1, 2 steps) {few} = 39 completions, at most 156 tokens  (gae~eval_every=1)",
+    ]
+    assert "and 91 completions for evaluation" in before["altogether"][0]
+    assert before["time"][0].startswith("not known: no finished run of ")
+    trained = CliRunner().invoke(app, ["train", str(campaign), "--out", str(out), "--plain"])
+    assert trained.exit_code == 0, trained.output
+    recorded = {run.name: read_jsonl(run / "emergence" / "evaluations.jsonl") for run in (out / "runs").iterdir()}
+    counts = {name: len(rows) for name, rows in recorded.items()}
+    assert counts == {f"{name}_s{seed}": n for name, n in RECORDED.items() for seed in (1, 2)}
+    assert len(list((out / "base").glob("evaluation_*"))) == 2  # one for each set: once for all four runs
+    assert sum(counts.values()) - 3 * 13 == 91
+
+    again = texts_of(campaign, "--set", "training.lr=0.02")["time"][0]
+    facts = r"4 runs, 194 completions in \d+ s; differs in training\.lr"
+    assert re.fullmatch(rf"about \d+ s at the speed of {re.escape(str(out))} \({facts}\)", again), again
+    for name, section, key, value in (
+        ("grpo+none_s1", "training", "max_tokens", 5),
+        ("grpo+none_s2", "built", "device", "cuda:0"),
+    ):
+        path = out / "runs" / name / "config.json"
+        settings = json.loads(path.read_text())
+        settings[section][key] = value
+        path.write_text(json.dumps(settings))
+    assert "(2 runs, " in texts_of(campaign)["time"][0]
+    facts = json.loads((out / "environment.json").read_text())
+    (out / "environment.json").write_text(json.dumps(facts | {"processor": "of another machine"}))
+    assert texts_of(campaign)["time"][0].startswith("not known: no finished run of ")
+
+
+def test_memory_is_that_of_the_cohort_that_takes_most(campaign):
+    """A critic is part of it; fewer runs at a time take less."""
+    four, one = texts_of(campaign), texts_of(campaign, "--set", "campaign.lanes=1")
+    assert "trained adapters of 4 runs" in four["memory"][0]
+    assert "trained adapter " in one["memory"][0]
+    plain, critic = four["model"]
+    assert plain.endswith("4,096 trained in the adapter (rank 4)  (grpo)")
+    assert re.search(r"4,096 trained in the adapter \(rank 4\), 4,\d+ in the critic  \(gae", critic)
+    gpu = texts_of(campaign, "--set", "backend.devices=gpu:0")["memory"][0]
+    assert "on a GPU, by calculation: model in bfloat16" in gpu
+
+
+@pytest.mark.parametrize(
+    ("more", "idle", "remedy"),
+    [
+        ((), "", ()),
+        (("--workers", "4"), "", ()),
+        (
+            ("--workers", "3"),
+            "1 of 3 workers: 4 runs are 2 cohorts; set [campaign] lanes = 1",
+            ("--set", "campaign.lanes=1"),
+        ),
+        (
+            ("--workers", "4", "--set", "campaign.lanes=3"),
+            "2 of 4 workers: 4 runs are 2 cohorts; set [campaign] lanes = 1",
+            ("--set", "campaign.lanes=1"),
+        ),
+        (
+            ("--workers", "7"),
+            "3 of 7 workers: there are no more than 4 runs; set workers = 4, or 4 seeds with lanes = 1",
+            ("--set", "campaign.seeds=[1,2,3,4]", "--set", "campaign.lanes=1"),
+        ),
+    ],
+)
+def test_idle_workers_have_a_remedy(campaign, more, idle, remedy):
+    executor = ("--executor", "processes") if more else ()
+    assert texts_of(campaign, *executor, *more).get("idle", []) == ([idle] if idle else [])
+    assert "idle" not in texts_of(campaign, *executor, *more, *remedy)
+
+
+@pytest.mark.parametrize(
+    ("single", "executor", "told"),
+    [
+        (False, {}, "3 of 4 GPUs: type --executor processes, which trains a cohort on each"),
+        (False, {"executor": "processes", "workers": 2}, "2 of 4 GPUs: type --workers 4"),
+        (False, {"executor": "processes"}, ""),
+        (True, {}, "3 of 4 GPUs: type --set backend.shard=dp --set backend.devices=all, to train the run on all"),
+    ],
+)
+def test_idle_gpus_have_a_remedy(single, executor, told):
+    campaign = {"seeds": [1, 2, 3, 4], "conditions": [{"advantage_mode": "grpo", "transform_mode": "none"}]} | executor
+    specs = plan(parse_dict({} if single else {"campaign": campaign}))
+    workers = workers_of(specs[0].config, 4)
+    assert idle_words(specs, cut(specs, on_gpu=True, slots=workers), workers, 4) == ([told] if told else [])

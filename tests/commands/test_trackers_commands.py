@@ -1,0 +1,126 @@
+"""Trackers as a user meets them: whole commands against servers that do not answer, refuse, and real links of wandb."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import wandb
+from toycampaign import campaign
+from typer.testing import CliRunner
+from wandb_server import wandb_server
+
+from retrain.cli import app
+from retrain.files import read_json
+
+WANDB = '[logging]\nreport_to = "wandb"\nwandb_group = "ablation"\nrollouts_every = 0\n[squeeze]\nverify = "off"\n'
+
+
+def files(folder: Path, model: Path) -> tuple[Path, Path]:
+    """A file of a campaign of two runs and one of a single run, which report to wandb."""
+    many = campaign(folder, model, "many", steps=2)
+    text = many.read_text().replace("seeds = [1, 2]", "seeds = [1]") + WANDB
+    many.write_text(text)
+    one = folder / "one.toml"
+    one.write_text(text[text.index("[model]") :].replace("[training]", "[training]\nmax_steps = 2"))
+    return many, one
+
+
+def run(*arguments: object) -> tuple[int, list[str]]:
+    """Status of a command in this process, and the lines of its output, or of its errors."""
+    result = CliRunner().invoke(app, [*map(str, arguments), "--plain"])
+    return result.exit_code, (result.stderr if result.exit_code else result.stdout).splitlines()
+
+
+def uploaded_by(lines: list[str]) -> list[Path]:
+    """The directories that the last line names, as a shell expands it."""
+    match = re.fullmatch(r"W&B records are offline; to upload them, type: wandb sync (.*)", lines[-1])
+    assert match, lines[-1]
+    return [Path(path) for pattern in shlex.split(match[1]) for path in sorted(glob.glob(pattern))]
+
+
+def test_runs_with_offline_wandb_directories_are_resumed(tmp_path, model):
+    for file in files(tmp_path, model):
+        out = tmp_path / file.stem
+        status, lines = run("train", file, "--out", out)
+        assert status == 0, lines
+        runs = [out / entry["path"] for entry in read_json(out / "manifest.json")["runs"]]
+        named = uploaded_by(lines)
+        assert {path.parents[1] for path in named} == {out, *runs}  # the analysis of the rank is the campaign's
+        assert all(list(path.glob("run-*.wandb")) for path in named)
+        assert any(path.is_symlink() for path in out.rglob("wandb/*/logs/*"))
+        status, lines = run("resume", out, "--set", "training.max_steps=3")
+        assert status == 0, lines
+        assert len((runs[0] / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """The address of a server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def closed_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_training_goes_on_offline_where_wandb_does_not_answer(tmp_path, model, silent_server):
+    """One warning within 10 s, whether nobody listens or nobody answers."""
+    servers = (silent_server, closed_port())
+    inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    inherited |= {"WANDB_MODE": "online", "WANDB_API_KEY": "a" * 40, "PYTHONPATH": str(Path(__file__).parents[2])}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "retrain", "train", file, "--out", tmp_path / file.stem, "--plain"],
+            env=inherited | {"WANDB_BASE_URL": url}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for file, url in zip(files(tmp_path, model), servers, strict=True)
+    ]  # fmt: skip
+    for process, url, out in zip(started, servers, (tmp_path / "many", tmp_path / "one"), strict=True):
+        output, _ = process.communicate(timeout=300)
+        lines = output.splitlines()
+        assert process.returncode == 0, output
+        (warning,) = [line for line in lines if "has not answered" in line]
+        assert warning.startswith("warning: ")
+        assert f"W&B at {url} has not answered for 5 s; recording offline" in warning
+        entries = read_json(out / "manifest.json")["runs"]
+        assert {entry["state"] for entry in entries} == {"done"}
+        assert {path.parents[1] for path in uploaded_by(lines)} == {out, *(out / entry["path"] for entry in entries)}
+        log = (out / entries[0]["path"] / "run.log").read_text().splitlines()
+        begun, warned = [line for line in log if " start " in line or "has not answered" in line][:2]
+        seconds = [datetime.fromisoformat(" ".join(line.split()[:2])) for line in (begun, warned)]
+        assert (seconds[1] - seconds[0]).total_seconds() <= 10
+
+
+def test_a_refused_login_stops_the_command(tmp_path, model, monkeypatch):
+    _, file = files(tmp_path, model)
+    with wandb_server(refuses=True) as server:
+        for name, value in {"MODE": "online", "BASE_URL": server.url, "API_KEY": "a" * 40}.items():
+            monkeypatch.setenv(f"WANDB_{name}", value)
+        monkeypatch.delenv("WANDB_SERVICE", raising=False)
+        wandb.teardown()  # it reads the environment once
+        try:
+            status, lines = run("train", file, "--out", tmp_path / "out")
+            monkeypatch.setenv("WANDB_API_KEY", "short")
+            wandb.teardown()
+            malformed = run("train", file, "--out", tmp_path / "out")
+        finally:
+            monkeypatch.undo()
+            wandb.teardown()
+    assert status == malformed[0] == 2
+    assert re.fullmatch(
+        r"wandb could not start: .*401.*\. Type wandb login, or set \[logging\] wandb_mode .*", lines[-1]
+    )
+    assert "WANDB_API_KEY invalid" in malformed[1][-1]
+    assert read_json(tmp_path / "out/manifest.json")["runs"][0]["state"] == "pending"

@@ -1,0 +1,218 @@
+"""One process at a time writes a directory: locks, leases of the living and the dead, and clocks that do not count."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from retrain.campaign.running.lease import LEASE, DirectoryLock, machine, process_start, wait_for_writers
+from retrain.errors import LeaseLost, UsageError
+from retrain.files import read_json, write_json
+from retrain.ownership import MARK, claim
+
+ELSEWHERE = {"host": "another-machine", "boot": "another-start"}
+
+
+def lock(directory: Path, **changes) -> DirectoryLock:
+    return DirectoryLock(directory, **({"beat": 0.05, "watch": 0.3} | changes))
+
+
+def lease(directory: Path, **changes) -> None:
+    """The lease of some other owner."""
+    claim(directory)
+    write_json(directory / LEASE, {"token": "other", "pid": 1, "process_start": "0", "count": 3, **ELSEWHERE} | changes)
+
+
+def test_a_second_owner_is_refused_and_nothing_is_left(tmp_path):
+    with lock(tmp_path / "run") as first:
+        with pytest.raises(UsageError, match="another retrain process is writing"), lock(tmp_path / "run"):
+            pass
+        assert read_json(tmp_path / "run" / LEASE)["token"] == first.token
+        first.check()
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", MARK}
+
+
+def test_where_file_locks_do_not_work_the_lease_decides(tmp_path, monkeypatch):
+    def no_locks(*arguments):
+        raise OSError(37, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    lease(tmp_path, pid=sleeper.pid, process_start=process_start(sleeper.pid), **machine())
+    with pytest.raises(UsageError, match=f"process {sleeper.pid}"), lock(tmp_path):
+        pass
+    sleeper.kill()
+    sleeper.wait()
+    with lock(tmp_path) as mine:  # the owner is dead: taken over at once
+        assert read_json(tmp_path / LEASE)["token"] == mine.token
+
+
+def test_a_process_number_that_was_given_again_is_no_owner(tmp_path):
+    lease(tmp_path, pid=os.getppid(), process_start="-1", **machine())
+    with lock(tmp_path):
+        pass
+
+
+def test_a_lease_from_another_machine_is_watched_and_its_times_are_not_read(tmp_path):
+    told: list[str] = []
+    lease(tmp_path, time="2999-01-01T00:00:00+0000")
+    with lock(tmp_path, message=told.append):
+        pass
+    assert "another-machine" in told[0]
+    lease(tmp_path, time="1970-01-01T00:00:00+0000")
+    ended = threading.Event()
+
+    def beat() -> None:
+        count = 4
+        while not ended.wait(0.03):
+            lease(tmp_path, count=count)
+            count += 1
+
+    owner = threading.Thread(target=beat)
+    owner.start()
+    try:
+        with pytest.raises(UsageError, match="another-machine"), lock(tmp_path):
+            pass
+    finally:
+        ended.set()
+        owner.join()
+
+
+def test_the_lease_is_renewed_and_a_clock_that_jumps_back_changes_nothing(tmp_path, monkeypatch):
+    with lock(tmp_path) as mine:
+        monkeypatch.setattr(time, "time", lambda: 0.0)
+        first = read_json(tmp_path / LEASE)["count"]
+        deadline = time.monotonic() + 10
+        while read_json(tmp_path / LEASE)["count"] < first + 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        mine.check()
+
+
+def test_a_process_whose_lease_was_taken_stops_and_names_its_successor(tmp_path):
+    with lock(tmp_path) as mine:
+        lease(tmp_path)
+        with pytest.raises(LeaseLost, match=r"process 1 on another-machine has taken over .*: this process stops"):
+            mine.check()
+    assert read_json(tmp_path / LEASE)["token"] == "other"  # not ours to remove
+
+
+def test_a_successor_that_has_ended_is_named_too(tmp_path):
+    code = (
+        "import os, sys; from pathlib import Path; from retrain.campaign.running.lease import DirectoryLock\n"
+        "with DirectoryLock(Path(sys.argv[1])): print(os.getpid())"
+    )
+    with lock(tmp_path) as mine:
+        (tmp_path / LEASE).unlink()
+        (tmp_path / ".lock").unlink()
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        pid = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+        with pytest.raises(LeaseLost, match=f"process {pid} on .* has taken over"):
+            mine.check()
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", MARK}
+
+
+def test_a_removed_lease_is_not_made_again(tmp_path):
+    with lock(tmp_path) as mine:
+        (tmp_path / LEASE).unlink()
+        time.sleep(0.3)  # several beats
+        assert not (tmp_path / LEASE).exists()
+        with pytest.raises(LeaseLost, match=r"\.lease was removed"):
+            mine.check()
+
+
+def test_nothing_is_written_into_a_directory_put_in_the_place_of_a_moved_one(tmp_path):
+    directory = tmp_path / "run"
+    with lock(directory) as mine:
+        shutil.copytree(directory, tmp_path / "copy")
+        directory.rename(tmp_path / "moved")
+        (tmp_path / "copy").rename(directory)
+        before = (directory / LEASE).read_bytes()
+        time.sleep(0.3)  # several beats
+        assert (directory / LEASE).read_bytes() == before
+        with pytest.raises(LeaseLost, match="moved or replaced"):
+            mine.check()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": "x"}', "\x00\xff"])
+def test_a_damaged_lease_is_nobodys(tmp_path, text):
+    claim(tmp_path)
+    (tmp_path / LEASE).write_text(text)
+    with lock(tmp_path):
+        assert json.loads((tmp_path / LEASE).read_text())["pid"] == os.getpid()
+
+
+STUCK = """
+import hashlib
+from retrain.campaign.running import stopping
+from retrain.record.observer import NullObserver
+stopping.ABANDON_SECONDS = 0.5
+with stopping.StopRequest().listening(NullObserver()) as stop:
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2_000_000_000)  # minutes inside one call, no bytecode in between
+"""
+
+
+def test_a_second_signal_ends_a_process_that_is_stuck_in_a_long_call(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        assert process.poll() is None  # the first one waits for the step
+        begin = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "stopped at the last checkpoint" in errors
+    assert time.monotonic() - begin < 10
+
+
+def test_writers_that_live_on_are_waited_for(tmp_path):
+    """Of three leases one is a living process's, which ends by itself; a dead one's and nobody's hold nothing up."""
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.7)"])
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    start = process_start(dead.pid)
+    dead.wait()
+    directories = [tmp_path / name for name in ("mine", "dead", "free")]
+    lease(directories[0], pid=sleeper.pid, process_start=process_start(sleeper.pid), **machine())
+    lease(directories[1], pid=dead.pid, process_start=start, **machine())
+    reaper = threading.Thread(target=sleeper.wait)
+    reaper.start()
+    told: list[str] = []
+    wait_for_writers(directories, told.append)
+    assert process_start(sleeper.pid) is None
+    reaper.join()
+    assert told == [f"waiting for process {sleeper.pid} on {machine()['host']} to finish the step of 1 run"]
+    wait_for_writers(directories, told.append)
+    assert len(told) == 1
+
+
+def test_a_lease_of_another_machine_that_stands_still_is_dead(tmp_path):
+    lease(tmp_path / "run")
+    begin = time.monotonic()
+    wait_for_writers([tmp_path / "run"], watch=0.5)
+    assert time.monotonic() - begin >= 0.5
+
+
+def test_a_lock_claims_the_directory_for_its_owner(tmp_path):
+    owner = claim(tmp_path)
+    with DirectoryLock(tmp_path / "runs" / "a", owner=owner.at("runs/a")):
+        assert claim(tmp_path / "runs" / "a", owner.at("runs/a")).place == "runs/a"

@@ -1,0 +1,511 @@
+"""Nothing that a run did not write is removed or overwritten, whatever it is called and wherever it lies."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import torch
+from toycampaign import campaign
+from typer.testing import CliRunner
+
+from retrain.campaign.adapters.squeeze import compress_adapter, squeeze
+from retrain.campaign.judging.report import write_report
+from retrain.campaign.planning.manifest import read_manifest, read_plan
+from retrain.campaign.running.controller import launch, resume
+from retrain.campaign.running.lease import DirectoryLock
+from retrain.checkpoints import (
+    Snapshot,
+    checkpoint_directories,
+    checkpoint_directory,
+    forget_after,
+    prune,
+    write_checkpoint,
+)
+from retrain.cli import app
+from retrain.config import load
+from retrain.errors import NotOurs, UsageError
+from retrain.files import aside_of, read_json, read_jsonl, write_json
+from retrain.ownership import (
+    LAYOUT,
+    MARK,
+    Owner,
+    check_claim,
+    claim,
+    install,
+    mark_of,
+    owner_of,
+    publish,
+    remove,
+    remove_leftovers,
+)
+from retrain.policy.local import LocalSnapshot
+from retrain.policy.lora import LayerShape, LoraWeights
+from retrain.record.observer import NullObserver
+from retrain.record.recorder import RunRecorder
+
+THEIRS = "not of retrain"
+GOLDEN = Path(__file__).parents[2] / "golden" / "campaign_directory.txt"
+
+
+def contents(directory: Path) -> dict[str, bytes | str]:
+    """Every file and link below a directory, byte for byte."""
+    return {
+        str(path.relative_to(directory)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def put(path: Path, text: str = THEIRS) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def single(folder: Path, model: Path, steps: int = 3, more: str = "", name: str = "single") -> Path:
+    """A file of one run."""
+    text = campaign(folder, model).read_text()
+    changes = {"batch_size = 3": f"batch_size = 2\nmax_steps = {steps}", "save_every = 2": "save_every = 1",
+               "eval_every = 2\n": "", "problems = 5": "problems = 0"}  # fmt: skip
+    text = text[text.index("[model]") :]
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    path = folder / f"{name}.toml"
+    path.write_text(text + more)
+    return path
+
+
+def train(path: Path, out: Path, *sets: str):
+    return launch(load(path, sets), out, NullObserver())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, model):
+    """A finished single run of three steps, every checkpoint kept; and its file."""
+    folder = tmp_path_factory.mktemp("trained")
+    path = single(folder, model)
+    assert train(path, folder / "out", "training.keep_last=0").exit_status == 0
+    return folder / "out", path
+
+
+@pytest.fixture
+def out(trained, tmp_path) -> Path:
+    shutil.copytree(trained[0], tmp_path / "out")
+    return tmp_path / "out"
+
+
+# -- the marks ----------------------------------------------------------------------------------------------------
+
+
+def test_every_name_that_a_run_writes_is_looked_for(trained):
+    """In the golden campaign and in a single run, at both levels; whatever is added must be in LAYOUT."""
+    lines = [line.split()[0] for line in GOLDEN.read_text().splitlines() if line and not line.startswith(" ")]
+    names = {line.split("/")[0] for line in lines} | {p.split("/")[2] for p in lines if p.startswith("runs/")}
+    names |= {path.name for path in trained[0].iterdir()}
+    assert {"metrics.jsonl", "final", "squeeze", "plan.json", MARK} <= names
+    assert [name for name in names - {".lock"} if not any(fnmatchcase(name, pattern) for pattern in LAYOUT)] == []
+
+
+def test_a_claimed_directory_is_known_again_and_others_are_not(tmp_path):
+    owner = claim(tmp_path / "a")
+    assert claim(tmp_path / "a") == owner == owner_of(tmp_path / "a")
+    put(tmp_path / "a/metrics.jsonl")
+    check_claim(tmp_path / "a")
+    run = claim(tmp_path / "a/runs/x", owner.at("runs/x"))
+    assert run == Owner(owner.id, "runs/x")
+    with pytest.raises(NotOurs, match="runs/x of another directory"):
+        check_claim(tmp_path / "a/runs/x")  # a run of a campaign is no place for another campaign
+    shutil.copytree(tmp_path / "a/runs/x", tmp_path / "a/runs/y")
+    with pytest.raises(NotOurs):
+        check_claim(tmp_path / "a/runs/y", owner.at("runs/y"))
+    put(tmp_path / "b" / MARK, "{}")
+    with pytest.raises(NotOurs, match=r"holds retrain\.json, which retrain did not write"):
+        claim(tmp_path / "b")
+
+
+def test_what_was_published_is_replaced_and_what_lies_beside_it_stays(tmp_path):
+    owner, target = Owner("me", "final"), tmp_path / "final"
+
+    def write(**files: str) -> None:
+        for name, text in files.items():
+            put(aside_of(target) / name, text)
+        publish(aside_of(target), target, owner)
+
+    write(a="1", b="1")
+    write(a="2")
+    assert {path.name for path in target.iterdir()} == {"a", MARK}
+    put(target / "notes.txt")
+    write(b="3")
+    assert contents(target).keys() == {"b", "notes.txt", MARK}
+    assert (target / "b").read_text() == "3"
+    put(target / "a")
+    with pytest.raises(NotOurs, match=r"holds a, which this run did not write"):
+        write(a="4")
+    assert (target / "a").read_text() == (target / "notes.txt").read_text() == THEIRS
+    shutil.rmtree(aside_of(target))
+    assert not remove(target, Owner("other", "final"))
+    assert not remove(target, Owner("me", "elsewhere"))
+    assert remove(target, owner)
+    assert contents(target).keys() == {"a", "notes.txt"}
+
+
+def test_a_published_directory_is_not_written_through_links(tmp_path):
+    theirs = put(tmp_path / "theirs/b")
+    put(tmp_path / "new/sub/b", "ours")
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target/sub").symlink_to(tmp_path / "theirs")
+    with pytest.raises(NotOurs, match="sub/b"):
+        install(tmp_path / "new", tmp_path / "target", Owner("me"))
+    write_json(tmp_path / "target" / MARK, {"owner": "me", "place": ".", "files": ["sub/b"]})
+    remove(tmp_path / "target", Owner("me"))
+    assert theirs.read_text() == THEIRS
+    write_json(tmp_path / "target" / MARK, {"owner": "me", "place": ".", "files": ["../theirs/b"]})
+    assert mark_of(tmp_path / "target") is None
+
+
+def test_leftovers_of_others_stay(tmp_path):
+    claim(tmp_path)
+    dead = "4194305.retrain-tmp"  # above the highest process number
+    mine = [put(tmp_path / "runs/x" / f".metrics.jsonl.{dead}"), put(tmp_path / "checkpoints" / f".step.{dead}/file")]
+    claim(tmp_path / "squeeze/continue_2")
+    stay = [put(tmp_path / "runs/x/.metrics.jsonl.77.tmp"), put(tmp_path / "checkpoints/.final.old/file"),
+            put(tmp_path / "squeeze/continue_2" / f".metrics.jsonl.{dead}")]  # fmt: skip
+    remove_leftovers(tmp_path)
+    assert not any(path.exists() for path in mine)
+    assert all(path.read_text() == THEIRS for path in stay)
+
+
+# -- train --out --------------------------------------------------------------------------------------------------
+
+NAMES = (
+    "manifest.json", "plan.json", "config.json", "code.diff", "environment.json", "metrics.jsonl", "evals.jsonl",
+    "checkpoints.jsonl", "timing_spans.jsonl", "notes.jsonl", "run.log", "report.html", "comparison.json",
+    "timeline.html", "retrain.json", ".lease", "final/adapter_model.safetensors", "checkpoints/step_000001/weights.pt",
+    "emergence/steps.jsonl", "squeeze/analysis.json", "base/readme", "runs/grpo+none_s1/metrics.jsonl",
+    "train_iteration_000000.html", "eval_mine_iteration_000000_logtree.json", "wandb/x", "tensorboard/x",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["campaign", "single"])
+def test_a_foreign_directory_is_refused_and_stays_as_it_is(tmp_path, model, name, kind):
+    path = campaign(tmp_path, model) if kind == "campaign" else single(tmp_path, model)
+    put(tmp_path / "out" / name)
+    put(tmp_path / "out/notes.txt")
+    before = contents(tmp_path / "out")
+    result = CliRunner().invoke(app, ["train", str(path), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    (line,) = [line for line in result.output.splitlines() if not line.startswith("note:")]
+    assert re.search(rf"out holds {re.escape(name.split('/')[0])}, which retrain did not write there", line)
+    assert "another directory with --out" in line
+    assert contents(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("name", ["runs", "checkpoints", "final", "metrics.jsonl"])
+def test_a_foreign_link_is_refused_and_what_it_points_to_stays(tmp_path, model, name):
+    put(tmp_path / "theirs/adapter_model.safetensors")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(tmp_path / "theirs")
+    before = contents(tmp_path)
+    with pytest.raises(NotOurs, match=f"out holds {name}"):
+        train(single(tmp_path, model), tmp_path / "out")
+    assert before.items() <= contents(tmp_path).items()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {name}
+
+
+def test_an_unrelated_file_is_no_reason_and_the_directory_is_then_continued(tmp_path, model):
+    path, stays = single(tmp_path, model, 1), {}
+    (tmp_path / "out/checkpoints").mkdir(parents=True)  # empty: nothing can be lost
+    for name in ("notes.txt", ".notes.1.tmp", ".lock", "data/config.json"):
+        stays[put(tmp_path / "out" / name)] = THEIRS
+    (tmp_path / "out/link").symlink_to("/nowhere")
+    assert train(path, tmp_path / "out").exit_status == 0
+    assert train(path, tmp_path / "out", "training.max_steps=2").exit_status == 0
+    assert resume(tmp_path / "out", NullObserver()).exit_status == 0
+    assert {file: file.read_text() for file in stays} == stays
+    assert (tmp_path / "out/link").is_symlink()
+    assert len(read_jsonl(tmp_path / "out/metrics.jsonl")) == 2
+
+
+def test_a_first_start_killed_anywhere_leaves_a_directory_that_is_known(tmp_path, model):
+    """Killed after the lock, after the mark, after the lease, at any later file: the next start goes on."""
+    out, path = tmp_path / "out", single(tmp_path, model, 1)
+    put(out / ".lock", "")
+    put(out / ".retrain.json.4194305.retrain-tmp", "{")
+    check_claim(out)
+    claim(out)
+    put(out / ".lease", '{"token": "x", "pid": 4194305}')
+    for name in ("manifest.json.4194305.retrain-tmp", "x"):
+        put(out / f".{name}", "{")
+    assert train(path, out).exit_status == 0
+    assert not (out / ".manifest.json.4194305.retrain-tmp").exists()
+
+
+def test_the_mark_comes_before_everything_but_the_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr("retrain.campaign.running.lease.DirectoryLock._take_lease", lambda self: pytest.fail("reached"))
+    with pytest.raises(pytest.fail.Exception), DirectoryLock(tmp_path):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", MARK}
+
+
+def test_another_campaigns_runs_are_not_joined_nor_those_of_another_seed(out, trained, model, tmp_path):
+    before = contents(out)
+    with pytest.raises(NotOurs, match=r"holds other runs \(grpo\+none_s\d+; here grpo\+none_s9\)"):
+        train(trained[1], out, "training.seed=9")
+    with pytest.raises(NotOurs, match="holds other runs"):
+        train(campaign(tmp_path, model), out, "campaign.seeds=[8]")
+    assert contents(out) == before
+
+
+def test_a_foreign_directory_of_a_run_is_refused_before_a_new_campaign_and_before_more_seeds(tmp_path, model):
+    path, out = campaign(tmp_path, model, steps=1), tmp_path / "out"
+    few = ["campaign.seeds=[1]", "squeeze.enabled=false"]
+    assert launch(load(path, few), out, NullObserver()).exit_status == 0
+    put(out / "runs/grpo+none_s2/metrics.jsonl", '{"step": 0}\n')
+    put(out / "runs/grpo+none_s2/final/adapter_model.safetensors")
+    before = contents(out)
+    with pytest.raises(NotOurs, match=r"grpo\+none_s2 holds final, metrics\.jsonl.*move it away"):
+        train(path, out, *few[1:])
+    assert contents(out) == before
+    shutil.rmtree(out / "runs/grpo+none_s2")
+    shutil.copytree(out / "runs/grpo+none_s1", out / "runs/grpo+none_s2")  # ours, but another run's
+    with pytest.raises(NotOurs, match=r"grpo\+none_s1 of another directory"):
+        train(path, out, *few[1:])
+
+
+# -- inside a run of ours -----------------------------------------------------------------------------------------
+
+
+def saved(step: int) -> Snapshot:
+    weights = LoraWeights([LayerShape("layer", 4, 4)], 2, 1.0, 2, torch.cat([torch.arange(8.0), torch.ones(8)]))
+    policy = LocalSnapshot(weights, {"r": 2}, {"exp_avg": torch.ones(4)})
+    return Snapshot(step, policy, f'{{"step": {step}}}\n')
+
+
+@pytest.mark.parametrize("kind", ["any", "of another run", "a link"])
+def test_foreign_checkpoints_survive_pruning_and_forgetting_and_are_not_continued(tmp_path, kind):
+    run = tmp_path / "run"
+    claim(run)
+    for step in (2, 4, 6):
+        write_checkpoint(checkpoint_directory(run, step), saved(step))
+    for step in (1, 5, 9):
+        foreign = checkpoint_directory(run, step)
+        if kind == "of another run":
+            claim(tmp_path / "other")
+            write_checkpoint(checkpoint_directory(tmp_path / "other", step), saved(step))
+            shutil.copytree(checkpoint_directory(tmp_path / "other", step), foreign)
+        elif kind == "a link":
+            put(tmp_path / "theirs" / str(step) / "weights.pt")
+            foreign.symlink_to(tmp_path / "theirs" / str(step))
+        else:
+            put(foreign / "weights.pt")
+    put(checkpoint_directory(run, 2) / "notes.txt")
+    before = {str(step): contents(checkpoint_directory(run, step)) for step in (1, 5, 9)}
+    assert [path.name[-1] for path in checkpoint_directories(run)] == ["2", "4", "6"]
+    forget_after(run, 4)
+    assert not checkpoint_directory(run, 6).exists()
+    prune(run, keep_last=1)
+    assert contents(checkpoint_directory(run, 2)).keys() == {"notes.txt"}
+    assert [path.name[-1] for path in checkpoint_directories(run)] == ["4"]
+    assert {str(step): contents(checkpoint_directory(run, step)) for step in (1, 5, 9)} == before
+    forget_after(run, 0)
+    prune(run, keep_last=1)
+    assert checkpoint_directories(run) == []
+    assert {str(step): contents(checkpoint_directory(run, step)) for step in (1, 5, 9)} == before
+
+
+def test_a_checkpoint_is_not_written_over_a_foreign_one(tmp_path):
+    claim(tmp_path)
+    put(checkpoint_directory(tmp_path, 2) / "state.json")
+    with pytest.raises(NotOurs, match=r"step_000002 holds state\.json"):
+        write_checkpoint(checkpoint_directory(tmp_path, 2), saved(2))
+    assert contents(tmp_path).keys() == {"checkpoints/step_000002/state.json", MARK}
+
+
+def test_a_run_goes_on_beside_foreign_checkpoints_and_is_refused_where_they_are_in_the_way(out):
+    first = out / "checkpoints/step_000001"
+    shutil.rmtree(first)
+    put(first / "adapter_model.safetensors")
+    before = contents(first)
+    sets = ["training.max_steps=5", "training.keep_last=1"]
+    blocked = put(out / "checkpoints/step_000004/state.json")
+    untouched = contents(out)
+    for retry in (False, True):
+        with pytest.raises(NotOurs, match=r"step_000004 holds state\.json.*move it away"):
+            resume(out, NullObserver(), sets=sets, retry_failed=retry)
+    assert contents(out) == untouched
+    shutil.rmtree(blocked.parent)
+    assert resume(out, NullObserver(), sets=sets).exit_status == 0
+    assert contents(first) == before
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step_000001", "step_000005"]
+
+
+def test_a_foreign_final_is_refused_before_training_and_files_beside_ours_stay(out):
+    put(out / "final/README.md")
+    assert resume(out, NullObserver(), sets=["training.max_steps=4"]).exit_status == 0
+    assert (out / "final/README.md").read_text() == THEIRS
+    last = out / "checkpoints/step_000004/adapter_model.safetensors"
+    assert (out / "final/adapter_model.safetensors").read_bytes() == last.read_bytes()
+    shutil.rmtree(out / "final")
+    put(out / "final/adapter_model.safetensors")
+    before = contents(out)
+    with pytest.raises(NotOurs, match=r"final holds adapter_model\.safetensors"):
+        resume(out, NullObserver(), sets=["training.max_steps=5"])
+    assert contents(out) == before
+
+
+def test_only_rollouts_that_were_recorded_are_forgotten(out):
+    theirs = [put(out / name) for name in ("eval_mine_iteration_000003.html", "train_iteration_000077.html")]
+    ours = out / "train_iteration_000002_rollout_summaries.jsonl"
+    assert ours.is_file()
+    recorder = RunRecorder(out, _context())
+    recorder.truncate(2)
+    recorder.close()
+    assert not ours.exists()
+    assert (out / "train_iteration_000001_rollout_summaries.jsonl").is_file()
+    assert all(path.read_text() == THEIRS for path in theirs)
+
+
+def _context():
+    from record_cases import context
+
+    return context()
+
+
+# -- adapters elsewhere -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("through", ["directory", "link", "campaign"])
+def test_somebodys_adapter_in_adapter_path_is_refused_before_anything_is_written(tmp_path, model, name, through):
+    mine = tmp_path / "mine"
+    path = campaign(tmp_path, model) if through == "campaign" else single(tmp_path, model)
+    file = put(mine / "rloo+gtpo_hicra_placebo_s2" / name if through == "campaign" else mine / name)
+    target = mine
+    if through == "link":
+        target = tmp_path / "link"
+        target.symlink_to(mine)
+    with pytest.raises(NotOurs, match=rf"{name}, which this run did not write: set \[backend\] adapter_path"):
+        train(path, tmp_path / "out", f'backend.adapter_path="{target}"')
+    assert contents(mine) == {str(file.relative_to(mine)): THEIRS.encode()}
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_path_is_used_again_by_its_run_and_by_no_other(tmp_path, model):
+    path, mine = single(tmp_path, model, 1), tmp_path / "mine"
+    put(mine / "notes.txt")
+    here = f'backend.adapter_path="{mine}"'
+    assert train(path, tmp_path / "out", here).exit_status == 0
+    assert train(path, tmp_path / "out", here, "training.max_steps=2").exit_status == 0
+    final = tmp_path / "out/final/adapter_model.safetensors"
+    assert (mine / "adapter_model.safetensors").read_bytes() == final.read_bytes()
+    before = contents(mine)
+    with pytest.raises(NotOurs, match="adapter_path to another directory"):
+        train(path, tmp_path / "other", here)
+    assert contents(mine) == before
+    assert (mine / "notes.txt").read_text() == THEIRS
+
+
+def test_squeeze_writes_over_nothing_but_its_own(out, tmp_path):
+    for target in ("foreign", "linked"):
+        put(tmp_path / "foreign/adapter_config.json")
+        if target == "linked":
+            (tmp_path / target).symlink_to(tmp_path / "foreign")
+        with pytest.raises(NotOurs, match=r"adapter_config\.json.*another directory with --out"):
+            squeeze(out, to=2, out=tmp_path / target)
+    with pytest.raises(NotOurs, match=r"is a file"):
+        squeeze(out, to=2, out=tmp_path / "foreign/adapter_config.json")
+    assert contents(tmp_path / "foreign") == {"adapter_config.json": THEIRS.encode()}
+    put(tmp_path / "small/notes.txt")
+    for rank in (2, 1):
+        squeeze(out, to=rank, out=tmp_path / "small")
+        assert read_json(tmp_path / "small/adapter_config.json")["r"] == rank
+    assert (tmp_path / "small/notes.txt").read_text() == THEIRS
+    shutil.copytree(tmp_path / "small", tmp_path / "loose")
+    (tmp_path / "loose" / MARK).unlink()
+    with pytest.raises(NotOurs):
+        compress_adapter(tmp_path / "loose", 1, tmp_path / "small")  # another adapter's
+    put(tmp_path / "analyses/analysis.json")
+    with pytest.raises(NotOurs, match=r"analyses holds analysis\.json"):
+        squeeze(out, out=tmp_path / "analyses")
+    for _ in range(2):
+        squeeze(out, out=tmp_path / "mine")
+    assert read_json(tmp_path / "mine/analysis.json")["source_rank"] == 4
+
+
+def test_a_foreign_squeeze_output_path_is_refused_before_training(tmp_path, model):
+    put(tmp_path / "mine/adapter_config.json")
+    with pytest.raises(NotOurs, match=r"set \[squeeze\] output_path"):
+        train(single(tmp_path, model), tmp_path / "out", f'squeeze.output_path="{tmp_path / "mine"}"')
+    assert not (tmp_path / "out").exists()
+
+
+# -- reports, manifests, plans ------------------------------------------------------------------------------------
+
+
+def test_a_report_replaces_only_a_report_of_the_same_directory(out, tmp_path):
+    file = put(tmp_path / "thesis.html", "<html>")
+    result = CliRunner().invoke(app, ["report", str(out), "--out", str(file)])
+    assert result.exit_code == 2
+    assert "is not a report of" in result.output
+    assert file.read_text() == "<html>"
+    file.unlink()
+    for _ in range(2):
+        write_report(out, file)
+    claim(tmp_path / "b")
+    for name in ("manifest.json", "plan.json"):
+        shutil.copy(out / name, tmp_path / "b" / name)
+    with pytest.raises(NotOurs):
+        write_report(tmp_path / "b", file)
+    (tmp_path / "link.html").symlink_to(file)
+    with pytest.raises(NotOurs):
+        write_report(out, tmp_path / "link.html")
+    put(out / "report.html")
+    with pytest.raises(NotOurs):
+        write_report(out)
+    assert (out / "report.html").read_text() == THEIRS
+
+
+@pytest.mark.parametrize("command", ["status", "compare", "report", "squeeze"])
+@pytest.mark.parametrize("text", ['{"name": "web app", "icons": []}', "[1, 2]", "not JSON", '{"format": 1, "na'])
+def test_a_foreign_manifest_is_called_foreign(tmp_path, command, text):
+    put(tmp_path / "site/manifest.json", text)
+    result = CliRunner().invoke(app, [command, str(tmp_path / "site")])
+    assert result.exit_code == 2, result.output
+    assert "is not retrain's" in result.output
+    assert "damaged" not in result.output
+    assert (tmp_path / "site/manifest.json").read_text() == text
+
+
+def test_a_foreign_plan_is_called_foreign_and_a_damaged_one_of_ours_damaged(tmp_path, out):
+    put(tmp_path / "b/plan.json", '{"phases": ["one", "two"]}')
+    with pytest.raises(NotOurs, match=r"plan\.json is not retrain's"):
+        resume(tmp_path / "b", NullObserver())
+    for name, read in (("plan.json", read_plan), ("manifest.json", read_manifest)):
+        good = (out / name).read_text()
+        put(out / name, good[: len(good) // 2])
+        with pytest.raises(UsageError, match=f"{name} is damaged"):
+            read(out)
+        put(out / name, '{"start_url": "/"}')
+        with pytest.raises(NotOurs, match=f"{name} is not retrain's"):
+            read(out)
+        put(out / name, good)
+
+
+@pytest.mark.parametrize("place", [".", "runs/grpo+none_s1"])
+def test_links_that_wandb_makes_are_no_reason_to_refuse(out, place):
+    put(out / place / "wandb/run-1/files/media/file")
+    (out / place / "wandb/latest-run").symlink_to("run-1")
+    (out / place / "wandb/run-1/files/media/latest").symlink_to("file")
+    (out / place / "wandb/run-1/logs").mkdir()
+    (out / place / "wandb/run-1/logs/debug-core.log").symlink_to("/nowhere")
+    assert resume(out, NullObserver()).exit_status == 0
+    shutil.rmtree(out / place / "wandb")
+    (out / place / "wandb").symlink_to("/nowhere")
+    with pytest.raises(UsageError, match="wandb is a symbolic link"):
+        resume(out, NullObserver())

@@ -1,0 +1,130 @@
+"""[campaign] vary: what seeds differ in, each source of noise alone, and its spread."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import chi2
+from toycampaign import campaign
+from toymodels import campaign_head
+
+from retrain.campaign.planning.plan import Plan
+from retrain.campaign.running.controller import execute
+from retrain.config import load
+from retrain.errors import ConfigError
+from retrain.files import read_json, read_jsonl
+from retrain.record.observer import NullObserver
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "scripts"))
+from noise import Spread, spread_of, table  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def made(model, world) -> dict[str, Path]:
+    """One step of two seeds, for each thing that may vary."""
+    found = {}
+    for vary in ("all", "init", "data", "sampling"):
+        path = campaign(world, model, f"toy_{vary}", steps=2)
+        sets = [f"campaign.vary={vary}", "campaign.seeds=[1,2]", "squeeze.enabled=false", "training.save_every=0"]
+        plan = Plan.of(load(path, sets), world / vary)
+        assert execute(plan, NullObserver()).exit_status == 0
+        found[vary] = world / vary
+    return found
+
+
+def first_runs(directory: Path) -> list[Path]:
+    """The runs of the first condition, by seed."""
+    runs = read_json(directory / "manifest.json")["runs"]
+    return [directory / run["path"] for run in runs if run["label"] == runs[0]["label"]]
+
+
+def drawn(run: Path) -> tuple[list, list]:
+    """The problems of the first step, and the answers to them."""
+    rows = [row for row in read_jsonl(run / "emergence/generations.jsonl") if row["step"] == 0]
+    return [row["prompt"] for row in rows], [row["completion"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("vary", "other_init", "other_problems"),
+    [("all", True, True), ("init", True, False), ("data", False, True), ("sampling", False, False)],
+)
+def test_seeds_differ_in_what_is_named_and_in_nothing_else(made, vary, other_init, other_problems):
+    one, two = first_runs(made[vary])
+    initial = [read_json(run / "config.json")["initial_adapter"] for run in (one, two)]
+    assert (initial[0] != initial[1]) is other_init
+    (problems, answers), (other, others) = drawn(one), drawn(two)
+    assert (problems != other) is other_problems
+    if not other_problems:  # an untrained adapter changes nothing: answers differ with the random numbers alone
+        assert (answers != others) is (vary == "sampling")
+    ends = [(run / "final/adapter_model.safetensors").read_bytes() for run in (one, two)]
+    assert ends[0] != ends[1]  # and each of them is noise
+
+
+def test_what_does_not_vary_is_nobodys_seed(made):
+    """Not that of the first seed: a campaign with other seeds has the same problems in the same order."""
+    config = load(ROOT / "campaigns/quickstart.toml", ["campaign.vary=init"]).config
+    assert config.stream("init") == (0, config.training.seed)
+    assert config.stream("data") == config.stream("sampling") == (0, "every seed")
+    assert {load(ROOT / "campaigns/quickstart.toml").config.stream(use) for use in ("init", "data", "sampling")} == {
+        (0, config.training.seed)
+    }
+
+
+def test_the_verdict_speaks_of_what_varied(made):
+    from retrain.campaign.judging.results import Measure
+    from retrain.campaign.judging.words import population
+
+    assert read_json(first_runs(made["data"])[0] / "config.json")["campaign"]["vary"] == "data"
+    held_out = Measure.parse("final", "heldout")
+    assert population(held_out) == "other seeds, these problems"
+    assert population(held_out, "init") == "other initial adapters, these problems"
+    assert population(held_out, "data") == "other orders of the problems, these problems"
+
+
+def test_a_word_that_is_none_is_refused(tmp_path):
+    path = tmp_path / "some.toml"
+    path.write_text(campaign_head(("grpo", "none"), seeds=[1], max_steps=1, vary="seed"))
+    with pytest.raises(ConfigError, match=r'campaign.vary.*"init"'):
+        load(path)
+
+
+def test_the_spread_within_conditions():
+    values = [[0.5, 0.6, 0.7], [0.1, 0.1, 0.4, 0.2], []]
+    found = spread_of("init", values)
+    total = sum((x - 0.6) ** 2 for x in values[0]) + sum((x - 0.2) ** 2 for x in values[1])
+    assert found.freedom == 5
+    assert found.sd == pytest.approx(math.sqrt(total / 5))
+    assert found.low == pytest.approx(math.sqrt(total / chi2.ppf(0.975, 5)))
+    assert found.low < found.sd < found.high
+    assert table([Spread("all", 0.04, 0.03, 0.06, 9), Spread("init", 0.02, 0.01, 0.03, 9)])[2].split()[-1] == "0.25"
+    with pytest.raises(ValueError, match="two finished runs"):
+        spread_of("all", [[0.5], []])
+
+
+def test_its_interval_covers():
+    """Of 2,000 pairs of five seeds each, 95 % of the intervals hold the true spread."""
+    random = np.random.default_rng(5)
+    hits = 0
+    for _ in range(2000):
+        found = spread_of("all", (0.03 * random.standard_normal((2, 5)) + [[0.5], [0.7]]).tolist())
+        hits += found.low <= 0.03 <= found.high
+    assert 0.935 < hits / 2000 < 0.965
+
+
+def test_the_script_reads_directories(made, tmp_path):
+    def run(*names: Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(ROOT / "scripts/noise.py"), *map(str, names)], capture_output=True, text=True
+        )
+
+    done = run(*made.values())
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["varies", "all", "init", "data", "sampling"]
+    nothing = run(tmp_path)
+    assert (nothing.returncode, "is no directory of a campaign" in nothing.stderr) == (2, True)

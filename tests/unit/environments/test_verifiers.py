@@ -1,0 +1,633 @@
+"""Environments of the verifiers library, driven by a scripted policy: the real package and its real grading.
+
+Either kind is tested where a version of verifiers that has it is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from retrain.environments.providers.inversion import Inversion, InvertedEpisode, Outcome
+from retrain.errors import DataError, UsageError
+from retrain.types import Action, Problem, RewardResult
+
+TOYS = Path(__file__).parents[2] / "verifiers_toys"
+HAS = find_spec("verifiers") is not None
+# What the library and its dependencies warn of is theirs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def has_classic() -> bool:
+    if not HAS:
+        return False
+    import verifiers
+
+    return hasattr(verifiers, "load_environment")
+
+
+def has_v1() -> bool:
+    try:
+        return find_spec("verifiers.v1.harnesses.utils") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+classic = pytest.mark.skipif(not has_classic(), reason="needs verifiers 0.3 or older")
+v1 = pytest.mark.skipif(not has_v1(), reason="needs verifiers 0.4 or newer")
+
+
+def act(text: str, stop_reason="stop") -> Action:
+    ids = [ord(letter) % 97 for letter in text]
+    return Action(ids, text, np.full(len(ids), -0.5), None, stop_reason)
+
+
+def call(name: str, **arguments) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def toys():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TOYS))
+        patch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # loading a taskset extends it
+        yield
+
+
+@pytest.fixture(scope="module")
+def opened(toys):
+    """Environments of this module, each loaded once."""
+    from retrain.environments.providers.verifiers import Verifiers
+
+    made = {}
+
+    def make(id: str, **args):
+        key = json.dumps([id, args], sort_keys=True)
+        if key not in made:
+            made[key] = Verifiers(id, **args)
+        return made[key]
+
+    yield make
+    for environment in made.values():
+        environment.close()
+
+
+def played(environment, texts, seed=0, row=0):
+    """Steps and result of one episode with these answers."""
+    episode = environment.start(environment.problems("train")[row], seed)
+    steps = [episode.observe()]
+    for text in texts:
+        steps.append(episode.step(act(text)))
+        if steps[-1].done:
+            break
+    result = episode.result()
+    episode.close()
+    return steps, result
+
+
+def judged(texts, **keys) -> list[bool]:
+    """Which of these answers count as correct in a run with these keys of [environment]."""
+    from retrain.config import parse_dict
+    from retrain.environments.build import close_hosted, environments_of, provided_data
+
+    section = {"provider": "verifiers", "workers": 1, "timeout_s": 60.0, **keys}
+    config = parse_dict({"environment": section, "evaluation": {"problems": 0}})
+    try:
+        environment = environments_of(config, provided_data(config, TOYS), None, TOYS)["train"]
+        episodes = [environment.start(environment.problems("train")[0], 0) for _ in texts]
+        for episode, text in zip(episodes, texts, strict=True):
+            episode.step(act(text))
+        return [result.is_correct for result in environment.results(episodes)]
+    finally:
+        close_hosted()
+
+
+@v1
+def test_the_named_metric_of_a_taskset_decides_what_is_correct():
+    args = {"args": {"heldout": 0}, "id": "toy_reverse"}
+    assert judged(["elppa", "wrong", ""], **args) == [True, False, False]
+    assert judged(["elppa", "wrong", ""], **args, correct_metric="length") == [True, True, False]
+
+
+@classic
+def test_the_named_metric_of_a_rubric_decides_what_is_correct():
+    args = {"args": {"heldout": 0}, "id": "toy_classic"}
+    assert judged(["0", "7"], **args) == [True, False]
+    assert judged(["0", "7"], **args, correct_metric="num_turns") == [True, True]
+
+
+# --- environments with load_environment ---------------------------------------------------------------------------
+
+
+@classic
+def test_one_turn_is_graded_by_the_rubric(opened):
+    environment = opened("toy_classic")
+    problem = environment.problems("train")[3]
+    assert problem.prompt == ({"role": "system", "content": "Answer."}, {"role": "user", "content": "What is 3+3?"})
+    assert problem.answer == "6"
+    assert not environment.exact
+    json.dumps(dict(problem.metadata))
+    for text, reward in (("6", 1.0), (" 6\n", 1.0), ("7", 0.0), ("", 0.0)):
+        (seen, step), result = played(environment, [text], row=3)
+        assert tuple(seen.messages) == problem.prompt
+        assert not seen.tools
+        assert step.done
+        assert step.logs == {"stop": "max_turns_reached"}
+        assert result == RewardResult(reward, {"exact": reward, "num_turns": 1.0})
+
+
+@classic
+def test_tools_are_offered_and_called(opened):
+    environment = opened("toy_classic", kind="tools")
+    (seen, first, second), result = played(environment, [f"Let me see. {call('capital', country='France')}", "Paris"])
+    (tool,) = seen.tools
+    assert tool["function"]["name"] == "capital"
+    assert tool["function"]["parameters"]["required"] == ["country"]
+    assert first.messages == ({"role": "tool", "content": "Paris", "tool_call_id": "call00000"},)
+    assert not first.done
+    assert second.done
+    assert result.total_reward == 1.0
+    assert result.sample_metrics["capital_calls"] == 1.0
+
+
+@classic
+def test_wrong_calls_are_answered_by_the_environment(opened):
+    environment = opened("toy_classic", kind="tools")
+    (_, unknown, _), result = played(environment, [call("capital", country="Mars"), "none"])
+    assert unknown.messages[0]["role"] == "tool"
+    assert "Mars" in unknown.messages[0]["content"]
+    assert result.total_reward == 0.0
+    # What is no call is an answer, and ends the episode.
+    (_, step), result = played(environment, ["<tool_call>{capital of France</tool_call>"])
+    assert step.done
+    assert result.total_reward == 0.0
+
+
+@classic
+def test_its_own_limit_of_turns_ends_a_rollout(opened):
+    steps, result = played(opened("toy_classic", kind="tools"), [call("capital", country="Peru")] * 9)
+    assert len(steps) - 1 == 4
+    assert steps[-1].logs == {"stop": "max_turns_reached"}
+    assert result.total_reward == 0.0
+
+
+@classic
+def test_a_stop_condition_ends_a_rollout(opened):
+    import random
+
+    number = random.Random("5").randint(1, 1000)
+    random.seed(77)
+    unmoved = random.getstate()
+    steps, _ = played(opened("toy_classic", kind="guess"), ["0", "1001", str(number), "never"], seed=5)
+    assert [step.messages[0]["content"].split()[0] for step in steps[1:3]] == ["higher", "lower"]
+    assert steps[-1].logs == {"stop": "found"}
+    assert len(steps) == 4
+    assert random.getstate() == unmoved, "an episode's draws are its own"
+
+
+@classic
+def test_the_same_seed_and_actions_give_the_same_messages(opened):
+    environment = opened("toy_classic", kind="guess", max_turns=6)
+    texts = ["10", "20", "30", "40", "50", "60"]
+    first, again, other = (played(environment, texts, seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first[0][1:] != other[0][1:]
+
+
+@classic
+def test_four_episodes_at_once_do_not_disturb_each_other(opened):
+    environment = opened("toy_classic", kind="guess", max_turns=6)
+    problem = environment.problems("train")[0]
+    texts = ["10", "200", "300", "400", "500", "600"]
+    alone = [played(environment, texts, seed=seed) for seed in range(4)]
+    episodes = [environment.start(problem, seed) for seed in range(4)]
+    steps = [[episode.observe()] for episode in episodes]
+    for turn, text in enumerate(texts):
+        order = range(4) if turn % 2 else reversed(range(4))
+        for index in order:
+            steps[index].append(episodes[index].step(act(text)))
+    assert [(taken, episode.result()) for taken, episode in zip(steps, episodes, strict=True)] == alone
+
+
+@classic
+def test_an_episode_need_not_be_observed(opened):
+    environment = opened("toy_classic")
+    episode = environment.start(environment.problems("train")[2], 0)
+    assert episode.step(act("4")).done
+    assert environment.results([episode])[0].total_reward == 1.0
+
+
+@classic
+def test_rewritten_history_is_the_whole_conversation(opened):
+    environment = opened("toy_classic", kind="forgetful", max_turns=3)
+    (_, first, second, _), _ = played(environment, ["  5 ", "<think>hm</think> 7", "9"], seed=3)
+    for number, (step, text) in enumerate(((first, "  5 "), (second, "<think>hm</think> 7")), 1):
+        assert not step.messages
+        assert [message["role"] for message in step.conversation] == ["user", "assistant", "user"]
+        assert step.conversation[0]["content"] == f"{number} so far."
+        assert step.conversation[1]["content"] == text, "what was sampled, as it was sampled"
+
+
+@classic
+def test_an_environment_that_raises_gives_no_reward(opened):
+    (_, first, second), result = played(opened("toy_classic", kind="guess", fault="out of paper"), ["1", "2"])
+    assert not first.done
+    assert second.done
+    assert result.total_reward is None
+    assert "out of paper" in result.error
+
+
+@classic
+def test_a_reward_function_that_raises_is_no_zero(opened):
+    _, result = played(opened("toy_classic", kind="broken"), ["0"])
+    assert result.total_reward is None
+    assert "no such number" in result.error
+    assert result.sample_metrics["exact"] == 1.0
+
+
+@classic
+def test_a_metric_that_raises_costs_no_reward(opened):
+    (_, step), result = played(opened("toy_classic", kind="broken metric"), ["0"])
+    assert result == RewardResult(1.0, {"exact": 1.0, "broken": None, "num_turns": 1.0})
+    assert "no such number" in step.logs["failed_metrics"]
+
+
+@classic
+def test_an_environment_in_a_package(opened):
+    environment = opened("toy_package.inner.sums")
+    assert environment.problems("train")[3].id == "toy_package.inner.sums/train/3"
+    assert played(environment, ["6"], row=3)[1].total_reward == 1.0
+
+
+@classic
+def test_an_episode_that_is_cut_short_is_graded_as_it_stands(opened):
+    environment = opened("toy_classic", kind="tools")
+    episode = environment.start(environment.problems("train")[0], 0)
+    episode.observe()
+    assert not episode.step(act(call("capital", country="France"))).done
+    result = episode.result()
+    assert result.total_reward == 0.0
+    assert result.error is None
+
+
+@classic
+def test_requests_under_way_together_are_answered_in_turn(opened):
+    (seen, first, second, third), result = played(opened("toy_classic", kind="twins"), ["a", "b", "0"])
+    assert seen.messages == ({"role": "user", "content": "Twin 1?"},)
+    assert first.conversation == [{"role": "user", "content": "Twin 2?"}]
+    assert second.conversation == [{"role": "user", "content": "Guess."}]
+    assert third.done
+    assert result.total_reward == 1.0
+
+
+@classic
+def test_problems_are_held_out_by_the_environment_or_by_hash(opened):
+    own = opened("toy_classic")
+    assert [problem.metadata["part"] for problem in own.problems("test")] == ["eval"]
+    assert len(own.problems("train")) == 20
+    episode = own.start(own.problems("test")[0], 0)
+    assert episode.observe().messages[-1]["content"] == "Guess."
+    episode.close()
+    shared = opened("toy_classic", kind="untested", heldout=5)
+    train, test = ({problem.id for problem in shared.problems(split)} for split in ("train", "test"))
+    assert len(test) == 5
+    assert len(train) == 15
+    assert not train & test
+    assert opened("toy_classic", kind="untested", heldout=5, train=3).problems("train") == shared.problems("train")[:3]
+    twice = opened("toy_classic", kind="untested", heldout_args={"kind": "tools"})
+    assert [problem.answer for problem in twice.problems("test")] == ["Paris", "Lima"]
+    episode = twice.start(twice.problems("test")[1], 0)
+    assert episode.observe().messages == ({"role": "user", "content": "Capital of Peru?"},)
+    episode.close()
+    with pytest.raises(UsageError, match="leaves none of the 20"):
+        opened("toy_classic", kind="untested", heldout=20).problems("train")
+    with pytest.raises(DataError, match="no held-out problems"):
+        opened("toy_classic", kind="untested", heldout=0).problems("test")
+
+
+@classic
+def test_a_task_that_another_process_has_otherwise_is_refused(opened):
+    environment = opened("toy_classic")
+    problem = environment.problems("train")[0]
+    other = Problem(problem.id, problem.prompt, "1", metadata={**problem.metadata, "digest": "0"})
+    with pytest.raises(DataError, match="drawn at random"):
+        environment.start(other, 0)
+
+
+@classic
+def test_what_cannot_be_loaded_says_so(opened):
+    import signal
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(DataError, match="toy_nowhere cannot be loaded: ValueError: Could not import"):
+        opened("toy_nowhere")
+    with pytest.raises(DataError, match="No module named 'absent_package'"):
+        opened("toy_unmet")
+    with pytest.raises(DataError, match="unexpected keyword argument 'size'"):
+        opened("toy_classic", size=3)
+    with pytest.raises(UsageError, match="rollouts of a group together"):
+        opened("toy_classic", kind="group")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+# --- tasksets of verifiers.v1 --------------------------------------------------------------------------------------
+
+
+@v1
+def test_a_task_of_one_turn_is_graded_by_its_rewards(opened):
+    environment = opened("toy_reverse", heldout=0)
+    problem = environment.problems("train")[1]
+    assert problem.answer == "raep"
+    for text, reward in (("raep", 2.0), ("", 0.0)):
+        (seen, step), result = played(environment, [text], row=1)
+        assert tuple(seen.messages) == problem.prompt
+        assert step.done
+        assert result.total_reward == reward
+        assert result.components == {"reversed": reward / 2}
+        assert result.sample_metrics == {"length": float(len(text))}
+        assert result.error is None
+
+
+@v1
+def test_a_tool_in_a_process_of_its_own(opened):
+    environment = opened("toy_stamp", train=3, heldout=0)
+    assert len(environment.problems("train")) == 3
+    calls = [call("stamp_back", message="a"), f"Two {call('stamp_back', message='b')} {call('nothing')}", "done"]
+    (seen, first, second, third), result = played(environment, calls)
+    assert seen.tools[0]["function"]["name"] == "stamp_back"
+    assert first.messages == (
+        {"role": "tool", "content": "a [stamp 1]", "name": "stamp_back", "tool_call_id": "call00000"},
+    )
+    assert [message["content"] for message in second.messages] == ["b [stamp 2]", "error: unknown tool 'nothing'"]
+    assert third.logs == {"stop": "agent_completed"}
+    assert result.total_reward == pytest.approx(2 / 3)
+    steps, result = played(environment, [call("stamp_back", message="c")] * 5)
+    assert len(steps) == 4, "its stop condition refuses a fourth turn"
+    assert steps[-1].logs == {"stop": "enough"}
+    assert result.total_reward == 1.0
+
+
+@v1
+def test_its_own_limit_of_turns_ends_a_rollout_of_v1(opened):
+    environment = opened("toy_stamp", train=1, heldout=0, env={"agent": {"max_turns": 1}})
+    steps, result = played(environment, [call("stamp_back", message="a")] * 3)
+    assert len(steps) == 2
+    assert steps[-1].logs == {"stop": "max_turns"}
+    assert result.total_reward == pytest.approx(1 / 3)
+
+
+@v1
+def test_an_environment_that_plays_the_user(opened):
+    environment = opened("toy_echo", heldout=0)
+    assert environment.problems("train")[0].prompt[-1]["content"] == "toy_echo, task 0"
+    (seen, *steps), result = played(environment, ["one", "two", "four"])
+    assert seen.messages == ({"role": "system", "content": "Repeat."}, {"role": "user", "content": "one"})
+    assert [tuple(step.messages) for step in steps] == [
+        ({"role": "user", "content": "two"},),
+        ({"role": "user", "content": "three"},),
+        (),
+    ]
+    assert result.total_reward == pytest.approx(2 / 3)
+
+
+@v1
+def test_four_episodes_of_v1_at_once(opened):
+    environment = opened("toy_echo", heldout=0)
+    problem = environment.problems("train")[0]
+    episodes = [environment.start(problem, seed) for seed in range(4)]
+    for turn, right in enumerate(["one", "two", "three"]):
+        for index, episode in enumerate(episodes):
+            step = episode.step(act(right if turn < index else "no"))
+            assert step.done == (turn == 2)
+    rewards = [episode.result().total_reward for episode in episodes]
+    assert rewards == pytest.approx([0, 1 / 3, 2 / 3, 1])
+
+
+@v1
+def test_faults_of_v1_give_no_reward(opened):
+    environment = opened("toy_reverse", heldout=0, words=["apple", "break"])
+    _, result = played(environment, ["raise"])
+    assert result.total_reward is None
+    assert "no such number" in result.error
+    (seen, step), result = played(environment, ["kaerb"], row=1)
+    assert tuple(seen.messages) == environment.problems("train")[1].prompt
+    assert step.done
+    assert result.total_reward is None
+    assert "broken on purpose" in result.error
+
+
+@v1
+def test_a_metric_of_v1_that_raises_costs_no_reward(opened):
+    environment = opened("toy_metric", heldout=0)
+    _, result = played(environment, ["elppa"])
+    assert (result.total_reward, result.sample_metrics["sweetness"]) == (2.0, 0.5)
+    (_, step), result = played(environment, ["mulp"], row=2)
+    assert (result.total_reward, result.error) == (2.0, None)
+    assert "sweetness" not in result.sample_metrics
+    assert "sweetness: ArithmeticError: too sweet" in step.logs["failed_metrics"]
+    assert "ripeness: ArithmeticError: too ripe" in step.logs["failed_metrics"]
+
+
+@v1
+def test_a_taskset_in_a_package(opened):
+    environment = opened("toy_package.inner.reverse", heldout=0)
+    assert played(environment, ["elppa"])[1].total_reward == 2.0
+
+
+@v1
+@pytest.mark.parametrize(
+    ("id", "env", "says"),
+    [
+        ("toy_reverse", {"id": "best-of-n", "n": 3}, "BestOfNEnv runs its agents 3 times in one episode"),
+        ("toy_twice", {}, "TwiceEnv runs its agents 16 times or more in one"),
+        ("toy_reverse", {"id": "user-sim", "user": {"client": {"type": "eval", "base_url": "http://a:9"}}}, "2 times"),
+    ],
+)
+def test_episodes_of_several_runs_are_refused_before_anything_is_sampled(opened, id, env, says):
+    with pytest.raises(UsageError, match=says):
+        opened(id, heldout=0, env=env).problems("train")
+
+
+@v1
+def test_an_episode_of_v1_that_is_cut_short_is_graded_as_it_stands(opened):
+    environment = opened("toy_echo", heldout=0)
+    episode = environment.start(environment.problems("train")[0], 0)
+    assert not episode.step(act("one")).done
+    result = episode.result()
+    assert result.error is None
+    assert result.total_reward == pytest.approx(1 / 3)
+
+
+@v1
+def test_what_v1_cannot_load_says_so(opened):
+    with pytest.raises(UsageError, match="endless"):
+        opened("toy_stamp").problems("train")
+    with pytest.raises(DataError, match="No module named 'absent_package'"):
+        opened("toy_unmet")
+    with pytest.raises(DataError, match="wrods"):
+        opened("toy_reverse", wrods=["a"])
+    if not has_classic():
+        with pytest.raises(UsageError, match="no taskset toy_nowhere"):
+            opened("toy_nowhere")
+
+
+# --- in worker processes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not HAS, reason="needs verifiers")
+@pytest.mark.parametrize("kind", [pytest.param("classic", marks=classic), pytest.param("v1", marks=v1)])
+def test_episodes_of_several_worker_processes(kind):
+    from retrain.config.tasks import Environment
+    from retrain.environments.hosted import Hosted
+
+    args = {"kind": "tools", "heldout": 0} if kind == "classic" else {"train": 2, "heldout": 0}
+    section = Environment(provider="verifiers", id=f"toy_{kind}" if kind == "classic" else "toy_stamp", args=args)
+    hosted = Hosted(section.model_copy(update={"timeout_s": 120.0}), TOYS)
+    try:
+        assert not hosted.exact
+        problem = hosted.problems("train")[1]
+        episodes = [hosted.start(problem, 0) for _ in range(3)]
+        wanted = {"capital": {"country": "Peru"}, "stamp_back": {"message": "a"}}
+        name = episodes[0].observe().tools[0]["function"]["name"]
+        answers = [episode.step(act(call(name, **wanted[name]))) for episode in episodes]
+        assert {answer.messages[0]["content"] for answer in answers} == {"Lima" if name == "capital" else "a [stamp 1]"}
+        assert all(episode.step(act("Lima")).done for episode in episodes)
+        reward = 1.0 if name == "capital" else 1 / 3
+        assert [result.total_reward for result in hosted.results(episodes)] == pytest.approx([reward] * 3)
+    finally:
+        hosted.close()
+
+
+# --- what needs no verifiers ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def inversion():
+    pytest.importorskip("aiohttp")
+    made = Inversion()
+    yield made
+    made.close()
+
+
+async def posted(inversion, channel, messages, **body):
+    import aiohttp
+
+    url = f"{inversion.endpoint.url_of(channel)}/chat/completions"
+    async with aiohttp.ClientSession() as session, session.post(url, json={"messages": messages, **body}) as reply:
+        return reply.status, await reply.text()
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+USER = {"role": "user", "content": "Go."}
+
+
+def test_the_endpoint_answers_as_openai_does(inversion):
+    replies = []
+
+    async def lead(channel):
+        replies.append(await posted(inversion, channel, [USER], tools=[TOOL]))
+        replies.append(await posted(inversion, channel, [USER], tools=[TOOL], stream=True))
+        return Outcome(RewardResult(1.0))
+
+    episode = InvertedEpisode(inversion, lead, [USER], 0)
+    assert episode.observe().tools == (TOOL,)
+    episode.step(act(f"I add. {call('add', a=1)}"))
+    assert episode.step(act("ab", "length")).done
+    status, text = replies[0]
+    choice = json.loads(text)["choices"][0]
+    assert status == 200
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I add."
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["content"])
+    events = [line[6:] for line in replies[1][1].splitlines() if line.startswith("data: ")]
+    assert events.pop() == "[DONE]"
+    said, ended, usage = map(json.loads, events)
+    assert said["choices"][0]["delta"] == {"role": "assistant", "content": "ab"}
+    assert ended["choices"][0]["finish_reason"] == "length"
+    assert usage["usage"]["completion_tokens"] == 2
+    episode.close()
+
+
+def test_nobody_else_gets_answers(inversion):
+    status, _ = inversion.run(posted(inversion, SimpleNamespace(name="guessed"), [USER]))
+    assert status == 404
+
+
+@pytest.mark.parametrize("fault", ["image", "tools"])
+def test_what_cannot_be_shown_ends_the_episode(inversion, fault):
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+
+    async def lead(channel):
+        await posted(inversion, channel, [USER])
+        await posted(
+            inversion, channel, [USER, image] if fault == "image" else [USER], tools=[TOOL] * (fault == "tools")
+        )
+        return Outcome(RewardResult(1.0))
+
+    episode = InvertedEpisode(inversion, lead, [USER], 0)
+    assert episode.step(act("a")).done
+    result = episode.result()
+    assert result.total_reward is None
+    assert ("image_url" if fault == "image" else "other tools") in result.error
+    episode.close()
+
+
+def test_a_harness_that_never_ends_is_stopped(inversion):
+    async def lead(channel):
+        while True:
+            await posted(inversion, channel, [USER])
+
+    episode = InvertedEpisode(inversion, lead, [USER], 0)
+    assert not episode.step(act("a")).done
+    assert "went on asking" in episode.result().error
+    episode.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "arguments"),
+    [
+        (f"<think>two</think> Now. {call('add', a=1)}", "<think>two</think>\n\nNow.", '{"a": 1}'),
+        ("<function=add>\n<parameter=a>\n1\n</parameter>\n</function>", "", '{"a": 1}'),
+        (call("add", a="one", b="2"), "", '{"a": "one", "b": "2"}'),
+    ],
+)
+def test_calls_are_read_in_the_formats_of_open_models(inversion, text, content, arguments):
+    replies = []
+    properties = {"a": {"type": "integer"}, "b": {"anyOf": [{"type": "string"}, {"type": "integer"}]}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": properties}}}
+
+    async def lead(channel):
+        replies.append(await posted(inversion, channel, [USER], tools=[tool]))
+        return Outcome(RewardResult(1.0))
+
+    episode = InvertedEpisode(inversion, lead, [USER], 0)
+    episode.step(act(text))
+    message = json.loads(replies[0][1])["choices"][0]["message"]
+    assert message["content"] == content
+    assert [each["function"]["arguments"] for each in message["tool_calls"]] == [arguments]
+    episode.close()
+
+
+def test_a_closed_episode_leaves_nothing_behind(inversion):
+    ended = []
+
+    async def lead(channel):
+        try:
+            await posted(inversion, channel, [USER])
+        finally:
+            ended.append(True)
+        return Outcome(RewardResult(1.0))
+
+    episode = InvertedEpisode(inversion, lead, [USER], 0)
+    episode.observe()
+    episode.close()
+    assert ended
+    assert not inversion.endpoint.channels
+    assert "closed" in episode.result().error

@@ -1,0 +1,208 @@
+"""code.diff against real repositories: what is recorded is applied to the commit and gives the working tree back."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from retrain.record import repositories
+from retrain.record.environment import SystemInfo
+from retrain.record.repositories import code_diff, git_state, own_checkout
+
+
+def git(repo: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always")
+    done = subprocess.run(["git", "-C", str(repo), *who, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+@pytest.fixture
+def repo(tmp_path):
+    """A repository with one commit of text, binary and odd files."""
+    root = tmp_path / "repo"
+    (root / "sub").mkdir(parents=True)
+    git(root, "init", "-q")
+    for name in ("one.py", "two.py", "both.py", "gone.py", "sub/deep.py"):
+        (root / name).write_text("".join(f"{name} line {n}\n" for n in range(20)))
+    (root / "weights.bin").write_bytes(bytes(range(256)) * 4)
+    (root / "windows.txt").write_bytes(b"first\r\nsecond\r\n")
+    (root / "latin.txt").write_bytes(b"caf\xe9\nend")
+    (root / ".gitignore").write_text("ignored/\n")
+    git(root, "add", ".")
+    git(root, "commit", "-q", "-m", "first")
+    return root
+
+
+def change_everything(root: Path) -> None:
+    """Staged, unstaged and both; binary, without a last line break, other bytes than UTF-8; new, moved and deleted."""
+    (root / "one.py").write_text("staged\n")
+    (root / "both.py").write_text("staged\n")
+    (root / "fresh.py").write_text("new and staged\n")
+    git(root, "add", "one.py", "both.py", "fresh.py")
+    (root / "both.py").write_text("and changed again\n")
+    (root / "two.py").write_text("no line break at the end")
+    (root / "gone.py").unlink()
+    git(root, "mv", "sub/deep.py", "sub/moved.py")
+    (root / "weights.bin").write_bytes(b"\0\1\2" * 300)
+    (root / "windows.txt").write_bytes(b"first\r\nchanged\r\n")
+    (root / "latin.txt").write_bytes(b"th\xe9\nend\n")
+    (root / "new.py").write_text("untracked\nwithout a last line break")
+    (root / "empty.py").touch()
+    (root / "sub" / "new binary").write_bytes(bytes(reversed(range(256))))
+    (root / "sub" / 'é "quoted"\t.py').write_text("odd name\n")
+    (root / "script.sh").write_text("#!/bin/sh\n")
+    (root / "script.sh").chmod(0o755)
+    (root / "link").symlink_to("one.py")
+    (root / "ignored").mkdir()
+    (root / "ignored" / "data.txt").write_text("ignored")
+
+
+def contents(root: Path) -> dict[str, object]:
+    """Every file that git does not ignore, with its bytes and mode."""
+    names = git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    paths = {name: root / name for name in names if name and os.path.lexists(root / name)}
+    return {
+        name: os.readlink(path) if path.is_symlink() else (path.read_bytes(), path.stat().st_mode & 0o100)
+        for name, path in paths.items()
+    }
+
+
+def touched(root: Path) -> dict[str, str]:
+    """Hash of everything below ``.git``."""
+    files = (path for path in sorted((root / ".git").rglob("*")) if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def applied(root: Path, patch: bytes, to: Path) -> Path:
+    """A clone of the commit with the patch applied."""
+    git(root.parent, "clone", "-q", str(root), str(to))
+    (to.parent / "code.diff").write_bytes(patch)
+    git(to, "apply", "--check", str(to.parent / "code.diff"))
+    git(to, "apply", str(to.parent / "code.diff"))
+    return to
+
+
+def test_the_recorded_changes_give_the_working_tree_back(repo, tmp_path, monkeypatch):
+    change_everything(repo)
+    before = touched(repo)
+    monkeypatch.chdir(repo / "sub")
+    monkeypatch.setattr("retrain.record.environment.own_checkout", lambda: None)
+    SystemInfo.now(repo).write(tmp_path / "run")
+    assert touched(repo) == before  # neither index nor objects: git was only read
+    patch = (tmp_path / "run" / "code.diff").read_bytes()
+    state = git_state(repo)
+    assert state is not None
+    assert patch.startswith(f"### repo: {state['root']} @ {state['revision']}\n".encode())
+    assert len(state["revision"]) == 40
+    assert state["changed"] is True
+    assert patch.count(b"### repo:") == 1  # the same repository three times over
+    assert contents(applied(repo, patch, tmp_path / "clone")) == contents(repo)
+
+
+@pytest.mark.parametrize("setting", ["diff.noprefix=true", "diff.mnemonicPrefix=true", "color.ui=always"])
+def test_a_users_settings_of_git_do_not_change_the_patch(repo, tmp_path, setting):
+    change_everything(repo)
+    plain = code_diff(repo)
+    git(repo, "config", *setting.split("="))
+    assert code_diff(repo) == plain
+
+
+def test_a_repository_without_a_commit(tmp_path):
+    git(tmp_path, "init", "-q")
+    (tmp_path / "new.py").write_text("a = 1\n")
+    text = code_diff(tmp_path)
+    assert text.startswith(f"### repo: {tmp_path.resolve()} @ no commit yet\n")
+    (tmp_path / "new.py").unlink()
+    (tmp_path.parent / "code.diff").write_text(text)
+    git(tmp_path, "apply", str(tmp_path.parent / "code.diff"))
+    assert (tmp_path / "new.py").read_text() == "a = 1\n"
+
+
+def test_every_repository_has_its_part(repo, tmp_path, monkeypatch):
+    other, source = tmp_path / "experiments", tmp_path / "retrain"
+    for root in (other, source):
+        (root / "pkg").mkdir(parents=True)
+        git(root, "init", "-q")
+        (root / "pkg" / "repositories.py").write_text("a\n")
+        git(root, "add", ".")
+        git(root, "commit", "-q", "-m", "first")
+        (root / "pkg" / "repositories.py").write_text(f"changed in {root.name}\n")
+    (repo / "one.py").write_text("changed in repo\n")
+    monkeypatch.chdir(repo)
+    monkeypatch.setattr(repositories, "__file__", str(source / "pkg" / "repositories.py"))
+    parts = ["### repo:" + part for part in SystemInfo.now(other / "pkg").diff.split("### repo:")[1:]]
+    assert [part.partition("\n")[0] for part in parts] == [
+        f"### repo: {root} @ {git(root, 'rev-parse', 'HEAD').strip()}" for root in (repo, other, source)
+    ]
+    for root, part in zip((repo, other, source), parts, strict=True):
+        assert contents(applied(root, part.encode(), tmp_path / f"{root.name}.clone")) == contents(root)
+
+
+def test_source_that_is_merely_installed_is_no_checkout(repo, monkeypatch):
+    package = repo / "ignored" / "site-packages"
+    package.mkdir(parents=True)
+    (package / "repositories.py").write_text("")
+    monkeypatch.setattr(repositories, "__file__", str(package / "repositories.py"))
+    assert own_checkout() is None
+    monkeypatch.setattr(repositories, "__file__", str(repo / "one.py"))
+    assert own_checkout() == repo
+
+
+def test_no_repository_and_no_git_are_no_errors(tmp_path, monkeypatch):
+    assert code_diff(tmp_path) == f"### no git repository around {tmp_path}\n"
+    monkeypatch.setenv("PATH", "")
+    assert git_state(Path(__file__).parents[2]) is None
+    assert SystemInfo.now(tmp_path).diff == f"### no git repository around {Path.cwd()}\n"
+
+
+def test_a_hook_of_another_repository_does_not_mislead(repo, tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere" / ".git"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "elsewhere" / "index"))
+    state = git_state(repo)
+    assert state is not None
+    assert state["root"] == str(repo)
+
+
+def test_no_secret_nothing_large_and_nothing_that_runs_wrote(repo, tmp_path, monkeypatch):
+    (repo / ".env").write_text("a = 1\n")
+    (repo / "old.py").write_text('key = "swordfish-9"\nb = 1\n')
+    git(repo, "add", "-A", "-f", ".env", "old.py")
+    git(repo, "commit", "-q", "-m", "second")
+    monkeypatch.setenv("MY_API_KEY", "swordfish-9")
+    (repo / ".env").write_text("PASSWORD=hunter-2\n")
+    (repo / "one.py").write_text('a = 2\nkey = "swordfish-9"\n')
+    (repo / "old.py").write_text('key = "swordfish-9"\nb = 2\n')
+    (repo / "creds.json").write_text('{"user": "hunter-2"}\n')
+    (repo / "server.key").write_text("hunter-2\n")
+    (repo / "new.py").write_text(f'key = "sk-{"x" * 20}"\n')
+    (repo / "big.txt").write_text("large" * 60_000)
+    (repo / "weights.bin").write_bytes(os.urandom(300_000))
+    run = repo / "logs" / "run"
+    (run / "emergence").mkdir(parents=True)
+    for name in ("plan.json", "manifest.json", "emergence/generations.jsonl"):
+        (run / name).write_text("{}\n")
+    text = code_diff(repo)
+    for secret in ("hunter-2", "swordfish-9", "xxxx", "generations.jsonl", "largelarge"):
+        assert secret not in text
+    for name, reason in ((".env", "named like a secret"), ("creds.json", "named like a secret"),
+                         ("server.key", "named like a secret"), ("big.txt", "too large"),
+                         ("weights.bin", "too large")):  # fmt: skip
+        assert f"### {name}: left out, {reason}\n" in text
+    assert '+key = "[key left out]"\n' in text
+    assert "### +b = 2\n" in text  # beside a line of the commit that is left out: a remark, no patch
+    assert len(text) < 10_000
+    clone = applied(repo, text.encode(), tmp_path / "clone")
+    assert (clone / "one.py").read_text() == 'a = 2\nkey = "[key left out]"\n'
+
+
+def test_what_does_not_fit_is_named_and_the_rest_applies(repo, tmp_path, monkeypatch):
+    monkeypatch.setattr(repositories, "MAX_DIFF_BYTES", 2_000)
+    (repo / "a.txt").write_text("a\n" * 2_000)
+    (repo / "z.txt").write_text("fits\n")
+    text = code_diff(repo)
+    assert "### no room for: diff --git a/a.txt b/a.txt\n" in text
+    assert (applied(repo, text.encode(), tmp_path / "clone") / "z.txt").read_text() == "fits\n"

@@ -1,0 +1,393 @@
+"""The threads that write: order, barriers, full disks, kills, and trackers that hang or fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from record_cases import context, evaluation, group, step
+
+from retrain.errors import RetrainError, RunFailed
+from retrain.files import append_jsonl, read_jsonl
+from retrain.record import writer
+from retrain.record.recorder import RunRecorder
+from retrain.record.writer import RecordFiles, Thread
+
+
+def record(recorder: RunRecorder, first: int, last: int) -> None:
+    for number in range(first, last):
+        recorder.record_step(step([group([1.0, 0.0], [4, 5])], number))
+
+
+def test_work_is_done_in_order_by_one_other_thread():
+    thread, done = Thread("t", limit=4), []
+    assert thread.wait()
+    for number in range(100):
+        thread.put(lambda number=number: done.append((number, threading.current_thread().name)))
+    assert thread.wait(10)
+    assert done == [(number, "t") for number in range(100)]
+    thread.close()
+    assert "t" not in {each.name for each in threading.enumerate()}
+    thread.put(lambda: done.append((100, "again")))
+    thread.close()
+    assert done[-1] == (100, "again")
+
+
+def test_a_full_queue_makes_put_wait_or_refuse():
+    gate, thread, done = threading.Event(), Thread("t", limit=2), []
+    thread.put(gate.wait)
+    while not thread.put(lambda: done.append(1), wait=False):
+        time.sleep(0.01)
+    deadline = time.monotonic() + 10
+    while thread.put(lambda: done.append(1), wait=False):
+        assert time.monotonic() < deadline
+    assert not thread.wait(0.01)
+    gate.set()
+    assert thread.wait(10)
+    assert done
+    thread.close()
+
+
+def test_training_goes_on_while_the_disk_is_slow_and_flush_waits(tmp_path, monkeypatch):
+    gate, slow = threading.Event(), append_jsonl
+
+    def append(path: Path, rows: Any) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        assert gate.wait(30)
+        slow(path, rows)
+
+    monkeypatch.setattr(writer, "append_jsonl", append)
+    recorder = RunRecorder(tmp_path, context())
+    recorder.record_eval(evaluation([group([1.0], [3])]))
+    record(recorder, 0, 5)  # returns although nothing can be written
+    assert not (tmp_path / "metrics.jsonl").exists()
+    threading.Timer(0.1, gate.set).start()
+    recorder.flush()
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    recorder.record_checkpoint({"name": "000005", "batch": 5})
+    assert read_jsonl(tmp_path / "checkpoints.jsonl") == [{"name": "000005", "batch": 5}]
+    assert recorder.close()
+
+
+def test_a_barrier_syncs_every_file_written_since_the_last(tmp_path, monkeypatch):
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").readlink().name))
+    files = RecordFiles(tmp_path)
+    files.write(lambda: files.append("a.jsonl", [{"x": 1}]))
+    files.write(lambda: files.append_text("b.log", "text\n"))
+    files.flush()
+    assert sorted(synced) == sorted(["a.jsonl", "b.log", tmp_path.name])
+    files.flush()
+    assert len(synced) == 3
+    assert files.close()
+    synced.clear()
+    recorder = RunRecorder(tmp_path / "run", context())
+    recorder.record_eval(evaluation([group([1.0], [3])]))
+    record(recorder, 0, 2)
+    recorder.flush()
+    there = {str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert {Path(name).name for name in there} <= {*synced}
+    recorder.close()
+
+
+def test_files_do_not_wait_for_the_disk_without_end(tmp_path, monkeypatch):
+    """A run that saves no checkpoint, and so never flushes, names new files with every step."""
+    monkeypatch.setattr(writer, "UNSYNCED", 10)
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").readlink().name))
+    files, waiting = RecordFiles(tmp_path), []
+    for i in range(35):
+        files.write(lambda i=i: files.append(f"step_{i}.jsonl", [{"x": i}]))
+        files.write(lambda: waiting.append(len(files._unsynced)))
+    assert files.close()
+    assert max(waiting) == 10
+    assert sorted({*synced} - {tmp_path.name}) == sorted(f"step_{i}.jsonl" for i in range(35))
+
+
+def test_what_cannot_be_written_fails_the_run_at_its_next_record(tmp_path):
+    (tmp_path / "emergence").write_text("a file where a folder must be")
+    recorder = RunRecorder(tmp_path, context())
+    record(recorder, 0, 1)
+    with pytest.raises(RunFailed, match=r"emergence/steps\.jsonl cannot be written: .*"):
+        recorder.flush()
+    with pytest.raises(RunFailed, match="cannot be written"):
+        record(recorder, 1, 2)
+    with pytest.raises(RunFailed, match="cannot be written"):
+        recorder.record_checkpoint({"name": "000001", "batch": 1})
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1  # nothing is written past a gap
+    assert not (tmp_path / "checkpoints.jsonl").exists()
+    recorder.log_error(RunFailed("told"))
+    assert not recorder.close(failed=True)
+    assert "RunFailed: told" in (tmp_path / "run.log").read_text()
+
+
+def test_a_recorder_as_context_tells_what_could_not_be_written(tmp_path):
+    (tmp_path / "timing_spans.jsonl").mkdir()
+    with pytest.raises(RunFailed, match="timing_spans"), RunRecorder(tmp_path, context()) as recorder:
+        record(recorder, 0, 1)
+
+
+def test_a_fault_of_ours_on_the_thread_is_raised_with_its_traceback(tmp_path, monkeypatch):
+    recorder = RunRecorder(tmp_path, context())
+    monkeypatch.setattr("retrain.record.recorder.generations", lambda record: 1 / 0)
+    record(recorder, 0, 1)
+    with pytest.raises(RunFailed, match="records could not be written: ZeroDivisionError") as error:
+        recorder.flush()
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    recorder.close(failed=True)
+
+
+def test_a_full_disk_leaves_no_part_of_a_row(tmp_path):
+    """A limit on the file's size stands for the disk: the kernel writes a part, then refuses."""
+    path = tmp_path / "metrics.jsonl"
+    append_jsonl(path, [{"step": 0, "pad": "x" * 300}])
+    whole = path.read_bytes()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 100, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            append_jsonl(path, [{"step": 1, "pad": "x" * 300}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == whole
+
+
+KILLED = """
+import itertools, os, sys
+from pathlib import Path
+from record_cases import context, group, step
+from retrain.record.recorder import RunRecorder
+recorder = RunRecorder(Path(sys.argv[1]), context())
+for number in itertools.count():
+    recorder.record_step(step([group([1.0, 0.0], [400, 5])] * 8, number))
+    if number % 5 == 4:
+        recorder.flush()
+        os.mkdir(f"{sys.argv[1]}/step_{number + 1:06d}")  # stands for the checkpoint that gets its name
+        recorder.record_checkpoint({"name": f"{number + 1:06d}", "batch": number + 1})
+"""
+
+
+def test_a_kill_costs_only_what_came_after_the_last_checkpoint(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], env=environment())
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("step_*"))) < 3:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    last = max(int(path.name[5:]) for path in tmp_path.glob("step_*"))
+    recorder = RunRecorder(tmp_path, context())
+    recorder.truncate(last)
+    for name, lines in (("metrics.jsonl", 1), ("timing_spans.jsonl", 1), ("emergence/generations.jsonl", 16)):
+        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        assert [row["step"] for row in rows] == [n for n in range(last) for _ in range(lines)], name
+    assert read_jsonl(tmp_path / "checkpoints.jsonl")[-1]["batch"] in (last, last - 5)
+    recorder.close()
+
+
+def environment() -> dict[str, str]:
+    import os
+
+    folders = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
+
+
+class Slow:
+    """A tracker whose service answers when the gate opens, then fails if so asked."""
+
+    def __init__(self, gate: threading.Event | None = None, error: Exception | None = None):
+        self.gate, self.error = gate, error
+        self.steps: list[int] = []
+        self.threads: set[str] = set()
+
+    def start(self, context: Any, state: Any) -> dict[str, Any]:
+        self.threads.add(threading.current_thread().name)
+        return {}
+
+    def log(self, step: int, row: Any) -> None:
+        self.threads.add(threading.current_thread().name)
+        if self.gate is not None:
+            self.gate.wait(30)
+        if self.error is not None:
+            raise self.error
+        self.steps.append(step)
+
+    def finish(self, failed: bool = False) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.steps.append(-1)
+
+
+def test_a_slow_tracker_holds_back_neither_training_nor_files(tmp_path):
+    gate = threading.Event()
+    tracker = Slow(gate)
+    recorder = RunRecorder(tmp_path, context(), trackers={"slow": tracker})
+    record(recorder, 0, 6)
+    recorder.flush()
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 6
+    assert tracker.steps == []
+    gate.set()
+    recorder.close()
+    assert tracker.steps == [0, 1, 2, 3, 4, 5, -1]
+    assert tracker.threads == {"tracker slow"}  # libraries keep the current run in thread-local storage
+
+
+def of_tracker(told: list[str]) -> list[str]:
+    """What was told of the tracker, not of odd numbers."""
+    return [line for line in told if line.startswith("slow ")]
+
+
+def test_a_tracker_that_never_answers_is_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "WAITING_ROWS", 3)
+    monkeypatch.setattr(writer, "FINISH_SECONDS", 0.1)
+    gate, told = threading.Event(), []
+    recorder = RunRecorder(tmp_path, context(), trackers={"slow": Slow(gate)}, warn=told.append)
+    record(recorder, 0, 8)
+    begin = time.monotonic()
+    recorder.close()
+    assert time.monotonic() - begin < 10
+    gate.set()
+    assert of_tracker(told) == ["slow is 3 rows behind; it gets no further rows, training goes on"]
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 8
+
+
+def test_a_tracker_that_does_not_finish_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "FINISH_SECONDS", 0.1)
+    gate, told = threading.Event(), []
+    recorder = RunRecorder(tmp_path, context(), trackers={"slow": Slow(gate)}, warn=told.append)
+    record(recorder, 0, 1)
+    recorder.close()
+    gate.set()
+    (line,) = of_tracker(told)
+    assert "has not finished after 0.1 s" in line
+
+
+def test_a_failing_tracker_is_reported_once_to_the_reader_too(tmp_path):
+    told: list[str] = []
+    slow = Slow(error=ConnectionError("gone"))
+    with RunRecorder(tmp_path, context(), trackers={"slow": slow}, warn=told.append) as recorder:
+        record(recorder, 0, 4)
+    assert of_tracker(told) == [
+        "slow failed in log: ConnectionError('gone'); it gets no further rows, training goes on"
+    ]
+    assert (tmp_path / "run.log").read_text().count("it gets no further rows") == 1
+
+
+def test_a_tracker_may_raise_anything_when_it_starts(tmp_path):
+    class Exits(Slow):
+        def start(self, context: Any, state: Any) -> dict[str, Any]:
+            raise SystemExit(3)
+
+    class Refuses(Slow):
+        def start(self, context: Any, state: Any) -> dict[str, Any]:
+            raise RetrainError("no login")
+
+    with pytest.raises(SystemExit):
+        RunRecorder(tmp_path, context(), trackers={"slow": Exits()}).start()
+    with pytest.raises(RetrainError, match="no login"):
+        RunRecorder(tmp_path, context(), trackers={"slow": Refuses()}).start()
+
+
+class Collecting:
+    """A tracker that keeps what it gets; it blocks where ``gate`` is not set."""
+
+    def __init__(self, gate: threading.Event | None = None):
+        self.gate, self.got = gate, list[tuple[int, str, Any]]()
+
+    def start(self, run: Any, state: Any) -> None:
+        pass
+
+    def log(self, step: int, values: Any) -> None:
+        if self.gate is not None:
+            assert self.gate.wait(30)
+        self.got.append((step, "eval" if "eval/heldout/step" in values else "row", values.get("train/loss")))
+
+
+def record_evaluated(recorder: RunRecorder, first: int, last: int) -> None:
+    """Steps with an evaluation before the first and after every second."""
+    for number in range(first, last):
+        if number == 0:
+            recorder.record_eval(evaluation([group([1.0], [3])], 0))
+        if number % 2:
+            recorder.record_eval(evaluation([group([1.0], [3])], number + 1))
+        recorder.record_step(step([group([1.0, 0.0], [4, 5])], number, {"loss": number / 8}))
+
+
+def test_a_tracker_gets_the_rows_that_a_killed_process_had_not_sent(tmp_path):
+    """The first process dies while its tracker hangs; rows and evaluations have the steps of the files."""
+    gate, second = threading.Event(), Collecting()
+    first = RunRecorder(tmp_path, context(), trackers={"slow": Collecting(gate)})
+    record_evaluated(first, 0, 4)
+    state = json.loads(json.dumps(first.state()))
+    record_evaluated(first, 4, 6)
+    first.flush()
+    with RunRecorder(tmp_path, context(), trackers={"slow": second}) as resumed:
+        resumed.restore(state)
+        resumed.truncate(4)
+        record_evaluated(resumed, 4, 6)
+    assert second.got == [
+        (0, "eval", None), (0, "row", 0.0), (1, "row", 1 / 8), (2, "eval", None), (2, "row", 2 / 8), (3, "row", 3 / 8),
+        (4, "eval", None), (4, "row", 4 / 8), (5, "row", 5 / 8), (6, "eval", None),
+    ]  # fmt: skip
+    rows = {row["step"]: row["loss"] for row in read_jsonl(tmp_path / "metrics.jsonl")}
+    assert {step: loss for step, kind, loss in second.got if kind == "row"} == rows
+    evaluations = [row["step"] for row in read_jsonl(tmp_path / "evals.jsonl")]
+    assert [step for step, kind, _ in second.got if kind == "eval"] == evaluations
+    gate.set()
+    first.close()
+
+
+def test_what_was_sent_is_not_sent_again(tmp_path):
+    first, second, third = Collecting(), Collecting(), Collecting()
+    recorder = RunRecorder(tmp_path, context(), trackers={"mine": first})
+    record_evaluated(recorder, 0, 4)
+    assert recorder.close()  # everything has been sent
+    state = recorder.state()
+    with RunRecorder(tmp_path, context(), trackers={"mine": second, "new": third}) as resumed:
+        resumed.restore(state)
+        resumed.truncate(4)
+        record_evaluated(resumed, 4, 5)
+    assert [entry[:2] for entry in first.got][-2:] == [(3, "row"), (4, "eval")]
+    assert [entry[:2] for entry in second.got] == [(4, "eval"), (4, "row")]  # an evaluation may come twice
+    assert [entry[:2] for entry in third.got if entry[1] == "row"] == [(step, "row") for step in range(5)]
+
+
+def test_training_does_not_wait_for_a_tracker_that_starts_slowly(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "START_SECONDS", 0.1)
+    gate, told, tracker = threading.Event(), list[str](), Collecting()
+    tracker.start = lambda run, state: gate.wait(30) and None  # type: ignore[method-assign]
+    recorder = RunRecorder(tmp_path, context(), trackers={"slow": tracker}, warn=told.append)
+    record_evaluated(recorder, 0, 2)
+    assert of_tracker(told) == ["slow has not started after 0.1 s; training goes on, and its rows wait"]
+    gate.set()
+    recorder.close()
+    assert [step for step, kind, _ in tracker.got if kind == "row"] == [0, 1]
+
+
+def test_a_tracker_that_fails_to_start_too_late_to_stop_the_run_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "START_SECONDS", 0.1)
+    gate, told, tracker = threading.Event(), list[str](), Collecting()
+
+    def start(run: Any, state: Any) -> None:
+        assert gate.wait(30)
+        raise ConnectionError("gone")
+
+    tracker.start = start  # type: ignore[method-assign]
+    recorder = RunRecorder(tmp_path, context(), trackers={"slow": tracker}, warn=told.append)
+    record_evaluated(recorder, 0, 2)
+    gate.set()
+    assert recorder.close()
+    assert tracker.got == []
+    assert len(of_tracker(told)) == 2
+    assert "slow could not start: ConnectionError: gone" in of_tracker(told)[1]

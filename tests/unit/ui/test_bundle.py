@@ -1,0 +1,147 @@
+"""A copy of the page: its modules as one script, and the answers that its views ask for."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import pwd
+import re
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from retrain.errors import UsageError
+from retrain.ui.bundle import key_of, without_paths, write_bundle
+from retrain.ui.library import Library
+from retrain.ui.numbers import Pool
+from retrain.ui.places import Places
+from retrain.ui.scripts import joined
+from retrain.ui.server import STATIC
+
+
+def modules(folder, **texts):
+    for name, text in texts.items():
+        (folder / f"{name}.js").write_text(text)
+    return folder
+
+
+def test_modules_become_one_script_each_before_who_needs_it(tmp_path):
+    (tmp_path / "views").mkdir()
+    modules(tmp_path, app='import {a, b as c} from "./views/x.js";\nc(a);\n', low="export const one = 1;\n")
+    modules(
+        tmp_path / "views",
+        x='import {\n  one,\n} from "../low.js";\nexport async function a() {}\nexport class b {}\none;\n',
+    )
+    text = joined(tmp_path, "app.js")
+    assert re.findall(r'^parts\$\["(.*)"\] = ', text, re.MULTILINE) == ["low.js", "views/x.js", "app.js"]
+    assert 'const {a, b: c} = parts$["views/x.js"];' in text
+    assert 'const {one} = parts$["low.js"];' in text
+    assert "return {a, b};" in text
+    assert not re.search(r"^(import|export)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('import x from "./low.js";\n', "is a form that a copy of the page cannot have"),
+        ("export default 1;\n", "is a form that a copy of the page cannot have"),
+        ('const x = import("./low.js");\n', "is a form that a copy of the page cannot have"),
+        ('import {a} from "./app.js";\n', "app.js imports itself"),
+    ],
+)
+def test_modules_in_another_form_are_refused(tmp_path, text, reason):
+    with pytest.raises(ValueError, match=reason):
+        joined(modules(tmp_path, app=text, low=""), "app.js")
+
+
+def test_the_pages_own_modules_can_be_joined():
+    text = joined(STATIC, "app.js")
+    assert text.count("parts$[") > 40
+    assert "retrainAnswers" in text
+
+
+def test_a_question_has_one_name():
+    asked = {"at": "logs/a", "key": "loss", "x": "step", "points": 600, "first": 0, "text": ""}
+    assert key_of("columns", asked) == "columns?at=logs/a&key=loss&x=step"
+    assert key_of("places", {}) == "places?"
+
+
+@pytest.mark.parametrize(
+    ("text", "copied"),
+    [
+        ("adapter at /home/me/x y/final.", "adapter at …/x y/final."),
+        ('"/home/me/runs/a": ("/tmp/b/c.py", line 3)', '"…/a": ("…/c.py", line 3)'),
+        ("file:///home/me/a and ~/a/b and https://me.org/a/b", "file://…/a and ~/a/b and https://me.org/a/b"),
+        (
+            "and/or, 3 / 4, eval/heldout/x, ../a/b, --- /dev/null",
+            "and/or, 3 / 4, eval/heldout/x, ../a/b, --- /dev/null",
+        ),
+    ],
+)
+def test_of_a_path_of_the_machine_the_last_part_is_told(text, copied):
+    assert without_paths({"a": [text, None, 1.5], text: text}) == {"a": [copied, None, 1.5], copied: copied}
+
+
+@pytest.fixture(scope="module")
+def copied(mixed_campaign, tmp_path_factory):
+    out = tmp_path_factory.mktemp("copy") / "page"
+    size = write_bundle(Library(Places([mixed_campaign]), Pool()), out)
+    assert size == sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    return out
+
+
+def answers_in(path):
+    text = path.read_text()
+    assert text.startswith("retrainAnswers(")
+    return json.loads(text.removeprefix("retrainAnswers(").removesuffix(");\n"))
+
+
+def test_a_copy_holds_every_answer_that_its_index_names_and_nothing_of_the_machine(copied, mixed_campaign):
+    about = json.loads((copied / "data.js").read_text().removeprefix("globalThis.RETRAIN_COPY = ").removesuffix(";\n"))
+    assert about["homes"] == [f"{mixed_campaign.name}/out"]
+    assert f"columns?at={about['homes'][0]}&key=step&x=step" in about["files"]
+    found = {name: answers_in(copied / "data" / f"{name}.js") for name in set(about["files"].values())}
+    assert {key: name for name, own in found.items() for key in own} == about["files"]
+    kinds = {key.partition("?")[0] for key in about["files"]}
+    assert kinds >= {"places", "campaign", "metrics", "columns", "curves", "notes", "timeline", "rollouts", "rollout",
+                     "iterations", "compare", "log", "lora"}  # fmt: skip
+    campaign = found["000_campaign"][f"campaign?at={about['homes'][0]}"]
+    assert campaign["comparison"]["conditions"]
+    assert b"Traceback" not in b"".join(path.read_bytes() for path in (copied / "data").iterdir())
+
+
+def test_a_copy_has_nothing_of_the_machine(copied, mixed_campaign):
+    """Of the computer that trained and made the copy, neither its name, nor who uses it, nor where its files lie."""
+    user = pwd.getpwuid(os.getuid())
+    names = {socket.gethostname(), user.pw_name}
+    places = {str(Path.home()), user.pw_dir, tempfile.gettempdir(), sys.prefix, str(Path(__file__).parents[3])}
+    places |= {str(mixed_campaign), str(copied)}
+    for path in sorted(each for each in copied.rglob("*") if each.is_file()):
+        # The page's own code, the same everywhere, may have a variable of that name.
+        words = places | names if path.parent.name == "data" or path.name == "data.js" else places
+        told = re.compile("|".join(rf"(?<![\w.]){re.escape(word)}(?!\w)" for word in words if len(word) > 1))
+        found = told.search(path.read_text("utf-8", "replace"))
+        assert found is None, (path.name, found and found.string[max(0, found.start() - 80) : found.end() + 60])
+
+
+def test_a_copys_page_loads_nothing_but_what_lies_beside_it(copied):
+    page = (copied / "index.html").read_text()
+    for link in re.findall(r'(?:src|href)="([^"#]+)"', page):
+        assert (copied / link).is_file(), link
+    assert "default-src 'none'" in html.unescape(page)
+    assert 'type="module"' not in page
+
+
+def test_nothing_that_is_there_is_written_over(copied, mixed_campaign, tmp_path):
+    library = Library(Places([mixed_campaign]), Pool())
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    with pytest.raises(UsageError, match="is there already"):
+        write_bundle(library, copied)
+    assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == before
+    (empty := tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="no campaign and no run to copy"):
+        write_bundle(Library(Places([empty]), Pool()), tmp_path / "out")
