@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.environments.protocol import Observation, Step
+from retrain.environments.providers.styles import adapt
 from retrain.errors import PluginError
 from retrain.plugins import declared_ranges, load_function
 from retrain.rewards.base import checked, failed
@@ -43,8 +44,6 @@ def serve(target: str, arguments: Mapping[str, Any], folders: Sequence[str]) -> 
 def _native(made: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """An object with ``start``. Raises PluginError for arguments that it does not take."""
     if not hasattr(made, "start"):
-        from retrain.environments.providers.styles import adapt
-
         return adapt(made, arguments)
     try:
         inspect.signature(made).bind(**arguments)
