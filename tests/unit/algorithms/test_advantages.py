@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.errors import PluginError
 from retrain.maths.advantages import ADVANTAGES, group_advantages, whiten
 
 REWARDS = st.lists(st.floats(0.0, 1.0, width=32), min_size=2, max_size=12)
@@ -123,23 +122,7 @@ def test_whitening_is_the_masked_token_moments(rows):
     assert float(white.repeat_interleave(counts).square().mean()) == pytest.approx(1.0)
 
 
-def test_plugins_are_called_and_checked():
-    def half(rewards):
-        return rewards / 2
-
-    def with_context(rewards, context):
-        return (rewards * context).tolist()
-
-    def too_short(rewards):
-        return rewards[:-1]
-
-    def not_a_number(rewards):
-        return rewards * math.nan
-
+def test_plugins_are_called():
     rewards = torch.tensor([1.0, 3.0])
-    assert group_advantages(half, rewards).tolist() == [0.5, 1.5]
-    assert group_advantages(with_context, rewards, context=2).tolist() == [2.0, 6.0]
-    with pytest.raises(PluginError, match=r"test_advantages:.*too_short returned shape \(1,\)"):
-        group_advantages(too_short, rewards)
-    with pytest.raises(PluginError, match="not_a_number returned NaN"):
-        group_advantages(not_a_number, rewards)
+    assert group_advantages(lambda rewards: rewards / 2, rewards).tolist() == [0.5, 1.5]
+    assert group_advantages(lambda rewards, context: (rewards * context).tolist(), rewards, 2).tolist() == [2.0, 6.0]

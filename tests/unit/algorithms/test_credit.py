@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrain.errors import PluginError
 from retrain.maths.credit import (
     TRANSFORMS,
     ModeInputs,
@@ -71,18 +70,13 @@ def looped_gtpo(batch: Batch, beta: float, lam: float | None = None) -> list[lis
     return rows
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1, 1.0, 3.0])
-def test_gtpo_matches_a_loop(beta):
+@pytest.mark.parametrize("beta", [0.1, 1.0, 3.0])
+@pytest.mark.parametrize(("mode", "lam"), [("gtpo", None), ("gtpo_sepa", 0.0), ("gtpo_sepa", 0.4), ("gtpo_sepa", 1.0)])
+def test_gtpo_and_sepa_match_a_loop(mode, lam, beta):
     batch = Batch()
-    expected = torch.tensor(looped_gtpo(batch, beta), dtype=torch.float64)
-    assert torch.allclose(batch.credit("gtpo", beta=beta).advantages_BT, expected, atol=1e-12)
-
-
-@pytest.mark.parametrize("lam", [0.0, 0.4, 1.0])
-def test_sepa_matches_a_loop(lam):
-    batch = Batch()
-    expected = torch.tensor(looped_gtpo(batch, 0.5, lam), dtype=torch.float64)
-    assert torch.allclose(batch.credit("gtpo_sepa", beta=0.5, sepa_lambda=lam).advantages_BT, expected, atol=1e-12)
+    expected = torch.tensor(looped_gtpo(batch, beta, lam), dtype=torch.float64)
+    found = batch.credit(mode, beta=beta, sepa_lambda=lam or 0.0).advantages_BT
+    assert torch.allclose(found, expected, atol=1e-12)
 
 
 def test_none_spreads_the_advantage():
@@ -93,16 +87,6 @@ def test_none_spreads_the_advantage():
     assert credit.weights_BT is None
     assert torch.equal(batch.credit("gtpo", beta=0.0).advantages_BT, credit.advantages_BT)  # to the last bit
     assert gtpo_weights(torch.full((1, 3), 1e-9), torch.ones(1, 3).bool(), 0.5).tolist() == [[1.0, 1.0, 1.0]]
-
-
-@given(SEEDS, st.floats(0.0, 1.0))
-def test_mean_gtpo_weight_is_one(seed, beta):
-    batch = Batch(seed)
-    h = uncertainty("surprisal", batch.logprobs, None, batch.mask)
-    weights = gtpo_weights(h, batch.mask, beta)
-    for row, length in zip(weights, batch.lengths.tolist(), strict=True):
-        assert length == 0 or float(row.sum()) / length == pytest.approx(1.0, abs=1e-12)
-    assert (weights >= 0).all()
 
 
 @given(SEEDS, st.floats(-1.0, 2.0))
@@ -223,14 +207,6 @@ def test_gtpo_paper_matches_a_loop(seed):
     assert torch.allclose(credit.advantages_BT, got, atol=1e-9)
 
 
-def test_gtpo_paper_normalises_jointly():
-    batch = Batch(3)
-    advantages = batch.credit("gtpo_paper", inputs=batch.inputs()).advantages_BT
-    group = batch.mask & (batch.groups == 7)[:, None]
-    assert float(advantages[group].mean()) == pytest.approx(0.0, abs=1e-12)
-    assert float(advantages[group].square().mean()) == pytest.approx(1.0)
-
-
 def test_gtpo_paper_can_keep_the_sign():
     """One short correct answer beside three long wrong ones: the joint mean lies below most wrong tokens, which then
     are rewarded; divided by the root mean square alone none is."""
@@ -345,15 +321,3 @@ def test_stats_by_kind():
     assert variance.exec_variance == pytest.approx(float((p * (1 - p)).var(correction=0)))
     without = token_advantages("none", batch.advantages, batch.logprobs, None, None, batch.mask)
     assert all(value is None for value in without.stats.values())
-
-
-def test_plug_ins_that_return_something_else_are_named():
-    batch = Batch()
-    for plugin, message in (
-        (lambda advantages_BT, **rest: advantages_BT[0], "returned shape"),
-        (lambda advantages_BT, **rest: advantages_BT / 0, "returned NaN or infinity"),
-    ):
-        with pytest.raises(PluginError, match=rf"test_credit:.*{message}"):
-            batch.credit(plugin)
-    with pytest.raises(PluginError, match="returned NaN or infinity"):
-        batch.credit("gtpo", uncertainty_kind=lambda logprobs, entropy, mask: logprobs * math.nan)
