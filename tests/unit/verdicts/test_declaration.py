@@ -152,14 +152,6 @@ def test_a_declaration_may_be_corrected_until_a_run_has_begun(tmp_path):
     assert (opened(many), opened(few)) == ((6, 0.01), (6, 0.01))
 
 
-def test_too_few_pairs_have_no_p(tmp_path):
-    values = {label: [value + 0.03 * place for value in BASE[:6]] for place, label in enumerate("abcde")}
-    found = compare_directories([campaign(tmp_path, values)])["conditions"][1]
-    assert found["verdict"].startswith("cannot tell: 6 pairs of seeds, 8 needed")
-    assert (found["p_value"], found["p_holm"], found["p_exact"]) == (None, None, None)
-    assert "p =" not in found["sentence"]
-
-
 def recorded(folder: Path, rule: str, differences: list[float], **look: Any) -> Path:
     """With the record of looks at b under this rule, the last of which is ``look``."""
     conditions = {"b": {
