@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -50,41 +49,6 @@ def test_gae_is_its_definition(gamma, lam):
         wanted = double_sum(rewards[row][own].tolist(), values[row][own].tolist(), gamma, lam)
         assert found[row][own].tolist() == pytest.approx(wanted, abs=1e-13)
     assert not found[~mask].any()
-
-
-@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("gamma", [0.9, 1.0])
-def test_every_episode_of_three_tokens_enumerated(gamma, lam):
-    """With the true values, the mean advantage of a token is Q − V of that token for every λ, and 0 over the tokens."""
-    prefixes = [prefix for length in range(3) for prefix in itertools.product((0, 1), repeat=length)]
-    chance = {prefix: 0.2 + 0.6 * ((sum(prefix) + len(prefix)) % 3) / 2 for prefix in prefixes}
-    paths = list(itertools.product((0, 1), repeat=3))
-    reward = {path: math.sin(1.0 + path[0] + 3 * path[1] + 5 * path[2]) for path in paths}
-
-    def share(prefix, token):
-        return chance[prefix] if token == 1 else 1 - chance[prefix]
-
-    def value(prefix):
-        if len(prefix) == 3:
-            return 0.0
-        return sum(share(prefix, token) * action_value(prefix, token) for token in (0, 1))
-
-    def action_value(prefix, token):
-        longer = (*prefix, token)
-        return (reward[longer] if len(longer) == 3 else -0.1 * token) + gamma * value(longer)
-
-    rewards = rows(*([-0.1 * path[0], -0.1 * path[1], reward[path]] for path in paths))
-    values = rows(*([value(path[:t]) for t in range(3)] for path in paths))
-    advantages = gae(rewards, values, ones(8, 3), gamma, lam).tolist()
-    likely = [math.prod(share(path[:t], path[t]) for t in range(3)) for path in paths]
-    for prefix in prefixes:
-        for token in (0, 1):
-            longer = (*prefix, token)
-            those = [number for number, path in enumerate(paths) if path[: len(longer)] == longer]
-            mean = sum(likely[n] * advantages[n][len(prefix)] for n in those) / sum(likely[n] for n in those)
-            assert mean == pytest.approx(action_value(prefix, token) - value(prefix), abs=1e-13)
-        those = [number for number, path in enumerate(paths) if path[: len(prefix)] == prefix]
-        assert sum(likely[n] * advantages[n][len(prefix)] for n in those) == pytest.approx(0, abs=1e-13)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])

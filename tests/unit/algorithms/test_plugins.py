@@ -17,8 +17,10 @@ from retrain.algorithms.standard import assign_credit, fill_advantages, load_det
 from retrain.campaign.planning.plan import plan
 from retrain.config import parse_dict
 from retrain.errors import PluginError
+from retrain.maths.advantages import group_advantages
+from retrain.maths.credit import token_advantages
 from retrain.maths.losses import policy_loss
-from retrain.maths.planning import RegexDetector
+from retrain.maths.planning import PluginDetector, RegexDetector
 from retrain.plugins import load_function
 from retrain.policy.protocol import samples_of
 
@@ -41,10 +43,6 @@ def longer_is_better(rewards, context):
     return torch.tensor([float(len(completion)) for completion in context.completions])
 
 
-def one_number(rewards):
-    return rewards[:1]
-
-
 def gtpo(advantages_BT, h_BT, planning_BT, mask_BT):
     assert planning_BT.shape == mask_BT.shape
     mean = (h_BT * mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True)
@@ -64,33 +62,9 @@ def reinforce(logprobs_BT, sampler_logprobs_BT, advantages_BT, mask_BT):
     return -ratio * advantages_BT * logprobs_BT
 
 
-def summed(logprobs_BT, sampler_logprobs_BT, advantages_BT, mask_BT):
-    return (logprobs_BT * advantages_BT).sum()
-
-
-def constant(logprobs_BT, sampler_logprobs_BT, advantages_BT, mask_BT):
-    return advantages_BT * 1.0
-
-
-def undefined(logprobs_BT, sampler_logprobs_BT, advantages_BT, mask_BT):
-    return logprobs_BT * float("nan")
-
-
 def checking(texts, offsets):
     assert all(pairs.shape == (len(pairs), 2) for pairs in offsets)
     return [["check" in text[a:b] for a, b in pairs] for text, pairs in zip(texts, offsets)]
-
-
-def first_only(texts, offsets):
-    return [[True] * len(offsets[0])]
-
-
-def too_short(texts, offsets):
-    return [[True] for _ in texts]
-
-
-def probabilities(texts, offsets):
-    return [[0.5] * len(pairs) for pairs in offsets]
 '''
 HELPERS = "BETA = 0.5\n"
 
@@ -200,31 +174,40 @@ def test_a_transform_plug_in_decides_which_groups_have_signal(base, folder):
     assert all((sample.advantages_T == 1).all() for sample in sampled_tokens(samples_of([one])))
 
 
-def update(config, modes, one, detector, text) -> None:
-    """Call every plug-in as a step does."""
-    mark_planning([one], detector, text)
-    fill_advantages([one], modes.advantage)
-    assign_credit([one], config, 0.0, ("placebo",), modes)
-    policy_loss(modes.loss, *loss_inputs())
+def loss_of(value):
+    return lambda: policy_loss(lambda logprobs_BT, *rest: value(logprobs_BT), *loss_inputs())
+
+
+def masks_of(value):
+    masks = PluginDetector(lambda texts, offsets: value)
+    return lambda: masks.token_masks(["so x", "x = 4"], [[(0, 2), (2, 4)], [(0, 1), (1, 5)]])
+
+
+def credit_of(**keys):
+    logprobs, mask = torch.zeros(1, 3), torch.ones(1, 3).bool()
+    options = {"mode": "gtpo", **keys}
+    return lambda: token_advantages(options.pop("mode"), torch.ones(1), logprobs, None, mask, mask, **options)
 
 
 @pytest.mark.parametrize(
-    ("key", "name", "reason"),
+    ("call", "reason"),
     [
-        ("advantage_mode", "one_number", r"advantage plug-in toy_credit:one_number returned shape \(1,\)"),
-        ("loss", "summed", r"returned shape \(\) for tokens of shape \(3, 5\): return the loss of every token"),
-        ("loss", "undefined", "loss plug-in toy_credit:undefined returned NaN or infinity for a trained token"),
-        ("loss", "constant", "has no gradient"),
-        ("detector", "first_only", "planning detector toy_credit:first_only returned 1 masks for 2 completions"),
-        ("detector", "too_short", r"returned shape \(1,\) for a completion of \d+ tokens: return one entry per token"),
-        ("detector", "probabilities", "returned something else than true and false"),
+        (lambda: group_advantages(lambda rewards: rewards[:1], torch.ones(2)), r"advantage plug-in .* shape \(1,\)"),
+        (lambda: group_advantages(lambda rewards: rewards / 0, torch.ones(2)), "advantage plug-in .*NaN"),
+        (credit_of(mode=lambda advantages_BT, **rest: advantages_BT[0]), "transform plug-in .*returned shape"),
+        (credit_of(mode=lambda advantages_BT, **rest: advantages_BT / 0), "transform plug-in .*NaN or infinity"),
+        (credit_of(uncertainty_kind=lambda *tensors: tensors[0] / 0), "uncertainty plug-in .*NaN or infinity"),
+        (loss_of(torch.sum), r"returned shape \(\) for tokens of shape \(3, 5\): return the loss of every token"),
+        (loss_of(lambda logprobs: logprobs / 0), "loss plug-in .* returned NaN or infinity for a trained token"),
+        (loss_of(torch.zeros_like), "has no gradient"),
+        (masks_of([[True, True]]), "planning detector .* returned 1 masks for 2 completions"),
+        (masks_of([[True], [True]]), r"returned shape \(1,\) for a completion of 2 tokens: return one entry per token"),
+        (masks_of([[0.5, 1.0], [0.0, 1.0]]), "returned something else than true and false"),
     ],
 )
-def test_wrong_results_name_the_plug_in(base, folder, key, name, reason):
-    config = parse_dict({"planning" if key == "detector" else "algorithm": {key: f"toy_credit:{name}"}})
-    modes, one = load_modes(config.algorithm, folder), group(base, [1.0, 0.0])
+def test_wrong_results_name_the_plug_in(call, reason):
     with pytest.raises(PluginError, match=reason):
-        update(config, modes, one, load_detector(config, folder), base.text)
+        call()
 
 
 def loss_inputs():
