@@ -85,7 +85,7 @@ OWN = {"lora_rank": 4, "lr": 0.01, "cliprange_value": 0.3, "gamma": 0.9, "lam_po
         (
             advantage_words,
             {"algorithm": GAE, "critic": OWN},
-            "δ_t = r_t + γV_(t+1) − V_t of a critic, γ = 0.9, λ = 0.8",
+            "γV_(t+1) − V_t of a critic, γ = 0.9, λ = 0.8",
         ),
         (critic_words, {"algorithm": GAE, "critic": OWN}, "a value head and an adapter of its own of rank 4, lr 0.01"),
     ],
