@@ -113,22 +113,6 @@ def test_a_collapse_hands_over_to_the_exact_test(looks):
         assert (few.p, few.different) == (None, False)  # five pairs decide nothing exactly
 
 
-@pytest.mark.parametrize("looks", ["off", "linear"])
-def test_the_difference_that_is_tested_is_the_one_that_its_test_estimates(looks):
-    """With missing runs the fit of seed + condition also knows what has no partner; sign flips do not."""
-    table = tables(Rule(family=2, planned=6), 1, 0.5, seed=9)[0]
-    table[1, 0], table[3, 2] = np.nan, np.nan
-    fit = additive_fit(table[None]).difference[0]
-    means = np.nanmean(table[:, 1:] - table[:, :1], axis=0)
-    assert np.abs(fit - means).max() > 0.01
-    by_normal = decide(table, Rule("normal", 2, 6, looks)).comparisons
-    if looks == "off":
-        assert [each.tested for each in by_normal] == pytest.approx(fit)
-    else:  # the second condition's last look is that at the last seed
-        assert by_normal[1].tested == pytest.approx(fit[1])
-    assert [each.difference for each in by_normal] == pytest.approx(means)
-    exact = decide(table, Rule("exact", 2, 6, looks)).comparisons
-    assert [each.tested for each in exact] == [each.difference for each in exact] == pytest.approx(means)
 
 
 def test_looks_of_the_normal_test_by_hand():
