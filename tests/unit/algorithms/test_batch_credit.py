@@ -96,35 +96,23 @@ def test_whitening_weighs_every_graded_completion_by_its_tokens(base):
     assert abs(values.mean()) > 0.05  # it is not the plain mean that is 0
 
 
-@pytest.mark.parametrize("discard", [True, False])
-def test_denominators_count_skipped_groups(base, discard):
-    """A group without signal stays in the count that the loss is divided by, whether it trains or not."""
-    groups = [group(base, [1.0, 0.0]), group(base, [0.0, 0.0]), group(base, [None, None])]
+@pytest.mark.parametrize("keys", [{}, {"discard_group_zero_advantage": False}, {"kl_coef": 0.1}, {"entropy_coef": 0.1}])
+def test_denominators_count_skipped_groups(base, keys):
+    """A group without signal stays in the count that the loss is divided by, whether it trains or not; it trains where
+    the loss has another term or it is not to be discarded."""
+    groups = [group(base, [1.0, 0.0]), group(base, [0.0, 0.0]), group(base, [None, 1.0]), group(base, [None, None])]
     fill_advantages(groups, "grpo")
-    config = parse_dict({"algorithm": {"discard_group_zero_advantage": discard}})
-    result = assign_credit(groups, config, 0.0, ("placebo",))
-    assert [g.discarded for g in groups] == [None, "zero_advantage" if discard else None, "no_reward"]
+    result = assign_credit(groups, parse_dict({"algorithm": keys}), 0.0, ("placebo",))
+    without = None if keys else "zero_advantage"
+    assert [g.discarded for g in groups] == [None, without, without, "no_reward"]
     sequences = sampled_tokens(samples_of(groups))
-    assert len(sequences) == (2 if discard else 4)
+    assert len(sequences) == (5 if keys else 2)
     assert not any(sequence.advantages_T.any() for sequence in sequences[2:])
-    rated = [rollout for g in groups[:2] for rollout in g.rollouts]
-    assert (result.denominators.tokens, result.denominators.sequences) == (sum(map(len, rated)), 4)
+    graded = [rollout for g in groups for rollout in g.rollouts if np.isfinite(rollout.advantage)]
+    assert (result.denominators.tokens, result.denominators.sequences) == (sum(map(len, graded)), 5)
     for sequence in sequences:
         assert sequence.loss_mask_T.all()
         assert len(set(sequence.advantages_T.tolist())) == 1
-
-
-@pytest.mark.parametrize("term", ["kl_coef", "entropy_coef"])
-def test_groups_without_signal_train_when_the_loss_has_another_term(base, term):
-    groups = [group(base, [1.0, 0.0]), group(base, [0.0, 0.0]), group(base, [None, 1.0]), group(base, [None, None])]
-    fill_advantages(groups, "grpo")
-    assert [g.discarded for g in groups] == [None, "zero_advantage", "zero_advantage", "no_reward"]
-    result = assign_credit(groups, parse_dict({"algorithm": {term: 0.1}}), 0.0, ("placebo",))
-    assert [g.discarded for g in groups] == [None, None, None, "no_reward"]
-    sequences = sampled_tokens(samples_of(groups))
-    assert len(sequences) == 5
-    assert result.denominators.sequences == 5
-    assert not any(s.advantages_T.any() for s in sequences[2:])
 
 
 def test_the_probe_is_one_completion_of_every_group_first(base):
