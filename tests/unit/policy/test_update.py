@@ -371,24 +371,6 @@ def test_groups_without_signal_change_no_bit_of_the_update(base, lanes, samples)
     assert (idle["num_datums"], idle["loss"], "optim/grad_norm" in idle) == (0, 0.0, False)
 
 
-def test_signal_at_any_trained_token_is_signal(base, lanes, on_policy):
-    """Token credit may leave the first tokens of a completion without an advantage, or out of the loss."""
-    samples = []
-    for i, s in enumerate(on_policy[:8]):
-        place_T = np.arange(len(drawn(s)))
-        advantages_T = np.where(place_T == place_T[-1], 1.5, 0.0)
-        samples.append(with_tokens(s, advantages=advantages_T, loss_mask=place_T >= i % 2))
-    samples = [s for s in samples if len(drawn(s)) > 2]
-    flat, _ = gradient(lanes, samples, loss="reinforce")
-    expected, count = trained(lanes, 0), totals(samples).tokens
-    expected.flat.grad.zero_()
-    for s in samples:
-        with lanes.single(expected):
-            (-1.5 * token_logprobs(base, collate([s], base), 1.0)[0][0, -1] / count).backward()
-    assert expected.flat.grad.norm() > 0
-    assert relative(flat, expected.flat.grad) < 1e-4
-
-
 @pytest.mark.parametrize("all_tokens", [False, True])
 def test_sequence_means_count_the_tokens_that_the_denominator_names(base, lanes, samples, all_tokens):
     """With an entropy mask, the length of a completion is that of its trained tokens, or of all of them."""

@@ -35,9 +35,9 @@ def train(folder: Path, model: Path, *sets: str, conditions=ALL, observer=None):
 
 @pytest.fixture(scope="module")
 def cohort(model, tmp_path_factory) -> dict[str, Path]:
-    """The four runs of an undisturbed cohort of five steps, by name."""
+    """The four runs of an undisturbed cohort, by name."""
     folder = tmp_path_factory.mktemp("lanes") / "cohort"
-    assert train(folder, model, "campaign.max_steps=5").exit_status == 0
+    assert train(folder, model, "campaign.max_steps=3").exit_status == 0
     return by_name(folder / "out")
 
 
@@ -71,7 +71,7 @@ def name_of(policy: LocalPolicy) -> str:
 
 
 def test_runs_in_a_cohort_equal_the_runs_alone(cohort, model, tmp_path):
-    assert train(tmp_path / "alone", model, "campaign.lanes=1", "campaign.max_steps=5").exit_status == 0
+    assert train(tmp_path / "alone", model, "campaign.lanes=1", "campaign.max_steps=3").exit_status == 0
     alone = by_name(tmp_path / "alone/out")
     for name in NAMES:
         assert_alike(cohort[name], alone[name])
@@ -152,17 +152,18 @@ def test_after_nonfinite_limit_the_run_fails_and_the_others_are_as_without_it(co
     not begun the step. The others are stopped and resumed all the same, and what failed can be tried again."""
     out = tmp_path / "bad/out"
     with monkeypatch.context() as patch:
-        poison(patch, ("four", 1, 1), ("four", 2, 1), ("four", 3, 1))
-        assert train(tmp_path / "bad", model, "campaign.max_steps=5", observer=StopAt(2)).exit_status == 130
+        poison(patch, ("four", 1, 1), ("four", 2, 1))
+        sets = ("campaign.max_steps=3", "training.nonfinite_limit=2")
+        assert train(tmp_path / "bad", model, *sets, observer=StopAt(1)).exit_status == 130
         assert resume(out, NullObserver()).exit_status == 1
     runs = by_name(out)
     entries = dict(zip(NAMES, read_json(out / "manifest.json")["runs"], strict=True))
     assert entries["four"]["state"] == "failed"
-    assert "step 3: " in entries["four"]["reason"]
-    assert "3 steps in a row: nonfinite_limit" in entries["four"]["reason"]
+    assert "step 2: " in entries["four"]["reason"]
+    assert "2 steps in a row: nonfinite_limit" in entries["four"]["reason"]
     for name in ("once", "own", "shared"):
         assert entries[name]["state"] == "done"
         assert_alike(runs[name], cohort[name])
-    assert last_checkpoint(runs["four"]).name == "step_000003"
+    assert last_checkpoint(runs["four"]).name == "step_000002"
     assert resume(out, NullObserver(), retry_failed=True).exit_status == 0
-    assert [row["step"] for row in read_jsonl(runs["four"] / "metrics.jsonl")] == list(range(5))
+    assert [row["step"] for row in read_jsonl(runs["four"] / "metrics.jsonl")] == [0, 1, 2]

@@ -54,28 +54,6 @@ def batch_of(policy, target: float = 1.0) -> TrainBatch:
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_policy_and_critic_are_scored_each_with_its_own_adapter(base, lanes, share):
-    """Values are the head's of the hidden states that predict the tokens; log-probabilities know of no critic."""
-    policy, _ = critic_policy(base, lanes, share_adapter=share)
-    plain = local_policy(base, lanes)
-    plain.adapter.load(policy.adapter.tensors())
-    samples = rollout(base, lanes, policy.adapter)
-    scores = policy.score(samples, frozenset({Want.LOGPROBS, Want.VALUES, Want.REFERENCE, Want.ENTROPY}))
-    wanted = plain.score(samples, frozenset({Want.LOGPROBS, Want.REFERENCE, Want.ENTROPY}))
-    for kind in ("logprobs", "reference", "entropy"):
-        for a, b in zip(getattr(scores, kind), getattr(wanted, kind), strict=True):
-            np.testing.assert_array_equal(a, b)
-    assert abs(np.concatenate(scores.logprobs) - np.concatenate(scores.reference)).max() > 0.01
-    own = policy.adapter if share else policy.critic.adapter
-    weights = policy.critic.head.flat.detach()
-    for values_T, sample in zip(scores.values, samples, strict=True):
-        with torch.no_grad(), lanes.single(own):
-            hidden = base.model.model(input_ids=torch.from_numpy(sample.token_ids)[None]).last_hidden_state[0]
-        expected = hidden @ weights[:-1] + weights[-1]
-        np.testing.assert_allclose(values_T, expected[:-1][sample.action_mask[1:]].numpy(), atol=1e-4)
-
-
-@pytest.mark.parametrize("share", [False, True])
 def test_the_value_loss_is_its_definition_on_what_the_critic_says(base, lanes, share):
     """Clipped around the old values, which are 0 here, over all tokens that were sampled."""
     policy, objective = critic_policy(base, lanes, share_adapter=share, cliprange_value=0.3)
@@ -120,28 +98,3 @@ def test_weight_decay_shrinks_the_critic_as_it_shrinks_the_policy(base, lanes):
     for w, a, b in zip(before, without, with_decay, strict=True):
         torch.testing.assert_close(a - b, lr * decay * w, rtol=0, atol=1e-6)
         assert float((lr * decay * w).abs().max()) > 1e-5
-
-
-def test_a_policy_with_a_critic_of_its_own_learns_what_one_without_learns(base, lanes):
-    policy, objective = critic_policy(base, lanes)
-    plain = local_policy(base, lanes)
-    plain.adapter.load(policy.adapter.tensors())
-    batch, before = batch_of(policy), policy.critic.adapter.flat.detach().clone()
-    numbers = policy.update(batch, objective, 0.01)
-    others = plain.update(batch, objective_of(parse_dict({}), "ppo"), 0.01)
-    assert torch.equal(policy.adapter.flat, plain.adapter.flat)
-    assert not torch.equal(policy.critic.adapter.flat, before)
-    assert {key: numbers[key] for key in others if not key.startswith("timing")} == {
-        key: value for key, value in others.items() if not key.startswith("timing")
-    }
-
-
-def test_a_critic_that_reads_the_policys_adapter_leaves_it_alone_while_it_warms_up(base, lanes):
-    policy, objective = critic_policy(base, lanes, share_adapter=True, warmup_steps=1)
-    batch = batch_of(policy)
-    adapter, head = (flat.detach().clone() for flat in (policy.adapter.flat, policy.critic.head.flat))
-    policy.update(batch, objective, 0.01)
-    assert torch.equal(policy.adapter.flat, adapter)
-    assert not torch.equal(policy.critic.head.flat, head)
-    policy.update(replace(batch, step=1), objective, 0.01)
-    assert not torch.equal(policy.adapter.flat, adapter)
