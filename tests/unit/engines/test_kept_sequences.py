@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from lane_cases import fresh_logprobs, publish, trained
@@ -175,11 +174,3 @@ def test_the_oldest_leave_first_and_other_tokens_are_not_found():
     assert len(kept) == 2  # what can never fit drives nothing out
     kept.clear()
     assert len(kept) == 0
-
-
-def test_greedy_and_lengths_at_the_limit(base, lanes, adapters):
-    engine, refs = engine_of(base, lanes, adapters[:1])
-    turns = episodes(engine, refs, temperature=0.0)
-    alike = {tuple(action.token_ids) for _, action in (own[0] for own in turns.values())}
-    assert len(alike) == 1
-    assert all(np.isfinite(action.logprobs_T).all() for own in turns.values() for _, action in own)

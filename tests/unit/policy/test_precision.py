@@ -97,7 +97,7 @@ def trainer_minus_sampler(engine: LocalEngine, asked: list[SampleRequest], adapt
 # -- the same numbers on both sides --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
     ("family", "dense_path"), [*((f, True) for f in DENSE), ("llama", False), *((f, False) for f in OTHERS)]
 )
@@ -111,7 +111,7 @@ def test_every_family_trains_on_the_logprobs_that_it_sampled(family, dense_path,
     prompts = [tuple(range(3, 3 + width)) for width in (4, 11)]
     asked = [SampleRequest(ref(lane), prompt, 3, 14, 1.0, ("half", lane)) for lane in (0, 1) for prompt in prompts]
     gaps = trainer_minus_sampler(engine, asked, adapters)
-    if dtype == torch.float32:
+    if dtype != BF16:
         assert float(gaps.abs().max()) < 1e-4
         return
     squares = gaps.square()
@@ -206,6 +206,34 @@ def no_memory_of_devices():
     arithmetic.multiplies_into_fp32.cache_clear()
     yield
     arithmetic.multiplies_into_fp32.cache_clear()
+
+
+class Products(TorchDispatchMode):
+    """The products of matrices, by name and dtype of their result."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: set[tuple[str, torch.dtype]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "mm" in str(func):
+            self.found.add((str(func), out.dtype))
+        return out
+
+
+def test_a_gpu_multiplies_bf16_into_fp32(no_memory_of_devices):
+    """On torch's device that holds no numbers, with the backward pass."""
+    weight = torch.empty(50, 8, dtype=BF16, device="meta")
+    hidden = torch.empty(4, 8, dtype=BF16, device="meta", requires_grad=True)
+    with Products() as products:
+        logits = Head(weight, product_VH=weight).logits(hidden)
+    assert products.found == {("aten.mm.dtype", torch.float32)}
+    assert logits.dtype == torch.float32
+    chosen_N, _ = Head(weight).logprobs(hidden, torch.zeros(4, dtype=torch.long, device="meta"), entropy=True)
+    chosen_N.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == BF16
 
 
 def scripted(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
