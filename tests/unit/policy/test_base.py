@@ -92,16 +92,6 @@ def test_the_next_cohort_finds_the_base_prepared(directories, loads):
     assert loads == [str(directories[0])]
 
 
-def test_the_tokenizer_that_filters_the_data_is_the_base_s(directories, loads):
-    with Bases() as bases:
-        config = _config(directories[0])
-        files = bases.look(config)
-        assert loads == []
-        assert bases.take(config)[0].tokenizer is files.tokenizer
-        assert bases.look(config) is files
-        assert bases.look(_config(directories[1])).tokenizer is not files.tokenizer
-
-
 def test_other_target_layers_take_the_lanes_off_and_keep_the_weights(directories, loads):
     with Bases() as bases:
         base, lanes, engine = bases.take(_config(directories[0]))

@@ -22,16 +22,13 @@ from toycampaign import campaign
 from toymodels import qwen3_directory, toy_base
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from retrain.campaign.planning.architecture import architecture_of
-from retrain.campaign.planning.estimate import Device, run_memory
 from retrain.campaign.running.controller import launch
-from retrain.config import load, parse_dict
+from retrain.config import load
 from retrain.engines import slots
 from retrain.engines.dense import DenseDecoder, KVCache
 from retrain.engines.local import LocalEngine
 from retrain.engines.slots import SlotBatch
 from retrain.files import read_json, read_jsonl
-from retrain.models.sizes import adapter_bytes
 from retrain.policy import backbone, memory
 from retrain.policy import scoring as policy_scoring
 from retrain.policy import update as updating
@@ -125,22 +122,6 @@ def test_what_an_update_keeps_is_what_was_predicted(config, dtype, trainable):
     assert kept(two, twice=True)[1] - kept(one, twice=True)[1] == tokens * 4096 * dtype.itemsize
 
 
-def test_explain_predicts_what_the_run_will_plan():
-    """Of a model whose config.json is not there, too; sampling and training are never in memory together."""
-    config = parse_dict({
-        "model": {"model": "Qwen/Qwen3-8B", "lora_rank": 16},
-        "training": {"batch_size": 16, "group_size": 16, "max_tokens": 1920},
-    })  # fmt: skip
-    architecture, base = architecture_of("Qwen/Qwen3-8B"), on_meta(QWEN, torch.bfloat16, 36, 151_936)
-    assert architecture is not None
-    assert architecture.kept_bytes(2) == kept_bytes(base) == 36 * 71 * 2048
-    found = run_memory(config, architecture, Device("gpu"), 128)
-    assert (found.base, found.adapter) == (16_381_470_720, 43_646_976 * 22)
-    assert found.sampling == 256 * (2048 * 147_456 + 5 * 4 * 151_936)
-    assert found.training == 4096 * kept_bytes(base) + 4 * (256 << 20)
-    assert found.peak == found.base + found.adapter + max(found.sampling, found.training)
-
-
 # -- how much a cohort does at a time -------------------------------------------------------------------------------
 
 
@@ -148,22 +129,15 @@ def test_rows_of_an_8b_cohort_on_80_gib_are_those_counted_by_hand(monkeypatch, t
     """Five lanes, prompt and completion of 2,048 tokens: 33 slots each, where a cache that is there twice had 15."""
     monkeypatch.setattr(memory, "total_memory", lambda device: 80 << 30)
     base = on_meta(QWEN, torch.bfloat16, 36, 151_936)
-    features = 36 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))  # q, o; k, v; the MLP
-    lanes = 5 * adapter_bytes(16 * features, 2)
-    assert lanes == 5 * 43_646_976 * (4 + 4 + 8 + 4 + 2)
-    plan = MemoryPlan.of(base, lanes)
+    assert kept_bytes(base) == 36 * 71 * 2048  # per token
+    plan = MemoryPlan.of(base, lanes := 5 * 43_646_976 * (4 + 4 + 8 + 4 + 2))
     assert plan.room == (80 << 30) - 2 * 8_190_735_360 - lanes
+    assert plan.micro_batch_tokens == int(0.4 * plan.room) // kept_bytes(base)
     engine = LocalEngine(base, Lanes(base), dense=False)
     engine.begin(plan)
-    row = 2048 * 36 * 2 * 8 * 128 * 2  # tokens × layers × keys and values × heads × numbers × bytes
-    copy = row / (36 * 2)  # one layer's keys, while the batch is compacted
-    logits = 5 * 4 * 151_936
-    by_hand = int(0.8 * plan.room / (row + copy + logits))
-    assert engine.affordable_rows(2048) == by_hand == 167
-    assert by_hand // 5 == 33
-    assert engine.affordable_rows(2000) == by_hand  # columns come in 128s
-    assert engine.affordable_rows(2048, truncated=True) < by_hand
-    assert plan.micro_batch_tokens == int(0.4 * plan.room) // (36 * 71 * 2048)
+    assert engine.affordable_rows(2048) == 167
+    assert engine.affordable_rows(2000) == 167  # columns come in 128s
+    assert engine.affordable_rows(2048, truncated=True) < 167
 
 
 class Watched(NullObserver):
