@@ -13,7 +13,6 @@ from lane_cases import adamw, decoded, fresh_logprobs, lane_of, publish, ref, re
 from toymodels import qwen3_directory, toy_base
 
 from retrain.engines import dense, slots
-from retrain.engines.dense import DenseDecoder
 from retrain.engines.draw import cumulated, draw
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.local import LocalEngine
@@ -109,25 +108,15 @@ def test_batching_does_not_change_what_is_sampled(base, lanes):
                 np.testing.assert_allclose(a.logprobs_T, b.logprobs_T, atol=1e-4)
 
 
-def test_every_end_token_stops_and_is_counted(base, lanes):
-    adapter = trained(lanes, 0)
-    ends = base.eos_ids
-    try:
-        base.eos_ids = tuple(sorted({*ends, *range(20, 120)}))
-        completions = [
-            c
-            for g in sample(LocalEngine(base, lanes), requests(prompts=4, samples=8, max_tokens=30), [adapter])
-            for c in g
-        ]
-        stopped = [c for c in completions if c.stop_reason == "stop"]
-        assert len(stopped) > len(completions) // 2
-        for completion in completions:
-            inside = [t for t in completion.token_ids[:-1] if t in base.eos_ids]
-            assert inside == []
-            assert (completion.token_ids[-1] in base.eos_ids) == (completion.stop_reason == "stop")
-            assert completion.stop_reason == "stop" or len(completion) == 30
-    finally:
-        base.eos_ids = ends
+def test_every_end_token_stops_and_is_counted(base, lanes, monkeypatch):
+    monkeypatch.setattr(base, "eos_ids", tuple(sorted({*base.eos_ids, *range(20, 120)})))
+    asked = requests(prompts=4, samples=8, max_tokens=30)
+    completions = [c for group in sample(LocalEngine(base, lanes), asked, [trained(lanes, 0)]) for c in group]
+    assert sum(c.stop_reason == "stop" for c in completions) > len(completions) // 2
+    for completion in completions:
+        assert not set(completion.token_ids[:-1]) & set(base.eos_ids)
+        assert (completion.token_ids[-1] in base.eos_ids) == (completion.stop_reason == "stop")
+        assert completion.stop_reason == "stop" or len(completion) == 30
 
 
 def test_frequencies_follow_the_distribution(base, lanes):
@@ -177,44 +166,36 @@ def test_context_overflow_is_told(base, lanes):
 
 
 def test_slots_of_finished_sequences_go_to_waiting_ones(base, lanes, monkeypatch):
-    """Few rows, sequences of very different lengths, one lane with much more to do: the same tokens in fewer steps
-    than waves would take, and every request is reported as soon as it is complete."""
+    """Few rows, sequences of very different lengths, one lane with much more to do: the same tokens, and every request
+    is reported as soon as it is complete."""
     adapters = [trained(lanes, i, rank=2 + i) for i in range(3)]
-    ends, base.eos_ids = base.eos_ids, tuple(sorted({*base.eos_ids, *range(20, 60)}))
-    try:
-        asked = [
-            request
-            for lane, prompts in enumerate((1, 2, 9))
-            for request in requests(lane, prompts=prompts, samples=3, max_tokens=6 + 9 * lane)
-        ]
-        free = sample(LocalEngine(base, lanes), asked, adapters)
-        steps, reported, decode_steps = [], [], DenseDecoder.decode_steps
+    monkeypatch.setattr(base, "eos_ids", tuple(sorted({*base.eos_ids, *range(20, 60)})))
+    asked = [
+        request
+        for lane, prompts in enumerate((1, 2, 9))
+        for request in requests(lane, prompts=prompts, samples=3, max_tokens=6 + 9 * lane)
+    ]
+    free = sample(LocalEngine(base, lanes), asked, adapters)
+    engine, steps, reported = LocalEngine(base, lanes), [], []
+    decode_steps = engine.decoder.decode_steps
 
-        def noted_steps(self, blocks, rows, *rest):
-            made = decode_steps(self, blocks, rows, *rest)
-            steps.extend([len(rows.token_R)] * made)
-            return made
+    def noted_steps(blocks, rows, *rest):
+        made = decode_steps(blocks, rows, *rest)
+        steps.extend([len(rows.token_R)] * made)
+        return made
 
-        monkeypatch.setattr(DenseDecoder, "decode_steps", noted_steps)
-        tight = sample(
-            LocalEngine(base, lanes),
-            asked,
-            adapters,
-            max_rows=8,
-            finished=lambda request, actions: reported.append((request, len(steps), len(actions))),
-        )
-        assert [[c.token_ids for c in group] for group in tight] == [[c.token_ids for c in group] for group in free]
-        for one, other in zip(tight, free, strict=True):
-            for a, b in zip(one, other, strict=True):
-                assert a.stop_reason == b.stop_reason
-                np.testing.assert_allclose(a.logprobs_T, b.logprobs_T, atol=1e-4)
-        assert max(steps) <= 8
-        assert sum(steps) < 1.6 * sum(len(c) for group in free for c in group)  # few rows ever stood idle
-        assert sorted(request for request, _, _ in reported) == list(range(len(asked)))
-        assert all(count == 3 for _, _, count in reported)
-        assert reported[0][1] < len(steps) / 2  # the first was reported long before the last had ended
-    finally:
-        base.eos_ids = ends
+    monkeypatch.setattr(engine.decoder, "decode_steps", noted_steps)
+    report = lambda request, actions: reported.append((request, len(steps), len(actions)))  # noqa: E731
+    tight = sample(engine, asked, adapters, max_rows=8, finished=report)
+    for one, other in zip(tight, free, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert (a.token_ids, a.stop_reason) == (b.token_ids, b.stop_reason)
+            np.testing.assert_allclose(a.logprobs_T, b.logprobs_T, atol=1e-4)
+    assert max(steps) <= 8
+    assert sum(steps) < 1.6 * sum(len(c) for group in free for c in group)  # few rows ever stood idle
+    assert sorted(request for request, _, _ in reported) == list(range(len(asked)))
+    assert all(count == 3 for _, _, count in reported)
+    assert reported[0][1] < len(steps) / 2  # the first was reported long before the last had ended
 
 
 def test_a_step_that_cannot_be_captured_goes_on_eagerly_and_says_so_once(base, lanes, monkeypatch):

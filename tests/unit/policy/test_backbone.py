@@ -158,28 +158,12 @@ def test_every_family_equals_whole_logits_of_single_sequences(name):
     assert error < max(1e-6, 10 * tolerance)  # gradients add up in fp32
 
 
-def test_a_model_whose_output_layer_does_something_else_takes_whole_logits():
-    base, samples = family("qwen3"), ragged()
-    plain = base.model.forward
-
-    def shifted(*args, **options):
-        out = plain(*args, **options)
-        out.logits = out.logits + torch.sin(out.logits)
-        return out
-
-    base.model.forward = shifted
+def test_an_output_layer_that_does_something_else_is_not_split_off():
+    base = family("qwen3")
+    base.model.lm_head.register_forward_hook(lambda layer, given, logits: logits + torch.sin(logits))
     backbone = backbone_of(base)
     assert backbone.head is None
     assert "cannot be split off" in backbone.notes[0]
-    batch = collate(samples, base)
-    with torch.no_grad():
-        chosen_BT, entropy_BT = token_logprobs(base, batch, 0.7, entropy=True)
-        for row, s in enumerate(samples):
-            logits = base.model(input_ids=torch.from_numpy(s.token_ids)[None]).logits
-            logp = torch.log_softmax(logits[0, s.prefix - 1 : -1] / 0.7, -1)
-            chosen = logp.gather(1, torch.from_numpy(drawn(s))[:, None])[:, 0]
-            torch.testing.assert_close(chosen_BT[row, : len(chosen)], chosen)
-            torch.testing.assert_close(entropy_BT[row, : len(chosen)], -(logp.exp() * logp).sum(1))
 
 
 @pytest.mark.parametrize("head", [{}, {"bias_V": 1.0}, {"softcap": 1.5}, {"multiplier": 0.4}], ids=str)
