@@ -187,7 +187,7 @@ def test_a_stale_adapter_is_told_from_precision_where_versions_differ_little(eng
     half = diagnosis(4, 0.0)
     assert half.startswith("it looks like a stale adapter: version 6 (")
     assert "in 4 of 8 rollouts" in half
-    for _ in range(20):
+    for _ in range(5):
         assert diagnosis(0, 0.03).startswith("it looks like precision: the current version is nearest")
     asked = requests(publish(engine, lanes.new_adapter(4, 8.0).frozen(), 2), 3, 2)
     samples = [
