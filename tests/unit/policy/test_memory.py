@@ -367,7 +367,7 @@ def undisturbed(tmp_path_factory):
     return lanes, two_steps(lanes, lambda part: nullcontext())
 
 
-@pytest.mark.parametrize(("place", "error"), zip(PLACES, 3 * list(ERRORS), strict=True))
+@pytest.mark.parametrize(("place", "error"), list(zip(PLACES, 3 * list(ERRORS), strict=True)))
 def test_a_run_in_which_memory_runs_out_gives_what_it_would_have_given(undisturbed, place, error):
     """Once in the first step. The optimizer's room is asked for again: bit by bit the same; elsewhere a smaller shape
     takes over, which rounds differently."""
