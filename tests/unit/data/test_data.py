@@ -269,6 +269,7 @@ def wrong_item(): return [1, 2]
 def bad_row(): return [{"prompt": "x"}]
 def empty(): return []
 def raises(): raise KeyError("my own bug")
+def silent(): return [Problem("a", "", "1")]
 value = 3
 """
 
@@ -298,6 +299,7 @@ def test_a_function_can_be_a_source(plugin: Path) -> None:
         ("my_problems:bad_row", DataError, 'my_problems:bad_row:train:1  has no column "answer"'),
         ("my_problems:empty", DataError, "returned no problems"),
         ("my_problems:raises", KeyError, "my own bug"),
+        ("my_problems:silent", DataError, "my_problems:silent:train:1 .* is empty"),
         ("my_problems:absent", PluginError, "has no function 'absent'"),
         ("my_problems:value", PluginError, "has no function 'value'"),
         ("no_such_module_here:f", PluginError, "no module 'no_such_module_here'"),

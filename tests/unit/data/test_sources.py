@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -176,44 +175,22 @@ def test_without_a_network_a_hub_name_is_one_clear_line(
     assert "\n" not in str(caught.value)
 
 
-def test_problems_of_a_function_are_checked_like_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    (tmp_path / "odd_problems.py").write_text(
-        "from retrain import Problem\n"
-        "def talk(): return [Problem('a', ({'role': 'user'},), '1')]\n"
-        "def silent(): return [Problem('a', '', '1')]\n"
-    )
-    with pytest.raises(DataError, match=r"odd_problems:talk:train:1 .* a message is not"):
-        load("odd_problems:talk", folder=tmp_path)
-    with pytest.raises(DataError, match=r"odd_problems:silent:train:1 .* is empty"):
-        load("odd_problems:silent", folder=tmp_path)
-
-
 # -- what check and train say of it -----------------------------------------------------------------------------
 
 GOOD = b'{"prompt": "1+1=?", "answer": "2"}\n{"prompt": "1+2=?", "answer": "3"}\n'
 WRONG = {
-    "absent": (None, "no such file"),
-    "empty": (b"", "holds no problems"),
-    "no JSON": (GOOD + b"{\n", "bad.jsonl:3  is not JSON"),
-    "no column": (GOOD + b'{"prompt": "1?"}\n', 'bad.jsonl:3  has no column "answer"'),
-    "no content": (
-        GOOD + b'{"prompt": [{"role": "user"}], "answer": "1"}\n',
-        'bad.jsonl:3  column "prompt": a message is not',
-    ),
-    "unreadable": ("/proc/self/mem", "bad.jsonl:1  cannot be read: "),
-    "one problem": (GOOD.splitlines(keepends=True)[0], "holds a single problem"),
+    "no such file": None,
+    'bad.jsonl:3  has no column "answer"': GOOD + b'{"prompt": "1?"}\n',
+    "bad.jsonl:1  cannot be read: ": "/proc/self/mem",
+    "holds a single problem": GOOD.splitlines(keepends=True)[0],
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_check_and_train_find_what_is_wrong_with_a_file(name: str, tmp_path: Path) -> None:
-    content, words = WRONG[name]
+@pytest.mark.parametrize(("message", "content"), WRONG.items())
+def test_check_and_train_find_what_is_wrong_with_a_file(message: str, content: Any, tmp_path: Path) -> None:
     if isinstance(content, bytes):
         (tmp_path / "bad.jsonl").write_bytes(content)
     elif content is not None:
-        if not Path(content).exists():
-            pytest.skip(f"no {content} here")
         (tmp_path / "bad.jsonl").symlink_to(content)
     file = tmp_path / "own.toml"
     file.write_text('[data]\nshuffle = true\nsource = "bad.jsonl"\n')
@@ -222,13 +199,13 @@ def test_check_and_train_find_what_is_wrong_with_a_file(name: str, tmp_path: Pat
         assert (result.exit_code, result.stdout) == (2, "")
         (line,) = result.stderr.splitlines()
         assert line.startswith("own.toml:3  data.source  ")
-        assert words in line
+        assert message in line
     assert not (tmp_path / "out").exists()
     result = CliRunner().invoke(app, ["explain", str(file)])
     assert result.exit_code == 0
-    assert any(
-        line.startswith("note: own.toml:3  data.source") and words in line for line in result.stderr.splitlines()
-    )
+    assert [
+        line for line in result.stderr.splitlines() if line.startswith("note: own.toml:3  data.s") and message in line
+    ]
 
 
 def test_check_names_the_file_of_held_out_problems_and_reads_it_beside_a_source_it_cannot_read(tmp_path: Path) -> None:
@@ -244,15 +221,3 @@ def test_check_names_the_file_of_held_out_problems_and_reads_it_beside_a_source_
         assert "bad.jsonl:1  is not JSON" in result.stderr
     file.write_text('[data]\nsource = "mine:problems"\neval_source = "good.jsonl"\n')
     assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
-
-
-@pytest.mark.parametrize("source", ["gsm8k", "someone/problems", "./folder"])
-def test_check_names_the_package_the_data_needs(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "folder").mkdir()
-    file = tmp_path / "own.toml"
-    file.write_text(f'[data]\nsource = "{source}"\n')
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    result = CliRunner().invoke(app, ["check", str(file)])
-    assert result.exit_code == 2
-    assert result.stderr.startswith("own.toml:2  data.source  ")
-    assert "needs the package datasets: pip install" in result.stderr
