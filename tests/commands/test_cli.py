@@ -20,7 +20,7 @@ from retrain.campaign.planning import references
 from retrain.campaign.planning.plan import plan
 from retrain.cli import app
 from retrain.commands import setup
-from retrain.config import load, parse_dict, upkeep
+from retrain.config import load, parse_dict
 from retrain.errors import Interrupted, RunFailed
 from retrain.policy import device
 
@@ -325,20 +325,6 @@ def test_packages_that_a_file_needs_are_missed_before_anything_is_loaded(tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("logging", "keys"), [
-    ('report_to = "none"\nwandb_project = "mine"', []),
-    ('report_to = "all"', []),
-    ('report_to = "wandb"\nwandb_project = "mine"', ["logging.report_to"]),
-])  # fmt: skip
-def test_only_trackers_that_runs_report_to_are_missed(tmp_path, monkeypatch, logging, keys):
-    (tmp_path / "f.toml").write_text(f"[logging]\n{logging}\n")
-    monkeypatch.setattr(references, "is_installed", lambda module: False)
-    monkeypatch.setattr(upkeep, "find_spec", lambda module: None)
-    result = run("check", tmp_path / "f.toml")
-    assert [line.split()[1] for line in result.stderr.splitlines()] == keys
-    assert result.exit_code == (2 if keys else 0)
-
-
 # -- directories ----------------------------------------------------------------------------------------------------
 
 
@@ -437,20 +423,7 @@ def test_doctor_names_every_package_and_says_what_is_missing(monkeypatch):
     result = run("doctor")
     assert result.exit_code == 1
     assert "pip install" in result.output
-
-
-@pytest.mark.parametrize(
-    ("dtype", "gain", "advice"),
-    [
-        ("auto", 3.4, 'multiplies in bfloat16 3.4 times as fast as in float32: [inference] dtype = "bfloat16" is'),
-        ("auto", 1.4, ""),
-        ("float32", 3.4, ""),
-        ("bfloat16", 0.4, 'at 0.4 of the speed of float32: [inference] dtype = "float32" is faster here'),
-    ],
-)
-def test_what_bfloat16_brings_is_told_where_it_matters(monkeypatch, dtype, gain, advice):
-    assert 0 < device.bfloat16_gain() < 1000
-    monkeypatch.setattr(device, "bfloat16_gain", lambda: gain)
-    text = device.bfloat16_advice(dtype) or ""
-    assert advice in text
-    assert bool(text) == bool(advice)
+    assert '[inference] dtype = "bfloat16" is faster here' in (device.bfloat16_advice("auto") or "")
+    monkeypatch.setattr(device, "bfloat16_gain", lambda: 0.4)
+    assert '[inference] dtype = "float32" is faster here' in (device.bfloat16_advice("bfloat16") or "")
+    assert device.bfloat16_advice("auto") is device.bfloat16_advice("float32") is None

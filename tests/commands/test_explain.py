@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from statistics import median
 
@@ -131,34 +130,26 @@ def test_measured_lengths_are_those_of_training(tmp_path):
     assert lines["example"].startswith('"<turn>Think.<turn>')
 
 
-@pytest.mark.parametrize("template", [True, False])
-def test_the_light_tokenizer_is_the_real_one(tmp_path, template):
+def test_the_light_tokenizer_is_the_real_one(tmp_path):
     """Ids with and without special tokens, the template with special tokens and further arguments."""
     from transformers import AutoTokenizer
 
     directory = qwen3_directory(tmp_path / "model", ["What is 3 + 4? 7"])
-    real = AutoTokenizer.from_pretrained(directory)
-    text = (
-        "{{ bos_token or '' }}{{ eos_token }}{% if think is defined %}{{ think }}{% endif %}{{ messages[0].content }}"
-    )
-    real.chat_template = text if template else None
-    real.save_pretrained(directory)
-    if not template:
-        (directory / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    think = "{% if think is defined %}{{ think }}{% endif %}"
+    tokenizer.chat_template = "{{ bos_token or '' }}{{ eos_token }}" + think + "{{ messages[0].content }}"
+    tokenizer.save_pretrained(directory)
+    messages = [{"role": "user", "content": "3 + 4 é 数学\n<end>"}]
     for path in (str(directory), str(bundled_model_path("tiny-reasoner"))):
         real, light = AutoTokenizer.from_pretrained(path), light_tokenizer(path)
-        messages = [{"role": "user", "content": "3 + 4 é 数学\n<end>"}]
-        if real.chat_template:
-            for extra in ({}, {"think": "yes"}):
-                both = [
-                    tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **extra)
-                    for tokenizer in (real, light)
-                ]
-                assert both[0] == both[1]
-        assert bool(light.chat_template) == bool(real.chat_template)
+        for extra in ({}, {"think": "yes"}):
+            options = {"tokenize": False, "add_generation_prompt": True, **extra}
+            assert light.apply_chat_template(messages, **options) == real.apply_chat_template(messages, **options)
         for special in (True, False):
-            texts = [t("3 + 4 é 数学 <end>", add_special_tokens=special)["input_ids"] for t in (real, light)]
-            assert texts[0] == texts[1]
+            ids = [each("3 + 4 é 数学 <end>", add_special_tokens=special)["input_ids"] for each in (real, light)]
+            assert ids[0] == ids[1]
+    (directory / "chat_template.jinja").unlink()
+    assert not light_tokenizer(str(directory)).chat_template
 
 
 def test_what_is_missing_is_named(tmp_path):
@@ -178,20 +169,6 @@ def test_what_is_missing_is_named(tmp_path):
     lines = explained(QUICKSTART, "--set", 'data.source="nowhere.jsonl"')
     assert "not read" in lines["data"]
     assert lines["prompts"] == "not measured, 128 tokens are assumed"
-
-
-def test_a_provider_brings_problems_and_rewards(tmp_path):
-    shutil.copy(Path(__file__).parents[1] / "toy_environments.py", tmp_path / "toys.py")
-    file = tmp_path / "run.toml"
-    file.write_text(
-        '[model]\nmodel = "tiny-reasoner"\n[environment]\nprovider = "toys:Echo"\nargs = { turns = 2 }\n'
-        "max_turns = 3\nworkers = 1\n[training]\nmax_tokens = 5\n[evaluation]\nproblems = 2\n",
-        encoding="utf-8",
-    )
-    lines = explained(file)
-    assert lines["reward"] == "that of toys:Echo"
-    assert lines["environment"] == "toys:Echo; at most 3 turns of 5 sampled tokens; in 1 process of its own"
-    assert lines["data"] == "toys:Echo: 6 problems to train on, 2 held out"
 
 
 # -- counted and timed, against a campaign that is then trained -------------------------------------------------------
@@ -273,39 +250,19 @@ def test_memory_is_that_of_the_cohort_that_takes_most(campaign):
     assert "on a GPU, by calculation: model in bfloat16" in gpu
 
 
-@pytest.mark.parametrize(
-    ("more", "idle", "remedy"),
-    [
-        (("--workers", "4"), "", ()),
-        (
-            ("--workers", "3"),
-            "1 of 3 workers: 4 runs are 2 cohorts; set [campaign] lanes = 1",
-            ("--set", "campaign.lanes=1"),
-        ),
-        (
-            ("--workers", "7"),
-            "3 of 7 workers: there are no more than 4 runs; set workers = 4, or 4 seeds with lanes = 1",
-            ("--set", "campaign.seeds=[1,2,3,4]", "--set", "campaign.lanes=1"),
-        ),
-    ],
-)
-def test_idle_workers_have_a_remedy(campaign, more, idle, remedy):
-    executor = ("--executor", "processes", *more)
-    assert texts_of(campaign, *executor).get("idle", []) == ([idle] if idle else [])
-    assert "idle" not in texts_of(campaign, *executor, *remedy)
-
-
-@pytest.mark.parametrize(
-    ("single", "executor", "idle"),
-    [
-        (False, {}, "3 of 4 GPUs: type --executor processes, which trains a cohort on each"),
-        (False, {"executor": "processes", "workers": 2}, "2 of 4 GPUs: type --workers 4"),
-        (False, {"executor": "processes"}, ""),
-        (True, {}, "3 of 4 GPUs: type --set backend.shard=dp --set backend.devices=all, to train the run on all"),
-    ],
-)
-def test_idle_gpus_have_a_remedy(single, executor, idle):
-    campaign = {"seeds": [1, 2, 3, 4], "conditions": [{"advantage_mode": "grpo", "transform_mode": "none"}]} | executor
-    specs = plan(parse_dict({} if single else {"campaign": campaign}))
-    workers = workers_of(specs[0].config, 4)
-    assert idle_words(specs, cut(specs, on_gpu=True, slots=workers), workers, 4) == ([idle] if idle else [])
+def test_idle_workers_and_gpus_have_a_remedy(campaign):
+    executor = ("--executor", "processes", "--workers", "3")
+    assert texts_of(campaign, *executor)["idle"] == ["1 of 3 workers: 4 runs are 2 cohorts; set [campaign] lanes = 1"]
+    assert "idle" not in texts_of(campaign, *executor, "--set", "campaign.lanes=1")
+    condition = {"advantage_mode": "grpo", "transform_mode": "none"}
+    for settings, idle in (
+        ({}, ["3 of 4 GPUs: type --executor processes, which trains a cohort on each"]),
+        ({"executor": "processes", "workers": 2}, ["2 of 4 GPUs: type --workers 4"]),
+        ({"executor": "processes"}, []),
+    ):
+        specs = plan(parse_dict({"campaign": {"seeds": [1, 2, 3, 4], "conditions": [condition], **settings}}))
+        workers = workers_of(specs[0].config, 4)
+        assert idle_words(specs, cut(specs, on_gpu=True, slots=workers), workers, 4) == idle
+    single = plan(parse_dict({}))
+    (line,) = idle_words(single, cut(single, on_gpu=True, slots=1), 1, 4)
+    assert line.endswith("type --set backend.shard=dp --set backend.devices=all, to train the run on all")

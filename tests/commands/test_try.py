@@ -188,12 +188,6 @@ def test_conditions_are_chosen_by_label(home):
     assert (wrong.exit_code, other in wrong.stderr) == (2, True)
 
 
-@pytest.mark.parametrize(("key", "value", "differs"), [("top_p", 0.9, True), ("top_k", -1, False), ("lr", 1e-5, False)])
-def test_conditions_that_sample_otherwise_are_named(home, key, value, differs):
-    path = file(home, name="cut", head=f'{TWO_CONDITIONS}"training.{key}" = {value}\n')
-    assert len(trying.others(Plan.of(load(path)), None)) == differs
-
-
 @pytest.mark.parametrize("mistake", ["training.max_tokens=100000", "data.source='nowhere.jsonl'", "reward.workers=0"])
 def test_mistakes_are_one_line(home, mistake):
     result = run("try", file(home), "--set", mistake)
