@@ -157,14 +157,6 @@ def test_what_does_not_apply_is_left_out_of_the_sum(module):
     assert [result.error for result in results] == [None, None, "no reward applies to this completion"]
 
 
-def test_what_does_not_apply_is_left_out_of_a_weighted_reward(module):
-    part = {"type": "custom", "custom_module": str(module), "custom_function": "sums", "weight": 10.0}
-    section = {"type": "weighted", "components": [part, {"type": "match"}], "workers": 1}
-    with build_grader(tasks.Reward.model_validate(section)) as grader:
-        results = grader.grade([(asked("sum"), "four"), (asked("poem", 1), r"\boxed{42}")])
-    assert totals(results) == [40.0, 1.0]
-
-
 @pytest.mark.parametrize(
     ("function", "expected"),
     [("Counts", 8.0), ("made", 8.0), ("both", 8.0 + 2.0), ("async_both", 2.0), ("starts_a_loop", 1.0)],
