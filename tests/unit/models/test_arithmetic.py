@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from random import Random
 
 import pytest
@@ -48,7 +46,6 @@ def test_lists_are_stable_unique_balanced_and_prefixes_of_longer_ones():
 
 
 def test_the_most_problems_of_a_level_can_be_had_and_no_more():
-    assert len(problems("train", 24_000, ["easy"])) == 24_000
     assert len(problems("heldout", 3_200, ["easy"])) == 3_200
     with pytest.raises(DataError, match="at most 24000 train problems of level 'easy'"):
         problems("train", 24_001, ["easy"])
@@ -115,8 +112,3 @@ def test_all_planning_phrases_of_the_detector_come_from_the_pupil():
     text = "\n".join(demonstration(p, rng) for p in problems("train", 9000)).lower()
     phrases = {text[start:end] for start, end in RegexDetector().char_spans(text)}
     assert phrases >= set(STRATEGIC_GRAMS), set(STRATEGIC_GRAMS) - phrases
-
-
-def test_the_source_imports_no_torch():
-    code = "import sys, retrain.data.arithmetic, retrain.models; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
