@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +13,8 @@ from mixed_cases import BASE, CHANGED, adapter_bytes, completions_of, launch_fil
 from timing_keys import is_timing_key
 from toycampaign import StopAfter, campaign
 
-from retrain.campaign.adapters.squeeze import squeeze, squeeze_after_run
-from retrain.campaign.planning.asked import longest_completions
-from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.running.controller import launch, resume
-from retrain.campaign.running.models import Bases
-from retrain.config import load, parse_dict
+from retrain.config import load
 from retrain.errors import RetrainError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.ownership import claim
@@ -221,48 +215,6 @@ def test_what_cannot_be_read_stops_before_anything_is_trained(model, tmp_path, m
     assert error.value.exit_status == 2
     if (tmp_path / "out").exists():
         assert {run["state"] for run in read_json(tmp_path / "out/manifest.json")["runs"]} == {"pending"}
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_the_squeeze_analysis_is_a_wandb_run_where_it_is_asked_for(finished, monkeypatch, tmp_path, asked):
-    out, _ = finished
-    told: list[str] = []
-    monkeypatch.setattr(
-        "retrain.campaign.adapters.squeeze.log_squeeze_analysis", lambda context, *_: told.append(context.run_id)
-    )
-    spec = read_plan(out).specs[0]
-    changed = spec.config.model_dump(by_alias=True)
-    changed["logging"]["report_to"] = ["wandb"]
-    changed["squeeze"] |= {"wandb": asked, "verify": "off", "output_path": str(tmp_path / "small")}
-    copied = shutil.copytree(out, tmp_path / "copy")
-    changed_spec = replace(spec, config=parse_dict(changed))
-    squeeze_after_run(copied, "squeeze", changed_spec, tmp_path, longest_completions([changed_spec.config]), Bases())
-    assert told == ([spec.run_id] if asked else [])
-
-
-def test_squeeze_of_a_run_directory(finished, tmp_path):
-    out, _ = finished
-    analysis = squeeze(out / "runs/grpo+none_s1", to=2, out=tmp_path / "small")
-    assert analysis["source_rank"] == 4
-    assert read_json(tmp_path / "small" / "adapter_config.json")["r"] == 2
-    with pytest.raises(UsageError, match="rank is 4"):
-        squeeze(out, to=9)
-    with pytest.raises(UsageError, match="no adapter"):
-        squeeze(tmp_path)
-
-
-def test_a_single_run_writes_its_directory_alone(model, tmp_path):
-    text = campaign(tmp_path, model).read_text()
-    lines = text[text.index("[model]") :].replace('custom_module = "', 'custom_module = "')
-    path = tmp_path / "single.toml"
-    path.write_text(lines.replace("batch_size = 3", "batch_size = 3\nmax_steps = 2\nseed = 5"))
-    outcome = train(path, tmp_path / "single")
-    assert outcome.exit_status == 0
-    assert len(read_jsonl(tmp_path / "single" / "metrics.jsonl")) == 2
-    assert (tmp_path / "single" / "final" / "adapter_config.json").is_file()
-    assert not (tmp_path / "single" / "runs").exists()
-    config = json.loads((tmp_path / "single" / "config.json").read_text())
-    assert config["training"]["seed"] == 5
 
 
 def test_ratio_is_one_in_a_campaign_at_temperature_07(mixed_campaign):

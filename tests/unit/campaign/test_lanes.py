@@ -192,22 +192,16 @@ def test_a_run_whose_update_would_be_alone_gets_all_workers(model, tmp_path, mon
     }
 
 
-@pytest.mark.parametrize(("error", "reason"), [
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"), "out of memory in retrain."),
-    (ValueError("the engine is broken"), "ValueError: the engine is broken"),
-])  # fmt: skip
-def test_what_no_run_can_go_on_from_ends_each_of_them(model, tmp_path, monkeypatch, error, reason):
-    """Runs that do not even fit alone fail, as those of a broken engine do: the settings of the file are no mistake."""
+def test_what_no_run_can_go_on_from_ends_each_of_them(model, tmp_path, monkeypatch):
+    """Runs that do not even fit alone fail: the settings of the file are no mistake."""
 
     def failing(self, requests, **options):
-        raise error
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
     monkeypatch.setattr(LocalEngine, "sample", failing)
     outcome = launch(load(campaign(tmp_path, model, steps=1)), tmp_path / "out", NullObserver())
     assert outcome.exit_status == 1
     for run in read_json(tmp_path / "out/manifest.json")["runs"]:
         assert run["state"] == "failed"
-        assert reason in run["reason"]
+        assert "out of memory in retrain." in run["reason"]
         assert len(run["reason"].splitlines()) == 1
-        last = (tmp_path / "out" / run["log"]).read_text().splitlines()[-1]
-        assert last.endswith("failed")

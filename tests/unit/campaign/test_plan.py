@@ -211,23 +211,6 @@ def test_warnings(tmp_path):
         assert line.startswith(start)
 
 
-def test_seeds_that_are_too_few_once_a_run_collapses_are_told(tmp_path):
-    def told(count: int, *conditions_: str) -> list[str]:
-        file = tmp_path / "c.toml"
-        head = f'[campaign]\nseeds = {list(range(1, count + 1))}\ntest = "normal"\n'
-        file.write_text(head + conditions("", *conditions_))
-        return [line for line in load(file).warnings if "collapse" in line]
-
-    rates = [f"lr = {number}e-3" for number in range(1, 8)]
-    (line,) = told(8, *rates)
-    assert line.startswith(
-        "c.toml:2  campaign.seeds  has 8: should a run collapse, the exact test decides, which takes 9"
-    )
-    assert line.endswith("for 7 comparisons; to be able to tell then too, type: seeds = [1, 2, 3, 4, 5, 6, 7, 8, 9]")
-    assert told(9, *rates) == told(6, rates[0]) == []
-    assert "takes 6 for one comparison" in told(5, rates[0])[0]
-
-
 def test_keys_that_a_later_release_adds_do_not_change_what_a_run_is():
     (spec,) = plan(parse_dict({"training": {"lr": 0.5}, "model": {"model": "tiny-reasoner"}}))
     training = create_model(
