@@ -157,7 +157,7 @@ def test_names_outside_a_campaign_and_in_one():
 
     assert named(False) == ("grpo+none", None, [])
     assert named(False, wandb_run_name="mine", wandb_tags=["a", "b"]) == ("mine", None, ["a", "b"])
-    assert named(True) == ("grpo+none_s1", None, ["grpo+none", "seed1"])
+    assert named(True) == ("grpo+none_s1", "grpo+none", ["grpo+none", "seed1"])
     assert named(True, wandb_group="ablation") == ("grpo+none_s1", "ablation", ["grpo+none", "seed1"])
     # As the plan of a campaign with wandb_run_name = "paper" has it:
     paper = {"wandb_run_name": "paper_grpo+none_s1", "wandb_group": "grpo+none", "wandb_tags": ["a"]}
@@ -224,7 +224,11 @@ def test_the_project_of_trackio(tmp_path, monkeypatch, sections, project):
     module.init = lambda **arguments: asked.update(arguments) or SimpleNamespace(id="r1")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "trackio", module)
     logging = {"report_to": ["trackio"], **sections.get("logging", {})}
-    campaign = {"seeds": [1], "conditions": [{"advantage_mode": "grpo"}], **sections.get("campaign", {})}
+    campaign = {
+        "seeds": [1],
+        "conditions": [{"advantage_mode": "grpo", "transform_mode": "none"}],
+        **sections.get("campaign", {}),
+    }
     cfg = config(logging=logging, **({"campaign": campaign} if "campaign" in sections else {}))
     settings = context(config=cfg, is_campaign=True)
     (tracker,) = [make_trackers(settings, tmp_path / "sweep" / "runs" / "grpo+none_s1")["trackio"]]
