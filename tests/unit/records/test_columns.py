@@ -7,12 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from record_cases import config, context, group, step
 
 from retrain.errors import StorageError
 from retrain.files import append_jsonl, truncate_jsonl
 from retrain.record.columns import BLOCK, Columns, ColumnWriter
-from retrain.record.recorder import RunRecorder
 
 
 def row(number: int) -> dict:
@@ -157,21 +155,3 @@ def test_a_full_disk_is_told(tmp_path):
     append_jsonl(tmp_path / "metrics.jsonl", [row(number) for number in range(BLOCK)])
     with pytest.raises(StorageError, match="full"):
         ColumnWriter(tmp_path / "metrics.jsonl", Path("/dev/full")).follow()
-
-
-def test_a_recorder_writes_them_and_cuts_them(tmp_path):
-    def record(recorder: RunRecorder, first: int) -> None:
-        for number in range(first, BLOCK + 6):
-            recorder.record_step(step([group([1.0, 0.0], [3, 4])], number))
-        recorder.flush()
-
-    with RunRecorder(tmp_path, context(max_steps=200, config=config(logging={"rollouts_every": 0}))) as recorder:
-        record(recorder, 0)
-        cache, state, columns = (tmp_path / "metrics.f32").read_bytes(), recorder.state(), read(tmp_path)
-        assert (len(columns), columns.uncovered) == (BLOCK + 6, 6)
-        recorder.truncate(BLOCK - 4)
-        recorder.restore(state)
-        record(recorder, BLOCK - 4)
-        assert len((tmp_path / "metrics.f32").read_bytes()) == len(cache)
-        assert columns.refresh()
-        np.testing.assert_array_equal(columns.column("step"), range(BLOCK + 6))

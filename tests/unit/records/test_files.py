@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-from record_cases import completion, context, evaluation, group, step
+from record_cases import completion, config, context, evaluation, group, step
 
-from retrain.errors import CheckpointError
-from retrain.files import read_jsonl
 from retrain.record.catalogue import METRICS, metrics_markdown
+from retrain.record.columns import BLOCK
 from retrain.record.recorder import RunRecorder
 from retrain.types import RewardResult
 
@@ -80,25 +80,45 @@ def test_one_row_per_step_in_every_file(tmp_path):
     assert list(frame["env/all/reward/total"]) == list(frame["mean_reward"])
 
 
+def contents(directory: Path) -> dict[str, bytes]:
+    """Return the bytes of every file, without the times at which pages were made."""
+    times = re.compile(rb'"started_at": "[^"]*"|Generated [^<]*')
+    paths = (path for path in directory.rglob("*") if path.is_file() and path.name not in ("run.log", "timeline.html"))
+    return {str(path.relative_to(directory)): times.sub(b"", path.read_bytes()) for path in paths}
+
+
 def test_resuming_gives_the_same_bytes_as_never_stopping(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    with RunRecorder(whole, context()) as recorder:
-        play(recorder, 0, 7)
-    first = RunRecorder(broken, context())
-    play(first, 0, 3)
+    settings = context(max_steps=BLOCK + 6, config=config(logging={"rollouts_every": 20, "num_groups_to_log": 1}))
+    with RunRecorder(whole, settings) as recorder:
+        play(recorder, 0, BLOCK + 6)
+    first = RunRecorder(broken, settings)
+    play(first, 0, BLOCK - 5)
     saved = json.loads(json.dumps(first.state()))
-    play(first, 3, 6)  # lost work: the process is killed in the middle of a line
+    play(first, BLOCK - 5, BLOCK + 3)  # lost work: the process is killed in the middle of a line
     first.flush()
     for name in ROWS:
         with open(broken / name, "a", encoding="utf-8") as file:
             file.write('{"step": 6, "torn')
-    second = RunRecorder(broken, context())
-    second.restore(saved)
-    second.truncate(3)
-    play(second, 3, 7)
-    second.flush()
-    for name in ROWS:
-        assert (broken / name).read_bytes() == (whole / name).read_bytes(), name
+    with RunRecorder(broken, settings) as second:
+        second.restore(saved)
+        second.truncate(BLOCK - 5)
+        assert f"train_iteration_{BLOCK - 5:06d}_rollout_summaries.jsonl" not in contents(broken)
+        play(second, BLOCK - 5, BLOCK + 6)
+    expected, resumed = contents(whole), contents(broken)
+    assert {*ROWS, "metrics.f32", "notes.jsonl", "iterations.jsonl", "tokens_000060.safetensors"} <= set(expected)
+    pages = [name for name in sorted(expected) if name.startswith("train") and name.endswith("html")]
+    assert pages == [f"train_iteration_{number:06d}.html" for number in (0, 20, 40, 60, BLOCK + 5)]
+    assert set(resumed) == set(expected)
+    for name, data in expected.items():
+        assert resumed[name] == data, name
+
+
+def test_pages_of_rollouts_can_be_switched_off(tmp_path):
+    with RunRecorder(tmp_path, context(config=config(logging={"rollouts_every": 0}))) as recorder:
+        play(recorder, 0, 2)
+    assert [path.name for path in tmp_path.glob("*.html")] == ["timeline.html"]
+    assert len(list(tmp_path.glob("*_rollout_summaries.jsonl"))) == 4
 
 
 def test_truncating_keeps_what_belongs_to_finished_steps(tmp_path):
@@ -113,13 +133,6 @@ def test_truncating_keeps_what_belongs_to_finished_steps(tmp_path):
     recorder.truncate(0)
     for name in (*ROWS, "checkpoints.jsonl"):
         assert (tmp_path / name).read_text() == "", name
-
-
-def test_a_damaged_line_is_named_with_its_number(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 0}\n{"step\xff\n{"step": 2}\n')
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl:2 is damaged"):
-        read_jsonl(path)
 
 
 def test_every_completion_is_there_and_text_is_safe(tmp_path):

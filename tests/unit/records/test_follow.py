@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from record_cases import context, evaluation, group, step
-from rich.console import Console
 
 from retrain.files import write_json
-from retrain.record.console import LiveConsole, PlainConsole
 from retrain.record.follow import Follower, JsonLines
 from retrain.record.lines import LAST_BLOCK, Tail
 from retrain.record.recorder import RunRecorder
@@ -44,21 +42,14 @@ def test_a_tail_gives_every_complete_row_once_and_reads_only_what_is_new(tmp_pat
     assert tail.rows() == (False, [{"n": 5}])
 
 
-def test_a_cut_is_seen_also_when_the_file_has_grown_past_it(tmp_path):
+def test_a_cut_is_seen_also_when_the_file_has_grown_past_it_and_of_a_long_one_the_end_is_read(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"n": n, "t": 0.1 * n}) + "\n" for n in range(5)))
     tail = Tail(path)
     tail.rows()
     path.write_text("".join(json.dumps({"n": n, "t": 0.2 * n}) + "\n" for n in range(9)))
     replaced, rows = tail.rows()
-    assert replaced
-    assert [row["n"] for row in rows] == list(range(9))
-    path.write_text('{"n": 0}\n')
-    assert tail.rows() == (True, [{"n": 0}])
-
-
-def test_of_a_long_history_only_the_end_is_read(tmp_path):
-    path = tmp_path / "rows.jsonl"
+    assert (replaced, [row["n"] for row in rows]) == (True, [*range(9)])
     path.write_text("".join(json.dumps({"n": n, "pad": "x" * 1000}) + "\n" for n in range(1000)))
     _, rows = Tail(path, last_only=True).rows()
     assert rows[-1]["n"] == 999
@@ -195,22 +186,6 @@ def test_several_directories_and_files_that_go(tmp_path):
     assert not follower.look()
     shutil.rmtree(tmp_path / "one")
     assert not Follower(tmp_path / "gone", JsonLines(stream)).look()
-
-
-def test_consoles_show_what_is_followed(tmp_path):
-    campaign = Campaign(tmp_path)
-    campaign.hold()
-    campaign.state(0, "running")
-    campaign.steps(0, 0, 2)
-    plain, screen = io.StringIO(), io.StringIO()
-    Follower(tmp_path, PlainConsole(plain, verbose=True)).look()
-    assert "step run=a_s1 step=1 done=2/4 reward=0.500" in plain.getvalue()
-    live = LiveConsole(Console(file=screen, force_terminal=True, width=100))
-    Follower(tmp_path, live).look()
-    live.close()
-    assert "2/4" in screen.getvalue()
-    assert "1 waiting" in screen.getvalue()
-    campaign.release()
 
 
 def test_the_command_ends_with_the_runs_and_quietly_with_ctrl_c(tmp_path):

@@ -12,9 +12,8 @@ from mixed_cases import completions_of, rows_of, runs_of
 from record_cases import completion, config, context, evaluation, group, step
 
 from retrain.record.catalogue import METRICS
-from retrain.record.context import chart_ranges
 from retrain.record.evaluation import eval_row
-from retrain.record.measure import Totals, step_row
+from retrain.record.measure import step_row
 from retrain.types import Group, RewardResult, Turn
 
 
@@ -228,14 +227,6 @@ def test_times_add_up_and_only_what_lies_within_the_step_counts():
     assert (row["timing_waiting_for_data"], row["timing_step_active"]) == (2.0, 1.75)
 
 
-def test_running_totals():
-    totals = Totals(episodes=10, correct=5, tokens=100)
-    row = step_row(step([group([1.0, 1.0], [1, 1], prompt_length=2)], number=4), context(), totals)
-    assert row["running_correct_rate"] == pytest.approx(7 / 12)
-    assert (row["episode"], row["num_tokens"], row["progress/done_frac"]) == (12, 106, 0.5)
-    assert row["progress/batch"] == row["step"] == 4
-
-
 def test_rows_are_strict_json_and_take_further_keys():
     update = {"loss": math.nan, "my/plugin": math.inf, "mine/spread": np.float32(0.5), "optim/grad_norm": np.float64(2)}
     named = group([RewardResult(1.0, sample_metrics={"tool calls/search": 2.0})], [2])
@@ -351,14 +342,6 @@ def test_the_interval_is_clustered_by_problem():
     assert 0.75 < perfect["eval/heldout/ci_low"] < perfect["eval/heldout/ci_high"] == 1.0
     empty = eval_row(evaluation([]))
     assert (empty["eval/heldout/correct_rate"], empty["eval/heldout/problems"]) == (None, 0)
-
-
-def test_of_several_ranges_the_last_one_counts():
-    declared = {"reward": {"min": 0.0, "max": 1.0}, "steps": {"max": 9, "invert": True}}
-    written = {"steps": {"max": 20.0}, "reward": {"min": -1.0}}
-    merged = {"reward": {"min": -1.0, "max": 1.0}, "steps": {"max": 20.0, "invert": True}}
-    assert chart_ranges(declared, written) == merged
-    assert declared["reward"] == {"min": 0.0, "max": 1.0}
 
 
 def test_metrics_count_every_completion_that_was_sampled_and_logged(mixed_campaign, silent_campaign):

@@ -115,36 +115,6 @@ def test_ordinary_runs_get_no_remark_and_every_rule_has_its_case():
     assert keys(disagreement, dtype="bfloat16") == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"env__all__by_group__frac_all_good": 1.0}, "too easy"),
-        ({"env__all__by_group__frac_all_good": 0.0, "env__all__format": 0.0}, "no answer matched the format"),
-        ({"env__all__by_group__frac_all_good": 0.0, "max_token_hit_rate": 1.0}, "cut off"),
-        ({"env__all__by_group__frac_all_good": 0.0}, "too hard"),
-    ],
-)
-def test_uniform_groups_are_distinguished(changes, words):
-    made = rows(3, env__all__by_group__frac_mixed=0.0, **changes)
-    note = next(note for note in explain(made, config()) if note.key == "groups_uniform")
-    assert words in note.text
-
-
-@pytest.mark.parametrize(
-    ("reward", "words", "others"),
-    [
-        ({"type": "custom", "custom_module": "mine.py"}, "a reward function that raises", "judge"),
-        ({"type": "judge", "judge_model": "m"}, "a judge that cannot be reached", "function"),
-        ({"type": "match"}, "run.log names the reasons", "judge"),
-    ],
-)
-def test_only_what_the_reward_uses_is_named_as_the_reason_of_missing_grades(reward, words, others):
-    (note,) = explain(rows(1, reward_failed=20), config(reward=reward))
-    assert words in note.remedy
-    assert others not in note.remedy
-    assert "Run.log" not in str(note)
-
-
 def test_remarks_stand_in_the_log_and_in_a_file_once_and_warnings_are_heard(tmp_path):
     heard: list[str] = []
     with RunRecorder(tmp_path, context(), warn=heard.append) as recorder:

@@ -6,7 +6,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -318,57 +317,3 @@ def test_thinking_is_folded(text, folded, rest):
     inside = re.search(r'<details class="think"><summary>.*?</summary><div>(.*?)</div></details>', part)
     assert (Reader(inside[1]).texts if inside else [""]) == [folded]
     assert re.sub(r"<details.*?</details>", "", part).removesuffix("</div>") == rest
-
-
-def play(recorder: RunRecorder, first: int, last: int) -> None:
-    for number in range(first, last):
-        if number == 0:
-            recorder.record_eval(evaluation([group([0.0, 0.0], [3, 4])], number=0))
-        groups = [group([1.0, 0.0], [4, 5 + number]), group([0.0, None], [2, 3])]
-        recorder.record_step(step(groups, number, {"loss": 0.0, "optim/grad_norm": 1.0}))
-        if number % 2 == 1:
-            recorder.record_eval(evaluation([group([1.0, 0.0], [3, 4])], number=number + 1))
-
-
-def files(directory: Path) -> dict[str, str]:
-    """Return all rollout records by name, without the time at which they were made."""
-    return {
-        path.name: re.sub(r'"started_at": "[^"]*"|Generated [^"]*', "", path.read_text())
-        for path in sorted(directory.glob("*_iteration_*"))
-    }
-
-
-def test_resuming_leaves_the_same_files(tmp_path):
-    every_two = context(config=config(logging={"rollouts_every": 2, "num_groups_to_log": 1}))
-    with RunRecorder(tmp_path / "whole", every_two) as recorder:
-        play(recorder, 0, 7)
-    with RunRecorder(tmp_path / "broken", every_two) as first:
-        play(first, 0, 3)
-        saved = json.loads(json.dumps(first.state()))
-        play(first, 3, 6)
-    second = RunRecorder(tmp_path / "broken", every_two)
-    second.restore(saved)
-    second.truncate(3)
-    assert "train_iteration_000003_rollout_summaries.jsonl" not in files(tmp_path / "broken")
-    assert "eval_heldout_iteration_000002.html" in files(tmp_path / "broken")
-    play(second, 3, 7)
-    second.close()
-    whole = files(tmp_path / "whole")
-    assert files(tmp_path / "broken") == whole
-    pages = {name for name in whole if name.startswith("train") and name.endswith("html")}
-    assert pages == {f"train_iteration_{number:06d}.html" for number in (0, 2, 4, 6)}
-    assert sum(name.startswith("train") and name.endswith("jsonl") for name in whole) == 7
-    notes = [read_jsonl(tmp_path / name / "notes.jsonl") for name in ("whole", "broken")]
-    assert notes[0] == notes[1]
-    assert [note["key"] for note in notes[0]] == ["not_graded", "loss_near_zero", "adapter_unchanged"]
-
-
-def test_pages_can_be_switched_off_and_the_last_step_has_one(tmp_path):
-    with RunRecorder(tmp_path / "none", context(config=config(logging={"rollouts_every": 0}))) as recorder:
-        play(recorder, 0, 2)
-    assert [path.name for path in (tmp_path / "none").glob("*.html")] == ["timeline.html"]
-    assert len(list((tmp_path / "none").glob("*_rollout_summaries.jsonl"))) == 4
-    with RunRecorder(tmp_path / "last", context(max_steps=4)) as recorder:
-        play(recorder, 0, 4)
-    assert (tmp_path / "last" / "train_iteration_000003.html").is_file()
-    assert not (tmp_path / "last" / "train_iteration_000002.html").exists()

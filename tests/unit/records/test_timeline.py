@@ -133,19 +133,3 @@ def test_a_browser_shows_hovers_zooms_and_moves(tmp_path):
         browser.key("0")
         assert browser.run(numbers) == everything
         assert browser.errors == []
-
-
-@needs_chromium
-@pytest.mark.parametrize("width", [500, 1200])
-def test_numbers_on_a_small_and_a_large_screen_do_not_overlap(tmp_path, width):
-    (tmp_path / "timing_spans.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(300)))
-    path = write_timeline(tmp_path)
-    assert path is not None
-    with Browser(width) as browser:
-        browser.open(path, dark=True)
-        assert browser.run("document.documentElement.scrollWidth") <= width
-        numbers = browser.run(
-            "[...document.querySelectorAll('#detail text.number')].map(e => {"
-            "const b = e.getBoundingClientRect(); return [b.left, b.right]; })"
-        )
-        assert all(right < left for (_, right), (left, _) in pairwise(numbers))

@@ -20,7 +20,7 @@ from retrain.errors import RetrainError, RunFailed
 from retrain.files import append_jsonl, read_jsonl
 from retrain.record import writer
 from retrain.record.recorder import RunRecorder
-from retrain.record.writer import RecordFiles, Thread
+from retrain.record.writer import RecordFiles
 
 
 def record(recorder: RunRecorder, first: int, last: int, evaluated: bool = False) -> None:
@@ -31,34 +31,6 @@ def record(recorder: RunRecorder, first: int, last: int, evaluated: bool = False
         if evaluated and number % 2:
             recorder.record_eval(evaluation([group([1.0], [3])], number + 1))
         recorder.record_step(step([group([1.0, 0.0], [4, 5])], number, {"loss": number / 8}))
-
-
-def test_work_is_done_in_order_by_one_other_thread_also_after_it_was_closed():
-    thread, done = Thread("t", limit=4), []
-    for number in range(100):
-        thread.put(lambda number=number: done.append((number, threading.current_thread().name)))
-    assert thread.wait(10)
-    assert done == [(number, "t") for number in range(100)]
-    thread.close()
-    assert "t" not in {each.name for each in threading.enumerate()}
-    thread.put(lambda: done.append((100, "again")))
-    thread.close()
-    assert done[-1] == (100, "again")
-
-
-def test_a_full_queue_makes_put_wait_or_refuse():
-    gate, thread, done = threading.Event(), Thread("t", limit=2), []
-    thread.put(gate.wait)
-    while not thread.put(lambda: done.append(1), wait=False):
-        time.sleep(0.01)
-    deadline = time.monotonic() + 10
-    while thread.put(lambda: done.append(1), wait=False):
-        assert time.monotonic() < deadline
-    assert not thread.wait(0.01)
-    gate.set()
-    assert thread.wait(10)
-    assert done
-    thread.close()
 
 
 def test_training_goes_on_while_the_disk_is_slow_and_flush_waits(tmp_path, monkeypatch):
@@ -101,20 +73,6 @@ def test_a_barrier_syncs_every_file_written_since_the_last(tmp_path, monkeypatch
     there = {str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert {Path(name).name for name in there} <= {*synced}
     recorder.close()
-
-
-def test_files_do_not_wait_for_the_disk_without_end(tmp_path, monkeypatch):
-    """A run that saves no checkpoint, and so never flushes, names new files with every step."""
-    monkeypatch.setattr(writer, "UNSYNCED", 10)
-    synced: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").readlink().name))
-    files, waiting = RecordFiles(tmp_path), []
-    for i in range(35):
-        files.write(lambda i=i: files.append(f"step_{i}.jsonl", [{"x": i}]))
-        files.write(lambda: waiting.append(len(files._unsynced)))
-    assert files.close()
-    assert max(waiting) == 10
-    assert sorted({*synced} - {tmp_path.name}) == sorted(f"step_{i}.jsonl" for i in range(35))
 
 
 def test_what_cannot_be_written_fails_the_run_at_its_next_record(tmp_path):

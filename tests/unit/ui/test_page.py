@@ -11,6 +11,7 @@ from retrain.ui.server import STATIC
 MODULES = sorted(path for path in STATIC.rglob("*.js") if "vendor" not in path.parts)
 SHELL = (STATIC.parent / "templates" / "shell.html").read_text(encoding="utf-8")
 MOST_BYTES = 250_000
+EXPORT = re.compile(r"^export (?:async )?(?:function|const|class) (\w+)", re.MULTILINE)
 MARKUP = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|createContextualFragment"
     r"|setAttribute\(\"style\"|srcdoc|javascript:"
@@ -34,8 +35,11 @@ def test_every_module_is_reached_from_the_shell_and_nothing_that_its_policy_forb
         assert path.is_file(), path
         if path not in reached:
             reached.add(path)
-            imported = re.findall(r'^import .* from "([./\w-]+\.js)";$', path.read_text("utf-8"), re.MULTILINE)
-            todo += [path.parent / name for name in imported]
+            imported = re.findall(r'^import \{(.*)\} from "([./\w-]+\.js)";$', path.read_text("utf-8"), re.MULTILINE)
+            todo += [path.parent / name for _, name in imported]
+            for names, name in imported:
+                exported = EXPORT.findall((path.parent / name).read_text("utf-8"))
+                assert {each.split(" as ")[0].strip() for each in names.split(",")} <= set(exported), path
     assert {path.resolve() for path in MODULES} <= reached
 
 
