@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
-import json
 import shutil
 import threading
 
@@ -15,7 +13,7 @@ from ui_cases import campaign, client_of, evaluation, get, note, row
 
 from retrain.files import append_jsonl, read_json, write_json
 from retrain.serving.listening import Server, listening_socket
-from retrain.ui.events import Pages, changes, look, stream
+from retrain.ui.events import changes, look
 from retrain.ui.findings import Findings
 from retrain.ui.library import Library
 from retrain.ui.numbers import Pool
@@ -92,30 +90,6 @@ def test_a_new_comparison_is_told_and_made_when_its_files_change(library, tmp_pa
         assert findings.signature(library.home("one")) != before
 
 
-def test_a_stream_tells_views_and_changes_and_ends_with_the_server(library, tmp_path, monkeypatch):
-    monkeypatch.setattr("retrain.ui.events.LOOK_EVERY_S", 0.05)
-    pages, ended = Pages(), threading.Event()
-
-    async def listen():
-        heard = []
-        async for text in stream(library, Findings(library), "one", pages, ended.is_set):
-            heard.append(text)
-            if len(heard) == 1:
-                assert pages.move("/metrics/one") == 1
-            elif "view" in text:
-                append_jsonl(tmp_path / "one/runs/grpo+none_s1/metrics.jsonl", [row(6)])
-            elif "metrics" in text:
-                ended.set()
-        return heard
-
-    heard = asyncio.run(asyncio.wait_for(listen(), 60))
-    assert heard[0].startswith("retry:")
-    assert heard[1] == 'event: view\ndata: {"url": "/metrics/one"}\n\n'
-    data = json.loads(next(text for text in heard[2:] if '"metrics"' in text).partition("data: ")[2])
-    assert data == {"place": "one/runs/grpo+none_s1", "what": ["metrics"], "rows": 7}
-    assert pages.move("/") == 0
-
-
 def test_too_many_listeners_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("retrain.ui.events.MOST_LISTENERS", 0)
     assert "close some" in get(client_of(campaign(tmp_path / "one")), "/api/events", 503)["error"]
@@ -134,7 +108,7 @@ def test_a_page_hears_a_row_over_http_and_is_moved(tmp_path):
         assert ready.wait(30)
         heard = []
         try:
-            with httpx.Client(timeout=30).stream("GET", f"{url}/api/events", params={"at": "one"}) as answer:
+            with httpx.stream("GET", f"{url}/api/events", params={"at": "one"}, timeout=30) as answer:
                 assert answer.headers["content-type"].startswith("text/event-stream")
                 assert "content-encoding" not in answer.headers
                 for line in answer.iter_lines():
