@@ -9,7 +9,6 @@ took (``tool_time``, by the clock: the one number that differs between two runs 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from typing import Any
 
 from retrain.environments.protocol import Observation, Range, Step
 from retrain.environments.tools import ToolError
-from retrain.environments.tools.calls import Call, parse
+from retrain.environments.tools.calls import Call, answer, as_text, parse
 from retrain.environments.tools.schema import Tool, did_you_mean, tool_of
 from retrain.errors import PluginError, PluginMissing
 from retrain.plugins import load_function
@@ -30,8 +29,6 @@ OURS = {
     "search": "retrain.environments.tools.search:Search",
 }
 """By the name that a configuration may give it."""
-NO_TOOL = "tool_call"
-"""The name on the answer to a call that names none."""
 
 
 class ToolUse:
@@ -125,8 +122,7 @@ class ToolEpisode:
             self.errors += 1
             text = f"Error: {_told(error)}"
         self.seconds += time.perf_counter() - begun
-        answer = {"role": "tool", "name": _clean(call.name[:64]), "content": self._cut(text)}
-        return answer | ({"tool_call_id": _clean(call.id[:64])} if call.id else {})
+        return answer(call, self._cut(text))
 
     def _called(self, call: Call) -> str:
         tool = self.environment.tools.get(call.name)
@@ -135,17 +131,17 @@ class ToolEpisode:
             near = did_you_mean(call.name, self.environment.tools)
             raise ToolError(f"there is no tool {call.name[:64]!r}{near}. The tools are: {known}")
         self.by_tool[tool.name] = self.by_tool.get(tool.name, 0) + 1
-        return _text(self.functions[tool.name](**tool.checked(call.arguments)))
+        return as_text(self.functions[tool.name](**tool.checked(call.arguments)))
 
     def _refused(self, fault: str) -> Message:
         self.errors += 1
-        return {"role": "tool", "name": NO_TOOL, "content": self._cut(f"Error: {fault}")}
+        return answer(fault, self._cut(f"Error: {fault}"))
 
     def _cut(self, text: str) -> str:
         limit = self.environment.result_characters
         if len(text) <= limit:
-            return _clean(text)
-        return _clean(text[:limit]) + f"\n[cut: {len(text) - limit:,} more characters]"
+            return text
+        return text[:limit] + f"\n[cut: {len(text) - limit:,} more characters]"
 
 
 def _loaded(entry: str | Mapping[str, Any], folders: Sequence[str]) -> Tool:
@@ -165,13 +161,6 @@ def _loaded(entry: str | Mapping[str, Any], folders: Sequence[str]) -> Tool:
     return tool_of(load_function(plugin, base, "tool"), settings, f"tool {name!r}")
 
 
-def _text(result: Any) -> str:
-    """A result as the model reads it: texts as they are, the rest as JSON where it has that form."""
-    if isinstance(result, str):
-        return result
-    return "(no result)" if result is None else json.dumps(result, ensure_ascii=False, default=str)
-
-
 def _told(error: BaseException) -> str:
     name = type(error).__name__
     if isinstance(error, SystemExit):
@@ -180,8 +169,3 @@ def _told(error: BaseException) -> str:
         return f"{name}: {error}"
     except Exception:  # an exception of the user's whose text cannot be made
         return name
-
-
-def _clean(text: str) -> str:
-    """The text without halves of surrogate pairs, which no tokenizer takes."""
-    return text.encode("utf-8", "replace").decode()

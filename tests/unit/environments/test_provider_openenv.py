@@ -23,7 +23,7 @@ pytest.importorskip("openenv", reason="pip install '.[openenv]'")
 from retrain.config import parse_dict
 from retrain.environments.build import close_hosted, environments_of, provided_data
 from retrain.environments.providers.openenv import OpenEnv
-from retrain.environments.providers.openenv_chat import Actions, messages_of
+from retrain.environments.providers.openenv_forms import Actions, messages_of
 from retrain.environments.providers.openenv_server import Server
 
 # The servers' own packages warn of each other; nothing of ours may.
@@ -48,7 +48,7 @@ def server():
 
 def test_a_game_is_played_and_its_rewards_are_added(server):
     environment = OpenEnv(url=server.url, size=3, heldout=2, metrics=["distance"], exact=True, reward_range=[-0.4, 1])
-    assert (environment.exact, environment.reward_range) == (True, (-0.4, 1.0))
+    assert (environment.exact, environment.reward_range) == (True, [-0.4, 1.0])
     train, held = environment.problems("train"), environment.problems("test")
     assert [problem.metadata["seed"] for problem in [*held, *train]] == [0, 1, 2, 3, 4]
     assert len({problem.prompt for problem in [*held, *train]}) == 5
