@@ -220,7 +220,7 @@ def test_an_episode_need_not_be_observed(opened):
     environment = opened("toy_classic")
     episode = environment.start(environment.problems("train")[2], 0)
     assert episode.step(act("4")).done
-    assert environment.results([episode])[0].total_reward == 1.0
+    assert episode.result().total_reward == 1.0
 
 
 @classic
