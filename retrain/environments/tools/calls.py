@@ -84,11 +84,6 @@ class Parsed:
         """Those that could be read."""
         return tuple(each for each in self.found if isinstance(each, Call))
 
-    @property
-    def faults(self) -> tuple[str, ...]:
-        """What was wrong with the others, and the right form."""
-        return tuple(each for each in self.found if isinstance(each, str))
-
 
 def answer(call: Call | str, text: str) -> Message:
     """Return what a tool answers to a call as a message; a text in place of the call is one that could not be read.
