@@ -51,8 +51,6 @@ def search_flights(city: str, seats: int, direct: bool = False, days: list[str] 
         city: Where to: a city
         seats: How many seats,
             at least one
-        direct: Without a stop?
-        days: Which days
 
     Returns:
         The flights
@@ -61,18 +59,7 @@ def search_flights(city: str, seats: int, direct: bool = False, days: list[str] 
 
 
 def kinds(a: int, b: float, c: str, d: bool, e: list[int], f: dict[str, float], g: Literal["x", "y"], h: Any) -> str:
-    """All kinds.
-
-    Args:
-        a: A
-        b: B
-        c: C
-        d: D
-        e: E
-        f: F
-        g: G
-        h: H
-    """
+    """All kinds."""
     return repr((a, b, c, d, e, f, g, h))
 
 
@@ -141,97 +128,49 @@ def episode(*tools: Any, **options: Any) -> ToolEpisode:
 def test_a_schema_is_that_of_transformers() -> None:
     from transformers.utils import get_json_schema
 
-    for function in (kinds, calculator):
-        theirs = get_json_schema(function)
-        theirs["function"].pop("return", None)
-        assert tool_of(function).schema == theirs
-
-
-def test_a_schema_by_hand() -> None:
-    schema = tool_of(search_flights).schema
-    assert schema == {
-        "type": "function",
-        "function": {
-            "name": "search_flights",
-            "description": "Find flights.\n\nThe cheapest come first.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "city": {"type": "string", "description": "Where to: a city"},
-                    "seats": {"type": "integer", "description": "How many seats, at least one"},
-                    "direct": {"type": "boolean", "description": "Without a stop?"},
-                    "days": {"type": "array", "items": {"type": "string"}, "description": "Which days"},
-                },
-                "required": ["city", "seats"],
-            },
+    theirs = get_json_schema(calculator)
+    theirs["function"].pop("return", None)
+    assert tool_of(calculator).schema == theirs
+    function = tool_of(search_flights).schema["function"]
+    assert function["description"] == "Find flights.\n\nThe cheapest come first."
+    assert function["parameters"] == {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "Where to: a city"},
+            "seats": {"type": "integer", "description": "How many seats, at least one"},
+            "direct": {"type": "boolean"},
+            "days": {"type": "array", "items": {"type": "string"}},
         },
+        "required": ["city", "seats"],
     }
-    assert next(iter(schema["function"]["parameters"]["properties"]["days"])) == "type"
-
-
-def test_a_schema_of_a_model_refers_to_what_it_has() -> None:
+    parameters = tool_of(kinds).schema["function"]["parameters"]["properties"]
+    assert parameters["f"] == {"type": "object", "additionalProperties": {"type": "number"}}
+    assert parameters["g"] == {"type": "string", "enum": ["x", "y"]}
     parameters = tool_of(move).schema["function"]["parameters"]
     jsonschema.validate({"to": {"x": 1}}, parameters)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"to": {"y": 1}}, parameters)
-    assert tool_of(move).checked({"to": {"x": "1"}, "copy": 2}) == {"to": Point(x=1), "copy": 2}
-
-
-def no_docstring(a: int) -> int:
-    return a
-
-
-def no_type(a) -> int:
-    """Do."""
-    return a
-
-
-def no_such_type(a: Missing) -> int:  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
-    """Do."""
-    return a
-
-
-def no_json(a: np.ndarray) -> int:
-    """Do."""
-    return 0
-
-
-def no_names(*a: int) -> int:
-    """Do."""
-    return 0
-
-
-def stray(a: int) -> int:
-    """Do.
-
-    Args:
-        b: no such argument
-    """
-    return a
-
-
-async def later(a: int) -> int:
-    """Do."""
-    return a
 
 
 @pytest.mark.parametrize(
-    ("target", "says"),
+    ("source", "says"),
     [
-        (no_docstring, "no docstring"),
-        (no_type, "'a' of no_type has no type; write a: str"),
-        (no_such_type, "cannot be resolved: NameError"),
-        (no_json, "a type that JSON has no form for"),
-        (no_names, "takes *a"),
-        (stray, "describes 'b', which is no argument"),
-        (later, "asynchronous"),
-        (type("NoCall", (), {"__doc__": "Do."}), "no method __call__"),
-        (lambda a: a, "no name for a tool"),
+        ("def f(a: int): return a", "no docstring"),
+        ("def f(a): 'Do.'", "'a' of f has no type; write a: str"),
+        ("def f(a: 'Missing'): 'Do.'", "cannot be resolved: NameError"),
+        ("def f(a: range): 'Do.'", "a type that JSON has no form for"),
+        ("def f(*a: int): 'Do.'", "takes *a"),
+        ("def f(a: int):\n  '''Do.\n\n  Args:\n    b: nothing\n  '''", "describes 'b', which is no argument"),
+        ("async def f(a: int): 'Do.'", "asynchronous"),
+        ("class f: 'Do.'", "no method __call__"),
+        ("f = lambda a: a", "no name for a tool"),
     ],
 )
-def test_what_cannot_be_a_tool(target, says) -> None:
+def test_what_cannot_be_a_tool(source, says) -> None:
+    made: dict[str, Any] = {}
+    exec(source, made)
     with pytest.raises(PluginError) as raised:
-        tool_of(target, what="tool 'mine:it'")
+        tool_of(made["f"], what="tool 'mine:it'")
     assert str(raised.value).startswith("tool 'mine:it': ")
     assert says in str(raised.value)
 
@@ -293,29 +232,28 @@ def test_arguments_are_taken_as_models_write_them() -> None:
     assert {name: type(value) for name, value in checked.items()} == {k: type(v) for k, v in expected.items()}
     assert tool_of(search_flights).checked({"city": "[1]", "seats": 2.0}) == {"city": "[1]", "seats": 2}
     assert tool_of(search_flights).checked({"city": "Rome", "seats": 2, "days": None})["days"] is None
+    assert tool_of(move).checked({"to": {"x": "1"}, "copy": 2}) == {"to": Point(x=1), "copy": 2}
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({}, ["the argument 'city' is missing", "the argument 'seats' is missing"]),
-        ({"city": "Rome", "seats": 2, "seat": 3}, ["there is no argument 'seat' (did you mean 'seats'?)"]),
-        ({"city": "Rome", "seats": "two"}, ["seats: Input should be a valid integer"]),
-        ({"city": "Rome", "seats": 2.5}, ["seats: Input should be a valid integer"]),
-        ({"city": ["Rome"], "seats": 2}, ["city: Input should be a valid string"]),
-        ({"city": None, "seats": 2}, ["city: Input should be a valid string"]),
-        ({"city": "Rome", "seats": 2, "days": "[1, {}]"}, ["days.1: Input should be a valid string"]),
-        ({"city": "Rome", "seats": 2, "days": "[" * 100_000}, ["days: Input should be a valid list"]),
+        ({}, "the argument 'city' is missing; the argument 'seats' is missing"),
+        ({"seat": 3}, "there is no argument 'seat' (did you mean 'seats'?)"),
+        ({"seats": "two"}, "seats: Input should be a valid integer"),
+        ({"seats": 2.5}, "seats: Input should be a valid integer"),
+        ({"city": ["Rome"]}, "city: Input should be a valid string"),
+        ({"days": "[1, {}]"}, "days.1: Input should be a valid string"),
+        ({"days": "[" * 100_000}, "days: Input should be a valid list"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, says) -> None:
+    given = {"city": "Rome", "seats": 2} | arguments if arguments else {}
     with pytest.raises(ToolError) as raised:
-        tool_of(search_flights).checked(arguments)
-    for each in says:
-        assert each in str(raised.value)
-    assert "It takes city (string), seats (integer), direct (boolean, optional), days (array, optional)" in str(
-        raised.value
-    )
+        tool_of(search_flights).checked(given)
+    assert says in str(raised.value)
+    takes = "It takes city (string), seats (integer), direct (boolean, optional), days (array, optional)"
+    assert takes in str(raised.value)
 
 
 def test_arguments_of_any_kind_are_checked_or_refused() -> None:

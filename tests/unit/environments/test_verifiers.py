@@ -305,15 +305,6 @@ def test_a_tool_in_a_process_of_its_own(opened):
 
 
 @v1
-def test_its_own_limit_of_turns_ends_a_rollout_of_v1(opened):
-    environment = opened("toy_stamp", train=1, heldout=0, env={"agent": {"max_turns": 1}})
-    steps, result = played(environment, [call("stamp_back", message="a")] * 3)
-    assert len(steps) == 2
-    assert steps[-1].logs == {"stop": "max_turns"}
-    assert result.total_reward == pytest.approx(1 / 3)
-
-
-@v1
 def test_an_environment_that_plays_the_user(opened):
     environment = opened("toy_echo", heldout=0)
     assert environment.problems("train")[0].prompt[-1]["content"] == "toy_echo, task 0"
