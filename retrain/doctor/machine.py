@@ -11,9 +11,9 @@ import torch
 
 from retrain.doctor.results import Result, judged
 from retrain.doctor.subject import Sizes, Subject, replaced
+from retrain.engines.dense import is_supported
 from retrain.engines.protocol import SampleRequest
 from retrain.gpus import build_fault, nvidia_gpus
-from retrain.models.targets import DENSE_FAMILIES
 from retrain.policy.backbone import backbone_of
 from retrain.policy.device import gpu_facts
 from retrain.policy.memory import cache_bytes
@@ -97,7 +97,7 @@ def timed(subject: Subject, work: Callable[[], Any]) -> tuple[float, Any]:
 
 def paths(subject: Subject) -> Result:
     """Report the code paths taken; fail if a supported decoder misses a fast one."""
-    backbone, config = backbone_of(subject.base), subject.base.model.config.get_text_config()
+    backbone, model_type = backbone_of(subject.base), subject.base.model.config.model_type
     taken = {
         "dense decoder": subject.engine.fast,
         "packed update": backbone.packs,
@@ -105,9 +105,9 @@ def paths(subject: Subject) -> Result:
     }
     missing = [name for name, is_taken in taken.items() if not is_taken]
     fault = ""
-    if missing and _supports_fast_paths(config):
+    if missing and is_supported(subject.base):
         fault = (
-            f"a {config.model_type} model should take the {' and the '.join(missing)}, and a probe of it gave other "
+            f"a {model_type} model should take the {' and the '.join(missing)}, and a probe of it gave other "
             "numbers than the model's own forward pass: report it with --json"
         )
     policy = subject.trained(0, clipped=False)
@@ -127,15 +127,6 @@ def paths(subject: Subject) -> Result:
     facts: dict[str, Any] = {name.replace(" ", "_"): is_taken for name, is_taken in taken.items()}
     facts |= {"attention": [sampling, updating], "notes": list(backbone.notes)}
     return judged(subject.kinds, {}, ", ".join(words), fault=fault, **facts)
-
-
-def _supports_fast_paths(config: Any) -> bool:
-    """Return whether a text model is of a known family, attends to all tokens and has unquantised weights."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or "")
-    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    plain_attention = kinds == {"full_attention"} and not windowed and "dynamic" not in rope and "longrope" not in rope
-    return config.model_type in DENSE_FAMILIES and plain_attention and not getattr(config, "quantization_config", None)
 
 
 def _attention_kernels(work: Callable[[], Any]) -> tuple[list[str], Any]:

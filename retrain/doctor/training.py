@@ -11,8 +11,8 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -164,13 +164,11 @@ def resumed_equals_uninterrupted(subject: Subject) -> Result:
     with TemporaryDirectory(prefix="retrain-doctor-") as place:
         folder = Path(place)
         policies = [subject.policy(lane) for lane in range(LANES)]
-        with _deterministic(subject):
-            train(subject, policies, range(SAVED))
-            for lane, policy in enumerate(policies):
-                state = dumps({"policy": policy.state()}) + "\n"
-                snapshot = Snapshot(SAVED, policy.snapshot(resumable=True), state)
-                write_checkpoint(_checkpoint(folder, lane), snapshot)
-            ours = train(subject, policies, range(SAVED, STEPS))
+        train(subject, policies, range(SAVED))
+        for lane, policy in enumerate(policies):
+            state = dumps({"policy": policy.state()}) + "\n"
+            write_checkpoint(_checkpoint(folder, lane), Snapshot(SAVED, policy.snapshot(resumable=True), state))
+        ours = train(subject, policies, range(SAVED, STEPS))
         (folder / "source.pickle").write_bytes(pickle.dumps(subject.source))
         if subject.on_gpu:
             torch.cuda.empty_cache()  # for the other process
@@ -193,7 +191,7 @@ def resume(place: str) -> None:
     """In the new process: load the checkpoints of all lanes, train on, and write the digests."""
     folder = Path(place)
     source = pickle.loads((folder / "source.pickle").read_bytes())
-    with Subject.open(source) as subject, _deterministic(subject):
+    with Subject.open(source) as subject:
         policies = [subject.policy(lane) for lane in range(LANES)]
         for lane, policy in enumerate(policies):
             policy.restore(load_checkpoint(_checkpoint(folder, lane), policy)["policy"])
@@ -201,36 +199,32 @@ def resume(place: str) -> None:
 
 
 def train(subject: Subject, policies: Sequence[LocalPolicy], steps: range) -> dict[str, str]:
-    """Train all lanes, sampled in one batch, and return digests of samples, losses, adapters and optimizer states."""
+    """Train all lanes, sampled in one batch, and return digests of samples, losses, adapters and optimizer states.
+
+    Kernels are deterministic on a GPU, as with ``[training] deterministic``; on a CPU all are.
+    """
     digests = {}
-    for number in steps:
-        requests = subject.requests(subject.publish(policies), number)
-        groups = subject.engine.sample(requests)
-        per_lane, losses = len(requests) // len(policies), []
-        for lane, policy in enumerate(policies):
-            part = slice(lane * per_lane, (lane + 1) * per_lane)
-            batch = subject.batch(subject.samples(requests[part], groups[part]), number)
-            losses.append(policy.update(batch, Objective(), LR)["loss"])
-        actions = [[action.token_ids, action.logprobs_T.tolist()] for group in groups for action in group]
-        digests[f"sampled in step {number}"] = _digest(repr(actions).encode())
-        digests[f"losses of step {number}"] = repr(losses)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    with ExitStack() as stack:
+        stack.callback(torch.use_deterministic_algorithms, deterministic)
+        torch.use_deterministic_algorithms(deterministic or subject.on_gpu)
+        for number in steps:
+            requests = subject.requests(subject.publish(policies), number)
+            groups = subject.engine.sample(requests)
+            per_lane, losses = len(requests) // len(policies), []
+            for lane, policy in enumerate(policies):
+                part = slice(lane * per_lane, (lane + 1) * per_lane)
+                batch = subject.batch(subject.samples(requests[part], groups[part]), number)
+                losses.append(policy.update(batch, Objective(), LR)["loss"])
+            actions = [[action.token_ids, action.logprobs_T.tolist()] for group in groups for action in group]
+            digests[f"sampled in step {number}"] = _digest(repr(actions).encode())
+            digests[f"losses of step {number}"] = repr(losses)
     for lane, policy in enumerate(policies):
         digests[f"lane {lane} adapter"] = _digest(policy.adapter.flat.detach().cpu().numpy().tobytes())
         digests[f"lane {lane} version"] = str(policy.version)
         for name, tensor in optimizer_tensors(policy.optimizer).items():
             digests[f"lane {lane} {name}"] = _digest(tensor.numpy().tobytes())
     return digests
-
-
-@contextmanager
-def _deterministic(subject: Subject) -> Iterator[None]:
-    """Use deterministic kernels on a GPU, as with ``[training] deterministic``; on a CPU all are."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(before or subject.on_gpu)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def _checkpoint(folder: Path, lane: int) -> Path:

@@ -17,8 +17,7 @@ from rich.console import Console
 
 from retrain.campaign.judging.results import RunResult
 from retrain.files import read_jsonl
-from retrain.record.board import Board
-from retrain.record.console import LiveConsole, PlainConsole, make_console
+from retrain.record.console import Board, LiveConsole, PlainConsole, board_view, make_console, visible_runs
 from retrain.record.evaluation import eval_row
 from retrain.record.measure import step_row
 from retrain.record.numbers import duration, number, short
@@ -32,7 +31,6 @@ from retrain.record.tables import (
     squeeze_table,
     squeeze_text,
 )
-from retrain.record.views import board_view, visible_runs
 
 NASTY = "[bold red]<b>\x1b[2J\x1b]0;owned\x07 \u202e\udc80[/] 答案"
 

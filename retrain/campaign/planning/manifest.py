@@ -22,8 +22,7 @@ from retrain.config.legacy import REMOVED, without_removed
 from retrain.errors import UsageError
 from retrain.files import dumps, read_json, write_json, write_text
 from retrain.ownership import MARK, not_readable
-from retrain.record.states import MANIFEST, is_name, read_manifest
-from retrain.record.status import last_row
+from retrain.record.status import MANIFEST, is_name, last_row, read_manifest
 from retrain.record.writer import RecordFiles
 from retrain.wording import plural
 

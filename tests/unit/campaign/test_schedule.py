@@ -24,7 +24,7 @@ from retrain.config import load, parse_dict
 from retrain.config.schedule import deciding_marks, extent_after, part_evaluations, too_early, whole_evaluations
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
-from retrain.record.board import Board
+from retrain.record.console import Board
 from retrain.record.observer import NullObserver
 
 PART = "heldout~part"
