@@ -15,8 +15,7 @@ from retrain.errors import UsageError
 from retrain.files import Stamp, dumps, stamp_of
 from retrain.record.lines import Tail
 from retrain.record.observer import NullObserver, Observer, SpecLike
-from retrain.record.states import ENDED, MANIFEST, read_manifest
-from retrain.record.status import homes_of_runs, recommended_rank, run_entries
+from retrain.record.status import ENDED, MANIFEST, homes_of_runs, read_manifest, recommended_rank, run_entries
 
 
 class _Run:

@@ -14,9 +14,10 @@ from retrain.config import parse_dict
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import write_json
 from retrain.ownership import claim
+from retrain.record.console import status_view
 from retrain.record.environment import environment_facts, package_versions, run_facts
 from retrain.record.recorder import RunRecorder
-from retrain.record.status import last_row, read_status, status_view
+from retrain.record.status import last_row, read_status
 
 
 def make_run(directory: Path, steps: int) -> None:

@@ -18,7 +18,7 @@ from retrain.config import load, parse_dict
 from retrain.data.dataset import Wanted, load_data
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl
-from retrain.record.board import Board
+from retrain.record.console import Board
 from retrain.record.follow import Follower
 from retrain.record.notes import explain
 from retrain.record.observer import NullObserver
