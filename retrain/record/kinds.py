@@ -14,7 +14,6 @@ Wanted = Mapping[Kind, str]
 
 
 def anything(value: Any) -> bool:
-    """Anything."""
     return True
 
 
@@ -34,7 +33,6 @@ def count(value: Any) -> bool:
 
 
 def text(value: Any) -> bool:
-    """A text."""
     return isinstance(value, str)
 
 
