@@ -14,6 +14,7 @@ Wanted = Mapping[Kind, str]
 
 
 def anything(value: Any) -> bool:
+    """Anything."""
     return True
 
 
@@ -33,6 +34,7 @@ def count(value: Any) -> bool:
 
 
 def text(value: Any) -> bool:
+    """A text."""
     return isinstance(value, str)
 
 
