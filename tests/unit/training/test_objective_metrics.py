@@ -37,9 +37,10 @@ rollouts_every = 1
 """
 MODES = {
     "grpo, KL in the loss": ("kl_coef = 0.05", ""),
-    "ppo": ('advantage_mode = "gae"', ""),
-    "ppo, KL in the reward": ('advantage_mode = "gae"\nkl_coef = 0.05\nkl_in_reward = "k1"', ""),
-    "ppo, several updates": ('advantage_mode = "gae"', "num_iterations = 2"),
+    "ppo, KL in the reward, several updates": (
+        'advantage_mode = "gae"\nkl_coef = 0.05\nkl_in_reward = "k1"',
+        "num_iterations = 2",
+    ),
 }
 
 
@@ -89,8 +90,8 @@ def test_without_a_kl_there_is_an_entropy_all_the_same(tmp_path, model):
 
 def test_a_critic_has_a_kl_where_nothing_could_be_graded(tmp_path, model):
     (tmp_path / "half.py").write_text("def score(completion, answer):\n    raise ValueError('no grade')\n")
-    toml = TOML.format(model=model, rewards=tmp_path / "half.py", algorithm=MODES["ppo"][0], training="")
-    toml = toml.replace("max_steps = 2", "max_steps = 4")
+    toml = TOML.format(model=model, rewards=tmp_path / "half.py", algorithm='advantage_mode = "gae"', training="")
+    toml = toml.replace("max_steps = 2", "max_steps = 3")
     (tmp_path / "run.toml").write_text(toml + "\n[evaluation]\nproblems = 0\n[squeeze]\nenabled = false\n")
     assert launch(load(tmp_path / "run.toml"), tmp_path / "out", NullObserver()).exit_status == 1  # in the third step
     rows = read_jsonl(tmp_path / "out" / "metrics.jsonl")
