@@ -103,7 +103,7 @@ def two_turns(engine: LocalEngine, base, **settings) -> list[Group]:
     return collected.groups
 
 
-def test_a_rollout_is_what_the_model_read_and_drew(base, engine):
+def test_a_rollout_is_what_the_model_read_and_sampled(base, engine):
     end = base.tokenizer.eos_token_id
     for group in two_turns(engine, base):
         assert len(group.rollouts) == 4
