@@ -22,14 +22,13 @@ from retrain.campaign.running.controller import launch, resume
 from retrain.checkpoints import FORMAT, common_step, missing_rows, prune
 from retrain.cli import app
 from retrain.config import load
-from retrain.errors import CheckpointError, ConfigError, NonFinite, UsageError
+from retrain.errors import ConfigError, NonFinite, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.ownership import MARK, claim
 from retrain.policy import local
 from retrain.policy.update import train_step
 from retrain.record.environment import code_version
 from retrain.record.observer import NullObserver
-from retrain.saving import Saver
 
 SECRET = "very-secret-value-8c1f"
 HUB_TOKEN = "_".join(["hf", "a1b2" * 6])
@@ -440,28 +439,3 @@ def test_retention(tmp_path):
     run = steps_of(tmp_path / "a", *range(2, 22, 2))
     prune(run, keep_last=2, keep_every=8)
     assert [int(path.name[5:]) for path in sorted((run / "checkpoints").iterdir())] == [8, 16, 18, 20]
-
-
-def test_saves_are_done_in_order_and_errors_end_their_run():
-    order: list[int] = []
-    ended: list[tuple[str, str]] = []
-
-    def guard(run, work) -> None:
-        try:
-            work()
-        except CheckpointError as error:
-            ended.append((run, str(error)))
-
-    def fail() -> None:
-        raise CheckpointError("no")
-
-    saver = Saver(guard, lambda: None)
-    saver.submit("a", lambda: order.append(1))
-    saver.submit("b", fail)
-    saver.submit("c", lambda: order.append(2))
-    saver.settle()
-    assert ended == [("b", "no")]
-    assert order == [1, 2]
-    saver.settle()
-    assert ended == [("b", "no")]
-    saver.close()

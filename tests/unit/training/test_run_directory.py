@@ -23,9 +23,6 @@ from mixed_cases import adapter_bytes, rows_of, runs_of
 from record_cases import find_conversations
 from toymodels import campaign_head, qwen3_directory
 
-from retrain.campaign.planning.changes import settings_changes
-from retrain.campaign.planning.manifest import fingerprint, planned_configs
-from retrain.campaign.planning.plan import plan
 from retrain.campaign.running.controller import launch
 from retrain.checkpoints import newest_whole
 from retrain.config import load
@@ -267,21 +264,6 @@ def test_the_whole_directory(campaign):
 
 
 # -- what a row promises ------------------------------------------------------------------------------------------
-
-
-def test_other_ranges_for_charts_leave_a_run_the_same(campaign):
-    toml = campaign.parent / "small.toml"
-    (run, *_), (other, *_) = (
-        plan(load(toml, sets)) for sets in ([], ["reward.reward_max=5.0", "reward.metrics_ranges.digits.max=3"])
-    )
-    assert run.config.reward != other.config.reward
-    assert fingerprint(run) == fingerprint(other)
-    asked, told = settings_changes([other], planned_configs(campaign), {run.run_id: {"state": "running", "step": 1}})
-    assert (asked, told) == ([], [])
-    (less, *_) = plan(load(toml, ["reward.timeout_s=5"]))
-    assert fingerprint(less) != fingerprint(run)
-    asked, _ = settings_changes([less], planned_configs(campaign), {run.run_id: {"state": "running", "step": 1}})
-    assert asked == ["reward.timeout_s: 10.0 → 5.0"]
 
 
 def test_the_training_thread_writes_nothing(campaign):
