@@ -113,8 +113,6 @@ def test_a_collapse_hands_over_to_the_exact_test(looks):
         assert (few.p, few.different) == (None, False)  # five pairs decide nothing exactly
 
 
-
-
 def test_looks_of_the_normal_test_by_hand():
     rule = Rule("normal", 2, 6, "linear")
     marks = boundaries(6, 2, "linear")
