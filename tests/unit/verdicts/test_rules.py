@@ -1,4 +1,4 @@
-"""The function that decides, its sequential tests and its power: equal to their parts, by enumeration and simulation."""
+"""The function that decides, its sequential tests and its power, by their parts, enumeration and simulation."""
 
 from __future__ import annotations
 
