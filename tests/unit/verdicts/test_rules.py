@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from retrain.maths.normal import additive_fit, step_down, t_p
 from retrain.maths.permutation import closed_permutation
 from retrain.maths.power import (
     detectable,
-    outlook,
     power,
     seeds_needed,
     spread_interval,
@@ -131,24 +129,6 @@ def test_looks_of_the_normal_test_by_hand():
         assert {i: each.pairs for i, each in enumerate(found) if each.different} == left
         decided += len(left)
     assert decided > 12
-
-
-def test_a_race_lets_go_what_cannot_win_and_futility_what_shows_nothing():
-    y = tables(RACE, 1, seed=6)[0]
-    y[:, 1] += 4.0
-    y[:, 2] -= 4.0
-    found = decide(y, RACE).comparisons
-    assert (found[0].different, found[0].reason) == (True, "decided")
-    assert (found[1].different, found[1].reason) == (False, "futility")
-    assert found[1].pairs == 2
-    both = decide(y, replace(RACE, upward=False)).comparisons  # where neither direction is a merit
-    assert both[1].different
-    patient = Rule("exact", 1, 10, "square", 0.2)
-    alternating = np.column_stack([np.zeros(10), [1.0, -1.0] * 5])
-    (ended,) = decide(alternating, patient).comparisons
-    assert (ended.reason, ended.pairs, ended.different) == ("futility", 5, False)
-    (unheeded,) = decide(alternating, replace(patient, futility=None)).comparisons
-    assert unheeded.reason == "planned end"
 
 
 def test_rules_that_cannot_be():
@@ -309,25 +289,6 @@ def test_what_is_detectable_needs_those_seeds(rule):
     needed = seeds_needed(rule, effect)
     assert needed is not None
     assert needed <= rule.planned
-
-
-def test_power_is_that_of_the_rule_with_its_looks_and_what_it_costs():
-    whole = Rule(planned=8)
-    looked = Rule(planned=8, looks="linear")
-    assert power(looked, 1.2) < power(whole, 1.2) - 0.03  # what a plan without the looks would not know
-    fixed, found = outlook(whole, 1.2), outlook(looked, 1.2)
-    assert fixed.runs_alike == fixed.runs_different == 16.0
-    assert found.runs_different < found.runs_alike <= 16.0
-    pairs = outlook(looked, 1.2, seeds_together=4)
-    assert found.runs_different < pairs.runs_different <= 16.0
-    assert pairs.power == found.power
-
-
-def test_a_race_of_five_conditions_costs_less_than_half_of_nine_exact_seeds_at_the_same_power():
-    exact, race = Rule(family=4, planned=9), Rule("normal", 4, 9, "obrien_fleming", race=True)
-    found = outlook(race, 1.5)
-    assert found.power >= power(exact, 1.5) - 0.01
-    assert max(found.runs_different, found.runs_alike) <= 22.0
 
 
 def test_the_interval_and_the_limit_of_a_spread_cover():
