@@ -17,10 +17,8 @@ from typer.testing import CliRunner
 
 from retrain import __version__
 from retrain.campaign.planning import references
-from retrain.campaign.planning.plan import plan
 from retrain.cli import app
 from retrain.commands import setup
-from retrain.config import load, parse_dict
 from retrain.errors import Interrupted, RunFailed
 from retrain.policy import device
 
@@ -118,18 +116,12 @@ def schema() -> jsonschema.Draft202012Validator:
 
 @pytest.mark.parametrize("path", [*CAMPAIGNS, *BENCHMARKS], ids=lambda path: path.name)
 def test_shipped_files_pass_check_and_have_enough_seeds_for_a_verdict(path, schema):
-    assert run("check", path).exit_code == 0
-    loaded = load(path)
-    schema.validate(tomllib.loads(loaded.text))
-    assert parse_dict(loaded.config.to_dict()) == loaded.config
-    campaign = loaded.config.campaign
-    specs = plan(loaded)
-    assert len(specs) == (len(campaign.seeds) * len(campaign.conditions) if loaded.config.is_campaign else 1)
-    if path in BENCHMARKS:
-        return
-    assert loaded.config.logging.log_dir == f"logs/{path.stem}"
-    if path.name not in ("quickstart.toml", "smollm2.toml"):  # which show that models learn
-        warnings = [line for line in loaded.warnings if "campaign.seeds" in line]
+    schema.validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    result = run("check", path)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"{path}: fine, ")
+    if path in CAMPAIGNS and path.name not in ("quickstart.toml", "smollm2.toml"):  # which show that models learn
+        warnings = [line for line in result.stderr.splitlines() if "campaign.seeds" in line]
         if path.name == "smollm2_rare.toml":  # an hour for a seed: it takes the risk of a collapsed run
             warnings = [line for line in warnings if "should a run collapse" not in line]
         assert warnings == []
