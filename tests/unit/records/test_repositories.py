@@ -102,14 +102,6 @@ def test_the_recorded_changes_give_the_working_tree_back(repo, tmp_path, monkeyp
     assert contents(applied(repo, patch, tmp_path / "clone")) == contents(repo)
 
 
-def test_a_users_settings_of_git_do_not_change_the_patch(repo):
-    change_everything(repo)
-    plain = code_diff(repo)
-    for name, value in (("diff.noprefix", "true"), ("diff.mnemonicPrefix", "true"), ("color.ui", "always")):
-        git(repo, "config", name, value)
-    assert code_diff(repo) == plain
-
-
 def test_a_repository_without_a_commit(tmp_path):
     git(tmp_path, "init", "-q")
     (tmp_path / "new.py").write_text("a = 1\n")
