@@ -15,7 +15,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from mixed_cases import runs_of
 from record_cases import config, context, evaluation, group, step
 from snippets import blocks
 
@@ -162,6 +161,8 @@ def test_names_outside_a_campaign_and_in_one():
     # As the plan of a campaign with wandb_run_name = "paper" has it:
     paper = {"wandb_run_name": "paper_grpo+none_s1", "wandb_group": "grpo+none", "wandb_tags": ["a"]}
     assert named(True, **paper) == ("paper_grpo+none_s1", "grpo+none", ["a", "grpo+none", "seed1"])
+    ranges = {"reward": {"min": 0.0, "max": 2.0}}
+    assert TrackedRun.of(context(ranges=ranges)).config["metrics_ranges"] == ranges
 
 
 @pytest.mark.parametrize(
