@@ -92,7 +92,7 @@ def played(environment, texts, seed=0, row=0):
 
 
 def judged(texts, **keys) -> list[bool]:
-    """Which of these answers count as correct in a run with these keys of [environment]."""
+    """Which of these answers, in worker processes, count as correct with these keys of [environment]."""
     from retrain.config import parse_dict
     from retrain.environments.build import close_hosted, environments_of, provided_data
 
@@ -113,6 +113,12 @@ def test_the_named_metric_of_a_taskset_decides_what_is_correct():
     args = {"args": {"heldout": 0}, "id": "toy_reverse"}
     assert judged(["elppa", "wrong", ""], **args) == [True, False, False]
     assert judged(["elppa", "wrong", ""], **args, correct_metric="length") == [True, True, False]
+
+
+@classic
+def test_the_named_metric_of_a_rubric_decides_what_is_correct():
+    args = {"args": {"heldout": 0}, "id": "toy_classic"}
+    assert judged(["0", "7"], **args, correct_metric="num_turns") == [True, True]
 
 
 # --- environments with load_environment ---------------------------------------------------------------------------
@@ -384,33 +390,6 @@ def test_what_v1_cannot_load_says_so(opened):
     if not has_classic():
         with pytest.raises(UsageError, match="no taskset toy_nowhere"):
             opened("toy_nowhere")
-
-
-# --- in worker processes -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not HAS, reason="needs verifiers")
-@pytest.mark.parametrize("kind", [pytest.param("classic", marks=classic), pytest.param("v1", marks=v1)])
-def test_episodes_of_several_worker_processes(kind):
-    from retrain.config.tasks import Environment
-    from retrain.environments.hosted import Hosted
-
-    args = {"kind": "tools", "heldout": 0} if kind == "classic" else {"train": 2, "heldout": 0}
-    section = Environment(provider="verifiers", id=f"toy_{kind}" if kind == "classic" else "toy_stamp", args=args)
-    hosted = Hosted(section.model_copy(update={"timeout_s": 120.0}), TOYS)
-    try:
-        assert not hosted.exact
-        problem = hosted.problems("train")[1]
-        episodes = [hosted.start(problem, 0) for _ in range(3)]
-        wanted = {"capital": {"country": "Peru"}, "stamp_back": {"message": "a"}}
-        name = episodes[0].observe().tools[0]["function"]["name"]
-        answers = [episode.step(act(call(name, **wanted[name]))) for episode in episodes]
-        assert {answer.messages[0]["content"] for answer in answers} == {"Lima" if name == "capital" else "a [stamp 1]"}
-        assert all(episode.step(act("Lima")).done for episode in episodes)
-        reward = 1.0 if name == "capital" else 1 / 3
-        assert [result.total_reward for result in hosted.results(episodes)] == pytest.approx([reward] * 3)
-    finally:
-        hosted.close()
 
 
 # --- what needs no verifiers ---------------------------------------------------------------------------------------
