@@ -14,6 +14,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from retrain.config import parse_dict
+from retrain.config.tasks import Environment
+from retrain.environments.build import close_hosted, environments_of, provided_data
+from retrain.environments.hosted import Hosted
 from retrain.environments.providers.inversion import Inversion, InvertedEpisode, Outcome
 from retrain.errors import DataError, UsageError
 from retrain.types import Action, Problem, RewardResult
@@ -93,9 +97,6 @@ def played(environment, texts, seed=0, row=0):
 
 def judged(texts, **keys) -> list[bool]:
     """Which of these answers, in worker processes, count as correct with these keys of [environment]."""
-    from retrain.config import parse_dict
-    from retrain.environments.build import close_hosted, environments_of, provided_data
-
     section = {"provider": "verifiers", "workers": 1, "timeout_s": 60.0, **keys}
     config = parse_dict({"environment": section, "evaluation": {"problems": 0}})
     try:
@@ -308,6 +309,21 @@ def test_a_tool_in_a_process_of_its_own(opened):
     assert len(steps) == 4, "its stop condition refuses a fourth turn"
     assert steps[-1].logs == {"stop": "enough"}
     assert result.total_reward == 1.0
+
+
+@v1
+def test_tool_servers_of_several_worker_processes():
+    args = {"train": 1, "heldout": 0}
+    section = Environment(provider="verifiers", id="toy_stamp", args=args, timeout_s=120.0, workers=2)
+    hosted = Hosted(section, TOYS)
+    try:
+        episodes = [hosted.start(hosted.problems("train")[0], 0) for _ in range(3)]
+        answers = [episode.step(act(call("stamp_back", message="a"))).messages[0]["content"] for episode in episodes]
+        assert answers == ["a [stamp 1]"] * 3
+        assert all(episode.step(act("done")).done for episode in episodes)
+        assert [result.total_reward for result in hosted.results(episodes)] == pytest.approx([1 / 3] * 3)
+    finally:
+        hosted.close()
 
 
 @v1
