@@ -271,10 +271,10 @@ def board_view(board: Board, width: int, height: int, now: float) -> RenderableT
     room = max(4, height - FRAME_LINES)
     last = min(8, len(steps), max(2, room // 3))
     shown = visible_runs(views, room - last)
-    counts = {state: sum(view.state == state for view in views) for state in STATE_STYLES}
-    summary = Text(" · ").join(
-        Text(f"{count} {state}", style=STATE_STYLES[state]) for state, count in counts.items() if count
-    )
+    summary = Text()
+    for state, style in STATE_STYLES.items():
+        if count := sum(view.state == state for view in views):
+            summary.append(f"{' · ' if summary else ''}{count} {state}", style=style)
     if hidden := sum(view.state != "waiting" for view in views) - len(shown):
         summary.append(f" · {hidden} not shown", style="dim")
     parts: list[RenderableType] = [_runs_table(shown, width, now), summary]
