@@ -42,10 +42,9 @@ class Results(NamedTuple):
             return Group(*self.lines)
         table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
         for heading in self.headings:
-            left = heading in self.left
-            table.add_column(
-                heading, justify="left" if left else "right", no_wrap=not (heading and left), overflow="fold"
-            )
+            wraps = bool(heading) and heading in self.left
+            justify, overflow = "left" if heading in self.left else "right", "fold" if wraps else "ellipsis"
+            table.add_column(heading, justify=justify, no_wrap=not wraps, overflow=overflow)
         for row in self.rows:
             table.add_row(*row)
         return Group(Text(self.title, style="bold"), table, *self.lines)
