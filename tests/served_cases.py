@@ -11,7 +11,6 @@ import pytest
 import torch
 from toymodels import qwen3_directory
 
-from retrain.config import parse_dict
 from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.engines.server import canary
 from retrain.engines.server.adapters import AdapterStore
@@ -77,11 +76,6 @@ def apart(base: BaseModel, lanes: Lanes, own: LoraWeights | None, asked: Sequenc
 
 def ids(groups: Sequence[Sequence[Action]]) -> list[list[list[int]]]:
     return [[action.token_ids for action in group] for group in groups]
-
-
-def served_config(url: str | None, **keys: Any) -> dict[str, Any]:
-    """A small run's sections, sampled by a server."""
-    return parse_dict({"inference": {"engine": "vllm", **({"url": url} if url else {}), **keys}}).to_dict()["inference"]
 
 
 def served_world() -> tuple[Any, Any, Any]:

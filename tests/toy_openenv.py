@@ -1,7 +1,7 @@
 """A toy OpenEnv server: guess a digit that the seed has picked. ``python toy_openenv.py PORT [SESSIONS] [SHAPE]``.
 
-SHAPE is that of an action: ``text``, ``moves`` (two fields), ``nested`` (a field with a definition of its own), or
-``tools``, where the environment is an MCP environment.
+SHAPE is that of an action: ``text``, ``nested`` (a field with a definition of its own), or ``tools`` (an MCP
+environment).
 """
 
 from __future__ import annotations
@@ -21,11 +21,6 @@ SHAPE = sys.argv[3] if len(sys.argv) > 3 else "text"
 
 class Guess(Action):
     guess: str
-
-
-class Move(Action):
-    row: int
-    column: int
 
 
 class Place(BaseModel):
@@ -53,7 +48,7 @@ class Digit(Environment):
         return Said(text=f"Guess my digit, {seed}.")
 
     def step(self, action: Any, timeout_s: float | None = None, **kwargs: Any) -> Said:
-        guess = action.guess if SHAPE == "text" else str(action.row + action.column)
+        guess = action.guess if SHAPE == "text" else str(action.place.row + action.place.column)
         if guess == "crash":
             os._exit(3)
         if guess == "sleep":
@@ -123,6 +118,6 @@ if __name__ == "__main__":
     if SHAPE == "tools":
         app = tools_app(sessions)
     else:
-        kind = {"text": Guess, "moves": Move, "nested": Put}[SHAPE]
+        kind = {"text": Guess, "nested": Put}[SHAPE]
         app = create_fastapi_app(Digit, kind, Said, max_concurrent_envs=sessions)
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")

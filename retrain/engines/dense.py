@@ -414,7 +414,6 @@ class DenseDecoder:
 
     @property
     def in_any_order(self) -> bool:
-        """See ``adds_in_any_order``."""
         return adds_in_any_order(self.device)
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from retrain.config import Config
 from retrain.config.tasks import Data
 from retrain.data import Dataset, content_hash
 from retrain.data.prompts import conversation
-from retrain.environments.hosted import Hosted
-from retrain.environments.protocol import Environment, Episode, Observation, Range, Step
+from retrain.environments.hosted import Hosted, HostedEpisode
+from retrain.environments.protocol import Environment, Episode, Observation, Range
 from retrain.environments.single_turn import SingleTurn
-from retrain.environments.with_tools import WithTools
 from retrain.errors import DataError
 from retrain.rewards import Grader
-from retrain.types import CORRECT_ABOVE, Action, Problem, RewardResult, with_correctness
+from retrain.types import CORRECT_ABOVE, Problem, RewardResult, with_correctness
 
 TRAIN = "train"
 _hosts: dict[tuple[str, Path], Hosted] = {}
@@ -25,7 +23,7 @@ _lock = threading.Lock()
 
 
 def hosted(config: Config, folder: Path) -> Hosted:
-    """The processes that host the configuration's environment or tools, started once in this process. Raises
+    """Return the processes that host the configuration's environment or tools, started once in this process. Raises
     PluginMissing when they cannot be."""
     key = (config.environment.model_dump_json(), folder)
     with _lock:
@@ -42,8 +40,8 @@ def close_hosted() -> None:
 
 
 def provided_data(config: Config, folder: Path) -> Dataset:
-    """The problems that a provider brings: those of ``train``, up to ``max_examples``, and of every held-out set those
-    of its name. Raises DataError or PluginMissing."""
+    """Return the problems that a provider brings: those of ``train``, up to ``max_examples``, and of every held-out set
+    those of its name. Raises DataError or PluginMissing."""
     host, most = hosted(config, folder), config.training.max_examples
     train = list(host.problems(TRAIN))[:most]
     sets = {each.name: list(host.problems(each.name))[: each.problems] for each in config.held_out}
@@ -62,22 +60,19 @@ def _text(problem: Problem) -> str:
 
 
 def environments_of(config: Config, data: Dataset, grader: Grader | None, folder: Path) -> Mapping[str, Environment]:
-    """What a run trains in, as ``train``, and what it is evaluated in, by the names of the held-out sets.
+    """Return what a run trains in, as ``train``, and what it is evaluated in, by the names of the held-out sets.
 
     ``grader`` may be None where the environment brings its own rewards. Raises PluginMissing.
     """
-    asked = {TRAIN: config.data} | {each.name: each.data for each in config.held_out}
+    sections = {TRAIN: config.data} | {each.name: each.data for each in config.held_out}
     splits = {TRAIN: data.train, **data.sets}
-    section = config.environment
-    if section.provider is not None:
-        host = hosted(config, folder)
+    host = hosted(config, folder) if config.environment.hosted else None
+    if config.environment.provider is not None:
+        assert host is not None
         above = config.reward.correct_above
-        return {name: Provided(host, splits[name], own, above) for name, own in asked.items()}
+        return {name: Provided(host, splits[name], section, above) for name, section in sections.items()}
     assert grader is not None
-    if section.tools:
-        tools = hosted(config, folder)
-        return {name: WithTools({name: splits[name]}, own, grader, tools) for name, own in asked.items()}
-    return {name: SingleTurn({name: splits[name]}, own, grader) for name, own in asked.items()}
+    return {name: SingleTurn({name: splits[name]}, section, grader, host) for name, section in sections.items()}
 
 
 class Provided:
@@ -91,44 +86,21 @@ class Provided:
         self.exact, self.parallel = host.exact, host.parallel
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Those of its one split."""
+        """Return those of its one split."""
         return self._problems
 
-    def start(self, problem: Problem, seed: int) -> ProvidedEpisode:
-        """See ``Environment.start``."""
-        return ProvidedEpisode(self, self.host.start(problem, seed))
+    def start(self, problem: Problem, seed: int) -> HostedEpisode:
+        """Begin an episode, whose first observation is asked as [data] says. Raises EpisodeFailed."""
+        episode, data = self.host.start(problem, seed), self.data
+        messages = tuple(episode.first.messages)
+        if messages and messages[0]["role"] == "system":
+            data = data.model_copy(update={"system_prompt": None})
+        prompt = conversation(Problem("", messages, ""), data)
+        episode.first = Observation(tuple(prompt), episode.first.tools)
+        return episode
 
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
-        """See ``Environment.results``."""
-        results = self.host.results([episode.inner for episode in episodes if isinstance(episode, ProvidedEpisode)])
+        """Return the rewards of the episodes, in order."""
+        results = self.host.results([episode for episode in episodes if isinstance(episode, HostedEpisode)])
         metric = self.host.section.correct_metric
         return [with_correctness(result, self.correct_above, metric) for result in results]
-
-
-@dataclass
-class ProvidedEpisode:
-    """An episode whose first observation is asked as [data] says."""
-
-    environment: Provided
-    inner: Episode
-
-    def observe(self) -> Observation:
-        """See ``Episode.observe``."""
-        seen, data = self.inner.observe(), self.environment.data
-        asked = Problem("", tuple(seen.messages), "")
-        if seen.messages and seen.messages[0]["role"] == "system":
-            data = data.model_copy(update={"system_prompt": None})
-        return Observation(tuple(conversation(asked, data)), seen.tools)
-
-    def step(self, action: Action) -> Step:
-        """See ``Episode.step``."""
-        return self.inner.step(action)
-
-    def result(self) -> RewardResult:
-        """See ``Episode.result``."""
-        return self.environment.results([self])[0]
-
-    def close(self) -> None:
-        """The episode is over, without a result."""
-        if (close := getattr(self.inner, "close", None)) is not None:
-            close()

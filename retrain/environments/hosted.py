@@ -6,7 +6,6 @@ the next process and take their actions again, if the environment is exact; else
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -17,10 +16,10 @@ import numpy as np
 
 from retrain.config.tasks import Environment as EnvironmentSection
 from retrain.environments.hosting import LOST
-from retrain.environments.protocol import Episode, EpisodeFailed, Observation, Range, Step
+from retrain.environments.protocol import EpisodeFailed, Observation, Range, Step
 from retrain.environments.providers import PROVIDERS
 from retrain.errors import DataError, PluginError, PluginMissing
-from retrain.plugins import search_folders
+from retrain.plugins import existing_file, search_folders
 from retrain.rewards.base import failed
 from retrain.rewards.workers import Reply, WorkerPool
 from retrain.types import Action, Problem, RewardResult
@@ -49,6 +48,9 @@ class Hosted:
         folders = [str(each) for each in search_folders(folder)]
         target, arguments = _target(section, folders)
         self.name = section.provider or "tools"
+        python = section.python
+        if python is not None:
+            python = str(existing_file(python, folder, "[environment] python =", PluginMissing))
         self.pools = [
             WorkerPool(
                 "retrain.environments.hosting:serve",
@@ -58,13 +60,13 @@ class Hosted:
                 memory_bytes=int(section.memory_gb * 2**30),
                 memory_kind="RLIMIT_DATA",
                 what="the environment" if section.provider else "the tool",
-                python=section.python and str(_found(section.python, folder)),
+                python=python,
                 folders=folders,
                 start_s=START_SECONDS,
             )
             for _ in range(section.workers)
         ]
-        self._numbers, self._lock = count(), threading.Lock()
+        self._numbers = count()
         self._known: dict[str, list[Problem]] = {}
         try:
             self.pools[0].start()
@@ -73,13 +75,11 @@ class Hosted:
             raise PluginMissing(str(error)) from None
         facts = self.pools[0].facts
         self.exact = bool(facts["exact"])
-        self.schemas: tuple[Mapping[str, Any], ...] = tuple(facts["schemas"])
-        self.ranges: dict[str, Range] = facts["ranges"]
-        self.reward_names: tuple[str, ...] = tuple(facts["names"])
-        ends = self.ranges.get("reward", {})
+        ranges: dict[str, Range] = facts["ranges"]
+        ends = ranges.get("reward", {})
         self.reward_range = (ends["min"], ends["max"]) if {"min", "max"} <= set(ends) else None
         self.metrics_ranges: Mapping[str, Range] = {
-            name: ends for name, ends in self.ranges.items() if name != "reward" or self.reward_range is None
+            name: ends for name, ends in ranges.items() if name != "reward" or self.reward_range is None
         }
 
     @property
@@ -88,41 +88,40 @@ class Hosted:
         return len(self.pools)
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """See ``Environment.problems``. Raises DataError when there are none."""
+        """Return the problems of a split. Raises DataError when there are none."""
         if split not in self._known:
             rows: list[dict[str, Any]] = []
             while len(rows) % PAGE == 0:
-                reply = self._call(0, ("problems", split, len(rows), PAGE), PROBLEMS_SECONDS)
+                reply = self.call(0, ("problems", split, len(rows), PAGE), PROBLEMS_SECONDS)
                 if reply.error is not None:
                     raise DataError(f"[environment] provider = {self.name!r}: {reply.error}")
                 if not reply.value:
                     break
                 rows += reply.value
-            self._known[split] = [
-                Problem(
-                    str(each["id"]),
-                    each["prompt"] if isinstance(each["prompt"], str) else tuple(each["prompt"]),
-                    str(each["answer"]),
-                    tuple(map(str, each["tags"])),
-                    each["metadata"],
-                )
-                for each in rows
-            ]
+            for row in rows:
+                row["prompt"] = row["prompt"] if isinstance(row["prompt"], str) else tuple(row["prompt"])
+                row["tags"] = tuple(row["tags"])
+            self._known[split] = [Problem(**row) for row in rows]
         if not self._known[split]:
             raise DataError(f"[environment] provider = {self.name!r} has no problems in {split!r}")
         return self._known[split]
 
     def start(self, problem: Problem, seed: int) -> HostedEpisode:
-        """See ``Environment.start``. Raises EpisodeFailed."""
-        with self._lock:
-            number = next(self._numbers)
-        return HostedEpisode(self, number, problem, seed)
+        """Begin an episode in one of the processes. Raises EpisodeFailed."""
+        return HostedEpisode(self, next(self._numbers), problem, seed)
 
-    def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
-        """``result()`` of each; an episode that cannot say has the reason in place of a reward."""
+    def results(self, episodes: Sequence[HostedEpisode]) -> list[RewardResult]:
+        """Return the rewards of the episodes, in order; one that failed has the reason in place of a reward."""
         with ThreadPoolExecutor(self.parallel) as side_by_side:
-            results = list(side_by_side.map(result_of, episodes))
-        return [failed(fault) if (fault := self._outside(result)) else result for result in results]
+            return list(side_by_side.map(self._result, episodes))
+
+    def _result(self, episode: HostedEpisode) -> RewardResult:
+        try:
+            result = episode.result()
+        except EpisodeFailed as error:
+            return failed(str(error))
+        fault = self._outside(result)
+        return failed(fault) if fault else result
 
     def examine(self, problem: Problem) -> None:
         """Play an episode in which the policy says nothing. Raises DataError when it cannot begin, or when its reward
@@ -166,75 +165,58 @@ class Hosted:
         for pool in self.pools:
             pool.close()
 
-    def _call(self, number: int, job: tuple[Any, ...], timeout_s: float | None = None) -> Reply:
+    def call(self, number: int, job: tuple[Any, ...], timeout_s: float | None = None) -> Reply:
+        """Do a job in the process of episode ``number``."""
         (reply,) = self.pools[number % len(self.pools)].map([job], timeout_s)
         return reply
 
 
-def result_of(episode: Episode) -> RewardResult:
-    """The reward of an episode, or the reason why there is none."""
-    try:
-        return episode.result()
-    except EpisodeFailed as error:
-        return failed(str(error))
-
-
 class HostedEpisode:
-    """One episode in a worker process. ``actions`` are those that it has taken."""
+    """One episode in a worker process. ``first`` is its first observation, ``actions`` those that it has taken."""
 
     def __init__(self, environment: Hosted, number: int, problem: Problem, seed: int):
         self.environment, self.number, self.problem, self.seed = environment, number, problem, seed
         self.actions: list[Action] = []
-        first = self._start()
-        self._first = Observation(tuple(first["messages"]), tuple(first["tools"]))
+        begun = self._start()
+        self.first = Observation(tuple(begun["messages"]), tuple(begun["tools"]))
 
     def observe(self) -> Observation:
-        """See ``Episode.observe``."""
-        return self._first
+        """Return the first observation."""
+        return self.first
 
     def step(self, action: Action) -> Step:
-        """See ``Episode.step``. Raises EpisodeFailed."""
-        value = self._value(("step", self.number, action))
-        if value == LOST:
-            self._again()
-            value = self._value(("step", self.number, action))
+        """Take an action. Raises EpisodeFailed."""
+        value = self._repeatable("step", self.number, action)
         self.actions.append(action)
-        conversation = value["conversation"]
-        return Step(
-            tuple(value["messages"]),
-            value["done"],
-            value["reward"],
-            value["metrics"],
-            value["logs"],
-            None if conversation is None else tuple(conversation),
-        )
+        return Step(**{**value, "messages": tuple(value["messages"])})
 
     def result(self) -> RewardResult:
-        """See ``Episode.result``; the process forgets the episode. Raises EpisodeFailed."""
-        value = self._value(("result", self.number))
-        if value == LOST:
-            self._again()
-            value = self._value(("result", self.number))
+        """Return the reward; the process forgets the episode. Raises EpisodeFailed."""
+        value = self._repeatable("result", self.number)
         return RewardResult(**{**value, "tags": tuple(value["tags"])})
 
     def close(self) -> None:
-        """The episode is over, without a result."""
-        self.environment._call(self.number, ("close", self.number))
+        """End the episode without a result."""
+        self.environment.call(self.number, ("close", self.number))
 
     def _start(self) -> dict[str, Any]:
         limit = BEGINNING * self.environment.section.timeout_s
         return self._value(("start", self.number, self.problem, self.seed), limit)
 
-    def _again(self) -> None:
-        """Begin anew, and take all actions again: its process died with another episode."""
+    def _repeatable(self, *job: Any) -> Any:
+        """Do a job. Where the process died with another episode, first begin anew and take all actions again."""
+        value = self._value(job)
+        if value != LOST:
+            return value
         if not self.environment.exact:
             raise EpisodeFailed("died", "the episode's process ended with another episode of its")
         self._start()
         for action in self.actions:
             self._value(("step", self.number, action))
+        return self._value(job)
 
     def _value(self, job: tuple[Any, ...], timeout_s: float | None = None) -> Any:
-        reply = self.environment._call(self.number, job, timeout_s)
+        reply = self.environment.call(self.number, job, timeout_s)
         if reply.error is not None:
             kind = "flooded" if reply.error.startswith("Flooded:") else reply.kind or "died"
             raise EpisodeFailed(kind, reply.error)
@@ -253,10 +235,3 @@ def _target(section: EnvironmentSection, folders: Sequence[str]) -> tuple[str, d
                 arguments["metrics"] = [*wanted, section.correct_metric or "correct"]
         return PROVIDERS[section.provider].target, arguments
     return section.provider, {**({} if section.id is None else {"id": section.id}), **section.args}
-
-
-def _found(python: str, folder: Path | None) -> Path:
-    for place in search_folders(folder):
-        if (path := place / Path(python).expanduser()).is_file():
-            return path
-    raise PluginMissing(f"[environment] python = {python!r}: no such file")

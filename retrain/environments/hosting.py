@@ -8,21 +8,24 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from retrain.environments.protocol import Observation, Step
+from retrain.environments.providers.styles import adapt
 from retrain.errors import PluginError
 from retrain.plugins import declared_ranges, load_function
-from retrain.rewards.base import checked, failed
+from retrain.rewards.base import checked
 from retrain.types import MAX_PROBLEMS, Action, Problem, RewardResult
 
 MESSAGE_CHARACTERS = 1_000_000
 """Characters of all messages of one step. A model reads a small part of that; the rest would only be tokenised."""
 LOST = "lost"
 """The value of a job for an episode that this process does not know: it is younger than the episode."""
+FLAGS = ("correct", "format_ok")
 Job = tuple[Any, ...]
 
 
@@ -31,41 +34,24 @@ class Flooded(Exception):
 
 
 def serve(target: str, arguments: Mapping[str, Any], folders: Sequence[str]) -> Callable[[Job], Any]:
-    """The worker's entry: the environment ``module:Class``, made with these arguments, as a function of jobs. Raises
-    PluginError."""
+    """Return the environment ``module:Class``, made with these arguments, as a function of jobs. Raises PluginError."""
     for folder in folders:
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    made = load_function(target, Path(folders[0]) if folders else None, "provider =")
-    return Host(_native(made, arguments))
-
-
-def _native(made: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """An object with ``start``. Raises PluginError for arguments that it does not take."""
-    if not hasattr(made, "start"):
-        from retrain.environments.providers.styles import adapt
-
-        return adapt(made, arguments)
-    try:
-        inspect.signature(made).bind(**arguments)
-    except TypeError as error:
-        raise PluginError(f"[environment] args: {error}") from None
-    except ValueError:  # a class without a signature
-        pass
-    return made(**arguments)
+    return Host(load_function(target, Path(folders[0]) if folders else None, "provider ="), arguments)
 
 
 class Host:
-    """One environment and its episodes by number."""
+    """One environment and its episodes by number. Its methods, and theirs, may be async: all run on one event loop."""
 
-    def __init__(self, environment: Any):
-        self.environment, self.episodes = environment, dict[int, Any]()
+    def __init__(self, written: Callable[..., Any], arguments: Mapping[str, Any]):
+        self._runner = asyncio.Runner()
+        self.environment = environment = adapt(written, arguments, self._settled)
+        self.episodes: dict[int, Any] = {}
         self.made: dict[str, list[Any]] = {}
         self.facts = {
             "exact": bool(getattr(environment, "exact", True)),
             "ranges": declared_ranges(environment) | _reward_range(environment),
-            "schemas": [dict(schema) for schema in getattr(environment, "schemas", ())],
-            "names": [str(name) for name in getattr(environment, "reward_names", ())],
         }
 
     def __call__(self, job: Job) -> Any:
@@ -74,10 +60,13 @@ class Host:
         kind, *arguments = job
         return getattr(self, kind)(*arguments)
 
+    def _settled(self, value: Any) -> Any:
+        return self._runner.run(_awaited(value)) if inspect.isawaitable(value) else value
+
     def problems(self, split: str, begin: int, count: int) -> list[dict[str, Any]]:
         """Some problems of a split. Raises PluginError for what is none, and for more than MAX_PROBLEMS."""
         if split not in self.made:
-            problems = list(islice(_waited(self.environment.problems(split)), MAX_PROBLEMS + 1))
+            problems = list(islice(self._settled(self.environment.problems(split)), MAX_PROBLEMS + 1))
             if len(problems) > MAX_PROBLEMS:
                 raise PluginError(
                     f"problems({split!r}) makes more than {MAX_PROBLEMS:,} problems: a generator must end; at most so "
@@ -88,16 +77,23 @@ class Host:
         for problem in self.made[split][begin : begin + count]:
             if not isinstance(problem, Problem):
                 raise PluginError(f"problems({split!r}) gave {type(problem).__name__}, not retrain.types.Problem")
-            prompt = problem.prompt if isinstance(problem.prompt, str) else _plain(problem.prompt)
-            made.append({**vars(problem), "prompt": prompt, "tags": list(problem.tags)})
+            made.append(
+                {
+                    "id": str(problem.id),
+                    "prompt": problem.prompt if isinstance(problem.prompt, str) else _plain(problem.prompt),
+                    "answer": str(problem.answer),
+                    "tags": [str(tag) for tag in problem.tags],
+                    "metadata": problem.metadata,
+                }
+            )
         return made
 
     def start(self, number: int, problem: Problem, seed: int) -> dict[str, Any]:
         """Begin an episode; its first observation."""
         self.close(number)
-        episode = _waited(self.environment.start(problem, seed))
+        episode = self._settled(self.environment.start(problem, seed))
         self.episodes[number] = episode
-        observed = _waited(episode.observe())
+        observed = self._settled(episode.observe())
         if not isinstance(observed, Observation):
             raise PluginError(f"observe() gave {type(observed).__name__}, not an Observation")
         return {"messages": _plain(observed.messages), "tools": [dict(tool) for tool in observed.tools]}
@@ -106,7 +102,7 @@ class Host:
         """One step, or LOST."""
         if number not in self.episodes:
             return LOST
-        step = _waited(self.episodes[number].step(action))
+        step = self._settled(self.episodes[number].step(action))
         if not isinstance(step, Step):
             raise PluginError(f"step() gave {type(step).__name__}, not a Step")
         return {
@@ -123,35 +119,26 @@ class Host:
         if number not in self.episodes:
             return LOST
         try:
-            given = _waited(self.episodes[number].result())
+            given = self._settled(self.episodes[number].result())
         finally:
             self.close(number)
-        untotalled = isinstance(given, RewardResult) and given.total_reward is None and given.error is None
-        result = given if untotalled else checked(given)
-        if untotalled:  # what [reward] says is still to come
-            metrics = checked(RewardResult(0.0, sample_metrics=given.sample_metrics))
-            result = metrics if metrics.error else RewardResult(None, metrics.sample_metrics, given.tags)
-        if not isinstance(result, RewardResult):
-            result = failed("no reward")
-        return {
-            "total_reward": result.total_reward,
-            "sample_metrics": result.sample_metrics,
-            "tags": list(result.tags),
-            "components": {str(name): value for name, value in result.components.items()},
-            "correct": None if result.correct is None else bool(result.correct),
-            "format_ok": None if result.format_ok is None else bool(result.format_ok),
-            "error": result.error,
-        }
+        if isinstance(given, RewardResult) and given.total_reward is None and given.error is None:
+            result = checked(replace(given, total_reward=0.0))
+            result.total_reward = None  # [reward] grades what tools counted
+        else:
+            result = checked(given)
+        flags = {name: None if (flag := getattr(result, name)) is None else bool(flag) for name in FLAGS}
+        return {**vars(result), **flags, "tags": list(result.tags)}
 
     def close(self, number: int) -> None:
         """Forget an episode."""
         episode = self.episodes.pop(number, None)
         if (close := getattr(episode, "close", None)) is not None:
-            _waited(close())
+            self._settled(close())
 
 
-def _waited(value: Any) -> Any:
-    return asyncio.run(value) if inspect.iscoroutine(value) else value
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """What the loop asks of an environment: problems, and episodes in which the policy acts on them.
 
-An environment of the user's own is a class with ``problems`` and ``start``; ``environments.hosted`` adds the rest.
-``environments.single_turn`` is the one with one turn: a question, an answer, a grade.
+An environment of the user's own has ``problems`` and ``start``, and its episodes ``result()``, the reward, instead of
+``results`` here; ``environments.hosted`` adds the rest. ``environments.single_turn`` has the problems of [data].
 """
 
 from __future__ import annotations
@@ -83,10 +83,6 @@ class Episode(Protocol):
         """Take the policy's action; in order, one at a time."""
         ...
 
-    def result(self) -> RewardResult:
-        """The rollout's reward; once, after the last step."""
-        ...
-
 
 class Environment(Protocol):
     """What the policy acts in."""
@@ -106,5 +102,5 @@ class Environment(Protocol):
         ...
 
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
-        """``result()`` of each, in order; an environment that grades many at once does so here."""
+        """The rewards of episodes, in order; once, after the last step of each."""
         ...

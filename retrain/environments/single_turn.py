@@ -1,4 +1,4 @@
-"""Problems with one turn: the policy answers, a reward grades the answer."""
+"""Problems of [data]: the policy answers, perhaps after it has called tools, and a reward grades the answer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from retrain.config.tasks import Data
 from retrain.data.prompts import conversation
+from retrain.environments.hosted import Hosted, HostedEpisode
 from retrain.environments.protocol import Episode, Observation, Range, Step
 from retrain.rewards import Grader
 from retrain.rewards.base import CompletionText
@@ -14,50 +15,70 @@ from retrain.types import Action, Problem, RewardResult
 
 
 class SingleTurn:
-    """Problems by the name of their split, asked as ``data`` says and graded by ``grader``."""
+    """Problems by the name of their split, asked as ``data`` says and graded by ``grader``.
 
-    def __init__(self, splits: Mapping[str, Sequence[Problem]], data: Data, grader: Grader):
-        self.splits, self.data, self.grader = splits, data, grader
-        self.exact = True
+    Without ``tools`` an episode has one turn; with them the first answer without a call ends it.
+    """
+
+    def __init__(
+        self,
+        splits: Mapping[str, Sequence[Problem]],
+        data: Data,
+        grader: Grader,
+        tools: Hosted | None = None,
+    ):
+        self.splits, self.data, self.grader, self.tools = splits, data, grader, tools
+        self.exact = tools is None or tools.exact
+        self.parallel = 1 if tools is None else tools.parallel
         ends = grader.ranges.get("reward", {})
         self.reward_range: tuple[float, float] | None = (
             (ends["min"], ends["max"]) if {"min", "max"} <= set(ends) else None
         )
         self.metrics_ranges: Mapping[str, Range] = {
-            name: ends for name, ends in grader.ranges.items() if name != "reward"
+            **{name: ends for name, ends in grader.ranges.items() if name != "reward"},
+            **(tools.metrics_ranges if tools is not None else {}),
         }
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """The problems of ``train`` or of a held-out set."""
+        """Return the problems of ``train`` or of a held-out set."""
         return self.splits[split]
 
     def start(self, problem: Problem, seed: int) -> Episode:
-        """See ``Environment.start``; nothing is random."""
-        return SingleTurnEpisode(self, problem)
+        """Begin an episode. Raises EpisodeFailed where the tools cannot be had."""
+        calls = None if self.tools is None else self.tools.start(problem, seed)
+        return SingleTurnEpisode(problem, self.data, calls)
 
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
-        """All answers in one call of the grader, so that a slow judge sees many at once."""
+        """Grade all answers in one call, so that a slow judge sees many at once; add what the tools counted."""
         own = [episode for episode in episodes if isinstance(episode, SingleTurnEpisode)]
-        return self.grader.grade([(episode.problem, episode.answer) for episode in own])
+        graded = self.grader.grade([(episode.problem, episode.answer) for episode in own])
+        if self.tools is not None:
+            counted = self.tools.results([episode.calls for episode in own if episode.calls is not None])
+            for result, counts in zip(graded, counted, strict=True):
+                result.sample_metrics = {**counts.sample_metrics, **result.sample_metrics}
+        return graded
 
 
 @dataclass
 class SingleTurnEpisode:
-    """One question and its answer."""
+    """One problem; ``calls`` is the tools' side of it, ``answer`` what the policy said last."""
 
-    environment: SingleTurn
     problem: Problem
+    data: Data
+    calls: HostedEpisode | None = None
     answer: str = ""
 
     def observe(self) -> Observation:
-        """The problem as ``[data]`` puts it."""
-        return Observation(tuple(conversation(self.problem, self.environment.data)))
+        """Return the problem as ``[data]`` puts it, and the tools."""
+        tools = () if self.calls is None else self.calls.first.tools
+        return Observation(tuple(conversation(self.problem, self.data)), tools)
 
     def step(self, action: Action) -> Step:
-        """The answer ends the episode."""
+        """Run the calls; without one the answer ends the episode. Raises EpisodeFailed."""
         self.answer = CompletionText(action.text, action.token_ids)
-        return Step()
+        return Step() if self.calls is None else self.calls.step(action)
 
-    def result(self) -> RewardResult:
-        """Its grade."""
-        return self.environment.results([self])[0]
+    def close(self) -> None:
+        """End the episode without a result."""
+        if self.calls is not None:
+            self.calls.close()

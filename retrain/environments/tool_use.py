@@ -9,7 +9,6 @@ took (``tool_time``, by the clock: the one number that differs between two runs 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from typing import Any
 
 from retrain.environments.protocol import Observation, Range, Step
 from retrain.environments.tools import ToolError
-from retrain.environments.tools.calls import Call, parse
+from retrain.environments.tools.calls import Call, answer, as_text, parse
 from retrain.environments.tools.schema import Tool, did_you_mean, tool_of
 from retrain.errors import PluginError, PluginMissing
 from retrain.plugins import load_function
@@ -30,8 +29,6 @@ OURS = {
     "search": "retrain.environments.tools.search:Search",
 }
 """By the name that a configuration may give it."""
-NO_TOOL = "tool_call"
-"""The name on the answer to a call that names none."""
 
 
 class ToolUse:
@@ -63,7 +60,7 @@ class ToolUse:
         }
 
     def start(self, problem: Problem, seed: int) -> ToolEpisode:
-        """See ``Environment.start``; tools that are classes are made here, for this episode alone."""
+        """Begin an episode; tools that are classes are made for it alone."""
         with contextlib.ExitStack() as stack:
             functions: dict[str, Callable[..., Any]] = {}
             for name, tool in self.tools.items():
@@ -91,13 +88,13 @@ class ToolEpisode:
         return Observation((), self.environment.schemas)
 
     def step(self, action: Action) -> Step:
-        """One message for each call, in their order; done when there is none."""
-        found = parse(action.text).found
+        """Return one message for each call, in their order; the episode is done when there is none."""
+        calls = parse(action.text).found
         before = self.errors
-        messages = tuple(self._answered(each) if isinstance(each, Call) else self._refused(each) for each in found)
-        self.total += len(found)
-        metrics = {"tools/calls": float(len(found)), "tools/errors": float(self.errors - before)}
-        return Step(messages, done=not found, metrics=metrics)
+        messages = tuple(self._answer(call) for call in calls)
+        self.total += len(calls)
+        metrics = {"tools/calls": float(len(calls)), "tools/errors": float(self.errors - before)}
+        return Step(messages, done=not calls, metrics=metrics)
 
     def result(self) -> RewardResult:
         """The numbers of the episode; what it was worth is for a reward to say."""
@@ -114,38 +111,30 @@ class ToolEpisode:
         """Close the tools; once is enough, twice does no harm."""
         self.stack.close()
 
-    def _answered(self, call: Call) -> Message:
+    def _answer(self, call: Call | str) -> Message:
+        """Run a call, or answer one that could not be read with its fault."""
         begun = time.perf_counter()
         try:
             text = self._called(call)
-        except ToolError as error:
-            self.errors += 1
-            text = f"Error: {error}"
         except (Exception, SystemExit) as error:  # whatever a tool raises is the model's to read, exit() too
             self.errors += 1
-            text = f"Error: {_told(error)}"
+            text = f"Error: {_reason(error)}"
         self.seconds += time.perf_counter() - begun
-        answer = {"role": "tool", "name": _clean(call.name[:64]), "content": self._cut(text)}
-        return answer | ({"tool_call_id": _clean(call.id[:64])} if call.id else {})
-
-    def _called(self, call: Call) -> str:
-        tool = self.environment.tools.get(call.name)
-        if tool is None:
-            known = ", ".join(self.environment.tools) or "none"
-            near = did_you_mean(call.name, self.environment.tools)
-            raise ToolError(f"there is no tool {call.name[:64]!r}{near}. The tools are: {known}")
-        self.by_tool[tool.name] = self.by_tool.get(tool.name, 0) + 1
-        return _text(self.functions[tool.name](**tool.checked(call.arguments)))
-
-    def _refused(self, fault: str) -> Message:
-        self.errors += 1
-        return {"role": "tool", "name": NO_TOOL, "content": self._cut(f"Error: {fault}")}
-
-    def _cut(self, text: str) -> str:
         limit = self.environment.result_characters
-        if len(text) <= limit:
-            return _clean(text)
-        return _clean(text[:limit]) + f"\n[cut: {len(text) - limit:,} more characters]"
+        if len(text) > limit:
+            text = text[:limit] + f"\n[cut: {len(text) - limit:,} more characters]"
+        return answer(call, text)
+
+    def _called(self, call: Call | str) -> str:
+        tools = self.environment.tools
+        if isinstance(call, str):
+            raise ToolError(call)
+        tool = tools.get(call.name)
+        if tool is None:
+            near = did_you_mean(call.name, tools)
+            raise ToolError(f"there is no tool {call.name[:64]!r}{near}. The tools are: {', '.join(tools) or 'none'}")
+        self.by_tool[tool.name] = self.by_tool.get(tool.name, 0) + 1
+        return as_text(self.functions[tool.name](**tool.checked(call.arguments)))
 
 
 def _loaded(entry: str | Mapping[str, Any], folders: Sequence[str]) -> Tool:
@@ -160,19 +149,14 @@ def _loaded(entry: str | Mapping[str, Any], folders: Sequence[str]) -> Tool:
         )
     plugin = OURS.get(name, name)
     module = plugin.partition(":")[0]
-    places = [Path(folder) for folder in folders]
-    base = next((folder for folder in places if (folder / f"{module}.py").is_file()), places[0] if places else None)
+    places = [*map(Path, folders), None]
+    base = next((folder for folder in places if folder and (folder / f"{module}.py").is_file()), places[0])
     return tool_of(load_function(plugin, base, "tool"), settings, f"tool {name!r}")
 
 
-def _text(result: Any) -> str:
-    """A result as the model reads it: texts as they are, the rest as JSON where it has that form."""
-    if isinstance(result, str):
-        return result
-    return "(no result)" if result is None else json.dumps(result, ensure_ascii=False, default=str)
-
-
-def _told(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    if isinstance(error, ToolError):
+        return str(error)
     name = type(error).__name__
     if isinstance(error, SystemExit):
         return f"{name}: the tool tried to exit"
@@ -180,8 +164,3 @@ def _told(error: BaseException) -> str:
         return f"{name}: {error}"
     except Exception:  # an exception of the user's whose text cannot be made
         return name
-
-
-def _clean(text: str) -> str:
-    """The text without halves of surrogate pairs, which no tokenizer takes."""
-    return text.encode("utf-8", "replace").decode()

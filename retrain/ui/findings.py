@@ -15,11 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from retrain.campaign.judging.pooling import compare_directories
 from retrain.errors import RetrainError
 from retrain.files import stamp_of
 from retrain.ui.library import Library
+from retrain.ui.measured import reader
 from retrain.ui.metrics import watched
 from retrain.ui.numbers import own_seconds
+from retrain.ui.power import power_of
 from retrain.ui.sources import Home, Run, json_of
 
 ALONE = "one run of a campaign compares nothing: open its campaign"
@@ -188,10 +191,6 @@ class Findings:
     def _compare(self, home: Home, signature: Signature) -> Found:
         if home.source.name != "retrain" or not home.manifest:
             return Found(signature, None, FOREIGN)
-        from retrain.campaign.judging.pooling import compare_directories
-        from retrain.ui.measured import reader
-        from retrain.ui.power import power_of
-
         read = reader(self._library, {run.run_id: run for run in home.runs})
         try:
             found = compare_directories([home.path], read=read) | {"directories": [home.place]}

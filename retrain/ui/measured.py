@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from retrain.campaign.judging.results import Measure, RunResult, read_run
+from retrain.campaign.judging.results import SECTIONS, Measure, RunResult, read_run
+from retrain.files import read_json
 from retrain.ui.library import Library
 from retrain.ui.numbers import Numbers, own_seconds, steps_of
 from retrain.ui.sources import Run
@@ -75,9 +76,6 @@ def _is_small(metrics: Path | None) -> bool:
 
 def _without_rows(directory: Path, entry: Mapping[str, Any], numbers: Numbers) -> ColumnRun:
     """As ``read_run``, with columns in the place of rows."""
-    from retrain.campaign.judging.results import SECTIONS
-    from retrain.files import read_json
-
     path = directory / entry["path"]
     facts = read_json(path / "config.json") if (path / "config.json").is_file() else {}
     config = {name: table for name, table in facts.items() if name in SECTIONS and isinstance(table, dict)}

@@ -44,7 +44,6 @@ save_every = 4
 problems = 4
 samples = 4
 """
-FLAT = CODE.replace("preserves_token_advantages = True", "preserves_token_advantages = False")
 runner = CliRunner()
 
 
@@ -59,7 +58,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    for name in ("my_backend", "slow_backend", "nan_backend"):
+    for name in ("my_backend", "slow_backend"):
         sys.modules.pop(name, None)
 
 
@@ -68,30 +67,15 @@ def run(*arguments: str):
 
 
 def rows_without_time(path: Path) -> list[dict]:
-    return [{key: value for key, value in row.items() if not is_timing_key(key)} for row in read_jsonl(path)]
+    return [
+        {key: value for key, value in row.items() if key != "seconds" and not is_timing_key(key)}
+        for row in read_jsonl(path)
+    ]
 
 
-def test_the_example_of_the_documents_learns(folder):
-    result = run("train", "run.toml", "--out", "out", "--plain")
-    assert result.exit_code == 0, result.output
-    rows = read_jsonl(folder / "out" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(12))
-    assert rows[0]["table/rows"] == 4  # a number of the backend's own
-    assert all((row["loss"] is None) == (row["num_datums"] == 0) for row in rows)
-    assert not any(row["loss_is_placeholder"] for row in rows)
-    assert rows[0]["backend_preserves_token_advantages"] is True
-    evaluations = read_jsonl(folder / "out" / "evals.jsonl")
-    assert evaluations[0]["eval/heldout/correct_rate"] < 0.5 < evaluations[-1]["eval/heldout/correct_rate"]
-    assert (folder / "out" / "final" / "table.json").is_file()
-    checkpoint = folder / "out" / "checkpoints" / "step_000012"
-    assert "backend/table.json" in read_json(checkpoint / "manifest.json")["sha256"]
-
-
-SLOW = (
-    CODE
-    + '''
+SLOW = """
 class Slow(Table):
-    """Dies by SIGKILL in the middle of a step after two checkpoints, once."""
+    '''Dies by SIGKILL in the middle of a step after two checkpoints, once.'''
 
     def train_step(self, batch):
         import os, pathlib, signal
@@ -101,13 +85,24 @@ class Slow(Table):
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().train_step(batch)
-'''
-)
+"""
 
 
-def test_killed_and_resumed_it_is_the_same_run(folder):
+def test_the_example_of_the_documents_learns_and_killed_and_resumed_it_is_the_same_run(folder):
     """kill -9 in the middle of a step, then ``retrain resume``: rows and table are those of a run left alone."""
-    (folder / "slow_backend.py").write_text(SLOW)
+    assert run("train", "run.toml", "--out", "alone", "--plain").exit_code == 0
+    rows = read_jsonl(folder / "alone" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(12))
+    assert rows[0]["table/rows"] == 4  # a number of the backend's own
+    assert all((row["loss"] is None) == (row["num_datums"] == 0) for row in rows)
+    assert not any(row["loss_is_placeholder"] for row in rows)
+    assert rows[0]["backend_preserves_token_advantages"] is True
+    evaluations = read_jsonl(folder / "alone" / "evals.jsonl")
+    assert evaluations[0]["eval/heldout/correct_rate"] < 0.5 < evaluations[-1]["eval/heldout/correct_rate"]
+    checkpoint = folder / "alone" / "checkpoints" / "step_000012"
+    assert "backend/table.json" in read_json(checkpoint / "manifest.json")["sha256"]
+
+    (folder / "slow_backend.py").write_text(CODE + SLOW)
     (folder / "slow.toml").write_text((TOML + REST).replace("my_backend:Table", "slow_backend:Slow"))
     command = [sys.executable, "-m", "retrain", "train", "slow.toml", "--out", "killed", "--plain"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -115,74 +110,52 @@ def test_killed_and_resumed_it_is_the_same_run(folder):
     assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
     assert (folder / "killed" / "checkpoints" / "step_000004").is_dir()  # that of step 8 may still be on its way
     assert run("resume", "killed", "--plain").exit_code == 0
-    assert run("train", "slow.toml", "--out", "alone", "--plain").exit_code == 0
     for name in ("metrics.jsonl", "evals.jsonl"):
-        mine, alone = (rows_without_time(folder / each / name) for each in ("killed", "alone"))
-        for row in (*mine, *alone):
-            row.pop("seconds", None)
-        assert mine == alone, name
-    tables = [read_json(folder / each / "final" / "table.json") for each in ("killed", "alone")]
+        resumed, alone = (rows_without_time(folder / out / name) for out in ("killed", "alone"))
+        assert resumed == alone, name
+    tables = [read_json(folder / out / "final" / "table.json") for out in ("killed", "alone")]
     assert tables[0] == tables[1]
 
 
-def test_a_campaign_compares_conditions_on_a_backend(folder):
+def test_a_campaign_of_a_backend_with_a_placeholder_loss(folder):
+    (folder / "my_backend.py").write_text(CODE.replace("reports_sync_loss = True", "reports_sync_loss = False"))
     campaign = campaign_head(("rloo", "none"), ("maxrl", "gtpo"), seeds=[1, 2])
     text = TOML.replace('[algorithm]\nadvantage_mode = "rloo"\n', "") + REST.replace("max_steps = 12", "max_steps = 2")
     (folder / "camp.toml").write_text(f"{text}\n{campaign}")
-    result = run("train", "camp.toml", "--out", "camp", "--plain")
+    result = run("train", "camp.toml", "--out", "camp", "--plain", "--verbose")
     assert result.exit_code == 0, result.output
-    assert {entry["state"] for entry in read_json(folder / "camp" / "manifest.json")["runs"]} == {"done"}
-    told = [read_jsonl(run / "emergence/evaluations.jsonl") for run in (folder / "camp/runs").iterdir()]
-    first, last = ([[row["completion"] for row in rows if row["step"] == step] for rows in told] for step in (0, 2))
+    assert "loss=placeholder" in result.output
+    runs = list((folder / "camp/runs").iterdir())
+    recorded = [read_jsonl(run / "emergence/evaluations.jsonl") for run in runs]
+    first, last = ([[row["completion"] for row in rows if row["step"] == step] for rows in recorded] for step in (0, 2))
     assert len(first) == 4
     assert all(answers == first[0] for answers in first)  # untrained, whatever the seed
     assert not all(answers == last[0] for answers in last)
-
-
-def test_a_placeholder_loss_is_called_one(folder):
-    (folder / "my_backend.py").write_text(CODE.replace("reports_sync_loss = True", "reports_sync_loss = False"))
-    result = run("train", "run.toml", "--out", "out", "--plain", "--verbose", "--set", "training.max_steps=1")
-    assert result.exit_code == 0, result.output
-    (row,) = read_jsonl(folder / "out" / "metrics.jsonl")
+    row = read_jsonl(runs[0] / "metrics.jsonl")[0]
     assert (row["loss_is_placeholder"], row["backend_reports_sync_loss"]) == (True, False)
     assert row["loss"] == row["reported_loss"] == row["loss/policy_avg"] != 0
-    assert "loss=placeholder" in result.output
 
 
-def test_a_backend_that_tells_no_gradient_norm_is_not_told_what_it_is(folder):
-    result = run("train", "run.toml", "--out", "out", "--plain", "--set", "training.max_steps=7")
-    assert result.exit_code == 0, result.output
-    assert sum(row["num_datums"] > 0 for row in read_jsonl(folder / "out" / "metrics.jsonl")[-5:]) > 0
-    notes = {note["key"] for note in read_jsonl(folder / "out" / "notes.jsonl")}
-    assert not notes & {"gradient_not_a_number", "adapter_unchanged"}
-    told = CODE.replace(
-        '"table/rows": len', '"optim/grad_norm": float("nan") if batch.step else 1.0, "table/rows": len'
-    )
-    (folder / "nan_backend.py").write_text(told)
-    (folder / "nan.toml").write_text((TOML + REST).replace("my_backend:Table", "nan_backend:Table"))
-    assert run("train", "nan.toml", "--out", "nan", "--plain", "--set", "training.max_steps=3").exit_code == 0
+def test_a_gradient_norm_that_is_no_number_is_noted(folder):
+    norm = '"optim/grad_norm": float("nan") if batch.step else 1.0, '
+    (folder / "my_backend.py").write_text(CODE.replace('"table/rows": len', norm + '"table/rows": len'))
+    assert run("train", "run.toml", "--out", "nan", "--plain", "--set", "training.max_steps=3").exit_code == 0
     assert "gradient_not_a_number" in {note["key"] for note in read_jsonl(folder / "nan" / "notes.jsonl")}
 
 
-@pytest.mark.parametrize(
-    ("toml", "line"),
-    [
-        (TOML + 'transform_mode = "gtpo"', 'run.toml:8  algorithm.transform_mode  is "gtpo", which gives tokens'),
-        (
-            TOML.replace('[algorithm]\nadvantage_mode = "rloo"', "")
-            + '[campaign]\nseeds = [1]\n[[campaign.conditions]]\nadvantage_mode = "rloo"\ntransform_mode = "none"\n'
-            '[[campaign.conditions]]\nadvantage_mode = "rloo"\ntransform_mode = "my:own"',
-            'run.toml:14  algorithm.transform_mode  is "my:own"',
-        ),
-    ],
-)
 @pytest.mark.parametrize("command", ["check", "train"])
-def test_token_credit_on_a_backend_that_flattens_it_is_a_configuration_error(folder, toml, line, command):
-    (folder / "my_backend.py").write_text(FLAT)
-    (folder / "run.toml").write_text(toml)
+def test_token_credit_on_a_backend_that_flattens_it_is_a_configuration_error(folder, command):
+    (folder / "my_backend.py").write_text(
+        CODE.replace("preserves_token_advantages = True", "preserves_token_advantages = False")
+    )
+    (folder / "run.toml").write_text(
+        TOML.replace('[algorithm]\nadvantage_mode = "rloo"', "")
+        + '[campaign]\nseeds = [1]\n[[campaign.conditions]]\nadvantage_mode = "rloo"\ntransform_mode = "none"\n'
+        '[[campaign.conditions]]\nadvantage_mode = "rloo"\ntransform_mode = "gtpo"'
+    )
     result = run(command, "run.toml")
     assert result.exit_code == 2
-    assert line in result.output
+    assert 'run.toml:14  algorithm.transform_mode  is "gtpo", which gives tokens' in result.output
     assert 'flattens them: transform_mode = "none"' in result.output
     assert not (folder / "logs").exists()
 
@@ -195,8 +168,6 @@ def test_token_credit_on_a_backend_that_flattens_it_is_a_configuration_error(fol
         ('[backend]\nbackend = "json:JSONDecoder"', 'is "json:JSONDecoder": has no sample(): a backend has'),
         ('[algorithm]\nloss = "my_backend:nothing"', 'run.toml:2  algorithm.loss  is "my_backend:nothing": the module'),
         ('[planning]\ndetector = "nowhere:f"', "run.toml:2  planning.detector  is \"nowhere:f\": no module 'nowhere'"),
-        ('[data]\nsource = "nowhere:f"', "run.toml:2  data.source  is"),
-        ('[reward]\ntype = "custom"\ncustom_module = "nowhere.py"', "run.toml:3  reward.custom_module  is"),
         (
             '[backend]\nbackend = "my_backend:Table"\n[algorithm]\ntransform_mode = "entropy_mask"',
             'run.toml:4  algorithm.transform_mode  is "entropy_mask", which needs the entropy',
@@ -214,15 +185,6 @@ def test_check_finds_wrong_names_before_training(folder, text, line):
     assert result.exit_code == 2
     assert line in result.output, result.output
     assert len(result.output.strip().splitlines()) == 1
-
-
-def test_check_imports_no_torch_for_code_that_needs_none(folder):
-    program = (
-        "import sys; from retrain.cli import main; sys.argv = ['retrain', 'check', 'run.toml']\ntry:\n    main()\n"
-    )
-    program += "except SystemExit as end:\n    assert not end.code, end.code\nassert 'torch' not in sys.modules"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", program], cwd=folder, env=environment, check=True, timeout=100)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a design can find out, said before anything is trained; and the shipped campaigns as designs."""
+"""What a design can find out, before anything is trained."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from retrain.campaign.judging.results import Measure
 from retrain.campaign.planning.plan import plan
 from retrain.cli import app
 from retrain.config import load, parse_dict
-from retrain.config.campaign import seeds_for_verdict
 from retrain.errors import UsageError
 from retrain.maths.power import detectable, seeds_needed, spread_limit
 from retrain.maths.rules import Rule
 
 ROOT = Path(__file__).parents[2]
-CAMPAIGNS = sorted((ROOT / "campaigns").glob("*.toml"))
 
 
 def planned(*conditions: str, head: str = ""):
@@ -81,24 +79,6 @@ def test_a_design_that_cannot_reach_significance_is_told(tmp_path):
     assert verdict_lines(planned("grpo+none"), None, None) == []
 
 
-def test_five_conditions_that_race_cost_under_60_percent_of_eight_seeds_at_the_same_power():
-    five = ["grpo+none", "maxrl+none", "rloo+none", "maxrl+gtpo", "maxrl+gtpo_hicra"]
-    before = verdict_lines(planned(*five), None, 6.0)
-    race = 'test = "normal"\nsequential = "obrien_fleming"\nrace = true\nseeds = [1, 2, 3, 4, 5, 6, 7, 8]'
-    now = verdict_lines(planned(*five, head=race), None, 6.0)
-    assert "normal test, p corrected for 4 comparisons, looks (obrien_fleming), a race" in now[0]
-
-    def cost(lines: list[str]) -> list[int]:
-        (line,) = [each for each in lines if each.startswith("if one condition differs by 6 points")]
-        return [int(number) for number in re.findall(r"(?<=found with )\d+|(?<=after )\d+|(?<=all )\d+", line)]
-
-    power, runs = cost(before)
-    faster, different, alike = cost(now)
-    assert runs == 40
-    assert faster > power
-    assert alike < different <= 0.6 * 40
-
-
 def test_conditions_in_more_than_one_factor_are_told_with_the_one_that_isolates():
     specs = planned(
         "grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo|gtpo.beta = 0.5\nlr = 1e-3", head="seeds = [1]"
@@ -118,21 +98,16 @@ def test_advantages_on_different_scales_are_told():
     assert "grpo 1, 1, 1; maxrl 3, 1, 0.33" in line
     assert warnings_of(planned("dr_grpo+none", "rloo+none")) == []
     assert warnings_of(planned("grpo+none", "maxrl+none|lr = 3e-4")) != []  # two factors now
-    rng = np.random.default_rng(0)
-    rewards = (rng.random((400, 2048)) < 0.1) * 1.0
-    mean = rewards.mean(axis=1, keepdims=True)
-    maxrl = np.where(mean > 0, (rewards - mean) / np.maximum(mean, 1e-9), 0.0)
-    assert np.sqrt((maxrl**2).mean()) == pytest.approx(3.0, rel=0.1)
 
 
 def test_explain_says_it(tmp_path):
-    result = CliRunner().invoke(app, ["explain", str(ROOT / "campaigns/five_conditions.toml"), "--detect", "5"])
+    """Five conditions that race take at most 60 % of the runs that eight seeds of the exact test take."""
+    result = CliRunner().invoke(app, ["explain", str(ROOT / "campaigns/five_conditions.toml")])
     assert result.exit_code == 0
     assert re.search(r"^verdict +final:eval/heldout/correct_rate, 8 pairs", result.stdout, re.MULTILINE)
-    assert "a difference of 5 points needs" in result.stdout
     alike = re.search(r"after (\d+) of 40 runs on average; after (\d+) if all are alike", result.stdout)
     assert alike is not None
-    assert max(map(int, alike.groups())) <= 0.6 * 40  # of the runs that eight seeds of the exact test take
+    assert max(map(int, alike.groups())) <= 0.6 * 40
     assert "careful" in result.stdout
     pilot = campaign(tmp_path, {"a": list(BASE), "b": shifted(0.02)})
     arguments = ["explain", str(ROOT / "campaigns/quickstart.toml"), "--pilot"]
@@ -140,24 +115,3 @@ def test_explain_says_it(tmp_path):
     assert CliRunner().invoke(app, [*arguments, str(tmp_path / "nowhere")]).exit_code == 2
     (tmp_path / "empty").mkdir()
     assert CliRunner().invoke(app, [*arguments, str(tmp_path / "empty")]).exit_code == 2
-
-
-@pytest.mark.parametrize("path", CAMPAIGNS, ids=lambda path: path.name)
-def test_the_shipped_campaigns_are_designs_that_can_answer(path):
-    """Each parses without a warning about its seeds, plans, says what it asks, and can reach a verdict."""
-    loaded = load(path)
-    text = path.read_text(encoding="utf-8")
-    specs = plan(loaded)
-    labels, seeds = {spec.label for spec in specs}, {spec.seed for spec in specs}
-    assert f"retrain train campaigns/{path.name}" in text
-    assert re.search(r"^# (Hypothesis|Question)", text, re.MULTILINE)
-    assert re.search(r"^# Cost", text, re.MULTILINE)
-    if len(labels) > 1 and path.name not in ("quickstart.toml", "smollm2.toml"):  # which show that models learn
-        assert len(seeds) >= seeds_for_verdict(len(labels) - 1, loaded.config.campaign.test)
-        told = [line for line in loaded.warnings if "campaign.seeds" in line]
-        if path.name == "smollm2_rare.toml":  # an hour for a seed: it takes the risk of a collapsed run
-            told = [line for line in told if "should a run collapse" not in line]
-        assert told == []
-    result = CliRunner().invoke(app, ["explain", str(path)])
-    assert result.exit_code == 0
-    assert ("verdict  " in result.stdout) == (len(labels) > 1)

@@ -124,15 +124,20 @@ def test_the_environment_in_the_documents_trains(tmp_path):
     (shown,) = [param.values[0] for param in blocks("python") if "class Guess" in param.values[0]]
     code = (ROOT / "examples" / "guess.py").read_text(encoding="utf-8")
     assert shown.removeprefix("# guess.py\n").strip() == code.partition('"""\n\n')[2].strip()
-    (tmp_path / "guess.py").write_text(shown, encoding="utf-8")
+    (tmp_path / "guess.py").write_text(f"{shown}\nclass Loose(Guess): exact = False\n", encoding="utf-8")
     (toml,) = [param.values[0] for param in blocks("toml") if 'provider = "guess:Guess"' in param.values[0]]
     (tmp_path / "run.toml").write_text(
         '[model]\nmodel = "tiny-reasoner"\nlora_rank = 2\n[training]\nmax_steps = 1\nbatch_size = 2\ngroup_size = 2\n'
-        f"max_tokens = 6\n[evaluation]\nproblems = 2\n[squeeze]\nenabled = false\n{toml}",
+        "max_tokens = 6\n[evaluation]\nproblems = 2\n[squeeze]\nenabled = false\n"
+        + toml.replace("guess:Guess", "guess:Loose").rstrip()
+        + "\nmax_episode_tokens = 120\n",
         encoding="utf-8",
     )
     done = retrain("train", "run.toml", "--out", "out", "--plain", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "need not equal one that is not" in done.stdout + done.stderr
+    for each in lines(tmp_path / "out" / "train_iteration_000000_rollout_summaries.jsonl"):
+        assert each["steps"][-1]["ob_len"] + each["steps"][-1]["ac_len"] <= 120
     (row,) = lines(tmp_path / "out" / "metrics.jsonl")
     assert row["env/all/guesses"] == pytest.approx(row["env/all/turns_per_episode"])
 
@@ -141,25 +146,14 @@ def test_the_environment_in_the_documents_trains(tmp_path):
     ("section", "message"),
     [
         ('provider = "toys:Missing"', r'run\.toml:\d+  environment\.provider  is "toys:Missing": .*no function'),
-        ('provider = "toys:Echo"\nargs = { turn = 3 }', r"args: got an unexpected keyword argument 'turn'"),
-        ('provider = "toys:Empty"', r"has no problems in 'train'"),
-        ('provider = "toys:Leak"', "is also trained on"),
         ('provider = "toys:Rich"', r"the reward is 2, outside the declared range \[0, 1\]"),
-        ('provider = "toys:Shut"', "cannot begin: ValueError: closed today"),
         ('tools = ["calculater"]', r"environment\.tools .*calculator"),
-        ('tools = [{ tool = "search" }]', r"environment\.tools .*corpus"),
         ('provider = "reasoning_gym"\nid = "chain_summ"', "did you mean chain_sum"),
-        ('provider = "reasoning_gym"\nid = "boxnet"', "boxnet"),
-        ('provider = "reasoning_gym"\nid = "chain_sum"\nargs = { min_digit = 2 }', "min_digits"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_is_loaded(section, message, tmp_path):
     (tmp_path / "toys.py").write_text(
-        "from toy_environments import Echo\nfrom retrain import Problem\n"
-        "class Empty(Echo):\n    def problems(self, split): return []\n"
-        "class Leak(Echo):\n    def problems(self, split): return [Problem('p', 'q', 'a')]\n"
-        "class Rich(Echo):\n    reward_range = (0.0, 1.0)\n"
-        "class Shut(Echo):\n    def start(self, problem, seed): raise ValueError('closed today')\n",
+        "from toy_environments import Echo\nclass Rich(Echo):\n    reward_range = (0.0, 1.0)\n",
         encoding="utf-8",
     )
     shutil.copy(Path(__file__).parents[1] / "toy_environments.py", tmp_path)
@@ -172,21 +166,3 @@ def test_mistakes_are_one_line_before_anything_is_loaded(section, message, tmp_p
     assert re.search(message, line), line
     assert "loading" not in done.stdout
     assert not (tmp_path / "out").exists()
-
-
-def test_what_is_not_exact_is_said_at_the_start(tmp_path):
-    shutil.copy(Path(__file__).parents[1] / "toy_environments.py", tmp_path)
-    (tmp_path / "run.toml").write_text(
-        '[model]\nmodel = "tiny-reasoner"\nlora_rank = 2\n[training]\nmax_steps = 1\nbatch_size = 2\ngroup_size = 2\n'
-        "max_tokens = 4\n[evaluation]\nproblems = 2\n[squeeze]\nenabled = false\n"
-        '[environment]\nprovider = "toy_environments:Echo"\nargs = { exact = false }\nmax_episode_tokens = 24\n',
-        encoding="utf-8",
-    )
-    done = retrain("train", "run.toml", "--out", "out", "--plain", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "need not equal one that is not" in done.stdout + done.stderr
-    (row,) = lines(tmp_path / "out" / "metrics.jsonl")
-    summaries = lines(tmp_path / "out" / "train_iteration_000000_rollout_summaries.jsonl")
-    for each in summaries:
-        assert each["steps"][-1]["ob_len"] + each["steps"][-1]["ac_len"] <= 24
-    assert row["env/all/ended_by/max_tokens"] + row["env/all/ended_by/done"] == pytest.approx(1)

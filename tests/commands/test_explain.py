@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from statistics import median
 
@@ -17,9 +15,8 @@ from retrain.campaign.planning.cohorts import cut
 from retrain.campaign.planning.plan import plan
 from retrain.cli import app
 from retrain.commands.explain import idle_words, workers_of
-from retrain.commands.formulas import REWARDS, reward_words
+from retrain.commands.formulas import reward_words
 from retrain.config import load, parse_dict
-from retrain.config.tasks import RewardComponent
 from retrain.data import load_data
 from retrain.data.prompts import render
 from retrain.errors import ModelError
@@ -41,16 +38,6 @@ def explained(*arguments: str | Path) -> dict[str, str]:
     return lines
 
 
-@pytest.mark.parametrize("command", ["check", "explain"])
-def test_no_torch_and_no_weights(command):
-    code = f"import sys, retrain.cli as c\ntry: c.app(['{command}', sys.argv[1]])\nfinally: print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, str(QUICKSTART)], capture_output=True, text=True, check=True)
-    modules = set(done.stdout.splitlines()[-1].split())
-    assert "retrain.cli" in modules
-    assert not {"torch", "peft", "safetensors.torch"} & modules
-    assert "half of them at most" in done.stdout or command == "check"
-
-
 def test_the_bundled_model_s_prompts():
     lines = explained(QUICKSTART)
     assert lines["data"] == "arithmetic: 20,000 problems to train on, 200 held out"
@@ -58,6 +45,63 @@ def test_the_bundled_model_s_prompts():
     assert lines["prompts"] == f"9 to 14 tokens, half of them at most 12, {measured}"
     assert lines["example"].startswith('"<|user|>')
     assert lines["reward"].startswith("match: 1 where the marked answer is the reference")
+    assert "environment" not in lines
+    assert lines["writes"] == "logs/quickstart/ (--files lists what)"
+
+
+def test_an_environment_is_named_with_its_turns_and_what_they_cost():
+    file = ROOT / "campaigns" / "calculator.toml"
+    lines = explained(file)
+    assert lines["environment"] == "tools calculator; at most 4 turns of 48 sampled tokens; in 2 processes of its own"
+    assert "= 3,840 completions, at most 737,280 tokens" in lines["each run"]
+    assert lines["reward"].startswith("match")
+    # The shipped file says nothing of its calculator; without that key the list of tools is part of every prompt.
+    assert lines["prompts"].startswith("13 to 14 tokens")
+    with_tools = explained(file, "--set", "environment.tools_prompt=12+34")["prompts"]
+    assert re.match(r"(19|2\d) to (20|2\d) tokens", with_tools), with_tools
+
+
+def test_every_condition_has_its_credit_loss_reward_and_differences(tmp_path):
+    file = tmp_path / "terms.toml"
+    head = '[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "my:own"\n'
+    file.write_text(
+        f"[campaign]\nseeds = [3, 5]\n{head}kl_coef = 0.1\ndual_clip = 3.0\n"
+        f"{head}entropy_coef = 0.01\ntis_cap = 2.0\n{head}icepop_band = [0.5, 5]\nloss_normalizer = 'constant'\n"
+        '[[campaign.conditions]]\nadvantage_mode = "maxrl"\ntransform_mode = "none"\n"training.lr" = 3e-4\n'
+        '"reward.type" = "format"\n'
+        '[training]\nmax_steps = 10\nbatch_size = 4\ngroup_size = 8\nmax_tokens = 50\n[backend]\ndevices = "cpu"\n'
+    )
+    output = CliRunner().invoke(app, ["explain", str(file)]).stdout
+    loss = [line for line in output.splitlines() if line.startswith("loss ")]
+    assert "a negative advantage counts 3 times at most, plus 0.1 × KL to the base  (grpo+my-own~dual" in loss[0]
+    assert "π/π_sampler up to 2, divided by all tokens, minus 0.01 × entropy  (grpo+my-own~ent" in loss[1]
+    assert "where that is 0.5 to 5, divided by max_tokens and the number of completions  (grpo" in loss[2]
+    assert "4 conditions × 2 seeds = 8 runs" in output
+    assert "10 steps × 4 prompts × 8 completions = 320 completions, at most 16,000 tokens" in output
+    assert "training.lr = 0.0003" in output
+    assert "(r − mean) / mean" in output
+    rewards = [line for line in output.splitlines() if line.startswith("reward ")]
+    assert len(rewards) == 2
+    assert "closed box" in rewards[1]
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ({"type": "custom", "custom_module": "mine.py"}, "custom: your own score of mine.py"),
+        ({"type": "judge", "judge_model": "m", "judge_url": "http://h/v1"}, "the model m at http://h/v1 says"),
+        ({"type": "reward_model", "reward_model": "own/scorer"}, "reward_model: the score that the reward model own/"),
+        (
+            {
+                "type": "weighted",
+                "components": [{"type": "math"}, {"type": "format", "weight": 0.1, "offset": -1.0, "name": "form"}],
+            },
+            "1 × math + 0.1 × (form − 1); math: 1 where",
+        ),
+    ],
+)
+def test_a_reward_in_words(reward, words):
+    assert words in reward_words(parse_dict({"reward": reward}))
 
 
 def test_measured_lengths_are_those_of_training(tmp_path):
@@ -86,34 +130,26 @@ def test_measured_lengths_are_those_of_training(tmp_path):
     assert lines["example"].startswith('"<turn>Think.<turn>')
 
 
-@pytest.mark.parametrize("template", [True, False])
-def test_the_light_tokenizer_is_the_real_one(tmp_path, template):
+def test_the_light_tokenizer_is_the_real_one(tmp_path):
     """Ids with and without special tokens, the template with special tokens and further arguments."""
     from transformers import AutoTokenizer
 
     directory = qwen3_directory(tmp_path / "model", ["What is 3 + 4? 7"])
-    real = AutoTokenizer.from_pretrained(directory)
-    text = (
-        "{{ bos_token or '' }}{{ eos_token }}{% if think is defined %}{{ think }}{% endif %}{{ messages[0].content }}"
-    )
-    real.chat_template = text if template else None
-    real.save_pretrained(directory)
-    if not template:
-        (directory / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    think = "{% if think is defined %}{{ think }}{% endif %}"
+    tokenizer.chat_template = "{{ bos_token or '' }}{{ eos_token }}" + think + "{{ messages[0].content }}"
+    tokenizer.save_pretrained(directory)
+    messages = [{"role": "user", "content": "3 + 4 é 数学\n<end>"}]
     for path in (str(directory), str(bundled_model_path("tiny-reasoner"))):
         real, light = AutoTokenizer.from_pretrained(path), light_tokenizer(path)
-        messages = [{"role": "user", "content": "3 + 4 é 数学\n<end>"}]
-        if real.chat_template:
-            for extra in ({}, {"think": "yes"}):
-                both = [
-                    each.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **extra)
-                    for each in (real, light)
-                ]
-                assert both[0] == both[1]
-        assert bool(light.chat_template) == bool(real.chat_template)
+        for extra in ({}, {"think": "yes"}):
+            options = {"tokenize": False, "add_generation_prompt": True, **extra}
+            assert light.apply_chat_template(messages, **options) == real.apply_chat_template(messages, **options)
         for special in (True, False):
-            texts = [each("3 + 4 é 数学 <end>", add_special_tokens=special)["input_ids"] for each in (real, light)]
-            assert texts[0] == texts[1]
+            ids = [each("3 + 4 é 数学 <end>", add_special_tokens=special)["input_ids"] for each in (real, light)]
+            assert ids[0] == ids[1]
+    (directory / "chat_template.jinja").unlink()
+    assert not light_tokenizer(str(directory)).chat_template
 
 
 def test_what_is_missing_is_named(tmp_path):
@@ -135,80 +171,6 @@ def test_what_is_missing_is_named(tmp_path):
     assert lines["prompts"] == "not measured, 128 tokens are assumed"
 
 
-def test_rewards_that_differ_are_named_by_condition(tmp_path):
-    condition = '[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n'
-    file = tmp_path / "camp.toml"
-    file.write_text(f'[campaign]\nseeds = [1]\n{condition}{condition}"reward.type" = "format"\n')
-    result = CliRunner().invoke(app, ["explain", str(file)])
-    rewards = [line for line in result.stdout.splitlines() if line.startswith("reward ")]
-    assert [line.endswith("  (grpo)") for line in rewards] == [True, False]
-    assert "closed box" in rewards[1]
-
-
-def test_rewards_in_words():
-    """Every kind of reward has its words; a sum names parts, weights and offsets."""
-    kinds = set(RewardComponent.model_fields["type"].annotation.__args__)
-    assert kinds == {*REWARDS, "judge", "rubric", "custom", "reward_model"}
-    reward = {
-        "type": "weighted",
-        "components": [{"type": "math"}, {"type": "format", "weight": 0.1, "offset": -1.0, "name": "form"}],
-    }
-    words = reward_words(parse_dict({"reward": reward}))
-    assert words.startswith("1 × math + 0.1 × (form − 1); math: 1 where")
-    assert words.endswith("; at most 10 s for an answer, 2 at once")
-    own = parse_dict({"reward": {"type": "custom", "custom_module": "mine.py"}})
-    assert reward_words(own).startswith("custom: your own score of mine.py")
-    judge = parse_dict({"reward": {"type": "judge", "judge_model": "m", "judge_url": "http://h/v1"}})
-    assert "the model m at http://h/v1 says" in reward_words(judge)
-    scored = parse_dict({"reward": {"type": "reward_model", "reward_model": "own/scorer"}})
-    assert (
-        reward_words(scored) == "reward_model: the score that the reward model own/scorer gives to problem and answer"
-    )
-
-
-def test_an_environment_is_named_with_its_turns_and_what_they_cost():
-    lines = explained(ROOT / "campaigns" / "calculator.toml")
-    assert lines["environment"] == "tools calculator; at most 4 turns of 48 sampled tokens; in 2 processes of its own"
-    assert "= 3,840 completions, at most 737,280 tokens" in lines["each run"]
-    assert lines["reward"].startswith("match")
-    assert "environment" not in explained(QUICKSTART)
-
-
-def test_a_provider_brings_problems_and_rewards(tmp_path):
-    (tmp_path / "toys.py").write_text("from toy_environments import Echo\n", encoding="utf-8")
-    (tmp_path / "toy_environments.py").write_text(
-        (Path(__file__).parents[1] / "toy_environments.py").read_text(encoding="utf-8"), encoding="utf-8"
-    )
-    file = tmp_path / "run.toml"
-    file.write_text(
-        '[model]\nmodel = "tiny-reasoner"\n[environment]\nprovider = "toys:Echo"\nargs = { turns = 2 }\n'
-        "max_turns = 3\nworkers = 1\n[training]\nmax_tokens = 5\n[evaluation]\nproblems = 2\n",
-        encoding="utf-8",
-    )
-    lines = explained(file)
-    assert lines["reward"] == "that of toys:Echo"
-    assert lines["environment"] == "toys:Echo; at most 3 turns of 5 sampled tokens; in 1 process of its own"
-    assert lines["data"] == "toys:Echo: 6 problems to train on, 2 held out"
-
-
-def test_prompts_are_measured_with_the_tools_that_they_tell_of():
-    """The shipped file says nothing of its calculator; without that key the list of tools is part of every prompt."""
-    file = ROOT / "campaigns" / "calculator.toml"
-    assert explained(file)["prompts"].startswith("13 to 14 tokens")
-    told = explained(file, "--set", "environment.tools_prompt=12+34")
-    assert re.match(r"(19|2\d) to (20|2\d) tokens", told["prompts"]), told["prompts"]
-
-
-def test_files_are_listed_only_when_asked_for():
-    lines = CliRunner().invoke(app, ["explain", str(QUICKSTART)]).stdout.splitlines()
-    assert len(lines) < 40
-    assert lines[-1] == "writes        logs/quickstart/ (--files lists what)"
-    assert not any("metrics.jsonl" in line for line in lines)
-    files = CliRunner().invoke(app, ["explain", str(QUICKSTART), "--files"]).stdout
-    assert "metrics.jsonl " in files
-    assert "condition" not in files.splitlines()[0]
-
-
 # -- counted and timed, against a campaign that is then trained -------------------------------------------------------
 
 
@@ -228,10 +190,6 @@ def campaign(tmp_path_factory) -> Path:
         '[[evaluation.sets]]\nname = "few"\nsource = "few.jsonl"\n[[evaluation.sets]]\nname = "more"\nsamples = 2\n'
     )
     return file
-
-
-RECORDED = {"grpo+none": 26, "gae+none~eval_every=1": 39}
-"""Held-out completions of a run of each of its conditions."""
 
 
 def texts_of(file: Path, *more: str) -> dict[str, list[str]]:
@@ -258,7 +216,8 @@ def test_evaluations_and_time_are_those_of_the_campaign(campaign):
     assert trained.exit_code == 0, trained.output
     recorded = {run.name: read_jsonl(run / "emergence" / "evaluations.jsonl") for run in (out / "runs").iterdir()}
     counts = {name: len(rows) for name, rows in recorded.items()}
-    assert counts == {f"{name}_s{seed}": n for name, n in RECORDED.items() for seed in (1, 2)}
+    recorded_counts = {"grpo+none": 26, "gae+none~eval_every=1": 39}
+    assert counts == {f"{name}_s{seed}": n for name, n in recorded_counts.items() for seed in (1, 2)}
     assert len(list((out / "base").glob("evaluation_*"))) == 2  # one for each set: once for all four runs
     assert sum(counts.values()) - 3 * 13 == 91
 
@@ -291,45 +250,19 @@ def test_memory_is_that_of_the_cohort_that_takes_most(campaign):
     assert "on a GPU, by calculation: model in bfloat16" in gpu
 
 
-@pytest.mark.parametrize(
-    ("more", "idle", "remedy"),
-    [
-        ((), "", ()),
-        (("--workers", "4"), "", ()),
-        (
-            ("--workers", "3"),
-            "1 of 3 workers: 4 runs are 2 cohorts; set [campaign] lanes = 1",
-            ("--set", "campaign.lanes=1"),
-        ),
-        (
-            ("--workers", "4", "--set", "campaign.lanes=3"),
-            "2 of 4 workers: 4 runs are 2 cohorts; set [campaign] lanes = 1",
-            ("--set", "campaign.lanes=1"),
-        ),
-        (
-            ("--workers", "7"),
-            "3 of 7 workers: there are no more than 4 runs; set workers = 4, or 4 seeds with lanes = 1",
-            ("--set", "campaign.seeds=[1,2,3,4]", "--set", "campaign.lanes=1"),
-        ),
-    ],
-)
-def test_idle_workers_have_a_remedy(campaign, more, idle, remedy):
-    executor = ("--executor", "processes") if more else ()
-    assert texts_of(campaign, *executor, *more).get("idle", []) == ([idle] if idle else [])
-    assert "idle" not in texts_of(campaign, *executor, *more, *remedy)
-
-
-@pytest.mark.parametrize(
-    ("single", "executor", "told"),
-    [
-        (False, {}, "3 of 4 GPUs: type --executor processes, which trains a cohort on each"),
-        (False, {"executor": "processes", "workers": 2}, "2 of 4 GPUs: type --workers 4"),
-        (False, {"executor": "processes"}, ""),
-        (True, {}, "3 of 4 GPUs: type --set backend.shard=dp --set backend.devices=all, to train the run on all"),
-    ],
-)
-def test_idle_gpus_have_a_remedy(single, executor, told):
-    campaign = {"seeds": [1, 2, 3, 4], "conditions": [{"advantage_mode": "grpo", "transform_mode": "none"}]} | executor
-    specs = plan(parse_dict({} if single else {"campaign": campaign}))
-    workers = workers_of(specs[0].config, 4)
-    assert idle_words(specs, cut(specs, on_gpu=True, slots=workers), workers, 4) == ([told] if told else [])
+def test_idle_workers_and_gpus_have_a_remedy(campaign):
+    executor = ("--executor", "processes", "--workers", "3")
+    assert texts_of(campaign, *executor)["idle"] == ["1 of 3 workers: 4 runs are 2 cohorts; set [campaign] lanes = 1"]
+    assert "idle" not in texts_of(campaign, *executor, "--set", "campaign.lanes=1")
+    condition = {"advantage_mode": "grpo", "transform_mode": "none"}
+    for settings, idle in (
+        ({}, ["3 of 4 GPUs: type --executor processes, which trains a cohort on each"]),
+        ({"executor": "processes", "workers": 2}, ["2 of 4 GPUs: type --workers 4"]),
+        ({"executor": "processes"}, []),
+    ):
+        specs = plan(parse_dict({"campaign": {"seeds": [1, 2, 3, 4], "conditions": [condition], **settings}}))
+        workers = workers_of(specs[0].config, 4)
+        assert idle_words(specs, cut(specs, on_gpu=True, slots=workers), workers, 4) == idle
+    single = plan(parse_dict({}))
+    (line,) = idle_words(single, cut(single, on_gpu=True, slots=1), 1, 4)
+    assert line.endswith("type --set backend.shard=dp --set backend.devices=all, to train the run on all")

@@ -56,9 +56,6 @@ def test_two_steps_run_on_the_real_prompts(outcome):
     assert len(generations) == 2 * 6 * 4
     assert all(row["prompt"] and "<|" not in row["prompt"] for row in generations)  # asked, without chat markup
     assert all(row["reference"].lstrip("-").replace(".", "").isdigit() for row in generations)
-
-
-def test_held_out_problems_are_the_test_split_and_stay_out_of_training(outcome):
     facts = read_json(outcome / "config.json")
     assert facts["data_sizes"] == {"train": 7473, "heldout": 6}
     assert [row["step"] for row in read_jsonl(outcome / "evals.jsonl")] == [0, 2]

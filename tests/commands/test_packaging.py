@@ -3,78 +3,73 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
+from snippets import blocks
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-HEAVY = {"torch", "transformers", "peft", "scipy", "pandas", "datasets", "wandb", "sklearn"}
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+LIGHT = ["campaign.planning.plan", "record.catalogue", "record.recorder", "record.console", "rewards", "data.prompts"]
+COMMANDS = """
+import json, sys
+from retrain.cli import app
+
+heavy = {"torch", "transformers", "peft", "safetensors.torch", "scipy", "pandas", "datasets", "pyarrow", "wandb"}
+for command in json.loads(sys.argv[1]):
+    app(command, standalone_mode=False)
+    print("loaded:", command[0], *sorted(heavy & set(sys.modules)))
+"""
 
 
-def modules_after(code: str, cwd: Path | None = None) -> set[str]:
-    """Names in sys.modules after running ``code`` in a fresh interpreter."""
-    code = f"{code}\nimport sys\nprint('modules:', *sys.modules)"
+def test_importing_is_light():
+    """The package, the configuration, the plan, records, rewards and data load nothing heavy."""
+    code = f"import sys, retrain.config, {', '.join(f'retrain.{module}' for module in LIGHT)}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    heavy = {"torch", "transformers", "peft", "scipy", "pandas", "datasets", "wandb", "sklearn", "httpx", "pyarrow"}
+    assert not heavy & set(done.stdout.split())
+
+
+def test_commands_import_no_torch(tmp_path):
+    """One process runs them one after another; what one of them has loaded stays for the next."""
+    (backend,) = [block.values[0] for block in blocks("python") if "class Table" in block.values[0]]
+    (tmp_path / "my_backend.py").write_text(backend)
+    (tmp_path / "own.toml").write_text('[backend]\nbackend = "my_backend:Table"\n')
+    commands = [
+        ["--version"],
+        ["schema"],
+        ["status", "."],
+        ["check", "own.toml"],
+        ["check", f"{ROOT}/campaigns/quickstart.toml"],
+        ["explain", f"{ROOT}/campaigns/quickstart.toml"],
+        ["train", f"{ROOT}/campaigns/quickstart.toml", "--dry-run"],
+        ["explain", f"{ROOT}/campaigns/gsm8k.toml"],
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120, env=environment, cwd=cwd
-    )
+        [sys.executable, "-c", COMMANDS, json.dumps(commands)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return set(done.stdout.rpartition("modules:")[2].split())
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "retrain",
-        "retrain.cli",
-        "retrain.config",
-        "retrain.campaign.planning.plan",
-        "retrain.record.catalogue",
-        "retrain.record.recorder",
-        "retrain.record.console",
-        "retrain.rewards",
-        "retrain.data",
-        "retrain.data.arithmetic",
-    ],
-)
-def test_importing_is_light(module):
-    assert not HEAVY & modules_after(f"import {module}")
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["--help"],
-        ["--version"],
-        ["check", "campaigns/quickstart.toml"],
-        ["explain", "campaigns/quickstart.toml"],
-        ["explain", "campaigns/gsm8k.toml"],
-        ["train", "campaigns/five_conditions.toml", "--dry-run"],
-        ["schema"],
-        ["status", "campaigns"],
-    ],
-    ids=" ".join,
-)
-def test_commands_that_import_no_torch(command):
-    code = f"from retrain.cli import app\napp({command!r}, standalone_mode=False)"
+    loaded = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("loaded:"):
+            _, command, *modules = line.split()
+            loaded.setdefault(command, set(modules))
     # A chat template takes transformers' renderer (a module without torch), the power of the planned seeds a
     # distribution, a hub's data set its library.
-    needed = {"transformers"} if "check" in command else set()
-    if "--dry-run" in command or "explain" in command:
-        needed = {"scipy", "transformers"} | ({"datasets", "pandas"} if "campaigns/gsm8k.toml" in command else set())
-    assert not (HEAVY - needed) & modules_after(code, cwd=ROOT)
-
-
-def test_test_modules_share_helpers_and_not_each_other():
-    for path in (ROOT / "tests").rglob("*.py"):
-        imported = re.findall(r"^\s*(?:from|import) +(\S*\btest_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-        assert not imported, path
+    assert loaded["--version"] == loaded["schema"] == loaded["status"] == set()
+    assert loaded["check"] <= {"transformers"}
+    assert loaded["train"] <= {"transformers", "scipy"}
+    assert "torch" not in done.stdout.splitlines()[-1].split()
 
 
 def test_public_names_exist():
@@ -87,38 +82,31 @@ def test_public_names_exist():
         retrain.trian  # noqa: B018
 
 
+# -- dependencies ---------------------------------------------------------------------------------------------------
+
+
 def requirement_names(lines: list[str]) -> set[str]:
     names = {re.split(r"[<>=\[ ;]", line, maxsplit=1)[0] for line in lines if line and not line.startswith("#")}
     return {re.sub(r"[-_.]+", "-", name).lower() for name in names}
+
+
+CORE = requirement_names(PROJECT["project"]["dependencies"])
 
 
 def test_constraints_pin_every_requirement_exactly():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [line for line in lines if not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in pins)
-    extras = PROJECT["project"]["optional-dependencies"]
-    wanted = requirement_names(
-        [*PROJECT["project"]["dependencies"], *(line for lines in extras.values() for line in lines)]
-    ) - {"retrain"}
-    assert wanted <= requirement_names(pins)
+    optional = requirement_names([line for lines in EXTRAS.values() for line in lines])
+    assert (CORE | optional) - {"retrain"} <= requirement_names(pins)
 
 
-def test_the_issue_s_extras_exist():
-    assert {"wandb", "tensorboard", "trackio", "math", "gym", "docs"} <= set(
-        PROJECT["project"]["optional-dependencies"]
-    )
+def test_every_extra_is_looked_for_by_doctor():
+    from retrain.commands.setup import EXTRAS as KNOWN
 
-
-def test_every_extra_is_told_and_looked_for():
-    from retrain.commands.setup import EXTRAS
-
-    extras = PROJECT["project"]["optional-dependencies"]
-    (told,) = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("Extras")]
-    assert [extra for extra in extras if f"`{extra}`" not in told] == []
-    assert set(EXTRAS) == set(extras) - {"docs", "dev"}
-    core = requirement_names(PROJECT["project"]["dependencies"])
-    for extra, (packages, _) in EXTRAS.items():
-        assert set(packages.values()) <= requirement_names(extras[extra]) | (core if extra == "wandb" else set())
+    assert set(KNOWN) == set(EXTRAS) - {"docs", "dev"}
+    for extra, (packages, _) in KNOWN.items():
+        assert set(packages.values()) <= requirement_names(EXTRAS[extra]) | (CORE if extra == "wandb" else set())
 
 
 IMPORTED_AS = {
@@ -137,51 +125,36 @@ LOADED_BY_OTHERS = {
 
 def imported_modules(folder: Path) -> set[str]:
     """Top-level modules that the files below ``folder`` import, by name or through ``_import`` or ``imported``."""
-    found: set[str] = set()
+    modules: set[str] = set()
     for path in folder.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        found |= set(re.findall(r"""(?:_import|imported)\(\s*"(\w+)""", text))
+        modules |= set(re.findall(r"""(?:_import|imported)\(\s*"(\w+)""", text))
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
+                modules |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module.partition(".")[0])
-    return found
+                modules.add(node.module.partition(".")[0])
+    return modules
 
 
 def test_nothing_is_declared_that_nothing_imports_and_nothing_imported_that_is_not_declared():
-    extras = PROJECT["project"]["optional-dependencies"]
-    core = requirement_names(PROJECT["project"]["dependencies"])
-    optional = requirement_names([line for extra in set(extras) - {"dev", "docs"} for line in extras[extra]])
+    optional = requirement_names([line for extra in set(EXTRAS) - {"dev", "docs"} for line in EXTRAS[extra]])
     imported = imported_modules(ROOT / "retrain")
-    assert {"peft", "tomli", "wandb"} <= core
-    for package in (core | optional) - set(LOADED_BY_OTHERS):
+    for package in (CORE | optional) - set(LOADED_BY_OTHERS):
         assert IMPORTED_AS.get(package, package) in imported, package
-    own = {"retrain", "__future__", *sys.stdlib_module_names}
-    named = {IMPORTED_AS.get(package, package) for package in core | optional}
-    assert imported - own - named == COMES_WITH
+    standard = {"retrain", "__future__", *sys.stdlib_module_names}
+    declared = {IMPORTED_AS.get(package, package) for package in CORE | optional}
+    assert imported - standard - declared == COMES_WITH
 
 
-SHOWN = (".md", ".py", ".toml", ".json")
-
-
-def test_installing_is_always_from_the_checkout():
-    """In the index, the name without a dot is somebody else's package."""
-    told = re.compile(r"pip install[^\n`\"]*?\bretrain\b")
-    folders = ("docs", "retrain", "campaigns", "examples", "scripts", "benchmarks")
-    texts = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SHOWN]
-    files = [*ROOT.glob("*.md"), *texts]
-    assert len(files) > 150
-    assert [(path.name, line) for path in files for line in told.findall(path.read_text(encoding="utf-8"))] == []
-    for name in ("README.md", "docs/start.md"):
-        assert "source .venv/bin/activate" in (ROOT / name).read_text(encoding="utf-8")
+# -- the wheel ------------------------------------------------------------------------------------------------------
 
 
 def test_everything_the_wheel_must_hold_is_named_and_there():
-    """Templates come from campaigns/; the bundled model and py.typed lie inside the package."""
-    shipped = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    """Templates come from campaigns/; the bundled models and py.typed lie inside the package."""
     from retrain.commands.setup import TEMPLATE_FILES
 
+    shipped = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     assert {Path(target).name for target in shipped.values()} == set(TEMPLATE_FILES.values())
     assert all((ROOT / source).is_file() for source in shipped)
     assert (ROOT / "retrain" / "py.typed").is_file()
@@ -189,35 +162,16 @@ def test_everything_the_wheel_must_hold_is_named_and_there():
         model = ROOT / "retrain" / "models" / name
         assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in model.iterdir()}
         assert sum(path.stat().st_size for path in model.iterdir()) <= 4_000_000
-        assert "license: apache-2.0" in (model / "README.md").read_text(encoding="utf-8")
 
 
 def test_wheel(tmp_path):
     """Build the wheel where hatchling is at hand (it is not one of our dependencies) and look inside."""
     pytest.importorskip("hatchling")
-    import zipfile
-
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {
-        "retrain/py.typed",
-        "retrain/templates/quickstart.toml",
-        "retrain/models/tiny_reasoner/config.json",
-        "retrain/models/tiny_tool_user/model.safetensors",
-        "retrain/environments/tools/inside.py",
-    } <= names
-    assets = {path.relative_to(ROOT).as_posix() for path in (ROOT / "retrain" / "record" / "assets").iterdir()}
-    assert assets
-    assert assets <= names
-    page = [path for folder in ("static", "templates") for path in (ROOT / "retrain" / "ui" / folder).rglob("*")]
-    shown = {path.relative_to(ROOT).as_posix() for path in page if path.is_file()}
-    assert "retrain/ui/templates/shell.html" in shown
-    assert shown <= names
+    assert "retrain/templates/quickstart.toml" in names
+    files = [path for path in (ROOT / "retrain").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert {path.relative_to(ROOT).as_posix() for path in files} <= names
     assert not [name for name in names if name.startswith(("tests/", "campaigns/", "logs/"))]

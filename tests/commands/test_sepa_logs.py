@@ -46,18 +46,3 @@ def test_pooling_changes_no_planning_weight_in_the_logs(tmp_path):
     assert rows[1]["exec_weight_var"] < rows[1]["exec_weight_var_unpooled"]
     assert rows[2]["exec_weight_var"] < 0.5 * rows[2]["exec_weight_var_unpooled"]
     assert len(script.markdown(rows).splitlines()) == 5
-
-
-def test_other_conditions_have_no_such_keys():
-    from retrain.config import parse_dict
-    from retrain.record.catalogue import row_metrics
-    from retrain.record.context import RunContext
-
-    def keys(mode: str) -> set[str]:
-        config = parse_dict({"algorithm": {"transform_mode": mode}})
-        return {metric.key for metric in row_metrics(RunContext("c", "r", 0, config, 1))}
-
-    assert "exec_weight_mean" not in keys("none")
-    assert "plan_weight_change" not in keys("gtpo")
-    assert {"exec_weight_mean", "plan_weight_var"} <= keys("gtpo")
-    assert {"plan_weight_change", "exec_weight_var_unpooled"} <= keys("gtpo_sepa")

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from toymodels import train_quietly
 
-from retrain.record.catalogue import TIMED_PARTS
-
 REWARD = "def score(completion, answer):\n    return -0.5\n"
 TOML = """
 [algorithm]
@@ -48,17 +46,6 @@ def test_what_sampler_and_trainer_know_is_in_the_row_of_a_step_without_signal(di
         assert row["val/ratio"] is None
         assert row["reward_gini"] == 0.0
         assert (row["objective/non_score_reward"], row["objective/rlhf_reward"]) == (0.0, -0.5)
-
-
-def test_every_timed_part_has_a_value(discarding):
-    for row in discarding:
-        for part in TIMED_PARTS:
-            total, mean = row[f"timing_{part}_total"], row[f"timing_{part}_microbatch_mean"]
-            assert mean == pytest.approx(total / row["timing_microbatches"])
-        assert row["timing_weight_sync_inference_total"] > 0
-        assert 0 < row["timing_step_active"] < row["step_time_s"]
-        waited = row["timing_waiting_for_data"] + row["time/cohort"]
-        assert row["timing_step_active"] + waited == pytest.approx(row["step_time_s"])
 
 
 def test_uniform_groups_that_are_kept_take_part_in_the_step(discarding, tmp_path):

@@ -139,7 +139,7 @@ def test_ranks_that_do_the_same_gather_everything_once(ranks):
     assert gathered == [("gather", place) for place in [ENDS, 0, 1, 2, 3, 2, 1, 0]]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_whatever_each_needs_all_come_to_an_end(ranks, seed):
     draw = random.Random(seed)
     _, made = ranks(3)

@@ -191,22 +191,6 @@ def test_another_directory_in_the_place_of_a_moved_one_stays_as_it_is(tmp_path, 
     assert [row["step"] for row in read_jsonl(moved / "metrics.jsonl")] == list(range(8))
 
 
-def test_a_copy_of_the_own_directory_in_its_place_is_another_directory(tmp_path, model):
-    out, moved = tmp_path / "out", tmp_path / "moved"
-    copies: dict[str, bytes] = {}
-
-    def swap() -> None:
-        wait_for_records(out, 4)
-        shutil.copytree(out, tmp_path / "copy")
-        out.rename(moved)
-        (tmp_path / "copy").rename(out)
-        copies.update(contents(out))
-
-    with pytest.raises(LeaseLost, match="moved or replaced"):
-        launch(load(single(tmp_path, model, 8)), out, At(4, swap))
-    assert contents(out) == copies
-
-
 def test_a_run_of_a_campaign_whose_directory_was_replaced_is_not_written(tmp_path, model):
     out = tmp_path / "out"
     loaded = load(campaign(tmp_path, model), ["campaign.seeds=[1]"])

@@ -12,10 +12,7 @@ import pytest
 from timing_keys import is_timing_key
 from toycampaign import campaign
 from toyexecutor import Processes
-from typer.testing import CliRunner
 
-import retrain.campaign.planning.plan as planning
-import retrain.models.directory as directory
 from retrain.campaign.planning.changes import Approval
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.plan import Plan, RunSpec
@@ -37,12 +34,10 @@ from retrain.campaign.running.protocol import (
     from_json,
     to_json,
 )
-from retrain.cli import app
 from retrain.config import load
-from retrain.errors import RetrainError, StorageError, UsageError
+from retrain.errors import RetrainError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.record.observer import NullObserver
-from retrain.saving import Saver
 
 
 def steps_of(out: Path) -> dict[str, list[dict]]:
@@ -135,22 +130,6 @@ def test_what_the_executor_here_says_is_plain_data_in_order(tmp_path, model):
         assert mine[-1] == RunEnded(spec.run_id, "done")
 
 
-def test_what_was_told_before_a_fault_is_heard(tmp_path, model, monkeypatch):
-    """The disk is full when the first step is saved: its rows are there, and the listener knows of them."""
-
-    def full(self, runs, before=None):
-        raise StorageError(tmp_path, "no space left")
-
-    monkeypatch.setattr(Saver, "save_if_due", full)
-    plan, executor, heard = planned(tmp_path, model, "out", lanes=4), InProcess(), []
-    executor.submit(CohortJob.of(plan, plan.specs))
-    with pytest.raises(StorageError, match="no space left"):
-        heard.extend(executor.events())
-    executor.close()
-    steps = [(event.run_id, event.row["step"]) for event in heard if isinstance(event, StepDone)]
-    assert steps == [(spec.run_id, 0) for spec in plan.specs]
-
-
 def test_a_toy_executor_trains_a_campaign_as_this_process_does(tmp_path, model):
     """Every cohort in a process of its own, through the same controller: the same numbers, manifest and report."""
     here, there = Heard(), Heard()
@@ -229,42 +208,3 @@ def test_a_job_says_what_else_is_planned(tmp_path, model):
     assert len(lengths) == 2
     for spec in plan.specs:
         assert CohortJob.of(plan, [spec]).longest["training"] == max(lengths)
-
-
-def test_the_executor_says_whether_there_is_a_gpu(tmp_path, model):
-    """How many runs step together depends on where they train, which the controller does not look for itself."""
-    for on_gpu, lanes in ((True, 8), (False, 10)):
-        executor = Recorded(InProcess())
-        executor.has_gpu = lambda on_gpu=on_gpu: on_gpu
-        out = f"gpu_{on_gpu}"
-        execute(planned(tmp_path, model, out), NullObserver(), executor=executor)
-        assert read_json(tmp_path / out / "manifest.json")["lanes"] == lanes
-
-
-def test_each_command_plans_once(tmp_path, model, monkeypatch):
-    """Training looks at the model's directory again before it loads tokenizer and weights, which may be elsewhere."""
-    counts = {"plan": 0, "model": 0}
-
-    def counted(name, work):
-        def call(*arguments, **named):
-            counts[name] += 1
-            return work(*arguments, **named)
-
-        return call
-
-    monkeypatch.setattr(planning, "plan", counted("plan", planning.plan))
-    monkeypatch.setattr(directory, "directory_fault", counted("model", directory.directory_fault))
-    path, out = str(campaign(tmp_path, model, steps=1)), str(tmp_path / "out")
-    commands = {
-        ("check", path): (1, 1),
-        ("explain", path): (1, 0),
-        ("train", path, "--dry-run"): (1, 0),
-        ("try", path, "--problems", "1"): (1, 2),
-        ("train", path, "--out", out, "--plain"): (1, 2),
-        ("resume", out, "--plain"): (0, 0),
-    }
-    for command, expected in commands.items():
-        counts.update(plan=0, model=0)
-        result = CliRunner().invoke(app, command)
-        assert result.exit_code == 0, result.output
-        assert (counts["plan"], counts["model"]) == expected, command

@@ -157,15 +157,6 @@ def test_bfloat16_reads_the_same_numbers_too(toy, kind):
     assert metrics["kl_sample_train_v2"] < 5e-3
 
 
-def test_no_copy_of_the_weights_is_made_to_decode_with(quant, lanes):
-    engine = LocalEngine(quant, lanes)
-    assert engine.decoder is not None
-    assert not (quant.copies)
-    assert not (quant.packs)
-    assert not engine.decoder.merges
-    assert all(projection._joined is None for layer in engine.decoder.layers for projection in layer.projections)
-
-
 def test_on_policy_ratio_is_one_and_every_split_gives_the_same_gradient(quant, lanes):
     samples = rollout(quant, lanes, trained(lanes, 0))
     gradients = []
@@ -330,20 +321,6 @@ def test_more_steps_equal_a_run_that_had_them_from_the_start(model, tmp_path, ki
     plain = source.unquantised()
     assert not plain.other_weights(loaded := plain.load("cpu", "float32"))
     assert loaded.quantized is None
-
-
-def test_a_sampler_with_other_weights_is_told(model, tmp_path, monkeypatch):
-    """The gate between sampler and update is on: here the sampler reads weights that are a little larger."""
-    from retrain.engines.dense import Projection
-
-    path = tmp_path / "run.toml"
-    path.write_text(TINY_RUN.format(model=model) + "max_tokens = 6\n[squeeze]\nenabled = false\n")
-    right = Projection.weight.fget
-    assert right is not None
-    monkeypatch.setattr("retrain.engines.dense._reproduces", lambda decoder, base: True)
-    monkeypatch.setattr(Projection, "weight", property(lambda self: right(self) * 1.2))
-    launch(load(quantised(path, "int8")), tmp_path / "out", NullObserver())
-    assert "nats² for version 0, above 0.0001" in (tmp_path / "out/run.log").read_text()
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------

@@ -73,30 +73,6 @@ def test_an_update_of_ranks_is_that_of_one_process(base_and_lanes, ranks, folder
         assert together[0].notes() == alone[0].notes()
 
 
-def test_every_rank_does_a_share_of_the_micro_batches(base_and_lanes, ranks, folder, monkeypatch):
-    config = config_of({})
-    loaded(ranks, config, folder)
-    asked, made, ask, done = [], [], Ranks.ask, shares._done
-
-    def watch(self, name, args, own):
-        asked.append([[number for number, _, _ in each[0].batches] for each in args])
-        return ask(self, name, args, own)
-
-    def note(work, batches, twice, summed):
-        made.append([number for number, _, _ in batches])
-        return done(work, batches, twice, summed)
-
-    monkeypatch.setattr(Ranks, "ask", watch)
-    monkeypatch.setattr(shares, "_done", note)
-    updated(*base_and_lanes, config, folder, ranks)
-    assert len(asked) == len(made) == 2
-    for others, own in zip(asked, made, strict=True):
-        parts = [own, *others]
-        assert min(map(len, parts)) > 0
-        numbers = sorted(number for part in parts for number in part)
-        assert numbers == list(range(len(numbers)))
-
-
 def test_few_large_micro_batches_are_cut_so_that_every_rank_has_one(base_and_lanes, ranks, folder, monkeypatch):
     monkeypatch.setattr(update, "LEAST_SHARED_TOKENS", 40)
     config = config_of({"training": {"micro_batch_tokens": 4096}})
@@ -197,32 +173,6 @@ class Beside:
         return Answers(result, [each and each[0].done(self.engine) for each in args])
 
 
-def test_ranks_hold_more_rows_together_and_none_more_than_its_own(base_and_lanes):
-    base, lanes = base_and_lanes
-    beside = Beside(base, lanes)
-    engine, adapter = SharedEngine(base, lanes, beside), trained(lanes, 1, size=0.05)
-    assert engine.affordable_rows(64) == 2 * LocalEngine(base, lanes).affordable_rows(64)
-    asked = requests(prompts=6, samples=16, max_tokens=4)
-    engine.publish(ref(0), LocalSnapshot(adapter.frozen(), {}))
-    watched, decode = [], LocalEngine.decode_pieces
-
-    def watch(self, requests, pieces, weights, lanes, rows, keep):
-        watched.append(rows)
-        decode(self, requests, pieces, weights, lanes, rows, keep)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalEngine, "decode_pieces", watch)
-        for most in (40, 24):  # 80 rows are two pieces, 48 one
-            while engine.affordable_rows(13) > 2 * most:
-                engine.decode_bytes = int(0.9 * engine.decode_bytes)
-            each = engine.affordable_rows(13) // 2
-            beside.asked.clear()
-            watched.clear()
-            assert [len(group) for group in engine.sample(asked)] == [16] * 6
-            assert len(beside.asked) == (most == 40)
-            assert 0 < max(watched) <= each <= most
-
-
 def test_what_one_rank_has_sampled_is_kept_when_another_runs_out_of_memory(base_and_lanes):
     base, lanes = base_and_lanes
     beside = Beside(base, lanes)
@@ -305,25 +255,6 @@ def test_a_rank_does_what_it_is_asked_in_order_and_tells_of_faults_once(monkeypa
     assert "in note" in posts.outbox[1][1].__notes__[0]
 
 
-class Unsendable(Exception):
-    def __init__(self, one, two):
-        super().__init__(f"{one} and {two}")
-
-
-def test_an_error_that_cannot_be_sent_keeps_its_words(monkeypatch):
-    posts = Posts(monkeypatch, None)
-
-    class Desk:
-        work = nullcontext
-
-        def note(self):
-            raise Unsendable("this", "that")
-
-    posts.inbox = [("note", (), True), ("end", (), False)]
-    follow(Desk())
-    assert repr(posts.outbox[0][1]) == repr(RuntimeError("Unsendable: this and that"))
-
-
 def test_all_answers_are_taken_whoever_raises_and_what_is_told_meanwhile_waits(monkeypatch):
     posts, ranks = Posts(monkeypatch, None), Ranks(["cpu", "cpu", "cpu"])
     posts.inbox = [(True, "one"), (False, KeyError("three"))]
@@ -342,18 +273,6 @@ def test_all_answers_are_taken_whoever_raises_and_what_is_told_meanwhile_waits(m
     posts.inbox = [(True, "one"), (False, KeyError("three"))]
     with pytest.raises(KeyError, match="three"):
         ranks.ask("note", [(1,), None, (3,)], lambda: 0).whole()
-
-
-def test_who_has_not_answered_is_known(monkeypatch):
-    posts, ranks = Posts(monkeypatch, None), Ranks(["cpu", "cpu", "cpu"])
-
-    def own():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        ranks.ask("note", [(1,), None, (3,)], own)
-    assert ranks.owing == {1, 3}
-    assert len(posts.outbox) == 2
 
 
 def test_a_rank_that_is_gone_is_named(monkeypatch):

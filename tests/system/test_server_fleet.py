@@ -25,7 +25,6 @@ from retrain.campaign.running.controller import execute, launch
 from retrain.campaign.running.executors import slots_of
 from retrain.config import load, parse_dict
 from retrain.engines.server import engine as engine_module
-from retrain.engines.server import fleet
 from retrain.engines.server import launch as launching
 from retrain.engines.server import pool as pooling
 from retrain.engines.server.canary import canaries
@@ -126,13 +125,6 @@ def test_a_server_listens_where_it_is_told(tmp_path):
     launched.close()
 
 
-def test_ends_are_in_a_row_unless_it_had_answered_for_long():
-    restarts = launching.Restarts()
-    assert [restarts.spent(0.0) for _ in range(launching.RESTARTS)] == [False] * launching.RESTARTS
-    assert restarts.spent(launching.STEADY_S)  # it hung, or died, after less
-    assert not restarts.spent(launching.STEADY_S + 1)
-
-
 def test_a_server_that_was_let_go_of_is_away(tmp_path):
     """For a request that waited for its turn while its node was lost."""
 
@@ -184,16 +176,6 @@ def test_replicas_divide_up_the_gpus(tmp_path):
     made.close()
     with pytest.raises(UsageError, match="no program 'no-such-program'"):
         Launches(parse_dict({"inference": asked | {"launch": "no-such-program"}}), tmp_path, unheard)
-
-
-def test_one_that_is_left_is_enough(tmp_path):
-    asked = {"engine": "vllm", "launch": SLEEPER, "replicas": 2}
-    made = Launches(parse_dict({"inference": asked}), tmp_path, unheard)
-    made._servers[0].gave_up = "it died"
-    assert made.gave_up == ""
-    made._servers[1].gave_up = "it died as well"
-    assert made.gave_up == "it died"
-    made.close()
 
 
 @pytest.fixture
@@ -384,7 +366,3 @@ def test_workers_have_the_gpus_that_servers_leave(monkeypatch):
     assert slots("7") == ["gpu:0", "gpu:1", "gpu:2"]
     with pytest.raises(UsageError, match=r'launch_gpus has 1, and this machine shows 4, 5, 6, 7: .*launch_gpus="7"'):
         slots("1")
-
-
-def test_a_fleet_is_asked_for_as_one(tmp_path):
-    assert {name for name in dir(fleet.Fleet) if name[0] != "_"} == {"urls", "gave_up", "listen", "wait", "close"}

@@ -16,10 +16,10 @@ import retrain.campaign.running.slurm as slurm
 import retrain.campaign.running.spawning as boot
 import retrain.campaign.running.workers as waiting
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.exchange import Tail, answers_of, append, commands_of, is_closed, newest
+from retrain.campaign.running.exchange import Tail, answers_of, append, commands_of, newest
 from retrain.campaign.running.executors import executor_of
-from retrain.campaign.running.lease import LEASE, DirectoryLock, lease_of
-from retrain.campaign.running.protocol import CohortJob, JobEnded, JobStarted, Message, RunEnded, StepDone, Tick
+from retrain.campaign.running.lease import LEASE, DirectoryLock
+from retrain.campaign.running.protocol import CohortJob, JobEnded, JobStarted, Message, StepDone, Tick
 from retrain.campaign.running.slurm import Cluster
 from retrain.campaign.running.slurm_task import Keeper, Task
 from retrain.campaign.running.workers import Workers
@@ -111,48 +111,6 @@ def test_lines_are_read_once_and_whole(tmp_path):
     assert tail.lines() == [b'{"d": 4}\n']
 
 
-def test_no_part_of_a_line_stays_on_a_full_disk(tmp_path, monkeypatch):
-    import builtins
-
-    path, real = tmp_path / "commands_1.jsonl", open
-    append(path, {"a": 1})
-
-    class Full:
-        def __init__(self, file):
-            self.file = file
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exc):
-            self.file.close()
-
-        def write(self, data):
-            self.file.write(bytes(data[:3]))
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(builtins, "open", lambda *args, **named: Full(real(*args, **named)))
-    with pytest.raises(OSError, match="No space"):
-        append(path, {"b": 2})
-    monkeypatch.undo()
-    assert path.read_bytes() == b'{"a": 1}\n'
-
-
-def test_the_newest_process_and_a_closed_folder(tmp_path):
-    assert newest(tmp_path / "absent") == 0
-    for number in (1, 9, 10):
-        answers_of(tmp_path, number).touch()
-    (tmp_path / "answers_11.jsonl.tmp").touch()
-    assert newest(tmp_path) == 10
-    assert not is_closed(tmp_path)
-    (tmp_path / "closed").touch()
-    assert is_closed(tmp_path)
-    assert is_closed(tmp_path / "absent")
-
-
 # The task on the node.
 
 
@@ -215,14 +173,6 @@ def test_a_task_that_is_idle_says_that_it_lives_and_with_what_it_computes(tmp_pa
     eventually(lambda: b"beat" in said(tmp_path)[-1])
     (row,) = [line for line in said(tmp_path) if b'"step": 0, "pid"' in line]
     assert b'"OMP_NUM_THREADS": "3", "RETRAIN_OWN_GPU": "1"' in row
-
-
-def test_a_worker_that_is_killed_is_followed_by_another(tmp_path, keeper):
-    made = keeper()
-    append(commands_of(tmp_path / "worker_1", 1), {"kill": True})
-    eventually(lambda: newest(tmp_path / "worker_1") == 2)
-    assert b"was ended by SIGKILL" in said(tmp_path)[-1]
-    assert not made.over
 
 
 def test_signals_for_the_task_mean_nothing_to_its_worker(tmp_path, keeper):
@@ -495,13 +445,6 @@ def test_a_worker_that_falls_silent_is_given_up(tmp_path, workers, standin, monk
     assert [end.status for end in ends(heard(executor)).values()] == ["done"]
 
 
-def test_the_lease_of_the_campaign_is_what_a_task_watches(tmp_path, locked, workers, standin):
-    executor = workers(1)
-    task = cluster_of(executor)._task(tmp_path / "workers/slurm_1", 0)
-    assert task.token == (lease_of(tmp_path) or {})["token"] == locked.token
-    assert task.threads is None
-
-
 # What has to be there.
 
 
@@ -520,14 +463,3 @@ def test_without_slurm_or_submitit_it_says_what_to_type(tmp_path, monkeypatch):
     monkeypatch.setattr(slurm, "is_installed", lambda module: False)
     with pytest.raises(MissingExtra, match=r"needs the package submitit: pip install '\.\[slurm\]'"):
         executor_of(plan_of(tmp_path))
-
-
-def test_workers_of_a_plan(tmp_path, standin):
-    executor = executor_of(plan_of(tmp_path))
-    assert (executor.slots, executor.has_gpu()) == (2, True)
-
-
-def test_a_run_ends_event_is_passed_on(tmp_path, workers, standin):
-    executor = workers(1)
-    executor.submit(job(tmp_path, "a", "b"))
-    assert [event.run_id for event in heard(executor) if isinstance(event, RunEnded)] == ["a", "b"]

@@ -12,8 +12,6 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from retrain.config import load
-
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -50,12 +48,6 @@ def test_a_step_is_compared_with_the_limit_on_equal_work(models, tmp_path):
     steps = json.loads(file.read_text())["settings"]["tinyx8"]
     assert {m["tokens"] for side in ("ours", "limit") for m in steps[side]} == {8 * 8 * 8}
     assert all(m["sampling_s"] > 0 and m["update_s"] > 0 for side in steps.values() for m in side)
-
-
-def test_a_side_that_is_not_there_is_refused(models):
-    done = subprocess.run([sys.executable, BENCHMARKS / "step.py", "--only", "trl"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "trl has no environment: --envs DIR" in done.stderr
 
 
 def test_the_limit_is_the_same_model_and_the_same_gradient(models):
@@ -201,16 +193,6 @@ def test_overhead_is_read_from_a_real_run(models):
     assert "% is not sampling or update (bar ≤ 5 %)" in out
 
 
-@pytest.mark.parametrize("steps", [1, 10])
-def test_runs_that_overhead_times_have_no_mistakes(models, tmp_path, steps):
-    """One step is what ``--startup`` trains."""
-    import overhead
-    from workload import Setting
-
-    found = load(overhead.campaign_file(tmp_path, Setting.parse("tinyx8"), models, steps))
-    assert found.config.training.max_steps == steps
-
-
 def test_overhead_counts_what_is_outside_sampling_and_update(models):
     import overhead
 
@@ -222,28 +204,6 @@ def test_overhead_counts_what_is_outside_sampling_and_update(models):
     record = {"name": "record", "wall_start": 19.2, "wall_end": 19.7, "duration": 0.5}
     steps[2].insert(0, record)  # of step 1, told by the next line
     assert overhead.shares(steps) == [{"total": 10.0, "model": 8.0, "other": 2.0, "credit": 1.0, "record": 0.5}]
-
-
-@pytest.mark.parametrize("peer", ["trl", "retrain03"])
-def test_peers_do_the_same_work(peer, models, tmp_path):
-    envs = os.environ.get("BENCHMARK_ENVS")
-    if not envs:
-        pytest.skip("BENCHMARK_ENVS names no directory made with step.py --make")
-    file = tmp_path / "step.json"
-    script("step.py", "--quick", "--only", peer, "--envs", envs, "--models", models, "--json", file)
-    assert json.loads(file.read_text())["settings"]["tinyx8"][peer][0]["tokens"] == 8 * 8 * 8
-
-
-def test_every_benchmark_has_its_place_in_the_document(models):
-    import commandline
-
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    places = ["step", "campaign", "decode", "update", "overhead", "start-up", "records"]
-    for name in places + [f"{name} on a GPU" for name in places[:3]]:
-        assert 0 < page.find(f"<!-- {name} -->\n") < page.find(f"<!-- end of {name} -->\n"), name
-    assert commandline.machine().startswith("*")
-    with pytest.raises(SystemExit, match="no marks"):
-        commandline.record("nothing", "text")
 
 
 def test_records_cost_a_small_part_of_a_step(models, tmp_path):

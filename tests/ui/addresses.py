@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
+from retrain.ui.server import VIEWS
 from tests.ui.hostile import ALONE, KEYS, RUNS, SCRIPT, TEXTS
 
 HOME = "/logs/quickstart"
@@ -44,22 +45,7 @@ TRAINED = {
     "notes": f"/notes{HOME}",
     "log": f"/notes{SECOND}?q=step",
 }
-OTHERS = {
-    f"{view} of {place}": f"/{view}/{place}"
-    for place in ("math_rl", "grpo_out")
-    for view in (
-        "campaign",
-        "metrics",
-        "problems",
-        "prompt",
-        "rollouts",
-        "tokens",
-        "timeline",
-        "lora",
-        "compare",
-        "notes",
-    )
-}
+OTHERS = {f"{view} of {place}": f"/{view}/{place}" for place in ("math_rl", "grpo_out") for view in VIEWS}
 NASTY = {
     "campaigns": "/?q=hostile",
     "campaign": f"/campaign{HOSTILE}",

@@ -52,7 +52,6 @@ class CohortWork:
         return []
 
     def job(self) -> CohortJob | None:
-        """See ``Work.job``."""
         specs = self.left()
         if not specs:
             return None
@@ -84,7 +83,6 @@ class SqueezeWork:
     trains: bool = field(default=False, init=False)
 
     def job(self) -> SqueezeJob:
-        """See ``Work.job``."""
         return SqueezeJob.of(self.campaign.plan, self.spec, self.place)
 
     def give_up(self, reason: str) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
-import math
 from collections.abc import Iterable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from retrain.errors import UsageError
 from retrain.extras import is_installed, missing
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def imported(module: str, feature: str) -> ModuleType:
@@ -26,12 +28,6 @@ def meant(name: object, candidates: Iterable[str]) -> str:
     """``; did you mean …`` for the nearest candidate, "" when none is near."""
     close = difflib.get_close_matches(str(name), list(candidates), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}" if close else ""
-
-
-def named_arguments(made: type) -> list[str]:
-    """The arguments that a class takes by name, besides ``id``, which stands beside [environment] args."""
-    parameters = inspect.signature(made).parameters.values()
-    return [each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name != "id"]
 
 
 def refuse_unknown(given: Iterable[str], known: Iterable[str], owner: str) -> None:
@@ -50,13 +46,6 @@ def count(value: Any, name: str, owner: str, least: int = 0) -> int:
     return value
 
 
-def text_or_none(value: Any, name: str, owner: str) -> str | None:
-    """A text, or None. Raises UsageError, which begins with ``owner``, for anything else, "" too."""
-    if value is None or (isinstance(value, str) and value):
-        return value
-    raise UsageError(f"{owner}: {name} is {value!r}, not a text")
-
-
 def table(value: Any, name: str, owner: str) -> dict[str, Any]:
     """A table with text keys. Raises UsageError, which begins with ``owner``, for anything else."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
@@ -64,13 +53,14 @@ def table(value: Any, name: str, owner: str) -> dict[str, Any]:
     return dict(value)
 
 
-def ends(value: Any, name: str, owner: str) -> tuple[float, float] | None:
-    """A range, its lower end first, or None. Raises UsageError, which begins with ``owner``, for anything else."""
-    if value is None:
-        return None
-    known = list(value) if isinstance(value, list | tuple) else []
-    if len(known) != 2 or not all(type(end) in (int, float) and math.isfinite(end) for end in known):
-        raise UsageError(f"{owner}: {name} is {value!r}, not a list of two numbers")
-    if known[0] >= known[1]:
-        raise UsageError(f"{owner}: {name} is {value!r}, whose first number is not below its second")
-    return float(known[0]), float(known[1])
+def validated(model: type[Model], given: Mapping[str, Any], owner: str) -> Model:
+    """Return arguments as a pydantic model has them. Raises UsageError, which begins with ``owner``, for the first that
+    is wrong."""
+    refuse_unknown(given, model.model_fields, owner)
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        (first, *_) = error.errors()
+        name = ".".join(map(str, first["loc"]))
+        where = f"{name} is {first['input']!r}: " if name else ""
+        raise UsageError(f"{owner}: {where}{first['msg']}") from None

@@ -49,7 +49,6 @@ class ChatLoop(Harness[ChatLoopConfig]):
         data: TaskData,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
-        """See ``Harness.launch``."""
         system, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -84,12 +83,10 @@ class ChatLoop(Harness[ChatLoopConfig]):
 
 
 async def _called(function: dict[str, Any], places: dict[str, tuple[str, str]], connections: dict[str, Any]) -> Any:
-    """What the tool returns, or in words why there is nothing."""
-    name = function["name"]
-    try:
-        arguments = json.loads(function.get("arguments") or "{}")
-    except ValueError as error:
-        return f"error: invalid JSON in tool arguments ({error}); resend the call with valid JSON"
+    """Return what the tool returns, or in words why there is nothing."""
+    name, arguments, fault = function["name"], *_arguments(function)
+    if fault:
+        return f"error: invalid JSON in tool arguments ({fault}); resend the call with valid JSON"
     if not isinstance(arguments, dict):
         kind = type(arguments).__name__
         return f"error: tool arguments must be a JSON object, got {kind}; resend as an object"
@@ -99,16 +96,21 @@ async def _called(function: dict[str, Any], places: dict[str, tuple[str, str]], 
 
 
 async def _denied(client: httpx.AsyncClient, url: str, call: dict[str, Any]) -> dict[str, Any] | None:
-    """What a policy of the task's puts in place of the tool's answer; None where the tool may run. Raises RuntimeError
-    where it ends the rollout."""
+    """Return what a policy of the task's puts in place of the tool's answer; None where the tool may run. Raises
+    RuntimeError where it ends the rollout."""
     function = call["function"]
-    try:
-        arguments = json.loads(function.get("arguments") or "{}")
-    except ValueError:
-        arguments = function["arguments"]
+    arguments, _ = _arguments(function)
     reply = await client.post(url, json={"tool_call_id": call["id"], "name": function["name"], "arguments": arguments})
-    reply.raise_for_status()
-    decision = reply.json()
+    decision = reply.raise_for_status().json()
     if decision["action"] == "stop":
         raise RuntimeError(decision["reason"])
     return decision["message"] if decision["action"] == "deny" else None
+
+
+def _arguments(function: dict[str, Any]) -> tuple[Any, str]:
+    """Return the arguments of a call, and "" or why they are only the text that was written."""
+    text = function.get("arguments") or "{}"
+    try:
+        return json.loads(text), ""
+    except ValueError as error:
+        return text, str(error)

@@ -12,95 +12,98 @@ import math
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
 import httpx
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from retrain.environments.protocol import Observation, Range, Step
-from retrain.environments.providers.arguments import (
-    count,
-    ends,
-    imported,
-    named_arguments,
-    refuse_unknown,
-    table,
-    text_or_none,
-)
-from retrain.environments.providers.openenv_chat import Actions, messages_of
+from retrain.environments.providers.arguments import imported, validated
+from retrain.environments.providers.openenv_forms import Actions, listed_tools, may_have_tools, messages_of, result_of
 from retrain.environments.providers.openenv_server import Server
-from retrain.environments.providers.openenv_tools import call_of, listed_tools, may_have_tools, result_of
-from retrain.environments.tools.calls import Call, parse
+from retrain.environments.tools.calls import Call, answer, parse
 from retrain.errors import PluginError, UsageError
 from retrain.rewards.base import printable
 from retrain.types import Action, Message, Problem, RewardResult
 
+Text = Annotated[str, Field(min_length=1)]
 OWNER = "environment openenv"
 POLICYS_FAULTS = ("VALIDATION_ERROR",)
 """Errors of a server that say that the action was none, not that the environment is broken."""
 
 
-class OpenEnv:
-    """The environment at ``url``, or of a server that each process starts with ``command``, a list of arguments in
-    which ``{port}`` stands for its port.
+class Arguments(BaseModel):
+    """Arguments of the environment at ``url`` (or ``id``), or of a server that each process starts with ``command``, a
+    list of arguments in which ``{port}`` stands for its port.
 
     Seeds 0 to ``heldout`` − 1 are held out and the ``size`` next ones train, all of them plus ``seed`` × 1,000,000.
     ``message_field``, ``action_field`` and ``action``: see ``messages_of`` and ``Actions``. ``reset``: further
-    arguments of the reset. ``metrics``: fields of observations that are numbers to record. ``exact = true`` vouches
-    that the server's answers depend on seed and actions only. ``start_seconds`` and ``step_seconds``: how long the
-    server may take to start, and to answer. Raises UsageError for arguments that cannot be.
+    arguments of the reset. ``metrics``: fields of observations that are numbers to record. ``exact``: whether the
+    server's answers depend on seed and actions only. ``start_seconds`` and ``step_seconds``: how long the server may
+    take to start, and to answer.
     """
 
-    def __init__(
-        self,
-        id: Any = None,
-        url: str | None = None,
-        command: Sequence[str] | None = None,
-        size: int = 1000,
-        heldout: int = 200,
-        seed: int = 0,
-        message_field: str | None = None,
-        action_field: str | None = None,
-        action: Mapping[str, Any] | None = None,
-        reset: Mapping[str, Any] | None = None,
-        metrics: Sequence[str] = (),
-        exact: bool = False,
-        reward_range: Sequence[float] | None = None,
-        start_seconds: float = 60.0,
-        step_seconds: float = 60.0,
-        **unknown: Any,
-    ):
-        refuse_unknown(unknown, named_arguments(OpenEnv), OWNER)
-        self.url, self.command = _address(id if url is None else url, command)
-        self.size, self.heldout = count(size, "size", OWNER, 1), count(heldout, "heldout", OWNER)
-        self.first = count(seed, "seed", OWNER) * 1_000_000
-        self.message_field = text_or_none(message_field, "message_field", OWNER)
-        self.action_field = text_or_none(action_field, "action_field", OWNER)
-        self.action, self.reset = table(action or {}, "action", OWNER), table(reset or {}, "reset", OWNER)
-        if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
-            raise UsageError(f"{OWNER}: metrics is {metrics!r}, not a list of fields")
-        self.metrics = tuple(metrics)
-        if type(exact) is not bool:
-            raise UsageError(f"{OWNER}: exact is {exact!r}, neither true nor false")
-        self.exact = exact
-        self.reward_range = ends(reward_range, "reward_range", OWNER)
-        self.metrics_ranges: Mapping[str, Range] = {"invalid_actions": {"min": 0, "invert": True}}
-        self.start_seconds = _seconds(start_seconds, "start_seconds")
-        self.step_seconds = _seconds(step_seconds, "step_seconds")
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    id: str | None = None
+    url: str | None = None
+    command: Annotated[list[Text], Field(min_length=1)] | None = None
+    size: PositiveInt = 1000
+    heldout: NonNegativeInt = 200
+    seed: NonNegativeInt = 0
+    message_field: Text | None = None
+    action_field: Text | None = None
+    action: dict[str, Any] = {}
+    reset: dict[str, Any] = {}
+    metrics: list[str] = []
+    exact: bool = False
+    reward_range: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    start_seconds: PositiveFloat = 60.0
+    step_seconds: PositiveFloat = 60.0
+
+    @property
+    def address(self) -> str | None:
+        """Where the server is; None where each process starts its own. Raises UsageError unless one is given."""
+        url = self.id if self.url is None else self.url
+        if (url is None) == (self.command is None):
+            raise UsageError(f'{OWNER} takes either url = "http://…" or command = ["python", "server.py", "{{port}}"]')
+        if url is not None and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
+            raise UsageError(f'{OWNER}: {url!r} is no address of a server, such as "http://127.0.0.1:8000"')
+        return url and url.rstrip("/")
+
+
+class OpenEnv:
+    """The environment of a server; see ``Arguments``. Raises UsageError for arguments that cannot be."""
+
+    metrics_ranges: ClassVar[Mapping[str, Range]] = {"invalid_actions": {"min": 0, "invert": True}}
+
+    def __init__(self, **arguments: Any):
+        self.arguments = validated(Arguments, arguments, OWNER)
+        self.url, self.exact = self.arguments.address, self.arguments.exact
+        self.reward_range = self.arguments.reward_range
+        if self.reward_range is not None and self.reward_range[0] >= self.reward_range[1]:
+            raise UsageError(
+                f"{OWNER}: reward_range is {self.reward_range}, whose first number is not below its second"
+            )
+        self.tools: Sequence[Mapping[str, Any]] = ()
+        """Tools that the policy may call, as JSON schemas of functions; none where its actions are texts or JSON."""
         self._client = imported("openenv.core.generic_client", OWNER).GenericEnvClient
         self._server: Server | None = None
         self._actions: Actions | None = None
-        self._tools: list[dict[str, Any]] = []
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Seeds: those of ``train``, or for any other name the held-out ones."""
-        begin, number = (self.first + self.heldout, self.size) if split == "train" else (self.first, self.heldout)
+        """Return seeds: those of ``train``, or for any other name the held-out ones."""
+        first = self.arguments.seed * 1_000_000
+        begin, number = first, self.arguments.heldout
+        if split == "train":
+            begin, number = first + self.arguments.heldout, self.arguments.size
         return [
             Problem(f"seed/{seed}", f"seed {seed}", "", (), {"seed": seed}) for seed in range(begin, begin + number)
         ]
 
     def start(self, problem: Problem, seed: int) -> OpenEnvEpisode:
-        """A session, reset with the problem's seed. Raises PluginError when the server does not take it."""
+        """Reset a session with the problem's seed. Raises PluginError when the server does not take it."""
         url = self._reachable()
         actions = self._known_actions(url)
         return OpenEnvEpisode(self, url, actions, int(problem.metadata["seed"]))
@@ -112,49 +115,42 @@ class OpenEnv:
             self._server = None
 
     def _reachable(self) -> str:
-        """The server's address; one of our own is started where none runs, also after it has died."""
+        """Return the server's address; one of our own is started where none runs, also after it has died."""
         if self.url is not None:
             return self.url
         if self._server is None or not self._server.alive:
             self.close()
-            assert self.command is not None
-            self._server = Server(self.command, self.start_seconds, OWNER)
+            assert self.arguments.command is not None
+            self._server = Server(self.arguments.command, self.arguments.start_seconds, OWNER)
         return self._server.url
 
     def _known_actions(self, url: str) -> Actions:
         if self._actions is None:
-            schema = self._schema(url)
+            schema, field, constants = self._schema(url), self.arguments.action_field, self.arguments.action
             try:
-                self._actions = Actions(schema, self.action_field, self.action)
+                self._actions = Actions(schema, field, constants)
             except KeyError as error:
                 raise UsageError(f"{OWNER}: {error.args[0]}") from None
-            if self.action_field is None and not self.action and may_have_tools(schema):
-                self._tools = self._listed_tools(url)
-                if not self._tools and "tool_name" in schema.get("properties", {}):
+            if field is None and not constants and may_have_tools(schema):
+                try:
+                    self.tools = listed_tools(url, self.arguments.step_seconds, _trusts_proxy(url))
+                except (httpx.HTTPError, ValueError) as error:
+                    reason = printable(str(error))
+                    raise PluginError(f"{OWNER}: {url}/mcp does not list its tools: {reason}") from error
+                if not self.tools and "tool_name" in schema.get("properties", {}):
                     raise UsageError(f"{OWNER}: the actions of {url} are calls of tools, and {url}/mcp lists no tool")
         return self._actions
 
-    @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
-        """Tools that the policy may call, as JSON schemas of functions; none where its actions are texts or JSON."""
-        return self._tools
-
-    def _listed_tools(self, url: str) -> list[dict[str, Any]]:
-        try:
-            return listed_tools(url, self.step_seconds, _trusts_proxy(url))
-        except (httpx.HTTPError, ValueError) as error:
-            raise PluginError(f"{OWNER}: {url}/mcp does not list its tools: {printable(str(error))}") from error
-
     def _schema(self, url: str) -> Mapping[str, Any]:
-        """The JSON schema of the server's actions; empty where it has none to show and ``action_field`` is given."""
+        """Return the JSON schema of the actions; empty where the server shows none and ``action_field`` is given."""
         try:
-            answer = httpx.get(f"{url}/schema", timeout=self.step_seconds, trust_env=_trusts_proxy(url))
+            answer = httpx.get(f"{url}/schema", timeout=self.arguments.step_seconds, trust_env=_trusts_proxy(url))
         except httpx.HTTPError as error:
             raise PluginError(f"{OWNER}: there is no server at {url}: {printable(str(error))}") from error
         try:
             return dict(answer.raise_for_status().json()["action"])
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
-            if self.action_field is not None:
+            if self.arguments.action_field is not None:
                 return {}
             raise UsageError(f"{OWNER}: {url}/schema does not tell what an action is: set action_field") from None
 
@@ -164,14 +160,14 @@ class OpenEnvEpisode:
 
     def __init__(self, environment: OpenEnv, url: str, actions: Actions, seed: int):
         self.environment, self.url, self.actions = environment, url, actions
-        limit = environment.step_seconds
+        limit = environment.arguments.step_seconds
         # An action is over when the server has answered it, so the client's own limit is that of a step.
         self._client = environment._client(url, connect_timeout_s=limit, message_timeout_s=limit).sync()
         self.rewards: list[float] = []
         self.invalid = 0
         self.called = False
         self.numbers: dict[str, float] = {}
-        arguments = {"seed": seed, "episode_id": uuid.uuid4().hex} | environment.reset
+        arguments = {"seed": seed, "episode_id": uuid.uuid4().hex} | environment.arguments.reset
         try:
             self._call(self._client.connect)
             begun = self._call(lambda: self._client.reset(**arguments))
@@ -200,16 +196,18 @@ class OpenEnvEpisode:
             sent = self.actions.read(action.text)
         except ValueError as error:
             return self._refused(str(error))
-        answer = self._call(lambda: self._client.step(sent), refused=True)
-        if isinstance(answer, str):
-            return self._refused(answer)
-        reward, metrics = self._reward(answer), self._numbers(answer.observation)
-        if answer.done:
+        reply = self._call(lambda: self._client.step(sent), refused=True)
+        if isinstance(reply, str):
+            return self._refused(reply)
+        reward, metrics = self._reward(reply), self._numbers(reply.observation)
+        if reply.done:
             self.close()
             return Step(done=True, reward=reward, metrics=metrics)
-        messages = self._said(answer.observation)
+        messages = self._said(reply.observation)
         if len(messages) > len(self.first) and messages[: len(self.first)] == self.first:  # all that was said, again
-            return Step(done=False, reward=reward, metrics=metrics, conversation=self._with_form(messages))
+            begun = list(self.observe().messages)
+            messages = [*begun, *messages[len(begun) :]]
+            return Step(done=False, reward=reward, metrics=metrics, conversation=messages)
         return Step(messages, done=False, reward=reward, metrics=metrics)
 
     def _call_tools(self, action: Action) -> Step:
@@ -218,24 +216,22 @@ class OpenEnvEpisode:
         found = parse(action.text).found
         messages, rewards, metrics, failures, done = [], list[float](), {}, 0, not found
         for each in found:
-            if isinstance(each, str):
+            reply: Any = each
+            if isinstance(each, Call):
+                sent = {"type": "call_tool", "tool_name": each.name, "arguments": each.arguments}
+                reply = self._call(lambda sent=sent: self._client.step(sent), refused=True)
+            if isinstance(reply, str):
                 failures += 1
-                messages.append(_answer("tool_call", f"Error: {each}"))
-                continue
-            sent = call_of(each.name, each.arguments)
-            answer = self._call(lambda sent=sent: self._client.step(sent), refused=True)
-            if isinstance(answer, str):
-                failures += 1
-                messages.append(_answer(each.name, f"Error: {answer}", each))
+                messages.append(answer(each, f"Error: {reply}"))
                 continue
             self.called = True
-            text, failed = result_of(answer.observation)
+            text, failed = result_of(reply.observation)
             failures += failed
-            messages.append(_answer(each.name, text, each))
-            if (reward := self._reward(answer)) is not None:
+            messages.append(answer(each, text))
+            if (reward := self._reward(reply)) is not None:
                 rewards.append(reward)
-            metrics |= self._numbers(answer.observation)
-            if answer.done:
+            metrics |= self._numbers(reply.observation)
+            if reply.done:
                 done = True
                 break
         self.invalid += failures
@@ -246,11 +242,11 @@ class OpenEnvEpisode:
         total = math.fsum(rewards) if rewards or failures else None
         return Step(messages, done=done, reward=total, metrics=metrics)
 
-    def _reward(self, answer: Any) -> float | None:
+    def _reward(self, reply: Any) -> float | None:
         """Return the reward of a step, which counts for the episode's. Raises PluginError for one that is no number."""
-        if answer.reward is None:
+        if reply.reward is None:
             return None
-        reward = float(answer.reward)
+        reward = float(reply.reward)
         if not math.isfinite(reward):
             raise PluginError(f"{OWNER}: {self.url} gave a reward of {reward}")
         self.rewards.append(reward)
@@ -273,20 +269,17 @@ class OpenEnvEpisode:
         message = {"role": "user", "content": f"{reason} {self.actions.instruction}".strip()}
         return Step([message], done=False, reward=0.0, metrics={"invalid_actions": 1.0}, logs={"invalid": reason})
 
-    def _with_form(self, messages: Sequence[Message]) -> list[Message]:
-        """The conversation as the server repeats it, begun as ``observe`` began it."""
-        begun = list(self.observe().messages)
-        return [*begun, *messages[len(begun) :]]
-
     def _said(self, observation: Any) -> list[Message]:
         try:
-            return messages_of(observation, self.environment.message_field)
+            return messages_of(observation, self.environment.arguments.message_field)
         except KeyError as error:
             raise UsageError(f"{OWNER}: {error.args[0]}") from None
 
     def _numbers(self, observation: Any) -> dict[str, float]:
         found = observation if isinstance(observation, Mapping) else {}
-        numbers = {name: found[name] for name in self.environment.metrics if isinstance(found.get(name), int | float)}
+        numbers = {
+            name: found[name] for name in self.environment.arguments.metrics if isinstance(found.get(name), int | float)
+        }
         self.numbers.update({name: float(value) for name, value in numbers.items()})
         return {name: float(value) for name, value in numbers.items()}
 
@@ -298,7 +291,7 @@ class OpenEnvEpisode:
         try:
             return call()
         except TimeoutError as error:
-            limit = self.environment.step_seconds
+            limit = self.environment.arguments.step_seconds
             raise PluginError(f"{OWNER}: {self.url} did not answer within {limit:g} s (step_seconds)") from error
         except Exception as error:  # the client raises whatever its sockets do
             text = printable(str(error)) or type(error).__name__
@@ -313,31 +306,6 @@ class OpenEnvEpisode:
             raise PluginError(f"{OWNER}: {self.url} answered with an error{hint}: {text}") from error
 
 
-def _answer(name: str, text: str, call: Call | None = None) -> Message:
-    """Return a tool's answer as a message; without halves of surrogate pairs, which no tokenizer takes."""
-    plain = {"role": "tool", "name": printable(name[:64]), "content": text.encode("utf-8", "replace").decode()}
-    return plain | ({"tool_call_id": printable(call.id[:64])} if call is not None and call.id else {})
-
-
 def _trusts_proxy(url: str) -> bool:
     """Return whether proxies of the environment's variables are used: not for addresses of this machine."""
     return urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1")
-
-
-def _address(url: Any, command: Any) -> tuple[str | None, list[str] | None]:
-    """The server's address, or the command that starts one. Raises UsageError unless one of them is given."""
-    if (url is None) == (command is None):
-        raise UsageError(f'{OWNER} takes either url = "http://…" or command = ["python", "server.py", "{{port}}"]')
-    if command is not None:
-        if isinstance(command, str) or not command or not all(isinstance(word, str) and word for word in command):
-            raise UsageError(f"{OWNER}: command is {command!r}, not a list of arguments")
-        return None, list(command)
-    if not isinstance(url, str) or urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise UsageError(f'{OWNER}: {url!r} is no address of a server, such as "http://127.0.0.1:8000"')
-    return url.rstrip("/"), None
-
-
-def _seconds(value: Any, name: Literal["start_seconds", "step_seconds"]) -> float:
-    if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):
-        raise UsageError(f"{OWNER}: {name} is {value!r}, not a number of seconds above 0")
-    return float(value)

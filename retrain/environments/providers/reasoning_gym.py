@@ -8,15 +8,16 @@ question is the prompt as it is: a system prompt that asks for the tags is ``[da
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from pydantic import BaseModel, ConfigDict, PositiveFloat
+
 from retrain.environments.protocol import Observation, Range, Step
-from retrain.environments.providers.arguments import count, imported, meant, refuse_unknown, table
+from retrain.environments.providers.arguments import count, imported, meant, refuse_unknown, table, validated
 from retrain.environments.providers.reasoning_gym_tasks import FULL, Child, Task, entry_of, score
 from retrain.errors import DataError, UsageError
 from retrain.plugins import described
@@ -30,12 +31,14 @@ CHECK_SECONDS = 120.0
 """How long the check of one task may take before training."""
 
 
-class Part(NamedTuple):
+class Part(BaseModel):
     """A task and its share of the problems."""
 
-    name: str
-    weight: float
-    config: Mapping[str, Any]
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    name: str = ""
+    weight: PositiveFloat = 1.0
+    config: dict[str, Any] = {}
 
 
 class Checked(NamedTuple):
@@ -86,15 +89,15 @@ class ReasoningGym:
         return kept
 
     def start(self, problem: Problem, seed: int) -> ReasoningGymEpisode:
-        """See ``Environment.start``; nothing is random."""
+        """Begin an episode; nothing is random."""
         return ReasoningGymEpisode(self, problem)
 
     def grade(self, problem: Problem, completion: str) -> RewardResult:
-        """The task's own score of what a completion answers; an error where its scorer raises or gives no score."""
+        """Return the task's own score of an answer; an error where its scorer raises or gives no score."""
         answer = imported("reasoning_gym.utils", OWNER).extract_answer(completion)
         try:
-            dataset = self._datasets[problem.metadata["task"]]
-            value = score(dataset, completion.strip() if answer is None else answer, _entry(problem))
+            dataset, entry = self._datasets[problem.metadata["task"]], entry_of(problem.metadata["entry"])
+            value = score(dataset, completion.strip() if answer is None else answer, entry)
         except Exception as error:
             return failed(f"{problem.metadata['task']}: {described(error)}")
         return RewardResult(
@@ -152,13 +155,11 @@ def check(names: Sequence[str] | None = None, seconds: float = 60.0) -> list[Che
 
     Raises UsageError for a name that reasoning-gym does not have, MissingExtra without reasoning-gym.
     """
-    known = data_sets()
     for name in names or ():
-        if name not in known:
-            raise UsageError(f"{OWNER} has no data set {name!r}{meant(name, known)}")
+        _known(name)
     outcome = []
     with Child() as child:
-        for name in known if names is None else names:
+        for name in data_sets() if names is None else names:
             begin = time.monotonic()
             fault = child.check(Task(name, 0, 100, {}), seconds)
             outcome.append(Checked(name, not fault, fault, time.monotonic() - begin))
@@ -171,8 +172,10 @@ def data_sets() -> list[str]:
     return sorted(name for name in imported("reasoning_gym.factory", OWNER).DATASETS if name != "composite")
 
 
-def _entry(problem: Problem) -> dict[str, Any]:
-    return entry_of(problem.metadata["entry"])
+def _known(name: str) -> None:
+    """Raise UsageError for a name that is no data set's."""
+    if name not in (known := data_sets()):
+        raise UsageError(f"{OWNER} has no data set {name!r}{meant(name, known)}")
 
 
 def _dataset(task: Task) -> Any:
@@ -200,16 +203,9 @@ def _parts(id: Any, config: Mapping[str, Any]) -> list[Part]:
 
 
 def _part(item: Any) -> Part:
-    """One table of the list. Raises UsageError."""
-    given = table(item, "an item of id", OWNER)
-    refuse_unknown(given, ("name", "weight", "config"), f"{OWNER}: an item of id")
-    name, weight = given.get("name"), given.get("weight", 1.0)
-    known = data_sets()
-    if name not in known:
-        raise UsageError(f"{OWNER} has no data set {name!r}{meant(name, known)}")
-    if type(weight) not in (int, float) or not (math.isfinite(weight) and weight > 0):
-        raise UsageError(f"{OWNER}: the weight of {name} is {weight!r}, not a number above 0")
-    config = table(given.get("config", {}), f"the config of {name}", OWNER)
-    fields = dataclasses.fields(imported("reasoning_gym.factory", OWNER).DATASETS[name][1])
-    refuse_unknown(config, [field.name for field in fields if field.name not in OURS], f"{OWNER}: {name}")
-    return Part(str(name), float(weight), config)
+    """Return one table of the list. Raises UsageError."""
+    part = validated(Part, table(item, "an item of id", OWNER), f"{OWNER}: an item of id")
+    _known(part.name)
+    fields = dataclasses.fields(imported("reasoning_gym.factory", OWNER).DATASETS[part.name][1])
+    refuse_unknown(part.config, [field.name for field in fields if field.name not in OURS], f"{OWNER}: {part.name}")
+    return part

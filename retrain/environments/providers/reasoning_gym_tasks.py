@@ -8,17 +8,14 @@ and a task that hangs costs no more than its time limit.
 from __future__ import annotations
 
 import ast
-import json
+import multiprocessing
 import os
-import selectors
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from multiprocessing.connection import Connection
 from typing import Any
 
 from retrain.environments.providers.arguments import imported
@@ -35,10 +32,6 @@ LOW = 0.5
 NONSENSE = ("zzz", "", "zzz " * 2000)
 START_SECONDS = 60.0
 """How long importing reasoning-gym may take on a busy machine."""
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from retrain.environments.providers.reasoning_gym_tasks import serve; serve()"
-)
 
 
 @dataclass(frozen=True)
@@ -145,97 +138,91 @@ def _plain(value: Any) -> Any:
     return next((kind(value) for kind in (str, float) if isinstance(value, kind)), value)
 
 
-def serve() -> None:
-    """The child: a job a line on stdin, the reply a line on what was stdout; what tasks print goes nowhere."""
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+def serve(jobs: Connection) -> None:
+    """Answer jobs: a task alone is checked, with indices its problems are made. What tasks print goes nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)
     imported("reasoning_gym", "an environment of reasoning-gym")
-    replies.write("{}\n")
-    replies.flush()
-    for line in sys.stdin:
+    jobs.send(None)
+    while True:
         try:
-            reply = _reply(json.loads(line))
+            task, indices = jobs.recv()
+        except EOFError:  # whoever asks has ended
+            return
+        try:
+            jobs.send((_reply(task, indices), ""))
         except Exception as error:
-            reply = {"error": printable(described(error))}
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+            jobs.send((None, printable(described(error))))
 
 
-def _reply(job: Mapping[str, Any]) -> dict[str, Any]:
-    task = Task(job["name"], job["seed"], job["size"], job["config"])
-    if job["indices"] is None:
-        return {"fault": printable(fault_of(task))}
+def _reply(task: Task, indices: Sequence[int] | None) -> Any:
+    if indices is None:
+        return printable(fault_of(task))
     dataset = task.dataset()
-    entries = [task.entry(dataset, index) for index in job["indices"]]
-    return {"entries": [[entry["question"], entry["answer"], carried(entry)] for entry in entries]}
+    entries = [task.entry(dataset, index) for index in indices]
+    return [(entry["question"], entry["answer"], carried(entry)) for entry in entries]
 
 
 class Child:
     """The process; a context manager. One that fails or is late is killed, and the next job starts another."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Any = None
 
     def check(self, task: Task, seconds: float) -> str:
-        """``fault_of`` the task; also a fault: it took longer than ``seconds``, or ended the process."""
+        """Return ``fault_of`` the task; also a fault: it took longer than ``seconds``, or ended the process."""
         try:
-            return str(self._ask(task, None, seconds)["fault"])
+            return self._ask(task, None, seconds)
         except (TimeoutError, EOFError, ValueError) as error:
             return str(error)
 
     def entries(self, task: Task, indices: Sequence[int]) -> list[tuple[str, str, str]]:
-        """Question, answer and ``carried`` entry of these problems. Raises ValueError or EOFError with the reason."""
-        return [tuple(entry) for entry in self._ask(task, indices, None)["entries"]]
+        """Return question, answer and ``carried`` entry of these problems. Raises ValueError or EOFError."""
+        return self._ask(task, indices, None)
 
-    def _ask(self, task: Task, indices: Sequence[int] | None, seconds: float | None) -> dict[str, Any]:
+    def _ask(self, task: Task, indices: Sequence[int] | None, seconds: float | None) -> Any:
         if self._process is None:
-            self._process = self._started()
-        job = {"name": task.name, "seed": task.seed, "size": task.size, "config": dict(task.config)}
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job | {"indices": indices and list(indices)}).encode() + b"\n")
-        self._process.stdin.flush()
-        reply = self._line(self._process, seconds)
-        if "error" in reply:
-            raise ValueError(reply["error"])
-        return reply
+            self._start()
+        self._jobs.send((task, indices))
+        value, error = self._received(seconds)
+        if error:
+            raise ValueError(error)
+        return value
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, json.dumps(sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONHASHSEED": "0"},
-        )
-        self._process = process
-        self._line(process, START_SECONDS)
-        return process
+    def _start(self) -> None:
+        spawning = multiprocessing.get_context("spawn")
+        self._jobs, theirs = spawning.Pipe()
+        self._process = spawning.Process(target=serve, args=(theirs,), daemon=True)
+        seed = os.environ.get("PYTHONHASHSEED")
+        os.environ["PYTHONHASHSEED"] = "0"  # read by an interpreter as it starts
+        try:
+            self._process.start()
+        finally:
+            del os.environ["PYTHONHASHSEED"]
+            os.environ.update({} if seed is None else {"PYTHONHASHSEED": seed})
+        theirs.close()
+        self._received(START_SECONDS)
 
-    def _line(self, process: subprocess.Popen[bytes], seconds: float | None) -> dict[str, Any]:
-        """The next reply. Raises TimeoutError after ``seconds``, EOFError when the process has ended."""
-        assert process.stdout is not None
-        deadline = None if seconds is None else time.monotonic() + seconds
-        received = bytearray()
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while not received.endswith(b"\n"):
-                left = None if deadline is None else deadline - time.monotonic()
-                if (left is not None and left <= 0) or not selector.select(left):
-                    self.close()
-                    raise TimeoutError(f"it takes longer than {seconds:g} s")
-                part = os.read(process.stdout.fileno(), 1 << 20)
-                if not part:
-                    process.wait()
-                    self.close()
-                    raise EOFError(f"its process ends (status {process.returncode})")
-                received += part
-        return json.loads(received)
+    def _received(self, seconds: float | None) -> Any:
+        """Return the next reply. Raises TimeoutError after ``seconds``, EOFError when the process has ended."""
+        if not self._jobs.poll(seconds):
+            self.close()
+            raise TimeoutError(f"it takes longer than {seconds:g} s")
+        try:
+            return self._jobs.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            status = self._process.exitcode
+            self.close()
+            raise EOFError(f"its process ends (status {status})") from None
 
     def close(self) -> None:
         """Kill the process; idempotent."""
         if self._process is not None:
             self._process.kill()
-            self._process.communicate()
+            self._process.join()
+            self._process.close()
+            self._jobs.close()
             self._process = None
 
     def __enter__(self) -> Child:

@@ -16,96 +16,68 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
-from retrain.environments.protocol import Observation, Range, Step
-from retrain.environments.providers.styles_graded import chat
-from retrain.environments.providers.styles_loop import Loop
-from retrain.errors import DataError, PluginError
-from retrain.plugins import declared_ranges, described
+from retrain.environments.protocol import Observation, Step
+from retrain.environments.providers.styles_graded import Adapted, Run, chat, continued, numbers_of
+from retrain.errors import PluginError
+from retrain.plugins import described
 from retrain.rewards.base import failed
 from retrain.types import Action, Message, Problem, RewardResult
-
-
-class Source(Protocol):
-    """Where the problems of a ``Cookbook`` come from; ``owner`` may declare ranges and ``exact``."""
-
-    owner: Any
-
-    def numbers(self, split: str) -> Sequence[int]:
-        """The problems of a split, by number."""
-        ...
-
-    def made(self, split: str, number: int, loop: Loop) -> tuple[Any, Any]:
-        """A new environment for this problem, and its builder or None."""
-        ...
 
 
 class DatasetProblems:
     """The builders in the batches of a data set; those of ``test`` are held out, or else the last ``heldout``."""
 
     def __init__(self, train: Any, test: Any, heldout: int | None, name: str):
-        self.owner = train
-        self._sets, self._heldout, self._name = {"train": train, "held out": test}, heldout, name
+        self.written, self._test, self._heldout, self._name = train, test, heldout, name
         self._builders: dict[str, list[Any]] = {}
 
     def numbers(self, split: str) -> Sequence[int]:
-        """See ``Source``."""
-        if self._sets["held out"] is not None:
-            return range(len(self._all("train" if split == "train" else "held out")))
-        total = len(self._all("train"))
-        held = min(200, max(1, total // 10)) if self._heldout is None else self._heldout
-        if held >= total:
-            raise DataError(f"{self._name}: heldout = {held} leaves none of {total} problems to train on")
-        return range(total - held) if split == "train" else range(total - held, total)
+        """Return the numbers of a split's problems."""
+        total = len(self._all(split))
+        return numbers_of(split, total, self._heldout, self._name) if self._test is None else range(total)
 
-    def made(self, split: str, number: int, loop: Loop) -> tuple[Any, Any]:
-        """See ``Source``."""
-        own = split == "train" or self._sets["held out"] is None
-        builder = self._all("train" if own else "held out")[number]
-        environments = loop.run(builder.make_envs())
+    def made(self, split: str, number: int, run: Run) -> tuple[Any, Any]:
+        """Return a new environment for this problem, and its builder."""
+        builder = self._all(split)[number]
+        environments = run(builder.make_envs())
         if not environments:
             raise PluginError(f"{self._name}: make_envs() made no environment")
         return environments[0], builder
 
-    def _all(self, which: str) -> list[Any]:
+    def _all(self, split: str) -> list[Any]:
+        which = "train" if self._test is None else split
         if which not in self._builders:
-            source = self._sets[which]
-            try:
-                self._builders[which] = [one for batch in range(len(source)) for one in source.get_batch(batch)]
-            except Exception as error:
-                raise DataError(f"{self._name}: get_batch failed: {described(error)}") from error
+            source = self.written if which == "train" else self._test
+            self._builders[which] = [one for batch in range(len(source)) for one in source.get_batch(batch)]
         return self._builders[which]
 
 
 class SeededProblems:
     """A class whose objects are episodes, and whose problems are seeds; the first ``heldout`` are held out."""
 
-    def __init__(self, owner: Any, arguments: Mapping[str, Any], size: int, heldout: int):
-        self.owner, self._arguments, self._size, self._heldout = owner, arguments, size, heldout
+    def __init__(self, written: Any, arguments: Mapping[str, Any], size: int, heldout: int):
+        self.written, self._arguments, self._size, self._heldout = written, arguments, size, heldout
 
     def numbers(self, split: str) -> Sequence[int]:
-        """See ``Source``."""
+        """Return the seeds of a split."""
         return range(self._heldout, self._heldout + self._size) if split == "train" else range(self._heldout)
 
-    def made(self, split: str, number: int, loop: Loop) -> tuple[Any, Any]:
-        """See ``Source``."""
-        return self.owner(**self._arguments, seed=number), None
+    def made(self, split: str, number: int, run: Run) -> tuple[Any, Any]:
+        """Return a new environment with this seed, which has no builder."""
+        return self.written(**self._arguments, seed=number), None
 
 
-class Cookbook:
+class Cookbook(Adapted):
     """The environment of such problems."""
 
-    def __init__(self, source: Source, loop: Loop, owner: str, tokenizer: Any):
-        self.source, self.loop, self.owner, self.tokenizer = source, loop, owner, tokenizer
-        self.exact = bool(getattr(source.owner, "exact", False))
-        ranges = declared_ranges(source.owner)
-        total = ranges.pop("reward", {})
-        self.reward_range = (total["min"], total["max"]) if {"min", "max"} <= set(total) else None
-        self.metrics_ranges: Mapping[str, Range] = ranges
+    def __init__(self, source: DatasetProblems | SeededProblems, owner: str, run: Run):
+        super().__init__(source.written, owner, run)
+        self.source = source
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Those of ``train``, or for any other name the held-out ones; what they ask is known when they start."""
+        """Return those of ``train``, or for any other name the held-out ones; only an episode knows its question."""
         where = "train" if split == "train" else "held out"
         return [
             Problem(f"{where}/{number}", f"{where} problem {number}", "", (), {"split": where, "number": number})
@@ -113,10 +85,15 @@ class Cookbook:
         ]
 
     def start(self, problem: Problem, seed: int) -> CookbookEpisode:
-        """A new environment, asked for its first observation."""
-        return CookbookEpisode(
-            self, *self.source.made(problem.metadata["split"], problem.metadata["number"], self.loop)
-        )
+        """Make an environment and ask it for its first observation."""
+        made, builder = self.source.made(problem.metadata["split"], problem.metadata["number"], self.run)
+        episode = CookbookEpisode(made, builder, self.owner, self.run)
+        try:
+            episode.begin()
+        except BaseException:
+            episode.close()
+            raise
+        return episode
 
 
 @dataclass
@@ -134,26 +111,24 @@ class Transition:
 class CookbookEpisode:
     """One environment's life."""
 
-    def __init__(self, environment: Cookbook, made: Any, builder: Any):
-        self.environment, self.builder = environment, builder
+    def __init__(self, made: Any, builder: Any, owner: str, run: Run):
+        self.builder, self.owner, self.run = builder, owner, run
         self.wrapped, self.made = made, getattr(made, "message_env", None) or made
         self.transitions: list[Transition] = []
+        self.seen: Any = None
+        self.conversation: list[Message] = []
         self._closed = False
-        try:
-            self.seen, self.conversation = self._begin()
-        except BaseException:
-            self.close()
-            raise
 
-    def _begin(self) -> tuple[Any, list[Message]]:
-        run, owner = self.environment.loop.run, self.environment.owner
-        observation = run(self.made.initial_observation())
-        if isinstance(observation, tuple) and len(observation) == 2:  # with where to stop, which is the engine's here
-            observation = observation[0]
-        if callable(getattr(self.made, "get_question", None)) and _is_tokens(observation):
-            asked = [*getattr(self.made, "convo_prefix", ()), {"role": "user", "content": self.made.get_question()}]
-            return observation, chat(asked, owner)
-        return observation, self._said(observation)
+    def begin(self) -> None:
+        """Ask for the first observation."""
+        self.seen = self.run(self.made.initial_observation())
+        if isinstance(self.seen, tuple) and len(self.seen) == 2:  # with where to stop, which is the engine's here
+            self.seen = self.seen[0]
+        if callable(getattr(self.made, "get_question", None)) and _is_tokens(self.seen):
+            question = {"role": "user", "content": self.made.get_question()}
+            self.conversation = chat([*getattr(self.made, "convo_prefix", ()), question], self.owner)
+        else:
+            self.conversation = self._messages(self.seen)
 
     def observe(self) -> Observation:
         """What it says first."""
@@ -161,42 +136,38 @@ class CookbookEpisode:
 
     def step(self, action: Action) -> Step:
         """Send the action in the form of the observation, and read what it leads to."""
-        answer = self._call(action)
+        answer = self._answer(action)
         for name in ("reward", "episode_done"):
             if not hasattr(answer, name):
-                raise PluginError(f"{self.environment.owner}: step() returned {type(answer).__name__}, without {name}")
+                raise PluginError(f"{self.owner}: step() returned {type(answer).__name__}, without {name}")
         reward, done = float(answer.reward), bool(answer.episode_done)
         if not math.isfinite(reward):
-            raise PluginError(f"{self.environment.owner}: step() gave a reward of {reward}")
+            raise PluginError(f"{self.owner}: step() gave a reward of {reward}")
         metrics, logs = getattr(answer, "metrics", None) or {}, getattr(answer, "logs", None) or {}
         taken = SimpleNamespace(tokens=list(action.token_ids), maybe_logprobs=action.logprobs_T.tolist())
         self.transitions.append(Transition(self.seen, taken, reward, done, metrics, logs))
-        numbers = {str(name): float(value) for name, value in metrics.items()}
-        texts = {str(name): str(value) for name, value in logs.items()}
         self.seen = answer.next_messages if hasattr(answer, "next_messages") else answer.next_observation
         if done:
-            return Step(done=True, reward=reward, metrics=numbers, logs=texts)
+            return Step(done=True, reward=reward, metrics=metrics, logs=logs)
         before = [*self.conversation, {"role": "assistant", "content": action.text}]
-        said = self._said(self.seen)
-        whole = said[0] == self.conversation[0] or _is_tokens(self.seen) or self._repeated(said)
-        self.conversation = said if whole else [*before, *said]
-        if self.conversation[: len(before)] == before and len(self.conversation) > len(before):
-            return Step(self.conversation[len(before) :], done=False, reward=reward, metrics=numbers, logs=texts)
-        return Step(done=False, reward=reward, metrics=numbers, logs=texts, conversation=self.conversation)
+        messages = self._messages(self.seen)
+        whole = messages[0] == self.conversation[0] or _is_tokens(self.seen) or self._repeats(messages)
+        self.conversation = messages if whole else [*before, *messages]
+        return continued(before, self.conversation, reward=reward, metrics=metrics, logs=logs)
 
-    def _call(self, action: Action) -> Any:
+    def _answer(self, action: Action) -> Any:
         form: Any = action.text
         if _is_tokens(self.seen):
             form = list(action.token_ids)
         elif not isinstance(self.seen, str):
             form = {"role": "assistant", "content": action.text}
-        further = {}
+        more = {}
         if "extra" in inspect.signature(self.made.step).parameters:
-            further = {"extra": {"stop_reason": action.stop_reason}}
-        return self.environment.loop.run(self.made.step(form, **further))
+            more = {"extra": {"stop_reason": action.stop_reason}}
+        return self.run(self.made.step(form, **more))
 
     def result(self) -> RewardResult:
-        """The sum of the rewards of its steps, and what the builder adds; metrics are summed too."""
+        """Return the sum of the rewards of its steps, and what the builder adds; metrics are summed too."""
         total = math.fsum(step.reward for step in self.transitions)
         metrics: dict[str, float | None] = {}
         for step in self.transitions:
@@ -205,44 +176,41 @@ class CookbookEpisode:
         if callable(getattr(self.builder, "compute_group_rewards", None)):
             rollout = SimpleNamespace(transitions=self.transitions, final_ob=self.seen, stop_reason=None)
             try:
-                graded = self.builder.compute_group_rewards([rollout], [self.wrapped])
-                ((further, more),) = self.environment.loop.run(graded)
+                ((reward, more),) = self.run(self.builder.compute_group_rewards([rollout], [self.wrapped]))
                 metrics |= {str(name): float(value) for name, value in more.items()}
-                total += float(further)
+                total += float(reward)
             except Exception as error:
                 return failed(f"compute_group_rewards: {described(error)}")
         return RewardResult(total, metrics) if math.isfinite(total) else failed(f"a reward of {total}")
 
     def close(self) -> None:
-        """The builder's ``cleanup``, once; what it raises is of no consequence any more."""
+        """Call the builder's ``cleanup``, once; what it raises is of no consequence any more."""
         cleanup = getattr(self.builder, "cleanup", None)
         if callable(cleanup) and not self._closed:
             with contextlib.suppress(Exception):
-                self.environment.loop.run(cleanup())
+                self.run(cleanup())
         self._closed = True
 
-    def _repeated(self, said: Sequence[Message]) -> bool:
-        """Whether one text begins with all that was said before, as an observation for a model does."""
+    def _repeats(self, messages: Sequence[Message]) -> bool:
+        """Return whether one text begins with all that was said before, as an observation for a model does."""
         first = self.conversation[0]["content"]
-        return len(said) == 1 and bool(first) and said[0]["content"].startswith(first)
+        return len(messages) == 1 and bool(first) and messages[0]["content"].startswith(first)
 
-    def _said(self, observation: Any) -> list[Message]:
-        """An observation as messages. Raises PluginError for what is none."""
-        owner = self.environment.owner
+    def _messages(self, observation: Any) -> list[Message]:
+        """Return an observation as messages. Raises PluginError for what is none."""
         if isinstance(observation, str):
             return [{"role": "user", "content": observation}]
         if _is_tokens(observation):
-            renderer = getattr(self.made, "renderer", None)
-            tokenizer = self.environment.tokenizer or getattr(renderer, "tokenizer", None)
+            tokenizer = getattr(getattr(self.made, "renderer", None), "tokenizer", None)
             if tokenizer is None:
                 raise PluginError(
-                    f"{owner}: its observations are tokens, which only a tokenizer reads: let it return messages or "
-                    "text, or give it a renderer with a tokenizer"
+                    f"{self.owner}: its observations are tokens, which only a tokenizer reads: let it return messages "
+                    "or text, or give it a renderer with a tokenizer"
                 )
             return [{"role": "user", "content": tokenizer.decode(observation.to_ints(), skip_special_tokens=True)}]
         if isinstance(observation, Sequence) and observation:
-            return chat(observation, owner)
-        raise PluginError(f"{owner}: an observation is {type(observation).__name__}, not messages, text or tokens")
+            return chat(observation, self.owner)
+        raise PluginError(f"{self.owner}: an observation is {type(observation).__name__}, not messages, text or tokens")
 
 
 def _is_tokens(observation: Any) -> bool:

@@ -9,16 +9,43 @@ are the ranges. https://github.com/eduardoslonski/telescope, src/telescope/envir
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from retrain.environments.protocol import Observation, Range, Step
-from retrain.environments.providers.styles_loop import Loop
+from retrain.environments.protocol import Observation, Step
 from retrain.errors import DataError, PluginError
-from retrain.plugins import declared_ranges, described
+from retrain.plugins import described
 from retrain.rewards.base import checked, failed
 from retrain.types import Action, Message, Problem, RewardResult
+
+Run = Callable[[Any], Any]
+"""Returns its argument, or what awaiting it gives: methods may be async or not."""
+
+
+class Adapted:
+    """Base of environments in another trainer's style; ``written`` may declare ranges and ``exact``."""
+
+    def __init__(self, written: Any, owner: str, run: Run):
+        self.owner, self.run, self.exact = owner, run, bool(getattr(written, "exact", False))
+        self.reward_min, self.reward_max = getattr(written, "reward_min", None), getattr(written, "reward_max", None)
+        self.metrics_ranges = getattr(written, "metrics_ranges", None) or {}
+
+
+def numbers_of(split: str, total: int, heldout: int | None, owner: str) -> range:
+    """Return which of ``total`` problems belong to a split: any other than ``train`` has the last ``heldout``, by
+    default a tenth and at most 200. Raises DataError when none is left to train on."""
+    held = min(200, max(1, total // 10)) if heldout is None else heldout
+    if held >= total:
+        raise DataError(f"{owner}: heldout = {held} leaves none of {total} problems to train on")
+    return range(total - held) if split == "train" else range(total - held, total)
+
+
+def continued(before: Sequence[Message], after: Sequence[Message], **facts: Any) -> Step:
+    """Return the step from one conversation to the next: what is new, or all of it where the beginning changed."""
+    if list(after[: len(before)]) == list(before) and len(after) > len(before):
+        return Step(after[len(before) :], done=False, **facts)
+    return Step(done=False, conversation=after, **facts)
 
 
 @dataclass
@@ -51,51 +78,40 @@ class State:
         return len(self.trajectory)
 
 
-class Graded:
+class Graded(Adapted):
     """The environment of such an object. The last ``heldout`` samples are held out; None: a tenth, at most 200."""
 
-    def __init__(self, made: Any, loop: Loop, owner: str, heldout: int | None):
-        self.made, self.loop, self.owner, self.heldout = made, loop, owner, heldout
-        self.several_turns = callable(getattr(made, "env_response", None))
+    def __init__(self, made: Any, owner: str, run: Run, heldout: int | None):
+        super().__init__(made, owner, run)
+        self.made, self.heldout = made, heldout
         if getattr(made, "_name", "") is None:  # Telescope's loader names environments, and their states ask for it
             made._name = type(made).__name__
-        self.exact = bool(getattr(made, "exact", False))
-        ranges = declared_ranges(made)
-        total = ranges.pop("reward", {})
-        self.reward_range = (total["min"], total["max"]) if {"min", "max"} <= set(total) else None
-        self.metrics_ranges: Mapping[str, Range] = ranges
-        self._samples: list[Any] | None = None
-
-    @property
-    def samples(self) -> list[Any]:
-        """What ``load_dataset`` returns. Raises DataError for what is no list of samples."""
-        if self._samples is None:
-            try:
-                found = list(self.loop.run(self.made.load_dataset()))
-            except Exception as error:
-                raise DataError(f"{self.owner}: load_dataset() failed: {described(error)}") from error
-            if len(found) < 2:
-                raise DataError(f"{self.owner}: load_dataset() returned {len(found)} samples; two at least are needed")
-            if wrong := next((sample for sample in found if not hasattr(sample, "prompt")), None):
-                raise DataError(f"{self.owner}: a sample of load_dataset() is {type(wrong).__name__}, without a prompt")
-            self._samples = found
-        return self._samples
+        self._samples: list[Any] = []
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Samples: those of ``train``, or for any other name the held-out ones."""
-        total = len(self.samples)
-        held = min(200, max(1, total // 10)) if self.heldout is None else self.heldout
-        if held >= total:
-            raise DataError(f"{self.owner}: heldout = {held} leaves none of {total} samples to train on")
-        chosen = range(total - held) if split == "train" else range(total - held, total)
-        return [self._problem(index) for index in chosen]
+        """Return the samples of ``train``, or for any other name the held-out ones."""
+        samples = self._loaded()
+        return [self._problem(samples[at], at) for at in numbers_of(split, len(samples), self.heldout, self.owner)]
 
     def start(self, problem: Problem, seed: int) -> GradedEpisode:
-        """See ``Environment.start``."""
-        return GradedEpisode(self, self.samples[int(problem.metadata["index"])])
+        """Begin the rollout of one sample."""
+        samples = self._loaded()
+        return GradedEpisode(self.made, samples[int(problem.metadata["index"])], self.owner, self.run)
 
-    def _problem(self, index: int) -> Problem:
-        sample = self.samples[index]
+    def _loaded(self) -> list[Any]:
+        """Return the samples. Raises DataError for what is no list of them."""
+        if not self._samples:
+            samples = list(self.run(self.made.load_dataset()))
+            if len(samples) < 2:
+                raise DataError(
+                    f"{self.owner}: load_dataset() returned {len(samples)} samples; two at least are needed"
+                )
+            if wrong := next((sample for sample in samples if not hasattr(sample, "prompt")), None):
+                raise DataError(f"{self.owner}: a sample of load_dataset() is {type(wrong).__name__}, without a prompt")
+            self._samples = samples
+        return self._samples
+
+    def _problem(self, sample: Any, index: int) -> Problem:
         prompt = sample.prompt if isinstance(sample.prompt, str) else tuple(chat(sample.prompt, self.owner))
         facts = getattr(sample, "metadata", None) or {}
         try:
@@ -109,31 +125,31 @@ class Graded:
 class GradedEpisode:
     """One sample's rollout."""
 
-    def __init__(self, environment: Graded, sample: Any):
-        self.environment, self.sample = environment, sample
-        made = environment.made
+    def __init__(self, made: Any, sample: Any, owner: str, run: Run):
+        self.made, self.sample, self.owner, self.run = made, sample, owner, run
+        self.several_turns = callable(getattr(made, "env_response", None))
         self.conversation = self._prompt()
         begin = getattr(made, "create_initial_state", None)
-        self.state: Any = begin(sample) if callable(begin) else State(sample, environment.owner)
+        self.state: Any = begin(sample) if callable(begin) else State(sample, owner)
 
     def _prompt(self) -> list[Message]:
-        made, owner, prompt = self.environment.made, self.environment.owner, self.sample.prompt
+        made, prompt = self.made, self.sample.prompt
         if callable(getattr(made, "get_initial_prompt", None)):
-            return chat(made.get_initial_prompt(self.sample), owner)
-        said = chat([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, owner)
+            return chat(made.get_initial_prompt(self.sample), self.owner)
+        messages = chat([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, self.owner)
         if instruction := getattr(made, "instruction_prompt", None):
-            at = next((number for number, message in enumerate(said) if message["role"] == "user"), 0)
-            said[at] = {"role": said[at]["role"], "content": f"{instruction}\n\n{said[at]['content']}"}
+            at = next((number for number, message in enumerate(messages) if message["role"] == "user"), 0)
+            content = f"{instruction}\n\n{messages[at]['content']}"
+            messages[at] = {"role": messages[at]["role"], "content": content}
         system = getattr(made, "system_prompt", None)
-        return [{"role": "system", "content": str(system)}, *said] if system else said
+        return [{"role": "system", "content": str(system)}, *messages] if system else messages
 
     def observe(self) -> Observation:
-        """The sample as the class puts it."""
+        """Return the sample as the class puts it."""
         return Observation(tuple(self.conversation))
 
     def step(self, action: Action) -> Step:
-        """With one turn the end; else what ``env_response`` answers, until ``is_done``."""
-        made, run = self.environment.made, self.environment.loop.run
+        """End the episode; with several turns return what ``env_response`` answers, until ``is_done``."""
         answer: Message = {"role": "assistant", "content": action.text}
         self.state.trajectory.append(
             Turn(
@@ -144,44 +160,40 @@ class GradedEpisode:
                 is_truncated=action.stop_reason == "length",
             )
         )
-        if not self.environment.several_turns:
+        if not self.several_turns:
             return Step()
         before = [*self.conversation, answer]
-        said = chat(run(made.env_response(list(before), self.state)) or [], self.environment.owner)
+        response = chat(self.run(self.made.env_response(list(before), self.state)) or [], self.owner)
         done, reason = self._is_done()
         if done:
             self.state.is_completed, self.state.stop_reason = True, reason
             return Step(logs={"stop_reason": str(reason)} if reason else {})
-        following = [*before, *said]
-        if callable(getattr(made, "get_next_prompt_messages", None)):
-            following = chat(run(made.get_next_prompt_messages(self.state, said)), self.environment.owner)
-        self.conversation = following
-        if following[: len(before)] == before and len(following) > len(before):
-            return Step(following[len(before) :], done=False)
-        return Step(done=False, conversation=following)
+        self.conversation = [*before, *response]
+        if callable(getattr(self.made, "get_next_prompt_messages", None)):
+            rewritten = self.run(self.made.get_next_prompt_messages(self.state, response))
+            self.conversation = chat(rewritten, self.owner)
+        return continued(before, self.conversation)
 
     def _is_done(self) -> tuple[bool, str | None]:
-        made = self.environment.made
-        if callable(getattr(made, "is_done", None)):
-            done = self.environment.loop.run(made.is_done(self.state))
+        if callable(getattr(self.made, "is_done", None)):
+            done = self.run(self.made.is_done(self.state))
             return (bool(done[0]), done[1]) if isinstance(done, tuple | list) else (bool(done), None)
-        limit = getattr(made, "max_turns", None)
+        limit = getattr(self.made, "max_turns", None)
         if type(limit) is not int:
-            raise PluginError(f"{self.environment.owner} has env_response, and neither is_done nor max_turns to end it")
+            raise PluginError(f"{self.owner} has env_response, and neither is_done nor max_turns to end it")
         return limit >= 0 and len(self.state.trajectory) >= limit, "max_turns_reached"
 
     def result(self) -> RewardResult:
-        """What ``compute_reward`` says, with ``get_tool_metrics``; what it raises becomes an error."""
-        made, run = self.environment.made, self.environment.loop.run
+        """Return what ``compute_reward`` says, with ``get_tool_metrics``; what it raises becomes an error."""
         try:
-            if self.environment.several_turns:
-                given = run(made.compute_reward(self.state))
+            if self.several_turns:
+                given = self.run(self.made.compute_reward(self.state))
             else:
                 text = self.state.trajectory[-1].completion[0]["content"] if self.state.trajectory else ""
-                given = run(made.compute_reward(text, self.sample))
+                given = self.run(self.made.compute_reward(text, self.sample))
             result = checked(_ours(given))
-            if callable(getattr(made, "get_tool_metrics", None)):
-                used = run(made.get_tool_metrics(self.state))
+            if callable(getattr(self.made, "get_tool_metrics", None)):
+                used = self.run(self.made.get_tool_metrics(self.state))
                 result.sample_metrics = {**{str(k): float(v) for k, v in used.items()}, **result.sample_metrics}
         except Exception as error:
             return failed(described(error))
@@ -189,7 +201,7 @@ class GradedEpisode:
 
 
 def chat(messages: Any, owner: str) -> list[Message]:
-    """Messages as role and text. Raises PluginError for what is none, and for parts that are not text."""
+    """Return messages as role and text. Raises PluginError for what is none, and for parts that are not text."""
     said: list[Message] = []
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -202,7 +214,7 @@ def chat(messages: Any, owner: str) -> list[Message]:
 
 
 def _ours(given: Any) -> Any:
-    """A number as it is; an object with ``total_reward`` as our RewardResult, its tags as ``name=value``."""
+    """Return a number as it is; an object with ``total_reward`` as a RewardResult, its tags as ``name=value``."""
     if isinstance(given, RewardResult) or not hasattr(given, "total_reward"):
         return given
     tags = getattr(given, "sample_tags", None) or {}

@@ -6,48 +6,24 @@ verifiers.v1``, from 0.4). They lead their rollouts themselves; ``inversion`` tu
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from retrain.environments.protocol import Range
 from retrain.environments.providers.arguments import imported
-from retrain.environments.providers.inversion import Inversion, InvertedEpisode, Lead
+from retrain.environments.providers.inversion import Inversion, InvertedEpisode
 from retrain.environments.providers.randomness import OwnRandomness
-from retrain.errors import DataError, RetrainError, UsageError
+from retrain.environments.providers.verifiers_classic import Classic
+from retrain.environments.providers.verifiers_rows import Row, held_out
+from retrain.environments.providers.verifiers_v1 import Tasksets, is_taskset
+from retrain.errors import DataError, RetrainError
 from retrain.plugins import described
-from retrain.types import Message, Problem
+from retrain.types import Problem
 
 LOADING_SEED = "loading"
 """What rows are drawn from at random are the same in every process, unless the environment seeds itself."""
-HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
-"""Of the training problems, where an environment has no held-out ones and no number is given."""
-
-
-class Row(NamedTuple):
-    """A task of the library's. ``digest`` is a hash of all that makes it; another process must have the same one in
-    this place."""
-
-    prompt: tuple[Message, ...]
-    answer: str
-    tags: tuple[str, ...]
-    digest: str
-
-
-class Library(Protocol):
-    """What is asked of either kind of environment. Rows are numbered; ``train`` are those to train with, ``eval``
-    those that the environment itself holds out."""
-
-    def rows(self, part: str) -> Sequence[Row]:
-        """All rows of a part, [] where there are none."""
-        ...
-
-    def lead(self, part: str, index: int) -> Lead:
-        """What leads a rollout of this row."""
-        ...
 
 
 class Verifiers:
@@ -85,7 +61,7 @@ class Verifiers:
         self._train, self._heldout, self._heldout_args = train, heldout, heldout_args
         self._args, self._env = args, env or {}
         self._inversion = Inversion()
-        self._libraries: dict[str, Library] = {}
+        self._libraries: dict[str, Classic | Tasksets] = {}
         self._rows: dict[str, Sequence[Row]] = {}
         try:
             self._library("train")
@@ -94,8 +70,7 @@ class Verifiers:
             raise
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """The problems of ``train``, or for any other name those that are held out. Raises DataError where there are
-        none."""
+        """Return the problems of ``train``, or for any other name the held-out ones. Raises DataError without any."""
         part, chosen = self._chosen(split == "train")
         if not chosen:
             what = "training problems" if split == "train" else "held-out problems"
@@ -103,14 +78,9 @@ class Verifiers:
             raise DataError(f"environment {self.id} has no {what}{hint}")
         rows = self._part(part)
         return [
-            Problem(
-                id=f"{self.id}/{part}/{index}",
-                prompt=rows[index].prompt,
-                answer=rows[index].answer,
-                tags=rows[index].tags,
-                metadata={"part": part, "row": index, "digest": rows[index].digest},
-            )
+            Problem(f"{self.id}/{part}/{index}", prompt, answer, tags, {"part": part, "row": index, "digest": digest})
             for index in chosen
+            for prompt, answer, tags, digest in [rows[index]]
         ]
 
     def start(self, problem: Problem, seed: int) -> InvertedEpisode:
@@ -124,11 +94,7 @@ class Verifiers:
                 "give it the argument that seeds them"
             )
         opening = rows[index].prompt
-        return InvertedEpisode(self._inversion, self._library(part).lead(_of(part), index), opening, seed)
-
-    def results(self, episodes: Sequence[InvertedEpisode]) -> list[Any]:
-        """``result()`` of each."""
-        return [episode.result() for episode in episodes]
+        return InvertedEpisode(self._inversion, self._library(part).lead(part, index), opening, seed)
 
     def close(self) -> None:
         """Stop the tool servers and whatever else the environment has started."""
@@ -148,38 +114,30 @@ class Verifiers:
 
     def _part(self, part: str) -> Sequence[Row]:
         if part not in self._rows:
-            with _drawn_alike():
-                self._rows[part] = self._library(part).rows(_of(part))
+            with OwnRandomness(LOADING_SEED):
+                self._rows[part] = self._library(part).rows(part)
         return self._rows[part]
 
-    def _library(self, part: str) -> Library:
+    def _library(self, part: str) -> Classic | Tasksets:
         """``train`` and ``eval`` come from one loading, ``heldout`` from the second."""
         which = "heldout" if part == "heldout" else "train"
         if which not in self._libraries:
             args = self._args | (dict(self._heldout_args or {}) if which == "heldout" else {})
-            with _drawn_alike():
+            with OwnRandomness(LOADING_SEED):
                 self._libraries[which] = load(self.id, args, self._env, self._inversion, self._train)
         return self._libraries[which]
 
 
-def digest(task: Any) -> str:
-    """A hash of what is JSON, or can be written as text."""
-    return hashlib.sha256(json.dumps(task, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def load(id: str, args: Mapping[str, Any], env: Mapping[str, Any], inversion: Inversion, train: int | None) -> Library:
-    """The environment ``id`` of either kind."""
+def load(
+    id: str, args: Mapping[str, Any], env: Mapping[str, Any], inversion: Inversion, train: int | None
+) -> Classic | Tasksets:
+    """Return the environment ``id`` of either kind."""
     v1 = importlib.util.find_spec("verifiers.v1") is not None and hasattr(
         importlib.import_module("verifiers.v1"), "taskset_config_type"
     )
     try:
-        if v1:
-            from retrain.environments.providers.verifiers_v1 import Tasksets, is_taskset
-
-            if is_taskset(id):
-                return Tasksets(id, args, env, inversion, train)
-        from retrain.environments.providers.verifiers_classic import Classic
-
+        if v1 and is_taskset(id):
+            return Tasksets(id, args, env, inversion, train)
         return Classic(id, args, env, inversion)
     except RetrainError:
         raise
@@ -187,29 +145,3 @@ def load(id: str, args: Mapping[str, Any], env: Mapping[str, Any], inversion: In
         cause = error.__cause__
         hidden = f"; {described(cause)}" if cause is not None and str(cause) not in str(error) else ""
         raise DataError(f"environment {id} cannot be loaded: {described(error)}{hidden}") from error
-
-
-def held_out(rows: Sequence[Row], wanted: int | None) -> set[int]:
-    """The indices of the rows that are held out of training: those of the smallest hashes, so that the same rows are
-    held out of the same data in every run, and equal rows are on the same side. Raises UsageError when none is left."""
-    if wanted is None:
-        wanted = min(max(round(len(rows) * HELD_OUT_SHARE), len(rows) > 1), MOST_HELD_OUT)
-    if wanted <= 0:
-        return set()
-    hashes = [row.digest for row in rows]
-    last = sorted(hashes)[min(wanted, len(hashes)) - 1]
-    held = {index for index, value in enumerate(hashes) if value <= last}
-    if len(held) == len(rows):
-        raise UsageError(
-            f"heldout = {wanted} leaves none of the {len(rows)} problems to train with: take a smaller one"
-        )
-    return held
-
-
-def _of(part: str) -> str:
-    """What the library calls this part."""
-    return "train" if part == "heldout" else part
-
-
-def _drawn_alike() -> OwnRandomness:
-    return OwnRandomness(LOADING_SEED)

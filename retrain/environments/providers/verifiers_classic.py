@@ -9,20 +9,16 @@ import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from retrain.environments.providers.endpoint import Channel
 from retrain.environments.providers.inversion import Inversion, Lead, Outcome
+from retrain.environments.providers.verifiers_rows import UNSET_KEY, Row, digest, shown
 from retrain.errors import UsageError
 from retrain.types import Message, RewardResult
 
-if TYPE_CHECKING:
-    from retrain.environments.providers.verifiers import Row
-
 LAST_WITH = "0.3.1"
 """The last version of verifiers that has this kind."""
-UNSET_KEY = "RETRAIN_VERIFIERS_NO_KEY"
-"""An environment variable that nobody sets: our endpoint wants no key, and the user's are not for it."""
 PROMISE = 3600.0 * 24 * 7
 """Seconds that the client waits for an answer: sampling has no limit here."""
 
@@ -53,14 +49,10 @@ class Classic:
         _hear_rubrics()
 
     def rows(self, part: str) -> Sequence[Row]:
-        """See ``Library``. An environment that has only data for evaluation is trained with them."""
-        from retrain.environments.providers.verifiers import Row, digest
-
-        dataset = self._dataset(part)
-        if dataset is None:
-            return []
+        """Return the tasks of a part: ``eval`` is what the environment itself holds out, any other trains. An
+        environment that has only data for evaluation is trained with them."""
         rows = []
-        for row in dataset:
+        for row in self._dataset(part) or ():
             prompt = _prompt(row.get("prompt"))
             answer = "" if row.get("answer") is None else str(row["answer"])
             task = row.get("task")
@@ -69,7 +61,7 @@ class Classic:
         return rows
 
     def lead(self, part: str, index: int) -> Lead:
-        """See ``Library``."""
+        """Return what leads a rollout of this row."""
         row = self._dataset(part)[index]
 
         async def lead(channel: Channel) -> Outcome:
@@ -94,10 +86,9 @@ class Classic:
     def _dataset(self, part: str) -> Any:
         environment = self.environment
         train = environment.build_dataset()
-        if part == "train" and train is not None:
+        if part != "eval" and train is not None:
             return train
-        evaluation = environment.build_eval_dataset()
-        return evaluation if (part == "eval") == (train is not None) else None
+        return environment.build_eval_dataset() if (part == "eval") == (train is not None) else None
 
 
 def _root(vf: Any) -> str:
@@ -106,16 +97,9 @@ def _root(vf: Any) -> str:
 
 
 def _prompt(prompt: Any) -> tuple[Message, ...]:
-    """A row's prompt, for display: what is asked in the rollout is what the environment then sends."""
     if isinstance(prompt, str):
         return ({"role": "user", "content": prompt},)
-    messages = []
-    for message in prompt or ():
-        content = message.get("content")
-        if not isinstance(content, str):
-            content = "\n".join(str(part.get("text") or f"[{part.get('type')}]") for part in content or ())
-        messages.append({"role": str(message.get("role")), "content": content})
-    return tuple(messages)
+    return tuple({"role": str(each.get("role")), "content": shown(each.get("content"))} for each in prompt or ())
 
 
 def _weights_of(rubric: Any) -> dict[str, float]:

@@ -12,22 +12,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from retrain.environments.providers.endpoint import Channel
 from retrain.environments.providers.inversion import Inversion, Lead, Outcome
 from retrain.environments.providers.verifiers_rehearsal import MOST_RUNS, runs_of_an_episode
+from retrain.environments.providers.verifiers_rows import UNSET_KEY, Row, digest, shown
 from retrain.errors import UsageError
 from retrain.plugins import described
 from retrain.types import RewardResult
 
-if TYPE_CHECKING:
-    from retrain.environments.providers.verifiers import Row
-
 FIRST_WITH = "0.4"
 """The first version of verifiers whose tasksets are run here."""
-UNSET_KEY = "RETRAIN_VERIFIERS_NO_KEY"
-"""An environment variable that nobody sets: our endpoint wants no key, and the user's are not for it."""
 CHAT_LOOP = "retrain-chat"
 """What the harness ``chat_loop`` is called."""
 TASKSETS = "verifiers.v1.tasksets"
@@ -87,35 +83,28 @@ class Tasksets:
         inversion.hold(self.environment.serving())
 
     def rows(self, part: str) -> Sequence[Row]:
-        """See ``Library``; a taskset holds nothing out."""
-        from retrain.environments.providers.verifiers import Row, digest
-
-        if part != "train":
+        """Return the tasks of a part; a taskset holds nothing out as ``eval``."""
+        if part == "eval":
             return []
         rows = []
         for task in self._loaded():
             data = task.data
             prompt = data.prompt
+            if prompt is None:  # the environment opens the conversation
+                prompt = data.description or data.name or f"{self._id}, task {len(rows)}"
             opening = [("system", data.system_prompt)] if data.system_prompt else []
             if isinstance(prompt, str):
                 opening.append(("user", prompt))
             else:
-                opening += [(message.role, _text(message.content)) for message in prompt or ()]
-            if prompt is None:  # the environment opens the conversation
-                opening.append(("user", data.description or data.name or f"{self._id}, task {len(rows)}"))
+                opening += [(message.role, shown(message.content)) for message in prompt]
+            messages = tuple({"role": role, "content": content} for role, content in opening)
             answer = getattr(data, "answer", None)
-            rows.append(
-                Row(
-                    tuple({"role": role, "content": content} for role, content in opening),
-                    "" if answer is None else str(answer),
-                    (),
-                    digest(data.model_dump(mode="json", exclude={"idx"})),
-                )
-            )
+            hashed = digest(data.model_dump(mode="json", exclude={"idx"}))
+            rows.append(Row(messages, "" if answer is None else str(answer), (), hashed))
         return rows
 
     def lead(self, part: str, index: int) -> Lead:
-        """See ``Library``."""
+        """Return what leads a rollout of this row."""
         task = self._loaded()[index]
 
         async def lead(channel: Channel) -> Outcome:
@@ -208,13 +197,6 @@ def _let_servers_import(module: ModuleType) -> None:
 
 def _module(id: str) -> str:
     return id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
-
-
-def _text(content: Any) -> str:
-    """For display: what is asked in the rollout is what the environment then sends."""
-    if isinstance(content, str) or content is None:
-        return content or ""
-    return "\n".join(getattr(part, "text", None) or f"[{part.type}]" for part in content)
 
 
 def _tolerant_hooks(hooks: Callable[[str], list[Any]], kind: str) -> list[Any]:

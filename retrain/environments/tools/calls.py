@@ -26,11 +26,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from retrain.types import Message
+
 MAX_CHARACTERS = 1_000_000
 MAX_CALLS = 32
 MAX_PYTHON = 20_000
 """Characters of a block with Python calls: the parser's stack is not ours to bound."""
 
+NO_TOOL = "tool_call"
+"""The name on the answer to a call that names none."""
 JSON_FORM = '{"name": "tool_name", "arguments": {"argument": "value"}}'
 HERMES = f"<tool_call>\n{JSON_FORM}\n</tool_call>"
 XML = "<tool_call>\n<function=tool_name>\n<parameter=argument>\nvalue\n</parameter>\n</function>\n</tool_call>"
@@ -80,10 +84,22 @@ class Parsed:
         """Those that could be read."""
         return tuple(each for each in self.found if isinstance(each, Call))
 
-    @property
-    def faults(self) -> tuple[str, ...]:
-        """What was wrong with the others, and the right form."""
-        return tuple(each for each in self.found if isinstance(each, str))
+
+def answer(call: Call | str, text: str) -> Message:
+    """Return what a tool answers to a call as a message; a text in place of the call is one that could not be read.
+
+    Halves of surrogate pairs, which no tokenizer takes, are replaced.
+    """
+    name, id = (call.name, call.id) if isinstance(call, Call) else (NO_TOOL, None)
+    message = {"role": "tool", "name": name[:64], "content": text} | ({"tool_call_id": id[:64]} if id else {})
+    return {key: value.encode("utf-8", "replace").decode() for key, value in message.items()}
+
+
+def as_text(result: Any) -> str:
+    """Return a tool's result as the model reads it: texts as they are, the rest as JSON where it has that form."""
+    if isinstance(result, str):
+        return result
+    return "(no result)" if result is None else json.dumps(result, ensure_ascii=False, default=str)
 
 
 class _Malformed(Exception):

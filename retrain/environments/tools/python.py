@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import signal
 
+from retrain.environments.providers.arguments import validated
 from retrain.environments.tools import ToolError
 from retrain.environments.tools.inside import FLOOD
 from retrain.environments.tools.sandbox import Limits, Outcome, Sandbox
-from retrain.errors import UsageError
 
-AT_LEAST = {"memory_mb": 64, "output_characters": 1, "processes": 1, "file_mb": 1}
 ANEW = "[The interpreter was started anew: nothing of earlier calls is left.]\n"
 
 
@@ -40,15 +38,14 @@ class Python:
         processes: int = 32,
         file_mb: int = 16,
     ):
-        self.limits = Limits(timeout_s, memory_mb, output_characters, processes, file_mb)
-        if not 0 < timeout_s < math.inf:
-            raise UsageError(f"tool python: timeout_s = {timeout_s} must be a number of seconds above 0")
-        for name, least in AT_LEAST.items():
-            if (value := getattr(self.limits, name)) < least:
-                raise UsageError(f"tool python: {name} = {value} must be at least {least}")
-        if output_characters > FLOOD:
-            raise UsageError(f"tool python: output_characters = {output_characters} must be at most {FLOOD}")
-        self.keep_state = keep_state
+        given = {
+            "timeout_s": timeout_s,
+            "memory_mb": memory_mb,
+            "output_characters": output_characters,
+            "processes": processes,
+            "file_mb": file_mb,
+        }
+        self.limits, self.keep_state = validated(Limits, given, "tool python"), keep_state
         self._sandbox = Sandbox(self.limits, keep_state)
         self._called = False
 

@@ -28,11 +28,13 @@ import sys
 import sysconfig
 import time
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from retrain.environments.tools.inside import HEADER
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+from retrain.environments.tools.inside import FLOOD, HEADER
 from retrain.environments.tools.syscalls import MACHINES, seccomp_program
 from retrain.errors import MissingExtra, RetrainError, UsageError
 from retrain.extras import missing
@@ -51,16 +53,17 @@ ADVICE = (
 )
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(BaseModel):
     """What one call may use: wall-clock seconds, MiB of memory, processes and threads at a time, MiB of files, and
     characters of output that are shown."""
 
-    timeout_s: float = 5.0
-    memory_mb: int = 512
-    output_characters: int = 4000
-    processes: int = 32
-    file_mb: int = 16
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    timeout_s: PositiveFloat = 5.0
+    memory_mb: Annotated[int, Field(ge=64)] = 512
+    output_characters: Annotated[int, Field(ge=1, le=FLOOD)] = 4000
+    processes: PositiveInt = 32
+    file_mb: PositiveInt = 16
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class SandboxFailed(RetrainError):
 
 
 def available() -> str | None:
-    """None where code can be run in a sandbox, else the reason and what to do. Tries it for real, once a process."""
+    """Return None where code can be run in a sandbox, else the reason and what to do. Tries it for real, once."""
     try:
         launch()
     except (MissingExtra, UsageError) as error:
@@ -95,44 +98,43 @@ def available() -> str | None:
     return None
 
 
+def launch() -> Launch:
+    """Return how sandboxes start here. Raises MissingExtra without bubblewrap, UsageError where it cannot isolate."""
+    first = _attempt()
+    if isinstance(first, Launch):
+        return first
+    if not first:
+        raise missing("running code in a sandbox", PACKAGE)
+    raise UsageError(f"no code can be run in a sandbox here ({first}): {ADVICE}")
+
+
 @functools.cache
-def _attempts() -> tuple[Launch | None, str | None, bool]:
-    """The first way that works, or the reasons of all; whether there is a bubblewrap at all."""
+def _attempt() -> Launch | str:
+    """Return the first way that works, or why none does; "" where there is no bubblewrap."""
     if not sys.platform.startswith("linux"):
-        return None, "it needs Linux", True
+        return "it needs Linux"
     if platform.machine() not in MACHINES:
-        return None, f"there is no filter of system calls for {platform.machine()}", True
-    programs = _programs()
+        return f"there is no filter of system calls for {platform.machine()}"
     users = ("root", "nobody") if os.geteuid() == 0 else ("self",)
     reasons = []
-    for way in [Launch(program, user) for program in programs for user in users]:
+    for way in [Launch(program, user) for program in _programs() for user in users]:
         try:
             _try(way)
-            return way, None, True
+            return way
         except SandboxFailed as error:
             reasons.append(f"{way.bwrap} as {way.user}: {error}")
-    return None, "; ".join(reasons), bool(programs)
-
-
-def launch() -> Launch:
-    """How sandboxes start here. Raises MissingExtra without bubblewrap, UsageError where it cannot isolate."""
-    way, reason, found = _attempts()
-    if way is not None:
-        return way
-    if not found:
-        raise missing("running code in a sandbox", PACKAGE)
-    raise UsageError(f"no code can be run in a sandbox here ({reason}): {ADVICE}")
+    return "; ".join(reasons)
 
 
 def _programs() -> list[str]:
-    """The system's bubblewrap, then the one that a Python package brings."""
-    found = [path] if (path := shutil.which("bwrap")) else []
+    """Return the system's bubblewrap, then the one that a Python package brings."""
+    programs = [path] if (path := shutil.which("bwrap")) else []
     spec = importlib.util.find_spec(PACKAGE)
     if spec is not None and spec.origin is not None:
         program = Path(spec.origin).parent / "_bin" / "bwrap"
         if os.access(program, os.X_OK):
-            found.append(str(program))
-    return found
+            programs.append(str(program))
+    return programs
 
 
 def _try(way: Launch) -> None:
@@ -274,7 +276,7 @@ class Sandbox:
         self._process, self._finalizer = process, weakref.finalize(self, _release, process, first)
         # Two candidates: in a container few user numbers may exist.
         uids = [OWN_USERS + process.pid, 20_000 + process.pid % 40_000] if self.way.user == "root" else []
-        setup = {"keep_state": self.keep_state, "uids": uids, **asdict(self.limits)}
+        setup = {"keep_state": self.keep_state, "uids": uids, **self.limits.model_dump()}
         ready = self._receive(START_SECONDS) if self._send(setup) else None
         if ready != {"ready": True}:
             _end(process, first)

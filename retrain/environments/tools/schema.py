@@ -16,11 +16,20 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
-from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation
-from pydantic.json_schema import GenerateJsonSchema, PydanticInvalidForJsonSchema
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PydanticUserError,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    create_model,
+)
+from pydantic.errors import PydanticUndefinedAnnotation
+from pydantic.json_schema import GenerateJsonSchema
 
 from retrain.environments.tools import ToolError
 from retrain.errors import PluginError, RetrainError
@@ -53,27 +62,18 @@ class Tool:
     _arguments: type[BaseModel]
 
     def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call as their annotations want them. Raises ToolError, which names what is wrong."""
-        given = dict(arguments)
+        """Return the arguments of a call as their annotations want them; for those left out the function has its own
+        defaults. Raises ToolError, which names what is wrong."""
         try:
-            return self._validated(given)
-        except ValidationError as error:
-            texts = {each["loc"][0] for each in error.errors() if isinstance(given.get(str(each["loc"][0])), str)}
-        given |= {str(name): _decoded(given[str(name)]) for name in texts}
-        try:
-            return self._validated(given)
+            model = self._arguments.model_validate(dict(arguments))
         except ValidationError as error:
             wrong = [self._described(each) for each in error.errors(include_url=False)[:5]]
-        raise ToolError(f"{self.name}: {'; '.join(wrong)}. It takes {self.takes()}")
-
-    def _validated(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Those that are given; for the rest the function has its own defaults."""
-        model = self._arguments.model_validate(given)
+            raise ToolError(f"{self.name}: {'; '.join(wrong)}. It takes {self.takes()}") from None
         fields = self._arguments.model_fields
         return {str(fields[name].alias): getattr(model, name) for name in fields if name in model.model_fields_set}
 
     def takes(self) -> str:
-        """Its arguments in words."""
+        """Return its arguments in words."""
         parameters = self.schema["function"]["parameters"]
         texts = [
             f"{name} ({_type_of(schema)}{'' if name in parameters['required'] else ', optional'})"
@@ -92,7 +92,7 @@ class Tool:
 
 
 def tool_of(target: Callable[..., Any], settings: Mapping[str, Any] | None = None, what: str = "") -> Tool:
-    """The tool that a function or a class is.
+    """Return the tool that a function or a class is.
 
     A class is made once for each episode, with ``settings`` as keywords; its ``__call__`` is the tool, named as the
     class in snake_case. Its description is the docstring of ``__call__``, or else of the class; those of the arguments
@@ -100,8 +100,9 @@ def tool_of(target: Callable[..., Any], settings: Mapping[str, Any] | None = Non
     run. Raises PluginError, which begins with ``what``, for anything that a model could not be told how to call.
     """
     what = what or f"tool {getattr(target, '__name__', target)!r}"
+    settings = settings or {}
     try:
-        return _class(target, settings or {}) if inspect.isclass(target) else _function(target, settings or {})
+        return _class(target, settings) if inspect.isclass(target) else _function(target, settings)
     except PluginError as error:
         raise PluginError(f"{what}: {error}") from None
 
@@ -191,18 +192,16 @@ def _annotations(name: str, function: Callable[..., Any]) -> dict[str, tuple[Any
 def _model(name: str, annotations: Mapping[str, tuple[Any, bool]]) -> tuple[type[BaseModel], dict[str, Any]]:
     """A pydantic model of the arguments, and its JSON schema. The arguments are aliases: their names are any."""
     fields: dict[str, Any] = {
-        f"argument_{number}": (annotation, Field(alias=argument) if required else Field(None, alias=argument))
+        f"argument_{number}": (
+            Annotated[annotation, WrapValidator(_lenient)],
+            Field(alias=argument) if required else Field(None, alias=argument),
+        )
         for number, (argument, (annotation, required)) in enumerate(annotations.items())
     }
     try:
         model = create_model("Arguments", __config__=_CONFIG, **fields)
         schema = model.model_json_schema(schema_generator=_Untitled)
-    except (
-        PydanticSchemaGenerationError,
-        PydanticInvalidForJsonSchema,
-        PydanticUndefinedAnnotation,
-        PydanticUserError,
-    ) as error:
+    except (PydanticUserError, PydanticUndefinedAnnotation) as error:
         reason = str(error).splitlines()[0]
         raise PluginError(f"{name} has an argument of a type that JSON has no form for: {reason}") from None
     properties = {
@@ -238,12 +237,18 @@ def _docstring(doc: str) -> tuple[str, dict[str, str]]:
     return parts[0].strip(), documented
 
 
-def _decoded(text: str) -> Any:
-    """What a text is the JSON of; the text itself when it is none."""
+def _lenient(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
+    """Validate an argument; a text that is not what is wanted may be the JSON of it."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+        return validated(value)
+    except ValidationError:
+        if not isinstance(value, str):
+            raise
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = str(value)
+        return validated(value)
 
 
 def _type_of(schema: Mapping[str, Any]) -> str:

@@ -68,9 +68,6 @@ class Search:
             return "[Nothing found]"
         return "\n\n".join(self._shown(number, document, wanted) for number, document in enumerate(found, start=1))
 
-    def close(self) -> None:
-        """Nothing to do: the index is the process's."""
-
     def _shown(self, number: int, document: Document, wanted: list[str]) -> str:
         title = f" {document.title}" if document.title else ""
         return f"[{number}] {document.id}{title}\n{passage(document.text, wanted, self.characters)}"

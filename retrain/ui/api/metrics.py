@@ -6,6 +6,7 @@ from typing import Any
 
 from starlette.routing import Route
 
+from retrain.record.notes import RULES
 from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
 from retrain.ui.metrics import about, listed, tags_of, watched
@@ -47,8 +48,6 @@ def keys_of(library: Library, home: Home) -> list[str]:
 
 def concerns(note: dict[str, Any], key: str) -> bool:
     """Whether a note is about this metric: its rule looks at it."""
-    from retrain.record.notes import RULES
-
     rule = RULES.get(str(note.get("key")))
     name = about(key)["alias_of"] or key
     named = f" {note.get('text')} {note.get('remedy')} "

@@ -14,7 +14,6 @@ from retrain.campaign.adapters.squeeze import compress_adapter
 from retrain.checkpoints import Snapshot, load_checkpoint, newest_whole, write_checkpoint
 from retrain.errors import CheckpointError, ModelError
 from retrain.files import read_json, write_json
-from retrain.models.targets import dense_layers
 from retrain.policy.adapter_io import read_adapter, save_adapter
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalPolicy
@@ -75,14 +74,6 @@ def test_a_new_adapter_is_the_base_and_a_function_of_the_seed(base, lanes):
         assert torch.equal(lane_logits(base, lanes, one), base.model(input_ids=IDS).logits)
 
 
-def test_detach_restores_the_base(base):
-    names = [name for name, _ in base.model.named_modules()]
-    lanes = Lanes(base, ["q_proj", "v_proj"])
-    assert len(lanes.shapes) == 4
-    lanes.detach()
-    assert [name for name, _ in base.model.named_modules()] == names
-
-
 @pytest.mark.parametrize(
     ("targets", "told"),
     [
@@ -97,14 +88,11 @@ def test_targets_that_mean_no_layer_are_refused(base, targets, told):
         Lanes(base, targets)
 
 
-def test_the_layers_of_dense_models_are_known_without_loading_them(base, lanes):
-    assert dense_layers(base.model.config.to_dict()) == [shape.name for shape in lanes.shapes]
-
-
 def test_saved_and_read_back(base, lanes, tmp_path):
     adapter, other = trained(lanes, 0), lanes.new_adapter(4, 8.0)
     save_adapter(tmp_path / "a", adapter, base.name)
     assert len({path.stat().st_mode for path in (tmp_path / "a").iterdir()}) == 1  # who reads one file reads all
+    read_adapter(tmp_path / "a").tensors["model.layers.0.self_attn.q_proj"][0].zero_()  # a copy
     stored = read_adapter(tmp_path / "a")
     other.load(stored.tensors)
     assert torch.equal(adapter.flat, other.flat)

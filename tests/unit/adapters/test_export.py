@@ -17,9 +17,11 @@ from retrain.campaign.adapters import export as exporting
 from retrain.cli import app
 from retrain.files import read_json, write_json
 from retrain.models import bundled_model_path
+from retrain.policy.adapter_io import save_adapter
 from retrain.policy.adapter_stream import AdapterFile
+from retrain.policy.base import load_base
+from retrain.policy.lora import Lanes
 
-PREFIX = "base_model.model."
 TEXTS = ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"]
 
 
@@ -70,7 +72,7 @@ def tokens() -> torch.Tensor:
     return torch.arange(3, 43).reshape(2, 20)
 
 
-@pytest.mark.parametrize("which", ["", "final", "checkpoints/step_000002"])
+@pytest.mark.parametrize("which", ["", "checkpoints/step_000002"])
 def test_a_merged_model_is_base_and_adapter(home, tmp_path, which):
     """A run, its final/ and a checkpoint: full models that transformers loads, with the same logits and tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -108,25 +110,24 @@ def test_the_number_format_of_each_weight_is_kept(home, tmp_path):
     merged = load_file(tmp_path / "out" / "model.safetensors")
     assert read_json(tmp_path / "out" / "config.json")["dtype"] == "bfloat16"
     assert {tensor.dtype for name, tensor in merged.items() if "norm" not in name} == {torch.bfloat16}
-    wide = told(
-        run("export", adapter, "--base", half, "--merge", "--dtype", "float32", "--out", tmp_path / "wide", "--json")
-    )
+    more = ("--dtype", "float32", "--out", tmp_path / "wide", "--json")
+    wide = told(run("export", adapter, "--base", half, "--merge", *more))
     assert wide["difference"] < 1e-5 < report["difference"]
     assert {tensor.dtype for tensor in load_file(tmp_path / "wide" / "model.safetensors").values()} == {torch.float32}
 
 
-def test_the_bundled_model_merges(tmp_path):
-    """From a run that names it, over base paths that other programs find."""
-    head = TINY_RUN.format(model="tiny-reasoner").replace("batch_size = 2", "batch_size = 4")
-    train_quietly(tmp_path, head + "max_tokens = 24\n")
-    result = run("export", tmp_path / "out", "--merge", "--out", tmp_path / "merged")
+def test_the_bundled_model_merges(home, tmp_path):
+    """Of an adapter that names it."""
+    base = load_base("tiny-reasoner", devices="cpu")
+    adapter = Lanes(base).new_adapter(4, 8.0).initialise("a")
+    with torch.no_grad():
+        for factor in adapter.B.values():
+            factor.fill_(0.01)
+    save_adapter(tmp_path / "adapter", adapter, "tiny-reasoner")
+    result = run("export", tmp_path / "adapter", "--merge", "--out", tmp_path / "merged")
     assert result.exit_code == 0, result.output
     assert f"base        {bundled_model_path('tiny-reasoner')}" in result.stdout
     assert "logits differ from the adapter's by" in result.stdout
-    padded = told(run("export", tmp_path / "out", "--rank-pad", 8, "--out", tmp_path / "padded", "--json"))
-    assert read_json(tmp_path / "padded" / "adapter_config.json")["base_model_name_or_path"] == padded["base"]
-    want = logits_with(tmp_path / "out" / "final", padded["base"])
-    torch.testing.assert_close(logits_with(tmp_path / "padded", padded["base"]), want, atol=1e-5, rtol=1e-5)
 
 
 def test_a_merge_that_is_wrong_is_not_published(home, tmp_path, monkeypatch):
@@ -175,11 +176,8 @@ def test_other_base_weights_are_refused(home, tmp_path):
     result = run("sample", moved / "out", "--prompt", "4", "--base", wide)
     assert result.exit_code == 2
     assert "not a linear layer of that size" in result.stderr
-    shutil.rmtree(moved / "out" / "final")
-    shutil.copytree(home / "out" / "final", tmp_path / "alone")
-    result = run("export", tmp_path / "alone", "--merge", "--base", wide, "--out", tmp_path / "merged")
+    result = run("export", home / "out" / "final", "--merge", "--base", wide, "--out", tmp_path / "merged")
     assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
-    assert "does not fit" in result.stderr
 
 
 def test_a_factor_that_no_layer_takes_is_told(home, tmp_path):
@@ -195,26 +193,22 @@ def test_a_factor_that_no_layer_takes_is_told(home, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("kind", ["full", "file", "link"])
 @pytest.mark.parametrize("how", [("--merge",), ("--rank-pad", "16")])
-def test_nothing_that_is_there_is_overwritten(home, tmp_path, kind, how):
-    out = tmp_path / "out"
-    if kind == "full":
-        out.mkdir()
-        (out / "mine.txt").write_text("mine")
-    elif kind == "file":
-        out.write_text("mine")
-    else:
-        out.symlink_to(tmp_path)
-    result = run("export", home / "out", *how, "--out", out)
-    assert result.exit_code == 2
-    assert len(result.stderr.splitlines()) == 1
-    assert "--out" in result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert kind == "link" or (out / "mine.txt" if kind == "full" else out).read_text() == "mine"
-    if kind == "full":
-        (out / "mine.txt").unlink()
-        assert run("export", home / "out", *how, "--out", out).exit_code == 0  # an empty one is filled
+def test_nothing_that_is_there_is_overwritten(home, tmp_path, how):
+    full, file, link = (tmp_path / name for name in ("full", "file", "link"))
+    full.mkdir()
+    (full / "mine.txt").write_text("mine")
+    file.write_text("mine")
+    link.symlink_to(tmp_path)
+    for out in (full, file, link):
+        result = run("export", home / "out", *how, "--out", out)
+        assert result.exit_code == 2
+        assert len(result.stderr.splitlines()) == 1
+        assert "--out" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full", "link"]
+    assert (full / "mine.txt").read_text() == file.read_text() == "mine"
+    (full / "mine.txt").unlink()
+    assert run("export", home / "out", *how, "--out", full).exit_code == 0  # an empty one is filled
 
 
 def test_usage_is_told_in_one_line(home, tmp_path):
@@ -237,11 +231,8 @@ def test_usage_is_told_in_one_line(home, tmp_path):
 @pytest.mark.parametrize("rslora", [False, True])
 def test_a_padded_rank_changes_no_weight_change(home, tmp_path, rslora):
     """Ranks and alphas by pattern, rsLoRA: peft and AdapterFile see the same ΔW under one plain alpha and rank."""
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
-
-    def model():
-        return AutoModelForCausalLM.from_pretrained(home / "model")
 
     settings = LoraConfig(
         r=6, lora_alpha=8, use_rslora=rslora, target_modules=["q_proj", "v_proj", "down_proj"],
@@ -249,7 +240,8 @@ def test_a_padded_rank_changes_no_weight_change(home, tmp_path, rslora):
         task_type="CAUSAL_LM",
     )  # fmt: skip
     torch.manual_seed(4)
-    get_peft_model(model(), settings).save_pretrained(tmp_path / "source")
+    model = AutoModelForCausalLM.from_pretrained(home / "model")
+    get_peft_model(model, settings).save_pretrained(tmp_path / "source")
     write_json(
         tmp_path / "source" / "adapter_config.json",
         read_json(tmp_path / "source" / "adapter_config.json") | {"base_model_name_or_path": str(home / "model")},
@@ -270,22 +262,8 @@ def test_a_padded_rank_changes_no_weight_change(home, tmp_path, rslora):
             exact += torch.equal(wide_b[:, : b.shape[1]], b)
             torch.testing.assert_close(after.scales[name] * (wide_b @ wide_a), before.scales[name] * (b @ a))
     assert exact >= 2  # the modules of the most frequent scale, to the bit
-    with torch.no_grad():
-        outputs = [
-            PeftModel.from_pretrained(model(), str(tmp_path / name)).eval()(input_ids=tokens()).logits
-            for name in ("source", "padded")
-        ]
+    outputs = [logits_with(tmp_path / name, home / "model") for name in ("source", "padded")]
     torch.testing.assert_close(*outputs, atol=1e-4, rtol=1e-4)
-
-
-def test_a_squeezed_adapter_is_exported(home, tmp_path):
-    """Squeezed to ranks by module, then padded to one rank; and merged."""
-    assert run("squeeze", home / "out", "--to", "2", "--pattern", "--out", tmp_path / "small").exit_code == 0
-    report = told(run("export", tmp_path / "small", "--rank-pad", "16", "--out", tmp_path / "padded", "--json"))
-    assert report["base"] == str(home / "model")
-    want = logits_with(tmp_path / "small", home / "model")
-    torch.testing.assert_close(logits_with(tmp_path / "padded", home / "model"), want, atol=1e-4, rtol=1e-4)
-    assert told(run("export", tmp_path / "padded", "--merge", "--out", tmp_path / "full", "--json"))["effect"] > 1e-3
 
 
 def test_a_relative_base_is_found_again_and_written_absolute(home, tmp_path, monkeypatch):
@@ -305,31 +283,16 @@ def test_a_relative_base_is_found_again_and_written_absolute(home, tmp_path, mon
 
 def test_sample_asks_the_adapter_and_its_base(home):
     """The run's template and tokenizer; the base answers as an untrained run does; seeds decide what is drawn."""
-    ask = (
-        "sample",
-        home / "out",
-        "--prompt",
-        "12",
-        "--prompt",
-        "7 + 4",
-        "--samples",
-        "3",
-        "--max-tokens",
-        "12",
-        "--json",
-    )
+    prompts = ("--prompt", "12", "--prompt", "7 + 4")
+    ask = ("sample", home / "out", *prompts, "--samples", "3", "--max-tokens", "12", "--json")
     found = told(run(*ask))
-    assert [prompt["rendered"] for prompt in found["prompts"]] == [
-        "<turn>Say 12 now<turn>",
-        "<turn>Say 7 + 4 now<turn>",
-    ]
+    rendered = [prompt["rendered"] for prompt in found["prompts"]]
+    assert rendered == ["<turn>Say 12 now<turn>", "<turn>Say 7 + 4 now<turn>"]
     texts = {who: [[each["text"] for each in p[who]] for p in found["prompts"]] for who in ("base", "adapter")}
     assert texts["base"] != texts["adapter"]
     assert all(each["tokens"] <= 12 for p in found["prompts"] for who in ("base", "adapter") for each in p[who])
     assert told(run(*ask)) == found
     assert told(run(*ask, "--seed", "1"))["prompts"] != found["prompts"]
-    greedy = told(run(*ask, "--temperature", "0"))["prompts"][0]
-    assert len({each["text"] for each in greedy["base"]}) == 1
 
 
 def test_sample_is_the_model_s_own_answer(home):

@@ -53,12 +53,6 @@ def test_truncation_is_the_best_approximation(seed, rank, inputs, outputs, data)
         assert torch.allclose(got, best, atol=1e-8)
 
 
-def test_truncating_to_the_source_rank_changes_nothing():
-    a, b = factors(0, 4, 10, 7)
-    a_k, b_k = truncate(a, b, 2.0, 4)
-    assert torch.allclose(b_k @ a_k, b @ a, atol=1e-12)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(dtype):
     a, b = factors(1, 4, 12, 9, dtype)
@@ -79,12 +73,10 @@ def test_energy_and_table_by_hand():
     assert (rows[0].min_energy, rows[0].max_energy) == (pytest.approx(4 / 6), 1.0)
     assert rows[0].weight_error == pytest.approx(math.sqrt(1 / 6))
     assert rows[2].weight_error == 0.0
-
-
-def test_ninety_five_percent_energy_is_a_twenty_two_percent_error():
-    rows = table({"a": torch.tensor([math.sqrt(0.95), math.sqrt(0.05)], dtype=torch.float64)})
-    assert rows[0].mean_energy == pytest.approx(0.95)
-    assert rows[0].weight_error == pytest.approx(0.2236, abs=1e-4)
+    (first, _) = table({"a": torch.tensor([math.sqrt(0.95), math.sqrt(0.05)], dtype=torch.float64)})
+    assert (first.mean_energy, first.weight_error) == (pytest.approx(0.95), pytest.approx(0.2236, abs=1e-4))
+    shorter = table({"small": torch.tensor([1.0]), "large": torch.tensor([1.0, 1.0])})  # keeps all of its energy
+    assert (shorter[0].mean_energy, shorter[1].min_energy) == (pytest.approx(0.75), 1.0)
 
 
 def test_recommendation_by_mean_and_by_worst_module():
@@ -123,12 +115,6 @@ def test_untrained_modules_count_in_no_average():
     assert analysis.rank_pattern == {"live": 1, "dead": 1}
 
 
-def test_modules_of_lower_rank_keep_everything():
-    rows = table({"small": torch.tensor([1.0]), "large": torch.tensor([1.0, 1.0])})
-    assert rows[0].mean_energy == pytest.approx(0.75)
-    assert rows[1].min_energy == 1.0
-
-
 @given(st.lists(st.lists(st.floats(0, 10), min_size=1, max_size=5), min_size=1, max_size=4), st.integers(1, 5))
 def test_rank_pattern_keeps_the_energy_of_the_uniform_rank(values, uniform):
     spectra = {str(i): torch.tensor(sorted(v, reverse=True), dtype=torch.float64) for i, v in enumerate(values)}
@@ -153,14 +139,3 @@ def test_wrong_calls_are_named():
         analyse(a * math.nan, b, 1.0)
     with pytest.raises(ValueError, match="new_scale"):
         truncate(a, b, 1.0, 1, 0.0)
-
-
-def test_zero_update_truncates_to_zero():
-    a_k, b_k = truncate(torch.randn(4, 8), torch.zeros(6, 4), 1.0, 2)
-    assert (b_k @ a_k == 0).all()
-
-
-def test_no_gradient():
-    a, b = factors(0, 3, 5, 4)
-    assert not analyse(a.requires_grad_(), b.requires_grad_(), 1.0).requires_grad
-    assert not truncate(a, b, 1.0, 2)[0].requires_grad

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from record_cases import config
 from toymodels import qwen3_directory
 from typer.testing import CliRunner
 
-from retrain.campaign.adapters import squeeze
 from retrain.campaign.judging.report import write_report
 from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
@@ -45,10 +44,6 @@ compress_to = 1
 """
 
 
-class Killed(BaseException):
-    """As if the process had ended here."""
-
-
 def written(folder: Path) -> Path:
     """The file of a campaign of two conditions, with its model."""
     qwen3_directory(folder / "model", ["12+34=? the answer is \\boxed{46}"])
@@ -80,60 +75,48 @@ def test_every_condition_has_an_analysis_of_its_own(home):
     assert "after the first run of each condition" in told
 
 
-def test_what_a_killed_process_left_out_is_made_up_for(home, tmp_path, monkeypatch):
+@pytest.fixture
+def out(home, tmp_path) -> Path:
+    """Its directory as a process has left it that was killed after the first analysis."""
+    folder = shutil.copytree(home, tmp_path / "out")
+    manifest = read_json(folder / "manifest.json")
+    del manifest["squeezes"]
+    write_json(folder / "manifest.json", manifest)
+    shutil.rmtree(folder / "squeeze/maxrl+none")
+    return folder
+
+
+def test_what_a_killed_process_left_out_is_made_up_for(home, out):
     """Also where the first analysis was written by a release that did not say whose it is."""
-    out, compressed, real = tmp_path / "out", [], squeeze.compress_adapter
-    path = written(tmp_path)
-
-    def compress(adapter: Path, *given: Any) -> Path:
-        compressed.append(adapter.parent.name)
-        return real(adapter, *given)
-
-    def dies_at_the_second(adapter: Path, *given: Any) -> Path:
-        if adapter.parent.name == "maxrl+none_s1":
-            raise Killed
-        return compress(adapter, *given)
-
-    monkeypatch.setattr(squeeze, "compress_adapter", dies_at_the_second)
-    with pytest.raises(Killed):
-        launch(load(path), out, NullObserver())
     before = read_json(out / "manifest.json")
-    assert [run["state"] for run in before["runs"]] == ["done", "done"]
-    assert "squeezes" not in before
     old = {key: value for key, value in before["squeeze"].items() if key not in ("label", "run_id")} | {"mark": 1}
     write_json(out / "manifest.json", before | {"squeeze": old})
-    compressed.clear()
-    monkeypatch.setattr(squeeze, "compress_adapter", compress)
     assert resume(out, NullObserver()).exit_status == 0
     after = read_json(out / "manifest.json")
     assert after["squeeze"] == old  # not made again
-    assert set(compressed) == {"maxrl+none_s1"}
     assert list(after["squeezes"]) == ["maxrl+none"]
     rows = read_json(home / "manifest.json")["squeezes"]["maxrl+none"]["rows"]
     assert after["squeezes"]["maxrl+none"]["rows"] == rows  # as without the kill
 
 
-def test_an_analysis_that_fails_is_told_once_and_tried_again_by_the_next_process(tmp_path, monkeypatch):
-    path, tried, told, real = written(tmp_path), [], [], squeeze.compress_adapter
-    path.write_text(path.read_text().replace("max_steps = 1\n", "max_steps = 1\nlanes = 1\n"))
-
-    def fails(adapter: Path, *given: Any) -> Path:
-        tried.append(adapter.parent.name)
-        raise UsageError("this adapter cannot be compressed")
+def test_an_analysis_that_fails_is_told_once_and_tried_again_by_the_next_process(out):
+    told = []
 
     class Heard(NullObserver):
         def message(self, text: str, level: str = "info") -> None:
             if "squeeze" in text:
                 told.append(text)
 
-    monkeypatch.setattr(squeeze, "compress_adapter", fails)
-    assert launch(load(path), tmp_path / "out", Heard()).exit_status == 0
-    assert tried == ["grpo+none_s1", "maxrl+none_s1"]  # the first not after the second run again, nor at the end
-    assert [text.split(":")[0] for text in told] == [f"squeeze analysis of {name} failed" for name in tried]
-    monkeypatch.setattr(squeeze, "compress_adapter", real)
-    assert resume(tmp_path / "out", NullObserver()).exit_status == 0
-    manifest = read_json(tmp_path / "out" / "manifest.json")
-    assert (manifest["squeeze"]["run_id"], list(manifest["squeezes"])) == ("grpo+none_s1", ["maxrl+none"])
+    final = out / "runs/maxrl+none_s1/final"
+    final.rename(out / "aside")
+    shutil.copytree(out / "aside", final)
+    (final / "adapter_model.safetensors").write_bytes(b"no adapter")
+    assert resume(out, Heard()).exit_status == 0
+    assert [text.split(":")[0] for text in told] == ["squeeze analysis of maxrl+none_s1 failed"]
+    shutil.rmtree(final)
+    (out / "aside").rename(final)
+    assert resume(out, NullObserver()).exit_status == 0
+    assert list(read_json(out / "manifest.json")["squeezes"]) == ["maxrl+none"]
 
 
 def test_one_directory_has_room_for_one_adapter():

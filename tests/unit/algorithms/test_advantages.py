@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.errors import PluginError
-from retrain.maths.advantages import ADVANTAGES, group_advantages, maxrl, whiten
+from retrain.maths.advantages import ADVANTAGES, group_advantages, whiten
 
 REWARDS = st.lists(st.floats(0.0, 1.0, width=32), min_size=2, max_size=12)
 
@@ -56,13 +55,8 @@ def test_worked_by_hand():
 @pytest.mark.parametrize("mode", list(ADVANTAGES))
 def test_equal_rewards_give_exact_zero(mode):
     noisy = torch.tensor([0.1 + 0.2, 0.3, 0.3, 0.1 * 3])
-    for rewards in (torch.zeros(4), torch.ones(4), torch.full((4,), 0.1), noisy, torch.full((4,), 1 / 3)):
+    for rewards in (torch.zeros(4), torch.ones(4), torch.full((4,), 0.1), noisy):
         assert group_advantages(mode, rewards).tolist() == [0.0] * 4
-
-
-@pytest.mark.parametrize("mode", ["grpo", "dr_grpo", "rloo"])
-def test_equal_huge_rewards_give_exact_zero(mode):
-    assert group_advantages(mode, torch.full((7,), 1e12 / 3, dtype=torch.float64)).tolist() == [0.0] * 7
 
 
 @pytest.mark.parametrize("mode", ["grpo", "dr_grpo", "rloo"])
@@ -75,66 +69,43 @@ def test_noise_is_relative_to_large_rewards_and_absolute_below_one(mode):
 
 
 @pytest.mark.parametrize("mode", list(ADVANTAGES))
-def test_groups_are_independent_and_batched(mode):
+def test_small_groups_and_several_at_once(mode):
     rewards = torch.rand(5, 6, generator=torch.Generator().manual_seed(1))
-    rows = torch.stack([group_advantages(mode, row) for row in rewards])
-    assert torch.equal(group_advantages(mode, rewards), rows)
-
-
-@pytest.mark.parametrize("mode", list(ADVANTAGES))
-def test_empty_group_is_empty(mode):
+    assert torch.equal(group_advantages(mode, rewards), torch.stack([group_advantages(mode, row) for row in rewards]))
     assert group_advantages(mode, torch.zeros(0)).shape == (0,)
+    if mode != "rloo":
+        assert group_advantages(mode, torch.tensor([0.7])).tolist() == [0.0]
 
 
-@pytest.mark.parametrize("mode", ["grpo", "dr_grpo", "maxrl", "reinforce_pp"])
-def test_one_completion_has_no_signal(mode):
-    assert group_advantages(mode, torch.tensor([0.7])).tolist() == [0.0]
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: group_advantages("ppo", torch.zeros(2)), "unknown advantage mode 'ppo'"),
+        (lambda: group_advantages("rloo", torch.tensor([1.0])), "group_size >= 2"),
+        (lambda: group_advantages("maxrl", torch.tensor([0.0, -0.1])), r"in \[0, 1\]: got -0.1"),
+        (lambda: group_advantages("maxrl", torch.tensor([0.0, 1.5])), r"in \[0, 1\]: got 1.5"),
+        (lambda: group_advantages("grpo", torch.tensor([0.0, math.nan])), r"finite.*index \[1\]"),
+        (lambda: group_advantages("rloo", torch.tensor([0.0, -math.inf])), r"finite.*index \[1\]"),
+        (lambda: whiten(torch.zeros(3), torch.ones(2)), "one token count per advantage"),
+    ],
+)
+def test_what_has_no_advantage_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
-def test_rloo_of_one_completion_is_an_error():
-    with pytest.raises(ValueError, match="group_size >= 2"):
-        group_advantages("rloo", torch.tensor([1.0]))
-
-
-@pytest.mark.parametrize("mode", list(ADVANTAGES))
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_non_finite_rewards_are_named(mode, bad):
-    with pytest.raises(ValueError, match=r"finite.*index \[1\]"):
-        group_advantages(mode, torch.tensor([0.0, bad, 1.0]))
-
-
-@pytest.mark.parametrize("reward", [-0.1, 1.5])
-def test_maxrl_is_defined_for_rewards_in_the_unit_interval(reward):
-    with pytest.raises(ValueError, match=rf"in \[0, 1\]: got {reward:g}"):
-        group_advantages("maxrl", torch.tensor([0.0, reward]))
-
-
-def test_unknown_mode():
-    with pytest.raises(ValueError, match="unknown advantage mode 'ppo'"):
-        group_advantages("ppo", torch.zeros(2))
-
-
-@given(REWARDS)
-def test_advantages_sum_to_zero_and_keep_the_order(rewards):
-    rewards = torch.tensor(rewards)
+@given(REWARDS, st.sampled_from([1.0, 1e30]))
+def test_advantages_sum_to_zero_and_keep_the_order(rewards, scale):
+    rewards = torch.tensor(rewards, dtype=torch.float64, requires_grad=True) * scale
     for mode in ADVANTAGES:
+        if scale > 1.0 and mode in ("maxrl", "reinforce_pp"):
+            continue
         advantages = group_advantages(mode, rewards)
         assert torch.isfinite(advantages).all()
         assert not advantages.requires_grad
         assert float(advantages.sum()) == pytest.approx(0.0, abs=1e-6 * max(1.0, float(advantages.abs().max())))
-        order = rewards.argsort()
-        assert (advantages[order].diff() >= 0).all()
-
-
-@given(st.lists(st.floats(-1e30, 1e30), min_size=2, max_size=6))
-def test_huge_rewards_stay_finite(rewards):
-    for mode in ("grpo", "dr_grpo", "rloo"):
-        assert torch.isfinite(group_advantages(mode, torch.tensor(rewards, dtype=torch.float64))).all()
-
-
-def test_no_gradient_reaches_the_rewards():
-    rewards = torch.tensor([0.0, 1.0], requires_grad=True)
-    assert not maxrl(rewards).requires_grad
+        assert (advantages[rewards.argsort()].diff() >= 0).all()
 
 
 @given(st.lists(st.tuples(st.floats(-3, 3), st.integers(0, 9)), min_size=1, max_size=8))
@@ -151,29 +122,7 @@ def test_whitening_is_the_masked_token_moments(rows):
     assert float(white.repeat_interleave(counts).square().mean()) == pytest.approx(1.0)
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_whitening_wants_a_count_for_each():
-    with pytest.raises(ValueError, match="one token count per advantage"):
-        whiten(torch.zeros(3), torch.ones(2))
-
-
-def test_plugins_are_called_and_checked():
-    def half(rewards):
-        return rewards / 2
-
-    def with_context(rewards, context):
-        return (rewards * context).tolist()
-
-    def too_short(rewards):
-        return rewards[:-1]
-
-    def not_a_number(rewards):
-        return rewards * math.nan
-
+def test_plugins_are_called():
     rewards = torch.tensor([1.0, 3.0])
-    assert group_advantages(half, rewards).tolist() == [0.5, 1.5]
-    assert group_advantages(with_context, rewards, context=2).tolist() == [2.0, 6.0]
-    with pytest.raises(PluginError, match=r"test_advantages:.*too_short returned shape \(1,\)"):
-        group_advantages(too_short, rewards)
-    with pytest.raises(PluginError, match="not_a_number returned NaN"):
-        group_advantages(not_a_number, rewards)
+    assert group_advantages(lambda rewards: rewards / 2, rewards).tolist() == [0.5, 1.5]
+    assert group_advantages(lambda rewards, context: (rewards * context).tolist(), rewards, 2).tolist() == [2.0, 6.0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import numpy as np
 import pytest
@@ -17,15 +16,13 @@ from retrain.algorithms.standard import (
     load_modes,
     mark_planning,
 )
-from retrain.config import modes, parse_dict
-from retrain.config.modes import Need
+from retrain.config import parse_dict
 from retrain.errors import RunFailed
 from retrain.files import dumps
-from retrain.maths import advantages
 from retrain.maths.planning import RegexDetector
 from retrain.policy.protocol import probe_of, samples_of
-from retrain.tokenizer import Tokenizer, byte_table
-from retrain.types import Action, Problem, Prompt, RewardResult, Turn, single_turn
+from retrain.tokenizer import Tokenizer
+from retrain.types import Action, Turn
 
 
 @pytest.fixture(scope="module")
@@ -37,70 +34,40 @@ def base():
     "text", ["so x = notice that 4", "naïve café ≤ 3 — wait, let me check", "日本 🙂 that’s not right"]
 )
 def test_offsets_cover_the_text_exactly(base, text):
-    decoded, offsets = base.text.offsets(completion(base, text).token_ids)
+    ids = completion(base, text).token_ids
+    decoded, offsets = base.text.offsets(ids)
     assert decoded == text
     covered = np.zeros(len(text), dtype=bool)
     for start, end in np.asarray(offsets).tolist():
         covered[start:end] = True
     assert covered.all()
     assert tuple(np.asarray(offsets)[-1]) == (len(text), len(text))  # the end token stands for nothing
-
-
-def test_stream_and_byte_offsets_agree(base):
-    streamed = Tokenizer(base.tokenizer)
-    streamed.__dict__["token_bytes"] = None
-    ids = completion(base, "so x = notice that we can check").token_ids
-    fast, slow = base.text.offsets(ids), streamed.offsets(ids)
-    assert fast[0] == slow[0]
-    assert np.asarray(fast[1]).tolist() == [list(pair) for pair in slow[1]]
-
-
-def test_other_tokenizers_have_no_byte_table():
-    from tokenizers import Tokenizer as Fast
-    from tokenizers import models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Fast(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    assert byte_table(PreTrainedTokenizerFast(tokenizer_object=words)) is None
-
-
-def test_planning_tokens_are_those_of_the_phrase(base):
-    one = group(base, [1.0, 0.0], ["so x = notice that 4", "so x = 4"])
-    mark_planning([one], RegexDetector(), base.text)
-    first, second = one.rollouts
-    marked = "".join(base.tokenizer.decode([i]) for i, on in zip(first.token_ids, first.planning_T, strict=True) if on)
-    assert marked.strip() == "notice that"
-    assert not second.planning_T.any()
+    if text.isascii():
+        streamed = Tokenizer(base.tokenizer)
+        streamed.__dict__["token_bytes"] = None  # as of a tokenizer whose tokens are no bytes
+        slow_text, slow = streamed.offsets(ids)
+        assert slow_text == decoded
+        assert [list(pair) for pair in slow] == np.asarray(offsets).tolist()
 
 
 def test_missing_rewards_take_no_part(base):
     mixed, none, equal = group(base, [1.0, None, 0.0]), group(base, [None, None]), group(base, [0.5, 0.5])
     fill_advantages([mixed, none, equal], "dr_grpo")
-    assert mixed.advantages_N[0] == 0.5
-    assert mixed.advantages_N[2] == -0.5
+    assert mixed.advantages_N[[0, 2]].tolist() == [0.5, -0.5]
     assert np.isnan(mixed.advantages_N[1])
     assert (mixed.discarded, none.discarded, equal.discarded) == (None, "no_reward", "zero_advantage")
-
-
-def test_rloo_of_the_only_graded_completion_is_no_comparison(base):
     alone, pair = group(base, [1.0, None]), group(base, [1.0, None, 0.0])
     fill_advantages([alone, pair], "rloo")
     assert np.isnan(alone.advantages_N).all()
-    assert alone.discarded == "no_reward"
+    assert alone.discarded == "no_reward"  # the only graded completion is compared with none
     assert pair.advantages_N[[0, 2]].tolist() == [1.0, -1.0]
 
 
-def test_a_reward_that_the_mode_is_not_defined_for_names_the_reward(base, monkeypatch):
-    """As the mode's row says, of our own modes and of one that is added."""
-    monkeypatch.setitem(modes.ADVANTAGES, "half", modes.Advantage(formula="r / 2", unit_rewards=True))
-    monkeypatch.setitem(advantages.ADVANTAGES, "half", lambda rewards_N: rewards_N / 2)
-    for mode in ("maxrl", "half"):
-        for reward in (-0.1, 1.5):
-            with pytest.raises(RunFailed, match=rf"advantage_mode = {mode} .*\[0, 1\], but length gave {reward:g}: "):
-                fill_advantages([group(base, [0.0, reward])], mode, "length")
-        fill_advantages([group(base, [0.0, 1.0])], mode, "length")
-    fill_advantages([group(base, [0.0, 1.5])], "grpo", "length")
+@pytest.mark.parametrize("reward", [-0.1, 1.5])
+def test_a_reward_that_the_mode_is_not_defined_for_names_the_reward(base, reward):
+    with pytest.raises(RunFailed, match=rf"advantage_mode = maxrl .*\[0, 1\], but length gave {reward:g}: "):
+        fill_advantages([group(base, [0.0, reward])], "maxrl", "length")
+    fill_advantages([group(base, [0.0, reward])], "grpo", "length")
 
 
 def test_an_answer_without_tokens_takes_no_part_in_the_divisor(base):
@@ -116,15 +83,6 @@ def test_an_answer_without_tokens_takes_no_part_in_the_divisor(base):
         assert all(np.isfinite(s.advantages_T).all() for s in sequences)
 
 
-def test_reinforce_pp_is_whitened_over_the_batch(base):
-    groups = [group(base, [1.0, 0.0]), group(base, [3.0, 1.0])]
-    fill_advantages(groups, "reinforce_pp")
-    counts = np.array([len(rollout) for g in groups for rollout in g.rollouts])
-    values = np.concatenate([g.advantages_N for g in groups])
-    assert np.average(values, weights=counts) == pytest.approx(0, abs=1e-12)
-    assert np.average(values**2, weights=counts) == pytest.approx(1, rel=1e-3)
-
-
 def test_whitening_weighs_every_graded_completion_by_its_tokens(base):
     """Completions of different lengths, and one without a reward between them: mean 0 and variance 1 over tokens."""
     texts = ["so x = 4 notice that we can check", "so", "so x = 4", "notice that x"]
@@ -138,60 +96,23 @@ def test_whitening_weighs_every_graded_completion_by_its_tokens(base):
     assert abs(values.mean()) > 0.05  # it is not the plain mean that is 0
 
 
-def test_denominators_count_skipped_groups(base):
-    """A group without signal trains nothing, and stays in the count that the loss is divided by."""
-    groups = [group(base, [1.0, 0.0]), group(base, [0.0, 0.0]), group(base, [None, None])]
+@pytest.mark.parametrize("keys", [{}, {"discard_group_zero_advantage": False}, {"kl_coef": 0.1}, {"entropy_coef": 0.1}])
+def test_denominators_count_skipped_groups(base, keys):
+    """A group without signal stays in the count that the loss is divided by, whether it trains or not; it trains where
+    the loss has another term or it is not to be discarded."""
+    groups = [group(base, [1.0, 0.0]), group(base, [0.0, 0.0]), group(base, [None, 1.0]), group(base, [None, None])]
     fill_advantages(groups, "grpo")
-    result = assign_credit(groups, parse_dict({}), 0.0, ("placebo",))
+    result = assign_credit(groups, parse_dict({"algorithm": keys}), 0.0, ("placebo",))
+    without = None if keys else "zero_advantage"
+    assert [g.discarded for g in groups] == [None, without, without, "no_reward"]
     sequences = sampled_tokens(samples_of(groups))
-    assert len(sequences) == 2
-    rated = [rollout for g in groups[:2] for rollout in g.rollouts]
-    assert result.denominators.tokens == sum(map(len, rated))
-    assert result.denominators.sequences == 4
+    assert len(sequences) == (5 if keys else 2)
+    assert not any(sequence.advantages_T.any() for sequence in sequences[2:])
+    graded = [rollout for g in groups for rollout in g.rollouts if np.isfinite(rollout.advantage)]
+    assert (result.denominators.tokens, result.denominators.sequences) == (sum(map(len, graded)), 5)
     for sequence in sequences:
         assert sequence.loss_mask_T.all()
         assert len(set(sequence.advantages_T.tolist())) == 1
-
-
-@pytest.mark.parametrize("term", ["kl_coef", "entropy_coef"])
-def test_groups_without_signal_train_when_the_loss_has_another_term(base, term):
-    groups = [group(base, [1.0, 0.0]), group(base, [0.0, 0.0]), group(base, [None, 1.0]), group(base, [None, None])]
-    fill_advantages(groups, "grpo")
-    assert [g.discarded for g in groups] == [None, "zero_advantage", "zero_advantage", "no_reward"]
-    result = assign_credit(groups, parse_dict({"algorithm": {term: 0.1}}), 0.0, ("placebo",))
-    assert [g.discarded for g in groups] == [None, None, None, "no_reward"]
-    sequences = sampled_tokens(samples_of(groups))
-    assert len(sequences) == 5
-    assert result.denominators.sequences == 5
-    assert not any(s.advantages_T.any() for s in sequences[2:])
-
-
-def test_groups_without_signal_train_when_they_are_not_discarded(base):
-    """The divisor is the same either way: it counts what was graded, not what trains."""
-    sequences, denominators = {}, {}
-    for discard in (True, False):
-        groups = [group(base, [1.0, 0.0]), group(base, [0.5, 0.5]), group(base, [None, None])]
-        fill_advantages(groups, "grpo")
-        config = parse_dict({"algorithm": {"discard_group_zero_advantage": discard}})
-        denominators[discard] = assign_credit(groups, config, 0.0, ("placebo",)).denominators
-        sequences[discard] = sampled_tokens(samples_of(groups))
-        assert [g.discarded for g in groups] == [None, "zero_advantage" if discard else None, "no_reward"]
-    assert [len(sequences[discard]) for discard in (True, False)] == [2, 4]
-    assert not any(s.advantages_T.any() for s in sequences[False][2:])
-    assert all(s.loss_mask_T.all() for s in sequences[False])
-    assert denominators[True] == denominators[False]
-
-
-@pytest.mark.parametrize("change", [{"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"discard_group_zero_advantage": False}])
-def test_gtpo_paper_keeps_its_uniform_groups_where_all_train(base, change):
-    """It makes their advantages 0, and would otherwise discard them for that."""
-    for kept, algorithm in ((True, change), (False, {})):
-        groups = [group(base, [1.0, 1.0]), group(base, [1.0, 0.0])]
-        fill_advantages(groups, "grpo")
-        config = parse_dict({"algorithm": {"transform_mode": "gtpo_paper", **algorithm}})
-        assign_credit(groups, config, 0.0, ("placebo",))
-        assert [g.discarded for g in groups] == [None if kept else "zero_advantage", None]
-        assert len(samples_of(groups)) == (4 if kept else 2)
 
 
 def test_the_probe_is_one_completion_of_every_group_first(base):
@@ -207,35 +128,23 @@ def test_the_probe_is_one_completion_of_every_group_first(base):
     assert [s.token_ids for s in probe] == [a[0].token_ids, c[0].token_ids, a[1].token_ids, b[1].token_ids]
     assert all(s.loss_mask_T.all() and not s.advantages_T.any() for s in probe)
     assert np.array_equal(probe[0].logprobs_T, a[0].logprobs_T)
-    many = [group(base, [1.0, 0.0]) for _ in range(6)]
-    fill_advantages(many, "grpo")
-    assign_credit(many, parse_dict({}), 0.0, ("placebo",))
-    probe = sampled_tokens(probe_of(many))
-    assert [s.token_ids for s in probe] == [g.rollouts[0].token_ids for g in many[:4]]
-    assert not any(s.advantages_T.any() for s in probe)
 
 
-def test_no_reward_at_all_trains_nothing(base):
-    groups = [group(base, [None, None])]
-    fill_advantages(groups, "grpo")
-    result = assign_credit(groups, parse_dict({}), 0.0, ("placebo",))
-    assert samples_of(groups) == []
-    assert result.denominators.tokens == 0
-    assert len(probe_of(groups)) == 2
-
-
-def test_gtpo_paper_decides_by_itself_which_groups_have_signal(base):
-    """It goes by what is correct: equal rewards of right and wrong answers train, unequal ones of right ones do not."""
+@pytest.mark.parametrize("change", [{}, {"kl_coef": 0.1}, {"discard_group_zero_advantage": False}])
+def test_gtpo_paper_decides_by_itself_which_groups_have_signal(base, change):
+    """It goes by what is correct: equal rewards of right and wrong answers train, unequal ones of right ones do not,
+    unless groups without signal are trained on too."""
     equal, right = group(base, [0.5, 0.5]), group(base, [0.6, 1.0])
     equal.rollouts[0].reward.correct, equal.rollouts[1].reward.correct = True, False
     fill_advantages([equal, right], "grpo")
     assert (equal.discarded, right.discarded) == ("zero_advantage", None)
-    config = parse_dict({"algorithm": {"transform_mode": "gtpo_paper"}})
+    config = parse_dict({"algorithm": {"transform_mode": "gtpo_paper", **change}})
     result = assign_credit([equal, right], config, 0.0, ("placebo",))
-    assert (equal.discarded, right.discarded) == (None, "zero_advantage")
-    first, second = sampled_tokens(samples_of([equal, right]))
+    assert (equal.discarded, right.discarded) == (None, None if change else "zero_advantage")
+    first, second, *others = sampled_tokens(samples_of([equal, right]))
     assert (first.advantages_T > 0).all()
     assert (second.advantages_T < 0).all()
+    assert len(others) == (2 if change else 0)
     assert result.denominators.sequences == 4
 
 
@@ -255,33 +164,6 @@ def test_every_transform_mode_is_reachable_from_the_configuration(base, mode):
     total = sum(len(s.token_ids) for s in sequences)
     assert trained == (-(-total // 5) if mode == "entropy_mask" else total)
     assert result.metrics["planning_fraction"] > 0
-
-
-def test_credit_and_planning_of_a_large_step_are_quick(fresh_base):
-    """Python loops per token: 0.7 s of credit and 0.35 s of planning per 128 × 2,048 tokens."""
-    config = parse_dict({"algorithm": {"transform_mode": "gtpo_hicra"}})
-    words = fresh_base.tokenizer("let me check 12+34=? the answer is 46 ")["input_ids"]
-    ids = (words * 2048)[:2048]
-    logprobs = -np.random.default_rng(0).random((16, 8, 2048))
-    text, prompt = fresh_base.text.decode(ids), Prompt(Problem("p", "?", "2"), "?", (5, 6, 7))
-    groups = [
-        single_turn(
-            prompt,
-            [Action(ids, text, logprobs[g, n], -logprobs[g, n], "length") for n in range(8)],
-            [RewardResult(float(n % 2)) for n in range(8)],
-        )
-        for g in range(16)
-    ]
-    taken = []
-    for _ in range(3):
-        start = time.process_time()
-        fill_advantages(groups, "grpo")
-        mark_planning(groups, RegexDetector(), fresh_base.text)
-        credit = assign_credit(groups, config, 0.0, ("placebo",))
-        taken.append(time.process_time() - start)
-    assert sum(one.token_advantages_T is not None for group in groups for one in group.rollouts) == 128
-    assert credit.metrics["planning_fraction"] > 0.05
-    assert min(taken) < 0.5
 
 
 def test_no_phrase_spans_two_turns(base):
@@ -326,14 +208,13 @@ def test_credit_of_several_turns_runs_over_the_tokens_of_all_actions(base):
 # -- what the algorithm remembers -------------------------------------------------------------------------------
 
 
-SEPA = {
-    "algorithm": {"transform_mode": "gtpo_sepa"},
-    "sepa": {"schedule": "auto", "steps": 4, "warmup_steps": 1, "correct_rate_gate": 0.5},
-}
-
-
-def standard(base, changes=None) -> Standard:
-    config = parse_dict(changes or SEPA)
+def standard(base) -> Standard:
+    config = parse_dict(
+        {
+            "algorithm": {"transform_mode": "gtpo_sepa"},
+            "sepa": {"schedule": "auto", "steps": 4, "warmup_steps": 1, "correct_rate_gate": 0.5},
+        }
+    )
     return Standard(config, load_modes(config.algorithm), RegexDetector(), base.text, (0, 1))
 
 
@@ -352,53 +233,22 @@ def test_the_gate_counts_every_rollout_that_was_sampled(base):
     assert correct_rate(groups) == 3 / 8
 
 
-def test_lambda_follows_what_was_seen_before_the_batch(base):
-    algorithm = standard(base)
-    metrics = [algorithm.credit(groups, None, step).metrics for step, groups in batches(base)]
-    assert [one["sepa_gate_open"] for one in metrics] == [False, False, True, True, True]
-    assert metrics[0]["sepa_lambda"] == metrics[1]["sepa_lambda"] == metrics[2]["sepa_lambda"] == 0.0
-    assert 0 < metrics[3]["sepa_lambda"] < metrics[4]["sepa_lambda"] <= 1
-
-
 def test_an_algorithm_goes_on_from_its_state(base):
-    """The state after each step, through JSON as a checkpoint keeps it, in an algorithm that saw nothing else."""
+    """The state before each step, through JSON as a checkpoint keeps it, in an algorithm that saw nothing else. What a
+    batch shows counts from the next step on."""
     whole, steps = standard(base), list(batches(base))
     states, metrics = [], []
     for step, groups in steps:
-        states.append(json.loads(dumps(whole.state())))
+        state = whole.state()
+        copy = json.loads(dumps(state))
         metrics.append(dict(whole.credit(groups, None, step).metrics))
-    assert len({dumps(state) for state in states}) == len(states)
+        assert state == copy != whole.state()  # a failed step can be rolled back
+        states.append(copy)
     for begin, state in enumerate(states):
         again = standard(base)
         again.restore(state)
         assert again.state() == state
         assert [dict(again.credit(groups, None, step).metrics) for step, groups in steps[begin:]] == metrics[begin:]
-
-
-def test_a_state_does_not_change_with_the_algorithm(base):
-    """What a step that fails is rolled back to."""
-    algorithm, steps = standard(base), list(batches(base))
-    for step, groups in steps[:3]:
-        algorithm.credit(groups, None, step)
-    before = algorithm.state()
-    copy = json.loads(dumps(before))
-    first = dict(algorithm.credit(steps[3][1], None, 3).metrics)
-    algorithm.credit(steps[4][1], None, 4)
-    assert before == copy != algorithm.state()
-    algorithm.restore(before)
-    assert dict(algorithm.credit(steps[3][1], None, 3).metrics) == first
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "needs"),
-    [
-        ({}, {Need.GROUP}),
-        ({"transform_mode": "gtpo"}, {Need.GROUP}),
-        ({"transform_mode": "gtpo_hicra"}, {Need.GROUP, Need.PLANNING}),
-        ({"transform_mode": "gtpo_sepa"}, {Need.GROUP, Need.PLANNING}),
-        ({"transform_mode": "entropy_mask"}, {Need.GROUP, Need.ENTROPY}),
-        ({"transform_mode": "gtpo", "uncertainty_kind": "shannon_entropy"}, {Need.GROUP, Need.ENTROPY}),
-    ],
-)
-def test_what_an_algorithm_needs(base, algorithm, needs):
-    assert standard(base, {"algorithm": algorithm}).needs == needs
+    assert [row["sepa_gate_open"] for row in metrics] == [False, False, True, True, True]
+    assert metrics[0]["sepa_lambda"] == metrics[1]["sepa_lambda"] == metrics[2]["sepa_lambda"] == 0.0
+    assert 0 < metrics[3]["sepa_lambda"] < metrics[4]["sepa_lambda"] <= 1

@@ -41,40 +41,23 @@ def test_weights_by_hand(correction, expected):
     assert correction_weights(correction, OLD, SAMPLER, MASK).tolist()[0] == pytest.approx(expected)
 
 
-def test_weights_are_constants_and_0_in_the_padding():
-    padded = correction_weights(Correction("seq_tis"), OLD, SAMPLER, torch.tensor([[True, True, False]]))
-    assert padded.tolist()[0] == pytest.approx([0.6, 0.6, 0.0])  # of the product too
-    for kind in CORRECTIONS:
-        assert not correction_weights(Correction(kind), OLD.clone().requires_grad_(), SAMPLER, MASK).requires_grad
-
-
-def test_both_edges_of_the_band_belong_to_it():
+def test_weights_at_the_edges():
     """A ratio of exactly 1, which on-policy tokens have, trains with the bands [1, β] and [α, 1]; beyond it none."""
     for band in ((1.0, 2.0), (0.5, 1.0)):
         assert correction_weights(Correction("icepop", *band), SAMPLER, SAMPLER, MASK).tolist() == [[1.0, 1.0, 1.0]]
     assert not correction_weights(Correction("icepop", 0.5, 1.0), SAMPLER + 1e-3, SAMPLER, MASK).any()
     assert not correction_weights(Correction("icepop", 1.0, 2.0), SAMPLER - 1e-3, SAMPLER, MASK).any()
-
-
-def test_products_that_leave_every_range_stay_finite():
-    far = torch.full((1, 400), 3.0)
-    for kind, expected in (("seq_tis", 2.0), ("seq_mis", 0.0)):
-        weights = correction_weights(
-            Correction(kind, high=2.0), far, torch.zeros_like(far), torch.ones_like(far).bool()
-        )
-        assert set(weights[0].tolist()) == {expected}
-    gone = correction_weights(Correction("seq_tis"), -far, torch.zeros_like(far), torch.ones_like(far).bool())
-    assert torch.isfinite(gone).all()
-
-
-def test_wrong_corrections():
-    with pytest.raises(ValueError, match="unknown correction 'seq_icepop': one of tis, mis"):
-        Correction("seq_icepop")
-    for bounds in ((2.0, 0.5), (-1.0, 2.0), (1.0, 1.0)):
-        with pytest.raises(ValueError, match="0 <= low < high"):
-            Correction("icepop", *bounds)
-    with pytest.raises(ValueError, match="unknown rejection 'k1'"):
-        kept_sequences("k1", OLD, SAMPLER, MASK, 0.0, 1.0)
+    padded = correction_weights(Correction("seq_tis"), OLD, SAMPLER, torch.tensor([[True, True, False]]))
+    assert padded.tolist()[0] == pytest.approx([0.6, 0.6, 0.0])  # of the product too
+    far = torch.full((1, 400), 3.0)  # a product that leaves every range
+    for kind, old, expected in (("seq_tis", far, 2.0), ("seq_mis", far, 0.0), ("seq_tis", -far, 0.0)):
+        weights = correction_weights(Correction(kind, high=2.0), old, 0 * far, torch.ones_like(far).bool())
+        assert weights[0].tolist() == pytest.approx([expected] * 400, abs=1e-6)
+    for kind in CORRECTIONS:
+        assert not correction_weights(Correction(kind), OLD.clone().requires_grad_(), SAMPLER, MASK).requires_grad
+    for wrong in (("seq_icepop", 0.5, 2.0), ("icepop", 2.0, 0.5), ("icepop", -1.0, 2.0), ("icepop", 1.0, 1.0)):
+        with pytest.raises(ValueError, match=r"unknown correction 'seq_icepop'|0 <= low < high"):
+            Correction(*wrong)
 
 
 def test_the_whole_product_is_unbiased_and_single_weights_are_not():
@@ -118,6 +101,8 @@ def test_padding_and_empty_sequences_take_no_part():
     old[:, 1:] = -30.0
     for kind, low, high in (("geometric", 0.99, 1.01), ("k3", 0.0, 0.01), ("veto", 0.5, math.inf)):
         assert kept_sequences(kind, old, sampler, mask, low, high).tolist() == [[True], [True]]
+    with pytest.raises(ValueError, match="unknown rejection 'k1'"):
+        kept_sequences("k1", OLD, SAMPLER, MASK, 0.0, 1.0)
 
 
 LOG_RATIOS = torch.tensor([[0.1, -0.2, 0.3, -0.5, 0.05]], dtype=torch.float64)

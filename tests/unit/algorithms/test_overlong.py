@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -23,46 +25,46 @@ def test_the_penalty_by_hand():
 
 
 def test_what_is_correct_stays_correct():
-    def answer(tokens: int, reward: RewardResult) -> Rollout:
-        return Rollout(PROMPT, [Turn((1, 2), Action([7] * tokens, "", np.zeros(tokens), None, "stop"))], reward)
-
-    group = Group(
-        PROMPT,
-        [
-            answer(9, RewardResult(1.0, sample_metrics={"steps": 3.0})),
-            answer(10, RewardResult(0.0)),
-            answer(2, RewardResult(0.9)),
-            answer(10, RewardResult(None, error="no answer")),
-        ],
-    )
-    punish_overlong([group], longest=10, soft=4)
-    rewards = [one.reward for one in group.rollouts]
+    answers = {
+        9: RewardResult(1.0, sample_metrics={"steps": 3.0}),
+        10: RewardResult(0.0),
+        2: RewardResult(0.9),
+        11: RewardResult(None, error="no answer"),
+    }
+    rollouts = [
+        Rollout(PROMPT, [Turn((1, 2), Action([7] * tokens, "", np.zeros(tokens), None, "stop"))], reward)
+        for tokens, reward in answers.items()
+    ]
+    punish_overlong([Group(PROMPT, rollouts)], longest=10, soft=4)
+    rewards = [one.reward for one in rollouts]
     assert [reward.total_reward for reward in rewards] == [0.25, -1.0, 0.9, None]
     assert [reward.is_correct for reward in rewards] == [True, False, True, False]
     assert rewards[0].sample_metrics == {"steps": 3.0, METRIC: -0.75}
     assert rewards[3].error == "no answer"
 
 
+TOOLS = {"tools": ["calculator"]}
+
+
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("says", "data"),
     [
-        ({"reward": {"overlong_tokens": 300}}, "is 300, more than max_tokens = 256: overlong_tokens = 51"),
-        ({"reward": {"overlong_tokens": 9}, "algorithm": {"advantage_mode": "maxrl"}}, "makes rewards below 0"),
-        ({"reward": {"overlong_tokens": 9}, "environment": {"tools": ["calculator"]}}, "for single answers"),
+        ("is 300, more than max_tokens = 256: overlong_tokens = 51", {"reward": {"overlong_tokens": 300}}),
         (
-            {
-                "algorithm": {"turn_credit": "state", "advantage_mode": "reinforce_pp"},
-                "environment": {"tools": ["calculator"]},
-            },
+            "makes rewards below 0",
+            {"reward": {"overlong_tokens": 9}, "algorithm": {"advantage_mode": "maxrl"}},
+        ),
+        ("for single answers", {"reward": {"overlong_tokens": 9}, "environment": TOOLS}),
+        (
             "would whiten two kinds of advantages together",
+            {"algorithm": {"turn_credit": "state", "advantage_mode": "reinforce_pp"}, "environment": TOOLS},
         ),
         (
-            {"algorithm": {"advantage_mode": "gae"}, "critic": {"lam_length": 0.05, "lam_policy": 0.9}},
             "is 0.05 beside lam_policy = 0.9: keep one of the two",
+            {"algorithm": {"advantage_mode": "gae"}, "critic": {"lam_length": 0.05, "lam_policy": 0.9}},
         ),
     ],
 )
-def test_what_does_not_go_together_is_said(data, says):
-    with pytest.raises(ConfigError) as caught:
+def test_what_does_not_go_together_is_said(says, data):
+    with pytest.raises(ConfigError, match=re.escape(says)):
         parse_dict(data)
-    assert says in str(caught.value)

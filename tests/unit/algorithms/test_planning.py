@@ -32,12 +32,7 @@ def marked(text: str) -> list[str]:
 def test_every_built_in_phrase(phrase):
     for text in (phrase, phrase.upper(), f"So, {phrase}.", f"({phrase})", phrase.replace(" ", "\n  ")):
         assert [s.lower().split() for s in found(text)] == [phrase.split()]
-    assert found(f"x{phrase}") == []
-    assert found(f"{phrase}x") == []
-
-
-def test_there_are_eighteen():
-    assert len(set(STRATEGIC_GRAMS)) == 18
+    assert found(f"x{phrase} {phrase}x") == []
 
 
 def test_token_oracles():
@@ -45,30 +40,25 @@ def test_token_oracles():
     assert text[4:6] == "'s"
     assert DETECTOR.token_mask(text, pieces).tolist() == [True] * 4
     assert marked("so x = notice that") == [" notice", " that"]
+    assert marked("a b c d e f the key is g") == [" the", " key", " is"]
+    assert marked("ok wait let me check now") == [" wait", " let", " me", " check"]  # two phrases overlap
 
 
-def test_apostrophes_hyphens_and_breaks():
-    assert found("That’s not right") == ["That’s not right"]
-    assert found("that`s not right, THAT'S\nNOT RIGHT") == ["that`s not right", "THAT'S\nNOT RIGHT"]
-    assert found("double-check; double\u2011check; double  check") == [
-        "double-check",
-        "double\u2011check",
-        "double  check",
-    ]
-    assert found("Wait, let me see") == ["Wait, let me"]
-    assert found("wait. let me see") == []
-
-
-def test_word_boundaries():
-    assert found("the monkey is here, the keys are") == []
-    assert found("the key is") == ["the key is"]
-    assert found("the key island") == []
-    assert found("breathe key is") == []
-
-
-def test_overlapping_phrases_both_count():
-    assert found("wait let me check") == ["wait let me", "let me check"]
-    assert marked("ok wait let me check now") == [" wait", " let", " me", " check"]
+@pytest.mark.parametrize(
+    ("text", "phrases"),
+    [
+        ("That’s not right", ["That’s not right"]),
+        ("that`s not right, THAT'S\nNOT RIGHT", ["that`s not right", "THAT'S\nNOT RIGHT"]),
+        ("double-check; double\u2011check", ["double-check", "double\u2011check"]),
+        ("Wait, let me see", ["Wait, let me"]),
+        ("wait. let me see", []),
+        ("the monkey is here, the keys are; the key island, breathe key is", []),
+        ("wait let me check", ["wait let me", "let me check"]),
+        ("İİİ Notice That ok", ["Notice That"]),  # whose lower case is longer
+    ],
+)
+def test_apostrophes_hyphens_breaks_and_words(text, phrases):
+    assert found(text) == phrases
 
 
 def test_split_and_zero_width_tokens():
@@ -77,16 +67,6 @@ def test_split_and_zero_width_tokens():
     assert DETECTOR.token_mask(text, offsets).tolist() == [False, True, True, True, True, False, False]
     assert DETECTOR.token_mask(text, np.array(offsets)).tolist() == DETECTOR.token_mask(text, offsets).tolist()
     assert DETECTOR.token_mask("notice that", [(0, 0), (0, 6), (6, 11), (0, 0)]).tolist() == [False, True, True, False]
-
-
-def test_nothing_to_the_left_is_marked():
-    text = "a b c d e f the key is g"
-    assert marked(text) == [" the", " key", " is"]
-
-
-def test_case_folding_keeps_positions():
-    text = "İİİ Notice That ok"
-    assert found(text) == ["Notice That"]
 
 
 def test_own_phrases():
@@ -121,23 +101,6 @@ def test_tokens_are_marked_iff_they_overlap(parts, data):
     expected = [any(max(a, s) < min(b, e) for s, e in spans) for a, b in offsets]
     assert DETECTOR.token_mask(text, offsets).tolist() == expected
     assert len(spans) >= sum(part in STRATEGIC_GRAMS for part in parts)
-
-
-@given(st.text(max_size=30), st.data())
-def test_offsets_of_byte_pieces(text, data):
-    raw = text.encode("utf-8", "surrogatepass")
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=8)))
-    pieces = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
-    decoded, offsets = text_and_offsets(pieces)
-    assert decoded.encode("utf-8", "surrogateescape") == raw
-    at = 0
-    for piece, (start, end) in zip(pieces, offsets.tolist(), strict=True):
-        before = decoded[:start].encode("utf-8", "surrogateescape")
-        upto = decoded[:end].encode("utf-8", "surrogateescape")
-        assert len(before) <= at
-        assert len(upto) >= at + len(piece) or not piece
-        assert piece in decoded[start:end].encode("utf-8", "surrogateescape")
-        at += len(piece)
 
 
 def test_offsets_of_split_characters():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -16,26 +17,20 @@ from retrain.algorithms.standard import assign_credit, fill_advantages, load_det
 from retrain.campaign.planning.plan import plan
 from retrain.config import parse_dict
 from retrain.errors import PluginError
-from retrain.files import read_jsonl
+from retrain.maths.advantages import group_advantages
+from retrain.maths.credit import token_advantages
 from retrain.maths.losses import policy_loss
-from retrain.maths.planning import STRATEGIC_GRAMS, RegexDetector
-from retrain.plugins import described, load_function, load_module
+from retrain.maths.planning import PluginDetector, RegexDetector
+from retrain.plugins import load_function
 from retrain.policy.protocol import samples_of
 
 CODE = '''
 """GRPO and GTPO written again by a user."""
-from dataclasses import dataclass
-
 import torch
 
 from toy_helpers import BETA
 
-
-@dataclass
-class Seen:
-    ids: list
-
-seen = Seen([])
+seen = []
 
 
 def grpo(rewards):
@@ -44,7 +39,7 @@ def grpo(rewards):
 
 
 def longer_is_better(rewards, context):
-    seen.ids.append(context.problem.id)
+    seen.append(context.problem.id)
     return torch.tensor([float(len(completion)) for completion in context.completions])
 
 
@@ -67,45 +62,9 @@ def reinforce(logprobs_BT, sampler_logprobs_BT, advantages_BT, mask_BT):
     return -ratio * advantages_BT * logprobs_BT
 
 
-def summed(logprobs_BT, sampler_logprobs_BT, advantages_BT, mask_BT):
-    return (logprobs_BT * advantages_BT).sum()
-
-
-def constant(logprobs_BT, sampler_logprobs_BT, advantages_BT, mask_BT):
-    return advantages_BT * 1.0
-
-
-def undefined_loss(logprobs_BT, sampler_logprobs_BT, advantages_BT, mask_BT):
-    return logprobs_BT * float("nan")
-
-
 def checking(texts, offsets):
     assert all(pairs.shape == (len(pairs), 2) for pairs in offsets)
     return [["check" in text[a:b] for a, b in pairs] for text, pairs in zip(texts, offsets)]
-
-
-def first_only(texts, offsets):
-    return [[True] * len(offsets[0])]
-
-
-def too_short(texts, offsets):
-    return [[True] for _ in texts]
-
-
-def probabilities(texts, offsets):
-    return [[0.5] * len(pairs) for pairs in offsets]
-
-
-def not_numbers(texts, offsets):
-    return [[float("nan")] * len(pairs) for pairs in offsets]
-
-
-def infinite(logprobs_BT, entropy_BT, mask_BT):
-    return logprobs_BT / 0
-
-
-def one_number(rewards):
-    return rewards[:1]
 '''
 HELPERS = "BETA = 0.5\n"
 
@@ -132,68 +91,54 @@ def algorithm(**keys: str):
     return parse_dict({"algorithm": keys})
 
 
-def test_the_folder_of_the_toml_comes_before_the_current_one(folder, tmp_path_factory, monkeypatch):
+def test_where_a_function_is_looked_up(folder, tmp_path_factory, monkeypatch):
+    """In the folder of the TOML, then in the current one; a module of the standard library is not in the way."""
     here = tmp_path_factory.mktemp("here")
     (here / "toy_credit.py").write_text("def grpo(rewards):\n    return 'here'\n")
     (here / "toy_only_here.py").write_text("def f():\n    return 'here'\n")
+    (folder / "statistics.py").write_text("def mine(rewards):\n    return rewards\n")
     monkeypatch.chdir(here)
     assert load_function("toy_only_here:f", folder, "x")() == "here"
-    rewards = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    assert load_function("toy_credit:grpo", folder, "x")(rewards).tolist() == pytest.approx([-1, 1], abs=1e-5)
-    assert load_function("toy_credit:grpo", None, "x")(rewards) == "here"
-
-
-def test_a_module_of_the_same_name_is_not_in_the_way(folder):
-    import statistics
-
-    (folder / "statistics.py").write_text("def mine(rewards):\n    return rewards\n")
+    first, second = (load_function(f"toy_credit:{name}", folder, "x") for name in ("grpo", "longer_is_better"))
+    assert first(torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist() == pytest.approx([-1, 1], abs=1e-5)
+    assert first.__globals__ is second.__globals__  # functions of one file share its state
+    assert load_function("toy_credit:grpo", None, "x")(None) == "here"
     assert load_function("statistics:mine", folder, "x")(3) == 3
     assert sys.modules["statistics"] is statistics
 
 
-def test_functions_of_one_file_share_their_module(folder):
-    first, second = (load_function(f"toy_credit:{name}", folder, "x") for name in ("grpo", "longer_is_better"))
-    assert first.__globals__ is second.__globals__
-
-
 @pytest.mark.parametrize(
-    ("plugin", "code", "reason"),
+    ("code", "reason"),
     [
-        ("toy_absent:f", None, "no module 'toy_absent' here or in "),
-        ("toy_wrong:f", "def g(): pass", "the module 'toy_wrong' has no function 'f'"),
-        ("toy_wrong:f", "f = 3", "has no function 'f'"),
-        ("toy_wrong:f", "\n\nx = undefined", "NameError: name 'undefined' is not defined (toy_wrong.py:3)"),
-        ("toy_wrong:f", "def f(:", "SyntaxError: invalid syntax (toy_wrong.py:1)"),
-        ("toy_wrong:f", "import toy_absent", "no module 'toy_absent'"),
-        ("toy_wrong:f", "import sys\nsys.exit(3)", "SystemExit: 3 (toy_wrong.py:2)"),
-        ("toy_wrong:f", "import numpy\nnumpy.linalg.inv(numpy.ones(2))", "dimensional (toy_wrong.py:2)"),
+        (None, "no module 'toy_wrong' here or in "),
+        ("def g(): pass", "the module 'toy_wrong' has no function 'f'"),
+        ("f = 3", "has no function 'f'"),
+        ("\n\nx = undefined", "NameError: name 'undefined' is not defined (toy_wrong.py:3)"),
+        ("def f(:", "SyntaxError: invalid syntax (toy_wrong.py:1)"),
+        ("import toy_absent", "no module 'toy_absent'"),
+        ("import sys\nsys.exit(3)", "SystemExit: 3 (toy_wrong.py:2)"),
+        ("import numpy\nnumpy.linalg.inv(numpy.ones(2))", "dimensional (toy_wrong.py:2)"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(folder, plugin, code, reason):
+def test_what_cannot_be_loaded_is_named(folder, code, reason):
     if code is not None:
         (folder / "toy_wrong.py").write_text(code)
     with pytest.raises(PluginError) as caught:
-        load_modes(algorithm(advantage_mode=plugin).algorithm, folder)
-    assert str(caught.value).startswith(f"[algorithm] advantage_mode = '{plugin}': ")
+        load_modes(algorithm(advantage_mode="toy_wrong:f").algorithm, folder)
+    assert str(caught.value).startswith("[algorithm] advantage_mode = 'toy_wrong:f': ")
     assert reason in str(caught.value)
     assert caught.value.exit_status == 2
     assert "\n" not in str(caught.value)
 
 
-def test_a_module_that_is_not_there_has_no_line_of_ours(folder):
-    with pytest.raises(ModuleNotFoundError) as caught:
-        load_module("toy_absent", [folder])
-    assert described(caught.value) == "ModuleNotFoundError: No module named 'toy_absent'"
-
-
 def test_the_users_formulas_give_what_ours_give(base, folder):
     """GRPO and GTPO written as plug-ins: the same samples as by name."""
     texts = ["so x = 4", "wait let me check so x", "notice that x = 4"]
-    own = {"advantage_mode": "toy_credit:grpo", "transform_mode": "toy_credit:gtpo"}
+    keys = {"advantage_mode": "grpo", "transform_mode": "gtpo", "uncertainty_kind": "surprisal"}
     results, trained = [], []
     for config in (
-        algorithm(**own, uncertainty_kind="toy_credit:surprisal"),
-        parse_dict({"algorithm": {"transform_mode": "gtpo"}, "gtpo": {"beta": 0.5}}),
+        algorithm(**{key: f"toy_credit:{name}" for key, name in keys.items()}),
+        parse_dict({"algorithm": keys, "gtpo": {"beta": 0.5}}),
     ):
         modes = load_modes(config.algorithm, folder)
         groups = [group(base, [1.0, None, 0.0], texts), group(base, [0.0, 0.0, 0.0], texts)]
@@ -202,13 +147,11 @@ def test_the_users_formulas_give_what_ours_give(base, folder):
         results.append(assign_credit(groups, config, 0.0, ("placebo",), modes))
         trained.append(sampled_tokens(samples_of(groups)))
         assert [g.discarded for g in groups] == [None, "zero_advantage"]
-    mine, ours = results
-    assert len(trained[0]) == len(trained[1]) == 2
-    for a, b in zip(*trained, strict=True):
-        assert a.advantages_T == pytest.approx(b.advantages_T, rel=1e-5)
-    assert mine.metrics == {key: ours.metrics[key] for key in mine.metrics}
-    assert all("weight" in key for key in set(ours.metrics) - set(mine.metrics))  # a plug-in has no weights
-    assert mine.denominators == ours.denominators
+    assert len(trained[0]) == 2
+    for mine, ours in zip(*trained, strict=True):
+        assert mine.advantages_T == pytest.approx(ours.advantages_T, rel=1e-5)
+    assert results[0].denominators == results[1].denominators
+    assert results[0].metrics.items() <= results[1].metrics.items()  # a plug-in has no weights
 
 
 def test_an_advantage_plug_in_sees_the_graded_completions(base, folder):
@@ -218,30 +161,53 @@ def test_an_advantage_plug_in_sees_the_graded_completions(base, folder):
     lengths = [len(rollout) for rollout in one.rollouts]
     assert one.advantages_N[[0, 2]].tolist() == [lengths[0], lengths[2]]
     assert np.isnan(one.advantages_N[1])
-    assert modes.advantage.__globals__["seen"].ids == ["p"]
+    assert modes.advantage.__globals__["seen"] == ["p"]
 
 
 def test_a_transform_plug_in_decides_which_groups_have_signal(base, folder):
     config = algorithm(transform_mode="toy_credit:bonus")
-    groups = [group(base, [0.0, 0.0])]
-    fill_advantages(groups, "grpo")
-    assert groups[0].discarded == "zero_advantage"
-    assign_credit(groups, config, 0.0, ("placebo",), load_modes(config.algorithm, folder))
-    assert groups[0].discarded is None
-    sequences = sampled_tokens(samples_of(groups))
-    assert all((s.advantages_T == 1).all() for s in sequences)
-    assert len(sequences) == 2
+    one = group(base, [0.0, 0.0])
+    fill_advantages([one], "grpo")
+    assert one.discarded == "zero_advantage"
+    assign_credit([one], config, 0.0, ("placebo",), load_modes(config.algorithm, folder))
+    assert one.discarded is None
+    assert all((sample.advantages_T == 1).all() for sample in sampled_tokens(samples_of([one])))
 
 
-def test_wrong_results_name_the_plug_in(base, folder):
-    modes = load_modes(algorithm(advantage_mode="toy_credit:one_number").algorithm, folder)
-    with pytest.raises(PluginError, match=r"advantage plug-in toy_credit:one_number returned shape \(1,\)"):
-        fill_advantages([group(base, [1.0, 0.0])], modes.advantage)
-    config = algorithm(transform_mode="gtpo", uncertainty_kind="toy_credit:infinite")
-    groups = [group(base, [1.0, 0.0])]
-    fill_advantages(groups, "grpo")
-    with pytest.raises(PluginError, match="uncertainty plug-in toy_credit:infinite returned NaN or infinity"):
-        assign_credit(groups, config, 0.0, ("placebo",), load_modes(config.algorithm, folder))
+def loss_of(value):
+    return lambda: policy_loss(lambda logprobs_BT, *rest: value(logprobs_BT), *loss_inputs())
+
+
+def masks_of(value):
+    masks = PluginDetector(lambda texts, offsets: value)
+    return lambda: masks.token_masks(["so x", "x = 4"], [[(0, 2), (2, 4)], [(0, 1), (1, 5)]])
+
+
+def credit_of(**keys):
+    logprobs, mask = torch.zeros(1, 3), torch.ones(1, 3).bool()
+    options = {"mode": "gtpo", **keys}
+    return lambda: token_advantages(options.pop("mode"), torch.ones(1), logprobs, None, mask, mask, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda: group_advantages(lambda rewards: rewards[:1], torch.ones(2)), r"advantage plug-in .* shape \(1,\)"),
+        (lambda: group_advantages(lambda rewards: rewards / 0, torch.ones(2)), "advantage plug-in .*NaN"),
+        (credit_of(mode=lambda advantages_BT, **rest: advantages_BT[0]), "transform plug-in .*returned shape"),
+        (credit_of(mode=lambda advantages_BT, **rest: advantages_BT / 0), "transform plug-in .*NaN or infinity"),
+        (credit_of(uncertainty_kind=lambda *tensors: tensors[0] / 0), "uncertainty plug-in .*NaN or infinity"),
+        (loss_of(torch.sum), r"returned shape \(\) for tokens of shape \(3, 5\): return the loss of every token"),
+        (loss_of(lambda logprobs: logprobs / 0), "loss plug-in .* returned NaN or infinity for a trained token"),
+        (loss_of(torch.zeros_like), "has no gradient"),
+        (masks_of([[True, True]]), "planning detector .* returned 1 masks for 2 completions"),
+        (masks_of([[True], [True]]), r"returned shape \(1,\) for a completion of 2 tokens: return one entry per token"),
+        (masks_of([[0.5, 1.0], [0.0, 1.0]]), "returned something else than true and false"),
+    ],
+)
+def test_wrong_results_name_the_plug_in(call, reason):
+    with pytest.raises(PluginError, match=reason):
+        call()
 
 
 def loss_inputs():
@@ -268,60 +234,16 @@ def test_a_loss_of_the_users_gives_the_gradient_of_ours(folder):
     assert not gradients[0][2].any()  # nothing flows into the padding, whatever it holds
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("summed", r"returned shape \(\) for tokens of shape \(3, 5\): return the loss of every token"),
-        ("undefined_loss", "returned NaN or infinity for a trained token"),
-        ("constant", "has no gradient"),
-    ],
-)
-def test_wrong_losses_name_the_plug_in(folder, name, reason):
-    plugin = load_modes(algorithm(loss=f"toy_credit:{name}").algorithm, folder).loss
-    with pytest.raises(PluginError, match=f"loss plug-in toy_credit:{name} {reason}"):
-        policy_loss(plugin, *loss_inputs())
-
-
-def test_phrases_are_the_default_detector_and_can_be_replaced():
-    assert load_detector(parse_dict({})).phrases == STRATEGIC_GRAMS
-    assert load_detector(parse_dict({"logging": {"strategic_grams": ["aha"]}})).phrases == ("aha",)
-
-
-def detector(name: str, folder: Path):
-    return load_detector(parse_dict({"planning": {"detector": f"toy_credit:{name}"}}), folder)
-
-
 def test_a_detector_of_the_users_marks_tokens(base, folder):
     one = group(base, [1.0, 0.0], ["wait let me check so x", "so x = 4"])
-    mark_planning([one], detector("checking", folder), base.text)
+    detector = load_detector(parse_dict({"planning": {"detector": "toy_credit:checking"}}), folder)
+    mark_planning([one], detector, base.text)
     first, second = one.rollouts
     marked = "".join(base.tokenizer.decode([i]) for i, on in zip(first.token_ids, first.planning_T, strict=True) if on)
     assert marked.strip() == "check"
     assert first.planning_T.dtype == bool
     assert not second.planning_T.any()
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("first_only", "returned 1 masks for 2 completions"),
-        ("too_short", r"returned shape \(1,\) for a completion of \d+ tokens: return one entry per token"),
-        ("probabilities", "returned something else than true and false"),
-        ("not_numbers", "returned something else than true and false"),
-    ],
-)
-def test_wrong_masks_name_the_detector(base, folder, name, reason):
-    one = group(base, [1.0, 0.0], ["wait let me check so x", "so x = 4"])
-    with pytest.raises(PluginError, match=f"planning detector toy_credit:{name} {reason}"):
-        mark_planning([one], detector(name, folder), base.text)
-
-
-def train_toy(folder: Path, toml: str) -> list[dict]:
-    """``train_quietly`` with a toy model and a reward that differs between its samples."""
-    model = qwen3_directory(folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}"])
-    (folder / "toy_rewards.py").write_text("def score(completion, answer):\n    return len(set(completion)) / 50\n")
-    reward = '[reward]\ntype = "custom"\ncustom_module = "toy_rewards"\n'
-    return train_quietly(folder, f'{toml}\n[model]\nmodel = "{model}"\nlora_rank = 4\n{reward}')
+    assert load_detector(parse_dict({"logging": {"strategic_grams": ["aha"]}})).phrases == ("aha",)
 
 
 def test_the_example_of_the_documents_trains(folder):
@@ -329,9 +251,23 @@ def test_the_example_of_the_documents_trains(folder):
     page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
     part = page[page.index("## Code of your own") :]
     toml = re.search(r"```toml\n(.*?)```", part, re.DOTALL)[1]
-    code = re.search(r"```python\n(.*?)```", part, re.DOTALL)[1]
-    (folder / "my_credit.py").write_text(code)
-    (row,) = train_toy(folder, toml + "[training]\nmax_steps = 1\nbatch_size = 1\ngroup_size = 3\nmax_tokens = 8\n")
+    (folder / "my_credit.py").write_text(re.search(r"```python\n(.*?)```", part, re.DOTALL)[1])
+    model = qwen3_directory(folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}"])
+    (folder / "toy_rewards.py").write_text("def score(completion, answer):\n    return len(set(completion)) / 50\n")
+    world = f"""
+    [training]
+    max_steps = 1
+    batch_size = 1
+    group_size = 3
+    max_tokens = 8
+    [model]
+    model = "{model}"
+    lora_rank = 4
+    [reward]
+    type = "custom"
+    custom_module = "toy_rewards"
+    """
+    (row,) = train_quietly(folder, toml + world)
     sys.modules.pop("my_credit", None)
     assert row["optim/grad_norm"] > 0
     assert row["planning_fraction"] is not None
@@ -344,34 +280,3 @@ def test_labels_of_plug_ins_are_file_names():
     ]
     specs = plan(parse_dict({"campaign": {"seeds": [1], "conditions": rows}}))
     assert [spec.run_id for spec in specs] == ["pack.mine-own+none_s1", "grpo+gtpo~uncertainty_kind=mine-own_s1"]
-    assert specs[0].config.algorithm.advantage_mode == "pack.mine:own"
-
-
-def test_a_campaign_trains_with_plug_ins_as_without(folder):
-    """The same formulas by name and by plug-in, from a TOML: the same losses, step for step."""
-    train_toy(
-        folder,
-        """
-        [campaign]
-        seeds = [1]
-        max_steps = 2
-        [[campaign.conditions]]
-        advantage_mode = "grpo"
-        transform_mode = "gtpo"
-        "gtpo.beta" = 0.5
-        [[campaign.conditions]]
-        advantage_mode = "toy_credit:grpo"
-        transform_mode = "toy_credit:gtpo"
-        [training]
-        batch_size = 2
-        group_size = 3
-        max_tokens = 8
-        """,
-    )
-    ours, mine = (
-        [row["loss"] for row in read_jsonl(folder / "out" / "runs" / run / "metrics.jsonl")]
-        for run in ("grpo+gtpo~gtpo.beta=0.5_s1", "toy_credit-grpo+toy_credit-gtpo_s1")
-    )
-    assert len(ours) == 2
-    assert any(ours)
-    assert mine == pytest.approx(ours, rel=1e-4, abs=1e-9)

@@ -15,7 +15,6 @@ from retrain.maths.schedules import (
     learning_rate,
     sepa_gate_open,
     sepa_lambda,
-    sepa_lambda_linear,
     sepa_observe,
     sepa_start,
 )
@@ -24,16 +23,10 @@ from retrain.maths.schedules import (
 def test_learning_rate_points():
     rates = [learning_rate("linear", step, 10, 4, 1.0) for step in range(11)]
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 5 / 6, 4 / 6, 0.5, 2 / 6, 1 / 6, 0.0])
-    assert learning_rate("cosine", 0, 10, 0, 2.0) == 2.0
-    assert learning_rate("cosine", 5, 10, 0, 2.0) == pytest.approx(1.0)
-    assert learning_rate("cosine", 10, 10, 0, 2.0) == pytest.approx(0.0)
+    assert [learning_rate("cosine", step, 10, 0, 2.0) for step in (0, 5, 10)] == pytest.approx([2.0, 1.0, 0.0])
     assert [learning_rate("constant", s, 3, 0, 0.1) for s in range(3)] == [0.1] * 3
-
-
-@given(st.sampled_from(LR_SCHEDULES), st.integers(1, 50), st.integers(0, 60))
-def test_learning_rate_trains_at_every_step(schedule, max_steps, warmup):
-    rates = [learning_rate(schedule, step, max_steps, warmup, 1e-4) for step in range(max_steps)]
-    assert all(0.0 < rate <= 1e-4 for rate in rates)
+    for schedule in LR_SCHEDULES:  # also where the warm-up is longer than the run
+        assert all(0.0 < learning_rate(schedule, step, 5, 9, 1e-4) <= 1e-4 for step in range(5))
 
 
 def test_learning_rate_errors():
@@ -41,13 +34,6 @@ def test_learning_rate_errors():
         learning_rate("step", 0, 1, 0, 1.0)
     with pytest.raises(ValueError, match="outside"):
         learning_rate("linear", 11, 10, 0, 1.0)
-
-
-def test_linear_lambda():
-    assert [sepa_lambda_linear(step, 4, 2) for step in (0, 2, 3, 4, 6, 9)] == [0.0, 0.0, 0.25, 0.5, 1.0, 1.0]
-    assert sepa_lambda_linear(5, 0) == 0.0
-    with pytest.raises(ValueError, match="delay_steps must be >= 0"):
-        sepa_lambda_linear(0, 3, -1)
 
 
 def run(schedule: SepaSchedule, batches: list[tuple[float | None, float | None]]) -> list[float]:
@@ -59,11 +45,8 @@ def run(schedule: SepaSchedule, batches: list[tuple[float | None, float | None]]
     return values
 
 
-def test_without_gate_it_is_the_linear_ramp():
-    assert run(SepaSchedule(steps=4, delay_steps=1), [(0.0, None)] * 7) == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
-
-
 def test_gate_starts_the_clock_and_stays_open():
+    assert run(SepaSchedule(steps=4, delay_steps=1), [(0.0, None)] * 7) == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     batches = [(0.1, 1.0), (None, None), (0.6, 1.0), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0)]
     values = run(SepaSchedule(steps=2, correct_rate_gate=0.5), batches)
     assert values == [0.0, 0.0, 0.0, 0.0, 0.5, 1.0]
@@ -86,11 +69,8 @@ def test_auto_follows_the_fall_of_the_variance():
     auto = [1 - min(e / (4.0 * 0.5), 1) for e in ema]
     assert values[1] == 0.001  # the linear floor, before warm-up has ended
     assert values[4:] == pytest.approx([max(auto[3], 0.004), auto[4]])
-
-
-def test_auto_without_any_variance_is_the_ramp():
-    schedule = SepaSchedule("auto", steps=10, warmup_steps=1)
-    assert run(schedule, [(0, 0.0)] * 4) == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    without = run(SepaSchedule("auto", steps=10, warmup_steps=1), [(0, 0.0)] * 4)
+    assert without == pytest.approx([0.0, 0.1, 0.2, 0.3])
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1e6)), min_size=1, max_size=30), st.floats(0, 1))

@@ -32,17 +32,17 @@ def credited(rollouts: list[Rollout], mode: str = "dr_grpo", discount: float = 1
 
 
 def test_each_turn_is_compared_with_those_of_its_number():
-    """algorithms2 §17: rewards (0, 1, 1) and (.5, 0), γ = 1: G (2, 2, 1) and (.5, 0); a turn alone gets 0."""
+    """Rewards (0, 1, 1) and (.5, 0), γ = 1: G (2, 2, 1) and (.5, 0); a turn alone gets 0."""
     first, second = rollout([0, 1, 1], 2.0), rollout([0.5, 0], 0.5)
     assert (returns_to_go(first, 1.0), returns_to_go(second, 1.0)) == ([2, 2, 1], [0.5, 0])
     assert credited([first, second]) == [[0.75, 1.0, 0.0], [-0.75, -1.0]]
     assert first.advantage == pytest.approx(1.75 / 3)  # what a token gets on average
     assert returns_to_go(rollout([0, 1, 1], 2.0), 0.5) == [0.75, 1.5, 1.0]
-
-
-def test_what_the_total_is_beyond_the_turns_comes_with_the_last():
-    assert returns_to_go(rollout([None, None], 1.0), 0.5) == [0.5, 1.0]
+    assert returns_to_go(rollout([None, None], 1.0), 0.5) == [0.5, 1.0]  # the rest of the total comes with the last
     assert returns_to_go(rollout([0.25, None], 1.0), 1.0) == [1.0, 0.75]
+    assert credited([rollout([0.0, 2.0], 2.0), rollout([1.0], 1.0)], lambda rewards: rewards) == [[2.0, 0.0], [1.0]]
+    with pytest.raises(RunFailed, match=r"maxrl is defined for rewards in \[0, 1\]"):
+        credited([rollout([1.0, 1.0], 2.0), rollout([0.0, 0.0], 0.0)], "maxrl")
 
 
 @pytest.mark.parametrize("mode", ["dr_grpo", "grpo", "rloo", "maxrl"])
@@ -89,16 +89,6 @@ def test_rollouts_without_reward_or_turns_take_no_part():
     assert alone.turn_advantages == [0.0]
     assert group.discarded == "zero_advantage"
     assert samples_of([group], every=True)[0].token_ids.tolist() == [1, 2, 10]
-
-
-def test_a_turn_alone_has_no_advantage_by_a_mode_of_ones_own_either():
-    group = [rollout([0.0, 2.0], 2.0), rollout([1.0], 1.0)]
-    assert credited(group, lambda rewards: rewards) == [[2.0, 0.0], [1.0]]
-
-
-def test_returns_outside_the_unit_interval_are_refused_where_the_mode_needs_it():
-    with pytest.raises(RunFailed, match=r"maxrl is defined for rewards in \[0, 1\]"):
-        credited([rollout([1.0, 1.0], 2.0), rollout([0.0, 0.0], 0.0)], "maxrl")
 
 
 @pytest.mark.parametrize("transform", ["none", "gtpo", "gtpo_hicra"])
@@ -162,7 +152,7 @@ START, DOOR, HALL = (1, 2), (5,), (6,)
 
 
 def test_turns_in_the_same_state_are_compared_beside_whole_episodes():
-    """algorithms2 §17 (GiGPO): the door is reached by three rollouts, with G = .9025, .95 and 0, so A_S = .285, .3325
+    """arXiv 2505.10978: the door is reached by three rollouts, with G = .9025, .95 and 0, so A_S = .285, .3325
     and -.6175; the start by all, the hall by one alone, which adds nothing."""
     rollouts = in_states(([START, DOOR, HALL], 0.95), ([START, DOOR], 0.95), ([START, DOOR], 0.0))
     found = by_state(rollouts, discount=0.95)
@@ -182,25 +172,11 @@ def test_a_state_that_a_rollout_comes_back_to_counts_every_time():
     assert found[0] == pytest.approx([0.5 + 0.5, 0.5 + 0.25, 0.5 - 0.25])
 
 
-def test_the_weight_of_states_and_episodes_alone():
-    """With a weight of 0 it would be the credit of episodes; the part of states grows with it."""
-    episodes = (([START, DOOR], 1.0), ([START, DOOR], 0.0))
-    whole, twice = by_state(in_states(*episodes)), by_state(in_states(*episodes), weight=2.0)
-    assert whole == [[1.0, 1.0], [-1.0, -1.0]]
-    assert twice == [[1.5, 1.5], [-1.5, -1.5]]
-
-
-def test_rollouts_without_a_reward_take_no_part_in_states():
+def test_the_weight_of_states_as_configured():
+    """With a weight of 0 it would be the credit of episodes. Without a reward a rollout takes no part."""
+    config = {"turn_credit": "state", "state_weight": 2.0}
+    credit = turn_credit_of(parse_dict({"algorithm": config, "environment": {"tools": ["calculator"]}}).algorithm)
+    assert credit == TurnCredit(1.0, 2.0)
     rollouts = [*in_states(([START, DOOR], 1.0), ([START, DOOR], 0.0)), rollout([None, None], None)]
-    assert by_state(rollouts)[2] is None
+    assert by_state(rollouts, weight=2.0) == [[1.5, 1.5], [-1.5, -1.5], None]
     assert np.isnan(rollouts[2].advantage)
-    assert rollouts[0].turn_advantages == [1.0, 1.0]
-
-
-def test_the_configuration_says_how_turns_are_credited():
-    def by(**algorithm) -> TurnCredit | None:
-        return turn_credit_of(parse_dict({"algorithm": algorithm, "environment": {"tools": ["calculator"]}}).algorithm)
-
-    assert by() is None
-    assert by(turn_credit="turn", turn_discount=0.5) == TurnCredit(0.5)
-    assert by(turn_credit="state", state_weight=0.3) == TurnCredit(1.0, 0.3)

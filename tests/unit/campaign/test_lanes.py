@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from lane_cases import ref, rollout, sample, update
@@ -17,7 +15,6 @@ from retrain.campaign.running import fitting
 from retrain.campaign.running.controller import launch
 from retrain.campaign.running.fitting import DoesNotFit, check_memory
 from retrain.config import load
-from retrain.data.prompts import render
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import SampleRequest
@@ -28,7 +25,6 @@ from retrain.policy.rounded import copied_bytes
 from retrain.policy.threads import Workers
 from retrain.record.observer import NullObserver
 from retrain.run import Run
-from retrain.types import Problem
 
 
 def trained(path, out):
@@ -81,42 +77,24 @@ def test_a_copy_of_the_weights_is_counted_until_it_is_there(tmp_path, monkeypatc
     specs = plan(load(campaign(tmp_path, tmp_path / "toy"), ["training.update_dtype='bfloat16'"]))[:1]
     assert copied_bytes(base.model) == 0
 
-    def fits(free: int) -> bool:
-        monkeypatch.setattr(fitting, "available_memory", lambda device: free)
-        try:
-            check_memory(base, lanes, specs, 7)
-        except DoesNotFit:
-            return False
-        return True
+    def needed() -> int:
+        low, high = 0, 1 << 24
+        while high - low > 256:
+            middle = (low + high) // 2
+            monkeypatch.setattr(fitting, "available_memory", lambda device, free=middle: free)
+            try:
+                check_memory(base, lanes, specs, 7)
+                high = middle
+            except DoesNotFit:
+                low = middle
+        return int(high * fitting.USABLE_SHARE)
 
-    def least() -> int:
-        return int(next(free for free in range(0, 1 << 24, 1024) if fits(free)) * fitting.USABLE_SHARE)
-
-    before = least()
+    before = needed()
     adapter = moved(lanes, 0)
     update(lanes, adapter, rollout(base, lanes, adapter), bfloat16=True)
     copied = copied_bytes(base.model)
     assert 0 < copied <= base.weight_bytes // 2  # of fp32, the layers of the decoder
-    assert before - least() == pytest.approx(copied, abs=1024)
-
-
-def test_a_cohort_is_measured_with_its_longest_prompt(model, tmp_path, monkeypatch):
-    """However rare it is among the problems, and whether trained on or held out."""
-    texts = [f"What is {number} + {number}?" for number in range(60)] + ["Compute " + "1 + " * 50 + "1"]
-    rows = [{"question": text, "answer": "0"} for text in texts]
-    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def measured(base, lanes, specs, prompt_tokens, decodes):
-        lengths = [len(render(Problem("", t, ""), base.tokenizer, specs[0].config.data).token_ids) for t in texts]
-        assert decodes
-        assert sorted(lengths)[-2] < sorted(lengths)[-1] == prompt_tokens
-        raise UsageError("measured")
-
-    monkeypatch.setattr("retrain.campaign.running.assemble.check_memory", measured)
-    path = campaign(tmp_path, model)
-    path.write_text(path.read_text() + f'[data]\nsource = "{tmp_path}/problems.jsonl"\nprompt_column = "question"\n')
-    with pytest.raises(UsageError, match="measured"):
-        launch(load(path), tmp_path / "out", NullObserver())
+    assert before - needed() == pytest.approx(copied, abs=1024)
 
 
 def test_smaller_cohorts_keep_seeds_together_and_say_what_to_type(tmp_path):
@@ -136,7 +114,9 @@ def test_smaller_cohorts_keep_seeds_together_and_say_what_to_type(tmp_path):
 
 def test_a_campaign_that_does_not_fit_trains_in_smaller_cohorts(model, tmp_path, monkeypatch):
     """Out of memory while stepping, too: the cohort is cut, everything is trained, and the manifest says how."""
-    whole = trained(campaign(tmp_path, model, dtype="float64"), tmp_path / "whole")
+    path = campaign(tmp_path, model, steps=2, dtype="float64")
+    path.write_text(path.read_text().replace("problems = 5", "problems = 0"))
+    whole = trained(path, tmp_path / "whole")
     sample, failed = LocalEngine.sample, []
 
     def short(self, requests, **options):
@@ -147,8 +127,6 @@ def test_a_campaign_that_does_not_fit_trains_in_smaller_cohorts(model, tmp_path,
         return sample(self, requests, **options)
 
     monkeypatch.setattr(LocalEngine, "sample", short)
-    path = campaign(tmp_path, model, "again", dtype="float64")
-    path.write_text(path.read_text().replace("[evaluation]", "[evaluation]\nat_start = false"))
     cut = trained(path, tmp_path / "cut")
     assert failed == [4]
     manifest = read_json(tmp_path / "cut/manifest.json")
@@ -196,39 +174,34 @@ def test_a_decode_batch_that_does_not_fit_goes_on_with_half_the_rows(tmp_path, m
 
 def test_a_run_whose_update_would_be_alone_gets_all_workers(model, tmp_path, monkeypatch):
     """Three of four updates side by side, then the micro-batches of the fourth: bit by bit the same."""
-    free = trained(campaign(tmp_path, model, "free", steps=2), tmp_path / "free")
+    path = campaign(tmp_path, model, steps=1)
+    path.write_text(path.read_text().replace("problems = 5", "problems = 0"))
+    free = trained(path, tmp_path / "free")
     given, update = [], Run.update
 
     def noted(self, groups, credit):
-        given.append((self.step, self.policy.workers.count))
+        given.append(self.policy.workers.count)
         return update(self, groups, credit)
 
     monkeypatch.setattr(Run, "update", noted)
     monkeypatch.setattr("retrain.campaign.running.assemble.workers_for", lambda base: Workers(3))
-    shared = trained(campaign(tmp_path, model, "shared", steps=2), tmp_path / "shared")
-    assert given == [(step, count) for step in (0, 1) for count in (1, 1, 1, 3)]
+    shared = trained(path, tmp_path / "shared")
+    assert given == [1, 1, 1, 3]
     assert {run: [row["loss"] for row in rows] for run, rows in shared.items()} == {
         run: [row["loss"] for row in rows] for run, rows in free.items()
     }
 
 
-@pytest.mark.parametrize(("error", "reason"), [
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"), "out of memory in retrain."),
-    (ValueError("the engine is broken"), "ValueError: the engine is broken"),
-    (MemoryError(), " (MemoryError): lower [training] batch_size"),
-])  # fmt: skip
-def test_what_no_run_can_go_on_from_ends_each_of_them(model, tmp_path, monkeypatch, error, reason):
-    """Runs that do not even fit alone fail, as those of a broken engine do: the settings of the file are no mistake."""
+def test_what_no_run_can_go_on_from_ends_each_of_them(model, tmp_path, monkeypatch):
+    """Runs that do not even fit alone fail: the settings of the file are no mistake."""
 
     def failing(self, requests, **options):
-        raise error
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
     monkeypatch.setattr(LocalEngine, "sample", failing)
-    outcome = launch(load(campaign(tmp_path, model, steps=2)), tmp_path / "out", NullObserver())
+    outcome = launch(load(campaign(tmp_path, model, steps=1)), tmp_path / "out", NullObserver())
     assert outcome.exit_status == 1
     for run in read_json(tmp_path / "out/manifest.json")["runs"]:
         assert run["state"] == "failed"
-        assert reason in run["reason"]
+        assert "out of memory in retrain." in run["reason"]
         assert len(run["reason"].splitlines()) == 1
-        last = (tmp_path / "out" / run["log"]).read_text().splitlines()[-1]
-        assert last.endswith("failed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -20,6 +19,7 @@ from retrain.errors import LeaseLost, UsageError
 from retrain.files import read_json, write_json
 from retrain.ownership import MARK, claim
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
 ELSEWHERE = {"host": "another-machine", "boot": "another-start"}
 
 
@@ -55,12 +55,6 @@ def test_where_file_locks_do_not_work_the_lease_decides(tmp_path, monkeypatch):
     sleeper.wait()
     with lock(tmp_path) as mine:  # the owner is dead: taken over at once
         assert read_json(tmp_path / LEASE)["token"] == mine.token
-
-
-def test_a_process_number_that_was_given_again_is_no_owner(tmp_path):
-    lease(tmp_path, pid=os.getppid(), process_start="-1", **machine())
-    with lock(tmp_path):
-        pass
 
 
 def test_a_lease_from_another_machine_is_watched_and_its_times_are_not_read(tmp_path):
@@ -115,9 +109,7 @@ def test_a_successor_that_has_ended_is_named_too(tmp_path):
     with lock(tmp_path) as mine:
         (tmp_path / LEASE).unlink()
         (tmp_path / ".lock").unlink()
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-        command = [sys.executable, "-c", code, str(tmp_path)]
-        pid = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+        pid = subprocess.check_output([sys.executable, "-c", code, str(tmp_path)], env=ENVIRONMENT, text=True).strip()
         with pytest.raises(LeaseLost, match=f"process {pid} on .* has taken over"):
             mine.check()
     assert {path.name for path in tmp_path.iterdir()} == {".lock", MARK}
@@ -145,12 +137,14 @@ def test_nothing_is_written_into_a_directory_put_in_the_place_of_a_moved_one(tmp
             mine.check()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": "x"}', "\x00\xff"])
-def test_a_damaged_lease_is_nobodys(tmp_path, text):
-    claim(tmp_path)
-    (tmp_path / LEASE).write_text(text)
+def test_a_damaged_lease_and_that_of_an_ended_process_hold_nothing_up(tmp_path):
+    lease(tmp_path, pid=os.getppid(), process_start="-1", **machine())  # a process number that was given again
     with lock(tmp_path):
-        assert json.loads((tmp_path / LEASE).read_text())["pid"] == os.getpid()
+        pass
+    for text in ("", "{", "[]", '{"pid": "x"}', "\x00\xff"):
+        (tmp_path / LEASE).write_text(text)
+        with lock(tmp_path):
+            assert read_json(tmp_path / LEASE)["pid"] == os.getpid()
 
 
 STUCK = """
@@ -166,9 +160,8 @@ with stopping.StopRequest().listening(NullObserver()) as stop:
 
 def test_a_second_signal_ends_a_process_that_is_stuck_in_a_long_call(tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-    )  # fmt: skip
+        [sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == "ready\n"
@@ -210,9 +203,3 @@ def test_a_lease_of_another_machine_that_stands_still_is_dead(tmp_path):
     begin = time.monotonic()
     wait_for_writers([tmp_path / "run"], watch=0.5)
     assert time.monotonic() - begin >= 0.5
-
-
-def test_a_lock_claims_the_directory_for_its_owner(tmp_path):
-    owner = claim(tmp_path)
-    with DirectoryLock(tmp_path / "runs" / "a", owner=owner.at("runs/a")):
-        assert claim(tmp_path / "runs" / "a", owner.at("runs/a")).place == "runs/a"

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import random
 import threading
 
 from toymodels import campaign_head
 
 from retrain.campaign.planning import manifest as manifests
-from retrain.campaign.planning import pieces
 from retrain.campaign.planning.manifest import MANIFEST, Manifest
 from retrain.campaign.planning.plan import plan
 from retrain.config import load
 from retrain.files import dumps, read_json
+
+REASONS = (None, 'a "b"\n\tc', "new\nline \u2028 ä", float("nan"))
 
 
 def entries(count: int) -> list[dict]:
@@ -20,30 +20,13 @@ def entries(count: int) -> list[dict]:
             for i in range(count)]  # fmt: skip
 
 
-def test_the_text_in_pieces_is_the_json_of_the_whole():
-    draw = random.Random(0)
-    content = {"format": 1, "runs": entries(5), "name": "new\nline \u2028 ä", "empty": {}, "none": []}
-    mine, known = pieces.Pieces(), {run["run_id"]: run for run in content["runs"]}
-    mine.change({key: value for key, value in content.items() if key != "runs"}, known)
-    for number in range(50):
-        assert mine.text(content, known) == dumps(content, indent=2) + "\n"
-        run = draw.choice(content["runs"])
-        run.update(
-            state=draw.choice(["running", "done"]), step=number, reason=draw.choice([None, 'a "b"\n\tc', float("nan")])
-        )
-        content[f"fact{number % 7}"] = {"deep": [[1, None], {"a": [draw.random(), "x\ny"]}]}
-        mine.change({f"fact{number % 7}": content[f"fact{number % 7}"]}, {run["run_id"]: run})
-    assert mine.text({"runs": []}, []) == dumps({"runs": []}, indent=2) + "\n"
-    assert mine.text({"unheard": 1, "runs": []}, []) == dumps({"runs": []}, indent=2) + "\n"
-
-
 def test_what_was_changed_is_in_the_file_whoever_writes_meanwhile(tmp_path):
     with Manifest(tmp_path, {"runs": entries(40), "cohorts": []}) as manifest:
-        for number in range(400):
+        for number in range(200):
             name = f"a_s{number % 40}"
             manifest.step(name, number)
             if number % 3 == 0:
-                manifest.update(name, state="running", worker=f"{number} cpu")
+                manifest.update(name, state="running", worker=f"{number} cpu", reason=REASONS[number % 4])
             if number % 5 == 0:
                 manifest.note(cohorts=[[name]], lanes=number)
             if number % 7 == 0:
@@ -52,10 +35,8 @@ def test_what_was_changed_is_in_the_file_whoever_writes_meanwhile(tmp_path):
         manifest.content.pop("lanes")
         manifest.note(slots=2)
         manifest.files.flush()
-        assert read_json(tmp_path / MANIFEST) == manifest.content
         assert (tmp_path / MANIFEST).read_text() == dumps(manifest.content, indent=2) + "\n"
         assert "lanes" not in manifest.content
-        assert manifest.run("a_s0") is manifest.content["runs"][0]
 
 
 def test_one_write_takes_all_that_came_while_another_was_under_way(tmp_path, monkeypatch):
@@ -89,7 +70,7 @@ def test_an_event_makes_one_run_into_text_whatever_the_number_of_runs(tmp_path, 
     with Manifest(tmp_path, {"runs": entries(300), "sequential": {"values": []}}) as manifest:
         manifest.write()
         manifest.files.flush()
-        monkeypatch.setattr(pieces, "dumps", counted)
+        monkeypatch.setattr(manifests, "dumps", counted)
         manifest.update("a_s7", state="running")
         manifest.files.flush()
     assert [value["run_id"] for value in made if isinstance(value, dict)] == ["a_s7"]

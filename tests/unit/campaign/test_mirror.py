@@ -136,12 +136,6 @@ class TestFile(OfAnyStore):
         return f"file://{tmp_path}/store"
 
 
-class TestMemory(OfAnyStore):
-    @pytest.fixture
-    def url(self, tmp_path):
-        return f"memory://{tmp_path}"
-
-
 @pytest.fixture(scope="module")
 def bucket():
     """A bucket of a server that speaks S3, on this machine."""

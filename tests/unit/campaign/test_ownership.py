@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from record_cases import context
 from toycampaign import campaign
 from typer.testing import CliRunner
 
@@ -17,7 +18,7 @@ from retrain.campaign.adapters.squeeze import compress_adapter, squeeze
 from retrain.campaign.judging.report import write_report
 from retrain.campaign.planning.manifest import read_manifest, read_plan
 from retrain.campaign.running.controller import launch, resume
-from retrain.campaign.running.lease import DirectoryLock
+from retrain.campaign.running.lease import machine
 from retrain.checkpoints import (
     Snapshot,
     checkpoint_directories,
@@ -182,75 +183,59 @@ def test_leftovers_of_others_stay(tmp_path):
 
 # -- train --out --------------------------------------------------------------------------------------------------
 
-NAMES = (
-    "manifest.json", "plan.json", "config.json", "code.diff", "environment.json", "metrics.jsonl", "evals.jsonl",
-    "checkpoints.jsonl", "timing_spans.jsonl", "notes.jsonl", "run.log", "report.html", "comparison.json",
-    "timeline.html", "retrain.json", ".lease", "final/adapter_model.safetensors", "checkpoints/step_000001/weights.pt",
-    "emergence/steps.jsonl", "squeeze/analysis.json", "base/readme", "runs/grpo+none_s1/metrics.jsonl",
-    "train_iteration_000000.html", "eval_mine_iteration_000000_logtree.json", "wandb/x", "tensorboard/x",
+FOREIGN = (
+    "manifest.json", "config.json", "metrics.jsonl", "run.log", "report.html", "retrain.json", ".lease",
+    "final/adapter_model.safetensors", "checkpoints/step_000001/weights.pt", "squeeze/analysis.json",
+    "runs/grpo+none_s1/metrics.jsonl", "train_iteration_000000.html", "eval_mine_iteration_000000_logtree.json",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["campaign", "single"])
-def test_a_foreign_directory_is_refused_and_stays_as_it_is(tmp_path, model, name, kind):
-    path = campaign(tmp_path, model) if kind == "campaign" else single(tmp_path, model)
-    put(tmp_path / "out" / name)
+def test_every_name_that_retrain_writes_is_refused_where_it_is_foreign(tmp_path):
+    for number, name in enumerate(FOREIGN):
+        directory = tmp_path / str(number)
+        put(directory / name)
+        with pytest.raises(NotOurs, match=rf"holds {re.escape(name.split('/')[0])}, which retrain did not write"):
+            claim(directory)
+        assert contents(directory) == {name: THEIRS.encode()}
+    theirs = put(tmp_path / "theirs/adapter_model.safetensors")
+    for name in ("runs", "checkpoints", "final", "metrics.jsonl"):
+        link = tmp_path / f"link_{name}" / name
+        link.parent.mkdir()
+        link.symlink_to(theirs.parent)
+        with pytest.raises(NotOurs, match=f"holds {name}"):
+            claim(link.parent)
+        assert contents(link.parent) == {name: str(theirs.parent)}
+
+
+def test_a_foreign_directory_is_refused_and_stays_as_it_is(tmp_path, model):
+    path = single(tmp_path, model)
+    put(tmp_path / "out/metrics.jsonl")
     put(tmp_path / "out/notes.txt")
     before = contents(tmp_path / "out")
     result = CliRunner().invoke(app, ["train", str(path), "--out", str(tmp_path / "out")])
     assert result.exit_code == 2
     (line,) = [line for line in result.output.splitlines() if not line.startswith("note:")]
-    assert re.search(rf"out holds {re.escape(name.split('/')[0])}, which retrain did not write there", line)
+    assert "out holds metrics.jsonl, which retrain did not write there" in line
     assert "another directory with --out" in line
     assert contents(tmp_path / "out") == before
 
 
-@pytest.mark.parametrize("name", ["runs", "checkpoints", "final", "metrics.jsonl"])
-def test_a_foreign_link_is_refused_and_what_it_points_to_stays(tmp_path, model, name):
-    put(tmp_path / "theirs/adapter_model.safetensors")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / name).symlink_to(tmp_path / "theirs")
-    before = contents(tmp_path)
-    with pytest.raises(NotOurs, match=f"out holds {name}"):
-        train(single(tmp_path, model), tmp_path / "out")
-    assert before.items() <= contents(tmp_path).items()
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {name}
-
-
-def test_an_unrelated_file_is_no_reason_and_the_directory_is_then_continued(tmp_path, model):
-    path, stays = single(tmp_path, model, 1), {}
-    (tmp_path / "out/checkpoints").mkdir(parents=True)  # empty: nothing can be lost
-    for name in ("notes.txt", ".notes.1.tmp", ".lock", "data/config.json"):
-        stays[put(tmp_path / "out" / name)] = THEIRS
-    (tmp_path / "out/link").symlink_to("/nowhere")
-    assert train(path, tmp_path / "out").exit_status == 0
-    assert train(path, tmp_path / "out", "training.max_steps=2").exit_status == 0
-    assert resume(tmp_path / "out", NullObserver()).exit_status == 0
-    assert {file: file.read_text() for file in stays} == stays
-    assert (tmp_path / "out/link").is_symlink()
-    assert len(read_jsonl(tmp_path / "out/metrics.jsonl")) == 2
-
-
-def test_a_first_start_killed_anywhere_leaves_a_directory_that_is_known(tmp_path, model):
+def test_unrelated_files_and_a_start_that_was_killed_are_continued(tmp_path, model):
     """Killed after the lock, after the mark, after the lease, at any later file: the next start goes on."""
     out, path = tmp_path / "out", single(tmp_path, model, 1)
-    put(out / ".lock", "")
+    (out / "checkpoints").mkdir(parents=True)  # empty: nothing can be lost
+    stays = [put(out / name) for name in ("notes.txt", ".notes.1.tmp", ".lock", "data/config.json")]
+    (out / "link").symlink_to("/nowhere")
     put(out / ".retrain.json.4194305.retrain-tmp", "{")
-    check_claim(out)
     claim(out)
-    put(out / ".lease", '{"token": "x", "pid": 4194305}')
-    for name in ("manifest.json.4194305.retrain-tmp", "x"):
-        put(out / f".{name}", "{")
+    write_json(out / ".lease", {"token": "x", "pid": 4194305, "process_start": "0", **machine()})
+    leftover = put(out / ".manifest.json.4194305.retrain-tmp", "{")
     assert train(path, out).exit_status == 0
-    assert not (out / ".manifest.json.4194305.retrain-tmp").exists()
-
-
-def test_the_mark_comes_before_everything_but_the_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr("retrain.campaign.running.lease.DirectoryLock._take_lease", lambda self: pytest.fail("reached"))
-    with pytest.raises(pytest.fail.Exception), DirectoryLock(tmp_path):
-        pass
-    assert {path.name for path in tmp_path.iterdir()} == {".lock", MARK}
+    assert not leftover.exists()
+    assert resume(out, NullObserver()).exit_status == 0
+    assert [file.read_text() for file in stays] == [THEIRS] * 4
+    assert (out / "link").is_symlink()
+    assert len(read_jsonl(out / "metrics.jsonl")) == 1
 
 
 def test_another_campaigns_runs_are_not_joined_nor_those_of_another_seed(out, trained, model, tmp_path):
@@ -262,20 +247,19 @@ def test_another_campaigns_runs_are_not_joined_nor_those_of_another_seed(out, tr
     assert contents(out) == before
 
 
-def test_a_foreign_directory_of_a_run_is_refused_before_a_new_campaign_and_before_more_seeds(tmp_path, model):
+def test_a_foreign_directory_of_a_run_is_refused_before_a_campaign(tmp_path, model):
     path, out = campaign(tmp_path, model, steps=1), tmp_path / "out"
-    few = ["campaign.seeds=[1]", "squeeze.enabled=false"]
-    assert launch(load(path, few), out, NullObserver()).exit_status == 0
+    owner = claim(out)
     put(out / "runs/grpo+none_s2/metrics.jsonl", '{"step": 0}\n')
     put(out / "runs/grpo+none_s2/final/adapter_model.safetensors")
     before = contents(out)
     with pytest.raises(NotOurs, match=r"grpo\+none_s2 holds final, metrics\.jsonl.*move it away"):
-        train(path, out, *few[1:])
+        train(path, out)
     assert contents(out) == before
-    shutil.rmtree(out / "runs/grpo+none_s2")
-    shutil.copytree(out / "runs/grpo+none_s1", out / "runs/grpo+none_s2")  # ours, but another run's
+    shutil.rmtree(out / "runs")
+    claim(out / "runs/grpo+none_s2", owner.at("runs/grpo+none_s1"))  # ours, but another run's
     with pytest.raises(NotOurs, match=r"grpo\+none_s1 of another directory"):
-        train(path, out, *few[1:])
+        train(path, out)
 
 
 # -- inside a run of ours -----------------------------------------------------------------------------------------
@@ -287,36 +271,37 @@ def saved(step: int) -> Snapshot:
     return Snapshot(step, policy, f'{{"step": {step}}}\n')
 
 
-@pytest.mark.parametrize("kind", ["any", "of another run", "a link"])
-def test_foreign_checkpoints_survive_pruning_and_forgetting_and_are_not_continued(tmp_path, kind):
-    run = tmp_path / "run"
+def test_foreign_checkpoints_survive_pruning_and_forgetting_and_are_not_continued(tmp_path):
+    """Any directory, a checkpoint of another run, and a link."""
+    run, other = tmp_path / "run", tmp_path / "other"
     claim(run)
+    claim(other)
     for step in (2, 4, 6):
         write_checkpoint(checkpoint_directory(run, step), saved(step))
-    for step in (1, 5, 9):
-        foreign = checkpoint_directory(run, step)
-        if kind == "of another run":
-            claim(tmp_path / "other")
-            write_checkpoint(checkpoint_directory(tmp_path / "other", step), saved(step))
-            shutil.copytree(checkpoint_directory(tmp_path / "other", step), foreign)
-        elif kind == "a link":
-            put(tmp_path / "theirs" / str(step) / "weights.pt")
-            foreign.symlink_to(tmp_path / "theirs" / str(step))
-        else:
-            put(foreign / "weights.pt")
+    put(checkpoint_directory(run, 1) / "weights.pt")
+    write_checkpoint(checkpoint_directory(other, 5), saved(5))
+    shutil.copytree(checkpoint_directory(other, 5), checkpoint_directory(run, 5))
+    put(tmp_path / "theirs/weights.pt")
+    checkpoint_directory(run, 9).symlink_to(tmp_path / "theirs")
     put(checkpoint_directory(run, 2) / "notes.txt")
-    before = {str(step): contents(checkpoint_directory(run, step)) for step in (1, 5, 9)}
-    assert [path.name[-1] for path in checkpoint_directories(run)] == ["2", "4", "6"]
+
+    def foreign() -> list[dict]:
+        return [contents(checkpoint_directory(run, step)) for step in (1, 5, 9)]
+
+    def ours() -> list[str]:
+        return [path.name[-1] for path in checkpoint_directories(run)]
+
+    before = foreign()
+    assert ours() == ["2", "4", "6"]
     forget_after(run, 4)
     assert not checkpoint_directory(run, 6).exists()
     prune(run, keep_last=1)
     assert contents(checkpoint_directory(run, 2)).keys() == {"notes.txt"}
-    assert [path.name[-1] for path in checkpoint_directories(run)] == ["4"]
-    assert {str(step): contents(checkpoint_directory(run, step)) for step in (1, 5, 9)} == before
+    assert ours() == ["4"]
     forget_after(run, 0)
     prune(run, keep_last=1)
-    assert checkpoint_directories(run) == []
-    assert {str(step): contents(checkpoint_directory(run, step)) for step in (1, 5, 9)} == before
+    assert ours() == []
+    assert foreign() == before
 
 
 def test_a_checkpoint_is_not_written_over_a_foreign_one(tmp_path):
@@ -327,12 +312,12 @@ def test_a_checkpoint_is_not_written_over_a_foreign_one(tmp_path):
     assert contents(tmp_path).keys() == {"checkpoints/step_000002/state.json", MARK}
 
 
-def test_a_run_goes_on_beside_foreign_checkpoints_and_is_refused_where_they_are_in_the_way(out):
+def test_a_run_goes_on_beside_foreign_files_and_is_refused_where_they_are_in_the_way(out):
     first = out / "checkpoints/step_000001"
     shutil.rmtree(first)
     put(first / "adapter_model.safetensors")
     before = contents(first)
-    sets = ["training.max_steps=5", "training.keep_last=1"]
+    sets = ["training.max_steps=4", "training.keep_last=1"]
     blocked = put(out / "checkpoints/step_000004/state.json")
     untouched = contents(out)
     for retry in (False, True):
@@ -340,14 +325,10 @@ def test_a_run_goes_on_beside_foreign_checkpoints_and_is_refused_where_they_are_
             resume(out, NullObserver(), sets=sets, retry_failed=retry)
     assert contents(out) == untouched
     shutil.rmtree(blocked.parent)
+    put(out / "final/README.md")
     assert resume(out, NullObserver(), sets=sets).exit_status == 0
     assert contents(first) == before
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step_000001", "step_000005"]
-
-
-def test_a_foreign_final_is_refused_before_training_and_files_beside_ours_stay(out):
-    put(out / "final/README.md")
-    assert resume(out, NullObserver(), sets=["training.max_steps=4"]).exit_status == 0
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step_000001", "step_000004"]
     assert (out / "final/README.md").read_text() == THEIRS
     last = out / "checkpoints/step_000004/adapter_model.safetensors"
     assert (out / "final/adapter_model.safetensors").read_bytes() == last.read_bytes()
@@ -363,7 +344,7 @@ def test_only_rollouts_that_were_recorded_are_forgotten(out):
     theirs = [put(out / name) for name in ("eval_mine_iteration_000003.html", "train_iteration_000077.html")]
     ours = out / "train_iteration_000002_rollout_summaries.jsonl"
     assert ours.is_file()
-    recorder = RunRecorder(out, _context())
+    recorder = RunRecorder(out, context())
     recorder.truncate(2)
     recorder.close()
     assert not ours.exists()
@@ -371,51 +352,43 @@ def test_only_rollouts_that_were_recorded_are_forgotten(out):
     assert all(path.read_text() == THEIRS for path in theirs)
 
 
-def _context():
-    from record_cases import context
-
-    return context()
-
-
 # -- adapters elsewhere -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-@pytest.mark.parametrize("through", ["directory", "link", "campaign"])
-def test_somebodys_adapter_in_adapter_path_is_refused_before_anything_is_written(tmp_path, model, name, through):
-    mine = tmp_path / "mine"
+@pytest.mark.parametrize("through", ["directory", "link", "campaign", "squeeze"])
+def test_somebodys_adapter_in_an_output_path_is_refused_before_anything_is_written(tmp_path, model, through):
+    mine, name = tmp_path / "mine", "adapter_model.safetensors"
     path = campaign(tmp_path, model) if through == "campaign" else single(tmp_path, model)
     file = put(mine / "rloo+gtpo_hicra_placebo_s2" / name if through == "campaign" else mine / name)
     target = mine
     if through == "link":
         target = tmp_path / "link"
         target.symlink_to(mine)
-    with pytest.raises(NotOurs, match=rf"{name}, which this run did not write: set \[backend\] adapter_path"):
-        train(path, tmp_path / "out", f'backend.adapter_path="{target}"')
+    section, key = ("squeeze", "output_path") if through == "squeeze" else ("backend", "adapter_path")
+    with pytest.raises(NotOurs, match=rf"{name}, which this run did not write: set \[{section}\] {key}"):
+        train(path, tmp_path / "out", f'{section}.{key}="{target}"')
     assert contents(mine) == {str(file.relative_to(mine)): THEIRS.encode()}
     assert not (tmp_path / "out").exists()
 
 
-def test_an_adapter_path_is_used_again_by_its_run_and_by_no_other(tmp_path, model):
-    path, mine = single(tmp_path, model, 1), tmp_path / "mine"
+def test_an_adapter_path_is_used_again_by_its_run_and_by_no_other(out, trained, tmp_path):
+    mine, final = tmp_path / "mine", out / "final/adapter_model.safetensors"
     put(mine / "notes.txt")
     here = f'backend.adapter_path="{mine}"'
-    assert train(path, tmp_path / "out", here).exit_status == 0
-    assert train(path, tmp_path / "out", here, "training.max_steps=2").exit_status == 0
-    final = tmp_path / "out/final/adapter_model.safetensors"
-    assert (mine / "adapter_model.safetensors").read_bytes() == final.read_bytes()
+    for steps in (4, 5):
+        assert train(trained[1], out, here, f"training.max_steps={steps}").exit_status == 0
+        assert (mine / "adapter_model.safetensors").read_bytes() == final.read_bytes()
     before = contents(mine)
     with pytest.raises(NotOurs, match="adapter_path to another directory"):
-        train(path, tmp_path / "other", here)
+        train(trained[1], tmp_path / "other", here)
     assert contents(mine) == before
     assert (mine / "notes.txt").read_text() == THEIRS
 
 
 def test_squeeze_writes_over_nothing_but_its_own(out, tmp_path):
+    put(tmp_path / "foreign/adapter_config.json")
+    (tmp_path / "linked").symlink_to(tmp_path / "foreign")
     for target in ("foreign", "linked"):
-        put(tmp_path / "foreign/adapter_config.json")
-        if target == "linked":
-            (tmp_path / target).symlink_to(tmp_path / "foreign")
         with pytest.raises(NotOurs, match=r"adapter_config\.json.*another directory with --out"):
             squeeze(out, to=2, out=tmp_path / target)
     with pytest.raises(NotOurs, match=r"is a file"):
@@ -426,23 +399,14 @@ def test_squeeze_writes_over_nothing_but_its_own(out, tmp_path):
         squeeze(out, to=rank, out=tmp_path / "small")
         assert read_json(tmp_path / "small/adapter_config.json")["r"] == rank
     assert (tmp_path / "small/notes.txt").read_text() == THEIRS
-    shutil.copytree(tmp_path / "small", tmp_path / "loose")
-    (tmp_path / "loose" / MARK).unlink()
     with pytest.raises(NotOurs):
-        compress_adapter(tmp_path / "loose", 1, tmp_path / "small")  # another adapter's
+        compress_adapter(out / "checkpoints/step_000001", 1, tmp_path / "small")  # another adapter's
     put(tmp_path / "analyses/analysis.json")
     with pytest.raises(NotOurs, match=r"analyses holds analysis\.json"):
         squeeze(out, out=tmp_path / "analyses")
     for _ in range(2):
         squeeze(out, out=tmp_path / "mine")
     assert read_json(tmp_path / "mine/analysis.json")["source_rank"] == 4
-
-
-def test_a_foreign_squeeze_output_path_is_refused_before_training(tmp_path, model):
-    put(tmp_path / "mine/adapter_config.json")
-    with pytest.raises(NotOurs, match=r"set \[squeeze\] output_path"):
-        train(single(tmp_path, model), tmp_path / "out", f'squeeze.output_path="{tmp_path / "mine"}"')
-    assert not (tmp_path / "out").exists()
 
 
 # -- reports, manifests, plans ------------------------------------------------------------------------------------
@@ -462,23 +426,20 @@ def test_a_report_replaces_only_a_report_of_the_same_directory(out, tmp_path):
         shutil.copy(out / name, tmp_path / "b" / name)
     with pytest.raises(NotOurs):
         write_report(tmp_path / "b", file)
-    (tmp_path / "link.html").symlink_to(file)
-    with pytest.raises(NotOurs):
-        write_report(out, tmp_path / "link.html")
     put(out / "report.html")
     with pytest.raises(NotOurs):
         write_report(out)
     assert (out / "report.html").read_text() == THEIRS
 
 
-@pytest.mark.parametrize("command", ["status", "compare", "report", "squeeze"])
 @pytest.mark.parametrize("text", ['{"name": "web app", "icons": []}', "[1, 2]", "not JSON", '{"format": 1, "na'])
-def test_a_foreign_manifest_is_called_foreign(tmp_path, command, text):
+def test_a_foreign_manifest_is_called_foreign(tmp_path, text):
     put(tmp_path / "site/manifest.json", text)
-    result = CliRunner().invoke(app, [command, str(tmp_path / "site")])
-    assert result.exit_code == 2, result.output
-    assert "is not retrain's" in result.output
-    assert "damaged" not in result.output
+    for command in ("status", "compare", "report", "squeeze"):
+        result = CliRunner().invoke(app, [command, str(tmp_path / "site")])
+        assert result.exit_code == 2, result.output
+        assert "is not retrain's" in result.output
+        assert "damaged" not in result.output
     assert (tmp_path / "site/manifest.json").read_text() == text
 
 
@@ -497,15 +458,13 @@ def test_a_foreign_plan_is_called_foreign_and_a_damaged_one_of_ours_damaged(tmp_
         put(out / name, good)
 
 
-@pytest.mark.parametrize("place", [".", "runs/grpo+none_s1"])
-def test_links_that_wandb_makes_are_no_reason_to_refuse(out, place):
-    put(out / place / "wandb/run-1/files/media/file")
-    (out / place / "wandb/latest-run").symlink_to("run-1")
-    (out / place / "wandb/run-1/files/media/latest").symlink_to("file")
-    (out / place / "wandb/run-1/logs").mkdir()
-    (out / place / "wandb/run-1/logs/debug-core.log").symlink_to("/nowhere")
+def test_links_that_wandb_makes_are_no_reason_to_refuse(out):
+    put(out / "wandb/run-1/files/media/file")
+    (out / "wandb/latest-run").symlink_to("run-1")
+    (out / "wandb/run-1/logs").mkdir()
+    (out / "wandb/run-1/logs/debug-core.log").symlink_to("/nowhere")
     assert resume(out, NullObserver()).exit_status == 0
-    shutil.rmtree(out / place / "wandb")
-    (out / place / "wandb").symlink_to("/nowhere")
+    shutil.rmtree(out / "wandb")
+    (out / "wandb").symlink_to("/nowhere")
     with pytest.raises(UsageError, match="wandb is a symbolic link"):
         resume(out, NullObserver())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import tomllib
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from pydantic import Field, create_model
@@ -16,7 +15,6 @@ from retrain.campaign.planning.plan import plan
 from retrain.config import Config, load, parse_dict
 from retrain.errors import ConfigError
 
-CAMPAIGNS = sorted((Path(__file__).parents[3] / "campaigns").glob("*.toml"))
 STANDARD = ["grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa"]
 
 
@@ -76,24 +74,19 @@ def test_overrides_stay_in_their_condition():
     specs = planned("[campaign]\nseeds = [1]\n[training]\nlr = 1e-3\n" + conditions("", "lr = 1e-4", "group_size = 4"))
     assert [spec.config.training.lr for spec in specs] == [1e-3, 1e-4, 1e-3]
     assert [spec.config.training.group_size for spec in specs] == [8, 8, 4]
-
-
-def test_campaign_steps_replace_those_of_training():
     specs = planned("[campaign]\nseeds = [1]\nmax_steps = 20\n" + conditions("", "max_steps = 30\nsepa.steps = 20"))
     assert [spec.config.training.max_steps for spec in specs] == [20, 30]
+    specs = planned("[campaign]\nseeds = [1]\n[lora]\nalpha = 0\n" + conditions("", "lora_rank = 8"))
+    assert [spec.config.lora.alpha for spec in specs] == [64, 16]  # twice the rank of each
+    specs = planned("[campaign]\nseeds = [1]\n[hicra]\nalpha = 0.4\n[gtpo]\nbeta = 0.3")
+    assert [spec.config.hicra.alpha for spec in specs] == [0.2, 0.2, 0.2, 0.4, 0.2]  # defaults where it has no effect
+    assert [spec.config.gtpo.beta for spec in specs] == [0.1, 0.1, 0.3, 0.3, 0.3]
 
 
 def test_evaluation_is_that_of_the_base_even_where_sampling_differs():
-    specs = planned("[campaign]\nseeds = [1]\n[training]\nmax_tokens = 50\n" + conditions("", "temperature = 0.7"))
+    specs = planned("[campaign]\nseeds = [1]\n" + conditions("", "temperature = 0.7\nmax_tokens = 64"))
     assert {spec.config.evaluation.temperature for spec in specs} == {1.0}
-    specs = planned("[campaign]\nseeds = [1]\n" + conditions("", "max_tokens = 64"))
     assert {spec.config.evaluation.max_tokens for spec in specs} == {256}
-
-
-def test_keys_without_effect_have_their_defaults():
-    specs = planned("[campaign]\nseeds = [1]\n[hicra]\nalpha = 0.4\n[gtpo]\nbeta = 0.3")
-    assert [spec.config.hicra.alpha for spec in specs] == [0.2, 0.2, 0.2, 0.4, 0.2]
-    assert [spec.config.gtpo.beta for spec in specs] == [0.1, 0.1, 0.3, 0.3, 0.3]
 
 
 def test_trackers_are_told_condition_and_seed():
@@ -121,48 +114,30 @@ def test_the_squeeze_analysis_is_reported_where_the_file_asks_for_it(written, re
         assert plan(config)[0].config.squeeze.wandb is reported
 
 
-def test_alpha_zero_is_twice_the_rank_of_each_run():
-    text = "[campaign]\nseeds = [1]\n[lora]\nalpha = 0\n" + conditions("", "lora_rank = 8")
-    assert [spec.config.lora.alpha for spec in planned(text)] == [64, 16]
-
-
-@pytest.mark.parametrize("path", CAMPAIGNS, ids=lambda path: path.name)
-def test_planning_a_run_again_gives_the_run(path):
-    """A resume knows a run by the configuration in its directory."""
-    for spec in plan(load(path)):
-        (again,) = plan(parse_dict(spec.config.to_dict()))
-        assert (again.run_id, again.label, again.seed) == (spec.run_id, spec.label, spec.seed)
-        assert again.config == spec.config
-        assert again.overrides == spec.overrides
-
-
 def test_planning_again_with_overrides():
     text = '[campaign]\nseeds = [1, 2]\nmax_steps = 40\n[logging]\nwandb_tags = ["a"]\n[sepa]\nsteps = 30\n'
     text += conditions("", "lr = 1e-4\nlora_rank = 8\ntarget_modules = ['q_proj', 'v_proj']\ntemperature = 0.9")
-    for spec in planned(text):
+    config = parse_dict(tomllib.loads(text))
+    assert plan(parse_dict(config.to_dict())) == plan(config)
+    for spec in plan(config):
         (again,) = plan(parse_dict(spec.config.to_dict()))
-        assert (again.run_id, again.config) == (spec.run_id, spec.config)
-
-
-def test_the_plan_survives_the_dump_of_the_campaign():
-    for path in CAMPAIGNS:
-        config = load(path).config
-        assert plan(parse_dict(config.to_dict())) == plan(config)
+        assert (again.run_id, again.label, again.seed) == (spec.run_id, spec.label, spec.seed)
+        assert (again.config, again.overrides) == (spec.config, spec.overrides)
 
 
 LABELS = [
-    ("lr = 1e-5", "maxrl+gtpo_sepa~lr=1e-05"),
-    ("lora.target_modules = ['q_proj', 'v_proj']", "maxrl+gtpo_sepa~lora.target_modules=q_proj-v_proj"),
+    ("lr = 1e-5", "lr=1e-05"),
+    ("lora.target_modules = ['q_proj', 'v_proj']", "lora.target_modules=q_proj-v_proj"),
     ("reward.type = 'custom'\nreward.custom_module = 'my/re ward.py'",
-     "maxrl+gtpo_sepa~reward.custom_module=my-re-ward.py~reward.type=custom"),
-    ("deterministic = true", "maxrl+gtpo_sepa~deterministic=true"),
+     "reward.custom_module=my-re-ward.py~reward.type=custom"),
+    ("deterministic = true", "deterministic=true"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("override", "label"), LABELS)
-def test_labels(override, label):
-    (spec,) = planned("[campaign]\nseeds = [1]\n" + conditions(override))
-    assert spec.label == label
+def test_labels():
+    for override, label in LABELS:
+        (spec,) = planned("[campaign]\nseeds = [1]\n" + conditions(override))
+        assert spec.label == f"maxrl+gtpo_sepa~{label}"
 
 
 def test_long_labels_are_cut_and_stay_distinct():
@@ -174,14 +149,12 @@ def test_long_labels_are_cut_and_stay_distinct():
 
 MISTAKES = [
     (conditions("", ""), "has the label of condition 1"),
-    (conditions("lr = 1e-4", "training.lr = 0.0001"), "has the label of condition 1"),
     (conditions("hicra.alpha = 0.1"), 'has no effect with transform_mode = "gtpo_sepa"'),
     (conditions("uncertainty_kind = 'shannon_entropy'", modes="advantage_mode='grpo'\ntransform_mode='none'"),
      'has no effect with transform_mode = "none"'),
     (conditions("sepa.steps = 0"), "λ would be 0 for the whole run"),
     (conditions("group_size = 1"), "with one of them all are 0"),
     (conditions("model = 'Qwen/Qwen3-8B'"), "share one frozen base"),
-    (conditions("model.model = 'Qwen/Qwen3-8B'"), "share one frozen base"),
     (conditions("data.source = 'gsm8k'"), "graded in the same way"),
     (conditions("seed = 3"), "the seed is the replicate"),
     (conditions("alpha = 0.3"), 'is a key of 3 sections: "lora.alpha" or "hicra.alpha" or "distillation.alpha"'),
@@ -190,22 +163,17 @@ MISTAKES = [
     (conditions("transform_params = { tau = 2.0 }"), "plug-in parameters are not available: remove the table"),
     (conditions("throttle_dir = '/tmp/x'"), "nothing is called over a network: remove the line"),
     (conditions("lrr = 1e-4"), "did you mean lr"),
-    (conditions("sepia.steps = 3"), "did you mean sepa"),
-    (conditions("sepa.stepps = 3"), "did you mean steps"),
     (conditions("lr = 'high'"), "must be a number > 0"),
     (conditions("algorithm.transform_mode = 'gtpo'"), "the condition's own mode"),
     ('[[campaign.conditions]]\nadvantage_mode = "grpo"', "transform_mode  is missing"),
     ("[campaign]\nconditions = 3", "must be a list of tables"),
     ("[campaign]\nconditions = [3]", "must be a table"),
-    ("[campaign.conditions]\nadvantage_mode = 'grpo'", "must be a list of tables"),
     ("[campaign]\nseeds = [1, 1]", "each may stand once: seeds = [1]"),
-    ("[campaign]\nseeds = []", "must be a list of integers"),
     ("[campaign]\nseeds = [true]", "must be a list of integers"),
     ("[campaign]\nseeds = 8", "seeds = [8]"),
     ("[campaign]\n[hicra]\nalpha = 0.3\n" + conditions(""), "has no effect in any condition"),
     ('[campaign]\n[backpressure]\ntarget = "batch_size"', "batch sizes would differ between the conditions"),
     ('[campaign]\nallow_confounded = true\n[backpressure]\ntarget = "batch_size"', "is not available"),
-    ("[campaign]\nmax_steps = 5\n[sepa]\nsteps = 0", "λ would be 0 for the whole run"),
 ]  # fmt: skip
 
 
@@ -225,59 +193,22 @@ def test_mistakes_in_conditions_have_their_lines(tmp_path):
     assert [problem.where for problem in caught.value.problems] == ["c.toml:6", "c.toml:10", "c.toml:16", "c.toml:21"]
 
 
-def test_rules_point_at_the_condition_that_breaks_them(tmp_path):
-    file = tmp_path / "c.toml"
-    file.write_text("[campaign]\nmax_steps = 50\n" + conditions("lr = 1e-3", "lr = 1e-4\nsepa.steps = 0"))
-    with pytest.raises(ConfigError) as caught:
-        load(file)
-    (problem,) = caught.value.problems
-    assert (problem.where, problem.key) == ("c.toml:11", "campaign.conditions[2].sepa.steps")
-
-
 def test_warnings(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text(
         '[campaign]\nseeds = [1, 2]\nmax_steps = 50\n[algorithm]\nadvantage_mode = "grpo"\n'
         "[training]\nmax_steps = 60\ngroup_size = 2\nlr = 1e-3\n" + conditions("", "lr = 1e-3")
     )
-    warnings = load(file).warnings
     expected = [
-        "c.toml:2  campaign.seeds  has 2: enough to watch, too few to tell two conditions apart (that takes 6 at "
-        "least, 7 leave room for a pair that disagrees); for a verdict type",
+        "c.toml:2  campaign.seeds  has 2: enough to watch, too few to tell two conditions apart",
         "c.toml:3  sepa.steps  is 100: in 50 steps λ gets to 0.48 at most",
         "c.toml:5  algorithm.advantage_mode  has no effect in a campaign",
         "c.toml:7  training.max_steps  is 60, which [campaign] max_steps = 50 replaces",
         "c.toml:8  training.group_size  is 2: with two completions maxrl equals rloo",
         "c.toml:14  campaign.conditions[2]  is the same experiment as condition 1 under another label",
     ]
-    assert len(warnings) == len(expected)
-    assert all(line.startswith(start) for line, start in zip(warnings, expected, strict=True))
-
-
-def test_seeds_that_are_too_few_once_a_run_collapses_are_told(tmp_path):
-    def told(count: int, *conditions_: str) -> list[str]:
-        file = tmp_path / "c.toml"
-        head = f'[campaign]\nseeds = {list(range(1, count + 1))}\ntest = "normal"\n'
-        file.write_text(head + conditions("", *conditions_))
-        return [line for line in load(file).warnings if "collapse" in line]
-
-    rates = [f"lr = {number}e-3" for number in range(1, 8)]
-    (line,) = told(8, *rates)
-    assert line.startswith(
-        "c.toml:2  campaign.seeds  has 8: should a run collapse, the exact test decides, which takes 9"
-    )
-    assert line.endswith("for 7 comparisons; to be able to tell then too, type: seeds = [1, 2, 3, 4, 5, 6, 7, 8, 9]")
-    assert told(9, *rates) == told(6, rates[0]) == []
-    assert "takes 6 for one comparison" in told(5, rates[0])[0]
-
-
-def test_a_configuration_built_in_python():
-    from retrain.config import Campaign, Condition
-
-    condition = Condition(advantage_mode="maxrl", transform_mode="gtpo", gtpo={"beta": 0.5})  # type: ignore[call-arg]
-    specs = plan(Config(campaign=Campaign(seeds=[1, 2], conditions=[condition])))
-    assert [spec.run_id for spec in specs] == ["maxrl+gtpo~gtpo.beta=0.5_s1", "maxrl+gtpo~gtpo.beta=0.5_s2"]
-    assert specs[0].config.gtpo.beta == 0.5
+    for line, start in zip(load(file).warnings, expected, strict=True):
+        assert line.startswith(start)
 
 
 def test_keys_that_a_later_release_adds_do_not_change_what_a_run_is():
@@ -302,7 +233,3 @@ def test_a_record_from_before_a_key_existed_has_its_default():
     assert differences(old, new) == differences(new, old) == {}
     new["evaluation"]["schedule"] = "verdict"
     assert differences(old, new) == {"evaluation.schedule": ("every", "verdict")}
-
-    old, new = (parse_dict({"campaign": {"seeds": [1]}}).to_dict() for _ in range(2))
-    del old["campaign"]["vary"]
-    assert differences(old, new) == differences(new, old) == {}

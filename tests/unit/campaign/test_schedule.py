@@ -21,10 +21,9 @@ from retrain.campaign.planning.estimate import work_of
 from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.config import load, parse_dict
-from retrain.config.schedule import deciding_marks, extent_after, part_evaluations, too_early, whole_evaluations
+from retrain.config.schedule import deciding_marks, extent_after, part_evaluations, whole_evaluations
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
-from retrain.record.console import Board
 from retrain.record.observer import NullObserver
 
 PART = "heldout~part"
@@ -67,13 +66,11 @@ def trained(model, tmp_path_factory) -> Path:
 
 def test_the_marks_are_three_different_steps_about_the_end():
     assert deciding_marks(100) == (80, 90, 100)
-    assert deciding_marks(60) == (48, 54, 60)
     assert (deciding_marks(1), deciding_marks(2), deciding_marks(3)) == ((1,), (1, 2), (1, 2, 3))
     for steps in range(3, 500):
         first, second, last = deciding_marks(steps)
         assert 0 < first < second < last == steps
         assert first <= 0.8 * steps + 0.5
-        assert steps < 10 or abs(second - 0.9 * steps) <= 0.5 >= abs(first - 0.8 * steps)
 
 
 def test_each_schedule_says_when_all_problems_are_asked():
@@ -87,9 +84,6 @@ def test_each_schedule_says_when_all_problems_are_asked():
     extents = {step: extent for step in range(1, 21) if (extent := extent_after(config, step))}
     assert extents == {6: "part", 12: "part", 16: "whole", 18: "whole", 20: "whole"}
     assert extent_after(parse_dict({"evaluation": {"problems": 0}}), 100) is None
-    assert too_early(60, 100)
-    assert not too_early(75, 100)
-    assert not too_early(1, 3)
 
 
 def test_what_explain_counts_are_the_answers_of_the_schedule():
@@ -115,22 +109,12 @@ TWO += 'transform_mode = "none"\n'
     (["campaign.primary_metric=last3:pass@4", "evaluation.schedule=verdict"], "needs 4 samples"),
     (["campaign.primary_metric=last3:eval/x/pass@1", "evaluation.schedule=verdict"], "eval/heldout/pass@1"),
     (["campaign.primary_metric=auc", "evaluation.schedule=verdict"], 'asks only a part .* = "last3", or schedule = '),
-    (["campaign.primary_metric=auc:pass@1", "evaluation.schedule=verdict"], 'primary_metric = "last3:pass@1", or'),
     (["campaign.primary_metric=final", "evaluation.schedule=verdict", "evaluation.problems=0"], "has no effect with"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused_with_the_line_to_type(tmp_path, sets, said):
     (tmp_path / "f.toml").write_text(TWO)
     with pytest.raises(ConfigError, match=said):
         load(tmp_path / "f.toml", sets)
-
-
-def test_three_evaluations_that_are_not_about_the_end_are_told(tmp_path):
-    (tmp_path / "f.toml").write_text(TWO)
-    early = load(tmp_path / "f.toml", ["training.eval_every=20"])
-    assert any("here the mean of those after 60, 80 and 100 of 100 steps" in str(note) for note in early.warnings)
-    for sets in (["training.eval_every=10"], ["evaluation.schedule=verdict"], ["campaign.primary_metric=final"]):
-        late = load(tmp_path / "f.toml", sets)
-        assert not any("here the mean" in str(note) for note in late.warnings)
 
 
 # -- a campaign that is trained ---------------------------------------------------------------------------------------
@@ -152,8 +136,8 @@ def test_few_evaluations_have_all_problems_and_the_others_a_name_of_their_own(tr
 
 def test_the_answer_to_a_problem_of_the_part_is_the_first_of_the_whole_set(trained, model, tmp_path):
     """The same campaign with all problems every three steps trains alike, and asks the part among the others."""
-    sets = ("evaluation.schedule=every", "campaign.primary_metric=final", "campaign.seeds=[1]", "campaign.max_steps=4")
-    assert launch(toy(tmp_path, model, 4, *sets), tmp_path / "out", NullObserver()).exit_status == 0
+    sets = ("evaluation.schedule=every", "campaign.primary_metric=final", "campaign.seeds=[1]", "campaign.max_steps=3")
+    assert launch(toy(tmp_path, model, 3, *sets), tmp_path / "out", NullObserver()).exit_status == 0
     run = "runs/grpo+none_s1/emergence/evaluations.jsonl"
     asked = [row for row in read_jsonl(trained / run) if (row["name"], row["step"]) == (PART, 3)]
     every = [row for row in read_jsonl(tmp_path / "out" / run) if row["step"] == 3]
@@ -182,21 +166,12 @@ def test_the_last_three_decide(trained):
 def test_the_report_and_the_status_tell_parts_from_the_rest(trained):
     page = write_report(trained, None).read_text()
     assert "Held-out accuracy, mean of the last three evaluations" in page
-    assert "small and open: one of 8 problems, which decides nothing" in page
     assert page.count("of a part of the problems</title>") == 2 * 2  # two steps of two conditions
-    assert "held-out evaluation after training" in page.lower()
     report = CliRunner().invoke(app, ["status", "--plain", str(trained)]).output
     assert f"{PART} now" in report.splitlines()[0]
-    board = Board()
-    view = board.view(type("Spec", (), {"run_id": "a", "label": "b", "seed": 1})())
-    view.add_evaluation(PART, {f"eval/{PART}/correct_rate": 0.9})
-    assert view.held_out == (None, None)
-    view.add_evaluation("heldout", {METRIC: 0.4})
-    assert view.held_out == (0.4, None)
-    assert list(view.evaluations) == ["heldout", PART]
 
 
-@pytest.mark.parametrize("stop", [(PART, 3), ("heldout", 8), ("heldout", 9)])
+@pytest.mark.parametrize("stop", [(PART, 3), ("heldout", 9)])
 def test_killed_between_evaluations_all_rows_are_those_of_a_whole_run(trained, model, tmp_path, stop):
     out = tmp_path / "out"
     assert launch(toy(tmp_path, model), out, StopAt(*stop)).exit_status == 130
@@ -211,20 +186,19 @@ def test_killed_between_evaluations_all_rows_are_those_of_a_whole_run(trained, m
     )
 
 
-def test_more_steps_move_the_marks_and_only_the_new_ones_decide(model, tmp_path):
+def test_more_steps_move_the_marks_and_only_the_new_ones_decide(trained, model, tmp_path):
     """A run of 5 steps continued to 10 ends with the numbers of one of 10; its former end stays in the curve."""
-    sets = ("campaign.seeds=[1]", "training.eval_every=0")
+    sets = ("campaign.seeds=[1]",)
     assert launch(toy(tmp_path, model, 5, *sets), tmp_path / "out", NullObserver()).exit_status == 0
-    longer = toy(tmp_path, model, 10, *sets)
     accepted = Approval(accept=True)
-    assert launch(longer, tmp_path / "out", NullObserver(), approval=accepted).exit_status == 0
-    assert launch(longer, tmp_path / "alone", NullObserver()).exit_status == 0
+    assert launch(toy(tmp_path, model, 10, *sets), tmp_path / "out", NullObserver(), approval=accepted).exit_status == 0
     name = "runs/grpo+none_s1"
-    extended, alone = (timeless(tmp_path / out / name / "evals.jsonl") for out in ("out", "alone"))
-    assert [row["step"] for row in extended] == [0, 3, 4, 5, 8, 9, 10]
-    assert [row for row in extended if row["step"] not in (3, 4, 5)] == alone
-    entries = [next(iter(read_json(tmp_path / out / "manifest.json")["runs"])) for out in ("out", "alone")]
-    runs = [read_run(tmp_path / out, entry) for out, entry in zip(("out", "alone"), entries, strict=True)]
+    extended, alone = (timeless(out / name / "evals.jsonl") for out in (tmp_path / "out", trained))
+    assert [row["step"] for row in extended] == [0, 3, 4, 5, 6, 8, 9, 10]
+    former = (3, 4, 5)
+    assert [row for row in extended if row["step"] not in former] == [row for row in alone if row["step"] not in former]
+    entries = [read_json(out / "manifest.json")["runs"][0] for out in (tmp_path / "out", trained)]
+    runs = [read_run(out, entry) for out, entry in zip((tmp_path / "out", trained), entries, strict=True)]
     assert runs[0].last_three == MARKS
     assert runs[0].value(Measure("last3")) == runs[1].value(Measure("last3")) is not None
 

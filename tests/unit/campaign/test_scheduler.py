@@ -13,7 +13,7 @@ from retrain.campaign.planning.plan import plan
 from retrain.campaign.running.protocol import JobEnded, Message, Tick
 from retrain.campaign.running.scheduler import Scheduler
 from retrain.config import load
-from retrain.errors import RetrainError, UsageError
+from retrain.errors import UsageError
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,58 +80,37 @@ def scheduler(executor, after=lambda work, end: [], stopping=lambda: False, rest
     return Scheduler(executor, heard.append, after, stopping, restarts), heard
 
 
-def test_slots_are_filled_in_order_and_again_as_they_come_free():
-    executor = Script(2, ("b", "done"), ("a", "done"))
-    mine, _ = scheduler(executor)
-    assert mine.carry_out([Some("a"), Some("b"), Some("c"), Some("d")])
-    assert executor.begun == ["a", "b", "c", "d"]
-    assert executor.most == 2
+def follow_up(work, end):
+    return [Some("x"), Some("y")] if work.letters == "ab" else []
 
 
-def test_one_slot_does_one_job_after_the_other():
-    executor = Script(1)
-    assert scheduler(executor)[0].carry_out([Some("a"), Some("b")])
-    assert (executor.begun, executor.most) == (["a", "b"], 1)
+@pytest.mark.parametrize(
+    ("slots", "ends", "works", "begun"),
+    [
+        (2, [("b", "done"), ("a", "done")], "a b c d", "a b c d"),
+        (1, [], "a b", "a b"),
+        (2, [("c", "done"), ("ab", "done")], "ab b c", "ab c x y b"),  # b waits for the job that trains it
+        (1, [], "ab c", "ab x y c"),  # what follows from an end comes before what waits
+        (1, [], "- b -", "b"),  # of which nothing is left
+        (1, [("a", "died"), ("a", "died")], "a b", "a a b"),
+    ],
+)
+def test_jobs_begin_in_this_order(slots, ends, works, begun):
+    executor = Script(slots, *ends)
+    jobs = [Some(letters, times=int(letters != "-")) for letters in works.split()]
+    assert scheduler(executor, follow_up, restarts=1)[0].carry_out(jobs)
+    assert executor.begun == begun.split()
+    assert executor.most == slots
+    assert [job.gave_up for job in jobs if job.gave_up] == (["a died, 2 times now"] if "a a" in begun else [])
 
 
-def test_a_run_is_in_one_job_at_a_time():
-    """``ab`` is under way: what else touches b waits, and what stands behind it goes first."""
-    executor = Script(2, ("c", "done"), ("ab", "done"))
-    assert scheduler(executor)[0].carry_out([Some("ab"), Some("b"), Some("c")])
-    assert executor.begun == ["ab", "c", "b"]
-
-
-def test_what_follows_from_an_end_comes_before_what_waits():
-    def after(work, end):
-        return [Some("x"), Some("y")] if work.letters == "ab" else []
-
-    executor = Script(1)
-    assert scheduler(executor, after)[0].carry_out([Some("ab"), Some("c")])
-    assert executor.begun == ["ab", "x", "y", "c"]
-
-
-def test_what_nothing_is_left_of_is_passed_over():
-    executor = Script(1)
-    assert scheduler(executor)[0].carry_out([Some("a", times=0), Some("b"), Some("c", times=0)])
-    assert executor.begun == ["b"]
-
-
-def test_a_job_that_died_begins_again_until_it_is_given_up():
-    executor = Script(2, ("a", "died"), ("a", "died"), ("b", "done"), ("a", "died"))
-    mine, heard = scheduler(executor, restarts=2)
-    first = Some("a")
-    assert mine.carry_out([first, Some("b")])
-    assert executor.begun == ["a", "b", "a", "a"]
+def test_a_restart_is_reported():
+    executor = Script(1, ("a", "died"))
+    mine, heard = scheduler(executor)
+    assert mine.carry_out([Some("a")])
     assert [event.text for event in heard if isinstance(event, Message)] == [
-        "a died: its job begins again (1 of 2 restarts)", "a died: its job begins again (2 of 2 restarts)",
-    ]  # fmt: skip
-    assert first.gave_up == "a died, 3 times now"
-
-
-def test_without_restarts_the_first_death_is_the_last():
-    executor, first = Script(1, ("a", "died")), Some("a")
-    assert scheduler(executor, restarts=0)[0].carry_out([first, Some("b")])
-    assert (executor.begun, first.gave_up) == (["a", "b"], "a died")
+        "a died: its job begins again (1 of 2 restarts)"
+    ]
 
 
 def test_a_stop_reaches_every_job_and_begins_no_other():
@@ -187,8 +166,6 @@ def test_an_executor_that_ends_too_early_is_a_fault():
 
     with pytest.raises(RuntimeError, match="ended before its jobs 0"):
         scheduler(Ends(1))[0].carry_out([Some("a")])
-    with pytest.raises(RetrainError):
-        scheduler(Ends(1), stopping=lambda: (_ for _ in ()).throw(UsageError("lost")))[0].carry_out([Some("a")])
 
 
 FIVE = [("grpo", "none"), ("maxrl", "none"), ("rloo", "none"), ("maxrl", "gtpo"), ("grpo", "gtpo")]
@@ -199,11 +176,9 @@ FIVE = [("grpo", "none"), ("maxrl", "none"), ("rloo", "none"), ("maxrl", "gtpo")
     [
         (5, 8, 1, False, [10] * 4),
         (5, 8, 8, False, [5] * 8),  # as many cohorts as slots, of whole seeds
-        (5, 8, 8, True, [5] * 8),
         (5, 8, 4, False, [10] * 4),
         (5, 8, 3, False, [10] * 4),  # three seeds would be more than share a base
         (2, 8, 3, False, [6, 6, 4]),
-        (2, 8, 2, True, [8, 8]),
         (2, 8, 2, False, [8, 8]),
         (5, 3, 8, False, [3, 2] * 3),  # fewer seeds than slots: equal parts of each
         (4, 1, 2, False, [2, 2]),
@@ -219,15 +194,10 @@ def test_cohorts_are_cut_to_fill_the_slots(tmp_path, conditions, seeds, slots, o
         assert all(len({spec.seed for spec in group}) == 1 for group in groups)
 
 
-def test_lanes_that_are_asked_for_stay(tmp_path):
+def test_lanes_and_interim_analyses_limit_the_cohorts(tmp_path):
     path = tmp_path / "cut.toml"
     path.write_text(campaign_head(*FIVE[:3], seeds=[1, 2], max_steps=1, lanes=2))
     assert [len(group) for group in cut(plan(load(path)), False, 8)] == [2, 2, 2]
-
-
-def test_under_a_rule_with_looks_every_slot_has_whole_seeds(tmp_path):
-    path = tmp_path / "cut.toml"
     path.write_text(campaign_head(*FIVE[:2], seeds=list(range(8)), max_steps=1, sequential="linear"))
-    specs = plan(load(path))
-    assert [len(group) for group in cut(specs, False, 1)] == [4] * 4
-    assert [len(group) for group in cut(specs, False, 8)] == [2] * 8
+    for slots, sizes in ((1, [4] * 4), (8, [2] * 8)):  # every slot has whole seeds
+        assert [len(group) for group in cut(plan(load(path)), False, slots)] == sizes

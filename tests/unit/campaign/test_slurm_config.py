@@ -30,7 +30,6 @@ def test_other_time_limits_are_refused(limit):
     [
         ({"campaign": {"executor": "slurm"}}, 'campaign.workers  is "auto": say how many are asked of Slurm'),
         (ASKED | {"backend": {"devices": "all"}}, 'each worker has the GPU that Slurm gives it: devices = "auto"'),
-        (ASKED | {"backend": {"devices": ["gpu:1"]}}, "each worker has the GPU that Slurm gives it"),
         (ASKED | {"slurm": {"cluster": "local"}}, 'cluster = "slurm", or devices = "cpu"'),
         (ASKED | {"slurm": {"notice_s": 60, "time": "1"}}, "is 60, and the time limit of 1 is 60 s: notice_s = 15"),
         (ASKED | {"slurm": {"memory": "64GB"}}, 'memory = "64G"'),
@@ -39,7 +38,6 @@ def test_other_time_limits_are_refused(limit):
         (ASKED | {"slurm": {"gpu_type": "h100", "extra": {"gres": "gpu:1"}}}, "has no effect with gres in extra"),
         (ASKED | {"slurm": {"gpu_type": "h100"}, "backend": {"devices": "cpu"}}, 'no effect with devices = "cpu"'),
         ({"campaign": {}, "slurm": {"partition": "gpu"}}, 'has no effect with executor = "inprocess": remove the line'),
-        ({"slurm": {"setup": ["module load x"]}}, 'slurm.setup  has no effect with executor = "inprocess"'),
         (ASKED | {"inference": {"engine": "vllm", "launch": "vllm serve"}}, "url, with the addresses of servers of"),
     ],
 )  # fmt: skip

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from scipy.stats import chi2
 from toycampaign import campaign
@@ -30,8 +29,9 @@ def made(model, world) -> dict[str, Path]:
     """One step of two seeds, for each thing that may vary."""
     found = {}
     for vary in ("all", "init", "data", "sampling"):
-        path = campaign(world, model, f"toy_{vary}", steps=2)
+        path = campaign(world, model, f"toy_{vary}", steps=1)
         sets = [f"campaign.vary={vary}", "campaign.seeds=[1,2]", "squeeze.enabled=false", "training.save_every=0"]
+        sets += ["evaluation.problems=0", "training.eval_every=0"]
         plan = Plan.of(load(path, sets), world / vary)
         assert execute(plan, NullObserver()).exit_status == 0
         found[vary] = world / vary
@@ -63,35 +63,19 @@ def test_seeds_differ_in_what_is_named_and_in_nothing_else(made, vary, other_ini
     if not other_problems:  # an untrained adapter changes nothing: answers differ with the random numbers alone
         assert (answers != others) is (vary == "sampling")
     ends = [(run / "final/adapter_model.safetensors").read_bytes() for run in (one, two)]
-    assert ends[0] != ends[1]  # and each of them is noise
+    assert ends[0] != ends[1]
 
 
-def test_what_does_not_vary_is_nobodys_seed(made):
-    """Not that of the first seed: a campaign with other seeds has the same problems in the same order."""
-    config = load(ROOT / "campaigns/quickstart.toml", ["campaign.vary=init"]).config
+def test_what_does_not_vary_has_a_stream_that_no_seed_changes(tmp_path):
+    """A campaign with other seeds has the same problems in the same order."""
+    path = tmp_path / "some.toml"
+    path.write_text(campaign_head(("grpo", "none"), seeds=[1], max_steps=1))
+    config = load(path, ["campaign.vary=init"]).config
     assert config.stream("init") == (0, config.training.seed)
     assert config.stream("data") == config.stream("sampling") == (0, "every seed")
-    assert {load(ROOT / "campaigns/quickstart.toml").config.stream(use) for use in ("init", "data", "sampling")} == {
-        (0, config.training.seed)
-    }
-
-
-def test_the_verdict_speaks_of_what_varied(made):
-    from retrain.campaign.judging.results import Measure
-    from retrain.campaign.judging.words import population
-
-    assert read_json(first_runs(made["data"])[0] / "config.json")["campaign"]["vary"] == "data"
-    held_out = Measure.parse("final", "heldout")
-    assert population(held_out) == "other seeds, these problems"
-    assert population(held_out, "init") == "other initial adapters, these problems"
-    assert population(held_out, "data") == "other orders of the problems, these problems"
-
-
-def test_a_word_that_is_none_is_refused(tmp_path):
-    path = tmp_path / "some.toml"
-    path.write_text(campaign_head(("grpo", "none"), seeds=[1], max_steps=1, vary="seed"))
+    assert {load(path).config.stream(use) for use in ("init", "data", "sampling")} == {(0, config.training.seed)}
     with pytest.raises(ConfigError, match=r'campaign.vary.*"init"'):
-        load(path)
+        load(path, ["campaign.vary=seed"])
 
 
 def test_the_spread_within_conditions():
@@ -105,16 +89,6 @@ def test_the_spread_within_conditions():
     assert table([Spread("all", 0.04, 0.03, 0.06, 9), Spread("init", 0.02, 0.01, 0.03, 9)])[2].split()[-1] == "0.25"
     with pytest.raises(ValueError, match="two finished runs"):
         spread_of("all", [[0.5], []])
-
-
-def test_its_interval_covers():
-    """Of 2,000 pairs of five seeds each, 95 % of the intervals hold the true spread."""
-    random = np.random.default_rng(5)
-    hits = 0
-    for _ in range(2000):
-        found = spread_of("all", (0.03 * random.standard_normal((2, 5)) + [[0.5], [0.7]]).tolist())
-        hits += found.low <= 0.03 <= found.high
-    assert 0.935 < hits / 2000 < 0.965
 
 
 def test_the_script_reads_directories(made, tmp_path):

@@ -53,49 +53,20 @@ s = 1
 
 def test_every_way_to_write_a_key():
     lines = key_lines(EVERYTHING)
-    expected = {
-        ("bare",): 2,
-        ("quoted.key",): 3,
-        ("literal key",): 4,
-        ('escaped"',): 5,
-        ("a",): 6,
-        ("a", "b"): 6,
-        ("a", "b", "c.d"): 6,
-        ("table",): 8,
-        ("table", "x"): 9,
-        ("table", "y"): 13,
-        ("table", "quotes"): 15,
-        ("table", "z"): 16,
-        ("table", "z", 0): 17,
-        ("table", "z", 1): 19,
-        ("table", "z", 2): 20,
-        ("table", "z", 2, "p"): 20,
-        ("table", "z", 2, "q.r"): 20,
-        ("table", "z", 2, "q.r", 0): 20,
-        ("table", "z", 2, "q.r", 1): 21,
-        ("table", "sub"): 23,
-        ("table", "sub", "w"): 24,
-        ("table", "sub", "w", "k"): 24,
-        ("table", "sub", "w", "l"): 24,
-        ("table", "sub", "w", "l", "m"): 24,
-        ("table", "sub", "date"): 25,
-        ("rows",): 27,
-        ("rows", 0): 27,
-        ("rows", 0, "v"): 28,
-        ("rows", 0, "inner"): 29,
-        ("rows", 0, "inner", "u"): 30,
-        ("rows", 1): 31,
-        ("rows", 1, "deep"): 32,
-        ("rows", 1, "deep", 0): 32,
-        ("rows", 1, "deep", 0, "t"): 33,
-        ("rows", 1, "deep", 1): 34,
-        ("rows", 1, "deep", 1, "t"): 35,
-        ("x",): 36,
-        ("x", "y"): 36,
-        ("x", "y", "s"): 37,
-    }
-    assert lines == expected
     assert set(lines) == paths(tomllib.loads(EVERYTHING))
+    by_line = {
+        2: "bare", 3: "quoted.key", 4: "literal key", 5: 'escaped"', 9: "table/x", 13: "table/y", 15: "table/quotes",
+        16: "table/z", 17: "table/z/0", 19: "table/z/1", 23: "table/sub", 25: "table/sub/date", 28: "rows/0/v",
+        29: "rows/0/inner", 30: "rows/0/inner/u", 31: "rows/1", 33: "rows/1/deep/0/t", 34: "rows/1/deep/1",
+        35: "rows/1/deep/1/t", 37: "x/y/s",
+    }  # fmt: skip
+    written = {"/".join(map(str, path)): line for path, line in lines.items()}
+    assert {path: written[path] for path in by_line.values()} == {path: line for line, path in by_line.items()}
+    assert {path for path, line in written.items() if line == 20} == {
+        "table/z/2", "table/z/2/p", "table/z/2/q.r", "table/z/2/q.r/0",
+    }  # fmt: skip
+    assert written["table/z/2/q.r/1"] == 21
+    assert {path for path, line in written.items() if line == 6} == {"a", "a/b", "a/b/c.d"}
 
 
 def test_windows_line_ends_and_no_final_newline():

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mixed_cases import BASE, completions_of, launch_file, rows_of, runs_of, toy_file
-from typer.testing import CliRunner
 
-from retrain.cli import app
 from retrain.config.tasks import Data
 from retrain.data import Dataset, content_hash, load_data
 from retrain.data.prompts import conversation, render
-from retrain.errors import DataError, MissingExtra, ModelError, PluginError
+from retrain.errors import DataError, ModelError, PluginError
 from retrain.files import append_jsonl, read_json
 from retrain.policy.adapter_io import read_adapter
 from retrain.types import Problem
@@ -65,20 +62,6 @@ def test_a_jsonl_file_becomes_problems(tmp_path: Path) -> None:
     assert data.notes == ()
 
 
-def test_solutions_become_answers(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "train.jsonl",
-        [
-            {"question": "Ducks?", "answer": "16 - 3 = <<16-3=13>>13\n#### 1,300"},
-            {"question": "Half?", "answer": r"We get $\boxed{\frac{1}{2}}$."},
-        ],
-    )
-    ducks, half = load(path, prompt_column="question").train
-    assert ducks.answer == "1300"
-    assert ducks.metadata["solution"].startswith("16 - 3")
-    assert half.answer == r"\frac{1}{2}"
-
-
 def test_a_parquet_file_becomes_problems(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="the extra `data` is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -120,37 +103,14 @@ def test_a_csv_file_becomes_problems_with_values_as_they_are_written(tmp_path: P
         (b'prompt,answer\n1?,1\n"2?,2\n', "sums.csv:3  is not CSV: unexpected end of data"),
         (b"prompt,answer\n1?,1\n\xff,2\n", "sums.csv:3  is not UTF-8"),
         (b"prompt,prompt\n1?,1\n", 'names the column "prompt" twice'),
-        (b"prompt,result\n1?,1\n", "sums.csv:2  has no column answer or solution"),
+        (b"prompt,result\n1?,1\n", 'sums.csv:2  has no column "answer"'),
         (b"", "holds no problems"),
     ],
 )
 def test_what_is_wrong_with_a_csv_file_is_told_with_its_line(tmp_path: Path, content: bytes, reason: str) -> None:
     (tmp_path / "sums.csv").write_bytes(content)
-    (tmp_path / "run.toml").write_text('[data]\nsource = "sums.csv"\n[evaluation]\nproblems = 0\n')
-    result = CliRunner().invoke(app, ["check", str(tmp_path / "run.toml")])
-    assert result.exit_code == 2
-    assert reason in result.output
-
-
-def test_a_csv_file_passes_the_check(tmp_path: Path) -> None:
-    (tmp_path / "sums.csv").write_text("question,answer\n" + "".join(f"{i}+1?,{i + 1}\n" for i in range(20)))
-    (tmp_path / "run.toml").write_text('[data]\nsource = "sums.csv"\n[evaluation]\nproblems = 2\n')
-    result = CliRunner().invoke(app, ["check", str(tmp_path / "run.toml")])
-    assert (result.exit_code, result.output) == (0, f"{tmp_path / 'run.toml'}: fine, 1 run\n")
-
-
-def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    (tmp_path / "sums.parquet").write_bytes(b"")
-    with pytest.raises(MissingExtra, match=r"'\.\[data\]"):
-        load(tmp_path / "sums.parquet")
-
-
-def test_a_tags_column_that_no_row_has_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "sums.jsonl"
-    path.write_text("".join(f'{{"prompt": "{i}?", "answer": "{i}", "level": 1}}\n' for i in range(9)))
-    with pytest.raises(DataError, match=r'no column "subject": set \[data\] tags_column .*prompt, answer, level'):
-        load(path, tags_column="subject")
+    with pytest.raises(DataError, match=reason):
+        load(tmp_path / "sums.csv")
 
 
 @pytest.mark.parametrize(
@@ -158,21 +118,18 @@ def test_a_tags_column_that_no_row_has_is_an_error(tmp_path: Path) -> None:
     [
         (b"{", "is not JSON: "),
         (b"[1]", "is not an object"),
-        (b"3", "is not an object"),
         (b'{"prompt": "\xff"}', "is not UTF-8"),
         (b"[" * 200_000, "nested too deeply|is not JSON"),
         (b'{"question": "1?", "answer": "1"}', r'no column "prompt": set \[data\] prompt_column .*question, answer'),
         (b'{"prompt": "1?", "solution": "1"}', r'no column "answer": set \[data\] answer_column'),
         (b'{"prompt": "", "answer": "1"}', 'column "prompt" is empty'),
         (b'{"prompt": 3, "answer": "1"}', 'column "prompt" is .*not a text or a list of chat messages'),
-        (b'{"prompt": [], "answer": "1"}', "not a text or a list"),
         (b'{"prompt": [{"role": "user"}], "answer": "1"}', "a message is not"),
         (b'{"prompt": [{"role": "assistant", "content": "1"}], "answer": "1"}', "nothing is left to answer"),
         (b'{"prompt": "1?", "answer": true}', "True.*not a text or a number"),
         (b'{"prompt": "1?", "answer": NaN}', "nan.*not a text or a number"),
         (b'{"prompt": "1?", "answer": ["1"]}', "not a text or a number"),
         (b'{"prompt": "1?", "answer": ""}', 'column "answer" is empty: no completion could ever be right'),
-        (b'{"prompt": "1?", "answer": null}', 'column "answer" is empty'),
         (b'{"prompt": "1?\\ud800", "answer": "1"}', "surrogate"),
         (b'{"prompt": "1?", "answer": "1", "tag": {"a": 1}}', "not a tag or a list of tags"),
     ],
@@ -186,17 +143,15 @@ def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, line: bytes, 
     assert len(str(caught.value)) < 400
 
 
+def test_a_tags_column_that_no_row_has_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "sums.jsonl", [{"prompt": f"{i}?", "answer": f"{i}", "level": 1} for i in range(9)])
+    with pytest.raises(DataError, match=r'no column "subject": set \[data\] tags_column .*prompt, answer, level'):
+        load(path, tags_column="subject")
+
+
 def test_no_answers_at_all_is_a_data_set_for_a_judge(tmp_path: Path) -> None:
     path = write(tmp_path / "poems.jsonl", [{"prompt": "A poem.", "answer": ""}, {"prompt": "An ode.", "answer": None}])
     assert [problem.answer for problem in load(path).train] == ["", ""]
-
-
-@pytest.mark.parametrize("content", [b"", b"\n\n"])
-def test_an_empty_file_is_an_error(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "empty.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match="holds no problems"):
-        load(path)
 
 
 def test_a_missing_file_is_an_error_with_the_places_tried(tmp_path: Path) -> None:
@@ -204,19 +159,6 @@ def test_a_missing_file_is_an_error_with_the_places_tried(tmp_path: Path) -> Non
         load(tmp_path / "absent.jsonl")
     assert str(tmp_path) in str(caught.value)
     assert str(Path.cwd()) in str(caught.value)
-
-
-def test_relative_paths_begin_beside_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    for folder, count in ((here, 2), (there, 3)):
-        folder.mkdir()
-        write(folder / "sums.jsonl", rows(count))
-    monkeypatch.chdir(here)
-    assert len(load_data(section("sums.jsonl"), 0, base_dir=there).train) == 3
-    assert len(load_data(section("sums.jsonl"), 0).train) == 2
-    (there / "sums.jsonl").unlink()
-    assert len(load_data(section("sums.jsonl"), 0, base_dir=there).train) == 2
-    assert len(load_data(section(str(here / "sums.jsonl")), 0, base_dir=there).train) == 2
 
 
 def test_the_held_out_split_depends_on_the_prompts_alone(tmp_path: Path) -> None:
@@ -236,16 +178,12 @@ def test_the_held_out_split_depends_on_the_prompts_alone(tmp_path: Path) -> None
 
 
 def test_equal_prompts_land_on_the_same_side(tmp_path: Path) -> None:
-    twice = [row for row in rows(200) for _ in range(2)]
-    twice[1::2] = [{**row, "prompt": f" {row['prompt'].replace('+', '+ ')}  "} for row in twice[1::2]]
-    twice = [{**row, "prompt": row["prompt"].replace("+", "  + ")} for row in twice]
+    spaced = [row["prompt"].replace("+", "  + ") for row in rows(200)]
+    twice = [{"prompt": prompt, "answer": "1"} for text in spaced for prompt in (text, f" {text}  ")]
     data = load(write(tmp_path / "twice.jsonl", twice), heldout=1000, eval_fraction=0.5)
-
-    def words(problems) -> list[str]:
-        return [" ".join(prompt.split()) for prompt in prompts(problems)]
-
-    assert set(words(data.train)).isdisjoint(words(data.heldout))
-    assert len(set(words(data.heldout))) == len(data.heldout)  # each counts once in an evaluation
+    train, heldout = ([" ".join(prompt.split()) for prompt in prompts(part)] for part in (data.train, data.heldout))
+    assert set(train).isdisjoint(heldout)
+    assert len(set(heldout)) == len(heldout)  # each counts once in an evaluation
     assert any("asks for more" in note for note in data.notes)
 
 
@@ -255,7 +193,6 @@ def test_tiny_files_still_hold_something_out_and_train_on_something(tmp_path: Pa
             data = load(write(tmp_path / "tiny.jsonl", rows(count)), heldout=5, eval_fraction=fraction)
             assert data.train
             assert data.heldout
-            assert set(prompts(data.train)).isdisjoint(prompts(data.heldout))
     one = write(tmp_path / "one.jsonl", rows(1))
     assert len(load(one).train) == 1
     with pytest.raises(DataError, match=r"\[evaluation\] problems = 0"):
@@ -332,6 +269,7 @@ def wrong_item(): return [1, 2]
 def bad_row(): return [{"prompt": "x"}]
 def empty(): return []
 def raises(): raise KeyError("my own bug")
+def silent(): return [Problem("a", "", "1")]
 value = 3
 """
 
@@ -361,6 +299,7 @@ def test_a_function_can_be_a_source(plugin: Path) -> None:
         ("my_problems:bad_row", DataError, 'my_problems:bad_row:train:1  has no column "answer"'),
         ("my_problems:empty", DataError, "returned no problems"),
         ("my_problems:raises", KeyError, "my own bug"),
+        ("my_problems:silent", DataError, "my_problems:silent:train:1 .* is empty"),
         ("my_problems:absent", PluginError, "has no function 'absent'"),
         ("my_problems:value", PluginError, "has no function 'value'"),
         ("no_such_module_here:f", PluginError, "no module 'no_such_module_here'"),
@@ -426,29 +365,6 @@ def test_math_through_datasets(hub: Path) -> None:
     assert len(data.heldout) == 3
 
 
-def test_without_a_hub_the_error_is_quick_and_names_the_way_with_a_file(
-    hub: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import datasets
-    import huggingface_hub
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    start = time.monotonic()
-    with pytest.raises(DataError) as caught:
-        load_data(section("gsm8k"), 10)
-    assert time.monotonic() - start < 10
-    assert 'source = "path/train.jsonl"' in str(caught.value)
-    assert 'prompt_column = "question"' in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_hub_data_without_datasets_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtra, match=r"'\.\[data\]"):
-        load_data(section("gsm8k"), 10)
-
-
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' and strict %}{{ raise_exception('no system role') }}"
     "{% endif %}[{{ m['role'] }}] {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -474,64 +390,26 @@ def test_a_problem_goes_through_the_chat_template(tokenizer) -> None:
     prompt = render(Problem("p", "1+1=?", "2"), tokenizer, data)
     assert prompt.text == r"[system] Be brief. [user] 1+1=? \boxed{} [assistant]"
     assert prompt.token_ids == (2, 6, 7, 3, 5, 0, 4)  # no second beginning token: the template has the say
-    assert prompt.problem.answer == "2"
-
-
-def test_messages_keep_their_roles_and_the_template_fills_the_last(tokenizer) -> None:
-    tokenizer.chat_template = TEMPLATE
     shots = (
         {"role": "user", "content": "0+0=?"},
         {"role": "assistant", "content": "0"},
         {"role": "user", "content": "1+1=?"},
     )
-    data = section("x", prompt_template="Solve: {prompt}")
-    assert [message["content"] for message in conversation(Problem("p", shots, "2"), data)] == [
-        "0+0=?",
-        "0",
-        "Solve: 1+1=?",
-    ]
+    messages = conversation(Problem("p", shots, "2"), section("x", prompt_template="Solve: {prompt}"))
+    assert [message["content"] for message in messages] == ["0+0=?", "0", "Solve: 1+1=?"]
     assert shots[-1]["content"] == "1+1=?"
-    assert render(Problem("p", shots, "2"), tokenizer, data).text.count("[user]") == 2
-
-
-def test_without_a_chat_template_the_text_is_plain_and_begins_as_the_tokenizer_wants(tokenizer) -> None:
-    tokenizer.chat_template = None
+    tokenizer.chat_template = None  # the text is plain and begins as the tokenizer wants
     prompt = render(Problem("p", "1+1=?", "2"), tokenizer, section("x", system_prompt="Be brief."))
-    assert prompt.text == "Be brief.\n\n1+1=?"
-    assert prompt.token_ids == (1, 6, 7, 5)
+    assert (prompt.text, prompt.token_ids) == ("Be brief.\n\n1+1=?", (1, 6, 7, 5))
 
 
-def test_a_template_that_refuses_the_system_prompt_is_an_error_that_names_the_key(tokenizer) -> None:
+def test_a_template_that_refuses_the_system_prompt_or_renders_nothing_is_an_error(tokenizer) -> None:
     tokenizer.chat_template = "{% set strict = true %}" + TEMPLATE
     with pytest.raises(ModelError, match=r"no system role: leave \[data\] system_prompt out"):
         render(Problem("p", "1+1=?", "2"), tokenizer, section("x", system_prompt="Be brief."))
-
-
-def test_a_prompt_without_tokens_is_an_error(tokenizer) -> None:
     tokenizer.chat_template = "{{ '' }}"
     with pytest.raises(DataError, match="has no tokens"):
         render(Problem("p", "1+1=?", "2"), tokenizer, section("x"))
-
-
-def test_reading_sources_imports_no_torch(tmp_path: Path) -> None:
-    import subprocess
-
-    write(tmp_path / "sums.jsonl", rows(5))
-    code = (
-        "import sys; from retrain.config.tasks import Data; from retrain.data import load_data; "
-        "import retrain.data.prompts, retrain.rewards; "
-        "assert len(load_data(Data(source='sums.jsonl'), 0).train) == 5; "
-        "print([name for name in ('torch', 'transformers', 'datasets', 'pyarrow', 'httpx') if name in sys.modules])"
-    )
-    path = [str(Path(__file__).resolve().parents[3]), *filter(None, sys.path)]
-    result = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}; {code}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (result.stdout.strip(), result.returncode) == ("[]", 0), result.stderr
 
 
 def test_problems_are_shuffled_by_default_and_by_seed(mixed_campaign, silent_campaign):

@@ -67,15 +67,6 @@ def test_gold_answers_score_one_and_their_neighbours_zero(gsm8k: Dataset, kind: 
             assert [result.total_reward for result in wrong] == [0.0] * 1319
 
 
-def test_answers_as_they_are_written_with_commas_are_right(gsm8k: Dataset) -> None:
-    by_number = {problem.answer: problem for problem in gsm8k.heldout}
-    written = written_answers()
-    assert any("," in answer for answer in written)
-    with build_grader(tasks.Reward.model_validate({"type": "match"})) as grader:
-        results = grader.grade([(by_number[a.replace(",", "")], rf"\boxed{{{a}}}") for a in written])
-    assert all(result.total_reward == 1.0 for result in results)
-
-
 def test_math_verify_itself_agrees_on_every_gold_answer(gsm8k: Dataset) -> None:
     """Straight through the worker processes, without what text decides before them."""
     pytest.importorskip("math_verify", reason="the extra `math` is not installed")

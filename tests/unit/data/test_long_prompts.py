@@ -13,8 +13,6 @@ from toymodels import campaign_head, word_tokenizer
 from typer.testing import CliRunner
 
 from retrain.campaign.planning.asked import longest_completions
-from retrain.campaign.planning.plan import plan
-from retrain.campaign.running import assemble as assembling
 from retrain.campaign.running import models
 from retrain.campaign.running.controller import launch
 from retrain.cli import app
@@ -84,9 +82,9 @@ def tokenizer():
 
 @pytest.mark.parametrize(
     "template",
-    ["{prompt}", "Think hard about the following before you answer. {prompt} Now.", "{prompt} or {prompt}"],
+    ["{prompt}", "Think hard about the following before you answer. {prompt} or {prompt}"],
 )
-@pytest.mark.parametrize("limit", [8, 20, 41, 60, 200])
+@pytest.mark.parametrize("limit", [8, 41, 200])
 def test_exactly_the_prompts_above_the_limit_are_left_out(tokenizer, limit: int, template: str) -> None:
     """Against rendering every prompt; texts of many bytes and few tokens, and the other way round."""
     texts = ["word" * n for n in range(60)] + ["é€😀" * n for n in range(25)] + ["1+1=?", " word" * 30, "x" * 190]
@@ -114,23 +112,6 @@ def test_exactly_the_prompts_above_the_limit_are_left_out(tokenizer, limit: int,
     assert fitting(data, tokenizer, anything, {HELDOUT: anything}) is data
 
 
-def test_a_too_long_prompt_is_named_with_its_length_and_what_to_type(tokenizer) -> None:
-    problems = [
-        Problem("p.jsonl:1", "1?", "1"),
-        Problem("p.jsonl:2", "1" * 50, "1"),
-        Problem("p.jsonl:3", "1" * 60, ""),
-    ]
-    data = Dataset("p.jsonl", problems[:1], {HELDOUT: problems[1:]}, "")  # held-out problems count as well
-    room = Room(Data(), 20, "the reason")
-    length = len(render(problems[1], tokenizer, Data()).token_ids)
-    with pytest.raises(DataError) as caught:
-        fitting(data, tokenizer, room, {HELDOUT: room})
-    assert str(caught.value) == (
-        f"p.jsonl:2  the prompt has {length} tokens, more than 20 (the reason); 1 more are too long: shorten it, or "
-        'leave such problems out with [data] long_prompts = "skip"'
-    )
-
-
 def test_every_held_out_set_is_measured_as_it_is_asked(tokenizer) -> None:
     """Its own template and its own room; each part is counted by its name, once for every limit."""
     problems = [Problem(f"p.jsonl:{i}", "1" * i, "1") for i in range(1, 31)]
@@ -148,26 +129,12 @@ def test_every_held_out_set_is_measured_as_it_is_asked(tokenizer) -> None:
     assert fitted.train == problems[:12]
     assert fitted.sets == {HELDOUT: problems[:12], "hard": problems[:5], "wordy": problems[:1]}
     assert fitted.skipped == 18 + 8 + 20 + 8
-    notes = [note.removeprefix("left out for prompts of more than ") for note in fitted.notes]
-    assert sorted(notes) == sorted(
-        [
-            f"{markup + 12} tokens: 18 of 30 training problems, 8 of 20 held-out ones; the first is p.jsonl:13 "
-            f"with {markup + 13} tokens",
-            f"{markup + 5} tokens: 20 of 25 in the set hard; the first is p.jsonl:6 with {markup + 6} tokens",
-            f"{least} tokens: 8 of 9 in the set wordy; the first is p.jsonl:2 with {least + 1} tokens",
-        ]
-    )
-    fitting(data, tokenizer, Room(Data(), 500, ""), {name: Room(Data(), 500, "") for name in data.sets})
+    assert len(fitted.notes) == 3
+    everything = Room(Data(), 500, "")
+    fitting(data, tokenizer, everything, dict.fromkeys(data.sets, everything))
     with pytest.raises(DataError, match=r"^p.jsonl:6  the prompt in the set hard has .*; 19 more are too long: "):
-        fitting(
-            data,
-            tokenizer,
-            Room(Data(), 500, ""),
-            {**sets, HELDOUT: Room(Data(), 500, ""), "wordy": Room(Data(), 500, "")},
-        )
-    with pytest.raises(
-        DataError, match=r"every prompt that is held out in the set wordy is longer than 3 tokens \(c\)"
-    ):
+        fitting(data, tokenizer, everything, {**sets, HELDOUT: everything, "wordy": everything})
+    with pytest.raises(DataError, match=r"held out in the set wordy is longer than 3 tokens \(c\)"):
         fitting(data, tokenizer, Room(plain, 500, ""), {**sets, "wordy": Room(wordy, 3, "c")})
 
 
@@ -214,7 +181,12 @@ def test_train_check_and_explain_look_at_every_held_out_set(world, tmp_path) -> 
     output = CliRunner().invoke(app, ["explain", str(file)]).stdout
     assert "1 of 2 in the set other; the first is other.jsonl:2 with " in output
     assert "training would end" not in output
+    assert "at most 2040 tokens (" in output
     assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
+    file.write_text(text + 'long_prompts = "skip"\nmax_prompt_tokens = 3\n')
+    stderr = CliRunner().invoke(app, ["check", str(file)]).stderr
+    assert '  data.long_prompts  is "skip": ' in stderr
+    assert "every prompt to train on is longer than 3 tokens ([data] max_prompt_tokens = 3); the shortest " in stderr
 
 
 @pytest.mark.parametrize(
@@ -225,27 +197,20 @@ def test_train_check_and_explain_look_at_every_held_out_set(world, tmp_path) -> 
         ('evaluation.sets=[{{name="a", max_tokens=3000}}]', "evaluation.sets[1].max_tokens  is 3000, and {} has a"),
         ("training.max_tokens=2044", 'data.long_prompts  is "error": problems.jsonl:1  the prompt has '),
         ("data.max_prompt_tokens=3", 'data.long_prompts  is "error": problems.jsonl:1  the prompt has '),
+        ("data.max_prompt_tokens=30", "more than 30 ([data] max_prompt_tokens = 30)"),
+        ("data.max_prompt_tokens=100000", "more than 2040 ("),  # a wish for more than the model holds
     ],
 )
 @pytest.mark.usefixtures("weightless")
 def test_check_and_train_refuse_completions_that_leave_no_room(world, tmp_path, setting, message) -> None:
-    file = campaign(tmp_path, world, rows(12))
+    long = "more than" in message
+    file = campaign(tmp_path, world, rows(12, {5: 3000} if long else None))
     for command in (["check"], ["train", "--plain", "--out", str(tmp_path / "out")]):
         result = CliRunner().invoke(app, [*command, str(file), "--set", setting.format()])
         assert result.exit_code == 2
         (line,) = [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
         assert message.format(world) in line
     assert not (tmp_path / "out").exists()
-
-
-def test_check_says_how_long_prompts_are_that_are_all_too_long(world, tmp_path) -> None:
-    file = campaign(tmp_path, world, rows(12), 'max_prompt_tokens = 3\nlong_prompts = "skip"\n')
-    result = CliRunner().invoke(app, ["check", str(file)])
-    assert result.exit_code == 2
-    assert '  data.long_prompts  is "skip": ' in result.stderr
-    assert "every prompt to train on is longer than 3 tokens ([data] max_prompt_tokens = 3); the shortest has " in (
-        result.stderr
-    )
 
 
 # -- training ---------------------------------------------------------------------------------------------------
@@ -255,25 +220,6 @@ def test_check_says_how_long_prompts_are_that_are_all_too_long(world, tmp_path) 
 def weightless(monkeypatch: pytest.MonkeyPatch) -> None:
     """What loads the model's weights fails."""
     monkeypatch.setattr(models, "load_weights", lambda *_: pytest.fail("weights are loaded"))
-
-
-@pytest.mark.parametrize(
-    ("extra", "long", "words"),
-    [
-        ("", {5: 3000}, "tokens, more than 2040 ("),
-        ("max_prompt_tokens = 30\n", {5: 40}, "more than 30 ([data] max_prompt_tokens = 30)"),
-        ("max_prompt_tokens = 100000\n", {5: 3000}, "more than 2040 ("),  # a wish for more than the model holds
-    ],
-)
-@pytest.mark.usefixtures("weightless")
-def test_train_finds_a_long_prompt_before_the_weights(world, tmp_path, extra, long, words) -> None:
-    file = campaign(tmp_path, world, rows(12, long), extra)
-    result = CliRunner().invoke(app, ["train", str(file), "--out", str(tmp_path / "out"), "--plain"])
-    assert result.exit_code == 2
-    (line,) = result.stderr.splitlines()[-1:]
-    assert '  data.long_prompts  is "error": problems.jsonl:6  the prompt has ' in line
-    assert words in line
-    assert not list((tmp_path / "out").rglob("metrics.jsonl"))
 
 
 @pytest.mark.usefixtures("weightless")
@@ -291,10 +237,10 @@ def test_a_template_that_raises_is_an_error_before_the_weights_are_loaded(world,
 
 class Listening(NullObserver):
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.messages: list[str] = []
 
     def message(self, text: str, level: str = "info") -> None:
-        self.heard.append(text)
+        self.messages.append(text)
 
 
 def test_skipped_problems_are_counted_logged_and_in_the_row(world, tmp_path) -> None:
@@ -304,7 +250,8 @@ def test_skipped_problems_are_counted_logged_and_in_the_row(world, tmp_path) -> 
     observer = Listening()
     outcome = launch(load(file), tmp_path / "out", observer)
     assert outcome.exit_status == 0
-    (note,) = [text for text in observer.heard if "left out for prompts of more than 30 tokens" in text]
+    assert not any("has no chat template" in text for text in observer.messages)
+    (note,) = [text for text in observer.messages if "left out for prompts of more than 30 tokens" in text]
     (run,) = (tmp_path / "out" / "runs").iterdir()
     assert note in (run / "run.log").read_text()
     made = read_jsonl(run / "metrics.jsonl")
@@ -319,21 +266,6 @@ def test_skipped_problems_are_counted_logged_and_in_the_row(world, tmp_path) -> 
     assert evaluated.isdisjoint({f"problems.jsonl:{i + 1}" for i in long})
 
 
-def test_all_runs_of_a_plan_are_asked_the_same_whatever_their_max_tokens(world, tmp_path, monkeypatch) -> None:
-    file = campaign(tmp_path, world, rows(12))
-    head = campaign_head(("grpo", "none"), ("grpo", "none"), seeds=[1], max_steps=2)
-    _, _, rest = file.read_text().partition("\n[model]")
-    file.write_text(f'{head}"training.max_tokens" = 40\n[model]{rest}')
-    specs = plan(load(file))
-    assert len({spec.config.training.max_tokens for spec in specs}) == 2
-    longest = []
-    ask = assembling.askable
-    monkeypatch.setattr(assembling, "askable", lambda *args: longest.append(args[2]) or ask(*args))
-    launch(load(file, ["campaign.lanes=1"]), tmp_path / "out", NullObserver())
-    assert len(longest) == 2  # cohorts that have one of them each
-    assert [(each.training, each.heldout) for each in longest] == [(40, {HELDOUT: 8})] * 2
-
-
 def test_completions_of_every_set_and_run_count() -> None:
     sets = [{"name": "a"}, {"name": "b", "max_tokens": 70}]
     configs = [
@@ -342,16 +274,6 @@ def test_completions_of_every_set_and_run_count() -> None:
     ]
     longest = longest_completions(configs)
     assert (longest.training, longest.heldout) == (30, {"a": 50, "b": 70})
-
-
-def test_explain_says_how_long_a_prompt_may_be(world, tmp_path) -> None:
-    file = campaign(tmp_path, world, rows(12))
-    output = CliRunner().invoke(app, ["explain", str(file)]).stdout
-    why = f"{world} has a context of 2048 tokens, max_tokens = 8 takes the rest"
-    assert f"at most 2040 tokens ({why}): longer ones are an " in output
-    file.write_text(file.read_text() + 'max_prompt_tokens = 30\nlong_prompts = "skip"\n')
-    output = CliRunner().invoke(app, ["explain", str(file)]).stdout
-    assert "at most 30 tokens ([data] max_prompt_tokens = 30): longer ones are left out" in output
 
 
 def template(model: Path, addition: str) -> None:
@@ -397,9 +319,6 @@ def test_a_model_without_a_chat_template_is_noted(world, tmp_path) -> None:
     config = json.loads((plain / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (plain / "tokenizer_config.json").write_text(json.dumps(config))
-    heard = {}
-    for model in (world, plain):
-        observer, out = Listening(), tmp_path / f"out-{model.name}"
-        launch(load(campaign(tmp_path, model, rows(12), heldout=0, max_steps=1)), out, observer)
-        heard[model.name] = [text for text in observer.heard if "has no chat template" in text]
-    assert [len(heard[model.name]) for model in (world, plain)] == [0, 1]
+    observer = Listening()
+    launch(load(campaign(tmp_path, plain, rows(12), heldout=0, max_steps=1)), tmp_path / "out", observer)
+    assert len([text for text in observer.messages if "has no chat template" in text]) == 1

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +72,8 @@ def test_the_first_row_decides_which_columns_are_meant(tmp_path: Path) -> None:
         load("other.jsonl", folder=tmp_path)
 
 
-def test_the_id_of_a_problem_is_file_name_and_line_wherever_the_file_lies(tmp_path: Path) -> None:
-    path = lines(tmp_path / "deep" / "sums.jsonl", rows(3))
-    for source in (str(path), "deep/sums.jsonl"):
-        assert [p.id for p in load(source, folder=tmp_path).train] == ["sums.jsonl:1", "sums.jsonl:2", "sums.jsonl:3"]
-
-
-@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.25, 0.5, 0.99])
-def test_the_held_out_fraction_is_exact(tmp_path: Path, fraction: float) -> None:
-    for count in (2, 5, 10, 31, 200):
+def test_the_held_out_fraction_is_exact(tmp_path: Path) -> None:
+    for fraction, count in itertools.product((0.01, 0.25, 0.99), (2, 10, 31)):
         lines(tmp_path / "sums.jsonl", [*rows(count), *rows(count)])  # each problem twice counts once
         data = load("sums.jsonl", 1000, tmp_path, eval_fraction=fraction)
         expected = min(max(1, int(fraction * count + 0.5)), count - 1)
@@ -139,15 +131,22 @@ def test_a_directory_that_datasets_has_saved_is_a_source(tmp_path: Path, dataset
             load("./saved", 4, tmp_path, eval_split="dev")
 
 
-def test_without_a_test_split_a_part_is_held_out_and_noted(tmp_path: Path, datasets: Any) -> None:
+def test_splits_that_are_not_there_and_directories_that_are_no_data_set(tmp_path: Path, datasets: Any) -> None:
     lines(tmp_path / "flat" / "train.jsonl", rows(20))
     data = load("./flat", 5, tmp_path)
     assert (len(data.train), len(data.heldout)) == (18, 2)
     assert "has no split 'test': 10% of 'train' is held out" in data.notes[0]
-    with pytest.raises(DataError, match='has no split "validation"'):
-        load("./flat", 5, tmp_path, eval_split="validation")
-    with pytest.raises(DataError, match='has no split "validation"'):
-        load("./flat", 5, tmp_path, split="validation")
+    for split in ("eval_split", "split"):
+        with pytest.raises(DataError, match='has no split "validation"'):
+            load("./flat", 5, tmp_path, **{split: "validation"})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="cannot be read as a data set"):
+        load("./empty", folder=tmp_path)
+    with pytest.raises(DataError, match="no such directory"):
+        load("./absent", folder=tmp_path)
+    lines(tmp_path / "bad" / "train.jsonl", [{"prompt": "1?", "answer": "1"}, {"prompt": "", "answer": "1"}])
+    with pytest.raises(DataError, match=r'^bad/train:2  column "prompt" is empty'):
+        load("./bad", folder=tmp_path)
 
 
 def test_a_data_set_with_several_configurations_asks_for_one(tmp_path: Path, datasets: Any) -> None:
@@ -160,24 +159,6 @@ def test_a_data_set_with_several_configurations_asks_for_one(tmp_path: Path, dat
         with pytest.raises(DataError, match=r"set \[data\] subset to one of \['main', 'socratic'\]"):
             load("./set", folder=tmp_path, subset=subset)
     assert prompts(load("./set", folder=tmp_path, subset="socratic").train)[0] == "socratic 0+1=?"
-
-
-def test_any_data_set_of_the_hub_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, datasets: Any) -> None:
-    asked = []
-
-    def load_dataset(name: str, subset: str | None, split: str):
-        asked.append((name, subset, split))
-        return [{"query": f"{split} {i}?", "final": i} for i in range(3)]
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    keys = {"prompt_column": "query", "answer_column": "final"}
-    data = load("someone/problems", 3, tmp_path, subset="easy", eval_split="validation", **keys)
-    assert asked == [("someone/problems", "easy", "train"), ("someone/problems", "easy", "validation")]
-    assert (data.train[1].id, data.train[1].answer) == ("someone/problems/train:2", "1")
-    asked.clear()
-    with pytest.raises(DataError, match="has no column"):
-        load("openai/gsm8k", folder=tmp_path)  # known by its short name too, with its configuration
-    assert asked == [("openai/gsm8k", "main", "train")]
 
 
 def test_without_a_network_a_hub_name_is_one_clear_line(
@@ -194,55 +175,22 @@ def test_without_a_network_a_hub_name_is_one_clear_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_directory_that_is_no_data_set_is_named(tmp_path: Path, datasets: Any) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="cannot be read as a data set"):
-        load("./empty", folder=tmp_path)
-    with pytest.raises(DataError, match="no such directory"):
-        load("./absent", folder=tmp_path)
-    lines(tmp_path / "bad" / "train.jsonl", [{"prompt": "1?", "answer": "1"}, {"prompt": "", "answer": "1"}])
-    with pytest.raises(DataError, match=r'^bad/train:2  column "prompt" is empty'):
-        load("./bad", folder=tmp_path)
-
-
-def test_problems_of_a_function_are_checked_like_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    (tmp_path / "odd_problems.py").write_text(
-        "from retrain import Problem\n"
-        "def talk(): return [Problem('a', ({'role': 'user'},), '1')]\n"
-        "def silent(): return [Problem('a', '', '1')]\n"
-    )
-    with pytest.raises(DataError, match=r"odd_problems:talk:train:1 .* a message is not"):
-        load("odd_problems:talk", folder=tmp_path)
-    with pytest.raises(DataError, match=r"odd_problems:silent:train:1 .* is empty"):
-        load("odd_problems:silent", folder=tmp_path)
-
-
 # -- what check and train say of it -----------------------------------------------------------------------------
 
 GOOD = b'{"prompt": "1+1=?", "answer": "2"}\n{"prompt": "1+2=?", "answer": "3"}\n'
 WRONG = {
-    "absent": (None, "no such file"),
-    "empty": (b"", "holds no problems"),
-    "no JSON": (GOOD + b"{\n", "bad.jsonl:3  is not JSON"),
-    "no column": (GOOD + b'{"prompt": "1?"}\n', 'bad.jsonl:3  has no column "answer"'),
-    "no content": (
-        GOOD + b'{"prompt": [{"role": "user"}], "answer": "1"}\n',
-        'bad.jsonl:3  column "prompt": a message is not',
-    ),
-    "unreadable": ("/proc/self/mem", "bad.jsonl:1  cannot be read: "),
-    "one problem": (GOOD.splitlines(keepends=True)[0], "holds a single problem"),
+    "no such file": None,
+    'bad.jsonl:3  has no column "answer"': GOOD + b'{"prompt": "1?"}\n',
+    "bad.jsonl:1  cannot be read: ": "/proc/self/mem",
+    "holds a single problem": GOOD.splitlines(keepends=True)[0],
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_check_and_train_find_what_is_wrong_with_a_file(name: str, tmp_path: Path) -> None:
-    content, words = WRONG[name]
+@pytest.mark.parametrize(("message", "content"), WRONG.items())
+def test_check_and_train_find_what_is_wrong_with_a_file(message: str, content: Any, tmp_path: Path) -> None:
     if isinstance(content, bytes):
         (tmp_path / "bad.jsonl").write_bytes(content)
     elif content is not None:
-        if not Path(content).exists():
-            pytest.skip(f"no {content} here")
         (tmp_path / "bad.jsonl").symlink_to(content)
     file = tmp_path / "own.toml"
     file.write_text('[data]\nshuffle = true\nsource = "bad.jsonl"\n')
@@ -251,13 +199,13 @@ def test_check_and_train_find_what_is_wrong_with_a_file(name: str, tmp_path: Pat
         assert (result.exit_code, result.stdout) == (2, "")
         (line,) = result.stderr.splitlines()
         assert line.startswith("own.toml:3  data.source  ")
-        assert words in line
+        assert message in line
     assert not (tmp_path / "out").exists()
     result = CliRunner().invoke(app, ["explain", str(file)])
     assert result.exit_code == 0
-    assert any(
-        line.startswith("note: own.toml:3  data.source") and words in line for line in result.stderr.splitlines()
-    )
+    assert [
+        line for line in result.stderr.splitlines() if line.startswith("note: own.toml:3  data.s") and message in line
+    ]
 
 
 def test_check_names_the_file_of_held_out_problems_and_reads_it_beside_a_source_it_cannot_read(tmp_path: Path) -> None:
@@ -273,34 +221,3 @@ def test_check_names_the_file_of_held_out_problems_and_reads_it_beside_a_source_
         assert "bad.jsonl:1  is not JSON" in result.stderr
     file.write_text('[data]\nsource = "mine:problems"\neval_source = "good.jsonl"\n')
     assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
-
-
-@pytest.mark.parametrize("source", ["gsm8k", "someone/problems", "./folder"])
-def test_check_names_the_package_the_data_needs(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "folder").mkdir()
-    file = tmp_path / "own.toml"
-    file.write_text(f'[data]\nsource = "{source}"\n')
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    result = CliRunner().invoke(app, ["check", str(file)])
-    assert result.exit_code == 2
-    assert result.stderr.startswith("own.toml:2  data.source  ")
-    assert "needs the package datasets: pip install" in result.stderr
-
-
-def test_check_reads_problems_without_torch(tmp_path: Path) -> None:
-    (tmp_path / "good.jsonl").write_bytes(GOOD)
-    lines(tmp_path / "folder" / "train.jsonl", rows(9))
-    for source in ("good.jsonl", *(["./folder"] if "datasets" in sys.modules else [])):
-        (tmp_path / "own.toml").write_text(f'[data]\nsource = "{source}"\n')
-        code = (
-            "import sys; from retrain.cli import app\n"
-            "try: app(['check', 'own.toml'])\n"
-            "finally: print([name for name in ('torch', 'peft') if name in sys.modules])"
-        )
-        path = [str(Path(__file__).resolve().parents[3]), *filter(None, sys.path)]
-        done = subprocess.run(
-            [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{code}"],
-            cwd=tmp_path, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines() == ["own.toml: fine, 1 run", "[]"]

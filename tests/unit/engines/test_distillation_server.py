@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -153,7 +151,7 @@ enabled = false
 
 
 def campaign(folder, model, keys: str, name: str, teacher: str = "base"):
-    head = campaign_head(("grpo", "none"), seeds=[1, 2], max_steps=3)
+    head = campaign_head(("grpo", "none"), seeds=[1, 2], max_steps=2)
     path = folder / f"{name}.toml"
     path.write_text(head + RUN.format(keys=keys, model=model, teacher=teacher))
     return path
@@ -176,7 +174,7 @@ def test_a_campaign_learns_from_it_what_it_learns_from_the_model_itself(model, t
     finally:
         served.close()
     for one, other in zip(rows_of(tmp_path / "here"), rows_of(tmp_path / "there"), strict=True):
-        assert len(one) == len(other) == 3
+        assert len(one) == len(other) == 2
         assert one == pytest.approx(other, abs=1e-4)
 
 
@@ -206,21 +204,3 @@ def test_when_it_is_gone_everything_before_the_step_is_saved_and_goes_on_later(s
     assert resume(out, NullObserver()).exit_status == 0
     for one, other in zip(rows_of(tmp_path / "whole"), rows_of(out), strict=True):
         assert one == pytest.approx(other, abs=1e-6)
-
-
-def test_several_runs_ask_at_once(server, base, lanes):
-    """Each in a thread of its own, as the workers of a cohort do."""
-    samples, policy = samples_of(base, lanes)[:3], local_policy(base, lanes)
-    teacher = ServerTeacher("base", server.url, DIALECTS["vllm"])
-    found: dict[int, list[np.ndarray]] = {}
-    threads = [threading.Thread(target=lambda i=i: found.update({i: teacher.score(policy, samples)})) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    begin = time.monotonic()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert time.monotonic() - begin < 60
-    assert len(found) == 3
-    for place in (1, 2):
-        for one_T, other_T in zip(found[0], found[place], strict=True):
-            np.testing.assert_allclose(one_T, other_T, atol=1e-6)

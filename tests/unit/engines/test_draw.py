@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from scipy import stats
 
 from retrain.engines.draw import BLOCK, draw, inverse
 
@@ -18,11 +17,11 @@ def uniforms(count: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("in_any_order", [False, True])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [BLOCK, BLOCK + 1, 1000, 50_257])
 def test_the_token_is_the_one_of_the_inverse_in_float64(size, in_any_order):
     """Up to rounding at the borders between tokens; log-probability and entropy are those of the softmax."""
-    logits = 3 * torch.randn(200, size, generator=torch.Generator().manual_seed(size))
-    u = uniforms(200)
+    logits = 3 * torch.randn(100, size, generator=torch.Generator().manual_seed(size))
+    u = uniforms(100)
     token, logprob, entropy, _ = draw(logits, u, in_any_order=in_any_order)
     probs = torch.softmax(logits.double(), -1)
     below = probs.cumsum(-1)
@@ -33,18 +32,6 @@ def test_the_token_is_the_one_of_the_inverse_in_float64(size, in_any_order):
     chosen = probs.gather(1, token[:, None])[:, 0].log()
     torch.testing.assert_close(logprob.double(), chosen, rtol=0, atol=5e-6)
     torch.testing.assert_close(entropy.double(), -(probs * probs.log()).sum(-1), rtol=0, atol=5e-6)
-
-
-@pytest.mark.parametrize("size", [3 * BLOCK, 1000])
-def test_tokens_come_as_often_as_they_are_probable(size):
-    logits = 2 * torch.randn(size, generator=torch.Generator().manual_seed(1))
-    count = 200_000
-    token, _, _, _ = draw(logits.expand(count, -1), uniforms(count, 2))
-    expected = count * torch.softmax(logits.double(), -1)
-    seen = torch.bincount(token, minlength=size).double()
-    many = expected >= 5
-    folded = [torch.cat([each[many], each[~many].sum()[None]]).numpy() for each in (seen, expected)]
-    assert stats.chisquare(*folded).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("in_any_order", [False, True])

@@ -1,7 +1,9 @@
-"""Keys and values that stay between the turns of an episode: only what is new is computed, and nothing else changes."""
+"""Keys and values that stay between the turns of an episode, or the pieces of a completion: only what is new is
+computed, and nothing else changes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -14,6 +16,7 @@ from retrain.engines.dense import DenseDecoder
 from retrain.engines.kept import Batch, KeptSequences
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef, SampleRequest
+from retrain.rng import uniforms
 from retrain.types import Action
 
 TURNS, TOKENS = 3, 6
@@ -115,6 +118,10 @@ def test_a_sequence_that_is_not_kept_is_read_again_with_the_same_result(base, la
     engine, refs = engine_of(base, lanes, adapters)
     kept = episodes(engine, refs)
     assert len(engine.kept) > 0
+    before = len(engine.kept)
+    engine.kept.drop(refs[0], ("kept", 0, 1))
+    engine.kept.drop(refs[0], ("nothing",))
+    assert len(engine.kept) == before - 1
     engine.forget_sequences()
     assert len(engine.kept) == 0
     engine.kept.limit = 0
@@ -177,9 +184,79 @@ def test_the_oldest_leave_first_and_other_tokens_are_not_found():
     assert len(kept) == 0
 
 
-def test_greedy_and_lengths_at_the_limit(base, lanes, adapters):
-    engine, refs = engine_of(base, lanes, adapters[:1])
-    turns = episodes(engine, refs, temperature=0.0)
-    alike = {tuple(action.token_ids) for _, action in (own[0] for own in turns.values())}
-    assert len(alike) == 1
-    assert all(np.isfinite(action.logprobs_T).all() for own in turns.values() for _, action in own)
+# -- a completion drawn in pieces, as a server draws it ------------------------------------------------------------
+
+PROMPT = (5, 9, 17, 30)
+
+
+def request(lane: int = 0, **more) -> SampleRequest:
+    return SampleRequest(ref_of(lane), PROMPT, 2, 24, 1.0, ("pieces",), **more)
+
+
+def test_a_stream_goes_on_where_it_was():
+    asked = request()
+    assert asked.uniforms_T(1).tolist() == uniforms(24, "pieces", 1).tolist()
+    later = replace(asked, drawn=10, max_tokens=14, streams=(("pieces", 1),))
+    assert later.uniforms_T(0).tolist() == uniforms(24, "pieces", 1)[10:].tolist()
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+def test_pieces_come_to_the_whole(base, lanes, dense, kept):
+    adapters = [trained(lanes, 1), trained(lanes, 2)]
+    engine = LocalEngine(base, lanes, dense=dense)
+    engine.keeps_blocks = True
+    publish(engine, adapters)
+    whole = engine.sample([request(lane) for lane in (0, 1)])
+    named = {"sequences": (("a", 0), ("a", 1))} if kept else {}
+    begun = engine.sample([replace(request(lane), max_tokens=9, **named) for lane in (0, 1)])
+    assert (len(engine.kept) > 0) == (dense and kept)
+    going_on, expected, first = [], [], []
+    for lane in (0, 1):
+        for k in (0, 1):
+            if begun[lane][k].stop_reason == "length":
+                ids = (*PROMPT, *begun[lane][k].token_ids)
+                names = {"sequences": (("a", k),)} if kept else {}
+                streams = (("pieces", k),)
+                going_on.append(replace(request(lane), prompt_ids=ids, samples=1, max_tokens=15, drawn=9,
+                                        streams=streams, **names))  # fmt: skip
+                expected.append(whole[lane][k])
+                first.append(begun[lane][k])
+    assert expected
+    for one, before, [after] in zip(expected, first, engine.sample(going_on), strict=True):
+        assert one.token_ids == before.token_ids + after.token_ids
+        logprobs = np.concatenate([before.logprobs_T, after.logprobs_T])
+        assert one.logprobs_T == pytest.approx(logprobs, abs=1e-5)
+        assert one.stop_reason == after.stop_reason
+
+
+def test_kept_products_are_those_of_the_weights_that_are_asked_for(base, lanes, monkeypatch):
+    """The same lanes again, other lanes, the same lanes with new weights, and weights that are withdrawn."""
+    adapters = [trained(lanes, 1), trained(lanes, 2)]
+    plain, keeping = LocalEngine(base, lanes), LocalEngine(base, lanes)
+    keeping.keeps_blocks = True
+    for engine in (plain, keeping):
+        publish(engine, adapters)
+
+    def both(*asked: int) -> None:
+        answers = [engine.sample([request(lane) for lane in asked]) for engine in (plain, keeping)]
+        first, second = (
+            [(action.token_ids, action.logprobs_T.tolist()) for group in groups for action in group]
+            for groups in answers
+        )
+        assert first == second
+
+    made, make = [], keeping.decoder.blocks
+    monkeypatch.setattr(keeping.decoder, "blocks", lambda given: made.append(given) or make(given))
+    both(0, 1)
+    both(0, 1)
+    assert len(made) == 1
+    both(1)
+    both(1, 0)
+    for engine in (plain, keeping):
+        publish(engine, adapters[::-1])
+    both(1, 0)
+    keeping.retire(ref_of(0))
+    both(1)
+    with pytest.raises(Exception, match="no weights were published"):
+        keeping.sample([request(0)])

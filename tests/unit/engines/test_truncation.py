@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 
 import numpy as np
@@ -14,17 +13,13 @@ from lane_cases import decoded, drawn, fresh_logits, lane_of, ref, sample, total
 from lane_cases import rollout as rolled_out
 from torch.utils._python_dispatch import TorchDispatchMode
 from toycampaign import campaign
-from typer.testing import CliRunner
 
 from retrain.campaign.running.controller import launch
-from retrain.cli import app
 from retrain.config import load
-from retrain.engines import dense, slots
+from retrain.engines import dense
 from retrain.engines.draw import draw
-from retrain.engines.graphs import StepGraphs
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import SampleRequest
-from retrain.engines.slots import SlotBatch
 from retrain.engines.step import decode_steps
 from retrain.engines.truncation import Keeper, cuts_of, remember
 from retrain.files import read_jsonl
@@ -188,56 +183,6 @@ def test_a_compiled_truncated_step_is_the_python_step(base, lanes, monkeypatch):
     assert decoded(base, lanes, adapters, asked) == compiled
 
 
-def test_truncated_steps_are_replayed_until_their_record_moves(base, lanes, monkeypatch):
-    """As CUDA graphs do: a captured step is replayed only while every buffer, the record of kept ids among them, stays
-    where it was; when the record has grown, steps are captured anew."""
-    adapters = [trained(lanes, i) for i in range(2)]
-    asked = [r for lane in range(2) for r in asked_for(lane, max_tokens=40, top_p=0.99)]
-    free = sample(LocalEngine(base, lanes), asked, adapters)
-    replays, captures = [], []
-
-    def capture(step):
-        batch = next(c.cell_contents for c in step.__closure__ if isinstance(c.cell_contents, SlotBatch))
-
-        def buffers():
-            held = [*batch.rows, *batch.sampled[:-1], *batch.sampled.kept, *batch.kv_cache.keys]
-            return [None if tensor is None else tensor.data_ptr() for tensor in held]
-
-        places = buffers()
-        captures.append(batch.sampled.kept.ids_M.data_ptr())
-
-        def replay():
-            assert buffers() == places
-            replays.append(step)
-            step()
-
-        return replay
-
-    monkeypatch.setattr(slots, "COLUMNS", {"cpu": 128})
-    engine = LocalEngine(base, lanes)
-    engine.graphs = StepGraphs(lambda: capture, engine.tell)
-    again = sample(engine, asked, adapters)
-    for one, other in zip(free, again, strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert a.token_ids == b.token_ids
-            assert a.support.offsets.tolist() == b.support.offsets.tolist()
-            # At the edge of a set two tokens can be equally probable; attention over padded columns rounds differently.
-            assert all(len(set(support_of(a, t)) ^ set(support_of(b, t))) <= 2 for t in range(len(a)))
-    assert len(replays) > 5
-    assert len(set(captures)) > 1
-
-
-def test_a_lane_that_is_not_a_number_leaves_the_others_alone(base, lanes):
-    good, bad = trained(lanes, 0), trained(lanes, 1)
-    asked = [*asked_for(0, top_p=0.8), *asked_for(1, top_p=0.8)]
-    alone = sample(LocalEngine(base, lanes), asked[:3], [good])
-    with torch.no_grad():
-        bad.flat.fill_(float("nan"))
-    groups = sample(LocalEngine(base, lanes), asked, [good, bad])
-    assert [[c.token_ids for c in g] for g in groups[:3]] == [[c.token_ids for c in g] for g in alone]
-    assert all(np.isnan(c.logprobs_T).any() for g in groups[3:] for c in g)
-
-
 class LargestIntegers(TorchDispatchMode):
     """Notes the size of the largest tensor of integers."""
 
@@ -284,11 +229,9 @@ def test_the_record_grows_and_keeps_what_it_holds():
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("loss", ["ppo", "reinforce", "gspo", "cispo"])
-def test_the_on_policy_ratio_is_one(base, lanes, loss, cut):
-    adapter = trained(lanes, 0)
-    samples = rollout(base, lanes, adapter, **cut)
-    for budget in (1, 16384):
+def test_the_on_policy_ratio_is_one(base, lanes, cut):
+    samples = rollout(base, lanes, trained(lanes, 0), **cut)
+    for loss, budget in (("ppo", 1), ("ppo", 16384), ("reinforce", 16384), ("gspo", 16384), ("cispo", 16384)):
         settings = {"loss": loss, "temperature": 0.7, "micro_batch_tokens": budget}
         metrics = update(lanes, trained(lanes, 0), samples, **settings)
         assert abs(metrics["val/ratio"] - 1) < 1e-5
@@ -450,98 +393,47 @@ def test_sequences_with_and_without_a_record_do_not_mix(base, lanes):
 # -- from the file to the records -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("conditions", ["", "top_p = 0.7"])
-def test_a_campaign_trains_truncated_with_a_ratio_of_one(model, tmp_path, conditions):
+def test_a_campaign_trains_and_evaluates_every_set_truncated_in_its_own_way(model, tmp_path):
+    """The runs of a cohort are cut differently, each with a ratio of 1."""
     path = campaign(tmp_path, model, steps=2)
     text = path.read_text().replace("[training]\n", "[training]\ntop_p = 0.8\nmin_p = 0.01\ntemperature = 0.7\n")
-    text = text.replace("[evaluation]\n", "[evaluation]\nmin_p = 0.0\n")
-    if conditions:  # runs of one cohort that are cut differently
-        text = text.replace('transform_mode = "none"\n', f'transform_mode = "none"\n{conditions}\n', 1)
-    path.write_text(text)
+    sets = '[[evaluation.sets]]\nname = "whole"\ntop_p = 1\n[[evaluation.sets]]\nname = "cut"\ntop_k = 2\n'
+    text = text.replace("[evaluation]\n", "[evaluation]\nmin_p = 0.0\n").replace("[reward]", f"{sets}[reward]")
+    path.write_text(text.replace('transform_mode = "none"\n', 'transform_mode = "none"\ntop_p = 0.7\n', 1))
     assert launch(load(path), tmp_path / "out", NullObserver()).exit_status == 0
     rows = [row for file in sorted((tmp_path / "out").glob("runs/*/metrics.jsonl")) for row in read_jsonl(file)]
     ratios = [row["val/ratio"] for row in rows if row["val/ratio"] is not None]
     assert len(ratios) > 2
     assert all(abs(ratio - 1) < 1e-5 for ratio in ratios)
-    for file in (tmp_path / "out").glob("runs/*/evals.jsonl"):
-        for row in read_jsonl(file):
-            wanted = 0.7 if conditions and "grpo+none" in str(file) else 0.8
-            assert (row["top_p"], row["top_k"], row["min_p"]) == (wanted, 1024, 0.0)
+    for condition, top_p in (("grpo+none", 0.7), ("rloo", 0.8)):
+        run = next((tmp_path / "out/runs").glob(f"{condition}*_s1"))
+        cuts = {(row["name"], row["top_p"], row["top_k"], row["min_p"]) for row in read_jsonl(run / "evals.jsonl")}
+        assert cuts == {("whole", 1.0, 0, 0.0), ("cut", top_p, 2, 0.0)}
+        answers = read_jsonl(run / "emergence/evaluations.jsonl")
+        whole, cut = ([row["completion"] for row in answers if row["name"] == name] for name in ("whole", "cut"))
+        assert whole
+        assert whole != cut
 
 
-def truncations(tmp_path, text: str) -> tuple[dict, ...]:
-    """What engines are asked for while training, then on every held-out set."""
-    (tmp_path / "f.toml").write_text(text)
-    config = load(tmp_path / "f.toml").config
-    asked = [config.training.sampling, *(each.sampling for each in config.held_out)]
-    return tuple({key: getattr(each.requested, key) for key in ("top_p", "top_k", "min_p")} for each in asked)
-
-
-def test_what_engines_are_asked_for(tmp_path):
-    def asked(text):
-        return truncations(tmp_path, text)
-
-    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    assert asked("") == (off, off)
-    assert asked("[training]\ntop_k = -1") == (off, off)
-    cut = off | {"top_p": 0.8, "top_k": 1024}
-    assert asked("[training]\ntop_p = 0.8") == (cut, cut)
-    assert asked("[training]\ntop_p = 0.8\n[evaluation]\ntop_p = 1") == (cut, off)
-    assert asked("[training]\ntop_p = 0.8\n[evaluation]\ntemperature = 0") == (cut, off)
-    assert asked("[evaluation]\ntop_k = 20") == (off, off | {"top_k": 20})
-    assert asked("[training]\nmin_p = 0.1\ntop_k = 9")[0] == off | {"top_k": 9, "min_p": 0.1}
-    assert json.dumps(asked("[training]\ntop_p = 0.8")[0])
-
-
-def test_sets_are_sampled_with_keys_of_their_own(tmp_path):
-    """A set's own key, else that of [evaluation], else that of [training]; each key by itself."""
-    text = (
+@pytest.mark.parametrize(("text", "expected"), [
+    ("", [(1.0, 0, 0.0), (1.0, 0, 0.0)]),
+    ("[training]\ntop_k = -1", [(1.0, 0, 0.0), (1.0, 0, 0.0)]),
+    ("[training]\ntop_p = 0.8", [(0.8, 1024, 0.0), (0.8, 1024, 0.0)]),
+    ("[training]\ntop_p = 0.8\n[evaluation]\ntop_p = 1", [(0.8, 1024, 0.0), (1.0, 0, 0.0)]),
+    ("[training]\ntop_p = 0.8\n[evaluation]\ntemperature = 0", [(0.8, 1024, 0.0), (1.0, 0, 0.0)]),
+    ("[evaluation]\ntop_k = 20", [(1.0, 0, 0.0), (1.0, 20, 0.0)]),
+    (
         "[training]\ntop_p = 0.9\nmin_p = 0.02\n[evaluation]\ntop_k = 50\nmin_p = 0.0\n"
         '[[evaluation.sets]]\nname = "as-above"\n'
         '[[evaluation.sets]]\nname = "own"\ntop_p = 0.6\ntop_k = 7\nmin_p = 0.1\n'
         '[[evaluation.sets]]\nname = "whole"\ntop_p = 1\ntop_k = -1\n'
-        '[[evaluation.sets]]\nname = "greedy"\ntemperature = 0\n'
-    )
-    assert truncations(tmp_path, text) == (
-        {"top_p": 0.9, "top_k": 1024, "min_p": 0.02},
-        {"top_p": 0.9, "top_k": 50, "min_p": 0.0},
-        {"top_p": 0.6, "top_k": 7, "min_p": 0.1},
-        {"top_p": 1.0, "top_k": 0, "min_p": 0.0},
-        {"top_p": 1.0, "top_k": 0, "min_p": 0.0},
-    )
-    told = CliRunner().invoke(app, ["explain", str(tmp_path / "f.toml")]).output
-    assert "as-above: 128 problems × 1 of arithmetic, at temperature 1, top_p 0.9, top_k 50, at most" in told
-    assert "own: 128 problems × 1 of arithmetic, at temperature 1, top_p 0.6, top_k 7, min_p 0.1, at most" in told
-    assert "greedy: 128 problems × 1 of arithmetic, at temperature 0, at most" in told
-
-
-def test_a_campaign_samples_every_set_in_its_own_way(model, tmp_path):
-    path = campaign(tmp_path, model, steps=1)
-    sets = '[[evaluation.sets]]\nname = "whole"\n[[evaluation.sets]]\nname = "cut"\ntop_k = 2\nmin_p = 0.01\n'
-    path.write_text(path.read_text().replace("[reward]", f"{sets}[reward]"))
-    assert launch(load(path), tmp_path / "out", NullObserver()).exit_status == 0
-    rows = read_jsonl(tmp_path / "out/runs/grpo+none_s1/evals.jsonl")
-    asked = {(row["name"], row["top_p"], row["top_k"], row["min_p"]) for row in rows}
-    assert asked == {("whole", 1.0, 0, 0.0), ("cut", 1.0, 2, 0.01)}
-    answers = read_jsonl(tmp_path / "out/runs/grpo+none_s1/emergence/evaluations.jsonl")
-    whole, cut = ([row["completion"] for row in answers if row["name"] == name] for name in ("whole", "cut"))
-    assert whole
-    assert whole != cut
-
-
-SETS_AT_0 = '[[evaluation.sets]]\nname = "a"\ntemperature = 0\n'
-
-
-@pytest.mark.parametrize(("text", "idle"), [
-    ("[evaluation]\ntop_p = 0.9\ntemperature = 0", [2]),
-    ("[evaluation]\ntop_p = 0.9\n" + SETS_AT_0, [2]),
-    (SETS_AT_0 + "min_p = 0.1\ntop_k = 5", [4, 5]),
-    ("[evaluation]\ntemperature = 0\ntop_p = 0.9\n[[evaluation.sets]]\nname = 'a'\ntemperature = 0.5", []),
-    ("[evaluation]\ntop_p = 0.9\n" + SETS_AT_0 + "[[evaluation.sets]]\nname = 'b'", []),
+        '[[evaluation.sets]]\nname = "greedy"\ntemperature = 0\n',
+        [(0.9, 1024, 0.02), (0.9, 50, 0.0), (0.6, 7, 0.1), (1.0, 0, 0.0), (1.0, 0, 0.0)],
+    ),
 ])  # fmt: skip
-def test_a_cut_where_everything_is_greedy_is_a_mistake(tmp_path, text, idle):
+def test_what_engines_are_asked_for(tmp_path, text, expected):
+    """While training, then on every held-out set: a set's own key, else that of [evaluation], else of [training]."""
     (tmp_path / "f.toml").write_text(text)
-    told = CliRunner().invoke(app, ["check", str(tmp_path / "f.toml")])
-    lines = [line for line in told.stderr.splitlines() if "has no effect at temperature 0" in line]
-    assert [int(line.split(":")[1].split()[0]) for line in lines] == idle
-    assert told.exit_code == (2 if idle else 0)
+    config = load(tmp_path / "f.toml").config
+    requested = [each.requested for each in (config.training.sampling, *(s.sampling for s in config.held_out))]
+    assert [(each.top_p, each.top_k, each.min_p) for each in requested] == expected

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from toy_environments import Echo
 
+from retrain.config import parse_dict
 from retrain.config.tasks import Environment
-from retrain.environments.hosted import Hosted, result_of
+from retrain.environments.build import close_hosted, provided_data
+from retrain.environments.hosted import Hosted
 from retrain.environments.protocol import EpisodeFailed
+from retrain.environments.tools.sandbox import available
 from retrain.errors import DataError, PluginMissing
 from retrain.types import Action, Problem
 
@@ -40,6 +46,9 @@ def test_problems_come_as_they_were_made(echo):
     assert echo.reward_range == (0.0, 9.0)
     assert echo.metrics_ranges == {"words": {"min": 0, "max": 9}}
     assert echo.exact
+    with pytest.raises(EpisodeFailed, match="no such problem") as caught:
+        echo.start(Problem("p", "no", ""), 1)
+    assert caught.value.ended == "raised"
     with pytest.raises(DataError, match="no problems in 'empty'"):
         echo.problems("empty")
     with pytest.raises(DataError, match="KeyError"):
@@ -100,49 +109,62 @@ def test_a_result_survives_the_process_too(echo):
 
 
 def test_what_is_not_exact_is_not_begun_anew():
-    made = host(args={"exact": False})
+    made = host(args={"exact": False}, python=sys.executable)
     try:
-        assert not made.exact
         other = made.start(made.problems("train")[0], 1)
         with pytest.raises(EpisodeFailed):
             made.start(made.problems("train")[0], 1).step(said("die"))
         with pytest.raises(EpisodeFailed, match="ended with another episode") as caught:
             other.step(said("a"))
         assert caught.value.ended == "died"
-        assert result_of(other).error is not None
+        assert made.results([other])[0].error is not None
     finally:
         made.close()
 
 
-def test_an_episode_that_cannot_begin_says_why(echo):
-    with pytest.raises(EpisodeFailed, match="no such problem") as caught:
-        echo.start(Problem("p", "no", ""), 1)
-    assert caught.value.ended == "raised"
-
-
 def test_a_reward_outside_the_declared_range_is_no_reward():
-    made = host(args={"turns": 10})
+    made = host(args={"turns": 10}, workers=3)
     try:
-        episode = made.start(made.problems("train")[0], 1)
-        while not episode.step(said("a")).done:
-            pass
-        (result,) = made.results([episode])
-        assert result.total_reward is None
-        assert result.error == "the reward is 10, outside the declared range [0, 9]"
+        assert made.parallel == 3
+        episodes = [made.start(made.problems("train")[i], i) for i in range(4)]
+        for episode in episodes:
+            while not episode.step(said("a")).done:
+                pass
+        results = made.results(episodes)
+        assert {result.total_reward for result in results} == {None}
+        assert results[3].error == "the reward is 10, outside the declared range [0, 9]"
         with pytest.raises(DataError, match=r"the reward is 10, outside the declared range \[0, 9\] for an episode of"):
             made.examine(made.problems("train")[0])
     finally:
         made.close()
 
 
-def test_processes_share_the_episodes():
-    made = host(workers=3, args={"turns": 1})
+class Leak(Echo):
+    """Holds out what it trains with."""
+
+    def problems(self, split):
+        return [Problem("p", "q", "a")]
+
+
+class Shut(Echo):
+    """Cannot begin."""
+
+    def start(self, problem, seed):
+        raise ValueError("closed today")
+
+
+def test_what_is_held_out_must_not_train_and_episodes_must_begin(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    config = parse_dict({"environment": {"provider": "test_hosted:Leak", "workers": 1}})
     try:
-        assert made.parallel == 3
-        episodes = [made.start(made.problems("train")[i], i) for i in range(6)]
-        for episode in episodes:
-            assert episode.step(said("right")).done
-        assert [result.total_reward for result in made.results(episodes)] == [1.0] * 6
+        with pytest.raises(DataError, match="is also trained on"):
+            provided_data(config, Path(__file__).parent)
+    finally:
+        close_hosted()
+    made = Hosted(Environment(provider="test_hosted:Shut", workers=1), Path(__file__).parent)
+    try:
+        with pytest.raises(DataError, match=r"an episode of train0 cannot begin: ValueError: closed today"):
+            made.examine(made.problems("train")[0])
     finally:
         made.close()
 
@@ -152,7 +174,7 @@ def test_processes_share_the_episodes():
     [
         ({"provider": "toy_environments:Nothing"}, "no function 'Nothing'"),
         ({"provider": "not_there:Echo"}, "no module 'not_there'"),
-        ({"args": {"turn": 3}}, "unexpected keyword argument 'turn'"),
+        ({"args": {"turn": 3}}, r"\[environment\] args: got an unexpected keyword argument 'turn'"),
         ({"python": "no/such/python"}, "no such file"),
     ],
 )
@@ -162,9 +184,34 @@ def test_what_cannot_be_made_says_so_in_one_line(keys, words):
     assert "\n" not in str(caught.value)
 
 
-def test_another_python_hosts_it():
-    made = host(python=sys.executable)
+def call(name: str, **arguments: str) -> Action:
+    return said(f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>")
+
+
+@pytest.mark.skipif(available() is not None, reason=f"no sandbox: {available()}")
+def test_tools_in_processes(tmp_path):
+    (tmp_path / "a.txt").write_text("Paris is the capital of France.", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("Lima is the capital of Peru.", encoding="utf-8")
+    tools = [
+        {"tool": "python", "keep_state": True, "timeout_s": 2.0},
+        {"tool": "search", "corpus": str(tmp_path), "k": 1},
+    ]
+    made = Hosted(Environment(tools=tools, workers=2), None)
     try:
-        assert made.start(made.problems("train")[0], 1).step(said("a")).messages
+        assert not made.exact
+        first, second = (made.start(Problem("p", "?", ""), 1) for _ in range(2))
+        assert [tool["function"]["name"] for tool in first.observe().tools] == ["python", "search"]
+        first.step(call("python", code="x = 6 * 7"))
+        assert "42" in first.step(call("python", code="print(x)")).messages[0]["content"]
+        assert "NameError" in second.step(call("python", code="print(x)")).messages[0]["content"]
+        begun = time.monotonic()
+        assert not second.step(call("python", code="while True: pass")).done
+        assert time.monotonic() - begun < 20
+        (answer,) = second.step(call("search", query="capital of Peru")).messages
+        assert "Lima" in answer["content"]
+        assert "Paris" not in answer["content"]
+        assert second.step(said("42")).done
+        assert second.result().sample_metrics["tools/total_tool_calls"] == 3
+        first.close()
     finally:
         made.close()

@@ -11,7 +11,6 @@ import sys
 import numpy as np
 import pytest
 
-from retrain.environments.providers import PROVIDERS
 from retrain.errors import DataError, UsageError
 from retrain.types import Action, Problem
 
@@ -62,16 +61,20 @@ def test_held_out_problems_are_the_same_everywhere_and_none_trains(sums):
     other = ReasoningGym("chain_sum", size=40, heldout=10, seed=4, min_terms=3, max_terms=3)
     assert other.problems("test") != held
     assert json.loads(json.dumps(train[0].metadata)) == train[0].metadata
+    assert entry_of(train[0].metadata["entry"])["metadata"]["difficulty"]["num_terms"] == (3, 3)
+    broken = ReasoningGym("prime_factorization", size=1, heldout=1)
+    entry = "{'question': '12?', 'answer': '2 × 2 × 3', 'metadata': {'number': 12}}"
+    facts = {"task": "prime_factorization", "index": 0, "entry": entry}
+    result = graded(broken, Problem("p", "12?", "2 × 2 × 3", (), facts), "zzz")
+    assert result.total_reward is None
+    assert "prime_factorization: ValueError: invalid literal" in (result.error or "")
 
 
-def test_few_different_questions_leave_nothing_to_train_on():
-    tiny = ReasoningGym("chain_sum", size=5, heldout=4000, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
-    assert len({problem.prompt for problem in tiny.problems("test")}) == 200  # two digits, plus or minus
-    with pytest.raises(DataError, match="too few different questions for heldout = 4000"):
+def test_several_tasks_by_weight_and_too_few_questions():
+    tiny = ReasoningGym("chain_sum", size=5, heldout=1000, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    assert len({problem.prompt for problem in tiny.problems("test")}) <= 200  # two digits, plus or minus
+    with pytest.raises(DataError, match="too few different questions for heldout = 1000"):
         tiny.problems("train")
-
-
-def test_several_tasks_by_weight():
     both = ReasoningGym(
         ["chain_sum", {"name": "spell_backward", "weight": 3, "config": {"min_word_len": 3}}], size=200, heldout=40
     )
@@ -91,10 +94,9 @@ def test_several_tasks_by_weight():
         ("chain_sum", {"size": 0}, "size is 0, not a whole number of at least 1"),
         ([], {}, r'id is \[\]: type the name of a data set, such as id = "chain_sum"'),
         (["chain_sum", "chain_sum"], {}, "id names chain_sum more than once"),
-        (["chain_sum"], {"min_terms": 3}, "with several data sets has no argument 'min_terms'"),
         (["chain_sum", "gcd"], {"sise": 3}, "with several data sets has no argument 'sise'; did you mean size"),
         ([{"name": "gcd", "wait": 2}], {}, "an item of id has no argument 'wait'; did you mean weight"),
-        ([{"name": "gcd", "weight": 0}], {}, "the weight of gcd is 0, not a number above 0"),
+        ([{"name": "gcd", "weight": 0}], {}, "an item of id: weight is 0: Input should be greater than 0"),
         ([{"name": "gcd", "config": {"seed": 1}}], {}, "gcd has no argument 'seed'"),
     ],
 )
@@ -104,7 +106,7 @@ def test_mistakes_are_told_in_one_line(id, arguments, message):
     assert "\n" not in str(raised.value)
 
 
-BROKEN = ("boxnet", "game_of_life_halting", "prime_factorization", "rush_hour")
+BROKEN = ("boxnet", "prime_factorization")
 
 
 def test_broken_tasks_are_refused_by_name():
@@ -113,21 +115,12 @@ def test_broken_tasks_are_refused_by_name():
     ):
         ReasoningGym(["chain_sum", "game_of_life_halting", "prime_factorization"], size=9, heldout=1).problems("train")
     outcome = check(["chain_sum", *BROKEN])
-    assert [item.ok for item in outcome] == [True, False, False, False, False]
+    assert [item.ok for item in outcome] == [True, False, False]
     assert outcome[1].reason == "it has no reference answer to check its scorer with"
     assert all(0 < item.seconds < 60 for item in outcome)
     assert len(data_sets()) >= 100
     with pytest.raises(UsageError, match="did you mean chain_sum"):
         check(["chain_sums"])
-
-
-def test_a_scorer_that_raises_costs_one_answer():
-    environment = ReasoningGym("prime_factorization", size=1, heldout=1)
-    entry = "{'question': '12?', 'answer': '2 × 2 × 3', 'metadata': {'number': 12}}"
-    facts = {"task": "prime_factorization", "index": 0, "entry": entry}
-    result = graded(environment, Problem("p", "12?", "2 × 2 × 3", (), facts), "zzz")
-    assert result.total_reward is None
-    assert "prime_factorization: ValueError: invalid literal" in (result.error or "")
 
 
 @pytest.mark.parametrize("name", ["ransom_note", "list_functions", "knight_swap"])
@@ -156,13 +149,3 @@ def test_a_slow_task_is_cut_off_and_the_next_one_is_checked():
         assert child.check(Task("knight_swap", 0, 100, {}), 0.05) == "it takes longer than 0.05 s"
         assert child.check(Task("chain_sum", 0, 100, {}), 60) == ""
         assert "chain_sum" not in child.check(Task("absent", 0, 100, {}), 60)
-
-
-def test_what_a_problem_carries_is_its_entry(sums):
-    entry = entry_of(sums.problems("train")[0].metadata["entry"])
-    assert entry["metadata"]["difficulty"]["num_terms"] == (3, 3)
-
-
-def test_the_table_names_the_class():
-    module, _, name = PROVIDERS["reasoning_gym"].target.partition(":")
-    assert getattr(sys.modules[module], name) is ReasoningGym

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,20 +18,32 @@ from retrain.errors import DataError, PluginError, UsageError
 from retrain.types import Action, Problem
 
 
+@pytest.fixture(scope="module", autouse=True)
+def runner():
+    with asyncio.Runner() as made:
+        global run
+        run = made.run
+        yield
+
+
+def adapted(written, args):
+    async def awaited(value):
+        return await value
+
+    return adapt(written, args, lambda value: run(awaited(value)) if inspect.isawaitable(value) else value)
+
+
 def move(episode, text, ids=(1,)):
     return episode.step(Action(list(ids), text, np.zeros(len(ids)), None, "stop"))
 
 
 def test_an_environment_of_ours_stays_as_it_is():
-    problems = [Problem("a", "guess", "")]
-    assert isinstance(adapt(GuessTwice, {"problems": problems}), GuessTwice)
-    made = GuessTwice(problems)
-    assert adapt(made, {}) is made
+    assert isinstance(adapted(GuessTwice, {"problems": [Problem("a", "guess", "")]}), GuessTwice)
 
 
 def test_one_turn_that_is_graded():
-    environment = adapt(Squares, {"largest": 30})
-    assert environment.reward_range == (0.0, 1.0)
+    environment = adapted(Squares, {"largest": 30})
+    assert (environment.reward_min, environment.reward_max) == (0.0, 1.0)
     assert environment.metrics_ranges == {"length": {"min": 0, "invert": True}}
     assert not environment.exact
     train, held = environment.problems("train"), environment.problems("test")
@@ -46,11 +60,15 @@ def test_one_turn_that_is_graded():
     move(broken, "four")
     assert broken.result().total_reward is None
     assert "ValueError: invalid literal for int()" in (broken.result().error or "")
-    assert len(adapt(Squares, {"heldout": 5}).problems("train")) == 15
+    assert len(adapted(Squares, {"heldout": 5}).problems("train")) == 15
+    with pytest.raises(DataError, match="returned 1 samples"):
+        adapted(Squares, {"largest": 1}).problems("train")
+    with pytest.raises(DataError, match="heldout = 20 leaves none of 20 problems"):
+        adapted(Squares, {"heldout": 20}).problems("train")
 
 
 def test_several_turns_that_are_graded():
-    environment = adapt(Echo(), {})
+    environment = adapted(Echo, {})
     (held,) = environment.problems("test")
     assert held.prompt == ({"role": "user", "content": "say w3"},)
     episode, lost = environment.start(held, 0), environment.start(held, 0)
@@ -64,24 +82,13 @@ def test_several_turns_that_are_graded():
     assert move(lost, "w1").messages == [{"role": "user", "content": "no, 4"}]
     assert move(lost, "w1").logs == {"stop_reason": "max_turns"}
     assert lost.result().total_reward == 0
-
-
-class Limited(Echo):
-    """Ended by the number of its turns alone."""
-
-    is_done = None
-    max_turns = 2
-
-
-def test_turns_are_limited_by_max_turns():
-    environment = adapt(Limited, {})
+    limited = type("Limited", (Echo,), {"is_done": None, "max_turns": 2})
+    environment = adapted(limited, {})
     episode = environment.start(environment.problems("train")[0], 0)
     assert [move(episode, "w9").done for _ in range(2)] == [False, True]
-    endless = Limited()
-    endless.max_turns = None
-    episode = adapt(endless, {}).start(environment.problems("train")[0], 0)
+    limited.max_turns = None
     with pytest.raises(PluginError, match="neither is_done nor max_turns to end it"):
-        move(episode, "w9")
+        move(environment.start(environment.problems("train")[0], 0), "w9")
 
 
 @dataclass
@@ -136,7 +143,7 @@ class Counting:
 
 
 def test_text_that_is_not_async():
-    environment = adapt(Counting, {"goal": 2, "size": 3, "heldout": 2})
+    environment = adapted(Counting, {"goal": 2, "size": 3, "heldout": 2})
     assert environment.exact
     assert [len(environment.problems(split)) for split in ("train", "test")] == [3, 2]
     episode = environment.start(environment.problems("train")[0], 9)
@@ -171,7 +178,7 @@ class TokenTalk:
     """Tokens: ids 1… are letters."""
 
     def __init__(self, word):
-        self.word = word
+        self.word, self.renderer = word, SimpleNamespace(tokenizer=Letters() if word == "ab" else None)
 
     async def initial_observation(self):
         return Tokens([8, 9]), [0]
@@ -220,7 +227,7 @@ class WordsBuilder:
 
 def test_messages_of_a_data_set():
     data = Words()
-    environment = adapt(data, {})
+    environment = adapted(lambda: data, {})
     assert [len(environment.problems(split)) for split in ("train", "test")] == [3, 1]
     problem = environment.problems("test")[0]
     episode = environment.start(problem, 0)
@@ -236,20 +243,19 @@ def test_messages_of_a_data_set():
 
 
 def test_a_builder_of_data_sets_has_its_own_held_out_one():
-    environment = adapt(WordsBuilder, {})
+    environment = adapted(WordsBuilder, {})
     assert [len(environment.problems(split)) for split in ("train", "test")] == [4, 2]
     begun = environment.start(environment.problems("test")[1], 0)
     assert begun.observe().messages[0]["content"] == "say zz"
-    assert [len(adapt(WordsBuilder, {"held": False}).problems(split)) for split in ("train", "test")] == [3, 1]
+    assert [len(adapted(WordsBuilder, {"held": False}).problems(split)) for split in ("train", "test")] == [3, 1]
     with pytest.raises(UsageError, match="has held-out problems of its own, has no argument 'heldout'"):
-        adapt(WordsBuilder, {"heldout": 1})
+        adapted(WordsBuilder, {"heldout": 1})
 
 
 def test_tokens_need_a_tokenizer():
-    environment = adapt(Words, {"make": TokenTalk})
+    environment = adapted(Words, {"make": TokenTalk})
     with pytest.raises(PluginError, match="its observations are tokens, which only a tokenizer reads"):
-        environment.start(environment.problems("train")[0], 0)
-    environment = adapt(Words, {"make": TokenTalk}, tokenizer=Letters())
+        environment.start(environment.problems("train")[1], 0)
     episode = environment.start(environment.problems("train")[0], 0)
     assert episode.observe().messages == ({"role": "user", "content": "hi"},)
     step = move(episode, "ba", [2, 1])
@@ -258,126 +264,19 @@ def test_tokens_need_a_tokenizer():
     assert episode.result().total_reward == 0.5 + 0.5 * 2
 
 
-class Nothing:
-    def step(self, action):
-        return action
-
-
-class OneGroup(Builder):
-    def __init__(self):
-        super().__init__(Talk, "ab")
-
-
 @pytest.mark.parametrize(
     ("written", "arguments", "error", "message"),
     [
-        (Nothing, {}, PluginError, "Nothing is no environment: it has none of problems and start; load_dataset and"),
+        (Letters, {}, PluginError, "Letters is no environment: it has none of problems and start; load_dataset and"),
         (Talk, {"word": "ab"}, PluginError, "Talk is one episode .* and takes no seed"),
-        (OneGroup, {}, PluginError, "is one problem .* with get_batch and __len__"),
-        (Squares, {"largst": 3}, UsageError, "Squares has no argument 'largst'; did you mean largest"),
+        (lambda: Builder(Talk, "ab"), {}, PluginError, "is one problem .* with get_batch and __len__"),
+        (Squares, {"largst": 3}, UsageError, "args: got an unexpected keyword argument 'largst'"),
         (Squares, {"size": 3}, UsageError, "Squares has no argument 'size'"),
-        (GuessTwice, {}, UsageError, "GuessTwice needs the argument 'problems'"),
-        (Echo(), {"a": 1}, UsageError, "Echo is made already and takes no arguments: a"),
-        (Words, {"words": 7}, PluginError, "Words: TypeError: 'int' object is not iterable"),
+        (GuessTwice, {}, UsageError, "args: missing a required argument: 'problems'"),
         (lambda: 3, {}, PluginError, "is no environment"),
     ],
 )
 def test_what_is_no_environment_is_told(written, arguments, error, message):
     with pytest.raises(error, match=message) as raised:
-        adapt(written, arguments)
+        adapted(written, arguments)
     assert "\n" not in str(raised.value)
-
-
-def test_few_samples():
-    with pytest.raises(DataError, match="returned 1 samples"):
-        adapt(Squares, {"largest": 1}).problems("train")
-    with pytest.raises(DataError, match="heldout = 20 leaves none of 20 samples"):
-        adapt(Squares, {"heldout": 20}).problems("train")
-
-
-def test_within_an_event_loop_it_says_so():
-    environment = adapt(Words, {})
-    problem = environment.problems("train")[0]
-
-    async def inside():
-        return environment.start(problem, 0)
-
-    with pytest.raises(PluginError, match="cannot be called within another event loop"):
-        asyncio.run(inside())
-
-
-@pytest.mark.filterwarnings("default")
-def test_the_cookbook_s_own_types():
-    pytest.importorskip("tinker_cookbook", reason="pip install tinker-cookbook")
-    from functools import partial
-
-    import tinker
-    from tinker_cookbook.rl import message_env, problem_env, types
-
-    class Renderer:
-        """What the environments use of one: letters are tokens, and 0 ends an answer."""
-
-        tokenizer = Letters()
-
-        def build_generation_prompt(self, messages, **kwargs):
-            text = "".join(message["content"] for message in messages)
-            return tinker.ModelInput.from_ints([ord(letter) - 96 for letter in text if "a" <= letter <= "z"])
-
-        def get_stop_sequences(self):
-            return [0]
-
-        def parse_response(self, action):
-            from tinker_cookbook.renderers.base import ParseTermination
-
-            return {"role": "assistant", "content": Letters().decode(action)}, ParseTermination.STOP_SEQUENCE
-
-    class Sum(problem_env.ProblemEnv):
-        def get_question(self):
-            return "one and one?"
-
-        def check_answer(self, sample_str):
-            return sample_str == "b"
-
-        def check_format(self, sample_str):
-            return len(sample_str) == 1
-
-        def get_reference_answer(self):
-            return "b"
-
-    class Say(message_env.MessageEnv):
-        async def initial_observation(self):
-            return [{"role": "user", "content": "say b"}]
-
-        async def step(self, message):
-            right = message["content"] == "b"
-            said = [{"role": "user", "content": "say b"}, message, {"role": "user", "content": "no"}]
-            return message_env.MessageStepResult(float(right), right, said, metrics={"said": 1.0})
-
-    class Raw(types.Env):
-        async def initial_observation(self):
-            return Renderer().build_generation_prompt([{"content": "hi"}]), [0]
-
-        async def step(self, action, *, extra=None):
-            return types.StepResult(float(action == [2]), True, tinker.ModelInput.empty(), [0])
-
-    class Data(types.RLDataset):
-        def __init__(self, thunks):
-            self.builders = [problem_env.ProblemGroupBuilder(thunk, 2) for thunk in thunks]
-
-        def get_batch(self, index):
-            return [self.builders[index]]
-
-        def __len__(self):
-            return len(self.builders)
-
-    wrapped = partial(message_env.EnvFromMessageEnv, Renderer(), Say())
-    environment = adapt(Data([partial(Sum, Renderer()), wrapped, Raw, Raw]), {}, tokenizer=Letters())
-    sums, say, raw = (environment.start(problem, 0) for problem in environment.problems("train"))
-    assert [episode.observe().messages[0]["content"] for episode in (sums, say, raw)] == ["one and one?", "say b", "hi"]
-    assert (move(sums, "b", [2]).reward, sums.result().total_reward) == (1.0, 1.0)
-    assert sums.result().sample_metrics == {"format": 1.0, "correct": 1.0}
-    assert move(say, "c", [3]).messages == [{"role": "user", "content": "no"}]
-    assert move(say, "b", [2]).done
-    assert (say.result().total_reward, say.result().sample_metrics) == (1.0, {"said": 2.0})
-    assert move(raw, "b", [2]).done
-    assert raw.result().total_reward == 1

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 
+from retrain.config import tasks
 from retrain.environments.providers import PROVIDERS
 from retrain.environments.providers.randomness import OwnRandomness
 from retrain.errors import MissingExtra
@@ -26,6 +27,7 @@ ARGUMENTS = {
 @pytest.mark.parametrize("name", PROVIDERS)
 def test_without_its_package_a_provider_says_what_to_type(name, monkeypatch):
     provider = PROVIDERS[name]
+    assert set(tasks.PROVIDERS) == set(PROVIDERS)
     assert provider.module in EXTRAS[provider.extra].packages
     module, _, wanted = provider.target.partition(":")
     monkeypatch.setitem(sys.modules, provider.module, None)
@@ -64,9 +66,3 @@ def test_global_generators_are_held_apart():
             raise KeyError
     assert together == expected
     assert [random.random(), np.random.random()] == outside
-
-
-def test_what_a_file_may_name_is_what_there_is():
-    from retrain.config import tasks
-
-    assert set(tasks.PROVIDERS) == set(PROVIDERS)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrain.environments.tools import calls
-from retrain.environments.tools.calls import Call, parse
+from retrain.environments.tools.calls import Call, Parsed, parse
 
 ADD = Call("add", {"a": 1, "b": 2})
 NOW = Call("now", {})
@@ -20,12 +20,6 @@ NOW_JSON = '{"name": "now", "arguments": {}}'
 
 POSITIVES = {
     "Hermes": (f"<tool_call>\n{ADD_JSON}\n</tool_call>", [ADD]),
-    "two of Hermes": (
-        f"<tool_call>\n{ADD_JSON}\n</tool_call>\n<tool_call>\n{NOW_JSON}\n</tool_call>",
-        [ADD, NOW],
-    ),
-    "Hermes in one line": (f"<tool_call>{ADD_JSON}</tool_call>", [ADD]),
-    "Hermes with parameters": (f"<tool_call>{ADD_LLAMA}</tool_call>", [ADD]),
     "Hermes, arguments as text": (
         '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>',
         [ADD],
@@ -34,10 +28,6 @@ POSITIVES = {
     "Hermes, a closing tag in a text": (
         '<tool_call>{"name": "say", "arguments": {"text": "</tool_call>"}}</tool_call>',
         [Call("say", {"text": "</tool_call>"})],
-    ),
-    "Hermes, a line break in a text": (
-        '<tool_call>{"name": "say", "arguments": {"text": "a\nb"}}</tool_call>',
-        [Call("say", {"text": "a\nb"})],
     ),
     "Qwen3-Coder": (
         "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
@@ -52,11 +42,8 @@ POSITIVES = {
     "Qwen3-Coder, its tag taken out": ("<function=now>\n</function>", [NOW]),
     "Llama 3.1's own form": ('<function=add>{"a": 1, "b": 2}</function>', [ADD]),
     "Llama": (ADD_LLAMA, [ADD]),
-    "Llama with its token": (f"<|python_tag|>{ADD_LLAMA}", [ADD]),
     "Llama with its token and an end": (f"<|python_tag|>{ADD_LLAMA}<|eom_id|>", [ADD]),
-    "two of Llama": (f"{ADD_LLAMA}; {ADD_LLAMA}", [ADD, ADD]),
     "two of Llama with the token": (f"<|python_tag|>{ADD_LLAMA};{ADD_LLAMA}<|eot_id|>", [ADD, ADD]),
-    "Llama with a type": ('{"type": "function", "name": "add", "parameters": {"a": 1, "b": 2}}', [ADD]),
     "as the OpenAI interface has it": ('{"type": "function", "function": ' + ADD_JSON + "}", [ADD]),
     "Hermes, its tags taken out": (f"\n{ADD_JSON}\n\n{NOW_JSON}\n", [ADD, NOW]),
     "Mistral": (
@@ -65,18 +52,14 @@ POSITIVES = {
     ),
     "two of Mistral": (f"[TOOL_CALLS][{ADD_JSON}, {NOW_JSON}]</s>", [ADD, NOW]),
     "Mistral, its token taken out": (f"[{ADD_JSON}, {NOW_JSON}]", [ADD, NOW]),
-    "Mistral v11": ('[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}', [ADD]),
     "two of Mistral v11": ('[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}[TOOL_CALLS]now[ARGS]{}</s>', [ADD, NOW]),
-    "Mistral v11 without a token for arguments": ('[TOOL_CALLS]add{"a": 1, "b": 2}', [ADD]),
     "Mistral v11 with an id": (
         '[TOOL_CALLS]add[CALL_ID]abcdef123[ARGS]{"a": 1, "b": 2}',
         [Call("add", {"a": 1, "b": 2}, "abcdef123")],
     ),
     "Mistral v11, its tokens taken out": ('add{"a": 1, "b": 2}now{}', [ADD, NOW]),
-    "a block": (f"```tool\n{ADD_JSON}\n```", [ADD]),
     "a block with Python": ("Let me add.\n```tool\nadd(a=1, b=2)\n```\n", [ADD]),
     "a block with two": ("```tool\nadd(a=1, b=2)\nnow()\n```", [ADD, NOW]),
-    "two blocks": ("```tool\nnow()\n```\nand\n```tool\nadd(a=1, b=2)\n```", [NOW, ADD]),
     "a block, other literals": (
         "```tool\nf(a=-1.5, b=[1, 'x'], c={'k': None}, d=True, e='''two\nlines''', g=(1, 2))\n```",
         [Call("f", {"a": -1.5, "b": [1, "x"], "c": {"k": None}, "d": True, "e": "two\nlines", "g": [1, 2]})],
@@ -84,12 +67,10 @@ POSITIVES = {
 }
 
 
-@pytest.mark.parametrize("name", POSITIVES)
-def test_a_call_is_read(name) -> None:
-    text, expected = POSITIVES[name]
-    parsed = parse(text)
-    assert parsed.calls == tuple(expected)
-    assert parsed.faults == ()
+def test_a_call_is_read() -> None:
+    assert {name: list(parse(text).found) for name, (text, _) in POSITIVES.items()} == {
+        name: expected for name, (_, expected) in POSITIVES.items()
+    }
 
 
 def test_the_text_around_calls_stays() -> None:
@@ -101,39 +82,25 @@ def test_the_text_around_calls_stays() -> None:
 
 ANSWERS = [
     "",
-    "  \n ",
     "The answer is 46.",
-    "The answer is \\boxed{46}",
-    "\\boxed{46}",
-    "boxed{46}",
     'The object {"name": "add", "arguments": {"a": 1}} is a call in JSON.',
     f"Here it is:\n{ADD_JSON}",
-    '{"answer": 46}',
     '{"name": "Ada", "age": 36}',
     '{"name": "ResNet", "parameters": 25000000}',
     '{"name": "ResNet", "parameters": {"layers": 50}, "year": 2015}',
-    '[{"name": "Ada"}, {"name": "Bob"}]',
     "[1, 2, 3]",
-    "[]",
-    "{}",
-    "{x | x > 0}",
     "{1, 2}",
-    "[the tool](https://example.org)",
     "```json\n" + ADD_JSON + "\n```",
     "```python\nadd(a=1, b=2)\n```",
     "add(a=1, b=2)",
     "`[1]` and {2}",
     "Use the ```tool fence``` well",
-    '{"name": "x", "arguments": ',
     '{"name": ["x"], "arguments": {}}',
 ]
 
 
-@pytest.mark.parametrize("text", ANSWERS)
-def test_an_ordinary_answer_is_no_call(text) -> None:
-    parsed = parse(text)
-    assert parsed.found == ()
-    assert parsed.text == text.strip()
+def test_an_ordinary_answer_is_no_call() -> None:
+    assert [parse(text) for text in ANSWERS] == [Parsed((), text.strip()) for text in ANSWERS]
 
 
 @pytest.mark.parametrize(
@@ -166,14 +133,8 @@ FAULTS = {
     "broken JSON": ('<tool_call>{"name": "add", "arguments": {"a": 1,}}</tool_call>', "broken at", calls.HERMES),
     "a brace too many": (f"<tool_call>{ADD_JSON}}}</tool_call>", "</tool_call> is expected, not '}", calls.HERMES),
     "a tag that stays open": (f"<tool_call>{ADD_JSON}", "not closed with </tool_call>", calls.HERMES),
-    "a message cut short": ('<tool_call>{"name": "add", "argu', "not closed with </tool_call>", calls.HERMES),
     "no name": ('<tool_call>{"arguments": {"a": 1}}</tool_call>', 'no "name"', calls.HERMES),
-    "a name that is no text": ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', 'no "name"', calls.HERMES),
-    "a list of arguments": ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "is a list", calls.HERMES),
-    "a number of arguments": ('<tool_call>{"name": "f", "arguments": 1}</tool_call>', "is a number", calls.HERMES),
     "a text that is no JSON": ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', "broken at", calls.HERMES),
-    "an empty tag": ("<tool_call></tool_call>", "broken at '</tool_call>'", calls.HERMES),
-    "no object": ("<tool_call>7</tool_call>", "it is a number", calls.HERMES),
     "NaN": ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "NaN is no JSON", calls.HERMES),
     "nested JSON": ("<tool_call>" + '{"a":' * 100_000 + "</tool_call>", "nested too deeply", calls.HERMES),
     "a long number": (
@@ -181,42 +142,25 @@ FAULTS = {
         "number is too long",
         calls.HERMES,
     ),
-    "an open parameter": (
-        "<tool_call><function=f><parameter=x>1</function></tool_call>",
-        "<parameter=x> is not closed",
-        calls.XML,
-    ),
     "two parameters, one open": (
         "<tool_call><function=f>\n<parameter=x>1\n<parameter=y>2</parameter></function></tool_call>",
         "<parameter=x> is not closed",
         calls.XML,
     ),
-    "an open function": (
-        "<tool_call><function=f><parameter=x>1</parameter></tool_call>",
-        "</function> is expected",
-        calls.XML,
-    ),
     "a function without a name": ("<tool_call><function=></function></tool_call>", "the name of a tool", calls.XML),
     "Llama, broken": ('{"name": "add", "parameters": {"a": 1', "broken at the end of the message", calls.LLAMA),
     "Llama's token and code": ("<|python_tag|>print(3)", "broken at 'print(3)'", calls.LLAMA),
-    "Llama's token alone": ("<|python_tag|>", "no JSON object", calls.LLAMA),
     "Llama, a list of arguments": ('{"name": "add", "parameters": [1, 2]}', "is a list", calls.LLAMA),
     "Mistral, broken": ('[TOOL_CALLS] [{"name": "add"', "broken at", calls.MISTRAL),
     "Mistral, an empty list": ("[TOOL_CALLS] []", "is empty", calls.MISTRAL),
-    "Mistral, no arguments": ("[TOOL_CALLS]add", "broken at the end", calls.MISTRAL_NAMED),
     "Mistral, no name": ("[TOOL_CALLS]?", "no list of calls and no name", calls.MISTRAL_NAMED),
     "an open block": ("```tool\nadd(a=1, b=2)\n", "not closed with ```", calls.FENCED),
-    "an empty block": ("```tool\n```", "is empty", calls.FENCED),
     "a block without names": ("```tool\nadd(1, 2)\n```", "need their names", calls.FENCED),
     "a block with a program": ("```tool\nx = 3\n```", "is no call like", calls.FENCED),
-    "a block with an attribute": ("```tool\nos.system(command='ls')\n```", "is no call like", calls.FENCED),
     "a block with two stars": ("```tool\nf(**{'a': 1})\n```", "is no call like", calls.FENCED),
     "a block with an expression": ("```tool\nf(a=open('x'))\n```", "the value of a in f(…)", calls.FENCED),
-    "a block with bytes": ("```tool\nf(a=b'x')\n```", "the value of a in f(…)", calls.FENCED),
     "a block with an infinite number": ("```tool\nf(a=1e999)\n```", "the value of a in f(…)", calls.FENCED),
-    "a block with no syntax": ("```tool\nf(a=\n```", "neither JSON nor a call", calls.FENCED),
     "a block with brackets": ("```tool\nf(a=" + "[" * 5000 + "\n```", "neither JSON nor a call", calls.FENCED),
-    "a block with signs": ("```tool\nf(a=" + "-" * 15_000 + "1)\n```", "neither JSON nor a call", calls.FENCED),
     "a block with a zero byte": ("```tool\nf(a='\0')\n```", "neither JSON nor a call", calls.FENCED),
     "a long block": ("```tool\nf(a='" + "x" * 20_000 + "')\n```", "write it as JSON", calls.FENCED),
 }
@@ -226,8 +170,8 @@ FAULTS = {
 def test_a_malformed_call_says_what_is_wrong_and_shows_the_form(name) -> None:
     text, reason, form = FAULTS[name]
     parsed = parse(text)
-    (fault,) = parsed.faults
-    assert parsed.calls == ()
+    (fault,) = parsed.found
+    assert isinstance(fault, str)
     assert reason in fault
     assert fault.endswith(form)
     assert len(fault) < 500
@@ -263,73 +207,42 @@ def test_calls_and_faults_keep_their_order() -> None:
 def test_calls_of_one_message_are_bounded(text) -> None:
     parsed = parse(text)
     assert 0 < len(parsed.found) <= calls.MAX_CALLS + 1
-    assert len(parsed.faults) == 1
+    assert len([each for each in parsed.found if isinstance(each, str)]) == 1
 
 
 def test_a_message_beyond_all_measure_is_refused() -> None:
-    parsed = parse(f"<tool_call>{NOW_JSON}</tool_call>" + " " * calls.MAX_CHARACTERS)
-    assert parsed.calls == ()
-    assert "1,000,000 characters" in parsed.faults[0]
+    (fault,) = parse(f"<tool_call>{NOW_JSON}</tool_call>" + " " * calls.MAX_CHARACTERS).found
+    assert "1,000,000 characters" in str(fault)
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        "<tool_call>",
-        "<tool_call></tool_call>",
-        "<tool_call><function=",
-        "<parameter=a>x</parameter>",
-        "<think>",
-        "<think></think>",
-        "</think>",
-        "[TOOL_CALLS]",
-        "[TOOL_CALLS]a[ARGS]",
-        "<|python_tag|>",
-        "```tool\n",
-        "```tool\n```\n",
-        " ",
-        "\n",
-        "\t```",
-        "{",
-        "[",
-        '{"a":',
-        '{"name": "',
-        "a",
-        "a{}",
-        '"',
-        "\\",
-        "</s>",
-        "[{},",
-    ],
-)
+PARTS = [
+    *("<tool_call>", "<tool_call></tool_call>", "<tool_call><function=", "<parameter=a>x</parameter>", "<think>"),
+    *("[TOOL_CALLS]", "[TOOL_CALLS]a[ARGS]", "<|python_tag|>", "```tool\n", "```tool\n```\n", " ", "\t```", "{", "["),
+    *('{"a":', '{"name": "', "a{}", '"', "\\", "</s>", "[{},"),
+]
+
+
 @pytest.mark.parametrize("before", ["", "<tool_call>", "<function=f>", "[TOOL_CALLS]", '{"name": "f", "arguments": {'])
-def test_the_work_is_linear(part, before) -> None:
-    """Quadratic work over 600,000 characters would take minutes."""
-    text = (before + part * (600_000 // len(part) + 1))[:600_000]
-    begun = time.process_time()
-    parsed = parse(text)
-    assert time.process_time() - begun < 5
-    assert len(parsed.found) <= calls.MAX_CALLS + 1
+def test_the_work_is_linear(before) -> None:
+    """Quadratic work over 300,000 characters would take a minute."""
+    for part in PARTS:
+        text = (before + part * (300_000 // len(part) + 1))[:300_000]
+        begun = time.process_time()
+        parsed = parse(text)
+        assert time.process_time() - begun < 3, part
+        assert len(parsed.found) <= calls.MAX_CALLS + 1
 
 
 PIECES = st.sampled_from(
     [
-        *(
-            "<tool_call>",
-            "</tool_call>",
-            "<function=f>",
-            "</function>",
-            "<parameter=x>",
-            "</parameter>",
-            "[TOOL_CALLS]",
-        ),
-        *("[ARGS]", "<|python_tag|>", "```tool\n", "```", "<think>", "</think>", ADD_JSON, ADD_LLAMA, "add(a=1)"),
-        *("{", "}", "[", "]", ";", ",", '"', "\\", "\n", '"name":', '"arguments":', "\ud800", "\0", "1", "é"),
+        *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=x>", "</parameter>"),
+        *("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```tool\n", "```", "<think>", "</think>", ADD_JSON, ADD_LLAMA),
+        *("{", "}", "[", "]", ";", ",", '"', "\\", "\n", '"name":', '"arguments":', "\ud800", "\0", "add(a=1)"),
     ]
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(PIECES | st.text(max_size=4), max_size=30).map("".join))
 def test_any_text_is_answered(text) -> None:
     parsed = parse(text)

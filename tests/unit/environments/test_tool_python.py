@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import threading
@@ -16,6 +14,7 @@ import time
 import uuid
 from pathlib import Path
 
+import pydantic
 import pytest
 
 from retrain.environments.tools import ToolError, sandbox, syscalls
@@ -23,66 +22,30 @@ from retrain.environments.tools.python import ANEW, Python
 from retrain.errors import MissingExtra, UsageError
 
 ROOT = Path(__file__).resolve().parents[3]
-NOBODY = 65534
 needs_sandbox = pytest.mark.skipif(sandbox.available() is not None, reason=str(sandbox.available()))
-
-
-def elsewhere() -> str | None:
-    """A Python that nobody can start, with this retrain; None without one."""
-    for program in (os.path.realpath(sys.executable), "/usr/bin/python3"):
-        try:
-            seen = subprocess.run(
-                [program, "-c", "import retrain.extras, sys; print(sys.version_info >= (3, 11))"],
-                user=NOBODY, group=NOBODY, extra_groups=[], env={"PYTHONPATH": python_path()}, cwd="/",
-                capture_output=True, text=True,
-            )  # fmt: skip
-        except OSError:
-            continue
-        if seen.stdout == "True\n":
-            return program
-    return None
-
-
-def python_path() -> str:
-    spec = importlib.util.find_spec(sandbox.PACKAGE)
-    packages = [str(Path(spec.origin).parent.parent)] if spec is not None and spec.origin is not None else []
-    return os.pathsep.join([str(ROOT), *packages])
-
-
-def as_nobody(codes: list[str], limits: dict) -> list[tuple[str, float]]:
-    program = elsewhere()
-    if program is None:
-        pytest.skip("no Python of 3.11 or later that the user nobody can start, with this checkout")
-    done = subprocess.run(
-        [program, str(ROOT / "tests" / "sandbox_user.py"), str(NOBODY)],
-        input=json.dumps({"code": codes, "limits": limits}),
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": python_path(), "SECRET_KEY": os.environ.get("SECRET_KEY", "")},
-        cwd="/", capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [tuple(answer) for answer in json.loads(done.stdout)]
 
 
 @pytest.fixture(params=["this user", "nobody"])
 def run(request):
     """``run(*codes, **limits)``: the answers of one tool, and the seconds that each took."""
+    if sandbox.available() is not None:
+        pytest.skip(str(sandbox.available()))
+    way = sandbox.launch()
+    if request.param == "nobody":
+        if os.geteuid() != 0:
+            pytest.skip("only root can become nobody")
+        way = sandbox.Launch(way.bwrap, "nobody")
 
-    def here(*codes, **limits):
+    def run(*codes, **limits):
         tool, answers = Python(**limits), []
+        tool._sandbox.way = way
         for code in codes:
             start = time.monotonic()
             answers.append((tool(code), time.monotonic() - start))
         tool.close()
         return answers
 
-    def there(*codes, **limits):
-        return as_nobody(list(codes), limits)
-
-    if sandbox.available() is not None:
-        pytest.skip(str(sandbox.available()))
-    if request.param == "nobody" and os.geteuid() != 0:
-        pytest.skip("only root can become nobody")
-    return here if request.param == "this user" else there
+    return run
 
 
 @pytest.fixture
@@ -125,29 +88,23 @@ def until(condition, seconds=10.0) -> bool:
 # What it can reach
 
 
-def test_no_file_of_the_host_is_there(run, tmp_path):
+def test_no_file_of_the_host_and_nothing_installed_is_there(run, tmp_path):
     (tmp_path / "secret.txt").write_text("the secret")
     home = Path.home()
     inside = os.path.realpath(sys.base_prefix)  # the interpreter's own directory may lie in the home directory
     hidden = [entry for entry in home.iterdir() if not f"{inside}/".startswith(f"{entry}/")]
     paths = ["/etc/shadow", "/etc/passwd", "/etc/hostname", "/var", "/sys", "/run", "/home", "/opt", "/boot", ROOT]
     paths += [ROOT / "pyproject.toml", Path.cwd() / "retrain", tmp_path, tmp_path / "secret.txt", *hidden]
-    code = f"import os\n[path for path in {[str(path) for path in paths]} if os.path.lexists(path)]"
-    assert run(code)[0][0] == "[]\n"
-
-
-def test_nothing_installed_is_there(run):
-    import pydantic
-
-    site = Path(pydantic.__file__).parent.parent
+    site = str(Path(pydantic.__file__).parent.parent)
     code = f"""
 import os
-for path in ({str(site)!r}, os.path.join(os.path.dirname(os.__file__), "site-packages")):
-    print(os.path.exists(path) and os.listdir(path))
+places = ({site!r}, os.path.join(os.path.dirname(os.__file__), "site-packages"))
+print([path for path in {[str(path) for path in paths]} if os.path.lexists(path)])
+print([os.listdir(path) for path in places if os.path.exists(path) and os.listdir(path)])
 import pydantic
 """
     answer = run(code)[0][0]
-    assert set(answer.splitlines()[:2]) <= {"False", "[]"}
+    assert answer.startswith("[]\n[]\n")
     assert "ModuleNotFoundError: No module named 'pydantic'" in answer
 
 
@@ -158,22 +115,6 @@ def test_the_standard_library_works(run):
         "if __name__ == '__main__':\n    with multiprocessing.Pool(2) as pool: print(pool.map(abs, [-1, -2]))"
     )
     assert run(code)[0][0] == "a child\n\n[1, 2]\n"
-
-
-def test_the_environment_is_empty(run, monkeypatch):
-    monkeypatch.setenv("SECRET_KEY", "sesame")  # of this process from now on, and of the one that is nobody's
-    code = """
-import os
-seen = [str(dict(os.environ)).encode()]
-for name in os.listdir("/proc"):
-    for file in ("environ", "cmdline"):
-        try:
-            seen.append(open(f"/proc/{name}/{file}", "rb").read())
-        except OSError:
-            pass
-print(len(seen) > 3, any(b"ses" b"ame" in each or b"SECRET" b"_KEY" in each for each in seen), sorted(os.environ))
-"""
-    assert "True False ['HOME', 'LANG', 'PATH'," in run(code)[0][0]
 
 
 def test_what_the_worker_was_started_with_stays_outside(tmp_path):
@@ -192,8 +133,10 @@ for name in os.listdir("/proc"):
         f"import os; os.set_inheritable(os.open({str(tmp_path / 'open.txt')!r}, os.O_RDONLY), True)\n"
         f"from retrain.environments.tools.python import Python\ntool = Python()\nprint(tool({code!r}))\ntool.close()"
     )
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": python_path(), "SECRET_KEY": "sesame"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    environment = {**os.environ, "SECRET_KEY": "sesame"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert "pipe:" in done.stdout
     assert "PYTHONHASHSEED" in done.stdout
     assert "sesame" not in done.stdout
@@ -293,36 +236,6 @@ while True: pass
     assert after == "2\n"
 
 
-@needs_sandbox
-@pytest.mark.parametrize(
-    "code",
-    ["resource.prlimit(1, resource.RLIMIT_AS, (1, 1)); print('x' * 2**20)",
-     "resource.prlimit(1, resource.RLIMIT_CPU, (0, 0)); time.sleep(60)",
-     "resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0)); print('x')"],
-)  # fmt: skip
-def test_code_that_ends_its_own_sandbox_loses_the_call(tool, code):
-    python = tool(timeout_s=1)
-    print(told := python(f"import resource, time; {code}"))
-    assert told
-    assert python("1 + 1") == "2\n"
-
-
-def test_it_is_nobody_of_importance(run):
-    code = """
-import os
-status = dict(line.split(":\\t") for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
-print([status[name] for name in ("CapPrm", "CapEff", "CapAmb", "NoNewPrivs", "Seccomp")], os.getuid() > 0)
-try:
-    os.setuid(0)
-except OSError:
-    print("still nobody")
-print(os.uname().nodename, os.getcwd())
-"""
-    none = "0000000000000000"
-    expected = [f"{[none, none, none, '1', '2']} True", "still nobody", "sandbox /tmp"]
-    assert run(code)[0][0].splitlines() == expected
-
-
 def test_system_calls_that_reach_out_are_refused(run):
     column = list(syscalls.MACHINES).index(os.uname().machine)
     calls = {name: numbers[column] for name, numbers in syscalls.REFUSED.items()}
@@ -350,6 +263,20 @@ def test_the_numbers_of_the_system_calls_are_the_kernels():
         assert {name: numbers[column] for name, numbers in own.items()} == {name: int(known[name]) for name in own}
 
 
+def test_it_is_nobody_of_importance(run):
+    code = """
+import os
+status = dict(line.split(":\\t") for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
+print([status[name] for name in ("CapPrm", "CapEff", "CapAmb", "NoNewPrivs", "Seccomp")], os.getuid() > 0)
+print(os.uname().nodename, os.getcwd())
+os.setuid(0)
+"""
+    none = "0000000000000000"
+    lines = run(code)[0][0].splitlines()
+    assert lines[:2] == [f"{[none, none, none, '1', '2']} True", "sandbox /tmp"]
+    assert lines[-1].startswith("PermissionError")
+
+
 # What it can use up
 
 
@@ -375,33 +302,14 @@ print(forks)
     assert until(lambda: not marked(mark))
 
 
-def test_orphans_that_have_ended_do_not_count(run):
-    code = """
-import os, time
-for _ in range(12):
-    if (child := os.fork()) == 0:
-        os._exit(os.fork() * 0)
-    os.waitpid(child, 0)
-    time.sleep(0.15)
-print("done")
-"""
-    assert run(code, processes=4, timeout_s=30.0)[0][0] == "done\n"
-
-
 def test_a_memory_bomb_is_bounded(run):
-    one = "kept = []\nwhile True: kept.append(bytearray(10**6))"
-    (answer, _), (large, _) = run(one, "x = b'x' * 10**12", memory_mb=100)
-    assert answer.endswith("MemoryError\n")
-    assert large.endswith("MemoryError\n")
-
-
-def test_a_memory_bomb_of_many_processes_is_bounded(run):
     many = "import os, time\nfor _ in range(6): os.fork()\nx = bytearray(b'x' * 50_000_000)\ntime.sleep(9)"
-    (answer, seconds), (shared, _) = run(
+    (answer, seconds), (shared, _), (one, _) = run(
         many,
         "import mmap, os, time\nmaps = [mmap.mmap(-1, 40 << 20) for _ in range(2)]\n"
         "for each in maps: each.write(b'x' * (40 << 20))\nfor _ in range(2): os.fork()\n"
         "for each in maps: each.seek(0); each.read()\ntime.sleep(9)",
+        "x = b'x' * 10**12",
         memory_mb=200,
         processes=64,
         timeout_s=8.0,
@@ -409,17 +317,11 @@ def test_a_memory_bomb_of_many_processes_is_bounded(run):
     assert "used more than 200 MiB of memory" in answer
     assert seconds < 8
     assert "used more than 200 MiB of memory" in shared
-
-
-def test_many_small_files_are_bounded(run):
-    code = "n = 0\nwhile True: open(f'/tmp/{(n := n + 1)}', 'w').close()"
-    (answer, seconds), (after, _) = run(code, "import os; os.listdir('/tmp')", memory_mb=64, timeout_s=60.0)
-    assert answer == "[The code was stopped: it used more than 64 MiB of memory.]"
-    assert seconds < 50
-    assert after == "[]\n"
+    assert one.endswith("MemoryError\n")
 
 
 def test_files_are_bounded(run):
+    many = "n = 0\nwhile True: open(f'/tmp/{(n := n + 1)}', 'w').close()"
     code = """
 def fill(path):
     size = 0
@@ -430,7 +332,10 @@ def fill(path):
         return size >> 20, error.errno
 fill("/tmp/a"), fill("/tmp/b"), fill("/dev/shm/a"), fill("/dev/shm/b")
 """
-    assert run(code, file_mb=3, memory_mb=100)[0][0] == "((3, 27), (0, 28), (3, 27), (0, 28))\n"
+    large, small, after = run(code, many, "import os; os.listdir('/tmp')", file_mb=3, memory_mb=64, timeout_s=60.0)
+    assert large[0] == "((3, 27), (0, 28), (3, 27), (0, 28))\n"
+    assert small[0] == "[The code was stopped: it used more than 64 MiB of memory.]"
+    assert after[0] == "[]\n"
 
 
 def test_an_endless_loop_ends(run):
@@ -443,24 +348,19 @@ def test_an_endless_loop_ends(run):
 
 @pytest.mark.parametrize("keep_state", [False, True])
 def test_a_flood_of_output_is_cut(run, keep_state):
-    (answer, seconds), (after, _) = run("while True: print('x' * 100)", "'well'", output_characters=300, timeout_s=30.0,
-                                        keep_state=keep_state)  # fmt: skip
-    assert answer.startswith("x" * 100 + "\n")
+    ends = "print('é' * 150)\nprint('middle' * 100)\n1 / 0"
+    (long, _), (answer, seconds), (after, _) = run(
+        ends, "while True: print('x' * 100)", "'well'", output_characters=200, timeout_s=30.0, keep_state=keep_state
+    )
+    head, note, tail = re.split(r"\n\[(\d+) characters left out\]\n", long)
+    assert (head, len(tail)) == ("é" * 100, 100)
+    assert tail.endswith("ZeroDivisionError: division by zero\n")
+    assert int(note) > 600
     assert "characters left out]" in answer
     assert "it printed more than 1048576 characters" in answer
     assert len(answer) < 300 + 150
     assert seconds < 20
     assert after == (ANEW if keep_state else "") + "'well'\n"
-
-
-def test_long_output_keeps_both_ends(run):
-    code = "print('é' * 150)\nprint('middle' * 100)\n1 / 0"
-    answer = run(code, output_characters=200)[0][0]
-    head, note, tail = re.split(r"\n\[(\d+) characters left out\]\n", answer)
-    assert head == "é" * 100
-    assert tail.endswith("ZeroDivisionError: division by zero\n")
-    assert len(tail) == 100
-    assert int(note) > 600
 
 
 @needs_sandbox
@@ -479,34 +379,15 @@ def test_a_child_does_not_outlive_its_call(tool, mark, keep_state):
 
 
 @needs_sandbox
-def test_nothing_runs_between_calls(tool):
-    python = tool(keep_state=True)
-    python("import threading, time\nn = 0\ndef count():\n    global n\n    while True: n += 1; time.sleep(0.001)\n"
-           "threading.Thread(target=count, daemon=True).start()\ntime.sleep(0.05)")  # fmt: skip
-    first = int(python("n"))
-    time.sleep(1.0)
-    assert 0 < first <= int(python("n")) < first + 500
-
-
-@needs_sandbox
 def test_the_sandbox_dies_with_its_worker(mark):
     script = (
         "from retrain.environments.tools.python import Python\n"
         f'Python(timeout_s=600)(\'import os; os.execvp("sleep", ["sleep", "{mark}"])\')'
     )
-    with subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": python_path()}) as worker:
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT) as worker:
         assert until(lambda: bool(marked(mark)), 60)
         worker.send_signal(signal.SIGKILL)
         worker.wait()
-    assert until(lambda: not marked(mark))
-
-
-@needs_sandbox
-def test_a_tool_that_is_forgotten_is_closed(tool, mark):
-    python = Python(keep_state=True)
-    python(f"import subprocess; child = subprocess.Popen(['sleep', {mark!r}])")
-    assert until(lambda: bool(marked(mark)))
-    del python
     assert until(lambda: not marked(mark))
 
 
@@ -530,126 +411,6 @@ def test_no_descriptors_and_processes_are_left(tool):
 # What the policy is told
 
 
-@pytest.mark.parametrize(
-    ("code", "answer"),
-    [
-        ("print('a'); 2 * 3", "a\n6\n"),
-        ("None", "[No output]"),
-        ("x = 5", "[No output]"),
-        ("", "[No output]"),
-        ("'text'", "'text'\n"),
-        ("import sys; print('e', file=sys.stderr); print('o')", "e\no\n"),
-        ("import sys; sys.exit('bye')", "bye\n"),
-        ("raise SystemExit(3)", "[Exit status 3]"),
-        ("print('a', end=''); raise SystemExit(3)", "a\n[Exit status 3]"),
-        ("exit()", "Traceback (most recent call last):\n"),
-        ("import os; os.kill(os.getpid(), 11)", "[The interpreter was ended by SIGSEGV.]"),
-        ("import os; os._exit(1)", "[Exit status 1]"),
-        ("input()", "Traceback (most recent call last):\n"),
-        ("def f(:", '  File "<code>", line 1\n    def f(:\n'),
-        ("import threading, time\nthreading.Thread(target=lambda: (time.sleep(.1), print('late'))).start()", "late\n"),
-        ("import atexit; atexit.register(print, 'last'); print('first')", "first\nlast\n"),
-        ("import sys; sys.stdout.close()", "[No output]"),
-        ("import os; os.closerange(0, 100)", "[No output]"),
-        ("'é中😀\\x00\\ud800'", "'é中😀\\x00\\ud800'\n"),
-        ("print('é中😀', '\\x00', '\\ud800')", "é中😀 \N{REPLACEMENT CHARACTER} \\ud800\n"),
-        ("import os; os.write(1, b'\\xff\\xfe') and None", "\N{REPLACEMENT CHARACTER}" * 2),
-        ("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int = 1\nA()", "A(x=1)\n"),
-        ("from __future__ import annotations\ndef f(x: y): pass\nf.__annotations__", "{'x': 'y'}\n"),
-        ("hash('a') == hash('a'), {'b', 'a', 'c'} is None", "(True, False)\n"),
-    ],
-)  # fmt: skip
-@needs_sandbox
-def test_answers(tool, code, answer):
-    told = tool()(code)
-    assert told == answer or (answer.startswith(("Traceback", "  File")) and told.startswith(answer))
-
-
-@needs_sandbox
-@pytest.mark.parametrize("code", ["a = '\0'", "a = '\ud800'", "(" * 10_000, "-" * 100_000 + "1", "x = " + "[" * 500])
-@pytest.mark.parametrize("keep_state", [False, True])
-def test_code_that_is_no_code(tool, code, keep_state):
-    python = tool(keep_state=keep_state)
-    answer = python(code)
-    assert "Error" in answer or "The interpreter was ended by SIGSEGV" in answer
-    assert len(answer) < 8000
-    assert python("1") in ("1\n", ANEW + "1\n")
-
-
-@needs_sandbox
-def test_a_traceback_shows_the_policys_own_lines(tool):
-    code = "def outer():\n    return inner()\ndef inner():\n    return {}['key']\nouter()"
-    lines = tool()(code).splitlines()
-    assert lines[0] == "Traceback (most recent call last):"
-    assert [line for line in lines if line.startswith("  File")] == [
-        f'  File "<code>", line {number}, in {name}' for number, name in ((5, "<module>"), (2, "outer"), (4, "inner"))
-    ]
-    assert "    return {}['key']" in lines
-    assert "1 / 0\n    ~~^~~\n" in tool()("1 / 0")
-    assert lines[-1] == "KeyError: 'key'"
-    deep = tool()("def f(n): return f(n + 1)\nf(0)")
-    assert deep.endswith("RecursionError: maximum recursion depth exceeded\n")
-    assert len(deep) < 2000
-
-
-@needs_sandbox
-def test_an_error_whose_text_fails_is_still_told(tool):
-    answer = tool()("class E(Exception):\n    def __str__(self): raise ValueError\nraise E")
-    assert "E" in answer.splitlines()[-1]
-    assert "inside" not in answer
-
-
-@needs_sandbox
-def test_calls_share_nothing_without_keep_state(tool):
-    python = tool()
-    assert python("x = 1\nimport builtins; builtins.y = 2\nopen('a', 'w').write('kept')") == "4\n"
-    for name in ("x", "y"):
-        assert "NameError" in python(name)
-    assert python("import os; os.listdir('/tmp')") == "[]\n"
-    assert python("import os; os.chmod('/tmp', 0) if os.stat('/tmp').st_uid == os.getuid() else None") == "[No output]"
-    assert python("import os; open('/dev/shm/a', 'w').write('x'); os.listdir('.')") == "[]\n"
-    assert python("import os; os.listdir('/dev/shm')") == "[]\n"
-    assert "\n" not in python("import random; random.random()").strip()
-    assert python("import random; random.random()") != python("import random; random.random()")
-
-
-@needs_sandbox
-def test_sets_have_the_same_order_in_every_sandbox(tool):
-    code = "list({'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'})"
-    assert len({tool()(code) for _ in range(4)}) == 1
-
-
-@needs_sandbox
-def test_state_is_kept(tool):
-    python = tool(keep_state=True)
-    assert python("x = 41\ndef f(): return x / 0") == "[No output]"
-    assert python("x += 1\nx") == "42\n"
-    assert 'File "<code 1>", line 2, in f\n    def f(): return x / 0' in python("f()")
-    assert python("open('a', 'w').write('kept')") == "4\n"
-    assert python("open('a').read(), x") == "('kept', 42)\n"
-    assert python("raise SystemExit(2)") == "[Exit status 2]"
-    assert python("x") == "42\n"
-    assert python("import os\nif os.fork(): os.wait()\nx") == "42\n42\n"
-    assert [python(f"x + {n}") for n in range(3)] == ["42\n", "43\n", "44\n"]
-    other = tool(keep_state=True)
-    assert "NameError" in other("x")
-
-
-@needs_sandbox
-@pytest.mark.parametrize("ending", ["while True: pass", "import os; os._exit(1)", "import os; os.kill(os.getpid(), 9)"])
-def test_state_that_is_lost_is_told(tool, ending):
-    python = tool(keep_state=True, timeout_s=1)
-    python("x = 1")
-    python(ending)
-    assert python("2") == ANEW + "2\n"
-    assert python("x = 1\n[open('a', 'w').close()] and None") == "[No output]"
-    python(ending)
-    answer = python("import os; print(os.listdir('.'))\nx")
-    assert answer.startswith(ANEW + "[]\n")
-    assert "NameError" in answer
-    assert python("1") == "1\n"
-
-
 @needs_sandbox
 def test_a_call_that_is_interrupted_answers_no_other(tool):
     python = tool(timeout_s=30)
@@ -669,44 +430,105 @@ def test_a_call_that_is_interrupted_answers_no_other(tool):
 
 
 @needs_sandbox
-def test_calls_that_are_no_calls(tool):
+def test_answers(tool):
+    python = tool(timeout_s=30)
+    answers = {
+        "print('a'); 2 * 3": "a\n6\n",
+        "None": "[No output]",
+        "": "[No output]",
+        "import sys; print('e', file=sys.stderr); print('o')": "e\no\n",
+        "import sys; sys.exit('bye')": "bye\n",
+        "print('a', end=''); raise SystemExit(3)": "a\n[Exit status 3]",
+        "import os; os.kill(os.getpid(), 11)": "[The interpreter was ended by SIGSEGV.]",
+        "import os; os._exit(1)": "[Exit status 1]",
+        "def f(:": '  File "<code>", line 1\n    def f(:\n         ^\nSyntaxError: invalid syntax\n',
+        "import threading, time\nthreading.Thread(target=lambda: (time.sleep(.1), print(1))).start()": "1\n",
+        "import atexit; atexit.register(print, 'last'); print('first')": "first\nlast\n",
+        "import sys; sys.stdout.close()": "[No output]",
+        "import os; os.closerange(0, 100)": "[No output]",
+        "print('é中😀', '\\x00', '\\ud800')": "é中😀 \N{REPLACEMENT CHARACTER} \\ud800\n",
+        "import os; os.write(1, b'\\xff\\xfe') and None": "\N{REPLACEMENT CHARACTER}" * 2,
+        "import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int = 1\nA()": "A(x=1)\n",
+        "from __future__ import annotations\ndef f(x: y): pass\nf.__annotations__": "{'x': 'y'}\n",
+    }
+    assert {code: python(code) for code in answers} == answers
+    order = "list({'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'})"
+    assert python(order) == tool()(order)
+    for code in ("a = '\0'", "a = '\ud800'", "(" * 10_000, "-" * 100_000 + "1", "x = " + "[" * 500):
+        answer = python(code)
+        assert "Error" in answer or "The interpreter was ended by SIGSEGV" in answer
+        assert len(answer) < 8000
+    assert python("1") == "1\n"
     with pytest.raises(ToolError, match="code must be a text, not int"):
-        tool()(5)
+        python(5)
+
+
+@needs_sandbox
+def test_a_traceback_shows_the_policys_own_lines(tool):
+    python = tool()
+    lines = python("def outer():\n    return inner()\ndef inner():\n    return {}['key']\nouter()").splitlines()
+    assert [line for line in lines if line.startswith("  File")] == [
+        f'  File "<code>", line {number}, in {name}' for number, name in ((5, "<module>"), (2, "outer"), (4, "inner"))
+    ]
+    assert "    return {}['key']" in lines
+    assert lines[-1] == "KeyError: 'key'"
+    deep = python("def f(n): return f(n + 1)\nf(0)")
+    assert deep.endswith("RecursionError: maximum recursion depth exceeded\n")
+    assert len(deep) < 2000
+    mute = python("class E(Exception):\n    def __str__(self): raise ValueError\nraise E")
+    assert "E" in mute.splitlines()[-1]
+    assert "inside" not in mute
+
+
+@needs_sandbox
+def test_calls_share_nothing_without_keep_state(tool):
+    python = tool()
+    assert python("x = 1\nimport builtins; builtins.y = 2\nopen('a', 'w').write('kept')") == "4\n"
+    for name in ("x", "y"):
+        assert "NameError" in python(name)
+    python("import os; os.chmod('/tmp', 0) if os.stat('/tmp').st_uid == os.getuid() else None")
+    assert python("import os; open('/dev/shm/a', 'w').write('x'); os.listdir('.')") == "[]\n"
+    assert python("import os; os.listdir('/dev/shm')") == "[]\n"
+    seconds = []
+    for n in range(50):
+        start = time.perf_counter()
+        assert python(f"{n} + 1") == f"{n + 1}\n"
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.03, "a call forks an interpreter that has started"
+
+
+@needs_sandbox
+def test_state_is_kept(tool):
+    python = tool(keep_state=True)
+    assert python("x = 41\ndef f(): return x / 0") == "[No output]"
+    assert python("x += 1\nx") == "42\n"
+    assert 'File "<code 1>", line 2, in f\n    def f(): return x / 0' in python("f()")
+    assert python("open('a', 'w').write('kept')") == "4\n"
+    assert python("raise SystemExit(2)") == "[Exit status 2]"
+    assert python("open('a').read(), x") == "('kept', 42)\n"
+    assert python("import os\nif os.fork(): os.wait()\nx") == "42\n42\n"
+    assert "NameError" in tool(keep_state=True)("x")
+
+
+@needs_sandbox
+@pytest.mark.parametrize("ending", ["while True: pass", "import os; os._exit(1)"])
+def test_state_that_is_lost_is_told(tool, ending):
+    python = tool(keep_state=True, timeout_s=1)
+    python("x = 1\n[open('a', 'w').close()]")
+    python(ending)
+    answer = python("import os; print(os.listdir('.'))\nx")
+    assert answer.startswith(ANEW + "[]\n")
+    assert "NameError" in answer
+    assert python("1") == "1\n"
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("timeout_s", 0), ("timeout_s", float("inf")), ("timeout_s", float("nan")), ("memory_mb", 1),
-     ("output_characters", 0), ("output_characters", 1 << 30), ("processes", 0), ("file_mb", 0)],
-)  # fmt: skip
+    [("timeout_s", 0), ("timeout_s", float("inf")), ("memory_mb", 1), ("output_characters", 1 << 30), ("file_mb", 0)],
+)
 def test_limits_that_cannot_be(name, value):
-    with pytest.raises(UsageError, match=name):
+    with pytest.raises(UsageError, match=f"tool python: {name} is {value}: "):
         Python(**{name: value})
-
-
-@needs_sandbox
-@pytest.mark.parametrize("keep_state", [False, True])
-def test_a_call_costs_less_than_ten_milliseconds(tool, keep_state):
-    python = tool(keep_state=keep_state)
-    python("0")
-    medians = []
-    for _ in range(10):
-        seconds, slower = [], others()
-        for n in range(100):
-            start = time.perf_counter()
-            assert python(f"{n} + 1") == f"{n + 1}\n"
-            seconds.append(time.perf_counter() - start)
-        medians.append((statistics.median(seconds), max(slower, others())))
-    print([f"{1000 * median:.2f} ms per call, machine {slower:.1f} times slower" for median, slower in medians])
-    assert min(median / slower for median, slower in medians) < 0.010
-
-
-def others() -> float:
-    """How many times longer work takes here than its processor time, for all else that runs on this processor."""
-    start, used = time.perf_counter(), time.process_time()
-    while time.process_time() - used < 0.05:
-        pass
-    return max(1.0, (time.perf_counter() - start) / (time.process_time() - used))
 
 
 # Where there is no sandbox
@@ -715,9 +537,9 @@ def others() -> float:
 @pytest.fixture
 def anew():
     """Ways to start are looked for again, before and after."""
-    sandbox._attempts.cache_clear()
+    sandbox._attempt.cache_clear()
     yield
-    sandbox._attempts.cache_clear()
+    sandbox._attempt.cache_clear()
 
 
 def test_without_bubblewrap_nothing_runs(anew, monkeypatch, tmp_path):
@@ -736,7 +558,7 @@ def test_a_bubblewrap_that_fails_is_not_the_last_word(anew, monkeypatch, tmp_pat
     if importlib.util.find_spec(sandbox.PACKAGE) is not None and sandbox.available() is None:
         assert sandbox.launch().bwrap != str(program)  # the package's works
     monkeypatch.setitem(sys.modules, sandbox.PACKAGE, None)
-    sandbox._attempts.cache_clear()
+    sandbox._attempt.cache_clear()
     with pytest.raises(
         UsageError, match=r"bwrap as \w+: a sandbox does not start: bwrap: it is forbidden.*allow user namespaces"
     ):
@@ -763,8 +585,7 @@ try:
 except UsageError as error:
     print("refused", error)
 """
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": python_path()}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     reason, refused = done.stdout.splitlines()
     assert "no code can be run in a sandbox here" in reason
     assert "ot permitted" in reason

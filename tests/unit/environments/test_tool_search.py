@@ -7,7 +7,6 @@ import math
 import os
 import re
 import sys
-import time
 from collections import Counter
 
 import pytest
@@ -42,7 +41,7 @@ def ids(answer: str) -> list[str]:
 
 
 @needs_bm25s
-def test_what_fits_best_comes_first(corpus):
+def test_what_fits_best_comes_first(corpus, tmp_path):
     find = Search(corpus(ANIMALS))
     assert find("fish") == "[1] fish Fish\nFish swim. Fish eat. Fish sleep with open eyes."
     assert ids(find("CAT on a mat?")) == ["cat", "dog"]
@@ -50,8 +49,13 @@ def test_what_fits_best_comes_first(corpus):
     assert ids(Search(corpus(ANIMALS), k=1)("the cat on the mat")) == ["cat"]
     assert find("unicorn") == "[Nothing found]"
     assert ids(find("cats")) == ["cat"]  # by its title
-    find.close()
-    assert ids(find("fish")) == ["fish"]
+    other = Search(corpus(['{"text": "Größe \\ud800 naïve Москва"}', {"text": "else"}]))
+    assert other("москва") == "[1] 1\nGröße \N{REPLACEMENT CHARACTER} naïve Москва"
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "one.txt").write_text("apples and pears")
+    (tmp_path / "two.md").write_text("# Plums\nplums and pears")
+    (tmp_path / "three.py").write_text("pears = 1")
+    assert ids(Search(str(tmp_path))("pears")) == ["below/one.txt", "two.md"]
 
 
 @needs_bm25s
@@ -87,15 +91,6 @@ def test_documents_of_the_same_score_come_by_id(corpus):
 
 
 @needs_bm25s
-def test_a_directory_of_texts(tmp_path):
-    (tmp_path / "below").mkdir()
-    (tmp_path / "below" / "one.txt").write_text("apples and pears")
-    (tmp_path / "two.md").write_text("# Plums\nplums and pears")
-    (tmp_path / "three.py").write_text("pears = 1")
-    assert ids(Search(str(tmp_path))("pears")) == ["below/one.txt", "two.md"]
-
-
-@needs_bm25s
 def test_only_a_part_of_a_long_document_is_shown(corpus):
     text = "filler " * 500 + "the needle lies in the haystack here " + "filler " * 500
     path = corpus([{"id": "long", "text": text}, {"id": "short", "text": "other"}])
@@ -112,34 +107,18 @@ def test_only_a_part_of_a_long_document_is_shown(corpus):
 )  # fmt: skip
 def test_passages(wanted, characters, shown):
     assert passage(" one two three four five two six ", wanted, characters) == shown
-
-
-def test_a_passage_of_a_long_text_is_found_in_time():
-    text = "alpha beta gamma delta " * 50_000
-    start = time.perf_counter()
-    assert passage(text + "omega", ["alpha", "beta", "omega"], 500).endswith("omega")
-    assert time.perf_counter() - start < 20
+    long = "alpha beta gamma delta " * 10_000
+    assert passage(long + "omega", ["alpha", "beta", "omega"], 500).endswith("omega")
 
 
 @needs_bm25s
-def test_the_index_is_made_once_and_again_when_the_file_changes(corpus, monkeypatch):
+def test_the_index_is_made_once_and_again_when_the_file_changes(corpus):
     path = corpus(ANIMALS)
-    made = []
-    real = search.Index
-
-    class Counted(real):
-        def __init__(self, documents):
-            made.append(len(documents))
-            super().__init__(documents)
-
-    monkeypatch.setattr(search, "Index", Counted)
     first, second = Search(path), Search(path, k=1)
     assert first._index is second._index
-    assert made == [4]
     corpus([{"text": "only zebras"}])
     os.utime(path, ns=(1, 1))
     assert ids(Search(path)("zebras")) == ["1"]
-    assert made == [4, 1]
     assert ids(first("mat")) == ["cat"]  # an episode keeps what it began with
 
 
@@ -149,12 +128,9 @@ def test_the_index_is_made_once_and_again_when_the_file_changes(corpus, monkeypa
         ([{"text": "a"}, "{"], r"corpus\.jsonl:2 is no JSON"),
         ([{"text": "a"}, "", "[1]"], r"corpus\.jsonl:3 is no object"),
         ([{"title": "a"}], r'corpus\.jsonl:1 has no text under "text"'),
-        ([{"text": 5}], r'corpus\.jsonl:1 has no text under "text"'),
-        ([{"text": "a", "id": 1.5}], r'corpus\.jsonl:1 has an "id" that is neither'),
         ([{"text": "a", "id": True}], r'corpus\.jsonl:1 has an "id" that is neither'),
         ([{"text": "a", "title": []}], r'corpus\.jsonl:1 has a "title" that is no text'),
         ([{"text": "a", "id": 2}, {"text": "b"}], r"corpus\.jsonl:2 has the id '2' of line 1"),
-        ([], "has no words"),
         ([{"text": "?!"}], "has no words"),
         (["[" * 100_000], r"corpus\.jsonl:1 is no JSON"),
     ],
@@ -193,20 +169,9 @@ def test_queries_that_are_none(corpus):
     assert ids(find("\0 \ud800 mat")) == ["cat"]
 
 
-@needs_bm25s
-def test_other_alphabets_and_halves_of_characters(corpus):
-    find = Search(corpus(['{"text": "Größe \\ud800 naïve Москва"}', {"text": "else"}]))
-    assert find("москва") == "[1] 1\nGröße \N{REPLACEMENT CHARACTER} naïve Москва"
-    assert ids(find("GRÖßE")) == ["1"]
-
-
-@pytest.mark.parametrize("name", ["k", "characters"])
-def test_numbers_that_cannot_be(name):
-    with pytest.raises(UsageError, match=f"{name} = 0 must be at least 1"):
-        Search("anything", **{name: 0})
-
-
 def test_without_bm25s(monkeypatch, tmp_path):
+    with pytest.raises(UsageError, match="k = 0 must be at least 1"):
+        Search("anything", k=0)
     monkeypatch.setitem(sys.modules, "bm25s", None)
     with pytest.raises(MissingExtra, match=r"tool search needs the package bm25s: pip install '\.\[search\]'"):
         Search(str(tmp_path))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from random import Random
 
 import pytest
@@ -35,11 +32,8 @@ def test_train_and_heldout_never_meet_whatever_the_seed():
     heldout = {p.id for seed in range(4) for p in problems("heldout", 1500, seed=seed)}
     assert not train & heldout
     assert all(split_of(identifier.removeprefix("arithmetic/")) == "heldout" for identifier in heldout)
-
-
-def test_one_problem_in_eight_is_held_out():
     share = sum(split_of(f"{a}+{b}") == "heldout" for a in range(10, 100) for b in range(10, 100)) / 8100
-    assert 0.11 < share < 0.14
+    assert 0.11 < share < 0.14  # one in eight
 
 
 def test_lists_are_stable_unique_balanced_and_prefixes_of_longer_ones():
@@ -51,26 +45,16 @@ def test_lists_are_stable_unique_balanced_and_prefixes_of_longer_ones():
     assert {p.tags for p in problems("train", 50, ["medium"])} == {("medium",)}
 
 
-def test_twenty_thousand_problems_take_less_than_a_second_of_processor_time():
-    before = time.process_time()
-    assert len(problems("train", 20_000)) == 20_000
-    assert time.process_time() - before < 1.0
-
-
 def test_the_most_problems_of_a_level_can_be_had_and_no_more():
-    assert len(problems("train", 24_000, ["easy"])) == 24_000
     assert len(problems("heldout", 3_200, ["easy"])) == 3_200
     with pytest.raises(DataError, match="at most 24000 train problems of level 'easy'"):
         problems("train", 24_001, ["easy"])
 
 
-@pytest.mark.parametrize("levels", [["middling"], []])
-def test_unknown_levels_are_errors(levels):
-    with pytest.raises(DataError, match="easy"):
-        problems("train", 3, levels)
-
-
-def test_an_unknown_split_and_a_malformed_expression_are_errors():
+def test_unknown_levels_splits_and_expressions_are_errors():
+    for levels in (["middling"], []):
+        with pytest.raises(DataError, match="easy"):
+            problems("train", 3, levels)
     with pytest.raises(DataError, match="use 'train' or 'heldout'"):
         problems("test", 3)  # pyright: ignore[reportArgumentType]
     for text in ("", "4x5", "-3+4", "12+", "1 + 2"):
@@ -80,8 +64,12 @@ def test_an_unknown_split_and_a_malformed_expression_are_errors():
 
 def test_a_careful_pupil_is_always_right():
     rng = Random(0)
-    for problem in problems("train", 3000, seed=1):
-        assert boxed(demonstration(problem, rng, CAREFUL)) == problem.answer
+    for problem in problems("train", 1000, seed=1):
+        text = demonstration(problem, rng, CAREFUL)
+        assert boxed(text) == problem.answer
+        for equation in text.replace("\n", ", ").split(", "):
+            left, equals, right = equation.rpartition(": ")[2].partition("=")
+            assert not equals or eval(left) == int(right), equation
 
 
 def test_demonstrations_depend_only_on_the_random_numbers():
@@ -95,14 +83,6 @@ def test_a_guess_forgets_carries():
     assert guess("-", 52, 38) == 26
     assert guess("*", 7, 46) == 282
     assert guess("+", 123, 45) == 168
-
-
-def test_every_equation_of_a_careful_pupil_holds():
-    rng = Random(2)
-    for problem in problems("train", 300):
-        for equation in demonstration(problem, rng, CAREFUL).replace("\n", ", ").split(", "):
-            left, equals, right = equation.rpartition(": ")[2].partition("=")
-            assert not equals or eval(left) == int(right), equation
 
 
 def test_habits_leave_room_to_learn_and_checks_help():
@@ -120,11 +100,9 @@ def test_habits_leave_room_to_learn_and_checks_help():
         rng = Random(9)
         return sum(boxed(demonstration(p, rng, pupil)) == p.answer for p in chosen) / len(chosen)
 
-    without, with_checks, with_plans = (
-        rate(repair=0.0, plan=0.0),
-        rate(repair=1.0, plan=0.0),
-        rate(repair=0.0, plan=1.0),
-    )
+    without = rate(repair=0.0, plan=0.0)
+    with_checks = rate(repair=1.0, plan=0.0)
+    with_plans = rate(repair=0.0, plan=1.0)
     assert with_checks > without + 0.1
     assert with_plans > without + 0.1
 
@@ -134,8 +112,3 @@ def test_all_planning_phrases_of_the_detector_come_from_the_pupil():
     text = "\n".join(demonstration(p, rng) for p in problems("train", 9000)).lower()
     phrases = {text[start:end] for start, end in RegexDetector().char_spans(text)}
     assert phrases >= set(STRATEGIC_GRAMS), set(STRATEGIC_GRAMS) - phrases
-
-
-def test_the_source_imports_no_torch():
-    code = "import sys, retrain.data.arithmetic, retrain.models; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -123,9 +121,9 @@ def weights(sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_every_family_equals_whole_logits_of_single_sequences(name, temperature):
-    base, samples = family(name), [*ragged(), *conversations()]
+def test_every_family_equals_whole_logits_of_single_sequences(name):
+    """Log-probabilities, entropies and their gradient; what was read between two actions is context and not scored."""
+    base, samples, temperature = family(name), [*ragged(), *conversations()], 0.7
     lanes = Lanes(base, ["in_proj"] if "mamba" in name else "all-linear")  # its code reads the other layers' weights
     adapter = adapted(lanes)
     tolerance = 1e-5 if FAMILIES[name][0] in IN_FP32 else 1e-9
@@ -160,28 +158,12 @@ def test_every_family_equals_whole_logits_of_single_sequences(name, temperature)
     assert error < max(1e-6, 10 * tolerance)  # gradients add up in fp32
 
 
-def test_a_model_whose_output_layer_does_something_else_takes_whole_logits():
-    base, samples = family("qwen3"), ragged()
-    plain = base.model.forward
-
-    def shifted(*args, **options):
-        out = plain(*args, **options)
-        out.logits = out.logits + torch.sin(out.logits)
-        return out
-
-    base.model.forward = shifted
+def test_an_output_layer_that_does_something_else_is_not_split_off():
+    base = family("qwen3")
+    base.model.lm_head.register_forward_hook(lambda layer, given, logits: logits + torch.sin(logits))
     backbone = backbone_of(base)
     assert backbone.head is None
     assert "cannot be split off" in backbone.notes[0]
-    batch = collate(samples, base)
-    with torch.no_grad():
-        chosen_BT, entropy_BT = token_logprobs(base, batch, 0.7, entropy=True)
-        for row, s in enumerate(samples):
-            logits = base.model(input_ids=torch.from_numpy(s.token_ids)[None]).logits
-            logp = torch.log_softmax(logits[0, s.prefix - 1 : -1] / 0.7, -1)
-            chosen = logp.gather(1, torch.from_numpy(drawn(s))[:, None])[:, 0]
-            torch.testing.assert_close(chosen_BT[row, : len(chosen)], chosen)
-            torch.testing.assert_close(entropy_BT[row, : len(chosen)], -(logp.exp() * logp).sum(1))
 
 
 @pytest.mark.parametrize("head", [{}, {"bias_V": 1.0}, {"softcap": 1.5}, {"multiplier": 0.4}], ids=str)
@@ -246,33 +228,6 @@ def test_packing_holds_each_prompt_once_and_no_padding():
     assert len(layout.rows_M) == sum(len(drawn(s)) for s in samples)
     apart = packed_layout(samples, torch.device("cpu"), share=False)
     assert apart.ids_BL.shape[1] == sum(len(s) - 1 for s in samples)
-
-
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-def test_every_action_token_of_several_turns_is_scored_in_its_whole_context(packed):
-    """What was read between two actions is context and is not scored; prompts that rollouts share are there once,
-    also where one has a single turn and another several."""
-    base, samples = family("qwen3"), [ragged()[0], *conversations()]
-    lanes = Lanes(base)
-    adapter, base.backbone = adapted(lanes), replace(backbone_of(base), packs=packed)
-    assert [np.diff(s.action_mask.astype(int)).tolist().count(1) for s in samples] == [1, 2, 1, 3, 2, 2]
-    batch = collate(samples, base)
-    with torch.no_grad(), lanes.single(adapter):
-        chosen_BT, entropy_BT = token_logprobs(base, batch, 1.0, entropy=True)
-    assert batch.targets_M.tolist() == [token for s in samples for token in drawn(s)]
-    for row, s in enumerate(samples):
-        logprobs_TV = torch.log_softmax(fresh_logits(lanes, adapter, s).detach(), -1)
-        expected_T = logprobs_TV.gather(1, torch.from_numpy(drawn(s))[:, None])[:, 0]
-        entropy_T, count = -(logprobs_TV.exp() * logprobs_TV).sum(1), len(expected_T)
-        torch.testing.assert_close(chosen_BT[row, :count], expected_T, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(entropy_BT[row, :count], entropy_T, rtol=1e-9, atol=1e-9)
-        assert batch.action_BT[row].sum() == batch.loss_mask_BT[row].sum() == count
-    if packed:
-        prompts, rest = 4 + 2, sum(len(s) - 1 - s.prefix for s in samples)
-        assert batch.layout.ids_BL.shape == (1, prompts + rest)
-        assert [(group.first, group.last, group.width) for group in batch.layout.groups] == [(0, 4, 4), (4, 6, 2)]
-    else:
-        assert batch.layout.ids_BL.shape == (6, max(map(len, samples)) - 1)
 
 
 def test_packed_micro_batches_stay_within_the_budget_and_keep_groups_together():

@@ -8,24 +8,16 @@ import weakref
 import pytest
 import torch
 from lane_cases import publish, requests, rollout, sample, trained, update
-from toycampaign import campaign
 from toymodels import qwen3_directory, toy_base
 
 from retrain.campaign.running import models
-from retrain.campaign.running.controller import launch
 from retrain.campaign.running.models import Bases
-from retrain.config import load, parse_dict
+from retrain.config import parse_dict
 from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError, RunFailed
 from retrain.files import read_json, write_json
 from retrain.policy.base import load_base, load_weights
 from retrain.policy.lora import LaneLinear, Lanes
-from retrain.record.observer import NullObserver
-
-
-def _used(base) -> None:
-    """Sample and train with the base: everything that is ever put on a model is on it afterwards."""
-    _worked(Lanes(base))
 
 
 def _worked(lanes: Lanes, engine: LocalEngine | None = None) -> None:
@@ -39,41 +31,23 @@ def _logits(base) -> torch.Tensor:
         return base.model(input_ids=torch.arange(12).view(2, 6), use_cache=False).logits
 
 
-@pytest.fixture
-def own_base(tmp_path):
-    return toy_base(tmp_path)
-
-
-def test_one_call_takes_everything_off_the_model_again(own_base):
-    before, attention = _logits(own_base), own_base.model.config._attn_implementation
-    kinds = [type(module) for module in own_base.model.modules()]
-    _used(own_base)
-    assert any(isinstance(module, LaneLinear) for module in own_base.model.modules())
-    assert own_base.model.config._attn_implementation != attention
-    assert any("forward" in module.__dict__ for module in own_base.model.modules())
-    own_base.release()
-    assert [type(module) for module in own_base.model.modules()] == kinds
-    assert own_base.model.config._attn_implementation == attention
-    assert not any("forward" in module.__dict__ for module in own_base.model.modules())
-    for weight in own_base.model.parameters():
+def test_one_call_takes_everything_off_the_model_again(tmp_path):
+    base = toy_base(tmp_path)
+    before, attention = _logits(base), base.model.config._attn_implementation
+    kinds = [type(module) for module in base.model.modules()]
+    _worked(Lanes(base))
+    assert any(isinstance(module, LaneLinear) for module in base.model.modules())
+    assert base.model.config._attn_implementation != attention
+    assert any("forward" in module.__dict__ for module in base.model.modules())
+    base.release()
+    assert [type(module) for module in base.model.modules()] == kinds
+    assert base.model.config._attn_implementation == attention
+    assert not any("forward" in module.__dict__ for module in base.model.modules())
+    for weight in base.model.parameters():
         assert weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
-    assert torch.equal(_logits(own_base), before)
-    own_base.release()  # nothing is left to take off
-
-
-def test_a_released_base_can_be_prepared_anew(own_base):
-    _used(own_base)
-    own_base.release()
-    _used(own_base)
-
-
-def test_a_base_that_nobody_wants_is_freed(own_base):
-    _used(own_base)
-    weights = [weakref.ref(weight) for weight in own_base.model.parameters()]
-    own_base.release()
-    own_base.model = None
-    gc.collect()
-    assert not any(weight() is not None for weight in weights)
+    assert torch.equal(_logits(base), before)
+    base.release()  # nothing is left to take off
+    _worked(Lanes(base))
 
 
 # -- one base for one cohort after another ------------------------------------------------------------------------
@@ -118,16 +92,6 @@ def test_the_next_cohort_finds_the_base_prepared(directories, loads):
     assert loads == [str(directories[0])]
 
 
-def test_the_tokenizer_that_filters_the_data_is_the_base_s(directories, loads):
-    with Bases() as bases:
-        config = _config(directories[0])
-        files = bases.look(config)
-        assert loads == []
-        assert bases.take(config)[0].tokenizer is files.tokenizer
-        assert bases.look(config) is files
-        assert bases.look(_config(directories[1])).tokenizer is not files.tokenizer
-
-
 def test_other_target_layers_take_the_lanes_off_and_keep_the_weights(directories, loads):
     with Bases() as bases:
         base, lanes, engine = bases.take(_config(directories[0]))
@@ -145,19 +109,14 @@ def test_other_target_layers_take_the_lanes_off_and_keep_the_weights(directories
     assert loads == [str(directories[0])]
 
 
-@pytest.mark.parametrize("change", ["another model", "another precision"])
-def test_another_base_is_loaded_when_the_first_is_gone(directories, loads, monkeypatch, change):
+def test_another_base_is_loaded_when_the_first_is_gone(directories, loads, monkeypatch):
     """Two in memory at once do not fit where one does."""
-    other = _config(directories[0], inference={"dtype": "float64"})
-    if change == "another model":
-        other = _config(directories[1])
-    alive = []
+    alive, load_other = [], models.load_weights
     with Bases() as bases:
         base, lanes, engine = bases.take(_config(directories[0]))
         _worked(lanes, engine)
         weights = [weakref.ref(weight) for weight in base.model.parameters()]
         del base, lanes, engine
-        load_other = models.load_weights
 
         def watched(*how):
             gc.collect()
@@ -165,7 +124,7 @@ def test_another_base_is_loaded_when_the_first_is_gone(directories, loads, monke
             return load_other(*how)
 
         monkeypatch.setattr(models, "load_weights", watched)
-        base, lanes, engine = bases.take(other)
+        base, lanes, engine = bases.take(_config(directories[1], inference={"dtype": "float64"}))
         _worked(lanes, engine)
         assert alive == [0]
         weights = [weakref.ref(weight) for weight in base.model.parameters()]
@@ -173,13 +132,6 @@ def test_another_base_is_loaded_when_the_first_is_gone(directories, loads, monke
     gc.collect()
     assert not any(weight() is not None for weight in weights)
     assert len(loads) == 2
-
-
-def test_a_campaign_of_several_cohorts_loads_its_base_once(model, tmp_path, loads):
-    path = campaign(tmp_path, model, steps=1, lanes=1)
-    assert launch(load(path), tmp_path / "out", NullObserver()).exit_status == 0
-    assert len(read_json(tmp_path / "out/manifest.json")["cohorts"]) == 4
-    assert loads == [str(model)]
 
 
 def test_all_end_tokens_of_a_model_are_known(tmp_path):

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
 import torch
 from lane_cases import lane_of, ref, sample, trained, update
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from toymodels import toy_base
@@ -21,12 +19,11 @@ from retrain.engines import dense, grid
 from retrain.engines.dense import DenseDecoder, dense_decoder
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import SampleRequest
-from retrain.engines.step import Product, product
 from retrain.policy import arithmetic, packing
-from retrain.policy.arithmetic import causal_attention, fp32_product, linear, packed, rms, rotation
+from retrain.policy.arithmetic import causal_attention, fp32_product, packed, rms, rotation
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel, load_base
-from retrain.policy.fused import adapted_linear, attention, rms_norm
+from retrain.policy.fused import attention, rms_norm
 from retrain.policy.head import Head
 from retrain.policy.logprobs import collate, token_logprobs
 from retrain.policy.lora import Adapter, Lanes
@@ -35,35 +32,6 @@ from retrain.types import Sample
 
 BF16 = torch.bfloat16
 needs_packing = pytest.mark.skipif(not arithmetic.packs("cpu", BF16), reason="this torch cannot lay weights out anew")
-
-
-def test_in_bf16_sampler_and_trainer_agree_end_to_end(tmp_path):
-    """Two lanes of the bundled model, trained from the second step on."""
-    from retrain.campaign.running.controller import launch
-    from retrain.config import load
-    from retrain.files import read_json, read_jsonl
-    from retrain.record.observer import NullObserver
-
-    (tmp_path / "bf16.toml").write_text(
-        '[campaign]\nseeds = [1, 2]\n[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n'
-        '[model]\nmodel = "tiny-reasoner"\nlora_rank = 16\n[data]\nsource = "arithmetic"\n'
-        '[reward]\ntype = "match"\n[inference]\ndtype = "bfloat16"\n[training]\nmax_steps = 3\nbatch_size = 4\n'
-        "group_size = 8\nmax_tokens = 60\nlr = 0.004\n[evaluation]\nproblems = 0\n[squeeze]\nenabled = false\n"
-    )
-    assert launch(load(tmp_path / "bf16.toml"), tmp_path / "out", NullObserver()).exit_status == 0
-    runs = read_json(tmp_path / "out" / "manifest.json")["runs"]
-    assert len(runs) == 2
-    gaps = []
-    for run in runs:
-        rows = read_jsonl(tmp_path / "out" / run["path"] / "metrics.jsonl")
-        assert len(rows) == 3
-        for row in rows:
-            assert row["optim/grad_norm"] > 0
-            assert 0 < row["kl_sample_train_v2"] < 5e-5  # 0 would be fp32's
-            assert row["kl_divergence_inference"] < 5e-5
-            assert row["val/ratio"] == pytest.approx(1, abs=1e-3)
-            gaps.append(row["kl_sample_train_v2"])
-    assert np.mean(gaps) < 8e-6  # 3e-6; where each side rounds in its own way 1.7e-5
 
 
 SIZES = {
@@ -76,13 +44,17 @@ DENSE = {
     "qwen3": {"head_dim": 16},
     "mistral": {"sliding_window": None},
 }
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 OTHERS = {
     "gemma2": {"head_dim": 8, "final_logit_softcapping": 20.0, "sliding_window": 64},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 6, "layer_types": WINDOWS},
     "granite": {"logits_scaling": 3.0},
+    "gpt_neox": {},
     "phi": {},
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "windowed mistral": {"sliding_window": 6},
 }
-ENGINE_MODEL = {**DENSE, **OTHERS}
+FAMILIES = {**DENSE, **OTHERS}
 FRESH, TRAINED = 0.0, 1.0
 """Weights as transformers initialises them, and of the size that trained ones have."""
 
@@ -96,7 +68,7 @@ def tiny(family: str, dtype: torch.dtype, size: float = TRAINED) -> BaseModel:
             return " ".join(map(str, ids))
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES, **ENGINE_MODEL[family])
+    config = AutoConfig.for_model(family.split()[-1], **SIZES, **FAMILIES[family])
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval().requires_grad_(False)
     for name, weight in model.named_parameters() if size else ():
         noise = torch.randn(weight.shape)
@@ -124,18 +96,27 @@ def trainer_minus_sampler(engine: LocalEngine, asked: list[SampleRequest], adapt
 # -- the same numbers on both sides --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "dense_path"), [(f, True) for f in DENSE] + [(f, False) for f in ENGINE_MODEL])
-def test_in_bf16_every_family_trains_on_the_logprobs_that_it_sampled(family, dense_path):
+IN_FP32_ONLY = {"gemma3_text", "gpt_neox", "windowed mistral"}
+SAMPLED = [(family, True, dtype) for family in DENSE for dtype in (BF16, torch.float32, torch.float64)]
+SAMPLED += [(family, False, torch.float32) for family in ("llama", *OTHERS)]
+SAMPLED += [(family, False, BF16) for family in ("llama", *OTHERS) if family not in IN_FP32_ONLY]
+
+
+@pytest.mark.parametrize(("family", "dense_path", "dtype"), SAMPLED, ids=str)
+def test_every_family_trains_on_the_logprobs_that_it_sampled(family, dense_path, dtype):
     """Also where the model's own forward pass samples, and with a LoRA scale that is no power of two."""
-    base = tiny(family, BF16)
+    base = tiny(family, dtype)
     lanes = Lanes(base)
     adapters = [trained(lanes, seed, rank=3, size=0.05) for seed in (1, 2)]
     engine = LocalEngine(base, lanes, dense=dense_path)
     assert engine.fast == dense_path
-    asked = [
-        SampleRequest(ref(lane), tuple(range(3, 3 + n)), 6, 24, 1.0, ("half", n)) for lane in (0, 1) for n in (4, 9)
-    ]
-    squares = trainer_minus_sampler(engine, asked, adapters).square()
+    prompts = [tuple(range(3, 3 + width)) for width in (4, 11)]
+    asked = [SampleRequest(ref(lane), prompt, 3, 14, 1.0, ("half", lane)) for lane in (0, 1) for prompt in prompts]
+    gaps = trainer_minus_sampler(engine, asked, adapters)
+    if dtype != BF16:
+        assert float(gaps.abs().max()) < 1e-4
+        return
+    squares = gaps.square()
     if "moe" in family:  # a last bit that decides between two experts moves some tokens by more
         squares = squares[squares < squares.quantile(0.9)]
     assert float(squares.mean()) / 2 < 5e-5
@@ -157,17 +138,6 @@ def test_norm_and_rotation_round_as_transformers_does(family):
     turned, _ = code.apply_rotary_pos_emb(x, x, cos[None], sin[None])
     signed = torch.cat([-sin[:, :8], sin[:, 8:]], -1)
     assert torch.equal(rotation(x, cos, signed), turned)
-
-
-@pytest.mark.parametrize("family", [*DENSE, "gemma2", "phi"])
-def test_the_update_takes_the_shared_norm_where_the_model_has_it(family):
-    base = tiny(family, BF16)
-    backbone_of(base)
-    norms = [module for name, module in base.model.named_modules() if name.endswith(("norm", "layernorm"))]
-    assert len(norms) > 2
-    assert {"forward" in module.__dict__ for module in norms} == {family in DENSE}  # Gemma multiplies before it rounds
-    base.release()
-    assert not any("forward" in module.__dict__ for module in norms)
 
 
 def test_the_gradient_of_the_norm_is_computed_in_fp32():
@@ -201,16 +171,6 @@ def test_attention_in_half_precision_has_the_gradient_of_fp32(heads):
         torch.testing.assert_close(mine.grad.double(), wanted.grad, rtol=2**-8, atol=1e-5)  # one rounding, at the end
 
 
-@pytest.mark.parametrize("dropout", [0.0, 1e-12])
-def test_in_bf16_an_adapter_adds_the_same_in_sampler_and_trainer(dropout):
-    torch.manual_seed(0)
-    linear = torch.nn.Linear(24, 40, bias=False, dtype=BF16).requires_grad_(False)
-    x, a, b, scale = torch.randn(7, 24, dtype=BF16), torch.randn(3, 24), torch.randn(40, 3), 8 / 3
-    stacked = ((b.t() * scale).to(BF16))[None]
-    expected = product(x, Product(linear.weight, None, a.t().to(BF16)[None].contiguous(), stacked))
-    assert torch.equal(adapted_linear(linear, x, a, b, scale, dropout), expected)
-
-
 # -- logits with all of their digits -------------------------------------------------------------------------------
 
 
@@ -227,12 +187,9 @@ def test_logits_of_half_precision_products_are_not_rounded_to_half_precision(tmp
     assert engine.decoder is not None
     assert engine.decoder.frame.head.weight is base.head_weight is head.product_VH  # one copy for all
     assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_in_full_precision_the_output_layer_is_not_copied(dtype):
-    base = tiny("llama", dtype)
-    assert base.head_weight.data_ptr() == base.model.lm_head.weight.data_ptr()
+    for dtype in (torch.float32, torch.float64):  # where products are not rounded, the output layer is not copied
+        base = tiny("llama", dtype)
+        assert base.head_weight.data_ptr() == base.model.lm_head.weight.data_ptr()
 
 
 @pytest.fixture
@@ -242,49 +199,32 @@ def no_memory_of_devices():
     arithmetic.multiplies_into_fp32.cache_clear()
 
 
-class Ops(TorchDispatchMode):
-    """What is run, by name, with dtype and shape of its result."""
+class Products(TorchDispatchMode):
+    """The products of matrices, by name and dtype of their result."""
 
     def __init__(self):
         super().__init__()
-        self.found: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+        self.found: set[tuple[str, torch.dtype]] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor):
-            self.found.append((str(func), made.dtype, tuple(made.shape)))
-        return made
+        out = func(*args, **(kwargs or {}))
+        if "mm" in str(func):
+            self.found.add((str(func), out.dtype))
+        return out
 
 
-@pytest.mark.parametrize("device", ["cuda", "meta"])
-def test_a_gpu_multiplies_bf16_into_fp32(device, no_memory_of_devices):
-    """On a CUDA device that holds no numbers, and, with the backward pass, on torch's device that never does."""
-    with FakeTensorMode() if device == "cuda" else nullcontext(), Ops() as ops:
-        weight, bias = (torch.empty(*shape, dtype=BF16, device=device) for shape in ((50, 8), (50,)))
-        base = BaseModel("fake", WithHead(weight), None, torch.device(device), BF16, (1,), 0, "")
-        assert base.head_weight.dtype == BF16
-        head = Head(weight, bias_V=bias, product_VH=base.head_weight)
-        logits = head.logits(torch.empty(4, 8, dtype=BF16, device=device))
-        assert (logits.dtype, logits.device.type) == (torch.float32, device)
-        if device == "meta":
-            hidden = torch.empty(4, 8, dtype=BF16, device=device, requires_grad=True)
-            chosen_N, _ = head.logprobs(hidden, torch.zeros(4, dtype=torch.long, device=device), entropy=True)
-            chosen_N.sum().backward()
-            assert hidden.grad is not None
-            assert hidden.grad.dtype == BF16
-    rounded = [name for name, dtype, shape in ops.found if dtype == BF16 and shape == (4, 50)]
-    assert set(rounded) <= {"aten._to_copy.default"}  # the slope, after the log-probabilities are there
-    assert ("aten.mm.dtype", torch.float32, (4, 50)) in ops.found
-
-
-class WithHead:
-    """As much of a model as has an output layer."""
-
-    def __init__(self, weight: torch.Tensor):
-        self.weight = weight
-
-    def get_output_embeddings(self):
-        return self
+def test_a_gpu_multiplies_bf16_into_fp32(no_memory_of_devices):
+    """On torch's device that holds no numbers, with the backward pass."""
+    weight = torch.empty(50, 8, dtype=BF16, device="meta")
+    hidden = torch.empty(4, 8, dtype=BF16, device="meta", requires_grad=True)
+    with Products() as products:
+        logits = Head(weight, product_VH=weight).logits(hidden)
+    assert products.found == {("aten.mm.dtype", torch.float32)}
+    assert logits.dtype == torch.float32
+    chosen_N, _ = Head(weight).logprobs(hidden, torch.zeros(4, dtype=torch.long, device="meta"), entropy=True)
+    chosen_N.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == BF16
 
 
 def scripted(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -313,43 +253,8 @@ def test_a_device_that_rounds_its_sums_gives_what_it_rounded_off_in_a_second_pro
 
 
 @needs_packing
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize("rows", [1, 3, 32, 200])
-def test_a_packed_weight_gives_the_same_product(dtype, rows):
-    torch.manual_seed(0)
-    x, weight, bias = (torch.randn(*shape, dtype=dtype) for shape in ((rows, 64), (96, 64), (96,)))
-    exact = F.linear(x.double(), weight.double(), bias.double())
-    for function in (linear, scripted(linear)):
-        made = function(x, packed(weight), bias)
-        assert made.dtype == dtype
-        torch.testing.assert_close(made.double(), exact, rtol=2**-8 if dtype == BF16 else 1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("why", ["no oneDNN", "a processor without a kernel", "fp64", "no memory for a copy", "small"])
-def test_weights_are_read_as_they_are_where_packing_does_not_help(why, monkeypatch):
-    def no_kernel(*arguments):
-        raise RuntimeError("could not create a primitive descriptor")
-
-    monkeypatch.setattr("retrain.policy.base.SMALL_MODEL_BYTES", 1 << 30 if why == "small" else 0)
-    if why == "no oneDNN":
-        monkeypatch.setattr(arithmetic, "HAS_PACKED", False)
-    elif why == "a processor without a kernel":
-        monkeypatch.setattr(arithmetic, "packed", no_kernel)
-    elif why == "no memory for a copy":
-        monkeypatch.setattr("retrain.policy.base.total_memory", lambda device: 1000)
-    arithmetic.packs.cache_clear()
-    base = tiny("llama", torch.float64 if why == "fp64" else torch.float32)
-    assert not base.packs
-    decoder = dense_decoder(base)
-    assert decoder is not None
-    assert not any(part.weight.is_mkldnn for block in decoder.blocks([]) for part in block[:4])
-    arithmetic.packs.cache_clear()
-
-
-@needs_packing
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize("runs", [1, 3])
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize(("runs", "dtype"), [(1, BF16), (1, torch.float32), (3, torch.float32)], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_larger_model_decodes_from_packed_weights_what_the_update_sees(monkeypatch, family, runs, dtype):
     """Merged for one adapter in fp32, beside the lanes' products else."""
     monkeypatch.setattr("retrain.policy.base.SMALL_MODEL_BYTES", 0)
@@ -362,7 +267,7 @@ def test_a_larger_model_decodes_from_packed_weights_what_the_update_sees(monkeyp
     assert all(part.weight.is_mkldnn for block in blocks for part in block[:4])
     assert {block.qkv.a is None for block in blocks} == {runs == 1 and dtype == torch.float32}
     assert engine.decoder.frame.head.weight.is_mkldnn
-    asked = [SampleRequest(ref(lane), tuple(range(3, 9)), 6, 20, 1.0, ("packed", lane)) for lane in range(runs)]
+    asked = [SampleRequest(ref(lane), tuple(range(3, 9)), 4, 16, 1.0, ("packed", lane)) for lane in range(runs)]
     gaps = trainer_minus_sampler(engine, asked, adapters)
     if dtype == BF16:
         assert float(gaps.square().mean()) / 2 < 1e-4  # a rounding of 4e-3 in both; processors differ by a third
@@ -386,12 +291,11 @@ def right_in_one_sequence_alone(q, k, v, scale):
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_packing_that_computes_something_else_is_refused(family, dtype, monkeypatch):
-    assert backbone_of(tiny(family, dtype)).packs
+def test_packing_that_computes_something_else_is_refused(dtype, monkeypatch):
+    assert backbone_of(tiny("qwen3", dtype)).packs
     for fault in (sees_what_follows, scaled_otherwise, right_in_one_sequence_alone):
         monkeypatch.setattr(packing, "attention", fault)
-        backbone = backbone_of(tiny(family, dtype))
+        backbone = backbone_of(tiny("qwen3", dtype))
         assert not backbone.packs
         assert "does not take packed sequences" in backbone.notes[0]
 
@@ -399,11 +303,11 @@ def test_packing_that_computes_something_else_is_refused(family, dtype, monkeypa
 # -- the probe -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("size", [FRESH, 0.5, TRAINED, 2.0])
 @pytest.mark.parametrize("family", DENSE)
-def test_every_sound_decoder_is_admitted(family, size, dtype):
-    assert dense_decoder(tiny(family, dtype, size)) is not None
+def test_every_sound_decoder_is_admitted(family):
+    for dtype in (BF16, torch.float32, torch.float64):
+        for size in (FRESH, TRAINED, 2.0):
+            assert dense_decoder(tiny(family, dtype, size)) is not None, (dtype, size)
 
 
 def with_frame(**numbers: float) -> Callable[[DenseDecoder], None]:
@@ -427,25 +331,21 @@ def other_rotation(power: float) -> Callable[[DenseDecoder], None]:
     return change
 
 
-def swapped_gate_and_up(decoder: DenseDecoder) -> None:
-    for layer in decoder.layers:
-        layer.gate_up._joined = torch.cat(layer.gate_up.weight.chunk(2)[::-1])
+def swapped_gate_and_up(*layers: int) -> Callable[[DenseDecoder], None]:
+    def change(decoder: DenseDecoder) -> None:
+        for layer in (decoder.layers[number] for number in layers):
+            layer.gate_up._joined = torch.cat(layer.gate_up.weight.chunk(2)[::-1])
+
+    return change
 
 
-def one_swapped(decoder: DenseDecoder) -> None:
-    layer = decoder.layers[-1]
-    layer.gate_up._joined = torch.cat(layer.gate_up.weight.chunk(2)[::-1])
+def other_head_norms(function: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[DenseDecoder], None]:
+    def change(decoder: DenseDecoder) -> None:
+        for layer in decoder.layers:
+            assert layer.head_norms is not None
+            layer.head_norms = function(layer.head_norms)
 
-
-def no_head_norms(decoder: DenseDecoder) -> None:
-    for layer in decoder.layers:
-        layer.head_norms = None
-
-
-def head_norms_without_weights(decoder: DenseDecoder) -> None:
-    for layer in decoder.layers:
-        assert layer.head_norms is not None
-        layer.head_norms = torch.ones_like(layer.head_norms)
+    return change
 
 
 FAULTS = {
@@ -455,48 +355,37 @@ FAULTS = {
     "attention scaled by 1/sqrt(2)": with_frame(scaling=0.7071),
     "eps 1e-5 for 1e-6": with_frame(eps=10.0),
     "eps 1e-6 for 1e-5": with_frame(eps=0.1),
-    "gate and up swapped": swapped_gate_and_up,
-    "swapped in one layer": one_swapped,
-    "no head norms": no_head_norms,
-    "head norms without weights": head_norms_without_weights,
+    "gate and up swapped": swapped_gate_and_up(0, 1, 2),
+    "swapped in one layer": swapped_gate_and_up(-1),
+    "no head norms": other_head_norms(lambda norms: None),
+    "head norms without weights": other_head_norms(torch.ones_like),
 }
 
 
+def assert_refused(base: BaseModel, faults: Iterable[str]) -> None:
+    assert dense._reproduces(sound := DenseDecoder(base), base)
+    for fault in faults:
+        decoder = DenseDecoder(base)
+        FAULTS[fault](decoder)
+        assert not dense._reproduces(decoder, base), fault
+    base.model.lm_head.register_forward_hook(lambda layer, given, made: made * 1.02)
+    assert not dense._reproduces(sound, base), "another output layer"
+
+
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    ("family", "fault"), [(f, fault) for f in DENSE for fault in FAULTS if "head norm" not in fault or f == "qwen3"]
-)
-def test_a_decoder_with_a_fault_is_refused(family, fault, dtype, monkeypatch):
-    if fault.startswith("eps 1e-6 for"):
-        monkeypatch.setitem(SIZES, "rms_norm_eps", 1e-5)
-    base = tiny(family, dtype)
-    decoder = DenseDecoder(base)
-    assert dense._reproduces(decoder, base)
-    FAULTS[fault](decoder)
-    assert not dense._reproduces(decoder, base)
+@pytest.mark.parametrize("family", DENSE)
+def test_a_decoder_with_a_fault_is_refused(family, dtype, monkeypatch):
+    faults = [fault for fault in FAULTS if "head norm" not in fault or family == "qwen3"]
+    small = "eps 1e-6 for 1e-5"
+    assert_refused(tiny(family, dtype), [fault for fault in faults if fault != small])
+    monkeypatch.setitem(SIZES, "rms_norm_eps", 1e-5)
+    assert_refused(tiny(family, dtype), [small])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("fault", [name for name in FAULTS if not name.startswith("eps")])
-def test_faults_of_the_bundled_models_decoder_are_refused(fault, dtype):
+def test_faults_of_the_bundled_models_decoder_are_refused(dtype):
     base = load_base("tiny-reasoner", devices="cpu", dtype=dtype)
-    decoder = DenseDecoder(base)
-    assert dense._reproduces(decoder, base)
-    FAULTS[fault](decoder)
-    assert not dense._reproduces(decoder, base)
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-def test_steps_and_the_output_layer_are_probed_too(dtype, monkeypatch):
-    """What the prefill alone would not show."""
-    base = tiny("llama", dtype)
-    decoder, forward = DenseDecoder(base), dense.forward
-    monkeypatch.setattr(dense, "forward", lambda *given: forward(*given[:-1], False))  # reads what is to come
-    assert not dense._reproduces(decoder, base)
-    monkeypatch.setattr(dense, "forward", forward)
-    assert dense._reproduces(decoder, base)
-    base.model.lm_head.register_forward_hook(lambda layer, given, made: made * 1.02)
-    assert not dense._reproduces(decoder, base)
+    assert_refused(base, [fault for fault in FAULTS if not fault.startswith("eps")])
 
 
 # -- no sum in any order -------------------------------------------------------------------------------------------
@@ -563,13 +452,15 @@ def test_the_watch_sees_what_a_gpu_would_refuse():
             x[torch.tensor([1, 1])].sum().backward()
 
 
-@pytest.mark.parametrize("truncated", [False, True], ids=["whole", "truncated"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma2", "phi"])
+@pytest.mark.parametrize(
+    ("family", "truncated"),
+    [("qwen3", False), ("qwen3", True), ("qwen3_moe", True), ("gemma2", False), ("phi", False)],
+)
 def test_sampling_and_update_run_no_kernel_that_a_deterministic_gpu_refuses(family, truncated, like_a_gpu):
     base = tiny(family, torch.float32)
     lanes = Lanes(base)
     adapter, cut = trained(lanes, 0, size=0.05), {"top_k": 9, "top_p": 0.9} if truncated else {}
-    asked = [SampleRequest(ref(0), tuple(range(3, 3 + n)), 4, 9, 0.9, ("any", n), **cut) for n in (4, 7)]
+    asked = [SampleRequest(ref(0), tuple(range(3, 3 + n)), 2, 6, 0.9, ("any", n), **cut) for n in (4, 7)]
     with Deterministic() as watch:
         for dense_path in {True, False} if family in DENSE else {False}:
             groups = sample(LocalEngine(base, lanes, dense=dense_path), asked, [adapter])

@@ -14,25 +14,24 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from record_cases import context, evaluation, group, step
-from rich.console import Console
 
 from retrain.files import write_json
-from retrain.record.console import LiveConsole, PlainConsole
 from retrain.record.follow import Follower, JsonLines
-from retrain.record.lines import LAST_BLOCK, Tail, whole_lines
+from retrain.record.lines import LAST_BLOCK, Tail
 from retrain.record.recorder import RunRecorder
 from retrain.record.status import read_status
 
 
-def test_a_tail_gives_every_complete_row_once(tmp_path):
+def test_a_tail_gives_every_complete_row_once_and_reads_only_what_is_new(tmp_path):
     path = tmp_path / "rows.jsonl"
     tail = Tail(path)
     assert tail.rows() == (False, [])
-    path.write_bytes(b'{"n": 0}\n{"n": 1}\n{"n": ')
-    assert tail.rows() == (False, [{"n": 0}, {"n": 1}])
+    path.write_bytes(b'{"n": 0, "pad": "' + b"x" * 200 + b'"}\n{"n": 1}\n{"n": ')
+    assert [row["n"] for row in tail.rows()[1]] == [0, 1]
     assert tail.rows() == (False, [])
+    with open(path, "r+b") as file:
+        file.write(b"\xff" * 50)  # unreadable now, if it were read again
     with open(path, "ab") as file:
         file.write(b'2}\n"text"\n{"n": 3, "to\xc3\n{"n": 4}\n')
     assert tail.rows() == (False, [{"n": 2}, {"n": 4}])  # a damaged line costs itself only
@@ -43,33 +42,14 @@ def test_a_tail_gives_every_complete_row_once(tmp_path):
     assert tail.rows() == (False, [{"n": 5}])
 
 
-def test_a_tail_reads_only_what_is_new(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"n": 0, "pad": "' + b"x" * 200 + b'"}\n')
-    tail = Tail(path)
-    tail.rows()
-    with open(path, "r+b") as file:  # unreadable now, should anybody look
-        file.write(b"\xff" * 50)
-    with open(path, "ab") as file:
-        file.write(b'{"n": 1}\n')
-    assert tail.rows() == (False, [{"n": 1}])
-
-
-def test_a_cut_is_seen_also_when_the_file_has_grown_past_it(tmp_path):
+def test_a_cut_is_seen_also_when_the_file_has_grown_past_it_and_of_a_long_one_the_end_is_read(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"n": n, "t": 0.1 * n}) + "\n" for n in range(5)))
     tail = Tail(path)
     tail.rows()
     path.write_text("".join(json.dumps({"n": n, "t": 0.2 * n}) + "\n" for n in range(9)))
     replaced, rows = tail.rows()
-    assert replaced
-    assert [row["n"] for row in rows] == list(range(9))
-    path.write_text('{"n": 0}\n')
-    assert tail.rows() == (True, [{"n": 0}])
-
-
-def test_of_a_long_history_only_the_end_is_read(tmp_path):
-    path = tmp_path / "rows.jsonl"
+    assert (replaced, [row["n"] for row in rows]) == (True, [*range(9)])
     path.write_text("".join(json.dumps({"n": n, "pad": "x" * 1000}) + "\n" for n in range(1000)))
     _, rows = Tail(path, last_only=True).rows()
     assert rows[-1]["n"] == 999
@@ -130,11 +110,14 @@ def test_a_campaign_from_its_first_to_its_last_step(tmp_path):
     assert not follower.look()
     assert events(stream) == ["plan"]
     campaign.hold()
+    campaign.runs[0]["worker"] = "2 gpu:1"
     campaign.state(0, "running")
     campaign.recorders[0].record_eval(evaluation([group([1.0, 0.0], [2, 2])]))
     campaign.steps(0, 0, 2)
     follower.look()
-    assert events(stream) == ["start a_s1 1", "eval a_s1", "step a_s1 1"]
+    assert '"worker": "2 gpu:1"' in stream.getvalue()
+    assert events(stream) == ["worker a_s1", "start a_s1 1", "eval a_s1", "step a_s1 1"]
+    assert read_status(tmp_path / "c" / "runs" / "a_s1")["runs"][0]["state"] == "running"
     follower.look()
     assert events(stream) == []
     campaign.steps(0, 2, 4)
@@ -151,6 +134,7 @@ def test_a_campaign_from_its_first_to_its_last_step(tmp_path):
     campaign.steps(1, 0, 3)
     follower.look()
     campaign.release()  # killed
+    assert read_status(tmp_path / "c" / "runs" / "a_s2")["runs"][0]["state"] == "interrupted"
     assert not follower.look()
     assert events(stream)[-1] == "end a_s2 interrupted"
     campaign.hold()  # resumed from a checkpoint at step 1
@@ -163,6 +147,8 @@ def test_a_campaign_from_its_first_to_its_last_step(tmp_path):
     campaign.release()
     assert follower.look()
     assert events(stream) == ["step a_s2 2", "step a_s2 3", "end a_s2 failed"]
+    campaign.state(1, "stopped", "decided")  # by a rule
+    assert Follower(tmp_path / "c", JsonLines(stream)).look()
 
 
 def test_after_a_truncation_no_evaluation_is_reported_twice(tmp_path):
@@ -202,105 +188,28 @@ def test_several_directories_and_files_that_go(tmp_path):
     assert not Follower(tmp_path / "gone", JsonLines(stream)).look()
 
 
-def test_watching_ends_when_a_rule_has_stopped_what_is_left(tmp_path):
-    campaign, stream = Campaign(tmp_path), io.StringIO()
-    campaign.state(0, "done")
-    follower = Follower(tmp_path, JsonLines(stream))
-    assert not follower.look()
-    campaign.state(1, "stopped", "decided")
-    assert follower.look()
-    assert "end a_s2 stopped" in events(stream)
-
-
-def test_a_run_of_a_campaign_looked_at_alone(tmp_path):
-    campaign = Campaign(tmp_path)
-    campaign.hold()
-    campaign.state(0, "running")
-    campaign.steps(0, 0, 2)
-    report = read_status(tmp_path / "runs" / "a_s1")
-    assert [(run["run_id"], run["state"], run["seed"], run["step"]) for run in report["runs"]] == [
-        ("a_s1", "running", 1, 2)
-    ]
-    campaign.release()
-    assert read_status(tmp_path / "runs" / "a_s1")["runs"][0]["state"] == "interrupted"
-
-
-def test_consoles_show_what_is_followed(tmp_path):
-    campaign = Campaign(tmp_path)
-    campaign.hold()
-    campaign.state(0, "running")
-    campaign.steps(0, 0, 2)
-    plain, screen = io.StringIO(), io.StringIO()
-    Follower(tmp_path, PlainConsole(plain, verbose=True)).look()
-    assert "step run=a_s1 step=1 done=2/4 reward=0.500" in plain.getvalue()
-    live = LiveConsole(Console(file=screen, force_terminal=True, width=100))
-    Follower(tmp_path, live).look()
-    live.close()
-    assert "2/4" in screen.getvalue()
-    assert "1 waiting" in screen.getvalue()
-    campaign.release()
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "retrain", "status", *arguments]
-
-
-@pytest.fixture
-def environment():
-    return os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
-
-
-def test_the_command_ends_with_the_runs(tmp_path, environment):
+def test_the_command_ends_with_the_runs_and_quietly_with_ctrl_c(tmp_path):
     campaign = Campaign(tmp_path)
     for index in (0, 1):
         campaign.steps(index, 0, 4)
         campaign.state(index, "done")
-    done = subprocess.run(
-        command(str(tmp_path), "--watch", "--json"), env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    told = [json.loads(line) for line in done.stdout.splitlines()]
+    command = [sys.executable, "-m", "retrain", "status", str(tmp_path), "--watch"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    ended = subprocess.run([*command, "--json"], env=environment, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    told = [json.loads(line) for line in ended.stdout.splitlines()]
     assert [event["event"] for event in told] == ["plan", "start", "step", "end", "start", "step", "end"]
     assert told[2]["row"]["mean_reward"] == 0.5
 
-
-def test_ctrl_c_leaves_the_command_quietly(tmp_path, environment):
-    campaign = Campaign(tmp_path)
-    campaign.steps(0, 0, 2)
-    campaign.state(0, "interrupted")
-    process = subprocess.Popen(
-        command(str(tmp_path), "--watch"), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    campaign.state(1, "interrupted")
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        lines = [process.stdout.readline() for _ in range(4)]
-        assert lines[-1].startswith("end run=a_s1 status=interrupted")
+        while not process.stdout.readline().startswith("end run=a_s2 status=interrupted"):
+            assert process.poll() is None
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=30)
     finally:
         process.kill()
     assert (process.returncode, rest, errors) == (0, "", "")
-
-
-def test_lines_are_read_in_pieces_of_any_size(tmp_path, monkeypatch):
-    path = tmp_path / "lines"
-    path.write_bytes(b"one\n\n" + b"x" * 50 + b"\ntorn")
-    for size in (1, 3, 7, 1000):
-        monkeypatch.setattr("retrain.record.lines.CHUNK", size)
-        with open(path, "rb") as file:
-            assert list(whole_lines(file, 0)) == [(b"one\n", 4), (b"\n", 5), (b"x" * 50 + b"\n", 56)]
-            assert list(whole_lines(file, 5)) == [(b"x" * 50 + b"\n", 56)]
-
-
-def test_a_worker_is_told_with_the_start_of_its_run(tmp_path):
-    campaign, stream = Campaign(tmp_path / "c"), io.StringIO()
-    follower = Follower(tmp_path / "c", JsonLines(stream))
-    campaign.hold()
-    campaign.runs[0]["worker"] = "2 gpu:1"
-    campaign.state(0, "running")
-    follower.look()
-    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
-    assert [line["event"] for line in lines] == ["plan", "worker", "start"]
-    assert lines[1] == {"event": "worker", "run": lines[2]["run"], "worker": "2 gpu:1"}
-    campaign.release()

@@ -1,155 +1,118 @@
-"""Rows against numbers worked by hand."""
+"""Metric rows of steps and evaluations, compared with numbers worked by hand."""
 
 from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from mixed_cases import completions_of, rows_of, runs_of
 from record_cases import completion, config, context, evaluation, group, step
-from timing_keys import is_timing_key
 
-from retrain.record.catalogue import METRICS, row_metrics
-from retrain.record.context import RunContext, chart_ranges
+from retrain.record.catalogue import METRICS
 from retrain.record.evaluation import eval_row
-from retrain.record.measure import Totals, env_metrics, step_row
-from retrain.record.samples import collect, gini, group_shares
-from retrain.types import RewardResult, Turn
+from retrain.record.measure import step_row
+from retrain.types import Group, RewardResult, Turn
+
+
+def row_of(*groups: Group, settings: dict[str, Any] | None = None, update: dict[str, Any] | None = None, **state: Any):
+    """Return the row of one step; ``settings`` change the context, ``update`` and ``state`` the step."""
+    return step_row(step(list(groups), update=update, **state), context(**(settings or {})))
 
 
 def test_correct_rate_counts_groups_that_did_not_train():
     """One group trains with 1 of 2 correct, three groups are all wrong and dropped: 1/8, not 1/2."""
-    groups = [group([1.0, 0.0], [4, 4])] + [group([0.0, 0.0], [4, 4], discarded="zero_advantage") for _ in range(3)]
-    row = step_row(step(groups), context())
+    dropped = [group([0.0, 0.0], [4, 4], discarded="zero_advantage") for _ in range(3)]
+    row = row_of(group([1.0, 0.0], [4, 4]), *dropped)
     assert row["correct_rate"] == row["env/all/correct"] == 0.125
     assert row["mean_reward"] == row["reward"] == row["env/all/reward/total"] == row["objective/scores"] == 0.125
-    assert row["num_datums"] == 2
-    assert row["discarded_count"] == 3
+    assert (row["num_datums"], row["discarded_count"]) == (2, 3)
     assert row["discarded_zero_advantage_pct"] == 75.0
     assert row["discarded_zero_advantage_all_zero_pct"] == 100.0
     assert row["discarded_zero_advantage_all_positive_pct"] == 0.0
-    assert row["discarded_no_reward_pct"] == row["discarded_max_async_pct"] == 0.0
-    assert row["discarded_reward_mean"] == row["discarded_reward_sum_mean"] == 0.0
+    assert row["discarded_no_reward_pct"] == row["discarded_reward_mean"] == 0.0
     assert row["discarded_length_completion_mean"] == 4.0
-    assert row["advantage_mean"] == 0.0
-    assert row["advantage_max"] == 0.5
+    assert (row["advantage_mean"], row["advantage_max"]) == (0.0, 0.5)
 
 
-def test_group_shares():
+def test_shares_of_mixed_groups_and_ties():
     groups = [
-        group([1.0, 0.0], [2, 2]),
+        group([1.0, 1.0, 0.0], [2, 2, 2]),
         group([0.7, 0.7], [2, 2]),
-        group([0.1, 0.1], [2, 2]),
-        group([0.1 + 0.2, 0.3], [2, 2]),  # float noise is equality
-        group([None, None], [2, 2]),  # says nothing
+        group([0.3, 0.1 + 0.2], [2, 2]),  # float noise is equality
+        group([None, None], [2, 2]),
     ]
-    row = step_row(step(groups), context())
-    assert row["env/all/by_group/frac_mixed"] == 0.25
-    assert row["env/all/by_group/frac_all_good"] == 0.25
-    assert row["env/all/by_group/frac_all_bad"] == 0.5
-    assert row["frac_reward_zero_std"] == 0.75
-    assert group_shares([]) == {"frac_mixed": None, "frac_all_good": None, "frac_all_bad": None}
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([1, 1, 1, 1], 0.0),
-        ([0, 0, 0, 5], 1.0),
-        ([0, 1], 1.0),
-        ([1, 3], 0.5),
-        ([0, 0], 0.0),
-        ([2], None),
-    ],
-)
-def test_gini(values, expected):
-    result = gini(np.array(values, dtype=float))
-    assert result == (None if expected is None else pytest.approx(expected, abs=1e-12))
-    if expected is not None and any(values):
-        x = np.array(values, dtype=float)
-        n = len(x)
-        pairs = np.abs(x[:, None] - x[None, :]).sum()
-        assert result == pytest.approx(pairs / (2 * n * n * x.mean()) * n / (n - 1))
+    row = row_of(*groups)
+    shares = [row[f"env/all/by_group/frac_{name}"] for name in ("mixed", "all_good", "all_bad")]
+    assert shares == pytest.approx([1 / 3] * 3)
+    assert row["frac_reward_zero_std"] == pytest.approx(2 / 3)
+    assert (row["reward_tie_eligible_groups"], row["reward_tie_groups"], row["reward_uniform_groups"]) == (3, 3, 2)
+    assert row["reward_tie_pair_rate"] == pytest.approx(3 / 5)
+    assert row["reward_uniform_group_rate"] == pytest.approx(2 / 3)
+    assert row["reward_unique_fraction_mean"] == pytest.approx((2 / 3 + 1 / 2 + 1 / 2) / 3)
 
 
 def test_the_gini_of_a_row_counts_uniform_groups_and_shifts_negative_rewards():
-    """Means over groups worked by hand: uniform groups count 0, penalties from what is declared or found."""
+    """Uniform groups count 0; negative rewards are shifted by the declared minimum, else by the group's."""
 
     def gini_of(*groups, ranges=None):
-        row = step_row(step(list(groups)), context(ranges=ranges or {}))
+        row = row_of(*groups, settings={"ranges": ranges or {}})
         return row["reward_gini"], row["reward_gini_mean"]
 
     half, zero, one = group([1.0, 3.0], [2, 2]), group([0.0, 0.0], [2, 2]), group([1.0, 1.0], [2, 2])
     assert gini_of(half, zero, one, group([None, 1.0], [2, 2])) == pytest.approx((0.5 / 3,) * 2)
     penalised = group([-1.0, 3.0], [2, 2])
-    assert gini_of(penalised) == (1.0, 1.0)  # from its own −1: 0 and 4
-    declared = {"reward": {"min": -3.0, "max": 3.0}}
-    assert gini_of(penalised, ranges=declared) == pytest.approx((0.5, 0.5))  # from −3: 2 and 6
-    assert gini_of(half, ranges={"reward": {"min": -1.0}}) == pytest.approx((1 / 3,) * 2)  # 2 and 4
+    assert gini_of(penalised) == (1.0, 1.0)  # from −1: 0 and 4
+    assert gini_of(penalised, ranges={"reward": {"min": -3.0}}) == pytest.approx((0.5, 0.5))  # from −3: 2 and 6
     parts = group([RewardResult(0.0, sample_metrics={"delay": delay}) for delay in (-1.0, 3.0)], [2, 2])
-    ranges = {"delay": {"min": -3.0}, "reward": {"min": -100.0}}
-    row = step_row(step([parts]), context(ranges=ranges))
+    row = row_of(parts, settings={"ranges": {"delay": {"min": -3.0}, "reward": {"min": -100.0}}})
     assert row["rewards/delay/gini"] == row["reward_delay_gini_mean"] == pytest.approx(0.5)
     assert row["reward_gini"] == 0.0
 
 
 def test_failed_grading_is_neither_zero_reward_nor_lost():
-    groups = [group([1.0, None, 0.5, None], [4, 6, 2, 8])]
-    row = step_row(step(groups), context())
-    assert row["mean_reward"] == 0.75
-    assert row["reward_std"] == 0.25
-    assert (row["reward_min"], row["reward_max"]) == (0.5, 1.0)
-    assert row["reward_failed"] == 2
-    assert row["correct_rate"] == 0.25
-    assert row["num_datums"] == 2
+    row = row_of(group([1.0, None, 0.5, None], [4, 6, 2, 8]))
+    assert (row["mean_reward"], row["reward_std"], row["reward_min"], row["reward_max"]) == (0.75, 0.25, 0.5, 1.0)
+    assert (row["reward_failed"], row["correct_rate"], row["num_datums"], row["episode"]) == (2, 0.25, 2, 4)
     assert row["completions/mean_length"] == 5.0
-    assert row["episode"] == 4
-    assert row["reward_gini"] == row["reward_gini_mean"] == pytest.approx(1 / 3)
 
 
-def test_a_step_where_nothing_could_be_graded():
-    row = step_row(step([group([None, None], [3, 3], discarded="no_reward")]), context())
+def test_steps_without_rewards_losses_or_completions_have_full_rows():
+    full = row_of(group([1.0, 0.0], [2, 2]))
+    ungraded = row_of(group([None, None], [3, 3], discarded="no_reward"))
     for key in ("mean_reward", "reward", "reward_std", "reward_gini", "advantage_mean", "objective/rlhf_reward"):
-        assert row[key] is None
-    assert (row["entropy"], row["entropy_sampled"]) == (0.5, 1.0)  # what the sampler knows needs no grading
-    assert row["correct_rate"] == 0.0
-    assert row["discarded_no_reward_pct"] == 100.0
-    assert row["env/all/by_group/frac_mixed"] is None
-
-
-def test_an_empty_step_is_a_full_row():
-    empty, full = step_row(step([]), context()), step_row(step([group([1.0, 0.0], [2, 2])]), context())
-    assert set(empty) == set(full)
-    assert empty["correct_rate"] is None
-    assert empty["env/all/total_episodes"] == 0
+        assert ungraded[key] is None
+    assert (ungraded["entropy"], ungraded["entropy_sampled"]) == (0.5, 1.0)
+    assert (ungraded["correct_rate"], ungraded["discarded_no_reward_pct"]) == (0.0, 100.0)
+    empty = row_of()
+    assert set(empty) == set(full) == set(ungraded)
+    assert {metric.key for metric in METRICS if "/" not in metric.key and not metric.requires} <= set(empty)
+    assert (empty["correct_rate"], empty["reward_tie_pair_rate"], empty["env/all/total_episodes"]) == (None, None, 0)
+    update = {"loss": 0.0, "reported_loss": 0.0, "num_datums": 0}
+    untrained = row_of(group([0.0, 0.0], [4, 4], discarded="zero_advantage"), update=update)
+    assert [untrained[key] for key in ("loss", "reported_loss", "loss/policy_avg")] == [None] * 3
+    assert untrained["discarded_length_sum_mean"] == 7.0
 
 
 def test_lengths_and_stop_reasons():
-    groups = [group([1.0, 0.0], [4, 10], prompt_length=3, stops=[True, False]), group([0.0, 1.0], [2, 8], 5)]
-    row = step_row(step(groups), context())
+    row = row_of(group([1.0, 0.0], [4, 10], 3, stops=[True, False]), group([0.0, 1.0], [2, 8], 5))
     assert row["completions/mean_length"] == row["length_completion_mean"] == row["ac_tokens_per_turn"] == 6.0
     assert row["completions/mean_terminated_length"] == pytest.approx(14 / 3)
     assert (row["completions/min_terminated_length"], row["completions/max_terminated_length"]) == (2.0, 8.0)
     assert row["max_token_hit_rate"] == row["completions/clipped_ratio"] == 0.25
-    assert row["stop_reason_length_pct"] == 25.0
-    assert row["val/num_eos_tokens"] == 3
-    assert row["length_prompt_mean"] == 4.0
-    assert (row["length_sum_min"], row["length_sum_max"]) == (7.0, 13.0)
+    assert (row["stop_reason_length_pct"], row["val/num_eos_tokens"]) == (25.0, 3)
+    assert (row["length_prompt_mean"], row["length_sum_min"], row["length_sum_max"]) == (4.0, 7.0, 13.0)
     assert row["group_length_max_median_ratio_mean"] == pytest.approx((10 / 7 + 8 / 5) / 2)
     assert row["group_length_gini_mean"] == pytest.approx((6 / 14 + 6 / 10) / 2)
     assert row["num_tokens"] == 24 + 2 * 3 + 2 * 5
-
-
-def test_terminated_lengths_are_null_when_all_were_cut_off():
-    row = step_row(step([group([0.0, 0.0], [8, 8], stops=[False, False])]), context())
-    assert row["max_token_hit_rate"] == 1.0
-    assert [row[f"completions/{s}_terminated_length"] for s in ("mean", "min", "max")] == [None] * 3
+    truncated = row_of(group([0.0, 0.0], [8, 8], stops=[False, False]))
+    assert [truncated[f"completions/{name}_terminated_length"] for name in ("mean", "min", "max")] == [None] * 3
 
 
 def test_components_and_sample_metrics():
-    def result(correct: float, form: float | None, steps: float) -> RewardResult:
+    def result(correct: float, form: float | None, steps: float | None) -> RewardResult:
         return RewardResult(
             correct + 0.1 * ((form or 0.0) - 1),
             sample_metrics={"steps": steps},
@@ -159,66 +122,44 @@ def test_components_and_sample_metrics():
         )
 
     first, second = [result(1.0, 1.0, 2), result(0.0, 1.0, 4)], [result(0.0, 0.0, 6), result(0.0, None, 8)]
-    groups = [group(first, [2, 2]), group(second, [2, 2])]
-    row = step_row(step(groups), context())
-    assert row["rewards/correct/mean"] == 0.25
-    assert row["rewards/format/mean"] == row["env/all/format"] == pytest.approx(2 / 3)
-    assert row["reward_format_mean"] == pytest.approx(2 / 3)
+    settings = {"reward_names": ("correct", "depth")}
+    row = row_of(group(first, [2, 2]), group(second, [2, 2]), settings=settings)
+    assert row["rewards/correct/mean"] == row["env/all/correct"] == 0.25
+    assert row["rewards/format/mean"] == row["env/all/format"] == row["reward_format_mean"] == pytest.approx(2 / 3)
     assert row["rewards/steps/mean"] == row["env/all/steps"] == row["reward_steps_mean"] == 5.0
     assert row["rewards/steps/std"] == pytest.approx(math.sqrt(5))
     assert row["rewards/steps/gini"] == row["reward_steps_gini_mean"] == pytest.approx((1 / 3 + 1 / 7) / 2)
-    assert row["env/all/correct"] == 0.25
-
-
-def test_a_sample_metric_may_be_none():
-    results = [RewardResult(1.0, sample_metrics={"steps": steps}) for steps in (4.0, None, 8.0)]
-    row = step_row(step([group(results, [2, 2, 2])]), context())
-    assert (row["rewards/steps/mean"], row["rewards/steps/min"]) == (6.0, 4.0)
-    nothing = [RewardResult(1.0, sample_metrics={"steps": None})]
-    assert step_row(step([group(nothing, [2])]), context())["rewards/steps/mean"] is None
-
-
-def test_configured_components_have_keys_before_they_have_values():
-    row = step_row(step([group([1.0], [2])]), context(reward_names=("correct", "format")))
-    assert row["rewards/correct/mean"] is None
-    assert row["rewards/format/max"] is None
+    assert row["rewards/depth/mean"] is None  # a configured component has its keys before it has values
+    some = row_of(group([result(1.0, 1.0, steps) for steps in (4.0, None, 8.0)], [2, 2, 2]))
+    assert (some["rewards/steps/mean"], some["rewards/steps/min"]) == (6.0, 4.0)
+    assert row_of(group([result(1.0, 1.0, None)], [2]))["rewards/steps/mean"] is None
 
 
 def test_tags_appear_when_one_is_a_strict_subset():
-    easy, hard = (
-        group([1.0, 0.0], [2, 4], tags=("all-problems", "easy")),
-        group([0.0, 0.0], [6, 8], tags=("all-problems",)),
-    )
-    row = step_row(step([easy, hard]), context())
+    easy = group([1.0, 0.0], [2, 4], tags=("all-problems", "easy"))
+    hard = group([RewardResult(0.0, tags=("short",)), 0.0], [6, 8], tags=("all-problems",))
+    row = row_of(easy, hard)
     assert row["env/easy/reward/total"] == row["env/easy/correct"] == 0.5
     assert row["env/easy/by_group/frac_mixed"] == 1.0
     assert row["env/easy/ac_tokens_per_turn"] == 3.0
     assert row["env/all-problems/correct"] == 0.25
-    one = step_row(step([hard]), context())
-    assert not any(key.startswith("env/all-problems") for key in one)
-    planned = step_row(step([hard]), context(tags=("easy", "all-problems")))
-    assert planned["env/easy/reward/total"] is None
-    assert planned["env/easy/total_episodes"] == 0
-
-
-def test_tags_of_single_completions():
-    tagged = group([RewardResult(1.0, tags=("short",)), 0.0], [2, 9])
-    row = step_row(step([tagged]), context())
-    assert row["env/short/reward/total"] == 1.0
-    assert row["env/short/ac_tokens_per_turn"] == 2.0
+    assert (row["env/short/reward/total"], row["env/short/ac_tokens_per_turn"]) == (0.0, 6.0)
+    untagged = group([0.0, 0.0], [6, 8], tags=("all-problems",))
+    assert not any(key.startswith("env/all-problems") for key in row_of(untagged))
+    planned = row_of(untagged, settings={"tags": ("easy", "all-problems")})
+    assert (planned["env/easy/reward/total"], planned["env/easy/total_episodes"]) == (None, 0)
 
 
 def test_rollouts_of_several_turns_are_counted_turn_by_turn():
     """Two turns of 3 tokens read and 4 sampled, then 2 and 6; beside it one turn of 3 and 2."""
     several = group([1.0, 0.0], [4, 2])
     several.rollouts[0].turns.append(Turn((7, 8), completion(6, entropy=2.0)))
-    row = step_row(step([several]), context())
+    row = row_of(several)
     assert (row["env/all/total_turns"], row["env/all/turns_per_episode"]) == (3, 1.5)
     assert (row["env/all/total_ob_tokens"], row["env/all/ob_tokens_per_turn"]) == (8, 8 / 3)
     assert row["env/all/total_ac_tokens"] == 12
     assert row["env/all/ac_tokens_per_turn"] == row["ac_tokens_per_turn"] == 4.0  # 12 tokens in 3 turns
     assert row["completions/mean_length"] == row["length_completion_mean"] == 6.0  # 12 tokens in 2 completions
-    assert env_metrics(collect([several]))["ac_tokens_per_turn"] == 4.0
     assert row["entropy"] == (6 * 0.5 + 6 * 2.0) / 12
 
 
@@ -227,115 +168,73 @@ def test_policy_numbers_come_from_the_step_and_entropy_from_all_completions():
     groups = [group([1.0, None], [2, 2]), group([0.0, 0.0], [50, 50], discarded="zero_advantage")]
     groups[1].rollouts[0].turns[0].action.entropy_T = np.full(50, 9.0)
     groups[1].rollouts[1].turns[0].action.logprobs_T = np.full(50, -3.0)
-    row = step_row(step(groups, update={"loss": np.float32(0.25), "optim/lr": 1e-4, "val/ratio": 1.0}), context())
+    row = row_of(*groups, update={"loss": np.float32(0.25), "optim/lr": 1e-4})
     assert row["entropy"] == row["policy/entropy_avg"] == (54 * 0.5 + 50 * 9.0) / 104
-    sums = [-one.logprobs_T.sum() for each in groups for one in each.rollouts]
-    assert row["objective/entropy"] == pytest.approx(np.mean(sums))  # per sequence
+    assert row["objective/entropy"] == (2 + 2 + 50 + 150) / 4  # per sequence
     assert row["entropy_sampled"] == (54 * 1.0 + 50 * 3.0) / 104
     assert row["loss"] == row["loss/policy_avg"] == 0.25
     assert row["optim/lr"] == row["learning_rate"] == row["lr"] == 1e-4
     groups[0].rollouts[1].turns[0].action.entropy_T = None
-    assert step_row(step(groups), context())["entropy"] is None
+    assert row_of(*groups)["entropy"] is None
 
 
-def test_state_numbers_and_the_mirrored_entropy_names():
-    record = step(
-        [group([1.0], [2])], sepa_lambda=0.5, sepa_gate_open=True, exec_surprisal_mean=1.5, plan_surprisal_var=0.2
-    )
-    row = step_row(record, context())
+def test_state_of_controllers_and_the_mirrored_entropy_names():
+    off = row_of(group([1.0], [2]))
+    assert (off["sepa_lambda"], off["sepa_gate_open"], off["bp_action"], off["bp_regime"]) == (0.0, False, "off", "off")
+    state = {"sepa_lambda": 0.5, "sepa_gate_open": True, "exec_surprisal_mean": 1.5, "plan_surprisal_var": 0.2}
+    row = row_of(group([1.0], [2]), bp_action="hold", **state)
     assert (row["sepa_lambda"], row["sepa_gate_open"], row["uncertainty_kind"]) == (0.5, True, "surprisal")
-    assert (row["exec_entropy_mean"], row["plan_entropy_var"]) == (1.5, 0.2)
-    shannon = config(algorithm={"uncertainty_kind": "shannon_entropy"})
-    record.state["exec_entropy_mean"] = 0.7
-    row = step_row(record, context(config=shannon))
+    assert (row["bp_action"], row["exec_entropy_mean"], row["plan_entropy_var"]) == ("hold", 1.5, 0.2)
+    shannon = {"config": config(algorithm={"uncertainty_kind": "shannon_entropy"})}
+    row = row_of(group([1.0], [2]), settings=shannon, exec_entropy_mean=0.7, **state)
     assert (row["exec_surprisal_mean"], row["exec_entropy_mean"], row["plan_entropy_var"]) == (1.5, 0.7, None)
 
 
-def test_controllers_that_are_off_say_so_in_every_row():
-    from retrain.record.trackers import tracker_values
-
-    row = step_row(step([group([1.0], [2])]), context())
-    off = {"sepa_lambda": 0.0, "sepa_gate_open": False, "bp_action": "off", "bp_regime": "off"}
-    assert {key: row[key] for key in off} == off
-    assert row["sepa_gate_open"] is False
-    shown = tracker_values(row)
-    assert (shown["train/sepa_lambda"], shown["train/sepa_gate_open"]) == (0.0, 0)
-    assert shown["train/backpressure/action"] == shown["train/backpressure/regime"] == "off"
-    on = step_row(step([], bp_action="hold", bp_regime="optimal"), context())
-    assert (on["bp_action"], on["bp_regime"]) == ("hold", "optimal")
-
-
 def test_the_score_and_its_penalty_stand_in_every_row():
-    """0 and the mean reward without KL; with it what the update says, and null where nobody can say."""
+    """Without KL the penalty is 0; with KL both values come from the update, and are null without one."""
 
-    def objective(config=None, **update):
-        made = step([group([1.0, 0.5], [2, 2])], update={f"objective/{key}": value for key, value in update.items()})
-        row = step_row(made, context(**({"config": config} if config else {})))
+    def objective(kl_coef: float, **update):
+        settings = {"config": config(algorithm={"kl_coef": kl_coef})}
+        row = row_of(group([1.0, 0.5], [2, 2]), settings=settings, update=update)
         return row["objective/non_score_reward"], row["objective/rlhf_reward"], row["reward/total"]
 
-    assert objective() == (0.0, 0.75, 0.75)
-    with_kl = config(algorithm={"kl_coef": 0.1})
-    assert objective(with_kl, non_score_reward=-0.25) == (-0.25, 0.5, 0.75)
-    assert objective(with_kl) == (None, None, 0.75)
+    assert objective(0.0) == (0.0, 0.75, 0.75)
+    assert objective(0.1, **{"objective/non_score_reward": -0.25}) == (-0.25, 0.5, 0.75)
+    assert objective(0.1) == (None, None, 0.75)
 
 
-def test_planning_fraction():
-    marked = group([1.0, 0.0], [4, 6])
+def test_planning_fraction_counts_what_was_sampled_not_what_was_graded():
+    marked = group([1.0, None], [4, 6])
     for rollout, planning_T in zip(marked.rollouts, (np.arange(4) == 0, np.zeros(6, dtype=bool)), strict=True):
         rollout.planning_T = planning_T
-    assert step_row(step([marked]), context())["planning_fraction"] == 0.1
+    assert row_of(marked, planning_fraction=0.25)["planning_fraction"] == 0.1
 
 
-def test_times_add_up():
-    row = step_row(step([group([1.0, 0.0], [4, 6])]), context())
+def test_times_add_up_and_only_what_lies_within_the_step_counts():
+    row = row_of(group([1.0, 0.0], [4, 6]))
     parts = [row[m.key] for m in METRICS if m.key.startswith("time/") and not m.requires]
     assert sum(parts) == row["step_time_s"] == row["time/total"] == row["timing_step_total"] == 4.0
     assert (row["time/rollout"], row["time/update"], row["time/other"]) == (2.0, 1.0, 1.0)
     assert row["perf/completion_tokens_per_s"] == 2.5
     assert row["perf/tokens_per_s"] == row["tokens_per_second"] == 4.0
     assert row["perf/episodes_per_s"] == row["eps"] == 0.5
-
-
-def test_only_what_lies_within_the_step_counts_as_its_time():
     record = step([group([1.0], [4])])
     record.spans += [("eval", record.step_start - 60.0, record.step_start), ("probe", record.step_end - 0.5, 2e9)]
+    record.spans.append(("cohort", record.step_end - 0.75, record.step_end - 0.5))
     row = step_row(record, context())
-    assert (row["time/eval"], row["time/probe"], row["time/other"]) == (0.0, 0.5, 0.5)
-
-
-def test_running_totals():
-    totals = Totals(episodes=10, correct=5, tokens=100)
-    row = step_row(step([group([1.0, 1.0], [1, 1], prompt_length=2)], number=4), context(), totals)
-    assert row["running_correct_rate"] == pytest.approx(7 / 12)
-    assert row["episode"] == 12
-    assert row["num_tokens"] == 106
-    assert row["progress/done_frac"] == 0.5
-    assert row["progress/batch"] == row["step"] == 4
+    names = ("time/eval", "time/probe", "time/cohort", "time/other")
+    assert [row[name] for name in names] == [0.0, 0.5, 0.25, 0.25]
+    assert (row["timing_waiting_for_data"], row["timing_step_active"]) == (2.0, 1.75)
 
 
 def test_rows_are_strict_json_and_take_further_keys():
-    record = step(
-        [group([1.0], [2])], update={"loss": math.nan, "my/plugin": math.inf, "optim/grad_norm": np.float64(2)}
-    )
-    record.state["zeta"] = "free text"
-    record.state["ignored"] = {"nested": 1}
-    row = step_row(record, context())
-    text = json.dumps(row, allow_nan=False)
-    assert row["loss"] is None
-    assert row["my/plugin"] is None
-    assert row["zeta"] == "free text"
-    assert "ignored" not in row
-    assert json.loads(text) == row
-
-
-def test_only_chosen_aliases_stand_in_a_row():
-    row = step_row(step([group([1.0], [2])]), context(config=config(logging={"aliases": ["trl"]})))
-    assert "reward" in row
-    assert "env/all/reward/total" not in row
-    assert "reward_sum_mean" not in row
-    none = step_row(step([group([1.0], [2])]), context(config=config(logging={"aliases": []})))
-    assert "reward" not in none
-    assert "mean_reward" in none
+    update = {"loss": math.nan, "my/plugin": math.inf, "mine/spread": np.float32(0.5), "optim/grad_norm": np.float64(2)}
+    named = group([RewardResult(1.0, sample_metrics={"tool calls/search": 2.0})], [2])
+    row = row_of(named, update=update, zeta="free text", my_gate=True, ignored={"nested": 1})
+    assert json.loads(json.dumps(row, allow_nan=False)) == row
+    assert (row["loss"], row["my/plugin"], row["mine/spread"]) == (None, None, 0.5)
+    assert (row["zeta"], row["my_gate"], "ignored" in row) == ("free text", True, False)
+    assert row["rewards/tool calls/search/mean"] == row["env/all/tool calls/search"] == 2.0
 
 
 # What each tool writes with its default settings, from its own sources and documents.
@@ -387,76 +286,57 @@ DEFAULT_NAMES = {
 }
 
 
-@pytest.mark.parametrize("tool", DEFAULT_NAMES)
-def test_the_aliases_of_one_tool_are_all_its_default_names(tool, monkeypatch):
-    monkeypatch.setattr(RunContext, "features", frozenset({"critic", "evaluation"}))  # no mode has a critic yet
-    settings = config(logging={"aliases": [tool]}, algorithm={"kl_coef": 0.1})
+def row_with_aliases(*aliases: str, **algorithm: Any) -> dict[str, Any]:
+    settings = {"config": config(logging={"aliases": list(aliases)}, algorithm=algorithm)}
     groups = [group([RewardResult(1.0, {"depth": 2.0}), 0.0], [4, 5], tags=("sums",)), group([1.0], [3])]
-    row = step_row(step(groups), context(config=settings))
-    assert set(DEFAULT_NAMES[tool].split()) - set(row) == set()
-
-
-def test_every_tool_has_the_learning_rate_and_the_gradient_under_its_own_names():
     update = {"optim/lr": 1e-3, "optim/grad_norm": 2.0, "policy/clipfrac_avg": 0.25}
-    rows = {
-        tool: step_row(
-            step([group([1.0, 0.0], [2, 2])], update=update), context(config=config(logging={"aliases": [tool]}))
-        )
-        for tool in DEFAULT_NAMES
-    }
+    return row_of(*groups, settings=settings, update=update)
+
+
+@pytest.mark.parametrize("tool", DEFAULT_NAMES)
+def test_the_aliases_of_one_tool_are_all_its_default_names(tool):
+    names = set(DEFAULT_NAMES[tool].split())
+    with_critic = set(row_with_aliases(tool, advantage_mode="gae", transform_mode="none"))
+    with_kl = set(row_with_aliases(tool, kl_coef=0.1))
+    assert names - with_critic - with_kl == set()
+
+
+def test_only_chosen_aliases_stand_in_a_row_and_have_the_value_of_their_metric():
+    rows = {tool: row_with_aliases(tool) for tool in DEFAULT_NAMES}
     assert [rows["trl"][key] for key in ("learning_rate", "lr", "grad_norm")] == [1e-3, 1e-3, 2.0]
     assert [rows["telescope"][key] for key in ("learning_rate", "grad_norm")] == [1e-3, 2.0]
     assert rows["retrain"]["clip_fraction"] == 0.25
-    assert rows["tinker"]["reward/total"] == 0.5
-    assert rows["tinker"]["optim/entropy"] == 1.0
-    assert "grad_norm" not in rows["tinker"]
-
-
-def test_ties_of_rewards():
-    """Groups of rewards (1, 1, 0), (1, 1), (0.3, 0.1 + 0.2) and one that is alone: 3 of 5 pairs are equal."""
-    groups = [group([1.0, 1.0, 0.0], [2, 2, 2]), group([1.0, 1.0], [2, 2]), group([0.3, 0.1 + 0.2], [2, 2]),
-              group([1.0, None], [2, 2])]  # fmt: skip
-    row = step_row(step(groups), context())
-    assert (row["reward_tie_eligible_groups"], row["reward_tie_groups"], row["reward_uniform_groups"]) == (3, 3, 2)
-    assert row["reward_tie_pair_rate"] == pytest.approx(3 / 5)
-    assert row["reward_uniform_group_rate"] == pytest.approx(2 / 3)
-    assert row["reward_unique_fraction_mean"] == pytest.approx((2 / 3 + 1 / 2 + 1 / 2) / 3)
-    assert step_row(step([]), context())["reward_tie_pair_rate"] is None
-
-
-def test_every_key_without_a_slash_stands_in_every_row(monkeypatch):
-    row = step_row(step([]), context())
-    assert {m.key for m in METRICS if "/" not in m.key and not m.requires} <= set(row)
-    assert "kl" in row
-    assert "bp_action" in row
-    assert "loss/value_avg" not in row
-    assert [m.key for m in row_metrics(context())] == [
-        key for key in row if key in {m.key for m in row_metrics(context())}
-    ]
-    monkeypatch.setattr(RunContext, "features", frozenset({"critic"}))  # no mode has one yet
-    critic = step_row(step([]), context(config=config(algorithm={"kl_coef": 0.1})))
-    assert {"loss/value_avg", "val/clipfrac_avg", "objective/rlhf_reward"} <= set(critic)
+    assert (rows["tinker"]["reward/total"], rows["tinker"]["optim/entropy"]) == (pytest.approx(2 / 3), 1.0)
+    assert not {"grad_norm", "reward", "reward_sum_mean"} & set(rows["tinker"])
+    without = row_with_aliases()
+    assert "mean_reward" in without
+    assert not {"reward", "env/all/reward/total", "reward_sum_mean"} & set(without)
 
 
 def test_evaluation_row():
-    groups = [group([1.0, 1.0], [2, 2], tags=("easy",)), group([1.0, 0.0], [4, 4], tags=("hard",), stops=[True, False])]
-    row = eval_row(evaluation(groups, number=20))
-    assert row["eval/heldout/step"] == 20
+    easy = group([1.0, 1.0], [2, 2], tags=("easy",))
+    hard = group([1.0, 0.0], [4, 4], tags=("hard",), stops=[True, False])
+    row = eval_row(evaluation([easy, hard], number=20))
+    assert (row["eval/heldout/step"], row["eval/heldout/problems"]) == (20, 2)
     assert row["eval/heldout/correct_rate"] == row["eval/heldout/reward_mean"] == 0.75
-    assert row["eval/heldout/easy/correct_rate"] == 1.0
-    assert row["eval/heldout/hard/correct_rate"] == 0.5
-    assert row["eval/heldout/problems"] == 2
+    assert (row["eval/heldout/easy/correct_rate"], row["eval/heldout/hard/correct_rate"]) == (1.0, 0.5)
     assert row["eval/heldout/max_token_hit_rate"] == 0.25
     assert 0.0 < row["eval/heldout/ci_low"] < 0.75 < row["eval/heldout/ci_high"] < 1.0
+    ungraded = eval_row(evaluation([group([None, None], [2, 2], tags=("easy",)), group([None], [2])]))
+    for key in ("correct_rate", "ci_low", "ci_high", "reward_mean", "easy/correct_rate"):
+        assert ungraded[f"eval/heldout/{key}"] is None
+    assert ungraded["eval/heldout/failed"] == 3
+    partly = eval_row(evaluation([group([None, 1.0], [2, 2])]))
+    assert (partly["eval/heldout/correct_rate"], partly["eval/heldout/failed"]) == (0.5, 1)
 
 
 def test_the_interval_is_clustered_by_problem():
-    """Ten copies of each answer say nothing more than one; all right or all wrong still has an interval."""
+    """Ten copies of each answer add no information; all correct or all wrong still has an interval."""
     rates = [1.0] * 30 + [0.0] * 10
-    single = eval_row(evaluation([group([r], [1]) for r in rates]))
-    copies = eval_row(evaluation([group([r] * 10, [1] * 10) for r in rates]))
-    assert copies["eval/heldout/ci_low"] == pytest.approx(single["eval/heldout/ci_low"], abs=1e-12)
-    assert copies["eval/heldout/ci_high"] == pytest.approx(single["eval/heldout/ci_high"], abs=1e-12)
+    single = eval_row(evaluation([group([rate], [1]) for rate in rates]))
+    copies = eval_row(evaluation([group([rate] * 10, [1] * 10) for rate in rates]))
+    for key in ("eval/heldout/ci_low", "eval/heldout/ci_high"):
+        assert copies[key] == pytest.approx(single[key], abs=1e-12)
     assert 0.55 < single["eval/heldout/ci_low"] < 0.65
     perfect = eval_row(evaluation([group([1.0], [1]) for _ in range(20)]))
     assert 0.75 < perfect["eval/heldout/ci_low"] < perfect["eval/heldout/ci_high"] == 1.0
@@ -464,87 +344,21 @@ def test_the_interval_is_clustered_by_problem():
     assert (empty["eval/heldout/correct_rate"], empty["eval/heldout/problems"]) == (None, 0)
 
 
-def test_timing_keys_are_the_only_ones_that_differ_between_equal_steps():
-    first = step([group([1.0, 0.0], [4, 6])])
-    second = step([group([1.0, 0.0], [4, 6])])
-    second.step_end += 3.21
-    second.spans = [("rollout", 0.0, 1.0)]
-    a, b = step_row(first, context()), step_row(second, context())
-    differing = {key for key in a if a[key] != b[key]}
-    assert differing
-    assert all(is_timing_key(key) for key in differing)
-    assert not is_timing_key("mean_reward")
-    assert is_timing_key("step_time_s")
-
-
-def test_an_evaluation_that_nobody_graded_has_no_accuracy():
-    tagged = group([None, None], [2, 2], tags=("easy",))
-    row = eval_row(evaluation([tagged, group([None], [2], tags=("hard",))]))
-    for key in ("correct_rate", "ci_low", "ci_high", "reward_mean", "easy/correct_rate"):
-        assert row[f"eval/heldout/{key}"] is None
-    assert row["eval/heldout/failed"] == 3
-    partly = eval_row(evaluation([group([None, 1.0], [2, 2])]))
-    assert (partly["eval/heldout/correct_rate"], partly["eval/heldout/failed"]) == (0.5, 1)
-
-
-def test_a_step_that_trained_nothing_has_no_loss():
-    groups = [group([0.0, 0.0], [4, 4], discarded="zero_advantage")]
-    row = step_row(step(groups, update={"loss": 0.0, "reported_loss": 0.0, "num_datums": 0}), context())
-    assert (row["num_datums"], row["loss"], row["reported_loss"], row["loss/policy_avg"]) == (0, None, None, None)
-    assert row["discarded_length_sum_mean"] == 7.0
-    assert (row["discarded_group_length_gini_mean"], row["discarded_max_token_hit_rate"]) == (0.0, 0.0)
-
-
-def test_planning_fraction_counts_what_was_sampled_not_what_was_graded():
-    marked = group([1.0, None], [4, 6])
-    for rollout, planning_T in zip(marked.rollouts, (np.arange(4) == 0, np.zeros(6, dtype=bool)), strict=True):
-        rollout.planning_T = planning_T
-    assert step_row(step([marked], planning_fraction=0.25), context())["planning_fraction"] == 0.1
-
-
-def test_waiting_in_a_cohort_has_its_own_time():
-    record = step([group([1.0], [4])])
-    record.spans.append(("cohort", record.step_end - 0.75, record.step_end))
-    row = step_row(record, context())
-    assert (row["time/cohort"], row["time/other"]) == (0.75, 0.25)
-    assert (row["timing_waiting_for_data"], row["timing_step_active"]) == (2.0, 1.25)
-    assert step_row(step([]), context())["time/cohort"] == 0.0
-
-
-def test_numbers_of_all_kinds_flow_through_under_their_names():
-    """Of a reward, a plug-in's state and the update; and a name that is known before gives the first row its key."""
-    result = RewardResult(1.0, sample_metrics={"tool calls/search": 2.0})
-    record = step([group([result], [2])], update={"mine/spread": np.float32(0.5)}, my_gate=True)
-    row = step_row(record, context(reward_names=("depth",)))
-    assert row["rewards/tool calls/search/mean"] == row["env/all/tool calls/search"] == 2.0
-    assert (row["mine/spread"], row["my_gate"]) == (0.5, True)
-    assert row["rewards/depth/mean"] is None
-
-
-def test_of_several_ranges_the_last_one_counts():
-    declared = {"reward": {"min": 0.0, "max": 1.0}, "steps": {"max": 9, "invert": True}}
-    written = {"steps": {"max": 20.0}, "reward": {"min": -1.0}}
-    assert chart_ranges(declared, written) == {
-        "reward": {"min": -1.0, "max": 1.0},
-        "steps": {"max": 20.0, "invert": True},
-    }
-    assert declared["reward"] == {"min": 0.0, "max": 1.0}
-    assert chart_ranges() == {}
-
-
-def test_metrics_count_what_was_sampled(mixed_campaign, silent_campaign):
-    """Metrics computed after filtering: correct 0.25 reported where it was 0.0."""
-    skipped = 0
+def test_metrics_count_every_completion_that_was_sampled_and_logged(mixed_campaign, silent_campaign):
+    """Every completion is logged once under its own step, and groups without signal count in the metrics."""
+    uniform = 0
     for run in [*runs_of(mixed_campaign / "out").values(), *runs_of(silent_campaign / "out").values()]:
+        logged = completions_of(run)
+        groups, samples = max(one["group"] for one in logged) + 1, max(one["sample"] for one in logged) + 1
+        places = [(one["step"], one["group"], one["sample"]) for one in logged]
+        assert places == [(s, g, n) for s in range(3) for g in range(groups) for n in range(samples)]
         for row in rows_of(run):
-            own = [one for one in completions_of(run) if one["step"] == row["step"]]
-            assert len(own) == 12
-            assert row["mean_reward"] == pytest.approx(np.mean([one["reward"] for one in own]))
-            assert row["correct_rate"] == pytest.approx(np.mean([one["correct"] for one in own]))
-            by_group: dict[int, set[float]] = {}
-            for one in own:
-                by_group.setdefault(one["group"], set()).add(one["reward"])
-            skipped += (
-                sum(len(rewards) == 1 for rewards in by_group.values()) if run.is_relative_to(mixed_campaign) else 0
-            )
-    assert skipped  # some groups of the mixed campaign were without signal, or this shows nothing
+            sampled = [one for one in logged if one["step"] == row["step"]]
+            assert len(sampled) == 12
+            assert row["mean_reward"] == pytest.approx(np.mean([one["reward"] for one in sampled]))
+            assert row["correct_rate"] == pytest.approx(np.mean([one["correct"] for one in sampled]))
+            assert row["completions/mean_length"] == pytest.approx(np.mean([one["num_tokens"] for one in sampled]))
+            for number in range(groups):
+                rewards = {one["reward"] for one in sampled if one["group"] == number}
+                uniform += len(rewards) == 1 and run.is_relative_to(mixed_campaign)
+    assert uniform  # some groups of the mixed campaign were without signal

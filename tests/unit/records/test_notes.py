@@ -58,7 +58,6 @@ CASES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]], Any]] = [
     ("reward_graded", rows(1, reward_min=0.2, reward_max=0.2, mean_reward=0.2, reward_std=0.0),
      rows(1, reward_min=0.0, reward_max=0.0, mean_reward=0.0, reward_std=0.0), None),
     ("format_never_matched", rows(3, env__all__format=0.0), rows(2, env__all__format=0.0), None),
-    ("format_never_matched", rows(3, env__all__format=0.0), rows(3, env__all__format=None), None),
     ("groups_uniform", rows(3, env__all__by_group__frac_mixed=0.0),
      [*rows(2, env__all__by_group__frac_mixed=0.0), rows(1)[0]], None),
     ("groups_hardly_mixed", rows(10, env__all__by_group__frac_mixed=0.05),
@@ -66,7 +65,6 @@ CASES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]], Any]] = [
     ("adapter_unchanged", rows(5, num_datums=0, optim__grad_norm=None), rows(4, num_datums=0, optim__grad_norm=None),
      None),
     ("adapter_unchanged", rows(5, optim__lr=0.0), [*rows(4, optim__lr=0.0), rows(1)[0]], None),
-    ("adapter_unchanged", rows(5, optim__grad_norm=0.0), rows(5, optim__grad_norm=None), None),
     ("loss_near_zero", rows(3, loss=1e-6), rows(3, loss=1e-6, optim__grad_norm=0.0), None),
     ("loss_near_zero", rows(3, loss=0.0), rows(3, loss=0.0, loss_is_placeholder=True), None),
     ("nothing_clipped", rows(3, clip_ratio__region_mean=0.0), rows(3, clip_ratio__region_mean=0.0, val__ratio=1.01),
@@ -91,7 +89,6 @@ CASES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]], Any]] = [
      rows(19, sepa_gate_open=False, sepa_lambda=0.0), SEPA),
     ("sepa_too_late", rows(40, sepa_lambda=0.2), rows(40, sepa_lambda=0.9), SEPA),
     ("sepa_too_late", rows(2, sepa_lambda=0.0), rows(1, sepa_lambda=0.0), SHORT_SEPA),
-    ("sepa_too_late", rows(2, sepa_gate_open=False, sepa_lambda=0.0), rows(2, sepa_lambda=0.9), SHORT_SEPA),
     ("heldout_worse",
      rows(4, {"eval/heldout/ci_low": 0.5, "eval/heldout/correct_rate": 0.6}, eval__heldout__ci_high=0.3,
           eval__heldout__correct_rate=0.2),
@@ -100,77 +97,22 @@ CASES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]], Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("key", "odd", "ordinary", "settings"), CASES, ids=[f"{c[0]}{i}" for i, c in enumerate(CASES)])
+@pytest.mark.parametrize(("key", "odd", "ordinary", "settings"), CASES)
 def test_each_remark_is_made_when_it_should_and_not_otherwise(key, odd, ordinary, settings):
     assert key in keys(odd, settings)
     assert key not in keys(ordinary, settings)
     assert key not in [note.key for note in explain(odd, settings or config(), made={key})]
 
 
-def test_every_rule_has_its_case():
+def test_ordinary_runs_get_no_remark_and_every_rule_has_its_case():
     assert {case[0] for case in CASES} == set(RULES)
-
-
-def test_a_healthy_run_is_left_in_peace():
     for count in (1, 3, 10, 40):
         assert keys(rows(count), SEPA) == []
     assert explain([], config()) == []
-
-
-def test_planning_and_sepa_only_matter_where_they_are_used():
-    assert keys(rows(20, planning_fraction=0.0, sepa_gate_open=None, sepa_lambda=None)) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"env__all__by_group__frac_all_good": 1.0}, "too easy"),
-        ({"env__all__by_group__frac_all_good": 0.0, "env__all__format": 0.0}, "no answer matched the format"),
-        ({"env__all__by_group__frac_all_good": 0.0, "max_token_hit_rate": 1.0}, "cut off"),
-        ({"env__all__by_group__frac_all_good": 0.0}, "too hard"),
-    ],
-)
-def test_uniform_groups_are_distinguished(changes, words):
-    made = rows(3, env__all__by_group__frac_mixed=0.0, **changes)
-    note = next(note for note in explain(made, config()) if note.key == "groups_uniform")
-    assert words in note.text
-    assert note.remedy
-
-
-def test_a_run_without_sepa_is_said_to_be_gtpo():
-    (note,) = [note for note in explain(rows(2, sepa_lambda=0.0), SHORT_SEPA) if note.key == "sepa_too_late"]
-    assert note.level == "warning"
-    assert str(note).startswith("SEPA's λ was 0 in every one of the 2 steps: the run equals plain GTPO. Raise max_")
-
-
-def test_a_remedy_that_begins_with_a_name_keeps_its_spelling():
-    (note,) = explain(rows(1, reward_failed=20), config())
-    assert " run.log" in str(note)
-    assert "Run.log" not in str(note)
-
-
-@pytest.mark.parametrize(
-    ("reward", "words", "others"),
-    [
-        ({"type": "custom", "custom_module": "mine.py"}, ["a reward function that raises"], ["judge"]),
-        ({"type": "judge", "judge_model": "m"}, ["a judge that cannot be reached"], ["function"]),
-        ({"type": "weighted", "components": [
-            {"type": "custom", "custom_module": "mine.py"}, {"type": "judge", "judge_model": "m"},
-        ]},
-         ["a reward function that raises", "a judge that cannot be reached"], []),
-        ({"type": "match"}, ["run.log names the reasons"], ["judge", "function"]),
-    ],
-)  # fmt: skip
-def test_only_what_the_reward_uses_is_named_as_the_reason_of_missing_grades(reward, words, others):
-    (note,) = explain(rows(1, reward_failed=20), config(reward=reward))
-    assert [word for word in words if word not in note.remedy] == []
-    assert [word for word in others if word in note.remedy] == []
-
-
-def test_what_counts_as_disagreement_depends_on_the_precision():
-    made = rows(1, kl_sample_train_v2=1e-4)
-    assert "sampler_and_trainer_disagree" in keys(made, dtype="float32")
-    assert "sampler_and_trainer_disagree" not in keys(made, dtype="bfloat16")
+    assert keys(rows(20, planning_fraction=0.0, sepa_gate_open=None, sepa_lambda=None)) == []  # not used
+    disagreement = rows(1, kl_sample_train_v2=1e-4)
+    assert keys(disagreement) == ["sampler_and_trainer_disagree"]
+    assert keys(disagreement, dtype="bfloat16") == []
 
 
 def test_remarks_stand_in_the_log_and_in_a_file_once_and_warnings_are_heard(tmp_path):

@@ -6,7 +6,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from record_cases import completion, config, context, evaluation, find_conversat
 from retrain.files import read_jsonl
 from retrain.record.html import visible
 from retrain.record.recorder import RunRecorder
-from retrain.record.rollout_files import remove_files, write_files
+from retrain.record.rollout_files import write_files
 from retrain.record.rollout_page import SAMPLE_CHARACTERS, TABLE_ROWS, rollout_page
 from retrain.record.rollouts import MESSAGE_CHARACTERS, Batch, logtree, summary_rows
 from retrain.types import Action, Group, Problem, Prompt, RewardResult, Turn, single_turn
@@ -53,51 +52,17 @@ def test_one_summary_line_for_every_trajectory():
     ]
     rows = summary_rows(batch(groups))
     assert [(row["group_idx"], row["traj_idx"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    first = rows[0]
-    assert {key: first[key] for key in ("schema_version", "split", "iteration", "sampling_client_step")} == {
-        "schema_version": 1, "split": "train", "iteration": 3, "sampling_client_step": 3,
+    expected = {
+        "schema_version": 1, "split": "train", "iteration": 3, "sampling_client_step": 3, "tags": ["sums", "hard"],
+        "total_reward": 1.0, "final_reward": 0.0, "final_ob_len": 0, "problem_id": "p0", "advantage": 0.5,
+        "trajectory_metrics": {"depth": 2.0, "correct": 1.0, "format": 1.0}, "stop_reason": "stop",
     }  # fmt: skip
-    assert first["tags"] == ["sums", "hard"]
-    assert (first["total_reward"], first["final_reward"], first["final_ob_len"]) == (1.0, 0.0, 0)
-    assert first["total_reward"] == first["final_reward"] + sum(s["reward"] for s in first["steps"])
-    assert first["trajectory_metrics"] == {"depth": 2.0, "correct": 1.0, "format": 1.0}
-    assert {key: first["steps"][0][key] for key in ("step_idx", "ob_len", "ac_len", "reward", "episode_done")} == {
-        "step_idx": 0, "ob_len": 3, "ac_len": 4, "reward": 1.0, "episode_done": True,
-    }  # fmt: skip
-    assert (first["problem_id"], first["advantage"], first["stop_reason"]) == ("p0", 0.5, "stop")
+    first, turn = rows[0], rows[0]["steps"][0]
+    assert {key: first[key] for key in expected} == expected
+    assert (turn["step_idx"], turn["ob_len"], turn["ac_len"], turn["episode_done"]) == (0, 3, 4, True)
+    assert first["total_reward"] == first["final_reward"] + turn["reward"]
     assert (rows[3]["total_reward"], rows[3]["advantage"], rows[3]["stop_reason"]) == (None, None, "length")
     assert rows[3]["steps"][0]["logs"] == {"error": "timed out"}
-
-
-def test_the_cookbook_s_readers_find_conversations(tmp_path):
-    groups = [group([1.0, 0.0], [4, 5], problem_id=f"p{i}") for i in range(6)]
-    with RunRecorder(tmp_path, context()) as recorder:
-        recorder.record_eval(evaluation(groups, number=0, name="held out/1"))
-        recorder.record_step(step(groups))
-    for name in ("train_iteration_000000", "eval_held_out_1_iteration_000000"):
-        tree = json.loads((tmp_path / f"{name}_logtree.json").read_text())
-        assert set(tree) == {"title", "started_at", "path", "root"}
-        assert tree["path"] == f"{name}.html"
-        assert (tmp_path / tree["path"]).is_file()
-        found = find_conversations(tree["root"])
-        assert len(found) == 8  # two samples of each of the four groups that are shown
-        assert [message["role"] for message in found[0]["messages"]] == ["user", "assistant"]
-        assert found[2]["messages"][0]["content"] == "What is p1?"
-        assert found[0]["messages"][1]["content"] == "so \\boxed{4}"
-        check_node(tree["root"])
-        text = json.dumps(tree)
-        assert text.count("Trajectory Details") == 6
-        assert text.count("lt-table") == 6
-        with open(tmp_path / f"{name}_rollout_summaries.jsonl") as file:
-            assert len([json.loads(line) for line in file]) == 12
-    assert json.loads(text)["title"].endswith("evaluation held out/1, step 0")
-
-
-WEIGHTED = RewardResult(
-    0.9, {"steps": 3.0, "score": None}, components={"math": 1.0, "format": 0.0}, correct=True, format_ok=False
-)
-PARTS = [{"type": "math", "name": None, "weight": 1.0, "offset": 0.0},
-         {"type": "format", "name": None, "weight": 0.1, "offset": -1.0}]  # fmt: skip
 
 
 def find_data(node: Any, kind: str) -> list[dict[str, Any]]:
@@ -105,33 +70,43 @@ def find_data(node: Any, kind: str) -> list[dict[str, Any]]:
     return found + [each for child in node["children"] if isinstance(child, dict) for each in find_data(child, kind)]
 
 
-def test_the_reward_is_shown_by_component_with_every_sample_metric(tmp_path):
+def test_the_cookbook_s_readers_find_conversations_and_rewards_by_component(tmp_path):
     """correct + 0.1·(format − 1): 1 and −0.1 make 0.9; in texts of the first groups, in the details of all of them."""
+    parts = [{"type": "math", "weight": 1.0}, {"type": "format", "weight": 0.1, "offset": -1.0}]
+    components, metrics = {"math": 1.0, "format": 0.0}, {"steps": 3.0, "score": None}
+    weighted = RewardResult(0.9, metrics, components=components, correct=True, format_ok=False)
     many = RewardResult(1.0, {f"m{n}": float(n) for n in range(20)})
-    groups = [group([WEIGHTED, many], [4, 5]), *(group([WEIGHTED, 0.0], [4, 5], problem_id=f"p{i}") for i in range(5))]
-    with RunRecorder(tmp_path, context(config=config(reward={"type": "weighted", "components": PARTS}))) as recorder:
+    groups = [group([weighted, many], [4, 5]), *(group([weighted, 0.0], [4, 5], problem_id=f"p{i}") for i in range(5))]
+    with RunRecorder(tmp_path, context(config=config(reward={"type": "weighted", "components": parts}))) as recorder:
+        recorder.record_eval(evaluation(groups, number=0, name="held out/1"))
         recorder.record_step(step(groups))
-    tree = json.loads((tmp_path / "train_iteration_000000_logtree.json").read_text())
-    check_node(tree["root"])
-    rewards = find_data(tree["root"], "reward")
-    assert len(rewards) == 8
-    assert rewards[0] == {
-        "type": "reward", "total": 0.9, "components": {"math": 1.0, "format": 0.0},
-        "adds": {"math": 1.0, "format": pytest.approx(-0.1)}, "metrics": {"steps": 3.0, "score": None, "correct": 1.0},
-    }  # fmt: skip
-    assert rewards[1]["metrics"]["m19"] == 19.0
-    text = json.dumps(tree, ensure_ascii=False)
-    assert "0.1 · (0 − 1) = -0.1" in text
-    assert text.count('"steps"') >= 6  # a column in the details of every group, besides the data
-    page = (tmp_path / "train_iteration_000000.html").read_text()
-    assert '<span title="0.1 · (0 − 1) = -0.1">format 0 <b>−0.1</b></span>' in page
-    assert '<span title="1 · 1 = 1">math 1 <b>+1</b>' in page
-    assert "<span>steps 3</span>" in page
-    assert "<span>score none</span>" in page
-    assert "<span>m19 19</span>" in page
-    heads = page[page.index('<details class="all">') :]
-    for name in ("math", "format", "steps", "score", "m0", "m19", "correct"):
-        assert f'<th class="number">{name}</th>' in heads
+    for name in ("train_iteration_000000", "eval_held_out_1_iteration_000000"):
+        tree = json.loads((tmp_path / f"{name}_logtree.json").read_text())
+        assert set(tree) == {"title", "started_at", "path", "root"}
+        assert (tmp_path / tree["path"]).is_file()
+        check_node(tree["root"])
+        conversations = find_conversations(tree["root"])
+        assert len(conversations) == 8  # two samples of each of the four groups that are shown
+        assert [message["role"] for message in conversations[0]["messages"]] == ["user", "assistant"]
+        assert conversations[4]["messages"][0]["content"] == "What is p1?"
+        assert conversations[0]["messages"][1]["content"] == "so \\boxed{4}"
+        assert len(read_jsonl(tmp_path / f"{name}_rollout_summaries.jsonl")) == 12
+        rewards = find_data(tree["root"], "reward")
+        assert rewards[0] == {
+            "type": "reward", "total": 0.9, "components": components, "metrics": {**metrics, "correct": 1.0},
+            "adds": {"math": 1.0, "format": pytest.approx(-0.1)},
+        }  # fmt: skip
+        assert (len(rewards), rewards[1]["metrics"]["m19"]) == (8, 19.0)
+        text = json.dumps(tree, ensure_ascii=False)
+        assert "0.1 · (0 − 1) = -0.1" in text
+        assert text.count("Trajectory Details") == 6
+        page = (tmp_path / f"{name}.html").read_text()
+        assert '<span title="0.1 · (0 − 1) = -0.1">format 0 <b>−0.1</b></span>' in page
+        for shown in ("<span>steps 3</span>", "<span>score none</span>", "<span>m19 19</span>"):
+            assert shown in page
+        heads = page[page.index('<details class="all">') :]
+        for column in ("math", "format", "steps", "score", "m0", "m19", "correct"):
+            assert f'<th class="number">{column}</th>' in heads
 
 
 def check_node(node: Any) -> None:
@@ -203,52 +178,35 @@ def test_a_browser_runs_our_script_and_nothing_else(tmp_path):
 
 def test_pages_are_bounded_and_say_what_is_left_out():
     groups = [group([1.0, 0.0], [4, 5]) for _ in range(700)]
-    for one in groups[0].rollouts:
-        action = one.turns[0].action
+    for rollout in groups[0].rollouts:
+        action = rollout.turns[0].action
         action.text, action.token_ids = MEGABYTE, [1000 + token for token in action.token_ids]
     groups[0].rollouts[0].reward = RewardResult(None, error=MEGABYTE)
     text = rollout_page(batch(groups, token_text=characters(groups)), 4)
     assert len(text) < 1_500_000
     assert f"{len(MEGABYTE) - SAMPLE_CHARACTERS:,} more characters not shown" in text
     assert "696 more groups are not shown with their texts" in text
-    assert "444 more groups not shown" in text
     assert f"{1400 - TABLE_ROWS} more not shown" in text
-    tree = logtree(batch(groups), 4)
-    message = find_conversations(tree["root"])[0]["messages"][1]["content"]
+    message = find_conversations(logtree(batch(groups), 4)["root"])[0]["messages"][1]["content"]
     assert message.endswith(f"{len(MEGABYTE) - MESSAGE_CHARACTERS:,} more characters not shown")
     many = [group([0.0] * 64, [4] * 64)]
-    for one in many[0].rollouts:
-        one.turns[0].action.text = MEGABYTE
+    for rollout in many[0].rollouts:
+        rollout.turns[0].action.text = MEGABYTE
     text = rollout_page(batch(many), 1)
     assert "32 more samples not shown" in text
     assert len(text) < 3_000_000
     assert len(json.dumps(logtree(batch(many), 1))) < 20_000_000
 
 
-def test_tokens_carry_surprisal_advantage_and_planning():
-    one = Action([1, 2, 3, 4], "ab🙂d", np.array([-0.5, -4.0, -0.004, -np.inf]), None, "stop")
-    made = single_turn(Prompt(Problem("p", "q", "a"), "q", (1,)), [one], [RewardResult(1.0)])
-    (rollout,) = made.rollouts
-    rollout.advantage, rollout.planning_T = 1.0, np.array([False, True, True, False])
-    rollout.token_advantages_T = np.array([0.5, -1.25, 0.0, np.nan])
-    text = rollout_page(batch([made], token_text=characters([made])), 1)
-    assert ' data-l="1 1 1 1" data-s="50 400 0 0" data-a="500 -1250 0 0" data-p="1 2 1">ab🙂d</div>' in text
-    other = rollout_page(batch([made], token_text=lambda c: ("something else", [])), 1)
-    assert "data-l" not in other.split("</style>")[1].split("<script>")[0]
-    assert 'data-mode="a"' in text
-    untrained = rollout_page(batch([group([1.0], [3])]), 1)
-    assert 'data-mode="a"' not in untrained
-    assert 'data-mode="p"' not in untrained
-
-
 def two_turns(values: bool = True, targets: bool = True) -> Group:
     """One episode of two turns, of three and two tokens, perhaps with a critic."""
-    first = Action([1, 2, 3], "abc", np.array([-0.5, -1.0, -2.0]), None, "stop")
+    first = Action([1, 2, 3], "a🙂c", np.array([-0.5, -0.004, -np.inf]), None, "stop")
     second = Action([4, 5], "de", np.array([-0.25, -3.0]), None, "stop")
     made = single_turn(Prompt(Problem("p", "q", "a"), "q", (1,)), [first], [RewardResult(1.0)])
     (rollout,) = made.rollouts
     rollout.turns.append(Turn((7, 8), second, ({"role": "user", "content": "<b>go on</b>"},)))
-    rollout.advantage, rollout.token_advantages_T = 0.5, np.array([-0.5, 2.0, 0.0004, -1.9996, 0.125])
+    rollout.advantage, rollout.token_advantages_T = 0.5, np.array([-0.5, 2.0, 0.0004, -1.9996, np.nan])
+    rollout.planning_T = np.array([False, True, True, False, False])
     rollout.values_T = np.array([-0.25, 0.0, 0.1234, 0.4996, 0.75], dtype=np.float32) if values else None
     rollout.value_targets_T = np.array([0.0, 0.5, 0.25, 1.0, 1.5], dtype=np.float32) if targets else None
     return made
@@ -257,81 +215,51 @@ def two_turns(values: bool = True, targets: bool = True) -> Group:
 CRITIC_MARKS = re.compile(r' data-[vt]="[^"]*"|<button type="button" data-mode="v"[^>]*>value</button>')
 
 
-def test_tokens_carry_what_a_critic_expected():
+def test_tokens_carry_surprisal_advantage_planning_and_what_a_critic_expected():
     made, plain = two_turns(), two_turns(values=False, targets=False)
     text = rollout_page(batch([made], token_text=characters([made])), 1)
-    assert ' data-a="-500 2000 0" data-v="-250 0 123" data-t="0 500 250">abc</div>' in text
-    assert ' data-a="-2000 125" data-v="500 750" data-t="1000 1500">de</div>' in text
-    untold = rollout_page(batch([two_turns(targets=False)], token_text=characters([made])), 1)
-    assert ' data-v="500 750">de</div>' in untold
+    planned = ' data-l="1 1 1" data-s="50 0 0" data-a="-500 2000 0" data-v="-250 0 123" data-t="0 500 250" data-p="1 2"'
+    assert f"{planned}>a🙂c</div>" in text
+    assert ' data-a="-2000 0" data-v="500 750" data-t="1000 1500">de</div>' in text
     without = rollout_page(batch([plain], token_text=characters([plain])), 1)
     assert CRITIC_MARKS.search(without.split("</style>")[1].split("<script>")[0]) is None
     assert CRITIC_MARKS.sub("", text) == without  # a critic adds these and changes nothing else
-    unplaced = rollout_page(batch([made]), 1)
+    assert 'data-mode="a"' in without
+    unplaced = rollout_page(batch([made], token_text=lambda ids: ("something else", [])), 1)
     assert 'data-mode="v"' in unplaced
-    assert "data-v=" not in unplaced
+    assert "data-l=" not in unplaced.split("</style>")[1].split("<script>")[0]
+    untrained = rollout_page(batch([group([1.0], [3])]), 1)
+    assert 'data-mode="a"' not in untrained
+    assert 'data-mode="p"' not in untrained
 
 
-def test_a_critic_s_numbers_are_bounded_on_the_page():
+def test_numbers_of_a_diverged_critic_are_bounded_on_the_page():
     long, length = two_turns(), 2 * SAMPLE_CHARACTERS
     (rollout,) = long.rollouts
-    action = Action(list(range(length)), "x" * length, np.full(length, -1.0), None, "length")
-    rollout.turns = [Turn((1,), action)]
+    rollout.turns = [Turn((1,), Action(list(range(length)), "x" * length, np.full(length, -1.0), None, "length"))]
     rollout.token_advantages_T = np.zeros(length)
+    rollout.planning_T = None
     rollout.values_T = np.full(length, 0.5, dtype=np.float32)
-    rollout.values_T[:4] = 3e38, -3e38, np.nan, np.inf  # a critic that diverged
+    rollout.values_T[:4] = 3e38, -3e38, np.nan, np.inf
     rollout.value_targets_T = np.full(length, 1.0, dtype=np.float32)
     text = rollout_page(batch([long], token_text=characters([long])), 1)
-    values, targets = (re.findall(rf' data-{name}="([^"]*)"', text)[0].split() for name in "vt")
-    assert len(values) == len(targets) == SAMPLE_CHARACTERS
+    values = re.findall(r' data-v="([^"]*)"', text)[0].split()
+    assert len(values) == SAMPLE_CHARACTERS
     assert values[:5] == ["1000000000000000", "-1000000000000000", "0", "0", "500"]
-    assert targets[:2] == ["1000", "1000"]
 
 
-def test_summaries_tell_what_a_critic_expected_turn_by_turn(tmp_path):
-    both, values, neither = two_turns(), two_turns(targets=False), two_turns(values=False, targets=False)
-    rows = [row["steps"] for row in summary_rows(batch([both, values, neither]))]
-    assert [turn["value_mean"] for turn in rows[0]] == pytest.approx([-0.1266 / 3, 0.6248])
-    assert [turn["value_target_mean"] for turn in rows[0]] == [0.25, 1.25]
-    assert [turn["value_mean"] for turn in rows[1]] == [turn["value_mean"] for turn in rows[0]]
-    assert rows[1] == [{k: v for k, v in turn.items() if k != "value_target_mean"} for turn in rows[0]]
-    assert rows[2] == [{k: v for k, v in turn.items() if k != "value_mean"} for turn in rows[1]]
-    (rollout,) = both.rollouts
-    rollout.turns.append(Turn((9,), Action([], "", np.zeros(0), None, "length")))  # nothing was sampled any more
-    write_files(tmp_path, batch([both]), None)
-    (line,) = read_jsonl(tmp_path / "train_iteration_000003_rollout_summaries.jsonl")
-    assert (line["steps"][2]["value_mean"], line["steps"][2]["value_target_mean"]) == (None, None)
-
-
-@needs_chromium
-def test_values_and_signed_advantages_are_coloured_and_told(tmp_path):
-    """Values go from the page's lowest to its highest, advantages from 0 to the largest of either sign."""
-    made = two_turns()
-    write_files(tmp_path, batch([made], token_text=characters([made])), 1)
-    classes = "[...document.querySelectorAll('.sample .t')].map(t => t.className.slice(2)).join()"
-    legend = "[...document.querySelectorAll('#legend .t')].map(t => t.textContent).join(' ')"
-    with Browser() as browser:
-        browser.open(tmp_path / "train_iteration_000003.html")
-        assert browser.run(classes) == ""
-        for mode, wanted, ends in (
-            ("v", "va h0,va h2,va h2,va h5,va h6", "−0.25 0.25 0.75"),
-            ("a", "dn h3,up h6,,dn h6,up h2", "−2.00 −0.50 0 +0.50 +2.00"),
-            ("v", "va h0,va h2,va h2,va h5,va h6", "−0.25 0.25 0.75"),
-        ):
-            browser.click(*browser.centre(f"[data-mode={mode}]"))
-            wait_for(browser, f"document.querySelectorAll('.sample[data-shown={mode}]').length === 2")
-            assert browser.run(classes) == wanted
-            assert browser.run(legend) == ends
-            browser.mouse("mouseMoved", *browser.centre(".sample .t"))
-            told = browser.run("document.getElementById('readout').textContent")
-            assert told == '"a" · token 0 · surprisal 0.50 · advantage −0.500 · V −0.250 (target 0.000)'
-        shades = "[...document.querySelectorAll('.sample .t')].map(t => getComputedStyle(t).backgroundColor)"
-        assert browser.run(f"new Set({shades}).size") == 4  # h0, h2 twice, h5, h6
-        assert not browser.errors
+def test_summaries_have_the_values_of_a_critic_turn_by_turn(tmp_path):
+    both = two_turns()
+    both.rollouts[0].turns.append(Turn((9,), Action([], "", np.zeros(0), None, "length")))  # nothing was sampled
+    write_files(tmp_path, batch([both, two_turns(values=False, targets=False)]), None)
+    with_critic, without = read_jsonl(tmp_path / "train_iteration_000003_rollout_summaries.jsonl")
+    means = [(turn["value_mean"], turn["value_target_mean"]) for turn in with_critic["steps"]]
+    assert means == [(pytest.approx(-0.1266 / 3), 0.25), (pytest.approx(0.6248), 1.25), (None, None)]
+    assert not {"value_mean", "value_target_mean"} & set(without["steps"][0])
 
 
 def wait_for(browser: Browser, condition: str) -> None:
-    """Until a JavaScript condition holds: what is in sight is coloured a moment after the click."""
+    """Wait until a JavaScript condition holds: what is in sight is coloured a moment after the click."""
     deadline = time.monotonic() + 10.0
     while not browser.run(condition):
         assert time.monotonic() < deadline, condition
@@ -339,15 +267,34 @@ def wait_for(browser: Browser, condition: str) -> None:
 
 
 @needs_chromium
-@pytest.mark.parametrize("placed", [True, False])
-def test_values_that_do_not_differ_have_no_scale(tmp_path, placed):
-    made = two_turns()
-    made.rollouts[0].values_T = np.full(5, 0.5, dtype=np.float32)
-    made.rollouts[0].token_advantages_T = np.zeros(5)
-    write_files(tmp_path, batch([made], token_text=characters([made]) if placed else None), 1)
+def test_values_and_signed_advantages_are_coloured_and_labelled(tmp_path):
+    """Values go from the page's lowest to its highest, advantages from 0 to the largest of either sign."""
+    made, flat = two_turns(), two_turns()
+    write_files(tmp_path, batch([made], token_text=characters([made])), 1)
+    flat.rollouts[0].values_T = np.full(5, 0.5, dtype=np.float32)
+    flat.rollouts[0].token_advantages_T = np.zeros(5)
+    write_files(tmp_path, batch([flat], iteration=4, token_text=characters([flat])), 1)
+    classes = "[...document.querySelectorAll('.sample .t')].map(t => t.className.slice(2)).join()"
+    legend = "[...document.querySelectorAll('#legend .t')].map(t => t.textContent).join(' ')"
+    readout = '"a" · token 0 · surprisal 0.50 · advantage −0.500 · V −0.250 (target 0.000)'
     with Browser() as browser:
-        browser.open(tmp_path / "train_iteration_000003.html", "#color=v")
-        assert browser.run("document.getElementById('legend').textContent") == ("0.500" if placed else "")
+        browser.open(tmp_path / "train_iteration_000003.html")
+        assert browser.run(classes) == ""
+        for mode, wanted, ends in (
+            ("v", "va h0,va h2,va h2,va h5,va h6", "−0.25 0.25 0.75"),
+            ("a", "dn h3,up h6,,dn h6,", "−2.00 −0.50 0 +0.50 +2.00"),
+            ("v", "va h0,va h2,va h2,va h5,va h6", "−0.25 0.25 0.75"),
+        ):
+            browser.click(*browser.centre(f"[data-mode={mode}]"))
+            wait_for(browser, f"document.querySelectorAll('.sample[data-shown={mode}]').length === 2")
+            assert browser.run(classes) == wanted
+            assert browser.run(legend) == ends
+            browser.mouse("mouseMoved", *browser.centre(".sample .t"))
+            assert browser.run("document.getElementById('readout').textContent") == readout
+        shades = "[...document.querySelectorAll('.sample .t')].map(t => getComputedStyle(t).backgroundColor)"
+        assert browser.run(f"new Set({shades}).size") == 4  # h0, h2 twice, h5, h6
+        browser.open(tmp_path / "train_iteration_000004.html", "#color=v")
+        assert browser.run("document.getElementById('legend').textContent") == "0.500"  # equal values have no scale
         browser.click(*browser.centre("[data-mode=a]"))
         assert browser.run("document.getElementById('legend').textContent") == "0"
         assert not browser.errors
@@ -366,77 +313,7 @@ def test_values_that_do_not_differ_have_no_scale(tmp_path, placed):
 def test_thinking_is_folded(text, folded, rest):
     made = group([1.0], [3])
     made.rollouts[0].turns[0].action.text = text
-    body = rollout_page(batch([made]), 1)
-    part = body.split('class="text sample">')[1].split("</article>")[0].split("\n")[0]
+    part = rollout_page(batch([made]), 1).split('class="text sample">')[1].split("</article>")[0].split("\n")[0]
     inside = re.search(r'<details class="think"><summary>.*?</summary><div>(.*?)</div></details>', part)
     assert (Reader(inside[1]).texts if inside else [""]) == [folded]
-    assert part.startswith("<details") == bool(folded)
-    outside = re.sub(r"<details.*?</details>", "", part).removesuffix("</div>")
-    assert outside == rest
-
-
-def files(directory: Path) -> dict[str, str]:
-    """All rollout records by name, the moment of their making aside."""
-    return {
-        path.name: re.sub(r'"started_at": "[^"]*"|Generated [^"]*', "", path.read_text())
-        for path in sorted(directory.glob("*_iteration_*"))
-    }
-
-
-def play(recorder: RunRecorder, first: int, last: int) -> None:
-    for number in range(first, last):
-        if number == 0:
-            recorder.record_eval(evaluation([group([0.0, 0.0], [3, 4])], number=0))
-        groups = [group([1.0, 0.0], [4, 5 + number]), group([0.0, None], [2, 3])]
-        recorder.record_step(step(groups, number, {"loss": 0.0, "optim/grad_norm": 1.0}))
-        if number % 2 == 1:
-            recorder.record_eval(evaluation([group([1.0, 0.0], [3, 4])], number=number + 1))
-
-
-def test_resuming_leaves_the_same_files(tmp_path):
-    every_two = context(config=config(logging={"rollouts_every": 2, "num_groups_to_log": 1}))
-    with RunRecorder(tmp_path / "whole", every_two) as recorder:
-        play(recorder, 0, 7)
-    with RunRecorder(tmp_path / "broken", every_two) as first:
-        play(first, 0, 3)
-        saved = json.loads(json.dumps(first.state()))
-        play(first, 3, 6)
-    second = RunRecorder(tmp_path / "broken", every_two)
-    second.restore(saved)
-    second.truncate(3)
-    assert "train_iteration_000003_rollout_summaries.jsonl" not in files(tmp_path / "broken")
-    assert "eval_heldout_iteration_000002.html" in files(tmp_path / "broken")
-    play(second, 3, 7)
-    second.close()
-    assert files(tmp_path / "broken") == files(tmp_path / "whole")
-    whole = set(files(tmp_path / "whole"))
-    assert {f"train_iteration_{n:06d}.html" for n in (0, 2, 4, 6)} == {
-        name for name in whole if name.startswith("train") and name.endswith("html")
-    }
-    assert len([name for name in whole if name.startswith("train") and name.endswith("jsonl")]) == 7
-    notes = [read_jsonl(tmp_path / name / "notes.jsonl") for name in ("whole", "broken")]
-    assert notes[0] == notes[1]
-    assert [note["key"] for note in notes[0]] == ["not_graded", "loss_near_zero", "adapter_unchanged"]
-
-
-def test_pages_can_be_switched_off_and_the_last_step_has_one(tmp_path):
-    none = context(config=config(logging={"rollouts_every": 0}))
-    with RunRecorder(tmp_path / "none", none) as recorder:
-        play(recorder, 0, 2)
-    assert [path.name for path in (tmp_path / "none").glob("*.html")] == ["timeline.html"]
-    assert len(list((tmp_path / "none").glob("*_rollout_summaries.jsonl"))) == 4
-    with RunRecorder(tmp_path / "last", context(max_steps=4)) as recorder:
-        play(recorder, 0, 4)
-    assert (tmp_path / "last" / "train_iteration_000003.html").is_file()
-    assert not (tmp_path / "last" / "train_iteration_000002.html").exists()
-
-
-def test_only_the_files_of_one_iteration_are_removed(tmp_path):
-    names = {"train_iteration_9.html", "train_iteration_000009.txt", "train_iteration_000010.html",
-             "eval_b_iteration_000003.html"}  # fmt: skip
-    for name in (*names, "train_iteration_000009.html", "eval_a_iteration_000003_logtree.json"):
-        (tmp_path / name).write_text("")
-    remove_files(tmp_path, "train", 9)
-    assert {path.name for path in tmp_path.iterdir()} == {*names, "eval_a_iteration_000003_logtree.json"}
-    remove_files(tmp_path, "eval/a", 3)
-    assert {path.name for path in tmp_path.iterdir()} == names
+    assert re.sub(r"<details.*?</details>", "", part).removesuffix("</div>") == rest

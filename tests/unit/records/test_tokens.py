@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from mixed_cases import launch_file, toy_file
 from record_cases import completion, context, evaluation, group, step
+from safetensors.numpy import load_file
 
 from retrain.errors import CheckpointError
 from retrain.files import read_jsonl
@@ -42,54 +42,40 @@ def batch(split: str, groups: list[Group], **more) -> Batch:
 
 
 def test_a_rollout_comes_back_token_for_token_with_its_whole_text(tmp_path):
-    first = group([1.0, 0.0, None], [3, 4, 2])
     one = episode()
-    path = write_tokens(tmp_path, batch(TRAIN, [first, Group(one.prompt, [one])]))
+    path = write_tokens(tmp_path, batch(TRAIN, [group([1.0, 0.0, None], [3, 4, 2]), Group(one.prompt, [one])]))
     assert path.name == "tokens_000010.safetensors"
+    expected = {
+        "ids": [7, 8, 9, 0, 1, 5, 2, 3, 4],
+        "action": [0, 0, 0, 1, 1, 0, 1, 1, 1],
+        "logprobs": [-1, -2, -3, -4, -5],
+        "trainer_logprobs": [-1.5, -2, -3, -4, -5],
+        "entropy": pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5]),
+        "advantages": [0, 1, 2, 3, 4],
+        "planning": [0, 1, 0, 0, 0],
+        "trained": [1, 1, 1, 1, 0],
+        "versions": [3, 3, 4, 4, 4],
+    }
     with TokenFile(path) as file:
-        assert len(file) == 4
-        assert file.about["condition"] == "grpo+none"
-        found = file.rollout(3)
-        arrays = {name: array.tolist() for name, array in found.arrays.items()}
-        assert arrays["ids"] == [7, 8, 9, 0, 1, 5, 2, 3, 4]
-        assert arrays["action"] == [0, 0, 0, 1, 1, 0, 1, 1, 1]
-        assert arrays["logprobs"] == [-1, -2, -3, -4, -5]
-        assert arrays["trainer_logprobs"] == [-1.5, -2, -3, -4, -5]
-        np.testing.assert_allclose(arrays["entropy"], [0.1, 0.2, 0.3, 0.4, 0.5])
-        assert arrays["advantages"] == [0, 1, 2, 3, 4]
-        assert arrays["planning"] == [0, 1, 0, 0, 0]
-        assert arrays["trained"] == [1, 1, 1, 1, 0]
-        assert arrays["versions"] == [3, 3, 4, 4, 4]
+        found, ungraded = file.rollout(3), file.rollout(2)
+        for name, values in expected.items():
+            assert found.arrays[name].tolist() == values
         assert found.pieces() == [["a", "b"], ["c", "d", "e"]]
         assert found.prompt["reference"] == "42"
         assert found.prompt["messages"] == [{"role": "user", "content": "ask"}]
         turn = found.line["turns"][1]
         assert turn["messages"] == [{"role": "tool", "content": "<script>é\u2028" + "x" * 300_000}]
         assert (turn["reward"], turn["metrics"], turn["stop_reason"]) == (0.5, {"calls": 1.0}, "length")
-        ungraded = file.rollout(2)
         assert (ungraded.line["reward"], ungraded.line["error"]) == (None, "timed out")
-        assert np.isnan(ungraded.arrays["advantages"]).all()
-        assert np.isnan(ungraded.arrays["trainer_logprobs"]).all()
+        assert np.isnan([*ungraded.arrays["advantages"], *ungraded.arrays["trainer_logprobs"]]).all()
         assert not ungraded.arrays["trained"].any()
-        lines = list(file.lines())
-        assert [(line["group"], line["sample"]) for line in lines] == [(0, 0), (0, 1), (0, 2), (1, 0)]
-        assert list(file.lines(1, 2)) == lines[1:2]
-        assert [prompt["problem_id"] for prompt in file.prompts()] == ["p0", "p"]
+        assert [(line["group"], line["sample"]) for line in file.lines()] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+        assert [each["problem_id"] for each in file.prompts()] == ["p0", "p"]
         with pytest.raises(IndexError, match="has 4 rollouts"):
             file.rollout(4)
-
-
-def test_numpy_reads_the_same_file_as_plain_safetensors(tmp_path):
-    from safetensors.numpy import load_file
-
-    path = write_tokens(tmp_path, batch(TRAIN, [group([1.0, 0.0], [3, 4])]))
-    tensors = load_file(path)
-    with TokenFile(path) as file:
+        tensors = load_file(path)  # safetensors' own reader
         for name in file.names:
             np.testing.assert_array_equal(file.array(name), tensors[name])
-    lines = bytes(tensors["rollouts"])
-    begins = tensors["rollout_at"]
-    assert json.loads(lines[begins[1] : begins[2]])["sample"] == 1
 
 
 def test_an_evaluation_has_no_advantages_and_a_batch_may_be_empty(tmp_path):
@@ -102,8 +88,7 @@ def test_an_evaluation_has_no_advantages_and_a_batch_may_be_empty(tmp_path):
     nothing = Rollout(prompt, [], RewardResult(None, error="raised"), ended="raised")
     blind = group([1.0], [3])
     blind.rollouts[0].turns[0].action = completion(3, entropy=None)
-    whole = batch(TRAIN, [Group(prompt, [nothing]), blind], token_text=None)
-    with TokenFile(write_tokens(tmp_path, whole)) as file:
+    with TokenFile(write_tokens(tmp_path, batch(TRAIN, [Group(prompt, [nothing]), blind], token_text=None))) as file:
         assert "entropy" not in file.names  # an engine that gives none
         assert file.rollout(0).pieces() == []
         assert file.rollout(1).pieces() == [["so \\boxed{4}", "", ""]]  # nobody can place its tokens
@@ -113,7 +98,7 @@ def test_what_is_no_file_of_tokens_is_told_and_nothing_outside_of_it_is_read(tmp
     path = write_tokens(tmp_path, batch(TRAIN, [group([1.0, 0.0], [3, 4])]))
     whole = path.read_bytes()
     length = int.from_bytes(whole[:8], "little")
-    for size in (0, 4, 8, 20, 8 + length, 8 + length + 5, len(whole) - 1):
+    for size in (0, 8, 20, 8 + length, len(whole) - 1):
         path.write_bytes(whole[:size])
         with pytest.raises(CheckpointError, match="no file of tokens, or cut short"):
             TokenFile(path)
@@ -164,25 +149,6 @@ def test_the_index_names_every_iteration_and_its_lines_and_is_cut_with_them(tmp_
     recorder.truncate(0)
     check(0, [])
     recorder.close()
-
-
-def test_the_mismatch_of_a_row_is_that_of_the_tokens_in_the_file(toy_home, tmp_path):
-    """Sampled in float32 and trained in bfloat16, so that there is a gap to be right about."""
-    dtypes = ('inference.dtype="float32"', 'training.update_dtype="bfloat16"')
-    assert launch_file(toy_file(toy_home, tmp_path / "one.toml"), tmp_path / "out", *dtypes).exit_status == 0
-    checked = 0
-    rows = {row["step"]: row for row in read_jsonl(tmp_path / "out" / "metrics.jsonl")}
-    for path in sorted((tmp_path / "out").glob("tokens_0*.safetensors")):
-        with TokenFile(path) as file:
-            row = rows[int(file.about["iteration"])]
-            if not row["num_datums"]:
-                continue
-            gap = file.array("trainer_logprobs").astype(float) - file.array("logprobs")
-        known = gap[~np.isnan(gap)]
-        assert (np.abs(known) > 1e-4).any()
-        assert 0.5 * np.mean(known**2) == pytest.approx(row["kl_sample_train_v2"], rel=1e-3)
-        checked += 1
-    assert checked
 
 
 def test_a_run_keeps_the_advantages_that_its_tokens_train_with(mixed_campaign):

@@ -20,41 +20,17 @@ from retrain.errors import RetrainError, RunFailed
 from retrain.files import append_jsonl, read_jsonl
 from retrain.record import writer
 from retrain.record.recorder import RunRecorder
-from retrain.record.writer import RecordFiles, Thread
+from retrain.record.writer import RecordFiles
 
 
-def record(recorder: RunRecorder, first: int, last: int) -> None:
+def record(recorder: RunRecorder, first: int, last: int, evaluated: bool = False) -> None:
+    """Record steps, perhaps with an evaluation before the first and after every second."""
     for number in range(first, last):
-        recorder.record_step(step([group([1.0, 0.0], [4, 5])], number))
-
-
-def test_work_is_done_in_order_by_one_other_thread():
-    thread, done = Thread("t", limit=4), []
-    assert thread.wait()
-    for number in range(100):
-        thread.put(lambda number=number: done.append((number, threading.current_thread().name)))
-    assert thread.wait(10)
-    assert done == [(number, "t") for number in range(100)]
-    thread.close()
-    assert "t" not in {each.name for each in threading.enumerate()}
-    thread.put(lambda: done.append((100, "again")))
-    thread.close()
-    assert done[-1] == (100, "again")
-
-
-def test_a_full_queue_makes_put_wait_or_refuse():
-    gate, thread, done = threading.Event(), Thread("t", limit=2), []
-    thread.put(gate.wait)
-    while not thread.put(lambda: done.append(1), wait=False):
-        time.sleep(0.01)
-    deadline = time.monotonic() + 10
-    while thread.put(lambda: done.append(1), wait=False):
-        assert time.monotonic() < deadline
-    assert not thread.wait(0.01)
-    gate.set()
-    assert thread.wait(10)
-    assert done
-    thread.close()
+        if evaluated and number == 0:
+            recorder.record_eval(evaluation([group([1.0], [3])], 0))
+        if evaluated and number % 2:
+            recorder.record_eval(evaluation([group([1.0], [3])], number + 1))
+        recorder.record_step(step([group([1.0, 0.0], [4, 5])], number, {"loss": number / 8}))
 
 
 def test_training_goes_on_while_the_disk_is_slow_and_flush_waits(tmp_path, monkeypatch):
@@ -99,20 +75,6 @@ def test_a_barrier_syncs_every_file_written_since_the_last(tmp_path, monkeypatch
     recorder.close()
 
 
-def test_files_do_not_wait_for_the_disk_without_end(tmp_path, monkeypatch):
-    """A run that saves no checkpoint, and so never flushes, names new files with every step."""
-    monkeypatch.setattr(writer, "UNSYNCED", 10)
-    synced: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").readlink().name))
-    files, waiting = RecordFiles(tmp_path), []
-    for i in range(35):
-        files.write(lambda i=i: files.append(f"step_{i}.jsonl", [{"x": i}]))
-        files.write(lambda: waiting.append(len(files._unsynced)))
-    assert files.close()
-    assert max(waiting) == 10
-    assert sorted({*synced} - {tmp_path.name}) == sorted(f"step_{i}.jsonl" for i in range(35))
-
-
 def test_what_cannot_be_written_fails_the_run_at_its_next_record(tmp_path):
     (tmp_path / "emergence").write_text("a file where a folder must be")
     recorder = RunRecorder(tmp_path, context())
@@ -128,11 +90,8 @@ def test_what_cannot_be_written_fails_the_run_at_its_next_record(tmp_path):
     recorder.log_error(RunFailed("told"))
     assert not recorder.close(failed=True)
     assert "RunFailed: told" in (tmp_path / "run.log").read_text()
-
-
-def test_a_recorder_as_context_tells_what_could_not_be_written(tmp_path):
-    (tmp_path / "timing_spans.jsonl").mkdir()
-    with pytest.raises(RunFailed, match="timing_spans"), RunRecorder(tmp_path, context()) as recorder:
+    (tmp_path / "other" / "timing_spans.jsonl").mkdir(parents=True)
+    with pytest.raises(RunFailed, match="timing_spans"), RunRecorder(tmp_path / "other", context()) as recorder:
         record(recorder, 0, 1)
 
 
@@ -163,6 +122,7 @@ def test_a_full_disk_leaves_no_part_of_a_row(tmp_path):
     assert path.read_bytes() == whole
 
 
+TESTS = Path(__file__).parents[2]
 KILLED = """
 import itertools, os, sys
 from pathlib import Path
@@ -179,7 +139,10 @@ for number in itertools.count():
 
 
 def test_a_kill_costs_only_what_came_after_the_last_checkpoint(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], env=environment())
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent)))},
+    )
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("step_*"))) < 3:
         assert time.monotonic() < deadline
@@ -197,153 +160,129 @@ def test_a_kill_costs_only_what_came_after_the_last_checkpoint(tmp_path):
     recorder.close()
 
 
-def environment() -> dict[str, str]:
-    import os
+class Collecting:
+    """A tracker that records its calls; it hangs until ``gate`` opens and then raises ``error``, in ``log`` or in
+    ``start``."""
 
-    folders = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
-
-
-class Slow:
-    """A tracker whose service answers when the gate opens, then fails if so asked."""
-
-    def __init__(self, gate: threading.Event | None = None, error: Exception | None = None):
-        self.gate, self.error = gate, error
-        self.steps: list[int] = []
+    def __init__(self, gate: threading.Event | None = None, error: BaseException | None = None, hangs_in: str = "log"):
+        self.gate, self.error, self.hangs_in = gate, error, hangs_in
+        self.rows: list[tuple[int, str, Any]] = []
+        self.state: Any = None
+        self.failed: list[bool] = []
         self.threads: set[str] = set()
 
-    def start(self, context: Any, state: Any) -> dict[str, Any]:
+    def _call(self, method: str) -> None:
         self.threads.add(threading.current_thread().name)
-        return {}
+        if method == self.hangs_in:
+            assert self.gate is None or self.gate.wait(30)
+            if self.error is not None:
+                raise self.error
 
-    def log(self, step: int, row: Any) -> None:
-        self.threads.add(threading.current_thread().name)
-        if self.gate is not None:
-            self.gate.wait(30)
-        if self.error is not None:
-            raise self.error
-        self.steps.append(step)
+    def start(self, run: Any, state: Any) -> dict[str, Any]:
+        self.state = state
+        self._call("start")
+        return {"run_id": (state or {}).get("run_id", "abc")}
+
+    def log(self, step: int, values: Any) -> None:
+        self._call("log")
+        self.rows.append((step, "eval" if "eval/heldout/step" in values else "row", values.get("train/loss")))
 
     def finish(self, failed: bool = False) -> None:
-        self.threads.add(threading.current_thread().name)
-        self.steps.append(-1)
+        self._call("finish")
+        self.failed.append(failed)
+
+
+def of_tracker(warnings: list[str]) -> list[str]:
+    """Return the warnings about the tracker."""
+    return [line for line in warnings if line.startswith("slow ")]
 
 
 def test_a_slow_tracker_holds_back_neither_training_nor_files(tmp_path):
     gate = threading.Event()
-    tracker = Slow(gate)
+    tracker = Collecting(gate)
     recorder = RunRecorder(tmp_path, context(), trackers={"slow": tracker})
     record(recorder, 0, 6)
     recorder.flush()
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 6
-    assert tracker.steps == []
+    assert tracker.rows == []
     gate.set()
     recorder.close()
-    assert tracker.steps == [0, 1, 2, 3, 4, 5, -1]
+    assert [row[0] for row in tracker.rows] == list(range(6))
+    assert tracker.failed == [False]
     assert tracker.threads == {"tracker slow"}  # libraries keep the current run in thread-local storage
 
 
-def of_tracker(told: list[str]) -> list[str]:
-    """What was told of the tracker, not of odd numbers."""
-    return [line for line in told if line.startswith("slow ")]
-
-
-def test_a_tracker_that_never_answers_is_left_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "WAITING_ROWS", 3)
-    monkeypatch.setattr(writer, "FINISH_SECONDS", 0.1)
-    gate, told = threading.Event(), []
-    recorder = RunRecorder(tmp_path, context(), trackers={"slow": Slow(gate)}, warn=told.append)
-    record(recorder, 0, 8)
+@pytest.mark.parametrize(
+    ("limits", "tracker", "steps", "warning"),
+    [
+        ({"WAITING_ROWS": 3, "FINISH_SECONDS": 0.1}, {"gate": threading.Event()}, 8,
+         "slow is 3 rows behind; it gets no further rows, training goes on"),
+        ({"FINISH_SECONDS": 0.1}, {"gate": threading.Event()}, 1, "slow has not finished after 0.1 s"),
+        ({}, {"error": ConnectionError("gone")}, 4,
+         "slow failed in log: ConnectionError('gone'); it gets no further rows, training goes on"),
+    ],
+    ids=["never answers", "does not finish", "fails"],
+)  # fmt: skip
+def test_a_tracker_that_hangs_or_fails_is_left_behind_with_one_warning(
+    tmp_path, monkeypatch, limits, tracker, steps, warning
+):
+    for name, limit in limits.items():
+        monkeypatch.setattr(writer, name, limit)
+    warnings: list[str] = []
+    recorder = RunRecorder(tmp_path, context(), trackers={"slow": Collecting(**tracker)}, warn=warnings.append)
+    record(recorder, 0, steps)
     begin = time.monotonic()
     recorder.close()
     assert time.monotonic() - begin < 10
+    if gate := tracker.get("gate"):
+        gate.set()
+    (line,) = of_tracker(warnings)
+    assert line.startswith(warning)
+    assert (tmp_path / "run.log").read_text().count(warning) == 1
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == steps
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), RetrainError("no login")])
+def test_a_tracker_that_cannot_start_stops_the_run(tmp_path, error):
+    tracker = Collecting(error=error, hangs_in="start")
+    with pytest.raises(type(error)):
+        RunRecorder(tmp_path, context(), trackers={"slow": tracker}).start()
+
+
+@pytest.mark.parametrize("error", [None, ConnectionError("gone")])
+def test_training_does_not_wait_for_a_tracker_that_starts_slowly(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(writer, "START_SECONDS", 0.1)
+    gate, warnings = threading.Event(), list[str]()
+    tracker = Collecting(gate, error, hangs_in="start")
+    recorder = RunRecorder(tmp_path, context(), trackers={"slow": tracker}, warn=warnings.append)
+    record(recorder, 0, 2)
+    assert of_tracker(warnings) == ["slow has not started after 0.1 s; training goes on, and its rows wait"]
     gate.set()
-    assert of_tracker(told) == ["slow is 3 rows behind; it gets no further rows, training goes on"]
-    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 8
-
-
-def test_a_tracker_that_does_not_finish_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "FINISH_SECONDS", 0.1)
-    gate, told = threading.Event(), []
-    recorder = RunRecorder(tmp_path, context(), trackers={"slow": Slow(gate)}, warn=told.append)
-    record(recorder, 0, 1)
-    recorder.close()
-    gate.set()
-    (line,) = of_tracker(told)
-    assert "has not finished after 0.1 s" in line
-
-
-def test_a_failing_tracker_is_reported_once_to_the_reader_too(tmp_path):
-    told: list[str] = []
-    slow = Slow(error=ConnectionError("gone"))
-    with RunRecorder(tmp_path, context(), trackers={"slow": slow}, warn=told.append) as recorder:
-        record(recorder, 0, 4)
-    assert of_tracker(told) == [
-        "slow failed in log: ConnectionError('gone'); it gets no further rows, training goes on"
-    ]
-    assert (tmp_path / "run.log").read_text().count("it gets no further rows") == 1
-
-
-def test_a_tracker_may_raise_anything_when_it_starts(tmp_path):
-    class Exits(Slow):
-        def start(self, context: Any, state: Any) -> dict[str, Any]:
-            raise SystemExit(3)
-
-    class Refuses(Slow):
-        def start(self, context: Any, state: Any) -> dict[str, Any]:
-            raise RetrainError("no login")
-
-    with pytest.raises(SystemExit):
-        RunRecorder(tmp_path, context(), trackers={"slow": Exits()}).start()
-    with pytest.raises(RetrainError, match="no login"):
-        RunRecorder(tmp_path, context(), trackers={"slow": Refuses()}).start()
-
-
-class Collecting:
-    """A tracker that keeps what it gets; it blocks where ``gate`` is not set."""
-
-    def __init__(self, gate: threading.Event | None = None):
-        self.gate, self.got = gate, list[tuple[int, str, Any]]()
-
-    def start(self, run: Any, state: Any) -> None:
-        pass
-
-    def log(self, step: int, values: Any) -> None:
-        if self.gate is not None:
-            assert self.gate.wait(30)
-        self.got.append((step, "eval" if "eval/heldout/step" in values else "row", values.get("train/loss")))
-
-
-def record_evaluated(recorder: RunRecorder, first: int, last: int) -> None:
-    """Steps with an evaluation before the first and after every second."""
-    for number in range(first, last):
-        if number == 0:
-            recorder.record_eval(evaluation([group([1.0], [3])], 0))
-        if number % 2:
-            recorder.record_eval(evaluation([group([1.0], [3])], number + 1))
-        recorder.record_step(step([group([1.0, 0.0], [4, 5])], number, {"loss": number / 8}))
+    assert recorder.close()
+    if error is None:
+        assert [row[0] for row in tracker.rows] == [0, 1]
+    else:
+        assert tracker.rows == []
+        assert "slow could not start: ConnectionError: gone" in of_tracker(warnings)[1]
 
 
 def test_a_tracker_gets_the_rows_that_a_killed_process_had_not_sent(tmp_path):
     """The first process dies while its tracker hangs; rows and evaluations have the steps of the files."""
     gate, second = threading.Event(), Collecting()
     first = RunRecorder(tmp_path, context(), trackers={"slow": Collecting(gate)})
-    record_evaluated(first, 0, 4)
+    record(first, 0, 4, evaluated=True)
     state = json.loads(json.dumps(first.state()))
-    record_evaluated(first, 4, 6)
+    record(first, 4, 6, evaluated=True)
     first.flush()
     with RunRecorder(tmp_path, context(), trackers={"slow": second}) as resumed:
         resumed.restore(state)
         resumed.truncate(4)
-        record_evaluated(resumed, 4, 6)
-    assert second.got == [
+        record(resumed, 4, 6, evaluated=True)
+    assert second.state == {"run_id": "abc"}
+    assert second.rows == [
         (0, "eval", None), (0, "row", 0.0), (1, "row", 1 / 8), (2, "eval", None), (2, "row", 2 / 8), (3, "row", 3 / 8),
         (4, "eval", None), (4, "row", 4 / 8), (5, "row", 5 / 8), (6, "eval", None),
     ]  # fmt: skip
-    rows = {row["step"]: row["loss"] for row in read_jsonl(tmp_path / "metrics.jsonl")}
-    assert {step: loss for step, kind, loss in second.got if kind == "row"} == rows
-    evaluations = [row["step"] for row in read_jsonl(tmp_path / "evals.jsonl")]
-    assert [step for step, kind, _ in second.got if kind == "eval"] == evaluations
     gate.set()
     first.close()
 
@@ -351,43 +290,13 @@ def test_a_tracker_gets_the_rows_that_a_killed_process_had_not_sent(tmp_path):
 def test_what_was_sent_is_not_sent_again(tmp_path):
     first, second, third = Collecting(), Collecting(), Collecting()
     recorder = RunRecorder(tmp_path, context(), trackers={"mine": first})
-    record_evaluated(recorder, 0, 4)
+    record(recorder, 0, 4, evaluated=True)
     assert recorder.close()  # everything has been sent
     state = recorder.state()
     with RunRecorder(tmp_path, context(), trackers={"mine": second, "new": third}) as resumed:
         resumed.restore(state)
         resumed.truncate(4)
-        record_evaluated(resumed, 4, 5)
-    assert [entry[:2] for entry in first.got][-2:] == [(3, "row"), (4, "eval")]
-    assert [entry[:2] for entry in second.got] == [(4, "eval"), (4, "row")]  # an evaluation may come twice
-    assert [entry[:2] for entry in third.got if entry[1] == "row"] == [(step, "row") for step in range(5)]
-
-
-def test_training_does_not_wait_for_a_tracker_that_starts_slowly(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "START_SECONDS", 0.1)
-    gate, told, tracker = threading.Event(), list[str](), Collecting()
-    tracker.start = lambda run, state: gate.wait(30) and None  # type: ignore[method-assign]
-    recorder = RunRecorder(tmp_path, context(), trackers={"slow": tracker}, warn=told.append)
-    record_evaluated(recorder, 0, 2)
-    assert of_tracker(told) == ["slow has not started after 0.1 s; training goes on, and its rows wait"]
-    gate.set()
-    recorder.close()
-    assert [step for step, kind, _ in tracker.got if kind == "row"] == [0, 1]
-
-
-def test_a_tracker_that_fails_to_start_too_late_to_stop_the_run_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "START_SECONDS", 0.1)
-    gate, told, tracker = threading.Event(), list[str](), Collecting()
-
-    def start(run: Any, state: Any) -> None:
-        assert gate.wait(30)
-        raise ConnectionError("gone")
-
-    tracker.start = start  # type: ignore[method-assign]
-    recorder = RunRecorder(tmp_path, context(), trackers={"slow": tracker}, warn=told.append)
-    record_evaluated(recorder, 0, 2)
-    gate.set()
-    assert recorder.close()
-    assert tracker.got == []
-    assert len(of_tracker(told)) == 2
-    assert "slow could not start: ConnectionError: gone" in of_tracker(told)[1]
+        record(resumed, 4, 5, evaluated=True)
+    assert [entry[:2] for entry in first.rows][-2:] == [(3, "row"), (4, "eval")]
+    assert [entry[:2] for entry in second.rows] == [(4, "eval"), (4, "row")]  # an evaluation may come twice
+    assert [entry[:2] for entry in third.rows if entry[1] == "row"] == [(step, "row") for step in range(5)]

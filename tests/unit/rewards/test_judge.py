@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import time
@@ -41,6 +40,7 @@ def test_scores_come_back_in_order(server: Server) -> None:
     assert results[0].components == {"judge": 0.0}
     assert {request["model"] for request in server.requests} == {"judge-1"}
     assert all(request["temperature"] == 0 for request in server.requests)
+    assert "Authorization" not in server.headers[0]
 
 
 def test_the_question_holds_task_reference_and_response(server: Server) -> None:
@@ -61,18 +61,14 @@ def test_the_question_holds_task_reference_and_response(server: Server) -> None:
     ("text", "score"),
     [
         ("1", 1.0),
-        ("0", 0.0),
         (" 0.75 \n", 0.75),
         (".5", 0.5),
-        ("1.00", 1.0),
         ("<think>0.2 or 0.9?</think>\n0.9", 0.9),
         ("1.5", None),
-        ("-1", None),
         ("nan", None),
         ("1e-1", None),
         ("Score: 1", None),
         ("0.7/1", None),
-        ("yes", None),
         ("<think>never ends 1", None),
         ("", None),
     ],
@@ -86,14 +82,10 @@ def test_scores_are_read_strictly(text: str, score: float | None) -> None:
     [
         (chat("It is a fine answer."), "not a number between 0 and 1"),
         (chat(None), "not a number"),
-        (chat(["1"]), "not a number"),
         (b"<html>hello</html>", "not a chat completion"),
-        (b"{}", "not a chat completion"),
         (b'{"choices": []}', "not a chat completion"),
-        (b"[1]", "not a chat completion"),
         (b"[" * 100_000, "not a chat completion"),
         (b"\xff\xfe\x00", "not a chat completion"),
-        (b"", "not a chat completion"),
         (b"x" * (2 << 20), "more than"),
     ],
 )
@@ -106,20 +98,21 @@ def test_nonsense_is_null_and_not_asked_again(server: Server, body: bytes, reaso
     assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize("status", [500, 503, 429])
-def test_a_busy_or_broken_server_is_asked_again(server: Server, status: int) -> None:
-    def respond(handler: Any, request: Any) -> tuple[int, bytes, dict[str, str]]:
-        return (status, b"try later", {"Retry-After": "0"}) if len(server.requests) < 3 else (200, chat("1"), {})
+@pytest.mark.parametrize("fault", [500, 429, "hangs up"])
+def test_a_busy_or_broken_server_is_asked_again(server: Server, fault: int | str) -> None:
+    def respond(handler: Any, request: Any) -> tuple[int, bytes, dict[str, str]] | None:
+        if len(server.requests) == 3:
+            return 200, chat("1"), {}
+        if fault == "hangs up":
+            handler.connection.shutdown(socket.SHUT_RDWR)
+            return None
+        return fault, b"try later", {"Retry-After": "0"}
 
     server.respond = respond
     with judge(server) as grader:
-        (result,) = grader.grade([(CAPITAL, "Paris")])
-    assert result.total_reward == 1.0
-    assert len(server.requests) == 3
-
-
-def test_attempts_are_bounded(server: Server) -> None:
+        assert grader.grade([(CAPITAL, "Paris")])[0].total_reward == 1.0
     server.respond = lambda handler, request: (500, b"broken", {})
+    server.requests.clear()
     with judge(server) as grader:
         (result,) = grader.grade([(CAPITAL, "Paris")])
     assert result.total_reward is None
@@ -148,28 +141,15 @@ def test_a_refusal_is_final_and_does_not_stop_the_others(server: Server) -> None
     assert len(server.requests) == 9
 
 
-def test_a_slow_server_is_given_up(server: Server) -> None:
-    def respond(handler: Any, request: Any) -> None:
-        server.stopped.wait(30)
-
-    server.respond = respond
-    start = time.monotonic()
-    with judge(server, timeout_s=0.3, attempts=2) as grader:
-        (result,) = grader.grade([(CAPITAL, "Paris")])
-    assert result.total_reward is None
-    assert "no answer within 0.3 s" in (result.error or "")
-    assert time.monotonic() - start < 10
-
-
-@pytest.mark.parametrize("part", ["body", "headers"])
-def test_a_dripping_server_does_not_hold_the_run(server: Server, part: str) -> None:
+@pytest.mark.parametrize("part", ["body", "headers", "nothing"])
+def test_a_slow_or_dripping_server_does_not_hold_the_run(server: Server, part: str) -> None:
     """One byte in a while keeps every socket time-out happy; the limit is on the whole request."""
 
     def respond(handler: BaseHTTPRequestHandler, request: Any) -> None:
         if part == "body":
             handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
         try:
-            while not server.stopped.wait(0.05):
+            while not server.stopped.wait(30 if part == "nothing" else 0.05):
                 handler.wfile.write(b"H")
                 handler.wfile.flush()
         except OSError:
@@ -180,19 +160,8 @@ def test_a_dripping_server_does_not_hold_the_run(server: Server, part: str) -> N
     with judge(server, timeout_s=0.5, attempts=1) as grader:
         (result,) = grader.grade([(CAPITAL, "Paris")])
     assert result.total_reward is None
+    assert "no answer within 0.5 s" in (result.error or "")
     assert time.monotonic() - start < 10
-
-
-def test_a_server_that_hangs_up_is_asked_again(server: Server) -> None:
-    def respond(handler: BaseHTTPRequestHandler, request: Any) -> tuple[int, bytes, dict[str, str]] | None:
-        if len(server.requests) < 2:
-            handler.connection.shutdown(socket.SHUT_RDWR)
-            return None
-        return 200, chat("1"), {}
-
-    server.respond = respond
-    with judge(server) as grader:
-        assert grader.grade([(CAPITAL, "Paris")])[0].total_reward == 1.0
 
 
 def test_when_nobody_is_there_the_batch_is_given_up_quickly() -> None:
@@ -226,25 +195,8 @@ def test_the_key_goes_to_the_server_and_nowhere_else(
     assert KEY not in json.dumps(server.requests) + caplog.text + "".join(capfd.readouterr())
 
 
-def test_without_a_key_none_is_sent(server: Server) -> None:
-    server.respond = says("1")
-    with judge(server) as grader:
-        grader.grade([(CAPITAL, "Paris")])
-    assert "Authorization" not in server.headers[0]
-
-
 def test_a_key_that_is_named_and_not_set_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     section = {"type": "judge", "judge_model": "m", "judge_api_key_env": "JUDGE_KEY"}
     with pytest.raises(UsageError, match=r"export JUDGE_KEY="):
         build_grader(tasks.Reward.model_validate(section))
-
-
-def test_grading_inside_an_event_loop_works(server: Server) -> None:
-    server.respond = says("1")
-
-    async def notebook() -> float | None:
-        with judge(server) as grader:
-            return grader.grade([(CAPITAL, "Paris")])[0].total_reward
-
-    assert asyncio.run(notebook()) == 1.0

@@ -32,9 +32,9 @@ from retrain.files import read_json, read_jsonl
 from retrain.models import bundled_model_path
 from retrain.models.directory import files_digest, reward_model_fault
 from retrain.record.environment import module_hashes
-from retrain.rewards import Grader, build_grader, reward_model
+from retrain.rewards import Grader, build_grader
 from retrain.rewards.base import Item
-from retrain.rewards.reward_model import RewardModelReward, conversation
+from retrain.rewards.reward_model import conversation
 from retrain.types import Problem
 
 BUNDLED = str(bundled_model_path("tiny-reasoner"))
@@ -87,42 +87,15 @@ def by_hand(path: Path, messages: list[dict[str, str]]) -> float:
         return float(model(input_ids=read["input_ids"]).logits[0, 0])
 
 
-@pytest.mark.parametrize("problem", [ADD, TALK], ids=lambda problem: problem.id)
-@pytest.mark.parametrize("llama", [False, True], ids=["qwen2", "llama"])
-@pytest.mark.parametrize("pad", [0, None, 1], ids=["pad", "no_pad", "pad_is_end"])
+@pytest.mark.parametrize(("pad", "llama", "problem"), [(0, False, ADD), (None, True, TALK), (1, False, TALK)])
 def test_a_batch_scores_what_transformers_scores_row_by_row(tmp_path, pad, llama, problem):
     path = classifier(tmp_path / "model", pad=pad, llama=llama)
     prompt = [{"role": "user", "content": problem.prompt}] if isinstance(problem.prompt, str) else list(problem.prompt)
     expected = [by_hand(path, [*prompt, {"role": "assistant", "content": answer}]) for answer in ANSWERS]
     items = [(problem, answer) for answer in ANSWERS]
     assert len({round(score, 3) for score in expected}) == len(ANSWERS)
-    for batch in (1, 4, 8):
+    for batch in (1, 4):
         assert graded(path, items, reward_batch=batch) == pytest.approx(expected, abs=1e-5)
-
-
-def test_rows_are_sorted_and_padded_on_the_right(scorer, monkeypatch):
-    seen = []
-    with grader(scorer, reward_batch=4) as made:
-        made.grade([(ADD, "7")])
-        reward = made.reward
-        assert isinstance(reward, RewardModelReward)
-        assert reward._weights is not None
-        forward = reward._weights.model.forward
-
-        def spied(input_ids, attention_mask):
-            seen.append((input_ids, attention_mask))
-            return forward(input_ids=input_ids, attention_mask=attention_mask)
-
-        monkeypatch.setattr(reward._weights.model, "forward", spied)
-        made.grade([(ADD, answer) for answer in ANSWERS])
-    assert [len(ids) for ids, _ in seen] == [4, 2]
-    lengths = [int(row.sum()) for _, mask in seen for row in mask]
-    assert lengths == sorted(lengths)
-    for ids, mask in seen:
-        assert ids.shape[1] == mask.sum(1).max()
-        for row, real in zip(ids, mask, strict=True):
-            assert real.tolist() == sorted(real.tolist(), reverse=True)
-            assert set(row[real == 0].tolist()) <= {0}
 
 
 def test_scores_do_not_depend_on_what_arrives_together(scorer):
@@ -158,16 +131,10 @@ def test_a_row_may_end_with_any_token(tmp_path):
 
 def test_a_conversation_that_is_too_long_has_no_grade_and_the_others_have(scorer):
     with grader(scorer) as made:
-        short, long, edge, over = made.grade([(ADD, "7"), (ADD, "7 " * 400), (ADD, "7" * 145), (ADD, "7" * 146)])
+        short, long = made.grade([(ADD, "7"), (ADD, "7 " * 400)])
     assert (long.total_reward, long.correct) == (None, False)
     assert "tokens, more than the 160 of the reward model's context" in str(long.error)
     assert short.total_reward is not None
-    reward = made.reward
-    assert isinstance(reward, RewardModelReward)
-    lengths = [len(reward.tokenizer.apply_chat_template(conversation(ADD, "7" * n), return_dict=True)["input_ids"])
-               for n in (145, 146)]  # fmt: skip
-    for result, length in zip((edge, over), lengths, strict=True):
-        assert (result.total_reward is None) == (length > 160)
 
 
 def test_any_text_is_scored(scorer):
@@ -179,35 +146,20 @@ def test_any_text_is_scored(scorer):
     assert conversation(half, "a\ud83d\ude00b")[1]["content"] == "a\U0001f600b"
 
 
-def test_a_template_that_refuses_costs_that_completion_alone(tmp_path):
-    path = classifier(tmp_path / "model")
-    template = (path / "chat_template.jinja").read_text()
-    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    (path / "chat_template.jinja").write_text(refusal + template)
-    with grader(path) as made:
-        refused, scored = made.grade([(TALK, "6"), (ADD, "7")])
-    assert "no system role" in str(refused.error)
-    assert scored.total_reward is not None
-
-
-def test_scores_that_are_not_finite_are_no_rewards(tmp_path):
+def test_broken_weights_give_no_grades(tmp_path):
     path = classifier(tmp_path / "model")
     weights = load_file(path / "model.safetensors")
     weights["score.weight"].fill_(torch.nan)
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     with grader(path) as made:
         results = made.grade([(ADD, "7"), (ADD, "8")])
-    assert [(result.total_reward, result.error) for result in results] == [
-        (None, "the reward model gave nan, not a number within ±1e30")
-    ] * 2
-
-
-def test_what_is_correct_is_a_score_above_one_half(scorer):
-    with grader(scorer) as made:
-        results = made.grade([(ADD, answer) for answer in ANSWERS])
-    assert {result.correct for result in results} == {True, False}
-    assert [result.correct for result in results] == [float(str(result.total_reward)) > 0.5 for result in results]
-    assert all(result.components == {"reward_model": result.total_reward} for result in results)
+    assert [result.total_reward for result in results] == [None, None]
+    assert {result.error for result in results} == {"the reward model gave nan, not a number within ±1e30"}
+    del weights["score.weight"]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with grader(path) as made:
+        (result,) = made.grade([(ADD, "7")])
+    assert result.error == "the reward model failed: its files lack 1 of its weights, such as score.weight"
 
 
 def test_beside_match_the_answer_decides_what_is_correct(scorer):
@@ -221,6 +173,10 @@ def test_beside_match_the_answer_decides_what_is_correct(scorer):
         assert made.names == ("right", "taste")
         right, wrong, long = made.grade([(ADD, answer) for answer in answers])
     tastes = graded(scorer, [(ADD, answer) for answer in answers])
+    with grader(scorer) as made:
+        for result in made.grade([(ADD, answer) for answer in ANSWERS]):
+            assert result.components == {"reward_model": result.total_reward}
+            assert result.correct is (float(str(result.total_reward)) > 0.5)  # without another reward
     for result, value, taste in ((right, 1.0, tastes[0]), (wrong, 0.0, tastes[1])):
         assert taste is not None
         assert result.components == {"right": value, "taste": pytest.approx(taste, abs=1e-5)}
@@ -230,20 +186,11 @@ def test_beside_match_the_answer_decides_what_is_correct(scorer):
     assert str(long.error).startswith("taste: the conversation has")
 
 
-def test_weights_are_loaded_once_for_all_graders_and_anew_when_the_files_change(tmp_path, monkeypatch):
-    loads = []
-    load_weights = reward_model._load
-    monkeypatch.setattr(reward_model, "_load", lambda *place: loads.append(place) or load_weights(*place))
+def test_other_files_are_other_scores(tmp_path):
     path = classifier(tmp_path / "model")
-    with grader(path) as one, grader(path, reward_batch=2) as two:
-        assert loads == []
-        for made in (one, two, one):
-            made.grade([(ADD, "7")])
     before = graded(path, [(ADD, "7")])
-    assert len(loads) == 1
     classifier(path, seed=1)
     assert graded(path, [(ADD, "7")]) != before
-    assert len(loads) == 2
 
 
 def without(path: Path, name: str) -> None:
@@ -257,12 +204,10 @@ def with_config(path: Path, **keys) -> None:
 
 BROKEN = {
     "labels": (lambda path: classifier(path, labels=2), "it has 2 labels, and a reward model has one, its score"),
-    "unsaid": (lambda path: with_config(path, id2label=None, label2id=None), "it has 2 labels"),
     "language": (lambda path: qwen3_directory(path, ["3 + 4"]), "it is a Qwen3ForCausalLM"),
     "weights": (lambda path: without(path, "model.safetensors"), "it has no weights"),
     "config": (lambda path: without(path, "config.json"), "it has no config.json"),
     "tokenizer": (lambda path: without(path, "tokenizer.json"), "it has no tokenizer"),
-    "kind": (lambda path: with_config(path, model_type="qwen22"), "this transformers has no sequence classifier"),
     "code": (lambda path: with_config(path, model_type="mine", auto_map={"A": "b.C"}), "comes with its own code"),
     "gone": (shutil.rmtree, "there is no such directory"),
     "damaged": (lambda path: (path / "tokenizer.json").write_text("{}"), "it cannot be read"),
@@ -280,21 +225,10 @@ def test_mistakes_are_found_before_anything_is_sampled(name, scorer, tmp_path):
     message = str(caught.value)
     assert words in message
     assert repr(str(path)) in message
-    assert "type the directory or hub name of a sequence-classification model with one label" in message
     assert "\n" not in message
     assert caught.value.exit_status == 2
     if name != "damaged":  # only the tokenizer's own reader sees that
         assert words in reward_model_fault(str(path))
-
-
-def test_weights_that_lack_the_head_give_no_grades(tmp_path):
-    path = classifier(tmp_path / "model")
-    weights = load_file(path / "model.safetensors")
-    del weights["score.weight"]
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    with grader(path) as made:
-        (result,) = made.grade([(ADD, "7")])
-    assert result.error == "the reward model failed: its files lack 1 of its weights, such as score.weight"
 
 
 def test_a_model_of_the_hub_comes_from_its_cache_or_not_at_all(scorer, tmp_path, monkeypatch):
@@ -317,10 +251,6 @@ def test_a_model_of_the_hub_comes_from_its_cache_or_not_at_all(scorer, tmp_path,
     ("reward", "key", "words"),
     [
         ({"type": "reward_model"}, "reward.reward_model", 'is missing: type = "reward_model" needs it'),
-        ({"type": "judge", "judge_model": "m", "reward_model": "x"}, "reward.reward_model", "has no effect"),
-        ({"type": "match", "reward_batch": 4}, "reward.reward_batch", "has no effect"),
-        ({"type": "reward_model", "reward_model": "x", "strict": False}, "reward.strict", "has no effect"),
-        ({"type": "reward_model", "reward_model": "x", "reward_batch": 0}, "reward.reward_batch", "is 0"),
         ({"type": "reward_model", "reward_model_path": "x"}, "reward.reward_model_path", "reward_model = "),
         ({"type": "weighted", "components": [{"type": "reward_model"}]}, "reward.components[1].reward_model", "needs"),
     ],
@@ -352,28 +282,21 @@ def command(*arguments: object):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize(("name", "parts"), [("alone", ["reward_model"]), ("sum", ["match", "taste"])])
-def test_runs_train_on_the_scores(home, name, parts, tmp_path):
-    assert command("check", home / f"{name}.toml").exit_code == 0
-    words = command("explain", home / f"{name}.toml")
+def test_a_run_trains_on_the_scores(home, tmp_path):
+    assert command("check", home / "sum.toml").exit_code == 0
+    words = command("explain", home / "sum.toml")
     assert words.exit_code == 0
     assert "score that the reward model" in words.output
-    out = tmp_path / "out"
-    result = command("train", home / f"{name}.toml", "--out", out)
+    result = command("train", home / "sum.toml", "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    rows = read_jsonl(out / "metrics.jsonl")
+    rows = read_jsonl(tmp_path / "out/metrics.jsonl")
     assert len(rows) == 2
     for row in rows:
         assert row["reward_failed"] == 0
-        for part in parts:
-            assert math.isfinite(row[f"rewards/{part}/mean"])
         assert row["reward_std"] > 0
-    config = read_json(out / "config.json")
-    assert list(config["modules"]) == [str(home / "taste")]
-    again = command("train", home / f"{name}.toml", "--out", tmp_path / "again")
-    assert again.exit_code == 0
-    same = [[row[f"rewards/{part}/mean"] for part in parts] for row in read_jsonl(tmp_path / "again" / "metrics.jsonl")]
-    assert same == [[row[f"rewards/{part}/mean"] for part in parts] for row in rows]
+        assert math.isfinite(row["rewards/match/mean"])
+        assert math.isfinite(row["rewards/taste/mean"])
+    assert list(read_json(tmp_path / "out/config.json")["modules"]) == [str(home / "taste")]
 
 
 def test_other_files_of_a_reward_model_are_another_run(home, tmp_path):
@@ -390,10 +313,9 @@ def test_other_files_of_a_reward_model_are_another_run(home, tmp_path):
     assert line.startswith(f"files of the reward model {taste}: {before[str(taste)][:12]} → ")
 
 
-@pytest.mark.parametrize("name", ["gone", "labels"])
-def test_commands_refuse_a_reward_model_that_cannot_be_used(home, name, tmp_path):
+def test_commands_refuse_a_reward_model_that_cannot_be_used(home, tmp_path):
     shutil.copytree(home, tmp_path / "home")
-    breaks, words = BROKEN[name]
+    breaks, words = BROKEN["labels"]
     breaks(tmp_path / "home" / "taste")
     file = tmp_path / "home" / "sum.toml"
     checked = command("check", file)

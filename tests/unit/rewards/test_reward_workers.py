@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -48,51 +49,37 @@ def boxed(answer: str) -> str:
     return rf"Thus \boxed{{{answer}}}."
 
 
-@pytest.mark.parametrize(
-    ("reference", "answer", "correct"),
-    [
-        ("18", "18", True),
-        ("18", "19", False),
-        ("70000", r"\$70,000.00", True),
-        (r"\frac{1}{2}", "0.5", True),
-        (r"\frac{1}{2}", r"\frac{2}{4}", True),
-        (r"\frac{1}{2}", r"\frac{2}{3}", False),
-        ("x^2+2x+1", "(x+1)^2", True),
-        ("x^2+2x+1", "(x+2)^2", False),
-        (r"\{1, 2\}", r"\{2, 1\}", True),
-        ("(1, 2)", "(1,2)", True),
-        ("(1, 2)", "(2,1)", False),
-        (r"\sqrt{8}", r"2\sqrt{2}", True),
-        (r"\text{(A)}", "A", True),
-        ("12", "x = 12", True),
-        ("5", "", False),
-        ("", "5", False),
-        ("", "", False),
-        (r"\over\over", r"\over \over", True),  # what no grammar reads is compared as text
-        (r"\over\over", "1", False),
-    ],
-)
-def test_math_equality(grader: Grader, reference: str, answer: str, correct: bool) -> None:
-    (result,) = grader.grade([(problem(reference), boxed(answer))])
-    assert result.error is None
-    assert result.correct is correct
-    assert result.total_reward == float(correct)
+EQUALITIES = [
+    ("18", "19", False),
+    ("70000", r"\$70,000.00", True),
+    (r"\frac{1}{2}", "0.5", True),
+    (r"\frac{1}{2}", r"\frac{2}{3}", False),
+    ("x^2+2x+1", "(x+1)^2", True),
+    (r"\{1, 2\}", r"\{2, 1\}", True),
+    ("(1, 2)", "(2,1)", False),
+    (r"\sqrt{8}", r"2\sqrt{2}", True),
+    (r"\text{(A)}", "A", True),
+    ("5", "", False),
+    ("", "5", False),
+    (r"\over\over", r"\over \over", True),  # what no grammar reads is compared as text
+    (r"\over\over", "1", False),
+]
 
 
-def test_an_answer_without_a_box_is_wrong_for_math(grader: Grader) -> None:
-    (result,) = grader.grade([(problem("18"), "The answer is 18.")])
-    assert (result.total_reward, result.format_ok) == (0.0, False)
+def test_math_equality(grader: Grader) -> None:
+    results = grader.grade([(problem(reference), boxed(answer)) for reference, answer, _ in EQUALITIES])
+    for (reference, answer, correct), result in zip(EQUALITIES, results, strict=True):
+        assert (result.error, result.correct, result.total_reward) == (None, correct, correct), (reference, answer)
 
 
 def test_what_text_decides_agrees_with_math_verify() -> None:
-    equal, verdicts = verifier(), []
+    equal, verdicts = verifier(), set()
     for reference in ("18", "-3", "0", "1000", "2.50", ".5"):
-        for answer in ("18", "19", "+18", "-3.0", "0.0", "1,000", "2.5", "0.5", "−3"):
+        for answer in ("18", "+18", "-3.0", "0.0", "1,000", "0.5", "−3"):
             verdict = decided(reference, answer)
-            verdicts.append(verdict)
-            if verdict is not None:
-                assert equal((reference, answer)) is verdict, (reference, answer)
-    assert set(verdicts) == {True, False, None}
+            verdicts.add(verdict)
+            assert verdict is None or equal((reference, answer)) is verdict, (reference, answer)
+    assert verdicts == {True, False, None}
 
 
 def test_text_is_never_evaluated(grader: Grader, tmp_path: Path) -> None:
@@ -111,37 +98,23 @@ def test_text_is_never_evaluated(grader: Grader, tmp_path: Path) -> None:
 
 
 def test_an_expression_that_explodes_is_cut_off_and_costs_one_completion() -> None:
-    with Grader(MathReward(workers=1, timeout_s=2.0)) as grader:
-        grader.grade([(problem("1"), boxed("0.5"))])  # the worker is up
-        before = time.monotonic()
-        results = grader.grade(
-            [
-                (problem(r"\frac{1}{4}"), boxed("0.25")),
-                (problem("9"), boxed("9^{9^{9^{9}}}")),
-                (problem(r"\frac{1}{4}"), boxed("0.25")),
-                (problem("9"), boxed("9**9**9")),
-            ]
-        )
-        elapsed = time.monotonic() - before
+    with Grader(MathReward(workers=1, timeout_s=1.0)) as grader:
+        answers = [(r"\frac{1}{4}", "0.25"), ("9", "9^{9^{9^{9}}}"), (r"\frac{1}{4}", "0.25"), ("9", "9**9**9")]
+        results = grader.grade([(problem(reference), boxed(answer)) for reference, answer in answers])
     assert [result.total_reward for result in results] == [1.0, None, 1.0, 0.0]
-    assert "longer than 2 s" in (results[1].error or "")
+    assert "longer than 1 s" in (results[1].error or "")
     assert results[1].format_ok
-    assert elapsed < 30
 
 
-@pytest.mark.parametrize(
-    "answer",
-    ["(" * 150, r"\frac{" * 50, "1" * 1_000_000, "{" * 100_000 + "}" * 100_000, "\x00\x1b[2J", "\ud800", "٣" * 50],
-    ids=["parentheses", "fractions", "digits", "braces", "control", "surrogate", "digits of another script"],
-)
-def test_hostile_answers_leave_math_alive(grader: Grader, answer: str) -> None:
-    hostile, sane = grader.grade([(problem("42"), boxed(answer)), (problem(r"\frac{1}{8}"), boxed("0.125"))])
-    assert hostile.total_reward in (0.0, None)
-    assert sane.total_reward == 1.0
+def test_hostile_answers_leave_math_alive(grader: Grader) -> None:
+    for answer in ("(" * 150, r"\frac{" * 50, "1" * 1_000_000, "{" * 100_000 + "}" * 100_000, "\ud800", "٣" * 50):
+        attack, sane = grader.grade([(problem("42"), boxed(answer)), (problem(r"\frac{1}{8}"), boxed("0.125"))])
+        assert attack.total_reward in (0.0, None)
+        assert sane.total_reward == 1.0
 
 
 REWARDS = '''
-import asyncio, os, signal, sys, time
+import os, signal, sys, time
 from retrain.rewards import RewardResult
 
 print("garbage on stdout", flush=True)
@@ -159,8 +132,6 @@ def by_completion(completion, answer):
     if completion == "hang":
         while True:
             pass
-    if completion == "sleep":
-        time.sleep(3600)
     if completion == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_BLOCK, set(range(1, 32)))
@@ -176,8 +147,6 @@ def by_completion(completion, answer):
         sys.exit("bye")
     if completion == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if completion == "segfault":
-        os.kill(os.getpid(), signal.SIGSEGV)
     if completion == "memory":
         hoard = []
         while True:
@@ -186,8 +155,6 @@ def by_completion(completion, answer):
         return float("nan")
     if completion == "none":
         return None
-    if completion == "text":
-        return "1.0"
     if completion == "huge":
         return RewardResult(1.0, sample_metrics={str(i): 1.0 for i in range(100_000)})
     if completion == "result":
@@ -201,27 +168,13 @@ def fields(problem, prompt, completion, answer, tags, metadata, bonus=0.0):
 def peers(said, ref):
     return said == ref
 
-def positional(a, b, /):
-    return a == b
-
 def anything(**given):
     return len(given)
-
-async def later(completion, answer):
-    await asyncio.sleep(0)
-    return 1.0
-
-def unknown(completion, temperature):
-    return 1.0
-
-def three(a, b, c):
-    return 1.0
 
 def nothing():
     return 1.0
 
 score = peers
-not_callable = 3
 '''
 
 
@@ -244,27 +197,22 @@ def test_a_reward_that_misbehaves_costs_its_completion_only(module: Path, capfd:
         "sys.exit": "SystemExit: bye",
         "exit": "exit status 3",
         "kill": "signal 9",
-        "segfault": "signal 11",
         "nan": "returned nan",
         "none": "NoneType",
-        "text": "str",
-        "hang": "longer than 2 s",
-        "sleep": "longer than 2 s",
-        "stubborn": "longer than 2 s",
-        "children": "longer than 2 s",
+        "hang": "longer than 1 s",
+        "stubborn": "longer than 1 s",
+        "children": "longer than 1 s",
     }
     completions = [completion for name in expected for completion in (name, "yes", "no")]
-    with custom(module, "by_completion", timeout_s=2.0, workers=2) as grader:
+    with custom(module, "by_completion", timeout_s=1.0, workers=2) as grader:
         results = grader.grade([(problem("yes"), completion) for completion in completions])
-        assert len(results) == len(completions)
-        for completion, result in zip(completions, results, strict=True):
-            if completion in expected:
-                assert result.total_reward is None
-                assert expected[completion] in (result.error or ""), (completion, result.error)
-                assert (result.error or "").isprintable()
-            else:
-                assert result.error is None
-                assert result.total_reward == float(completion == "yes")
+    for completion, result in zip(completions, results, strict=True):
+        if completion in expected:
+            assert result.total_reward is None
+            assert expected[completion] in (result.error or ""), (completion, result.error)
+            assert (result.error or "").isprintable()
+        else:
+            assert (result.error, result.total_reward) == (None, float(completion == "yes"))
     assert capfd.readouterr() == ("", "")
 
 
@@ -289,97 +237,56 @@ def test_results_come_back_whole(module: Path) -> None:
     assert len(huge.sample_metrics) == 100_000
 
 
-def test_a_custom_reward_is_called_as_its_function_or_as_the_file_says(module: Path) -> None:
-    with custom(module, "by_completion") as plain, custom(module, "by_completion", name="mine") as named:
-        assert (plain.names, named.names) == (("by_completion",), ("mine",))
-        assert named.grade([(problem("yes"), "yes")])[0].components == {"mine": 1.0}
-
-
 @pytest.mark.parametrize(
     ("function", "reward"),
-    [("fields", 5 + 0.4 + 0.02 + 0.003), ("peers", 0.0), ("positional", 0.0), ("anything", 8.0), ("later", 1.0)],
+    [("fields", 5 + 0.4 + 0.02 + 0.003), ("peers", 0.0), ("anything", 8.0)],
 )
 def test_parameters_are_filled_by_name(module: Path, function: str, reward: float) -> None:
     item = Problem("p", "6*7?", "42", ("easy", "short"), {"level": 3, "odd": object()})
-    with custom(module, function) as grader:
-        (result,) = grader.grade([(item, "\ud800four"[:5])])
-    assert result.error is None
-    assert result.total_reward == pytest.approx(reward)
-
-
-def test_a_prompt_of_messages_is_text_for_a_reward(module: Path) -> None:
-    item = Problem("p", ({"role": "system", "content": "ab"}, {"role": "user", "content": "cd"}), "42")
-    with custom(module, "peers") as grader:
-        assert grader.grade([(item, "42")])[0].total_reward == 1.0
+    messages = Problem(
+        "p", ({"role": "system", "content": "ab"}, {"role": "user", "content": "cd"}), "42", (), {"level": 1}
+    )
+    with custom(module, function, name="mine") as grader:
+        result, conversation = grader.grade([(item, "\ud800four"[:5]), (messages, "42")])
+    assert result.error is conversation.error is None
+    assert result.components == {"mine": pytest.approx(reward)}
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        ("absent", "no function 'absent'; it defines anything, by_completion"),
-        ("not_callable", "no function 'not_callable'"),
-        ("unknown", "parameter 'temperature' is unknown; a reward takes any of: problem, prompt, completion"),
-        ("three", "parameter 'a' is unknown; a reward takes any of: problem, prompt, completion"),
-        ("nothing", "takes no parameters"),
-    ],
-)
-def test_a_function_that_cannot_be_called_is_an_error_at_the_start(module: Path, function: str, reason: str) -> None:
-    with pytest.raises(PluginError) as caught:
-        custom(module, function)
-    assert reason in str(caught.value)
-    assert str(module) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("import no_such_package\ndef score(c, a): return 1", "no_such_package"),
-        ("def score(c, a) return 1", "SyntaxError: expected ':' (broken.py:1)"),
-        ("raise SystemExit(4)", "SystemExit: 4 (broken.py:1)"),
-        ("import os; os._exit(5)", "cannot start: the reward's worker ended (exit status 5)"),
-    ],
-)
-def test_a_module_that_cannot_be_imported_is_an_error_at_the_start(tmp_path: Path, source: str, reason: str) -> None:
+def test_a_module_that_cannot_be_used_is_an_error_at_the_start(module: Path, tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match=r"my_rewards\.py.*no function 'absent'; it defines anything, by_completion"):
+        custom(module, "absent")
+    with pytest.raises(PluginError, match="takes no parameters"):
+        custom(module, "nothing")
     path = tmp_path / "broken.py"
-    path.write_text(source, encoding="utf-8")
-    with pytest.raises(PluginError) as caught:
-        custom(path, "score")
-    assert reason in str(caught.value)
-    assert caught.value.exit_status == 2
+    for source, reason in (
+        ("import no_such_package\ndef score(c, a): return 1", "no_such_package"),
+        ("raise SystemExit(4)", r"SystemExit: 4 \(broken\.py:1\)"),
+        ("import os; os._exit(5)", r"cannot start: the reward's worker ended \(exit status 5\)"),
+    ):
+        path.write_text(source, encoding="utf-8")
+        with pytest.raises(PluginError, match=reason) as caught:
+            custom(path, "score")
+        assert caught.value.exit_status == 2
 
 
-def test_a_module_is_looked_up_by_name_beside_the_configuration(
-    module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_is_looked_up_by_name_beside_the_configuration(module: Path) -> None:
     section = {"type": "custom", "custom_module": "my_rewards", "workers": 1}
     with build_grader(tasks.Reward.model_validate(section), base_dir=module.parent) as grader:
-        assert grader.grade([(problem("42"), "42")])[0].total_reward == 1.0
-    monkeypatch.chdir(module.parent)
-    with build_grader(
-        tasks.Reward.model_validate({**section, "custom_module": "./my_rewards.py"}), base_dir=tmp_path
-    ) as grader:
         assert grader.grade([(problem("42"), "42")])[0].total_reward == 1.0
 
 
 @pytest.mark.usefixtures("nothing_left")
 def test_components_in_workers_inherit_limits_and_are_closed(module: Path) -> None:
-    section = {
-        "type": "weighted",
-        "timeout_s": 2.0,
-        "workers": 1,
-        "components": [
-            {"type": "math", "name": "correct"},
-            {"type": "custom", "custom_module": str(module), "custom_function": "by_completion", "weight": 0.5},
-        ],
-    }
+    own = {"type": "custom", "custom_module": str(module), "custom_function": "by_completion", "weight": 0.5}
+    section = {"type": "weighted", "timeout_s": 1.0, "workers": 1, "components": [{"type": "math"}, own]}
     with build_grader(tasks.Reward.model_validate(section)) as grader:
         fine, hung = grader.grade([(problem("1/2"), boxed("0.5")), (problem("1/2"), "hang")])
     assert fine.total_reward == 1.0
-    assert fine.components == {"correct": 1.0, "by_completion": 0.0}
+    assert fine.components == {"math": 1.0, "by_completion": 0.0}
     assert hung.total_reward is None
-    assert hung.components == {"correct": 0.0, "by_completion": None}
-    assert "by_completion: the reward took longer than 2 s" in (hung.error or "")
+    assert hung.components == {"math": 0.0, "by_completion": None}
+    assert "by_completion: the reward took longer than 1 s" in (hung.error or "")
 
 
 def test_a_worker_killed_between_two_steps_is_replaced(module: Path) -> None:
@@ -434,83 +341,72 @@ def asked_to_end():
     return grade
 
 
-def pool(entry: str, workers: int = 1, timeout_s: float = 20.0) -> WorkerPool:
-    return WorkerPool(f"{__name__}:{entry}", {}, workers=workers, timeout_s=timeout_s, memory_bytes=2 << 30)
+@pytest.fixture
+def pool():
+    """A function that starts a pool with an entry of this file; all are closed at the end."""
+    with ExitStack() as stack:
+
+        def start(entry: str, workers: int = 1, timeout_s: float = 20.0) -> WorkerPool:
+            limits = {"workers": workers, "timeout_s": timeout_s, "memory_bytes": 2 << 30}
+            started = WorkerPool(f"{__name__}:{entry}", {}, **limits)
+            stack.callback(started.close)
+            return started
+
+        yield start
 
 
-def test_replies_keep_the_order_of_jobs_and_run_side_by_side() -> None:
+def test_replies_keep_the_order_of_jobs_and_run_side_by_side(pool) -> None:
     workers = pool("echo", workers=3)
-    try:
-        workers.map([(0, 0.0)] * 3)
-        jobs = [(index, 0.02 * (index % 3)) for index in range(30)]
-        assert [reply.value for reply in workers.map(jobs)] == list(range(30))
-        workers.map([(0, 0.3)] * 3)
-        start = time.monotonic()
-        workers.map([(0, 2.0)] * 3)
-        assert time.monotonic() - start < 5.5
-    finally:
-        workers.close()
+    jobs = [(index, 0.02 * (index % 3)) for index in range(30)]
+    assert [reply.value for reply in workers.map(jobs)] == list(range(30))
+    start = time.monotonic()
+    workers.map([(0, 1.5)] * 3)
+    assert time.monotonic() - start < 4.4
 
 
-def test_what_asks_all_processes_of_a_job_to_end_costs_no_answer_and_still_ends_what_a_reward_started() -> None:
-    workers = pool("asked_to_end")
-    try:
-        assert [reply.value for reply in workers.map(["a", "b"])] == [["a", -15, -15], ["b", -15, -15]]
-    finally:
-        workers.close()
+def test_what_asks_all_processes_of_a_job_to_end_costs_no_answer_and_still_ends_what_a_reward_started(pool) -> None:
+    replies = pool("asked_to_end").map(["a", "b"])
+    assert [reply.value for reply in replies] == [["a", -15, -15], ["b", -15, -15]]
 
 
-def test_a_batch_that_only_times_out_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrain.rewards.workers.MAX_TIMEOUTS_IN_A_ROW", 3)
-    workers = pool("echo", workers=1, timeout_s=1.0)
-    try:
-        replies = workers.map([(0, 600.0)] * 200)
-        assert all("longer than 1 s" in (reply.error or "") for reply in replies[:3])
-        assert all(reply.error == "not tried after 3 time-outs of 1 s in a row" for reply in replies[3:])
-        assert workers.map([(1, 0.0)])[0].value == 1  # the next step tries again
-    finally:
-        workers.close()
+def test_a_batch_that_only_times_out_is_given_up(pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrain.rewards.workers.MAX_TIMEOUTS_IN_A_ROW", 2)
+    workers = pool("echo", timeout_s=1.0)
+    replies = workers.map([(0, 600.0)] * 200)
+    assert all("longer than 1 s" in (reply.error or "") for reply in replies[:2])
+    assert all(reply.error == "not tried after 2 time-outs of 1 s in a row" for reply in replies[2:])
+    assert workers.map([(1, 0.0)])[0].value == 1  # the next step tries again
 
 
-@pytest.mark.parametrize(
-    "forged",
-    [b"\xff\xff\xff\xff", b"\x00\x00\x00\x02{}{}", b"\x00\x00\x00\x04oops", b"\x00\x00\x00\x0212"],
-    ids=["endless", "two replies", "no JSON", "no object"],
-)
-def test_a_forged_reply_is_no_reply(forged: bytes) -> None:
-    workers = pool("forger", timeout_s=3.0)
-    try:
-        (reply,) = workers.map([forged])
-    finally:
-        workers.close()
-    assert reply.value is None
-    assert reply.error is not None
+def test_a_forged_reply_is_no_reply(pool) -> None:
+    """Without an end, two at once, no JSON, no object."""
+    forged = [b"\xff\xff\xff\xff", b"\x00\x00\x00\x02{}{}", b"\x00\x00\x00\x04oops", b"\x00\x00\x00\x0212"]
+    for reply in pool("forger", timeout_s=2.0).map(forged):
+        assert reply.value is None
+        assert reply.error is not None
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_pool_works_again_after_it_was_closed_or_interrupted() -> None:
+def test_a_pool_works_again_after_it_was_closed_or_interrupted(pool) -> None:
     before = set(psutil.Process().children())
     workers = pool("echo")
+    assert workers.map([("a", 0.0)])[0].value == "a"
+    workers.close()
+    assert set(psutil.Process().children()) == before
+    assert workers.map([("b", 0.0)])[0].value == "b"
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    old = signal.signal(signal.SIGALRM, interrupt)
     try:
-        assert workers.map([("a", 0.0)])[0].value == "a"
-        workers.close()
-        assert set(psutil.Process().children()) == before
-        assert workers.map([("b", 0.0)])[0].value == "b"
-
-        def interrupt(signum: int, frame: object) -> None:
-            raise KeyboardInterrupt
-
-        old = signal.signal(signal.SIGALRM, interrupt)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0.5)
-            with pytest.raises(KeyboardInterrupt):
-                workers.map([("stale", 5.0)])
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, old)
-        assert workers.map([("c", 0.0)])[0].value == "c"
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            workers.map([("stale", 2.0)])
     finally:
-        workers.close()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert workers.map([("c", 0.0)])[0].value == "c"
 
 
 def test_a_reward_declares_the_ranges_of_its_numbers(tmp_path: Path) -> None:

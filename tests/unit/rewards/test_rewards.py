@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.config import tasks
@@ -39,20 +39,15 @@ def match(completion: str, answer: str = "42", strict: bool = True) -> float | N
     ("text", "answer"),
     [
         (r"so \boxed{42}.", "42"),
-        (r"\boxed{1} then \boxed{2}", "2"),
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\boxed{\boxed{5}}", "5"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed {7}", "7"),
         (r"\fbox{7}", "7"),
         (r"$\boxed 5$ units", "5"),
         (r"\boxed{}", ""),
         (r"\boxed{12", None),
         (r"\boxed{1} and \boxed{2", None),
-        (r"\boxed", None),
         (r"\boxedness{3}", None),
         ("no box", None),
-        ("", None),
     ],
 )
 def test_the_last_box_decides(text: str, answer: str | None) -> None:
@@ -63,16 +58,11 @@ def test_the_last_box_decides(text: str, answer: str | None) -> None:
     ("text", "number"),
     [
         ("1,234.50", "1234.5"),
-        ("+7", "7"),
-        ("-0", "0"),
         ("−3", "-3"),
         ("007", "7"),
         (".5", "0.5"),
         ("42.", "42"),
-        ("1,2", None),
-        ("12,34", None),
         ("1e3", None),
-        (".", None),
         ("", None),
         ("٣", None),
         ("1" * 5000 + ".0", "1" * 5000),
@@ -97,10 +87,8 @@ def test_plain_number_keeps_the_value(value) -> None:
         ("6*7 is 42, so 42.", "42"),
         ("between 3-5", "5"),
         ("x = -5", "-5"),
-        ("$1,450", "1,450"),
         ("1234,567", "567"),
         ("pi is 3.14.", "3.14"),
-        ("none", None),
     ],
 )
 def test_last_number(text: str, number: str | None) -> None:
@@ -111,7 +99,6 @@ def test_last_number(text: str, number: str | None) -> None:
     ("text", "answer"),
     [
         ("Add them.\n#### 1,234", "1234"),
-        ("#### -5 ", "-5"),
         ("#### 3 apples, 2 pears", "3 apples, 2 pears"),
         (r"Thus $x = \boxed{\frac{3}{4}}$.", r"\frac{3}{4}"),
         ("  Paris ", "Paris"),
@@ -126,12 +113,9 @@ def test_reference_answers_of_solutions(text: str, answer: str) -> None:
     ("completion", "answer", "reward"),
     [
         (r"\boxed{42}", "42", 1),
-        (r"\boxed{42.0}", "42", 1),
-        (r"\boxed{ $42$ }", "42", 1),
         (r"\boxed{\$1,450}", "1450", 1),
         (r"\boxed{1{,}450.}", "1450", 1),
         (r"\boxed{1,450}", "1,450.00", 1),
-        (r"\boxed{43}", "42", 0),
         (r"\boxed{4 2}", "42", 1),
         (r"\boxed{\dfrac{1}{2}}", r"\frac{1}{2}", 1),
         (r"\boxed{\left( 1,\, 2 \right)}", "(1,2)", 1),
@@ -140,10 +124,8 @@ def test_reference_answers_of_solutions(text: str, answer: str) -> None:
         (r"\boxed{42", "42", 0),  # truncated in the box
         (r"\boxed{}", "42", 0),
         ("6*7 = 42", "42", 0),  # nothing is marked as the answer
-        ("#### 42", "42", 0),  # no marker of this data set
         ("The capital is\nParis.", "Paris", 0),
         (r"\boxed{paris}", "Paris", 0),
-        ("", "42", 0),
     ],
 )
 def test_match(completion: str, answer: str, reward: float) -> None:
@@ -157,12 +139,10 @@ def test_match(completion: str, answer: str, reward: float) -> None:
         ("42, or is it 43?", "42", 0),
         ("The capital is\nParis.", "Paris", 1),
         ("Paris\n\nLyon", "Paris", 0),
-        (r"\boxed{41} no: 42", "42", 0),
         (r"42 \boxed{42", "42", 0),
     ],
 )
 def test_match_that_is_not_strict(completion: str, answer: str, reward: float) -> None:
-    assert match(completion, answer, strict=False) == reward
     with build_grader(tasks.Reward(type="match", strict=False)) as grader:
         assert grader.grade([(problem(answer), completion)])[0].total_reward == reward
 
@@ -174,7 +154,6 @@ def test_match_that_is_not_strict(completion: str, answer: str, reward: float) -
         ("9 a day\n#### 17", False, True),
         ("#### 17\nNo.\n#### $18.00", True, True),
         (r"#### 17 \boxed{18}", True, True),  # a box decides
-        ("\\boxed{17}\n#### 18", False, True),
         ("####", False, False),
         ("It is 18", False, False),
         ("the line #### 18", False, False),  # GSM8K begins a line with it
@@ -191,29 +170,10 @@ def test_the_marker_of_the_data_set_marks_an_answer(completion: str, correct: bo
     assert Grader(FormatReward()).grade([(ducks, completion)])[0].total_reward == float(format_ok)
 
 
-@pytest.mark.parametrize("completion", ["", " ", r"\boxed{}", r"\boxed{ }", "$", r"\boxed{$$}", "."])
-@pytest.mark.parametrize("answer", ["", " ", "$", "."])
-def test_an_empty_answer_never_equals_an_empty_reference(completion: str, answer: str) -> None:
-    assert match(completion, answer) == 0.0
-
-
-def test_match_grades_correctness_and_format() -> None:
-    grader = build_grader(tasks.Reward(type="match"))
-    boxed, plain, wrong = grader.grade([(ADD, r"\boxed{42}"), (ADD, "42"), (ADD, r"\boxed{1}")])
-    assert (boxed.correct, boxed.format_ok) == (True, True)
-    assert (plain.correct, plain.format_ok) == (False, False)
-    assert (wrong.correct, wrong.format_ok) == (False, True)
-    assert boxed.components == {"match": 1.0}
-    assert grader.names == ("match",)
-
-
-def test_a_lenient_reward_has_the_format_wherever_it_reads_an_answer() -> None:
-    """Else a run whose answers are right without a box would be told that hardly any can be right."""
-    for kind in ("match", "math"):
-        with build_grader(tasks.Reward(type=kind, strict=False)) as grader:
-            found = grader.grade([(ADD, "it is 42"), (ADD, "it is 41"), (ADD, "no number")])
-        assert [result.format_ok for result in found] == [True, True, False]
-        assert [result.correct for result in found] == [True, False, False]
+def test_an_empty_answer_never_equals_an_empty_reference() -> None:
+    for answer in ("", " ", "$", "."):
+        for completion in ("", " ", r"\boxed{}", r"\boxed{ }", "$", r"\boxed{$$}", "."):
+            assert match(completion, answer) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -228,17 +188,10 @@ def test_format(completion: str, reward: float) -> None:
 
 
 HOSTILE = {
-    "letters": "a" * MEGABYTE,
     "digits": "9" * MEGABYTE,
-    "grouped digits": "1,234" * (MEGABYTE // 5),
-    "commas": "1" + "," * MEGABYTE,
     "minus signs": "-" * MEGABYTE,
-    "points": "1." * (MEGABYTE // 2),
-    "spaces": " " * MEGABYTE,
-    "newlines": "\n" * MEGABYTE,
     "boxes": r"\boxed{" * (MEGABYTE // 7),
     "closed boxes": r"\boxed{1}" * (MEGABYTE // 9),
-    "deep": r"\boxed{" + "{" * 100_000 + "1" + "}" * 100_000 + "}",
     "deep and open": r"\boxed{" + "{" * 500_000,
     "backslashes": r"\boxed{" + "\\" * MEGABYTE,
     "box of digits": r"\boxed{" + "7" * MEGABYTE + "}",
@@ -254,7 +207,7 @@ HOSTILE = {
 def test_hostile_completions_cost_milliseconds(name: str) -> None:
     text = HOSTILE[name]
     start = time.process_time()
-    for answer in ("42", "Paris", "7" * 1000):
+    for answer in ("42", "Paris"):
         assert match(text, answer) == float(name == "control characters" and answer == "42")
     normalise(text)
     reference_answer(text)
@@ -263,17 +216,10 @@ def test_hostile_completions_cost_milliseconds(name: str) -> None:
 
 
 @given(st.text(), st.text(max_size=20))
-@settings(max_examples=300)
 def test_any_text_can_be_graded(completion: str, answer: str) -> None:
     for reward in (MatchReward(), FormatReward()):
         (result,) = Grader(reward).grade([(problem(answer), completion)])
         assert result.total_reward in (0.0, 1.0)
-
-
-@given(st.text(alphabet="ab{}\\$, 1.-", max_size=30))
-def test_a_boxed_reference_matches_unless_nothing_is_left_of_it(answer: str) -> None:
-    if answer.count("{") == answer.count("}") == 0 and "\\" not in answer:
-        assert match(rf"\boxed{{{answer}}}", answer) == float(bool(normalise(answer)))
 
 
 class Says(Reward):
@@ -295,12 +241,11 @@ def said(value: object) -> RewardResult:
     return result
 
 
-@pytest.mark.parametrize("value", [1, 0.25, True, np.float32(0.5), np.int64(3), np.array(2.0)])
+@pytest.mark.parametrize("value", [1, True, np.float32(0.5), np.array(2.0)])
 def test_numbers_of_any_kind_are_rewards(value: object) -> None:
     result = said(value)
-    assert result.total_reward == float(value)  # type: ignore[arg-type]
     assert type(result.total_reward) is float
-    assert result.components == {"says": result.total_reward}
+    assert result.components == {"says": float(value)}  # type: ignore[arg-type]
     assert result.error is None
 
 
@@ -308,21 +253,16 @@ def test_numbers_of_any_kind_are_rewards(value: object) -> None:
     ("value", "reason"),
     [
         (math.nan, "nan"),
-        (math.inf, "inf"),
         (10**400, "inf"),
         (1.7e308, "the reward returned 1.7e+308, not a number within ±1e30"),
         (RewardResult(-1.01e30), "-1.01e+30"),
-        (RewardResult(math.nan), "nan"),
         (RewardResult(None, error="no verdict"), "no verdict"),
-        (RewardResult(None), "no total_reward"),
         (RewardResult("1"), "str"),  # type: ignore[arg-type]
         (RewardResult(1.0, sample_metrics={"length": "long"}), "length"),  # type: ignore[dict-item]
         (None, "NoneType"),
         ("0.5", "str"),
-        ({"reward": 1}, "dict"),
         (np.array([1.0, 2.0]), "ndarray"),
         (ValueError("boom"), "ValueError: boom (test_rewards.py:"),
-        (RecursionError("deep"), "RecursionError"),
         (MemoryError(), "MemoryError"),
     ],
 )
@@ -342,22 +282,9 @@ def test_errors_are_one_printable_line() -> None:
     assert printable("\ud800") == ""
 
 
-def test_results_of_a_user_keep_metrics_and_tags() -> None:
-    given_result = RewardResult(0.5, sample_metrics={"length": np.int64(3)}, tags=("short",), correct=True)  # type: ignore[dict-item]
-    result = said(given_result)
-    assert result.sample_metrics == {"length": 3.0}
-    assert result.tags == ("short",)
-    assert result.is_correct
-
-
 def test_correct_is_what_the_reward_sets_else_more_than_one_half() -> None:
-    assert [RewardResult(total).is_correct for total in (None, 0.0, 0.5, 0.51, 1.0)] == [
-        False,
-        False,
-        False,
-        True,
-        True,
-    ]
+    assert [RewardResult(total).is_correct for total in (None, 0.0, 0.5)] == [False] * 3
+    assert [RewardResult(total).is_correct for total in (0.51, 1.0)] == [True] * 2
     assert RewardResult(0.0, correct=True).is_correct
     assert not RewardResult(1.0, correct=False).is_correct
 
@@ -372,30 +299,20 @@ def test_a_weighted_sum_records_its_components() -> None:
     result = weighted(("a", 1.0, 2.0, 0.0), ("b", 0.5, 0.1, -1.0))
     assert result.total_reward == pytest.approx(2.0 + 0.1 * (0.5 - 1))
     assert result.components == {"a": 1.0, "b": 0.5}
-
-
-def test_a_failed_component_leaves_no_total_but_the_others_values() -> None:
-    result = weighted(("a", 1.0, 1.0, 0.0), ("b", math.nan, 1.0, 0.0))
-    assert result.total_reward is None
-    assert result.components == {"a": 1.0, "b": None}
-    assert result.error is not None
-    assert result.error.startswith("b: ")
-
-
-def test_a_sum_beyond_all_bounds_is_null() -> None:
-    largest = weighted(("a", 1e30, 1.0, 0.0))
-    assert largest.total_reward == 1e30
+    failed = weighted(("a", 1.0, 1.0, 0.0), ("b", math.nan, 1.0, 0.0))
+    assert failed.total_reward is None
+    assert failed.components == {"a": 1.0, "b": None}
+    assert str(failed.error).startswith("b: ")
+    assert weighted(("a", 1e30, 1.0, 0.0)).total_reward == 1e30
     doubled = weighted(("a", 1e30, 2.0, 0.0))
-    assert doubled.total_reward is None
-    assert "2e+30" in (doubled.error or "")
-    assert doubled.components == {"a": 1e30}
+    assert (doubled.total_reward, doubled.components) == (None, {"a": 1e30})
+    assert "2e+30" in str(doubled.error)
 
 
 def test_sample_metrics_of_components_keep_apart() -> None:
-    result = weighted(
-        ("a", RewardResult(1.0, sample_metrics={"n": 1.0}, tags=("x",)), 1.0, 0.0),
-        ("b", RewardResult(0.0, sample_metrics={"n": 2.0, "a": 3.0}, tags=("x", "y")), 1.0, 0.0),
-    )
+    first = RewardResult(1.0, sample_metrics={"n": 1.0}, tags=("x",))
+    second = RewardResult(0.0, sample_metrics={"n": 2.0, "a": 3.0}, tags=("x", "y"))
+    result = weighted(("a", first, 1.0, 0.0), ("b", second, 1.0, 0.0))
     assert result.sample_metrics == {"n": 1.0, "b/n": 2.0, "b/a": 3.0}
     assert result.tags == ("x", "y")
 
@@ -420,11 +337,6 @@ def test_the_gsm8k_recipe(completion: str, total: float, correct: bool, format_o
     assert result.total_reward == pytest.approx(total)
     assert (result.correct, result.format_ok) == (correct, format_ok)
     assert result.components == {"correct": float(correct), "format": float(format_ok)}
-
-
-def test_grading_nothing_is_no_work() -> None:
-    with build_grader(tasks.Reward.model_validate(RECIPE)) as grader:
-        assert grader.grade([]) == []
 
 
 def test_math_without_math_verify_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

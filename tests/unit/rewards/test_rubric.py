@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from judge_cases import CAPITAL, Server, chat, judging, says  # noqa: F401  a fixture
-from standin import StandIn
 from toycampaign import WORLD, toy_world
 from toymodels import campaign_head
 
@@ -18,7 +17,6 @@ from retrain.campaign.planning.changes import world_changes
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running.controller import launch
-from retrain.commands.formulas import reward_words
 from retrain.config import load, parse_dict
 from retrain.config.rules import maxrl_rules
 from retrain.data.dataset import column_values
@@ -56,9 +54,6 @@ def graded_by(server: Server, **keys: Any) -> Grader:
 )
 def test_the_weighted_share(weights, met, share):
     assert share_met(weights, met) == pytest.approx(share, abs=5e-7)
-
-
-def test_no_weight_is_no_grade():
     with pytest.raises(ValueError, match="all weights are 0"):
         share_met([0.0, 0.0], [1.0, 1.0])
 
@@ -90,14 +85,9 @@ def test_replies_are_read(text, met):
     ("text", "words"),
     [
         ('{"1": 1}', r"the judge said nothing of criterion 2 \(b\)"),
-        ('{"1": 1, "2": "yes"}', r"said 'yes' of criterion 2"),
         ('{"1": 2, "2": 0}', r"said 2 of criterion 1 \(a\), not 0 or 1"),
         ('{"1": NaN, "2": 0}', "said nan of criterion 1"),
-        ('{"1": null, "2": 0}', "said None of criterion 1"),
-        ("1", "not one JSON object"),
         ("{1: 1, 2: 0}", "not one JSON object"),
-        ("", "not one JSON object"),
-        ("[1, 0]", "not one JSON object"),
         ('The response says {"1": 1, "2": 1}, but no: {"1": 0, "2": 1}', "not one JSON object"),
         ('{"1": 0, "2": 0}\n(It tried to dictate {"1": 1, "2": 1}.)', "not one JSON object"),
         ('{"1": 0, "2": 0} {"1": 1, "2": 1}', "not one JSON object"),
@@ -199,18 +189,6 @@ def test_implicitly_one_score_counts(judging):  # noqa: F811
         assert grader.grade([(CAPITAL, "Lyon")])[0].total_reward is None
 
 
-def test_a_failed_grading_is_null(judging):  # noqa: F811
-    for reply, words in (('{"1": 1, "2": 1}', "nothing of criterion 3 (rude)"), ("all good", "not one JSON object")):
-        judging.respond = says(reply)
-        with graded_by(judging) as grader:
-            (result,) = grader.grade([(CAPITAL, "Lyon")])
-        assert result.total_reward is None
-        assert words in (result.error or "")
-    judging.respond = lambda handler, request: (400, b"no such model", {})
-    with graded_by(judging) as grader:
-        assert "HTTP 400 no such model" in (grader.grade([(CAPITAL, "Lyon")])[0].error or "")
-
-
 def test_a_rubric_is_a_part_of_a_sum(judging):  # noqa: F811
     judging.respond = says('{"1": 1, "2": 1, "3": 0}')
     part = {"type": "rubric", "judge_model": "j", "judge_url": judging.url, "criteria": CRITERIA, "weight": 2.0}
@@ -232,15 +210,10 @@ JUDGE = {"type": "rubric", "judge_model": "j"}
     ("reward", "says"),
     [
         (JUDGE, 'criteria  is missing: type = "rubric" needs some: criteria = [{ name = "correct"'),
-        ({"type": "rubric", "criteria": CRITERIA}, 'judge_model  is missing: type = "rubric" needs it'),
         (JUDGE | {"criteria": [CRITERIA[0]] * 2}, 'has "correct" twice: their metrics would be one'),
-        (JUDGE | {"criteria": [{"name": "a b", "text": "x"}]}, "name"),
-        (JUDGE | {"criteria": [{"name": "a", "text": "x", "weight": "heavy"}]}, "weight"),
         (JUDGE | {"criteria": [{"name": "a", "text": "x", "weight": 0}]}, "has no weight but 0"),
         (JUDGE | {"criteria": [{"name": "a", "txt": "x"}]}, "txt"),
         ({"criteria": CRITERIA}, 'has no effect with type = "match": type = "rubric"'),
-        ({"rubric_column": "r"}, 'has no effect with type = "match"'),
-        ({"type": "judge", "judge_model": "j", "rubric": "implicit"}, 'has no effect with type = "judge"'),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_a_file_is_said(reward, says):
@@ -280,19 +253,12 @@ def rows_of(count: int, checks: Any = ("Is right.",)) -> list[dict[str, Any]]:
     return [{"question": f"{n} + 1?", "answer": str(n + 1), "checks": list(checks)} for n in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ({"checks": []}, "the problem has no criterion in 'checks' whose weight is not 0; its columns are"),
-        ({"checks": [{"weight": 1}]}, "the problem's criterion 1 has no text"),
-        ({"check": ["Is right."]}, "the problem has no column 'checks'; its columns are 'question', 'answer', 'check'"),
-    ],
-)
-def test_a_problem_without_criteria_is_found_before_anything_is_loaded(tmp_path, row, says):
-    rows = [*rows_of(5), {"question": "last?", "answer": "1", **row}]
+def test_a_problem_without_criteria_is_found_before_anything_is_loaded(tmp_path):
+    rows = [*rows_of(5), {"question": "last?", "answer": "1", "checks": [{"weight": 1}]}]
     for section in ("[reward]", "[audit]"):
         file = rubric_file(tmp_path, rows, section)
-        with pytest.raises(ConfigError, match=rf"\{section[:-1]}\] rubric_column = 'checks', problem .*{says}"):
+        fault = rf"\{section[:-1]}\] rubric_column = 'checks', problem .*the problem's criterion 1 has no text"
+        with pytest.raises(ConfigError, match=fault):
             check(Plan.of(load(file), tmp_path / "out"))
 
 
@@ -308,26 +274,6 @@ def test_another_rubric_is_another_task(tmp_path):
     assert first == again != other
     assert world_changes({"rubrics": first[0]}, {"rubrics": other[0]})[0].startswith("rubrics of the data: ")
     assert column_values((), [CAPITAL]) == []
-
-
-def test_a_mistake_in_a_criterion_has_its_line(tmp_path):
-    file = tmp_path / "wrong.toml"
-    file.write_text(
-        '[reward]\ntype = "rubric"\njudge_model = "j"\n[[reward.criteria]]\nname = "a"\ntext = "x"\n'
-        '[[reward.criteria]]\nname = "b"\ntexts = "x"\n'
-    )
-    with pytest.raises(ConfigError, match=r"wrong\.toml:9.*texts") as caught:
-        load(file)
-    assert "text" in str(caught.value)
-
-
-def test_a_rubric_in_words():
-    words = reward_words(parse_dict({"reward": JUDGE | {"criteria": CRITERIA, "rubric_column": "r"}}))
-    assert words.startswith(
-        "rubric: Σ weight · met / Σ |weight| over correct (1), short (0.7), rude (-0.5), those of the problem's r, each"
-    )
-    implicit = reward_words(parse_dict({"reward": JUDGE | {"criteria": CRITERIA, "rubric": "implicit"}}))
-    assert "0 to 1, as the model j at its own address says by correct (1)" in implicit
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -362,16 +308,3 @@ def test_a_run_records_every_criterion(tmp_path, judging):  # noqa: F811
         assert row["mean_reward"] == pytest.approx((even - odd) / 2)
         assert row["reward_failed"] == 0
     assert len({row["rewards/rubric/odd/mean"] for row in rows}) > 1
-
-
-def test_a_real_server_is_a_judge(tmp_path, monkeypatch):
-    """``retrain serve`` with the bundled model, which has never seen a rubric: every grading fails by itself."""
-    from retrain.models import bundled_model_path
-
-    served = StandIn(bundled_model_path("tiny-reasoner"))
-    reward = {"type": "rubric", "judge_model": "base", "judge_url": f"{served.url}/v1", "criteria": CRITERIA}
-    with build_grader(parse_dict({"reward": reward | {"timeout_s": 60.0}}).reward) as grader:
-        results = grader.grade([(CAPITAL, "Paris")] * 2)
-    served.close()
-    assert [result.total_reward for result in results] == [None, None]
-    assert all("the judge " in (result.error or "") for result in results), results

@@ -6,7 +6,6 @@ After a change of what is written, type ``python tests/unit/training/test_run_di
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -22,7 +21,6 @@ import pandas as pd
 import pytest
 from mixed_cases import adapter_bytes, rows_of, runs_of
 from record_cases import find_conversations
-from timing_keys import is_timing_key
 from toymodels import campaign_head, qwen3_directory
 
 from retrain.campaign.planning.changes import settings_changes
@@ -37,6 +35,7 @@ from retrain.record.catalogue import METRICS
 from retrain.record.observer import NullObserver
 from retrain.trainer import Cohort
 
+RUN = "grpo+none_s1"
 GOLDEN = Path(__file__).parents[2] / "golden" / "campaign_directory.txt"
 OPEN = {
     "config": "every key of docs/configuration.md",
@@ -166,14 +165,6 @@ def campaign(tmp_path_factory) -> Path:
     return make_campaign(tmp_path_factory.mktemp("small"))
 
 
-@pytest.fixture
-def run(campaign, monkeypatch) -> Path:
-    """The run's directory, which people's scripts are started in."""
-    directory = campaign / "runs" / "grpo+none_s1"
-    monkeypatch.chdir(directory)
-    return directory
-
-
 # -- the golden file ----------------------------------------------------------------------------------------------
 
 
@@ -278,46 +269,6 @@ def test_the_whole_directory(campaign):
 # -- what a row promises ------------------------------------------------------------------------------------------
 
 
-def test_every_row_has_the_same_keys_and_its_times_add_up(campaign):
-    runs = list((campaign / "runs").iterdir())
-    assert runs
-    for run in runs:
-        rows = read_jsonl(run / "metrics.jsonl")
-        assert [row["step"] for row in rows] == [0, 1, 2]
-        assert len({tuple(row) for row in rows}) == 1
-        parts = [metric.key for metric in METRICS if metric.key.startswith("time/") and not metric.requires]
-        for row in rows:
-            assert sum(row[part] for part in parts) == pytest.approx(row["step_time_s"], rel=0.02)
-            assert all(row[part] >= 0 for part in parts)
-
-
-def test_what_is_not_recorded_after_all_is_not_promised(run):
-    """Every key of the catalogue that this configuration defines has had a value, or has a reason not to."""
-    frame: Any = pd.DataFrame(read_jsonl(run / "metrics.jsonl"))
-    empty = {key for key in frame.columns[frame.isna().all()]}
-    reasons = {
-        r"bp_|tools/": "switched off",
-        r"discarded_|.*_terminated_length|plan_": "no such group, completion or phrase in these few",
-        r"env/[^/]+/format": "the reward knows of no format",
-        r".*carries": "declared by the data source, measured by nobody",
-        r"eval/heldout/[^/]+/ci_": "too few problems of the tag",
-    }
-    assert [key for key in empty if not any(re.match(pattern, key) for pattern in reasons)] == []
-
-
-def test_the_ranges_of_data_source_and_reward_are_passed_along(run):
-    """Where both say something of a number, the reward is nearer to it."""
-    assert read_json(run / "config.json")["ranges"] == {
-        "reward": {"min": 0.0, "max": 1.0},
-        "score": {"min": 0.0, "max": 1.0},
-        "digits": {"min": 0, "max": 12},
-        "carries": {"max": 3, "invert": True},
-    }
-    first = read_jsonl(run / "metrics.jsonl")[0]
-    assert first["rewards/carries/mean"] is None
-    assert first["rewards/digits/mean"] is not None
-
-
 def test_other_ranges_for_charts_leave_a_run_the_same(campaign):
     toml = campaign.parent / "small.toml"
     (run, *_), (other, *_) = (
@@ -333,21 +284,6 @@ def test_other_ranges_for_charts_leave_a_run_the_same(campaign):
     assert asked == ["reward.timeout_s: 10.0 → 5.0"]
 
 
-def test_no_secret_is_written(tmp_path, monkeypatch, campaign):
-    """A campaign started with keys in its environment and arguments holds them nowhere."""
-    secret, token = "-".join(["sword", "fish"] * 2), "_".join(["hf", "a1b2" * 6])  # not as written in this file
-    monkeypatch.setenv("SOME_API_KEY", secret)
-    monkeypatch.setattr(sys, "argv", ["retrain", "train", "--set", f"x={token}", secret])
-    short = load(campaign.parent / "small.toml", ["campaign.max_steps=2", "sepa.correct_rate_gate=0"])
-    outcome = launch(short, tmp_path / "out", NullObserver())
-    assert outcome.exit_status == 0
-    for path in (tmp_path / "out").rglob("*"):
-        if path.is_file():
-            data = path.read_bytes()
-            assert secret.encode() not in data, path
-            assert token.encode() not in data, path
-
-
 def test_the_training_thread_writes_nothing(campaign):
     """Neither records nor checkpoints, states, facts of the run or the untrained model's answers."""
     main = threading.main_thread().name
@@ -356,124 +292,93 @@ def test_the_training_thread_writes_nothing(campaign):
              "train_iteration_000000.html", "run.log")  # fmt: skip
     assert {*kinds} <= while_training
     assert [file for thread, training, file in WRITES if training and thread == main] == []
-    own = [file for thread, _, file in WRITES if thread == main and "retrain.json" not in file.name]  # marks come first
-    mine = {str(file.relative_to(campaign).parts[0]) for file in own}
-    mine -= {".lock", "squeeze", "report.html", "comparison.json"}  # taken before, concluded after training
-    assert {re.sub(r"^\.(.*?)\.\d+\.retrain-tmp$", r"\1", name) for name in mine} <= {
-        ".lease",
-        "report.html",
-        "comparison.json",
+
+
+# -- what a row promises ------------------------------------------------------------------------------------------
+
+
+def test_rows_have_the_same_keys_values_and_times_that_add_up(campaign):
+    """Every key of the catalogue that this configuration defines has had a value, or has a reason not to."""
+    reasons = {
+        r"bp_|tools/": "switched off",
+        r"discarded_|.*_terminated_length|plan_": "no such group, completion or phrase in these few",
+        r"env/[^/]+/format": "the reward knows of no format",
+        r".*carries": "declared by the data source, measured by nobody",
+        r"eval/heldout/[^/]+/ci_": "too few problems of the tag",
+    }
+    parts = [metric.key for metric in METRICS if metric.key.startswith("time/") and not metric.requires]
+    for run in (campaign / "runs").iterdir():
+        rows = read_jsonl(run / "metrics.jsonl")
+        assert [row["step"] for row in rows] == [row["progress/batch"] for row in rows] == [0, 1, 2]
+        assert len({tuple(row) for row in rows}) == 1
+        for row in rows:
+            assert sum(row[part] for part in parts) == pytest.approx(row["step_time_s"], rel=0.02)
+            assert all(row[part] >= 0 for part in parts)
+    run = campaign / "runs" / RUN
+    rows = read_jsonl(run / "metrics.jsonl")
+    empty = [key for key in rows[0] if all(row[key] is None for row in rows)]
+    assert [key for key in empty if not any(re.match(pattern, key) for pattern in reasons)] == []
+    # Where the data source and the reward both declare a range, that of the reward counts.
+    assert read_json(run / "config.json")["ranges"] == {
+        "reward": {"min": 0.0, "max": 1.0},
+        "score": {"min": 0.0, "max": 1.0},
+        "digits": {"min": 0, "max": 12},
+        "carries": {"max": 3, "invert": True},
     }
 
 
-# -- people's scripts ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pyplot(monkeypatch):
-    """matplotlib without a display, all figures closed afterwards."""
-    import matplotlib
-
-    monkeypatch.setenv("MPLCONFIGDIR", tempfile.gettempdir())
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    yield pyplot
-    pyplot.close("all")
-
-
-@pytest.mark.usefixtures("run")
-def test_the_cookbooks_reward_curve():
-    df: Any = pd.read_json("metrics.jsonl", lines=True)
-    assert df["progress/batch"].tolist() == [0, 1, 2]
-    assert df["env/all/reward/total"].notna().all()
-    assert df["env/all/reward/total"].tolist() == df["mean_reward"].tolist()
-
-
-@pytest.mark.usefixtures("run")
-def test_the_cookbooks_plot(pyplot):
-    df: Any = pd.read_json("metrics.jsonl", lines=True)
-    axes = df.plot(x="progress/batch", y="env/all/reward/total")
-    assert len(axes.lines[0].get_xdata()) == 3
-
-
-@pytest.mark.usefixtures("run")
-def test_mean_and_deviation_of_a_sample_metric():
-    """Against the text of every completion of the step."""
-    df: Any = pd.read_json("metrics.jsonl", lines=True)
-    completions: Any = pd.read_json("emergence/generations.jsonl", lines=True)
+def test_other_tools_read_the_files_of_a_run(campaign):
+    """pandas, the cookbook's log tree and rollout summaries, TRL's metric names."""
+    run = campaign / "runs" / RUN
+    metrics: Any = pd.read_json(run / "metrics.jsonl", lines=True)
+    assert metrics["env/all/reward/total"].tolist() == metrics["mean_reward"].tolist()
+    trl = metrics[["reward", "kl", "entropy", "completions/clipped_ratio", "clip_ratio/region_mean"]]
+    assert trl.notna().all(axis=None)
+    assert (trl["kl"] >= 0).all()
+    assert (trl["entropy"] > 0).all()
+    completions: Any = pd.read_json(run / "emergence/generations.jsonl", lines=True)
     completions["digits"] = completions["completion"].str.count(r"\d")
     by_step = completions.groupby("step")["digits"]
-    for mean, std in (("rewards/digits/mean", "rewards/digits/std"), ("reward_digits_mean", "reward_digits_std")):
-        assert df[mean].tolist() == pytest.approx(by_step.mean().tolist())
-        assert df[std].tolist() == pytest.approx(by_step.std(ddof=0).tolist())
-
-
-@pytest.mark.usefixtures("run")
-def test_the_conversations_of_an_evaluation():
-    """Every problem of the last evaluation with every answer, against the file of all answers."""
-    with open("eval_heldout_iteration_000003_logtree.json") as f:
-        trace = json.load(f)
-    conversations = find_conversations(trace["root"])
-    answers = [row for row in read_jsonl(Path("emergence/evaluations.jsonl")) if row["step"] == 3]
-    told = [conversation["messages"] for conversation in conversations]
-    assert [messages[-1]["role"] for messages in told] == ["assistant"] * len(answers)
-    assert [messages[-1]["content"] for messages in told] == [row["completion"] for row in answers]
-    assert [messages[-2]["content"] for messages in told] == [row["prompt"] for row in answers]
-
-
-@pytest.mark.usefixtures("run")
-def test_the_trajectories_of_a_step():
-    with open("train_iteration_000002_rollout_summaries.jsonl") as f:
-        trajectories = [json.loads(line) for line in f]
-    rows = [row for row in read_jsonl(Path("emergence/generations.jsonl")) if row["step"] == 2]
+    assert metrics["rewards/digits/mean"].tolist() == pytest.approx(by_step.mean().tolist())
+    assert metrics["rewards/digits/std"].tolist() == pytest.approx(by_step.std(ddof=0).tolist())
+    conversations = find_conversations(read_json(run / "eval_heldout_iteration_000003_logtree.json")["root"])
+    answers = [row for row in read_jsonl(run / "emergence/evaluations.jsonl") if row["step"] == 3]
+    messages = [conversation["messages"] for conversation in conversations]
+    assert [(m[-1]["role"], m[-1]["content"]) for m in messages] == [("assistant", a["completion"]) for a in answers]
+    assert [m[-2]["content"] for m in messages] == [row["prompt"] for row in answers]
+    trajectories = read_jsonl(run / "train_iteration_000002_rollout_summaries.jsonl")
+    rows = [row for row in read_jsonl(run / "emergence/generations.jsonl") if row["step"] == 2]
     assert [t["total_reward"] for t in trajectories] == pytest.approx([row["reward"] for row in rows])
     assert [(t["group_idx"], t["traj_idx"]) for t in trajectories] == [(row["group"], row["sample"]) for row in rows]
     assert [t["steps"][0]["ac_len"] for t in trajectories] == [row["num_tokens"] for row in rows]
 
 
-TRL = ["reward", "kl", "entropy", "completions/clipped_ratio", "clip_ratio/region_mean"]
+# -- checkpoints and adapters -------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("run")
-def test_the_numbers_of_a_trl_dashboard():
-    df: Any = pd.read_json("metrics.jsonl", lines=True).set_index("step")
-    assert df[TRL].notna().all(axis=None)
-    assert (df["kl"] >= 0).all()
-    assert (df["entropy"] > 0).all()
-    assert df["completions/clipped_ratio"].between(0, 1).all()
+def test_every_run_has_an_adapter_and_final_is_recorded_last(mixed_campaign):
+    """Runs share one adapter_path, with a directory for each; pruning removes neither ``final`` nor its state."""
+    runs = runs_of(mixed_campaign / "out").values()
+    exported = {run.name: adapter_bytes(mixed_campaign / "export" / run.name) for run in runs}
+    assert exported == {run.name: adapter_bytes(run / "final") for run in runs}
+    assert len(set(exported.values())) == 4
+    for run in runs:
+        lines = read_jsonl(run / "checkpoints.jsonl")
+        assert [(line["name"], line["batch"]) for line in lines] == [("000002", 2), ("000003", 3), ("final", 3)]
+        assert not (run / lines[0]["state_path"]).exists()  # keep_last = 1
+        for key in ("state_path", "sampler_path"):
+            assert (run / lines[-1][key] / "adapter_model.safetensors").is_file()
+        assert newest_whole(run, []) == run / lines[-1]["state_path"]
 
 
-@pytest.mark.usefixtures("run")
-def test_a_trl_dashboard(pyplot):
-    df: Any = pd.read_json("metrics.jsonl", lines=True).set_index("step")
-    axes = df[TRL].plot(subplots=True)
-    assert [ax.lines[0].get_label() for ax in axes] == TRL
-
-
-def test_reading_checkpoints_and_resuming_from_one(run, campaign, tmp_path):
-    """The last saved step but one, continued elsewhere, ends with the very same weights and rows."""
-    with open("checkpoints.jsonl") as f:
-        checkpoints = [json.loads(line) for line in f]
-    assert [checkpoint["name"] for checkpoint in checkpoints] == ["000002", "000003", "final"]
-    assert [checkpoint["batch"] for checkpoint in checkpoints] == [2, 3, 3]
-    for checkpoint in checkpoints:
-        assert Path(checkpoint["state_path"], "state.json").is_file()
-        assert Path(checkpoint["sampler_path"], "adapter_config.json").is_file()
-    first = run / checkpoints[0]["state_path"]
-    text = (campaign.parent / "small.toml").read_text()
-    single = text[text.index("[model]") :].replace("batch_size = 2", "batch_size = 2\nmax_steps = 3\nseed = 1")
-    single = single.replace("[sepa]\nsteps = 2\ndelay_steps = 0\n", "")
-    single += f'[resume]\nfrom = "{first}"\n[algorithm]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n'
-    (tmp_path / "again.toml").write_text(single)
-    outcome = launch(load(tmp_path / "again.toml"), tmp_path / "again", NullObserver())
-    assert outcome.exit_status == 0
-    (again,) = read_jsonl(tmp_path / "again" / "metrics.jsonl")
-    before = read_jsonl(run / "metrics.jsonl")[2]
-    different = {
-        key for key in before if again[key] != before[key] and not is_timing_key(key) and key not in ("cohort_size",)
-    }
-    assert {key for key in different if again[key] != pytest.approx(before[key], abs=1e-5)} == set()
+def test_steps_without_signal_leave_rows_and_checkpoints(silent_campaign):
+    for run in runs_of(silent_campaign / "out").values():
+        rows = rows_of(run)
+        assert [(row["step"], row["num_datums"], row["mean_reward"]) for row in rows] == [
+            (step, 0, 0.25) for step in range(3)
+        ]
+        assert [row["name"] for row in read_jsonl(run / "checkpoints.jsonl")] == ["000001", "000002", "000003", "final"]
+        assert [step["step"] for step in read_jsonl(run / "emergence/steps.jsonl")] == [0, 1, 2]
 
 
 if __name__ == "__main__":
@@ -482,33 +387,3 @@ if __name__ == "__main__":
         GOLDEN.parent.mkdir(exist_ok=True)
         GOLDEN.write_text(described(make_campaign(Path(temporary))), encoding="utf-8")
     print(f"wrote {GOLDEN}")
-
-
-def test_runs_do_not_share_an_adapter_path(mixed_campaign):
-    """All runs share one adapter path and overwrite each other."""
-    runs = runs_of(mixed_campaign / "out").values()
-    exported = {run.name: adapter_bytes(mixed_campaign / "export" / run.name) for run in runs}
-    assert exported == {run.name: adapter_bytes(run / "final") for run in runs}
-    assert len(set(exported.values())) == 4
-
-
-def test_steps_without_signal_leave_rows_and_checkpoints(silent_campaign):
-    """Steps without signal write no metrics row and skip the checkpoint."""
-    for run in runs_of(silent_campaign / "out").values():
-        rows = rows_of(run)
-        assert [row["step"] for row in rows] == [0, 1, 2]
-        assert {row["num_datums"] for row in rows} == {0}
-        assert {row["mean_reward"] for row in rows} == {0.25}
-        assert [row["name"] for row in read_jsonl(run / "checkpoints.jsonl")] == ["000001", "000002", "000003", "final"]
-        assert [step["step"] for step in read_jsonl(run / "emergence/steps.jsonl")] == [0, 1, 2]
-
-
-def test_final_is_recorded_last_and_stays(mixed_campaign):
-    """A rolling checkpoint recorded after ``final``, then deleted."""
-    for run in runs_of(mixed_campaign / "out").values():
-        lines = read_jsonl(run / "checkpoints.jsonl")
-        assert [line["name"] for line in lines] == ["000002", "000003", "final"]
-        assert not (run / lines[0]["state_path"]).exists()  # keep_last = 1: pruning did happen
-        for key in ("state_path", "sampler_path"):
-            assert (run / lines[-1][key] / "adapter_model.safetensors").is_file()
-        assert newest_whole(run, []) == run / lines[-1]["state_path"]

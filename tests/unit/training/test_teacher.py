@@ -1,6 +1,6 @@
-"""A teacher in the loop: who it may be, what it says, what its students learn, and that nothing else changes.
+"""Distillation: what a teacher adds to the advantages, who may teach, what is refused, and campaigns with a teacher.
 
-The formulas have their oracles in ``maths/test_distillation.py``.
+The formulas have their oracles in ``algorithms/test_distillation.py``.
 """
 
 from __future__ import annotations
@@ -8,21 +8,23 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from lane_cases import drawn, in_turns, local_policy, requests, rollout, trained
+from safetensors.torch import load_file, save_file
 from timing_keys import is_timing_key
 from toycampaign import WORLD, StopAfter
 from toymodels import campaign_head, qwen3_directory
 from typer.testing import CliRunner
 
 from retrain.algorithms.distillation import distil, no_comparison
-from retrain.algorithms.standard import Standard, assign_credit, fill_advantages
+from retrain.algorithms.standard import assign_credit, fill_advantages
 from retrain.campaign.planning.plan import RunSpec
-from retrain.campaign.planning.teaching import place_of, teacher_fault
+from retrain.campaign.planning.teaching import place_of
 from retrain.campaign.running.controller import launch, resume
 from retrain.campaign.running.models import Bases
 from retrain.campaign.running.teachers import teachers_of
@@ -31,10 +33,9 @@ from retrain.config import load, parse_dict
 from retrain.data.prompts import Renderer
 from retrain.errors import ConfigError, ModelError, RunFailed, UsageError
 from retrain.files import read_json, read_jsonl, write_json
-from retrain.maths.losses import kl_terms
 from retrain.policy.adapter_io import save_adapter
 from retrain.policy.base import load_base
-from retrain.policy.context import Context, read_after
+from retrain.policy.context import Context
 from retrain.policy.lora import Lanes
 from retrain.policy.protocol import Scores, Want
 from retrain.policy.teacher import AdapterTeacher, BaseTeacher, ModelTeacher, PolicyTeacher, taught
@@ -46,13 +47,17 @@ from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout,
 PROMPT = Prompt(Problem("1", "a question", "3"), "a question", (1, 2))
 
 
-def group(*rewards: float | None, lengths: tuple[int, ...] = (3, 2, 1, 4)) -> Group:
-    """Answers to one prompt, with log-probabilities of their own."""
+def group(*rewards: float | None) -> Group:
+    """Return answers to one prompt, of different lengths, with made-up log-probabilities."""
     actions = [
         Action(list(range(length)), "text", -np.linspace(0.1, 1.0 + i, length), None, "stop")
-        for i, (_, length) in enumerate(zip(rewards, lengths, strict=False))
+        for i, (_, length) in enumerate(zip(rewards, (3, 2, 1, 4), strict=False))
     ]
     return single_turn(PROMPT, actions, [RewardResult(reward) for reward in rewards])
+
+
+def rollouts_of(groups: list[Group]) -> list[Rollout]:
+    return [rollout_ for group_ in groups for rollout_ in group_.rollouts]
 
 
 def configured(**distillation):
@@ -60,9 +65,9 @@ def configured(**distillation):
 
 
 def opinions(groups: list[Group], seed: int = 0) -> list[np.ndarray]:
-    """What a teacher might say."""
+    """Return made-up log-probabilities of every rollout's tokens."""
     noise = np.random.default_rng(seed)
-    return [-noise.exponential(size=len(one)) for group in groups for one in group.rollouts]
+    return [-noise.exponential(size=len(rollout_)) for rollout_ in rollouts_of(groups)]
 
 
 def credited(groups: list[Group], config, scores: Scores):
@@ -77,48 +82,30 @@ def credited(groups: list[Group], config, scores: Scores):
 # -- the advantage of a token ---------------------------------------------------------------------------------------
 
 
-def test_alone_every_token_has_the_teachers_advantage_whatever_the_reward():
-    groups = [group(1.0, 0.0), group(1.0, 1.0, 1.0)]
-    theirs = opinions(groups)
-    credit = credited(groups, configured(weight=0.5), Scores(teacher=theirs))
-    rollouts = [one for group in groups for one in group.rollouts]
-    for rollout_, said_T in zip(rollouts, theirs, strict=True):
-        wanted_T = 0.5 * (said_T - rollout_.logprobs_T)
-        np.testing.assert_allclose(rollout_.token_advantages_T, wanted_T, rtol=1e-12)
-        assert rollout_.advantage == pytest.approx(wanted_T.mean())
-    assert [each.discarded for each in groups] == [None, None]
-    assert credit.denominators.tokens == sum(map(len, rollouts))
-
-
-def test_mixed_it_stands_beside_the_rewards_and_groups_without_signal_train():
+@pytest.mark.parametrize("keys", [{"weight": 0.5}, {"weight": 2.0, "reward_weight": 0.25}, {"student": "trainer"}])
+def test_the_teachers_difference_is_added_to_the_reward_and_groups_without_signal_train(keys):
     groups, plain = ([group(1.0, 0.0), group(1.0, 1.0)] for _ in range(2))
-    theirs = opinions(groups)
+    teacher, trainer = opinions(groups), opinions(groups, seed=1)
     fill_advantages(plain, "grpo")
     assign_credit(plain, parse_dict({}), 0.0, ("placebo",))
     assert plain[1].discarded == "zero_advantage"
-    config = configured(weight=2.0, reward_weight=0.25)
-    credited(groups, config, Scores(teacher=theirs))
-    mine = [one for group in groups for one in group.rollouts]
-    others = [one for group in plain for one in group.rollouts]
-    for one, other, said_T in zip(mine, others, theirs, strict=True):
-        wanted_T = 0.25 * other.token_advantages_T + 2.0 * (said_T - one.logprobs_T)
-        np.testing.assert_allclose(one.token_advantages_T, wanted_T, rtol=1e-12)
-    assert abs(others[0].token_advantages_T).max() > 0.5
-    assert [each.discarded for each in groups] == [None, None]
-
-
-def test_the_trainers_own_logprobs_are_taken_where_asked():
-    groups = [group(1.0, 0.0)]
-    theirs, trainers = opinions(groups), opinions(groups, seed=1)
-    config = configured(student="trainer")
-    assert {str(need) for need in config.distillation.needs} == {"teacher", "logprobs"}
-    credited(groups, config, Scores(logprobs=trainers, teacher=theirs))
-    for one, said_T, mine_T in zip(groups[0].rollouts, theirs, trainers, strict=True):
-        np.testing.assert_allclose(one.token_advantages_T, said_T - mine_T, rtol=1e-12)
+    config = configured(**keys)
+    assert ("logprobs" in config.distillation.needs) == ("student" in keys)
+    credit = credited(groups, config, Scores(logprobs=trainer, teacher=teacher))
+    for mine, other, teacher_T, trainer_T in zip(
+        rollouts_of(groups), rollouts_of(plain), teacher, trainer, strict=True
+    ):
+        student_T = trainer_T if "student" in keys else mine.logprobs_T
+        expected_T = keys.get("weight", 1.0) * (teacher_T - student_T)
+        expected_T = expected_T + keys.get("reward_weight", 0.0) * other.token_advantages_T
+        np.testing.assert_allclose(mine.token_advantages_T, expected_T, rtol=1e-12)
+        assert mine.advantage == pytest.approx(expected_T.mean())
+    assert [group_.discarded for group_ in groups] == [None, None]
+    assert credit.denominators.tokens == sum(map(len, rollouts_of(groups)))
 
 
 @pytest.mark.parametrize("reward_weight", [0.0, 1.0])
-def test_answers_whose_reward_could_not_be_had_take_no_part(reward_weight):
+def test_ungraded_answers_do_not_train(reward_weight):
     groups = [group(1.0, None, 0.0), group(None, None)]
     credit = credited(groups, configured(reward_weight=reward_weight), Scores(teacher=opinions(groups)))
     kept, lost, other = groups[0].rollouts
@@ -126,73 +113,87 @@ def test_answers_whose_reward_could_not_be_had_take_no_part(reward_weight):
     assert math.isnan(lost.advantage)
     assert kept.token_advantages_T is not None
     assert other.token_advantages_T is not None
-    assert [each.discarded for each in groups] == [None, "no_reward"]
+    assert [group_.discarded for group_ in groups] == [None, "no_reward"]
     assert credit.denominators.tokens == len(kept) + len(other)
 
 
+@pytest.mark.parametrize("reward_weight", [0.0, 1.0])
+def test_answers_without_a_teacher_are_counted_and_train_on_their_reward(reward_weight):
+    """A sibling context exists only where another answer was right."""
+    groups = [group(1.0, 0.0, 0.0), group(1.0, 1.0)]
+    teacher = opinions(groups)
+    teacher[0] = teacher[3] = teacher[4] = np.zeros(0)
+    config = configured(teacher="policy", context="sibling", reward_weight=reward_weight)
+    credit = credited(groups, config, Scores(teacher=teacher))
+    untaught, with_teacher, _ = groups[0].rollouts
+    assert credit.metrics["distillation/taught_frac"] == pytest.approx(2 / 5)
+    assert bool(untaught.token_advantages_T.any()) == bool(reward_weight)
+    assert with_teacher.token_advantages_T.any()
+    assert [group_.discarded for group_ in groups] == [None, "zero_advantage"]
+    assert credit.denominators.tokens == sum(map(len, rollouts_of(groups)))
+    nothing = credited(groups, config, Scores(teacher=[np.zeros(0)] * 5))
+    assert nothing.metrics["distillation/taught_frac"] == 0.0
+    assert "distillation/reverse_kl" not in nothing.metrics
+
+
 @pytest.mark.parametrize("wrong", [math.nan, -math.inf])
-def test_a_teacher_that_gives_no_number_is_no_advantage(wrong):
+def test_a_teacher_logprob_that_is_not_finite_ends_the_run(wrong):
     groups = [group(1.0, 0.0)]
-    theirs = opinions(groups)
-    theirs[1][0] = wrong
+    teacher = opinions(groups)
+    teacher[1][0] = wrong
     with pytest.raises(RunFailed, match="teacher base gives a sampled token a log-probability that is not finite"):
-        credited(groups, configured(), Scores(teacher=theirs))
+        credited(groups, configured(), Scores(teacher=teacher))
 
 
-def test_numbers_of_the_record_are_their_definitions():
+def test_the_metrics_are_their_definitions():
     groups = [group(1.0, None, 0.0), group(1.0, 1.0)]
-    theirs = opinions(groups)
+    teacher = opinions(groups)
     config = configured(weight=0.5, clamp=0.6)
-    numbers = credited(groups, config, Scores(teacher=theirs)).metrics
-    rated = [(one, said_T) for one, said_T in zip([o for g in groups for o in g.rollouts], theirs, strict=True)
-             if one.reward.total_reward is not None]  # fmt: skip
-    mine_T, said_T = (
-        np.concatenate(part) for part in zip(*((one.logprobs_T, said) for one, said in rated), strict=True)
-    )
-    assert numbers["distillation/reverse_kl"] == pytest.approx((mine_T - said_T).mean())
-    ratio_T = np.exp(said_T - mine_T)
-    assert numbers["distillation/reverse_kl_k3"] == pytest.approx((ratio_T - 1 - np.log(ratio_T)).mean())
-    assert numbers["distillation/teacher_logprob"] == pytest.approx(said_T.mean())
-    cut = (abs(said_T - mine_T) > 0.6).mean()
-    assert 0 < cut < 1
-    assert numbers["distillation/clamped_frac"] == pytest.approx(cut)
-    clipped_T = 0.5 * np.clip(said_T - mine_T, -0.6, 0.6)
-    assert numbers["distillation/advantage_std"] == pytest.approx(clipped_T.std())
-    names = {key for key in numbers if key.startswith("distillation/")}
+    numbers = credited(groups, config, Scores(teacher=teacher)).metrics
+    graded = [
+        (rollout_.logprobs_T, teacher_T)
+        for rollout_, teacher_T in zip(rollouts_of(groups), teacher, strict=True)
+        if rollout_.reward.total_reward is not None
+    ]
+    student_T, teacher_T = (np.concatenate(part) for part in zip(*graded, strict=True))
+    ratio_T = np.exp(teacher_T - student_T)
+    clipped_T = 0.5 * np.clip(teacher_T - student_T, -0.6, 0.6)
+    clamped = (abs(teacher_T - student_T) > 0.6).mean()
+    assert 0 < clamped < 1
+    expected = {
+        "distillation/reverse_kl": (student_T - teacher_T).mean(),
+        "distillation/reverse_kl_k3": (ratio_T - 1 - np.log(ratio_T)).mean(),
+        "distillation/teacher_logprob": teacher_T.mean(),
+        "distillation/clamped_frac": clamped,
+        "distillation/advantage_std": clipped_T.std(),
+        "distillation/taught_frac": 1.0,
+    }
+    assert {key: numbers[key] for key in numbers if key.startswith("distillation/")} == pytest.approx(expected)
     keys = {metric.key for metric in row_metrics(RunContext("c", "r", 1, config, 3, False))}
-    of_the_loss = {"distillation/divergence"}  # with whole distributions
-    assert {key for key in keys if key.startswith("distillation/")} == names | of_the_loss
+    # The divergence belongs to estimate = "vocabulary".
+    assert {key for key in keys if key.startswith("distillation/")} == {*expected, "distillation/divergence"}
     assert not any("distillation" in m.key for m in row_metrics(RunContext("c", "r", 1, parse_dict({}), 3, False)))
-
-
-def test_nothing_is_asked_of_anybody_without_a_teacher_or_with_weight_0():
-    for config in (parse_dict({}), configured(weight=0.0)):
-        assert not config.distillation.active
-        assert config.distillation.needs == set()
-    assert configured().distillation.alone
-    assert not configured(reward_weight=1.0).distillation.alone
 
 
 # -- who teaches ----------------------------------------------------------------------------------------------------
 
 
 def groups_of(samples) -> list[Group]:
-    """One group for each sample, as it was read and drawn."""
-    made = []
+    """Return one group for each sample, with its turns as they were read and sampled."""
+    groups = []
     for sample in samples:
         edges = np.flatnonzero(np.diff(sample.action_mask.astype(int), prepend=0, append=0)).reshape(-1, 2)
         turns, at = [], 0
         for begin, end in edges.tolist():
-            own = slice(begin, end)
-            action = Action(sample.token_ids[own].tolist(), "", sample.logprobs[own], None, "stop")
+            action = Action(sample.token_ids[begin:end].tolist(), "", sample.logprobs[begin:end], None, "stop")
             turns.append(Turn(tuple(sample.token_ids[at:begin].tolist()), action))
             at = end
-        made.append(Group(PROMPT, [Rollout(PROMPT, turns, RewardResult(1.0))]))
-    return made
+        groups.append(Group(PROMPT, [Rollout(PROMPT, turns, RewardResult(1.0))]))
+    return groups
 
 
-def plain_logprobs(model, sample, temperature: float) -> np.ndarray:
-    """By one unpadded forward pass of the whole model, in the plainest way."""
+def plain_logprobs(model, sample, temperature: float = 0.7) -> np.ndarray:
+    """Return log-probabilities [T] by one unpadded forward pass of the whole model."""
     with torch.no_grad():
         logits = model(input_ids=torch.from_numpy(sample.token_ids)[None], use_cache=False).logits[0, :-1]
     logprobs = torch.log_softmax(logits.float() / temperature, -1)
@@ -201,46 +202,49 @@ def plain_logprobs(model, sample, temperature: float) -> np.ndarray:
 
 
 def made_for(base, lanes, folder: Path, model: str = "unused", **sections):
-    """The teacher of one run with these sections, beside ``base``."""
+    """Yield the teacher of one run with these sections, the bytes of a second model, and what the user is told."""
     config = parse_dict({"model": {"model": model}, **sections})
     spec = RunSpec("run", "label", 1, 0, {}, False, config)
-    told: list[str] = []
+    messages: list[str] = []
     with Bases() as bases:
-        teachers, copies = teachers_of([spec], folder, base, lanes, bases, told.append)
+        teachers, copies = teachers_of([spec], folder, base, lanes, bases, messages.append)
         yield teachers["run"]
         yield copies
-        yield told
+        yield messages
 
 
 @pytest.fixture
 def samples(base, lanes):
-    drawn_ = rollout(base, lanes, trained(lanes, 3), temperature=0.7, asked=requests(prompts=3, samples=2,
-                                                                                    temperature=0.7))  # fmt: skip
-    return [*drawn_, in_turns(drawn_[0])]
+    asked = requests(prompts=3, samples=2, temperature=0.7)
+    sampled = rollout(base, lanes, trained(lanes, 3), temperature=0.7, asked=asked)
+    return [*sampled, in_turns(sampled[0])]
 
 
-def assert_says(teacher, policy, samples, model, temperature: float = 0.7) -> None:
-    said = taught(teacher, policy, groups_of(samples))
-    assert len(said) == len(samples)
-    for sample, own_T in zip(samples, said, strict=True):
-        np.testing.assert_allclose(own_T, plain_logprobs(model, sample, temperature), atol=2e-5)
+def assert_equal_logprobs(teacher, policy, samples, expected) -> None:
+    for teacher_T, expected_T in zip(taught(teacher, policy, groups_of(samples)), expected, strict=True):
+        np.testing.assert_allclose(teacher_T, expected_T, atol=2e-5)
 
 
-def test_an_adapter_of_the_base_teaches_with_its_own_rank_and_scale(base, lanes, samples, tmp_path):
+def twin(base, directory: Path) -> Path:
+    """Make another model with the base's tokenizer."""
+    texts = ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"]
+    qwen3_directory(directory, texts, seed=5, hidden=48)
+    base.tokenizer.save_pretrained(directory)
+    return directory
+
+
+def test_an_adapter_teaches_with_its_rank_and_scale_and_is_known_by_its_weights(base, lanes, samples, tmp_path):
     policy = local_policy(base, lanes, training={"temperature": 0.7})
     other = trained(lanes, 9, rank=3)
     (tmp_path / "teacher").mkdir()
     save_adapter(tmp_path / "teacher", other, base.name)
-    teacher, copies, told = made_for(
-        base, lanes, tmp_path, distillation={"teacher": "teacher"}, training={"temperature": 0.7}
-    )
+    teacher, copies, messages = made_for(base, lanes, tmp_path, distillation={"teacher": "teacher"})
     assert isinstance(teacher, AdapterTeacher)
-    assert (copies, told) == (0, [])
+    assert (copies, messages) == (0, [])
     with lanes.single(other):
-        wanted = [plain_logprobs(base.model, sample, 0.7) for sample in samples]
-    assert max(abs(wanted[0] - plain_logprobs(base.model, samples[0], 0.7))) > 0.1
-    for own_T, wanted_T in zip(taught(teacher, policy, groups_of(samples)), wanted, strict=True):
-        np.testing.assert_allclose(own_T, wanted_T, atol=2e-5)
+        expected = [plain_logprobs(base.model, sample) for sample in samples]
+    assert max(abs(expected[0] - plain_logprobs(base.model, samples[0]))) > 0.1
+    assert_equal_logprobs(teacher, policy, samples, expected)
     again, _, _ = made_for(base, lanes, tmp_path, distillation={"teacher": str(tmp_path / "teacher")})
     assert again.identity == teacher.identity
     save_adapter(tmp_path / "teacher", trained(lanes, 10, rank=3), base.name)
@@ -255,47 +259,23 @@ def test_the_base_teaches_without_any_adapter(base, lanes, samples, tmp_path):
     teacher, copies, _ = made_for(base, lanes, tmp_path, distillation={"teacher": "base"})
     assert isinstance(teacher, BaseTeacher)
     assert copies == 0
-    assert_says(teacher, policy, samples, base.model)
+    assert_equal_logprobs(teacher, policy, samples, [plain_logprobs(base.model, sample) for sample in samples])
 
 
-@pytest.mark.parametrize("tokens", ["auto", 20])
-def test_another_model_with_the_same_tokens_teaches_from_beside_the_base(base, lanes, samples, tmp_path, tokens):
-    other = twin(base, tmp_path / "larger", seed=5, hidden=48)
-    sections = {"training": {"temperature": 0.7, "micro_batch_tokens": tokens}}
-    policy = local_policy(base, lanes, **sections)
-    teacher, copies, told = made_for(base, lanes, tmp_path, distillation={"teacher": "larger"}, **sections,
-                                     backend={"devices": "cpu"})  # fmt: skip
-    assert isinstance(teacher, ModelTeacher)
-    assert copies == teacher.base.weight_bytes > 0
-    assert re.search(r"teacher .*larger: a second model of \d+ MiB beside", told[0])
+def test_another_model_teaches_in_any_micro_batches_within_its_context(base, lanes, samples, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    assert_says(teacher, policy, samples, AutoModelForCausalLM.from_pretrained(other))
-
-
-def twin(base, directory: Path, seed: int, hidden: int) -> Path:
-    """Another model with the base's own tokenizer."""
-    qwen3_directory(directory, ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"],
-                    seed=seed, hidden=hidden)  # fmt: skip
-    base.tokenizer.save_pretrained(directory)
-    return directory
-
-
-def test_a_sample_longer_than_the_teachers_context_ends_the_run(base, lanes, samples, tmp_path):
-    twin(base, tmp_path / "short", seed=5, hidden=48)
-    config = read_json(tmp_path / "short/config.json")
-    write_json(tmp_path / "short/config.json", config | {"max_position_embeddings": 8})
-    teacher, _, _ = made_for(base, lanes, tmp_path, distillation={"teacher": "short"}, backend={"devices": "cpu"})
-    with pytest.raises(RunFailed, match="reads 8 tokens at most, and a sample has"):
-        taught(teacher, local_policy(base, lanes), groups_of(samples))
-
-
-def test_memory_that_runs_out_makes_smaller_micro_batches(base, lanes, samples, tmp_path, monkeypatch):
-    twin(base, tmp_path / "larger", seed=5, hidden=48)
-    made = made_for(base, lanes, tmp_path, distillation={"teacher": "larger"}, backend={"devices": "cpu"})
-    teacher = next(made)
+    path = twin(base, tmp_path / "larger")
+    policy = local_policy(base, lanes, training={"temperature": 0.7})
+    sections = {"distillation": {"teacher": "larger"}, "training": {"temperature": 0.7}, "backend": {"devices": "cpu"}}
+    teacher, copies, messages = made_for(base, lanes, tmp_path, **sections)
     assert isinstance(teacher, ModelTeacher)
-    policy, sizes, score = local_policy(base, lanes), [], teacher._score
+    assert copies == teacher.base.weight_bytes > 0
+    assert re.search(r"teacher .*larger: a second model of \d+ MiB beside", messages[0])
+    model = AutoModelForCausalLM.from_pretrained(path)
+    expected = [plain_logprobs(model, sample) for sample in samples]
+    assert_equal_logprobs(teacher, policy, samples, expected)
+    sizes, score = [], teacher._score
 
     def short_of_memory(samples_, parts):
         sizes.append(max(map(len, parts)))
@@ -303,40 +283,35 @@ def test_memory_that_runs_out_makes_smaller_micro_batches(base, lanes, samples, 
             raise torch.OutOfMemoryError("CUDA out of memory")
         return score(samples_, parts)
 
-    whole = taught(teacher, policy, groups_of(samples))
     monkeypatch.setattr(teacher, "_score", short_of_memory)
-    for mine_T, wanted_T in zip(taught(teacher, policy, groups_of(samples)), whole, strict=True):
-        np.testing.assert_allclose(mine_T, wanted_T, atol=1e-5)
+    assert_equal_logprobs(teacher, policy, samples, expected)
     assert sizes[0] > 2 >= sizes[-1]
+    config = read_json(path / "config.json")
+    write_json(path / "config.json", config | {"max_position_embeddings": 8})
+    short = next(made_for(base, lanes, tmp_path, **sections))
+    with pytest.raises(RunFailed, match="reads 8 tokens at most, and a sample has"):
+        taught(short, policy, groups_of(samples))
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_of_other_layers_or_shapes_is_refused_in_one_line(base, tmp_path):
+def test_an_adapter_of_other_layers_is_refused_and_missing_layers_are_zero(base, tmp_path):
     (tmp_path / "teacher").mkdir()
-    try:
-        save_adapter(tmp_path / "teacher", trained(Lanes(base), 1), base.name)
-    finally:
-        base.release()
+    (tmp_path / "few").mkdir()
+    save_adapter(tmp_path / "teacher", trained(Lanes(base), 1), base.name)
+    base.release()
     few = Lanes(base, ["q_proj", "v_proj"])
-    try:
-        with pytest.raises(
-            UsageError, match=r"it changes the layer .*, which has no adapter here: set \[lora\] target"
-        ):
-            next(made_for(base, few, tmp_path, distillation={"teacher": "teacher"}))
-        (tmp_path / "few").mkdir()
-        save_adapter(tmp_path / "few", trained(few, 1), base.name)
-    finally:
-        base.release()
-    lanes = Lanes(base)  # the other way round the layers that it lacks have zeros
-    try:
-        teacher = next(made_for(base, lanes, tmp_path, distillation={"teacher": "few"}))
-        assert isinstance(teacher, AdapterTeacher)
-        named = {name for name, (_, b) in teacher.weights.weights.tensors().items() if bool(b.any())}
-        assert named == {shape.name for shape in few.shapes}
-    finally:
-        base.release()
+    message = r"it changes the layer .*, which has no adapter here: set \[lora\] target"
+    with pytest.raises(UsageError, match=message):
+        next(made_for(base, few, tmp_path, distillation={"teacher": "teacher"}))
+    save_adapter(tmp_path / "few", trained(few, 1), base.name)
+    base.release()
+    teacher = next(made_for(base, Lanes(base), tmp_path, distillation={"teacher": "few"}))
+    assert isinstance(teacher, AdapterTeacher)
+    named = {name for name, (_, b) in teacher.weights.weights.tensors().items() if bool(b.any())}
+    assert named == {shape.name for shape in few.shapes}
+    base.release()
 
 
 def test_an_adapter_of_another_base_is_refused_by_its_record_or_its_shapes(base, lanes, tmp_path):
@@ -350,88 +325,87 @@ def test_an_adapter_of_another_base_is_refused_by_its_record_or_its_shapes(base,
     write_json(run / "config.json", facts | {"base": {"fingerprint": base.fingerprint}})
     next(made_for(base, lanes, tmp_path, distillation={"teacher": "run"}))
     (run / "config.json").unlink()
-    made_base = load_base(str(twin(base, tmp_path / "larger", 5, 48)), devices="cpu")
-    larger = Lanes(made_base)
+    larger = load_base(str(twin(base, tmp_path / "larger")), devices="cpu")
     with pytest.raises(UsageError, match=r"is not one of .*larger: it is an adapter of another model"):
-        next(made_for(made_base, larger, tmp_path, distillation={"teacher": str(run / "final")}))
+        next(made_for(larger, Lanes(larger), tmp_path, distillation={"teacher": str(run / "final")}))
 
 
 def test_a_model_with_other_tokens_is_refused_before_any_weights_are_loaded(tmp_path):
     for name, text in (("student", "12+34=? the answer is"), ("teacher", "let me check the key 0 2 4 6 8")):
         qwen3_directory(tmp_path / name, [text])
-    config = parse_dict({"model": {"model": str(tmp_path / "student")}, "distillation": {"teacher": "teacher"}})
-    fault = teacher_fault(config, tmp_path)
-    assert re.match(r"its tokens are not those of .*student: \d+ of \d+ differ, such as '.*', token \d+, which", fault)
     file = tmp_path / "f.toml"
     file.write_text(f'[model]\nmodel = "{tmp_path / "student"}"\n[distillation]\nteacher = "teacher"\n')
     result = CliRunner().invoke(app, ["train", str(file), "--out", str(tmp_path / "out")])
     assert result.exit_code == 2
-    assert "its tokens are not those of" in result.stderr
+    message = re.sub(r"\s+", " ", result.stderr)
+    assert re.search(r"its tokens are not those of .*student: \d+ of \d+ differ, such as '.*', token \d+", message)
     assert "loading" not in result.stdout
 
 
-def test_a_file_says_where_its_teacher_is_wrong(tmp_path, model):
-    def refused(*lines: str) -> str:
+def test_check_names_the_line_of_a_teacher_that_is_not_there(tmp_path, model):
+    def refusal(teacher: Path | str, *lines: str) -> str:
         file = tmp_path / "f.toml"
-        file.write_text(f'[model]\nmodel = "{model}"\n' + "\n".join(lines))
+        file.write_text(f'[model]\nmodel = "{model}"\n[distillation]\nteacher = "{teacher}"\n' + "\n".join(lines))
         result = CliRunner().invoke(app, ["check", str(file)])
         assert result.exit_code == 2, result.output
         return re.sub(r"\s+", " ", result.stdout + result.stderr)
 
-    said = refused("[distillation]", 'teacher = "./nowhere"')
-    assert "f.toml:4" in said
-    assert "distillation.teacher" in said
-    assert 'is "./nowhere": there is no such directory' in said
-    assert "has no effect without a teacher: teacher = " in refused("[distillation]", "clamp = 3.0")
-    assert "has no effect without url" in refused("[distillation]", 'teacher = "base"', 'server = "sglang"')
-    assert "no address" in refused("[distillation]", 'teacher = "base"', 'url = "gpu1:8000"')
+    message = refusal("./nowhere")
+    assert "f.toml:4" in message
+    assert 'distillation.teacher is "./nowhere": there is no such directory' in message
     (tmp_path / "empty").mkdir()
-    assert "it is an empty directory, nor an adapter" in refused("[distillation]", f'teacher = "{tmp_path / "empty"}"')
-    runs = tmp_path / "campaign/runs/grpo+none_s1/final"
-    runs.mkdir(parents=True)
-    (runs / "adapter_model.safetensors").touch()
-    said = refused("[distillation]", f'teacher = "{tmp_path / "campaign"}"')
-    assert f"it is a campaign: give one of its runs, such as {runs.parent}" in said
-    said = refused("[distillation]", f'teacher = "{model}"', "[backend]", 'shard = "dp"')
-    assert "it is a second model" in said
-    assert "give an adapter of the same base" in said
-    teacher = ("[distillation]", 'teacher = "base"')
-    assert "drops groups" in refused(*teacher, "[training]", "dynamic_sampling = 2")
-    assert "its critic trains for nothing" in refused(*teacher, "[algorithm]", 'advantage_mode = "gae"')
-    assert "no effect with reward_weight = 0" in refused(*teacher, "[algorithm]", 'transform_mode = "gtpo"')
-    assert "at temperature 1" in refused(*teacher, 'url = "http://a:1"', "[training]", "temperature = 0.7")
-    assert "says nothing of tokens" in refused(*teacher, "[backend]", 'backend = "mine:Own"')
+    assert "it is an empty directory, nor an adapter" in refusal(tmp_path / "empty")
+    final = tmp_path / "campaign/runs/grpo+none_s1/final"
+    final.mkdir(parents=True)
+    (final / "adapter_model.safetensors").touch()
+    assert f"it is a campaign: give one of its runs, such as {final.parent}" in refusal(tmp_path / "campaign")
+    message = refusal(model, "[backend]", 'shard = "dp"')
+    assert "it is a second model" in message
+    assert "give an adapter of the same base" in message
 
 
-@pytest.mark.parametrize("kept", [
-    {"algorithm": {"advantage_mode": "gae"}, "distillation": {"teacher": "base", "reward_weight": 1.0}},
-    {"algorithm": {"transform_mode": "gtpo"}, "distillation": {"teacher": "base", "reward_weight": 1.0}},
-    {"training": {"group_size": 1}, "distillation": {"teacher": "base"}},
-    {"training": {"temperature": 0.7, "top_p": 0.9}, "distillation": {"teacher": "base"}},
-    {"training": {"dynamic_sampling": 2}, "distillation": {"teacher": "base", "weight": 0.0}},
+GAE = {"algorithm": {"advantage_mode": "gae"}}
+
+
+@pytest.mark.parametrize(("keys", "sections", "why"), [
+    ({"teacher": "", "clamp": 3.0}, {}, "has no effect without a teacher: teacher = "),
+    ({"server": "sglang"}, {}, "has no effect without url"),
+    ({"url": "gpu1:8000"}, {}, "no address"),
+    ({}, {"training": {"dynamic_sampling": 2}}, "drops groups"),
+    ({}, GAE, "its critic trains for nothing"),
+    ({}, {"algorithm": {"transform_mode": "gtpo"}}, "no effect with reward_weight = 0"),
+    ({"url": "http://a:1"}, {"training": {"temperature": 0.7}}, "at temperature 1"),
+    ({}, {"backend": {"backend": "mine:Own"}}, "says nothing of tokens"),
+    ({"reward_weight": 1.0}, {"training": {"group_size": 1}}, "advantages compare the completions of a group"),
+    ({"teacher": "policy"}, {}, "the student itself, which without a context teaches nothing"),
+    ({"context_text": "{context}"}, {}, "has no effect without a context"),
+    ({"context": "answer", "context_text": "the answer"}, {}, "does not say where the answer stands"),
+    ({"context": "answer"}, {"environment": {"tools": ["calculator"], "max_turns": 3}}, "may have several turns"),
+    ({"context": "sibling"}, {"training": {"group_size": 1}}, "with group_size = 1 no completion has one"),
+    ({"reward_weight": 1.0}, GAE, ""),
+    ({"reward_weight": 1.0}, {"algorithm": {"transform_mode": "gtpo"}}, ""),
+    ({}, {"training": {"group_size": 1, "temperature": 0.7, "top_p": 0.9}}, ""),
+    ({"weight": 0.0}, {"training": {"dynamic_sampling": 2}}, ""),
 ])  # fmt: skip
-def test_what_goes_together(kept):
-    parse_dict(kept)
-
-
-def test_with_one_answer_to_a_prompt_only_a_teacher_alone_has_something_to_say():
-    with pytest.raises(ConfigError, match="advantages compare the completions of a group"):
-        parse_dict({"training": {"group_size": 1}, "distillation": {"teacher": "base", "reward_weight": 1.0}})
+def test_what_goes_together(keys, sections, why):
+    settings = {"distillation": {"teacher": "base", **keys}, **sections}
+    if not why:
+        parse_dict(settings)
+        return
+    with pytest.raises(ConfigError, match=why):
+        parse_dict(settings)
 
 
 def test_a_run_is_found_by_its_directory_its_final_adapter_or_its_newest_checkpoint(tmp_path):
-    def found() -> str:
-        return place_of(configured(teacher="run"), tmp_path).name
-
-    for step in (2, 10):
-        (tmp_path / f"run/checkpoints/step_{step:06d}").mkdir(parents=True)
-        (tmp_path / f"run/checkpoints/step_{step:06d}/adapter_model.safetensors").touch()
-    assert found().endswith("step_000010")
-    (tmp_path / "run/final").mkdir()
-    (tmp_path / "run/final/adapter_model.safetensors").touch()
-    assert found().endswith("run/final")
-    (tmp_path / "run/adapter_model.safetensors").touch()
-    assert found() == str(tmp_path / "run")
+    for folder, found in (
+        ("checkpoints/step_000002", "step_000002"),
+        ("checkpoints/step_000010", "step_000010"),
+        ("final", "run/final"),
+        ("", "run"),
+    ):
+        (tmp_path / "run" / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / folder / "adapter_model.safetensors").touch()
+        assert place_of(configured(teacher="run"), tmp_path).name.endswith(found)
     with pytest.raises(ModelError):
         place_of(configured(teacher="./gone"), tmp_path)
     assert place_of(configured(), tmp_path).kind == "base"
@@ -439,15 +413,15 @@ def test_a_run_is_found_by_its_directory_its_final_adapter_or_its_newest_checkpo
     assert place_of(configured(teacher="tiny-reasoner"), tmp_path).kind == "model"
 
 
-# -- a teacher that is shown the solution ----------------------------------------------------------------------------
+# -- privileged context ----------------------------------------------------------------------------------------------
 
 
-def shown(base, own, longest: int = 1000) -> Context:
-    return Context(Renderer(base.text.source, parse_dict({}).data), own.distillation, longest)
+def teacher_context(base, config, longest: int = 1000) -> Context:
+    return Context(Renderer(base.text.source, parse_dict({}).data), config.distillation, longest)
 
 
-def asked_and_answered(base, samples, rights: list[bool], answer: str = "46") -> Group:
-    """A group of the tokens of these samples, as answers to one rendered prompt."""
+def answered(base, samples, rights: list[bool], answer: str = "46") -> Group:
+    """Return a group of these samples' tokens as answers to one rendered prompt."""
     problem = Problem("1", "12 + 34", answer)
     prompt = Renderer(base.text.source, parse_dict({}).data).prompt(problem, [{"role": "user", "content": "12 + 34"}])
     actions = []
@@ -458,111 +432,64 @@ def asked_and_answered(base, samples, rights: list[bool], answer: str = "46") ->
 
 
 def test_the_reference_answer_stands_at_the_end_of_the_last_message(base, samples):
-    own = configured(teacher="policy", context="answer", context_text="Hint: {context}!")
-    group_ = asked_and_answered(base, samples[:3], [True, False, False])
-    first, *others = shown(base, own).prompts(group_)
+    config = configured(teacher="policy", context="answer", context_text="Hint: {context}!")
+    group_ = answered(base, samples[:3], [True, False, False])
+    first, *others = teacher_context(base, config).prompts(group_)
     assert first is not None
     assert others == [first, first]
     text = base.text.source.decode(list(first))
     assert "12 + 34\n\nHint: 46!" in text
     assert text.replace("\n\nHint: 46!", "") == group_.prompt.text
-    assert shown(base, own, len(first) + len(group_.rollouts[0]) - 1).prompts(group_)[0] is None  # no room
+    no_room = len(first) + len(group_.rollouts[0]) - 1
+    assert teacher_context(base, config, no_room).prompts(group_)[0] is None
     group_.prompt = Prompt(Problem("1", "12 + 34", ""), group_.prompt.text, group_.prompt.token_ids)
-    assert shown(base, own).prompts(group_) == [None, None, None]
+    assert teacher_context(base, config).prompts(group_) == [None, None, None]
 
 
 def test_a_sibling_is_the_first_other_answer_that_was_right(base, samples):
-    own = configured(teacher="policy", context="sibling", context_text="<{context}>")
-    group_ = asked_and_answered(base, samples[:4], [False, True, True, False])
-    texts = [base.text.source.decode(list(prompt or ())) for prompt in shown(base, own).prompts(group_)]
-    solutions = [one.text for one in group_.rollouts]
+    config = configured(teacher="policy", context="sibling", context_text="<{context}>")
+    group_ = answered(base, samples[:4], [False, True, True, False])
+    context = teacher_context(base, config)
+    texts = [base.text.source.decode(list(prompt or ())) for prompt in context.prompts(group_)]
+    solutions = [rollout_.text for rollout_ in group_.rollouts]
     for text, source in zip(texts, [1, 2, 1, 1], strict=True):
         assert f"<{solutions[source]}>" in text
-    alone = asked_and_answered(base, samples[:3], [False, True, False])
-    assert [prompt is None for prompt in shown(base, own).prompts(alone)] == [False, True, False]
-    nobody = asked_and_answered(base, samples[:3], [False, False, False])
-    assert shown(base, own).prompts(nobody) == [None, None, None]
+    one_right = answered(base, samples[:3], [False, True, False])
+    assert [prompt is None for prompt in context.prompts(one_right)] == [False, True, False]
+    assert context.prompts(answered(base, samples[:3], [False] * 3)) == [None, None, None]
 
 
 @pytest.mark.parametrize("teacher", ["policy", "base"])
-def test_what_it_says_is_of_the_same_tokens_after_its_own_prompt(base, lanes, samples, tmp_path, teacher):
-    own = {"teacher": teacher, "context": "sibling"}
+def test_it_scores_the_same_tokens_after_its_prompt(base, lanes, samples, tmp_path, teacher):
+    keys = {"teacher": teacher, "context": "sibling"}
     policy = local_policy(base, lanes)
     with torch.no_grad():
         policy.adapter.flat.copy_(trained(lanes, 2).flat)
-    group_ = asked_and_answered(base, samples[:3], [True, False, False])
-    made, _, _ = made_for(base, lanes, tmp_path, distillation=own)
-    context = shown(base, configured(**own))
-    said = taught(made, policy, [group_], context)
-    assert len(said[0]) == 0
-    assert len(group_.rollouts[0]) > 0
-    for one, prompt, said_T in list(zip(group_.rollouts, context.prompts(group_), said, strict=True))[1:]:
-        whole = Sample.single_turn(prompt or (), one.token_ids, one.logprobs_T, one.logprobs_T)
-        if teacher == "policy":
-            with lanes.single(policy.adapter):
-                wanted_T = plain_logprobs(base.model, whole, 1.0)
-        else:
-            wanted_T = plain_logprobs(base.model, whole, 1.0)
-        np.testing.assert_allclose(said_T, wanted_T, atol=2e-5)
-    assert abs(said[1] - group_.rollouts[1].logprobs_T).max() > 1e-3
+    group_ = answered(base, samples[:3], [True, False, False])
+    scorer, _, _ = made_for(base, lanes, tmp_path, distillation=keys)
+    context = teacher_context(base, configured(**keys))
+    scores = taught(scorer, policy, [group_], context)
+    assert len(scores[0]) == 0 < len(group_.rollouts[0])
+    for rollout_, prompt, teacher_T in list(zip(group_.rollouts, context.prompts(group_), scores, strict=True))[1:]:
+        whole = Sample.single_turn(prompt or (), rollout_.token_ids, rollout_.logprobs_T, rollout_.logprobs_T)
+        with lanes.single(policy.adapter if teacher == "policy" else None):
+            expected_T = plain_logprobs(base.model, whole, 1.0)
+        np.testing.assert_allclose(teacher_T, expected_T, atol=2e-5)
+    assert abs(scores[1] - group_.rollouts[1].logprobs_T).max() > 1e-3
 
 
-def test_the_same_context_as_the_students_gives_no_advantage(base, lanes, samples, tmp_path):
-    """OPSD's zero: a policy that reads what it has read says what it has said."""
+def test_the_students_context_gives_no_advantage(base, lanes, samples):
+    """OPSD's zero: the policy after its own prompt gives the log-probabilities of the student."""
     policy = local_policy(base, lanes)
-    groups = groups_of([sample for sample in samples[:3]])
-    said = taught(PolicyTeacher(), policy, groups)
-    scored_T = policy.score(samples[:3], frozenset({Want.LOGPROBS})).logprobs
-    assert scored_T is not None
-    for mine_T, own_T in zip(said, scored_T, strict=True):
-        assert (mine_T == own_T).all()
+    groups = groups_of(samples[:3])
+    scores = taught(PolicyTeacher(), policy, groups)
+    student = policy.score(samples[:3], frozenset({Want.LOGPROBS})).logprobs
+    assert student is not None
+    for teacher_T, student_T in zip(scores, student, strict=True):
+        assert (teacher_T == student_T).all()
     config = configured(teacher="policy", context="answer", student="trainer")
-    numbers = credited(groups, config, Scores(logprobs=scored_T, teacher=said)).metrics
+    numbers = credited(groups, config, Scores(logprobs=student, teacher=scores)).metrics
     assert numbers["distillation/reverse_kl"] == numbers["distillation/advantage_std"] == 0.0
-
-
-def test_prompts_are_exchanged_and_nothing_else(samples):
-    for sample in samples:
-        other = read_after(sample, (7, 8, 9, 10, 11))
-        assert drawn(other).tolist() == drawn(sample).tolist()
-        assert other.token_ids[:5].tolist() == [7, 8, 9, 10, 11]
-        assert other.prefix == 5
-        assert len(other) == len(sample) - sample.prefix + 5
-        assert other.token_ids[5:].tolist() == sample.token_ids[sample.prefix :].tolist()
-        for name in ("logprobs", "versions", "advantages", "loss_mask"):
-            assert (getattr(other, name)[5:] == getattr(sample, name)[sample.prefix :]).all()
-
-
-@pytest.mark.parametrize("reward_weight", [0.0, 1.0])
-def test_answers_that_nobody_can_be_shown_anything_for_have_no_teacher(reward_weight):
-    """They are counted, and train with what the reward gives them."""
-    groups = [group(1.0, 0.0, 0.0), group(1.0, 1.0)]
-    theirs = opinions(groups)
-    theirs[0] = theirs[3] = theirs[4] = np.zeros(0)
-    config = configured(teacher="policy", context="sibling", reward_weight=reward_weight)
-    credit = credited(groups, config, Scores(teacher=theirs))
-    silent, spoken, _ = groups[0].rollouts
-    assert credit.metrics["distillation/taught_frac"] == pytest.approx(2 / 5)
-    assert bool(silent.token_advantages_T.any()) == bool(reward_weight)
-    assert spoken.token_advantages_T.any()
-    assert [each.discarded for each in groups] == [None, "zero_advantage"]
-    assert credit.denominators.tokens == sum(len(one) for each in groups for one in each.rollouts)
-    nothing = credited(groups, config, Scores(teacher=[np.zeros(0)] * 5))
-    assert nothing.metrics == {**nothing.metrics, "distillation/taught_frac": 0.0}
-    assert "distillation/reverse_kl" not in nothing.metrics
-
-
-@pytest.mark.parametrize(("keys", "why"), [
-    ({"teacher": "policy"}, "the student itself, which without a context teaches nothing"),
-    ({"context_text": "{context}"}, "has no effect without a context"),
-    ({"context": "answer", "context_text": "the answer"}, "does not say where the answer stands"),
-    ({"context": "answer", "environment": {"tools": ["calculator"], "max_turns": 3}}, "may have several turns"),
-    ({"context": "sibling", "training": {"group_size": 1}}, "with group_size = 1 no completion has one"),
-])  # fmt: skip
-def test_a_context_that_could_not_be_shown_is_refused(keys, why):
-    sections = {name: keys.pop(name) for name in ("environment", "training") if name in keys}
-    with pytest.raises(ConfigError, match=why):
-        parse_dict({"distillation": {"teacher": "base", **keys}, **sections})
 
 
 # -- campaigns ------------------------------------------------------------------------------------------------------
@@ -582,18 +509,19 @@ enabled = false
 """
 SECTION = '[distillation]\nteacher = "{teacher}"\nweight = 0\n'
 ALONE, MIXED = ("distillation = {weight = 1.0}\n", "distillation = {weight = 0.5, reward_weight = 1.0, clamp = 2.0}\n")
+TRAINER = 'distillation = {weight = 1.0, student = "trainer"}\n'
 SELF = 'distillation = {weight = 0.5, teacher = "policy", context = "sibling", reward_weight = 1.0}\n'
-SHOWN = 'distillation = {weight = 1.0, teacher = "base", context = "answer"}\n'
-WHOLE = (
+ANSWER = 'distillation = {weight = 1.0, teacher = "base", context = "answer"}\n'
+VOCABULARY = (
     'distillation = {weight = 1.0, teacher = "base", context = "answer", estimate = "vocabulary"}\n',
     'distillation = {weight = 1.0, estimate = "vocabulary", alpha = 1.0, top_tokens = 20, reward_weight = 0.5}\n',
 )
-ALL = ("", ALONE, MIXED, 'distillation = {weight = 1.0, student = "trainer"}\n', SELF, SHOWN, *WHOLE)
+ALL = ("", ALONE, MIXED, TRAINER, SELF, ANSWER, *VOCABULARY)
 
 
-def campaign(folder: Path, model: Path, teacher: Path | str, *conditions: str, steps: int = 4, training: str = "",
+def campaign(folder: Path, model: Path, teacher: Path | str, *conditions: str, steps: int = 3, training: str = "",
              section: str = SECTION, name: str = "toy", extra: str = "") -> Path:  # fmt: skip
-    """A file of one seed and a condition for each of these overrides."""
+    """Write a campaign of one seed with a condition for each of these overrides."""
     head = campaign_head(seeds=[1], max_steps=steps)
     for overrides in conditions:
         head += campaign_head(("grpo", "none")).removeprefix("[campaign]\n") + overrides
@@ -603,135 +531,95 @@ def campaign(folder: Path, model: Path, teacher: Path | str, *conditions: str, s
     return path
 
 
+def finish(path: Path, out: Path) -> list[Path]:
+    assert launch(load(path), out, NullObserver()).exit_status == 0
+    return runs_of(out)
+
+
 def runs_of(out: Path) -> list[Path]:
     return [out / run["path"] for run in read_json(out / "manifest.json")["runs"]]
 
 
-def rows_of(run: Path) -> list[str]:
+def results_of(run: Path) -> dict[str, object]:
     rows = read_jsonl(run / "metrics.jsonl")
-    return [json.dumps({key: value for key, value in row.items() if not is_timing_key(key)}) for row in rows]
-
-
-def made(run: Path) -> dict[str, object]:
-    return {"rows": rows_of(run), "adapter": (run / "final/adapter_model.safetensors").read_bytes()}
+    rows = [{key: row[key] for key in row if not is_timing_key(key) and key != "cohort_size"} for row in rows]
+    return {"rows": json.dumps(rows), "adapter": (run / "final/adapter_model.safetensors").read_bytes()}
 
 
 @pytest.fixture(scope="module")
 def teacher(model, tmp_path_factory) -> Path:
-    """A run that has learned what is rewarded."""
+    """Return a finished run."""
     folder = tmp_path_factory.mktemp("teacher")
-    path = campaign(folder, model, "", "", steps=12, section="")
-    assert launch(load(path), folder / "out", NullObserver()).exit_status == 0
-    return runs_of(folder / "out")[0]
+    (run,) = finish(campaign(folder, model, "", "", steps=2, section=""), folder / "out")
+    return run
 
 
 @pytest.fixture(scope="module")
 def finished(model, teacher, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
-    path = campaign(folder, model, teacher, *ALL)
-    assert launch(load(path), folder / "out", NullObserver()).exit_status == 0
+    finish(campaign(folder, model, teacher, *ALL), folder / "out")
     return folder / "out"
 
 
-def test_students_come_nearer_to_the_teacher_and_the_baseline_is_as_without_one(finished, model, teacher, tmp_path):
+def test_what_a_campaign_with_every_kind_of_teacher_records(finished, model, teacher, tmp_path):
     plain, *students = runs_of(finished)
-    path = campaign(tmp_path, model, "", "", "lora = {alpha = 4.0}\n", section="")
-    assert launch(load(path), tmp_path / "without", NullObserver()).exit_status == 0
-    without = runs_of(tmp_path / "without")[0]
-    same = {key: value for key, value in json.loads(rows_of(plain)[-1]).items() if key != "cohort_size"}
-    assert same == {key: value for key, value in json.loads(rows_of(without)[-1]).items() if key != "cohort_size"}
-    assert made(plain)["adapter"] == made(without)["adapter"]
+    without, _ = finish(campaign(tmp_path, model, "", "", "lora = {alpha = 4.0}\n", section=""), tmp_path / "without")
+    assert results_of(plain)["adapter"] == results_of(without)["adapter"]  # weight 0 is as if there were no teacher
     identities = {read_json(run / "config.json").get("taught_by") for run in (plain, *students)}
     assert len(identities) == 4
     assert {None, "policy"} < identities
-    by_itself, answered, *whole = (read_jsonl(run / "metrics.jsonl") for run in students[3:])
-    for row in [row for rows in whole for row in rows]:
+    alone, _, trainer, sibling, answer, *vocabulary = (read_jsonl(run / "metrics.jsonl") for run in students)
+    assert alone[0]["distillation/reverse_kl"] > 0.05
+    assert alone[0]["num_datums"] == 12  # groups with equal rewards train, too
+    for key in ("distillation/reverse_kl", "loss", "optim/grad_norm", "distillation/teacher_logprob"):
+        assert alone[0][key] == pytest.approx(trainer[0][key], rel=1e-3, abs=1e-6), key  # equal up to rounding
+    assert all(0.0 <= row["distillation/taught_frac"] <= 1.0 for row in sibling)
+    assert all(row["distillation/taught_frac"] == 1.0 for row in answer)
+    assert all(row["distillation/reverse_kl_k3"] > 0.0 for row in answer)
+    for row in [row for rows in vocabulary for row in rows]:
         assert row["distillation/divergence"] > 0.0
         assert row["distillation/reverse_kl"] is None
-        assert row["distillation/taught_frac"] == 1.0
-        assert row["num_datums"] == 12
-    assert all(0.0 <= row["distillation/taught_frac"] <= 1.0 for row in by_itself)
-    assert all(row["distillation/taught_frac"] == 1.0 for row in answered)
-    assert all(row["distillation/reverse_kl_k3"] > 0.0 for row in answered)
-    first, last = (read_jsonl(students[0] / "metrics.jsonl")[place] for place in (0, -1))
-    assert first["distillation/reverse_kl"] > 0.05
-    assert first["num_datums"] == 12  # every answer trains, also of groups whose rewards are all the same
-    longer = campaign(
-        tmp_path, model, teacher, ALONE, "distillation = {weight = 0.0}\nlr = 0.01\n", steps=16, name="longer"
-    )
-    assert launch(load(longer), tmp_path / "longer", NullObserver()).exit_status == 0
-    rows = read_jsonl(runs_of(tmp_path / "longer")[0] / "metrics.jsonl")
-    near = [np.mean([row["distillation/reverse_kl_k3"] for row in part]) for part in (rows[:4], rows[-4:])]
-    assert near[1] < 0.7 * near[0]
-    assert last["distillation/reverse_kl"] is not None
+        assert (row["distillation/taught_frac"], row["num_datums"]) == (1.0, 12)
 
 
-def test_sampler_and_trainer_give_one_student_up_to_rounding(finished):
-    _, sampler, _, trainer, *_ = runs_of(finished)
-    one, other = (read_jsonl(run / "metrics.jsonl")[0] for run in (sampler, trainer))
-    for key in ("distillation/reverse_kl", "loss", "optim/grad_norm", "distillation/teacher_logprob"):
-        assert one[key] == pytest.approx(other[key], rel=1e-3, abs=1e-6), key
-
-
-def test_interrupted_at_every_step_equals_uninterrupted(finished, model, teacher, tmp_path):
+def test_interrupted_equals_uninterrupted(finished, model, teacher, tmp_path):
     path, out = campaign(tmp_path, model, teacher, *ALL), tmp_path / "out"
-    assert launch(load(path), out, StopAfter(1)).exit_status == 130
-    for _ in range(2):
-        assert resume(out, StopAfter(1)).exit_status == 130
+    assert launch(load(path), out, StopAfter(len(ALL) + 1)).exit_status == 130
     assert resume(out, NullObserver()).exit_status == 0
     for mine, theirs in zip(runs_of(out), runs_of(finished), strict=True):
         assert mine.name == theirs.name
-        assert made(mine) == made(theirs)
+        assert results_of(mine) == results_of(theirs)
 
 
 def test_with_several_updates_and_rollouts_ahead_it_trains(model, teacher, tmp_path):
     path = campaign(
-        tmp_path, model, teacher, MIXED, WHOLE[1], "distillation = {weight = 1.0, student = \"trainer\"}\n",
+        tmp_path, model, teacher, MIXED, VOCABULARY[1], TRAINER, steps=2,
         training='num_iterations = 2\nmax_off_policy_steps = 1', extra='[algorithm]\ncorrection = "tis"\n',
     )  # fmt: skip
-    assert launch(load(path), tmp_path / "out", NullObserver()).exit_status == 0
-    for run in runs_of(tmp_path / "out"):
+    for run in finish(path, tmp_path / "out"):
         name = "distillation/divergence" if "vocabulary" in run.name else "distillation/reverse_kl"
         assert all(row[name] is not None for row in read_jsonl(run / "metrics.jsonl"))
 
 
-def test_other_weights_of_the_teacher_are_told_before_a_run_goes_on(model, teacher, tmp_path):
-    import shutil
-
-    own = shutil.copytree(teacher / "final", tmp_path / "own")
-    path, out = campaign(tmp_path, model, own, ALONE, MIXED), tmp_path / "out"
+def test_other_weights_of_the_teacher_are_named_before_a_run_continues(model, teacher, tmp_path):
+    adapter = shutil.copytree(teacher / "final", tmp_path / "adapter")
+    out = tmp_path / "out"
+    path = campaign(tmp_path, model, adapter, ALONE, steps=2)
     assert launch(load(path), out, StopAfter(1)).exit_status == 130
-    from safetensors.torch import load_file, save_file
-
-    changed = {name: 1.5 * tensor for name, tensor in load_file(own / "adapter_model.safetensors").items()}
-    save_file(changed, own / "adapter_model.safetensors", metadata={"format": "pt"})
+    changed = {name: 1.5 * tensor for name, tensor in load_file(adapter / "adapter_model.safetensors").items()}
+    save_file(changed, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
     result = CliRunner().invoke(app, ["resume", str(out), "--plain"])
     assert result.exit_code == 2, result.output
     assert "weights of the teacher: adapter" in re.sub(r"\s+", " ", result.stdout + result.stderr)
-    result = CliRunner().invoke(app, ["resume", str(out), "--plain", "--accept-changes"])
-    assert result.exit_code == 0, result.output
 
 
-def test_explain_says_what_it_adds(model, teacher, tmp_path):
+def test_explain_has_the_formula_of_every_condition(model, teacher, tmp_path):
     result = CliRunner().invoke(app, ["explain", str(campaign(tmp_path, model, teacher, *ALL))])
     assert result.exit_code == 0
-    told = re.sub(r"\s+", " ", result.stdout)
-    assert "distillation 1 × (ln π_teacher − ln π) of every token, teacher" in told
-    assert "in place of A; the reward is only recorded" in told
-    assert "0.5 × (ln π_teacher − ln π), the difference cut off at ±2, of every token" in told
-    assert "plus 1 × A" in told
-    assert "teacher base that is shown the reference answer, in place of A" in told
-    assert "1 × D_α(π_teacher, π) with α = 0.5 over the vocabulary at every token in the loss, teacher base" in told
-    assert "1 × KL(π ‖ π_teacher) over the 20 likeliest tokens and the rest as one" in told
-
-
-def test_the_algorithm_needs_what_its_teacher_needs(base):
-    for config in (configured(), configured(student="trainer"), parse_dict({})):
-        made_ = Standard(config, None, None, base.text, ())  # type: ignore[arg-type]
-        assert made_.needs == config.algorithm.needs | config.distillation.needs
-
-
-def test_estimates_of_the_divergence_are_those_of_the_losses():
-    one, other = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    assert kl_terms("k1", one, other, mask).tolist() == [[0.5, -1.0]]
+    text = re.sub(r"\s+", " ", result.stdout)
+    for formula in (
+        "distillation 1 × (ln π_teacher − ln π) of every token, teacher",
+        "0.5 × (ln π_teacher − ln π), the difference cut off at ±2, of every token",
+        "1 × D_α(π_teacher, π) with α = 0.5 over the vocabulary at every token in the loss, teacher base",
+    ):
+        assert formula in text

@@ -17,9 +17,14 @@ def read(path):
     return spectra(path / "adapter_model.safetensors", path / "adapter_config.json")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(
-    ("settings", "scale"), [({}, 2.0), ({"use_rslora": True}, 4.0), ({"alpha_pattern": {"q_proj": 1}}, None)]
+    ("dtype", "settings", "scale"),
+    [
+        (torch.float32, {}, 2.0),
+        (torch.bfloat16, {"use_rslora": True}, 4.0),
+        (torch.float16, {"alpha_pattern": {"q_proj": 1}}, None),
+        (torch.float64, {}, 2.0),
+    ],
 )
 def test_spectra_are_those_of_squeeze(tmp_path, dtype, settings, scale):
     factors = adapter(tmp_path / "a", dtype=dtype, **settings)
@@ -33,23 +38,20 @@ def test_spectra_are_those_of_squeeze(tmp_path, dtype, settings, scale):
         assert found[name].energy == pytest.approx(energy.numpy(), rel=1e-4)
 
 
-def test_an_untrained_adapter_has_no_directions(tmp_path):
-    adapter(tmp_path / "a", zero=True)
-    found = read(tmp_path / "a")["layers.0.q_proj"]
-    assert found.energy.tolist() == [0] * 4
-    assert found.directions.shape[1] == 0
-    assert overlap(found, found) is None
-
-
 def test_overlap_is_1_for_the_same_and_chance_for_others(tmp_path):
     adapter(tmp_path / "a", seed=0)
     one = read(tmp_path / "a")["layers.0.q_proj"]
     assert overlap(one, one) == pytest.approx(1.0, abs=1e-5)
     values = []
-    for seed in range(1, 41):
+    for seed in range(1, 31):
         adapter(tmp_path / str(seed), seed=seed)
         values.append(overlap(one, read(tmp_path / str(seed))["layers.0.q_proj"]))
-    assert np.mean(values) == pytest.approx(4 / 30, abs=0.03)
+    assert np.mean(values) == pytest.approx(4 / 30, abs=0.035)
+    adapter(tmp_path / "untrained", zero=True)
+    untrained = read(tmp_path / "untrained")["layers.0.q_proj"]
+    assert untrained.energy.tolist() == [0] * 4
+    assert untrained.directions.shape[1] == 0
+    assert overlap(untrained, untrained) is None
 
 
 def test_the_page_of_a_campaign_and_of_a_run(tmp_path):
@@ -70,15 +72,13 @@ def test_the_page_of_a_campaign_and_of_a_run(tmp_path):
     assert run["energy"][-1] == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\0" * 8, b"\xff" * 100, b"\x02\0\0\0\0\0\0\0{}", b"\x05\0\0\0\0\0\0\0[1,2]"]
-)
-def test_an_adapter_that_is_being_written_is_left_out(tmp_path, content):
+def test_an_adapter_that_is_being_written_is_left_out(tmp_path):
     home = campaign(tmp_path / "one", seeds=1)
     final = home / "runs/grpo+none_s1/final"
     adapter(final)
-    whole = (final / "adapter_model.safetensors").read_bytes()
-    client = client_of(home)
-    for data in (content, whole[: len(whole) // 2], whole[:-4]):
-        (final / "adapter_model.safetensors").write_bytes(data)
+    path, client = final / "adapter_model.safetensors", client_of(home)
+    whole = path.read_bytes()
+    broken = (b"", b"\0" * 8, b"\xff" * 100, b"\x02\0\0\0\0\0\0\0{}", b"\x05\0\0\0\0\0\0\0[1,2]")
+    for data in (*broken, whole[: len(whole) // 2], whole[:-4]):
+        path.write_bytes(data)
         assert get(client, "/api/lora", at="one")["runs"][0]["modules"] == []

@@ -15,59 +15,31 @@ from pathlib import Path
 import pytest
 
 from retrain.errors import UsageError
-from retrain.ui.bundle import key_of, without_paths, write_bundle
+from retrain.ui.bundle import without_paths, write_bundle
 from retrain.ui.library import Library
 from retrain.ui.numbers import Pool
 from retrain.ui.places import Places
 from retrain.ui.scripts import joined
-from retrain.ui.server import STATIC
-
-
-def modules(folder, **texts):
-    for name, text in texts.items():
-        (folder / f"{name}.js").write_text(text)
-    return folder
 
 
 def test_modules_become_one_script_each_before_who_needs_it(tmp_path):
     (tmp_path / "views").mkdir()
-    modules(tmp_path, app='import {a, b as c} from "./views/x.js";\nc(a);\n', low="export const one = 1;\n")
-    modules(
-        tmp_path / "views",
-        x='import {\n  one,\n} from "../low.js";\nexport async function a() {}\nexport class b {}\none;\n',
-    )
+    (tmp_path / "app.js").write_text('import {a, b as c} from "./views/x.js";\nc(a);\n')
+    (tmp_path / "low.js").write_text("export const one = 1;\n")
+    x = 'import {\n  one,\n} from "../low.js";\nexport async function a() {}\nexport class b {}\none;\n'
+    (tmp_path / "views" / "x.js").write_text(x)
     text = joined(tmp_path, "app.js")
     assert re.findall(r'^parts\$\["(.*)"\] = ', text, re.MULTILINE) == ["low.js", "views/x.js", "app.js"]
     assert 'const {a, b: c} = parts$["views/x.js"];' in text
     assert 'const {one} = parts$["low.js"];' in text
     assert "return {a, b};" in text
-    assert not re.search(r"^(import|export)", text, re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ('import x from "./low.js";\n', "is a form that a copy of the page cannot have"),
-        ("export default 1;\n", "is a form that a copy of the page cannot have"),
-        ('const x = import("./low.js");\n', "is a form that a copy of the page cannot have"),
-        ('import {a} from "./app.js";\n', "app.js imports itself"),
-    ],
-)
-def test_modules_in_another_form_are_refused(tmp_path, text, reason):
-    with pytest.raises(ValueError, match=reason):
-        joined(modules(tmp_path, app=text, low=""), "app.js")
-
-
-def test_the_pages_own_modules_can_be_joined():
-    text = joined(STATIC, "app.js")
-    assert text.count("parts$[") > 40
-    assert "retrainAnswers" in text
-
-
-def test_a_question_has_one_name():
-    asked = {"at": "logs/a", "key": "loss", "x": "step", "points": 600, "first": 0, "text": ""}
-    assert key_of("columns", asked) == "columns?at=logs/a&key=loss&x=step"
-    assert key_of("places", {}) == "places?"
+    for text in ('import x from "./low.js";\n', "export default 1;\n", 'const x = import("./low.js");\n'):
+        (tmp_path / "app.js").write_text(text)
+        with pytest.raises(ValueError, match="is a form that a copy of the page cannot have"):
+            joined(tmp_path, "app.js")
+    (tmp_path / "app.js").write_text('import {a} from "./app.js";\n')
+    with pytest.raises(ValueError, match=r"app\.js imports itself"):
+        joined(tmp_path, "app.js")
 
 
 @pytest.mark.parametrize(
@@ -94,24 +66,25 @@ def copied(mixed_campaign, tmp_path_factory):
     return out
 
 
-def answers_in(path):
-    text = path.read_text()
-    assert text.startswith("retrainAnswers(")
-    return json.loads(text.removeprefix("retrainAnswers(").removesuffix(");\n"))
-
-
-def test_a_copy_holds_every_answer_that_its_index_names_and_nothing_of_the_machine(copied, mixed_campaign):
+def test_a_copy_holds_every_answer_that_its_index_names_and_loads_nothing_else(copied, mixed_campaign):
     about = json.loads((copied / "data.js").read_text().removeprefix("globalThis.RETRAIN_COPY = ").removesuffix(";\n"))
-    assert about["homes"] == [f"{mixed_campaign.name}/out"]
-    assert f"columns?at={about['homes'][0]}&key=step&x=step" in about["files"]
-    found = {name: answers_in(copied / "data" / f"{name}.js") for name in set(about["files"].values())}
-    assert {key: name for name, own in found.items() for key in own} == about["files"]
+    (home,) = about["homes"]
+    assert home == f"{mixed_campaign.name}/out"
+    assert f"columns?at={home}&key=step&x=step" in about["files"]
+    answers = {}
+    for name in set(about["files"].values()):
+        text = (copied / "data" / f"{name}.js").read_text()
+        answers[name] = json.loads(text.removeprefix("retrainAnswers(").removesuffix(");\n"))
+        assert "Traceback" not in text
+    assert {key: name for name, each in answers.items() for key in each} == about["files"]
     kinds = {key.partition("?")[0] for key in about["files"]}
     assert kinds >= {"places", "campaign", "metrics", "columns", "curves", "notes", "timeline", "rollouts", "rollout",
                      "iterations", "compare", "log", "lora"}  # fmt: skip
-    campaign = found["000_campaign"][f"campaign?at={about['homes'][0]}"]
-    assert campaign["comparison"]["conditions"]
-    assert b"Traceback" not in b"".join(path.read_bytes() for path in (copied / "data").iterdir())
+    assert answers["000_campaign"][f"campaign?at={home}"]["comparison"]["conditions"]
+    page = (copied / "index.html").read_text()
+    assert all((copied / link).is_file() for link in re.findall(r'(?:src|href)="([^"#]+)"', page))
+    assert "default-src 'none'" in html.unescape(page)
+    assert 'type="module"' not in page
 
 
 def test_a_copy_has_nothing_of_the_machine(copied, mixed_campaign):
@@ -126,14 +99,6 @@ def test_a_copy_has_nothing_of_the_machine(copied, mixed_campaign):
         told = re.compile("|".join(rf"(?<![\w.]){re.escape(word)}(?!\w)" for word in words if len(word) > 1))
         found = told.search(path.read_text("utf-8", "replace"))
         assert found is None, (path.name, found and found.string[max(0, found.start() - 80) : found.end() + 60])
-
-
-def test_a_copys_page_loads_nothing_but_what_lies_beside_it(copied):
-    page = (copied / "index.html").read_text()
-    for link in re.findall(r'(?:src|href)="([^"#]+)"', page):
-        assert (copied / link).is_file(), link
-    assert "default-src 'none'" in html.unescape(page)
-    assert 'type="module"' not in page
 
 
 def test_nothing_that_is_there_is_written_over(copied, mixed_campaign, tmp_path):

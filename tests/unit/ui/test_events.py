@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import fcntl
-import json
 import shutil
 import threading
-import time
 
 import httpx
 import pytest
@@ -15,7 +13,7 @@ from ui_cases import campaign, client_of, evaluation, get, note, row
 
 from retrain.files import append_jsonl, read_json, write_json
 from retrain.serving.listening import Server, listening_socket
-from retrain.ui.events import Pages, changes, look, stream
+from retrain.ui.events import changes, look
 from retrain.ui.findings import Findings
 from retrain.ui.library import Library
 from retrain.ui.numbers import Pool
@@ -66,71 +64,30 @@ def test_another_worker_is_told(library, tmp_path):
     assert found == [{"place": "one/runs/maxrl+none_s1", "what": ["state"]}]
 
 
-def test_a_new_comparison_is_told(library, tmp_path):
-    findings = Findings(library)
-    findings.comparison(library.home("one"), 60.0)
+def test_a_new_comparison_is_told_and_made_when_its_files_change(library, tmp_path):
+    findings, run = Findings(library), tmp_path / "one/runs/grpo+none_s1"
+
+    def version():
+        findings.comparison(library.home("one"), 60.0)
+        return findings.version(library.home("one"))
+
+    assert version() == 1
+    append_jsonl(run / "metrics.jsonl", [row(6)])  # no comparison reads it
+    assert version() == 1
     seen = look(library, findings, "one")
-    append_jsonl(tmp_path / "one/runs/grpo+none_s1/evals.jsonl", [evaluation(6, 0.5)])
-    findings.comparison(library.home("one"), 60.0)
+    append_jsonl(run / "evals.jsonl", [evaluation(6, 0.5)])
+    assert version() == 2
     assert {"place": "one", "what": ["comparison"]} in told(library, findings, seen)[0]
-
-
-def test_versions_count_the_comparisons_that_were_made(library, tmp_path):
-    findings = Findings(library)
-    assert findings.version(library.home("one")) == 0
-    findings.comparison(library.home("one"), 60.0)
-    append_jsonl(tmp_path / "one/runs/grpo+none_s1/metrics.jsonl", [row(6)])  # no comparison reads it
-    findings.comparison(library.home("one"), 60.0)
-    assert findings.version(library.home("one")) == 1
-    append_jsonl(tmp_path / "one/runs/grpo+none_s1/evals.jsonl", [evaluation(6, 0.5)])
-    findings.comparison(library.home("one"), 60.0)
-    assert findings.version(library.home("one")) == 2
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"sequential": {"rule": "looks"}},
-        {"declared": {"margin": 0.1}},
-        {"notes": ["a seed was repeated"]},
-        {"state": "failed"},
-        {"reason": "out of memory"},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_what_a_comparison_says_of_a_manifest_makes_it_anew(library, tmp_path, change):
-    findings = Findings(library)
-    before = findings.signature(library.home("one"))
-    assert findings.signature(library.home("one")) == before
-    manifest = json.loads((tmp_path / "one/manifest.json").read_text())
-    changed = manifest["runs"][0] if change.keys() & {"state", "reason"} else manifest
-    changed |= change
-    write_json(tmp_path / "one/manifest.json", manifest)
-    assert findings.signature(library.home("one")) != before
-
-
-def test_a_stream_tells_views_and_changes_and_ends_with_the_server(library, tmp_path, monkeypatch):
-    monkeypatch.setattr("retrain.ui.events.LOOK_EVERY_S", 0.05)
-    pages, ended = Pages(), threading.Event()
-
-    async def listen():
-        heard = []
-        async for text in stream(library, Findings(library), "one", pages, ended.is_set):
-            heard.append(text)
-            if len(heard) == 1:
-                assert pages.move("/metrics/one") == 1
-            elif "view" in text:
-                append_jsonl(tmp_path / "one/runs/grpo+none_s1/metrics.jsonl", [row(6)])
-            elif "metrics" in text:
-                ended.set()
-        return heard
-
-    heard = asyncio.run(asyncio.wait_for(listen(), 60))
-    assert heard[0].startswith("retry:")
-    assert heard[1] == 'event: view\ndata: {"url": "/metrics/one"}\n\n'
-    data = json.loads(next(text for text in heard[2:] if '"metrics"' in text).partition("data: ")[2])
-    assert data == {"place": "one/runs/grpo+none_s1", "what": ["metrics"], "rows": 7}
-    assert pages.move("/") == 0
+    manifest = read_json(tmp_path / "one/manifest.json")
+    for key, value in (("sequential", {"rule": "looks"}), ("declared", {"margin": 0.1}), ("notes", ["repeated"])):
+        before = findings.signature(library.home("one"))
+        write_json(tmp_path / "one/manifest.json", manifest := manifest | {key: value})
+        assert findings.signature(library.home("one")) != before
+    for key, value in (("state", "failed"), ("reason", "out of memory")):
+        before = findings.signature(library.home("one"))
+        manifest["runs"][0][key] = value
+        write_json(tmp_path / "one/manifest.json", manifest)
+        assert findings.signature(library.home("one")) != before
 
 
 def test_too_many_listeners_are_refused(monkeypatch, tmp_path):
@@ -141,33 +98,28 @@ def test_too_many_listeners_are_refused(monkeypatch, tmp_path):
 def test_a_page_hears_a_row_over_http_and_is_moved(tmp_path):
     home = campaign(tmp_path / "one", state="running")
     with listening_socket("127.0.0.1", 0) as bound:
-        port = bound.getsockname()[1]
-        ready = threading.Event()
-        library = Library(Places([home]), Pool())
-        app = app_of(library, port=port, closing=lambda: server.should_exit)
+        port, ready = bound.getsockname()[1], threading.Event()
+        url = f"http://127.0.0.1:{port}"
+        app = app_of(Library(Places([home]), Pool()), port=port, closing=lambda: server.should_exit)
         server = Server(app, ready.set)
-        server.capture_signals = __import__("contextlib").nullcontext  # not the main thread
+        server.capture_signals = contextlib.nullcontext  # not the main thread
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         assert ready.wait(30)
         heard = []
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-                with client.stream("GET", "/api/events", params={"at": "one"}) as answer:
-                    assert answer.headers["content-type"].startswith("text/event-stream")
-                    assert "content-encoding" not in answer.headers
-                    for line in answer.iter_lines():
-                        heard.append(line)
-                        if line.startswith("retry"):
-                            begin = time.monotonic()
-                            append_jsonl(home / "runs/grpo+none_s1/metrics.jsonl", [row(6)])
-                            with httpx.Client() as other:
-                                posted = other.post(f"http://127.0.0.1:{port}/api/view", json={"url": "/notes/one"})
-                                assert posted.json() == {"url": "/notes/one", "pages": 1}
-                        if '"metrics"' in line:
-                            break
-                assert time.monotonic() - begin < 10
-                assert 'data: {"url": "/notes/one"}' in heard
+            with httpx.stream("GET", f"{url}/api/events", params={"at": "one"}, timeout=30) as answer:
+                assert answer.headers["content-type"].startswith("text/event-stream")
+                assert "content-encoding" not in answer.headers
+                for line in answer.iter_lines():
+                    heard.append(line)
+                    if line.startswith("retry"):
+                        append_jsonl(home / "runs/grpo+none_s1/metrics.jsonl", [row(6)])
+                        posted = httpx.post(f"{url}/api/view", json={"url": "/notes/one"})
+                        assert posted.json() == {"url": "/notes/one", "pages": 1}
+                    if '"metrics"' in line:
+                        break
+            assert 'data: {"url": "/notes/one"}' in heard
         finally:
             server.should_exit = True
             thread.join(20)

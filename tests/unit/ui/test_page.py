@@ -1,71 +1,46 @@
-"""The page's files: small modules that import one another, no markup made of text, no network, all of it in the wheel's
-package, and small enough."""
+"""The page's files: modules that import what there is, no markup made of text, no network, and a small page."""
 
 import gzip
 import re
-from pathlib import Path
 
-import pytest
+from ui_cases import client_of
 
 from retrain.record.html import asset
+from retrain.ui.server import STATIC
 
-UI = Path(__file__).parents[3] / "retrain" / "ui"
-STATIC = UI / "static"
-OWN = sorted(path for path in STATIC.rglob("*.js") if "vendor" not in path.parts)
-MOST_LINES, MOST_BYTES = 300, 250_000
-IMPORT = re.compile(r'^import \{[\w, ]+\} from "(\.{1,2}/[\w/.-]+\.js)";$')
+MODULES = sorted(path for path in STATIC.rglob("*.js") if "vendor" not in path.parts)
+SHELL = (STATIC.parent / "templates" / "shell.html").read_text(encoding="utf-8")
+MOST_BYTES = 250_000
 EXPORT = re.compile(r"^export (?:async )?(?:function|const|class) (\w+)", re.MULTILINE)
 MARKUP = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|createContextualFragment"
     r"|setAttribute\(\"style\"|srcdoc|javascript:"
 )
-names = pytest.mark.parametrize("path", OWN, ids=lambda path: path.relative_to(STATIC).as_posix())
 
 
-@names
-def test_module(path: Path):
-    text = path.read_text(encoding="utf-8")
-    assert text.startswith("//"), "the first line says what a module is for"
-    assert len(text.splitlines()) <= MOST_LINES
-    assert not MARKUP.search(text)
-    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
+def test_no_module_makes_markup_of_text_or_names_another_server():
+    for path in MODULES:
+        text = path.read_text(encoding="utf-8")
+        assert not MARKUP.search(text), path
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), path
 
 
-@names
-def test_imports_are_of_one_form_and_name_what_there_is(path: Path):
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not re.match(r"\s*import\b|.*\bimport\(", line):
-            continue
-        match = IMPORT.match(line)
-        assert match, line
-        other = (path.parent / match[1]).resolve()
-        assert other.is_file(), line
-        wanted = {part.split(" as ")[0].strip() for part in line[line.index("{") + 1 : line.index("}")].split(",")}
-        assert wanted <= set(EXPORT.findall(other.read_text(encoding="utf-8"))), line
-
-
-def test_every_module_is_reached_from_the_shell():
-    shell = (UI / "templates" / "shell.html").read_text(encoding="utf-8")
-    todo = [STATIC / name for name in re.findall(r'src="\{\{ static \}\}/([\w./-]+)"', shell)]
-    seen = set()
+def test_every_module_is_reached_from_the_shell_and_nothing_that_its_policy_forbids_is_in_it():
+    assert not re.search(r"<style|\bstyle=|\son\w+=|<script(?![^>]*\bsrc=)", SHELL)
+    names = re.findall(r'\{\{ static \}\}/([\w./-]+)"', SHELL)
+    assert all(asset(name.removeprefix("shared/")) for name in names if name.startswith("shared/"))
+    reached, todo = set(), [STATIC / name for name in names if not name.startswith("shared/")]
     while todo:
         path = todo.pop().resolve()
         assert path.is_file(), path
-        if path not in seen:
-            seen.add(path)
-            lines = path.read_text(encoding="utf-8").splitlines()
-            todo += [path.parent / match[1] for line in lines if (match := IMPORT.match(line))]
-    assert {path.resolve() for path in OWN} <= seen
-
-
-def test_shell_has_nothing_that_its_policy_forbids():
-    shell = (UI / "templates" / "shell.html").read_text(encoding="utf-8")
-    assert not re.search(r"<style|\bstyle=|\son\w+=|<script(?![^>]*\bsrc=)", shell)
-    for name in re.findall(r'\{\{ static \}\}/([\w./-]+)"', shell):
-        if name.startswith("shared/"):
-            assert asset(name.removeprefix("shared/"))
-        else:
-            assert (STATIC / name).is_file(), name
+        if path not in reached:
+            reached.add(path)
+            imported = re.findall(r'^import \{(.*)\} from "([./\w-]+\.js)";$', path.read_text("utf-8"), re.MULTILINE)
+            todo += [path.parent / name for _, name in imported]
+            for names, name in imported:
+                exported = EXPORT.findall((path.parent / name).read_text("utf-8"))
+                assert {each.split(" as ")[0].strip() for each in names.split(",")} <= set(exported), path
+    assert {path.resolve() for path in MODULES} <= reached
 
 
 def test_the_whole_page_is_small():
@@ -75,13 +50,7 @@ def test_the_whole_page_is_small():
     assert sum(len(gzip.compress(data, 3)) if len(data) >= 2_000 else len(data) for data in files) < MOST_BYTES
 
 
-def test_what_is_vendored_has_its_licence_beside_it():
-    assert "MIT" in (STATIC / "vendor" / "uplot" / "LICENSE").read_text(encoding="utf-8")
-
-
 def test_an_address_that_is_no_page_is_told_to_people_by_the_page_and_to_programs_in_json(tmp_path):
-    from ui_cases import client_of
-
     client = client_of(tmp_path)
     person = client.get("/nothing", headers={"Accept": "text/html,*/*"})
     assert (person.status_code, "<main" in person.text) == (404, True)

@@ -13,20 +13,17 @@ def test_a_cookbook_run(tmp_path):
     assert (place["kind"], place["source"], place["name"], place["state"]) == ("run", "cookbook", "math_rl", "done")
     assert place["verdict"] is None
     assert any("verdict" in words for words in place["missing"])
-    metrics = get(client, "/api/metrics", at="math_rl")
-    assert {"env/all/reward/total", "optim/lr", "test/env/all/correct"} <= {
-        metric["key"] for metric in metrics["metrics"]
-    }
-    about = next(metric for metric in metrics["metrics"] if metric["key"] == "env/all/reward/total")
-    assert about["alias_of"] == "mean_reward"
-    assert about["definition"]
-    assert "env/all/reward/total" in metrics["watch"]
-    assert metrics["tags"] == ["math"]
-    (run,) = get(client, "/api/columns", at="math_rl", key=["env/all/reward/total", "test/env/all/correct"], x="wall")[
-        "runs"
-    ]
-    assert run["columns"]["env/all/reward/total"]["y"] == [0, 0.1, 0.2, 0.3, None]
-    assert run["columns"]["test/env/all/correct"]["y"] == [None] * 4 + [0.25]
+    found = get(client, "/api/metrics", at="math_rl")
+    metrics = {metric["key"]: metric for metric in found["metrics"]}
+    reward, correct = "env/all/reward/total", "test/env/all/correct"
+    assert {reward, "optim/lr", correct} <= set(metrics)
+    assert metrics[reward]["alias_of"] == "mean_reward"
+    assert metrics[reward]["definition"]
+    assert reward in found["watch"]
+    assert found["tags"] == ["math"]
+    (run,) = get(client, "/api/columns", at="math_rl", key=[reward, correct], x="wall")["runs"]
+    assert run["columns"][reward]["y"] == [0, 0.1, 0.2, 0.3, None]
+    assert run["columns"][correct]["y"] == [None] * 4 + [0.25]
     assert run["x"] == [2, 4, 6, 8, 8]
     found = get(client, "/api/campaign", at="math_rl", wait_ms=20_000)
     assert found["comparison"] is None
@@ -50,16 +47,23 @@ def test_a_folder_of_cookbook_runs_is_a_campaign(tmp_path):
     assert compared["config"] == []
 
 
-def test_runs_of_others_beside_ours_are_each_their_own(tmp_path):
-    campaign(tmp_path / "logs/ours")
+def test_runs_of_others_beside_ours_are_each_their_own_and_an_empty_directory_has_nothing(tmp_path):
+    ours = campaign(tmp_path / "logs/ours")
     cookbook_run(tmp_path / "logs/a")
     cookbook_run(tmp_path / "logs/b")
     places = get(client_of(tmp_path / "logs"), "/api/places")["places"]
-    assert sorted((place["place"], place["source"]) for place in places) == [
-        ("logs/a", "cookbook"),
-        ("logs/b", "cookbook"),
-        ("logs/ours", "retrain"),
-    ]
+    found = sorted((place["place"], place["source"]) for place in places)
+    assert found == [("logs/a", "cookbook"), ("logs/b", "cookbook"), ("logs/ours", "retrain")]
+    client = client_of(ours / "runs/maxrl+none_s2")  # a run of ours without its campaign
+    (place,) = get(client, "/api/places")["places"]
+    assert (place["source"], place["kind"], place["conditions"]) == ("retrain", "run", ["maxrl+none"])
+    found = get(client, "/api/campaign", at="maxrl+none_s2")
+    assert (found["runs"][0]["seed"], found["runs"][0]["max_steps"], found["runs"][0]["step"]) == (2, 6, 6)
+    assert found["comparison"] is None
+    (empty := tmp_path / "empty").mkdir()
+    client = client_of(empty)
+    assert get(client, "/api/places") == {"places": [], "reading": {"done": 0, "of": 0}}
+    get(client, "/api/campaign", 404, at="empty")
 
 
 def test_a_trl_run_from_its_newest_checkpoint(tmp_path, monkeypatch):
@@ -87,41 +91,15 @@ def test_a_trl_run_from_its_newest_checkpoint(tmp_path, monkeypatch):
     assert metrics["learning_rate"]["definition"]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "[]",
-        "{}",
-        '{"log_history": 5}',
-        '{"log_history": [5, {"step": "x", "loss": "y"}]}',
-        '{"log_history": [{"step": 1e400, "loss": 1}]}',
-        "[" * 100_000,
-    ],
-)
-def test_a_damaged_state_stops_nothing(tmp_path, content):
-    home = tmp_path / "out"
-    home.mkdir()
-    (home / "trainer_state.json").write_text(content)
-    client = client_of(home)
-    assert len(get(client, "/api/places")["places"]) == 1
-    for path in ("/api/campaign", "/api/metrics", "/api/notes", "/api/lora"):
-        get(client, path, at="out")
-    assert get(client, "/api/columns", at="out", key="loss")["runs"][0]["x"] in ([], [0])
-    get(client, "/api/histogram", 404, at="out", metric="reward")
-
-
-def test_an_empty_directory_has_nothing(tmp_path):
-    client = client_of(tmp_path)
-    assert get(client, "/api/places") == {"places": [], "reading": {"done": 0, "of": 0}}
-    get(client, "/api/campaign", 404, at=tmp_path.name)
-
-
-def test_a_run_of_ours_alone_without_its_campaign(tmp_path):
-    home = campaign(tmp_path / "one") / "runs/maxrl+none_s2"
-    client = client_of(home)
-    (place,) = get(client, "/api/places")["places"]
-    assert (place["source"], place["kind"], place["conditions"]) == ("retrain", "run", ["maxrl+none"])
-    found = get(client, "/api/campaign", at="maxrl+none_s2")
-    assert (found["runs"][0]["seed"], found["runs"][0]["max_steps"], found["runs"][0]["step"]) == (2, 6, 6)
-    assert found["comparison"] is None
+def test_a_damaged_state_stops_nothing(tmp_path):
+    contents = ["", "[]", "{}", '{"log_history": 5}', '{"log_history": [5, {"step": "x", "loss": "y"}]}',
+                '{"log_history": [{"step": 1e400, "loss": 1}]}', "[" * 100_000]  # fmt: skip
+    for number, content in enumerate(contents):
+        (home := tmp_path / str(number)).mkdir()
+        (home / "trainer_state.json").write_text(content)
+        client = client_of(home)
+        assert len(get(client, "/api/places")["places"]) == 1
+        for path in ("/api/campaign", "/api/metrics", "/api/notes", "/api/lora"):
+            get(client, path, at=home.name)
+        assert get(client, "/api/columns", at=home.name, key="loss")["runs"][0]["x"] in ([], [0])
+        get(client, "/api/histogram", 404, at=home.name, metric="reward")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -25,15 +26,6 @@ TENSORS = {
 }  # fmt: skip
 
 
-def write_everything(out: Path) -> None:
-    """Train, squeeze, and export by the commands."""
-    for words in (["train", out.parent / "run.toml", "--out", out], ["squeeze", out, "--to", 2],
-                  ["export", out, "--rank-pad", 8, "--out", out / "padded"],
-                  ["export", out, "--merge", "--out", out / "merged"]):  # fmt: skip
-        result = CliRunner().invoke(app, [str(word) for word in words])
-        assert result.exit_code == 0, result.output
-
-
 @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}])
 def test_a_file_is_as_safetensors_writes_it(metadata):
     """Metadata of more than one entry, which safetensors orders at random, aside."""
@@ -43,6 +35,17 @@ def test_a_file_is_as_safetensors_writes_it(metadata):
     assert their_torch.load(to_bytes({}, metadata)) == {}
 
 
+def commands(folder: Path, name: str) -> list[list[str]]:
+    """Commands that train, squeeze, and export."""
+    out = str(folder / name)
+    return [
+        ["train", str(folder / "run.toml"), "--out", out],
+        ["squeeze", out, "--to", "2"],
+        ["export", out, "--rank-pad", "8", "--out", f"{out}/padded"],
+        ["export", out, "--merge", "--out", f"{out}/merged"],
+    ]
+
+
 def test_runs_of_one_configuration_write_the_same_files(tmp_path):
     """Adapters, checkpoints, tokens, squeezed, padded and merged, in processes that hash texts differently."""
     model = qwen3_directory(tmp_path / "model", ["12 + 34 = 46 so the answer is \\boxed{46}"])
@@ -50,11 +53,13 @@ def test_runs_of_one_configuration_write_the_same_files(tmp_path):
     (tmp_path / "run.toml").write_text(toml)
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": seed}
-    command = (
-        "import sys; from pathlib import Path; from test_tensor_file import write_everything as w; w(Path(sys.argv[1]))"
-    )
-    other_process = subprocess.Popen([sys.executable, "-c", command, str(tmp_path / "out2")], env=environment)
-    write_everything(tmp_path / "out1")
+    code = "import json, sys; from retrain.cli import app\n"
+    code += "for words in json.loads(sys.argv[1]): app(words, standalone_mode=False)"
+    second = [sys.executable, "-c", code, json.dumps(commands(tmp_path, "out2"))]
+    other_process = subprocess.Popen(second, env=environment, stdout=subprocess.DEVNULL)
+    for words in commands(tmp_path, "out1"):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
     assert other_process.wait(240) == 0
     one, other = (
         {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*"))

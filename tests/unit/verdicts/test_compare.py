@@ -20,11 +20,9 @@ from retrain.campaign.judging.words import probability
 from retrain.cli import app
 from retrain.config import parse_dict
 from retrain.errors import UsageError
-from retrain.files import append_jsonl, read_json, read_jsonl, write_json
+from retrain.files import append_jsonl, read_json, read_jsonl
 from retrain.maths.family import sign_flip_interval
-from retrain.maths.statistics import holm, pairs_for_verdict, sign_flip_p
-
-STATES = ("pending", "running", "interrupted", "done", "failed")
+from retrain.maths.statistics import holm, sign_flip_p
 
 
 def invoke(*arguments: str | Path):
@@ -73,66 +71,50 @@ def test_no_difference_shown_says_what_remains_possible(tmp_path):
     assert f"beyond 2.0 points, equivalence p = {probability(found['equivalence_p'])} (" in found["sentence"]
 
 
-@pytest.mark.parametrize("seeds", [1, 2, 5])
-def test_few_seeds_cannot_tell(tmp_path, seeds):
-    results = {"a": list(BASE[:seeds]), "b": [v + 0.3 for v in BASE[:seeds]]}
+@pytest.mark.parametrize(("seeds", "conditions", "needed"), [(1, 2, 6), (5, 2, 6), (6, 5, 8)])
+def test_few_seeds_cannot_tell(tmp_path, seeds, conditions, needed):
+    results = {label: [v + 0.03 * place for v in BASE[:seeds]] for place, label in enumerate("abcde"[:conditions])}
     report = compare_directories([campaign(tmp_path, results)])
     found = report["conditions"][1]
-    assert found["verdict"] == f"cannot tell: {seeds} pair{'s' * (seeds > 1)} of seeds, 6 needed"
-    assert found["p_value"] is None
-    assert "cannot tell, 6 are needed" in found["sentence"]
-    assert "a verdict needs 6 or more" in report["note"]
+    assert found["verdict"] == f"cannot tell: {seeds} pair{'s' * (seeds > 1)} of seeds, {needed} needed"
+    assert (found["p_value"], found["p_holm"], found["p_exact"]) == (None, None, None)
+    assert f"cannot tell, {needed} are needed" in found["sentence"]
+    assert "p =" not in found["sentence"]
+    assert f"a verdict needs {needed} or more" in report["note"]
     assert (found["difference_interval"] is None) == (seeds == 1)
 
 
 def test_holm_counts_conditions_that_could_not_be_tested(tmp_path):
     """A family is what was planned: failures must not make the other conditions more significant."""
-    results = {
-        "a": list(BASE),
-        "b": shifted(0.03),
-        "c": shifted(0.04),
-        "d": shifted(0.0),
-    }
+    results = {"a": list(BASE), "b": shifted(0.03), "c": shifted(0.04), "d": shifted(0.0)}
     states = {f"c_s{seed}": "failed" for seed in range(1, 9)}
     report = compare_directories([campaign(tmp_path, results, states=states)])
     b, c, d = report["conditions"][1:]
-    assert c["p_value"] is None
-    assert c["verdict"] == "cannot tell: no pair of finished runs"
+    assert (c["p_value"], c["verdict"]) == (None, "cannot tell: no pair of finished runs")
     expected = holm([b["p_value"], 1.0, d["p_value"]])
     assert [b["p_holm"], d["p_holm"]] == pytest.approx([expected[0], expected[2]])
     assert "corrected for 3 comparisons" in b["sentence"]
-    assert report["pairs_needed"] == pairs_for_verdict(3) == 7
+    assert report["pairs_needed"] == 7
 
 
 def test_failed_and_unfinished_runs_are_named_and_never_silently_dropped(tmp_path):
     states = {"b_s2": "failed", "b_s3": "running", "a_s4": "pending", "b_s5": "interrupted"}
-    results = {"a": list(BASE), "b": [*shifted(0.02)[:7], None]}
-    folder = campaign(tmp_path, results, states=states)
+    folder = campaign(tmp_path, {"a": list(BASE), "b": [*shifted(0.02)[:7], None]}, states=states)
     report = compare_directories([folder])
     a, b = report["conditions"]
-    assert {run["run_id"]: run["state"] for run in b["missing"]} == {
-        "b_s2": "failed", "b_s3": "running", "b_s5": "interrupted", "b_s8": "done",
-    }  # fmt: skip
+    missing = {"b_s2": "failed", "b_s3": "running", "b_s5": "interrupted", "b_s8": "done"}
+    assert {run["run_id"]: run["state"] for run in b["missing"]} == missing
     assert b["missing"][0]["reason"] == "CUDA out of memory"
     assert "no final:eval/heldout/correct_rate" in b["missing"][3]["reason"]
-    assert (b["seeds"], b["finished"], b["failed"]) == (list(range(1, 9)), [1, 4, 6, 7], 1)
-    assert (a["finished"], b["pairs"], b["paired_seeds"]) == ([1, 2, 3, 5, 6, 7, 8], 3, [1, 6, 7])
+    assert (a["finished"], b["finished"], b["failed"]) == ([1, 2, 3, 5, 6, 7, 8], [1, 4, 6, 7], 1)
+    assert (b["pairs"], b["paired_seeds"], report["failed"]) == (3, [1, 6, 7], ["b_s2"])
     output = invoke(folder).output
-    for run_id in ("b_s2", "b_s3", "b_s5", "b_s8", "a_s4"):
-        assert run_id in output
-    assert "flatter" in output
-    assert "4/8" in output
-    assert report["failed"] == ["b_s2"]
-
-
-def test_a_campaign_that_has_hardly_begun(tmp_path):
-    folder = campaign(tmp_path, {"a": [0.6], "b": [0.7]}, states={"a_s1": "running", "b_s1": "pending"})
-    assert compare_directories([folder])["conditions"][1]["verdict"] == "interim: 0 of 1 pair"
+    assert all(run_id in output for run_id in (*missing, "a_s4", "flatter", "4/8"))
     for path in folder.rglob("*.jsonl"):
-        path.unlink()
+        path.unlink()  # as of a campaign that has hardly begun
     result = invoke(folder)
     assert result.exit_code == 0
-    assert "2 unfinished runs are not in the means" in result.output
+    assert "are not in the means" in result.output
 
 
 def test_directories_are_pooled_by_condition(tmp_path):
@@ -140,22 +122,12 @@ def test_directories_are_pooled_by_condition(tmp_path):
     two = campaign(tmp_path / "two", {"a": list(BASE[4:]), "b": shifted(0.03)[4:]}, seeds=[5, 6, 7, 8])
     report = compare_directories([one, two])
     whole = compare_directories([campaign(tmp_path / "whole", {"a": list(BASE), "b": shifted(0.03)})])
-    judged = ("standing", "standing_reasons", "verdict", "sentence")
-    for mine, theirs in zip(report["conditions"], whole["conditions"], strict=True):
-        assert {key: mine[key] for key in mine if key not in judged} == {
-            key: theirs[key] for key in theirs if key not in judged
-        }
     assert [each["conditions"][1]["verdict"] for each in (report, whole)] == ["exploratory", "better"]
+    for mine, theirs in zip(report["conditions"], whole["conditions"], strict=True):
+        for key in mine.keys() - {"standing", "standing_reasons", "verdict", "sentence"}:
+            assert mine[key] == theirs[key], key
     again = compare_directories([one, two, one, tmp_path / "one" / ".." / "one"])
     assert again["conditions"] == report["conditions"]
-
-
-def test_repeated_seeds_are_no_replicates(tmp_path):
-    one = campaign(tmp_path / "one", {"a": list(BASE), "b": shifted(0.03)}, states={"b_s1": "failed"})
-    two = campaign(tmp_path / "two", {"a": list(BASE), "b": shifted(0.03)})
-    report = compare_directories([one, two])
-    assert report["conditions"][1]["pairs"] == 8  # the finished run takes the place of the failed one
-    assert any("more than once" in warning for warning in report["warnings"])
 
 
 def test_other_settings_are_kept_apart_and_named(tmp_path):
@@ -200,10 +172,11 @@ def test_metrics_and_baseline_are_chosen(tmp_path):
 
 def test_a_graded_reward_is_told_of_where_accuracy_decides(tmp_path):
     folder = campaign(tmp_path, {"a": list(BASE), "b": shifted(0.03)})
+    graded = {"reward_min": 0.0, "reward_max": 1.0, "mean_reward": 0.4, "reward_std": 0.3}
     for path in folder.glob("runs/*/metrics.jsonl"):
-        told = [row | {"reward_min": 0.0, "reward_max": 1.0, "mean_reward": 0.4, "reward_std": 0.3}
-                for row in read_jsonl(path)]  # fmt: skip
-        path.write_text("".join(json.dumps(row) + "\n" for row in told))
+        rows = [row | graded for row in read_jsonl(path)]
+        path.unlink()
+        append_jsonl(path, rows)
     (note,) = [text for text in compare_directories([folder])["warnings"] if "other than 0 and 1" in text]
     assert 'primary_metric = "final:reward_mean"' in note
     assert not any("0 and 1" in text for text in compare_directories([folder], metric="mean_reward")["warnings"])
@@ -228,7 +201,7 @@ def test_what_the_campaign_declared_decides(tmp_path):
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100)), min_size=1, max_size=8), st.integers(0, 3))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20)
 def test_swapping_conditions_mirrors_everything(values, missing):
     runs = []
     for seed, pair in enumerate(values):
@@ -252,67 +225,21 @@ def test_names_of_measures():
     assert Measure.parse("auc:pass@4") == Measure("auc", "eval/heldout/pass@4")
     assert Measure.parse("hard/correct_rate").key == "eval/heldout/hard/correct_rate"
     assert Measure.parse("final:completions/mean_length").key == "completions/mean_length"
-    assert Measure.parse("eval/heldout/maj@8").is_share
-    assert Measure.parse("eval/heldout/hard/pass@8").is_share
-    assert not Measure.parse("mean_length").is_share
-    assert Measure.parse("mean_reward").higher_is_better
-    assert not Measure.parse("entropy").higher_is_better
+    shares = ("eval/heldout/maj@8", "eval/heldout/hard/pass@8", "mean_length")
+    assert [Measure.parse(name).is_share for name in shares] == [True, True, False]
+    assert [Measure.parse(name).higher_is_better for name in ("mean_reward", "entropy")] == [True, False]
     assert area_under([(0, 0.0), (10, 1.0), (30, 1.0)]) == pytest.approx(25 / 30)
     assert area_under([(5, 1.0)]) is None
 
 
-@pytest.mark.parametrize(("campaign_keys", "other", "message"), [
-    ('primary_metric = "best"', "", "not final, last3 or auc"),
-    ('primary_metric = "auc"', "", "eval_every"),
-    ('primary_metric = "final:pass@4"', "", "4 samples"),
-    ('primary_metric = "auc"', "[evaluation]\nproblems = 0", "held-out problems"),
-    ("equivalence_margin = 0.0", "", "equivalence_margin"),
+@pytest.mark.parametrize(("metric", "other", "message"), [
+    ("best", {}, "not final, last3 or auc"),
+    ("auc", {}, "eval_every"),
+    ("final:pass@4", {}, "4 samples"),
+    ("auc", {"evaluation": {"problems": 0}}, "held-out problems"),
 ])  # fmt: skip
-def test_what_cannot_be_measured_cannot_be_declared(campaign_keys, other, message):
-    import tomllib
-
-    text = f"[campaign]\n{campaign_keys}\n{other}"
+def test_what_cannot_be_measured_cannot_be_declared(metric, other, message):
     with pytest.raises(UsageError, match=message):
-        parse_dict(tomllib.loads(text))
-    parse_dict(
-        tomllib.loads(
-            '[campaign]\nprimary_metric = "auc:pass@4"\n[training]\neval_every = 5\n[evaluation]\nsamples = 4'
-        )
-    )
-
-
-def finished_files(folder: Path, results: dict[str, list[float]], problems: int) -> Path:
-    """Finished runs on disk: held-out accuracies by condition and seed; training rewards that say the opposite."""
-    runs = []
-    for label, values in results.items():
-        for seed, value in enumerate(values, 1):
-            path = f"runs/{label}_s{seed}"
-            row = {"step": 0, "mean_reward": 1 - value, "correct_rate": 1 - value, "num_tokens": 1}
-            append_jsonl(folder / path / "metrics.jsonl", [row])
-            points = [(0, 0.5), (1, value)]
-            evals = [{"name": "heldout", "step": s, METRIC: v, "eval/heldout/problems": problems} for s, v in points]
-            append_jsonl(folder / path / "evals.jsonl", evals)
-            runs.append({"run_id": f"{label}_s{seed}", "label": label, "seed": seed, "state": "done", "step": 1,
-                         "path": path})  # fmt: skip
-    write_json(folder / "manifest.json", {"format": 1, "runs": runs})
-    return folder
-
-
-def test_conditions_are_compared_by_seed(tmp_path):
-    """Conditions compared on training reward, without spread, completions pooled over seeds as if independent."""
-    base = [0.30, 0.50, 0.40, 0.60, 0.35, 0.55, 0.45, 0.65]
-    results = {"base": base, "better": [v + 0.02 + 0.01 * (i % 2) for i, v in enumerate(base)]}
-    small, large = (conclude(finished_files(tmp_path / str(n), results, n)) for n in (100, 10_000))
-    assert small["conditions"] == large["conditions"]  # more completions per seed are not more seeds
-    first, second = small["conditions"]
-    assert first["after_values"] == base
-    low, high = first["interval"]
-    assert high - low > 0.1  # eight seeds of this spread; 80,000 pooled completions would give 0.007
-    assert second["difference"] == pytest.approx(0.025)
-    assert second["difference_interval"][0] > 0
-    assert second["p_value"] == pytest.approx(2 / 2**8)  # exact over the signs of eight pairs
-    assert second["verdict"] == "better"  # though its training reward is lower
-    one = {label: values[:1] for label, values in results.items()}
-    single = conclude(finished_files(tmp_path / "one", one, 10_000))
-    assert single["conditions"][1]["difference_interval"] is None
-    assert "cannot tell" in single["conditions"][1]["verdict"]
+        parse_dict({"campaign": {"primary_metric": metric}, **other})
+    measured = {"training": {"eval_every": 5}, "evaluation": {"samples": 4}}
+    parse_dict({"campaign": {"primary_metric": "auc:pass@4"}, **measured})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from played_campaigns import Played
 from typer.testing import CliRunner
 from verdict_cases import BASE, campaign, shifted
 
-from retrain.campaign.judging.declaration import declaration, freeze
+from retrain.campaign.judging.declaration import freeze
 from retrain.campaign.judging.pooling import compare_directories
 from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import plan
@@ -21,6 +20,7 @@ from retrain.files import read_json, write_json
 from retrain.maths.statistics import sign_flip_p
 
 EIGHT = list(range(1, 9))
+PENDING = {f"{label}_s{seed}": "pending" for label in "ab" for seed in (7, 8)}
 TWO = {"a": list(BASE), "b": shifted(0.03)}
 
 
@@ -41,31 +41,26 @@ def finding(folder: Path, **asked: Any) -> dict[str, Any]:
 
 
 def test_a_look_before_the_planned_end_gives_no_verdict_and_no_p(tmp_path):
-    states = {f"{label}_s{seed}": "pending" for label in "ab" for seed in (7, 8)}
-    found = finding(declared(campaign(tmp_path, TWO, states=states)))
+    folder = declared(campaign(tmp_path, TWO, {"campaign": {"seed": 7}}, states=PENDING))
+    for run in PENDING:
+        (folder / f"runs/{run}/config.json").unlink()  # as of runs that have not begun
+    report = compare_directories([folder])
+    found = report["conditions"][1]
     assert sign_flip_p(found["differences"]) == 2**-5  # which would have read: better
     assert (found["standing"], found["verdict"]) == ("interim", "interim: 6 of 8 pairs")
     assert (found["p_value"], found["p_holm"], found["equivalence_p"]) == (None, None, None)
+    assert {each["conditions"][1]["p_value"] for each in report["secondary"]} == {None}
     assert "6 of 8 pairs: interim, no verdict yet" in found["sentence"]
     output = CliRunner().invoke(app, ["compare", str(tmp_path)]).output
     assert "interim: 6 of 8 pairs" in output
     assert "better" not in output
-    failed = dict.fromkeys(states, "failed")  # nothing more is to come
+    failed = dict.fromkeys(PENDING, "failed")  # nothing more is to come
     ended = finding(declared(campaign(tmp_path / "failed", TWO, states=failed)))
     assert (ended["standing"], ended["verdict"]) == ("declared", "better")
 
 
-def test_runs_that_were_declared_and_never_planned_again_stay_open(tmp_path):
-    """Taking seeds out of the file when the result looks good ends nothing."""
-    states = {f"{label}_s{seed}": "pending" for label in "ab" for seed in (7, 8)}
-    folder = declared(campaign(tmp_path, TWO, states=states))
-    assert finding(folder)["standing"] == "interim"
-
-
 @pytest.mark.parametrize(("first", "asked", "why"), [
     ({"seeds": EIGHT[:6]}, {}, "2 seeds were added: 7, 8"),
-    ({"seeds": EIGHT[:7]}, {}, "1 seed was added: 8"),
-    ({"conditions": ["a"]}, {}, "b was added"),
     ({"max_steps": {"a": 20, "b": 12}}, {}, "b was declared with 12 steps and planned with 20"),
     ({"max_steps": {"a": 12, "b": 20}}, {}, "a was declared with 12 steps and planned with 20"),
     ({}, {"baseline": "b"}, "the baseline declared was a"),
@@ -80,14 +75,13 @@ def test_what_was_chosen_afterwards_is_exploratory(tmp_path, first, asked, why):
     assert found["p_value"] == 2**-7  # as if it had been declared; only a person can judge it
     for words in ("better", "worse", "no difference"):
         assert words not in found["sentence"]
-    options = [text for key, value in asked.items() for text in (f"--{key}", value)]
-    assert "exploratory" in CliRunner().invoke(app, ["compare", str(folder), *options]).output
 
 
 def test_a_condition_that_was_added_leaves_the_verdicts_of_the_others(tmp_path):
     folder = declared(campaign(tmp_path, TWO | {"c": shifted(0.05)}), conditions=["a", "b"])
-    report = compare_directories([folder])
-    assert [each["verdict"] for each in report["conditions"]] == ["baseline", "better", "exploratory"]
+    *others, added = compare_directories([folder])["conditions"]
+    assert [each["verdict"] for each in others] == ["baseline", "better"]
+    assert (added["verdict"], "c was added" in added["sentence"]) == ("exploratory", True)
 
 
 def test_always_valid_allows_seeds_to_be_added(tmp_path):
@@ -96,12 +90,14 @@ def test_always_valid_allows_seeds_to_be_added(tmp_path):
     for seed in EIGHT[:4]:
         played.finish(seed)
     played.look()
+    found = played.compare()["conditions"][1]
+    assert (found["standing"], found["verdict"]) == ("declared", "cannot tell: 4 pairs of seeds, 6 needed")
+    assert "Always-valid rule: not decided; seeds may be added." in found["sentence"]
     played.start_again(rule="always_valid", seeds=EIGHT)
     for seed in EIGHT[4:]:
         played.finish(seed)
-    played.look()
+    looks = played.look()
     found = played.compare()["conditions"][1]
-    looks = read_json(tmp_path / "out/manifest.json")["sequential"]["conditions"]["rloo+none"]
     assert (found["standing"], found["verdict"]) == ("declared", "better")
     assert (found["p_value"], found["pairs"]) == (looks["looks"][-1]["p"], 8)
     assert looks["stopped_after"] == 6
@@ -133,124 +129,61 @@ def test_directories_from_before_there_was_a_declaration_are_judged_as_planned(t
     assert (report["margin"], report["conditions"][1]["verdict"]) == (0.02, "better")
 
 
-TOML = """
-[campaign]
-seeds = [1, 2]
-equivalence_margin = {margin}
-[[campaign.conditions]]
-advantage_mode = "grpo"
-transform_mode = "none"
-[[campaign.conditions]]
-advantage_mode = "rloo"
-transform_mode = "none"
-"""
+def test_a_declaration_may_be_corrected_until_a_run_has_begun(tmp_path):
+    """So may the runs of seeds that leave the file."""
 
+    def planned(seeds: list[int], margin: float):
+        modes = [{"advantage_mode": mode, "transform_mode": "none"} for mode in ("grpo", "rloo")]
+        return plan(parse_dict({"campaign": {"conditions": modes, "seeds": seeds, "equivalence_margin": margin}}))
 
-def test_a_declaration_may_be_corrected_until_a_run_has_begun():
-    first, second = (plan(parse_dict(tomllib.loads(TOML.format(margin=margin)))) for margin in (0.01, 0.02))
-    content: dict[str, Any] = {}
-    waiting = [{"state": "pending", "step": 0, "label": "grpo+none", "seed": 1, "max_steps": 100}]
-    freeze(content, first, [], {})
-    assert content["declared"] == declaration(first)
-    assert content["declared"]["conditions"] == ["grpo+none", "rloo+none"]
-    assert content["declared"]["max_steps"] == dict.fromkeys(["grpo+none", "rloo+none"], 100)
-    freeze(content, second, waiting, {})
-    assert content["declared"]["equivalence_margin"] == 0.02
-    freeze(content, first, [waiting[0] | {"state": "running"}], {})
-    assert content["declared"]["equivalence_margin"] == 0.02
+    def opened(specs) -> tuple[int, float]:
+        with Manifest.open(tmp_path, "m", specs) as manifest:
+            freeze(manifest.content, specs, manifest.content["runs"], {})
+            manifest.write()
+            return len(manifest.content["runs"]), manifest.content["declared"]["equivalence_margin"]
 
-
-def test_what_an_earlier_release_did_not_record_is_taken_from_its_runs_and_not_from_the_file_now():
-    """Seeds, test and rule that come with the new release are no declaration of the runs that were there before."""
-    now = plan(parse_dict(tomllib.loads(TOML.format(margin=0.02).replace("[1, 2]", "[1, 2, 3]\ntest = 'normal'"))))
-    before = [{"state": "done", "step": 9, "label": label, "seed": seed, "max_steps": 9}
-              for seed in (1, 2) for label in ("rloo+none", "grpo+none")]  # fmt: skip
-    recorded = {"campaign": {"primary_metric": "auc", "equivalence_margin": None, "sequential": "off"}}
-    content: dict[str, Any] = {"declared": {"primary_metric": "auc", "equivalence_margin": None}}
-    freeze(content, now, before, {"rloo+none_s1": recorded})
-    found = content["declared"]
-    assert (found["seeds"], found["baseline"], found["test"]) == ([1, 2], "rloo+none", "exact")
-    assert found["max_steps"] == {"rloo+none": 9, "grpo+none": 9}
-    assert found["equivalence_margin"] is None
-
-
-def test_runs_that_never_began_leave_with_the_file_until_one_has_begun(tmp_path):
-    """A mistake in the seeds that is seen before anything ran is no addition afterwards."""
-    few, many = (plan(parse_dict(tomllib.loads(TOML.format(margin=0.1).replace("[1, 2]", seeds))))
-                 for seeds in ("[1, 2]", "[1, 2, 3]"))  # fmt: skip
-    with Manifest.open(tmp_path, "m", many) as manifest:
-        assert len(manifest.content["runs"]) == 6
+    few, many = planned([1, 2], 0.01), planned([1, 2, 3], 0.02)
+    assert (opened(many), opened(few)) == ((6, 0.02), (4, 0.01))
+    declaration = read_json(tmp_path / "manifest.json")["declared"]
+    assert declaration["conditions"] == ["grpo+none", "rloo+none"]
+    assert declaration["max_steps"] == dict.fromkeys(["grpo+none", "rloo+none"], 100)
     with Manifest.open(tmp_path, "m", few) as manifest:
-        assert len(manifest.content["runs"]) == 4
         manifest.update(few[0].run_id, state="running")
-    with Manifest.open(tmp_path, "m", many) as manifest:
-        assert len(manifest.content["runs"]) == 6
-    with Manifest.open(tmp_path, "m", few) as manifest:
-        assert len(manifest.content["runs"]) == 6  # they were planned beside one that had begun
+    assert (opened(many), opened(few)) == ((6, 0.01), (6, 0.01))
 
 
-def test_an_interim_look_has_no_p_anywhere(tmp_path):
-    states = {f"{label}_s{seed}": "pending" for label in "ab" for seed in (7, 8)}
-    folder = declared(campaign(tmp_path, TWO, states=states))
-    report = compare_directories([folder])
-    assert [each["conditions"][1]["p_value"] for each in report["secondary"]] == [None] * len(report["secondary"])
-    assert len(report["secondary"]) > 1
-    whole = compare_directories([declared(campaign(tmp_path / "whole", TWO))])
-    assert whole["secondary"][0]["conditions"][1]["p_value"] == 2**-7
-
-
-def test_planned_pairs_are_counted_by_seed_whatever_the_seed_of_the_campaign(tmp_path):
-    """A run that has not begun has no configuration yet to say which campaign's streams it would have."""
-    folder = declared(campaign(tmp_path, TWO, {"campaign": {"seed": 7}}, states={"b_s7": "pending", "b_s8": "pending"}))
-    (folder / "runs/b_s7/config.json").unlink()
-    (folder / "runs/b_s8/config.json").unlink()
-    assert finding(folder)["verdict"] == "interim: 6 of 8 pairs"
-
-
-def test_too_few_pairs_have_no_p(tmp_path):
-    values = {label: [value + 0.03 * place for value in BASE[:6]] for place, label in enumerate("abcde")}
-    found = compare_directories([campaign(tmp_path, values)])["conditions"][1]
-    assert found["verdict"].startswith("cannot tell: 6 pairs of seeds, 8 needed")
-    assert (found["p_value"], found["p_holm"], found["p_exact"]) == (None, None, None)
-    assert "p =" not in found["sentence"]
+def recorded(folder: Path, rule: str, differences: list[float], **look: Any) -> Path:
+    """With the record of looks at b under this rule, the last of which is ``look``."""
+    conditions = {"b": {
+        "differences": [[seed, each] for seed, each in enumerate(differences, 1)],
+        "looks": [{"pairs": len(differences), "tail": 0.03, "allowed": 0.04, **look}],
+        "stopped_after": len(differences) if look["stop"] else None,
+    }}  # fmt: skip
+    record = {"rule": rule, "alpha": 0.05, "metric": "final:eval/heldout/correct_rate", "planned": 8, "seeds": EIGHT,
+              "conditions": conditions}  # fmt: skip
+    write_json(folder / "manifest.json", read_json(folder / "manifest.json") | {"sequential": record})
+    return folder
 
 
 def test_looks_of_a_rule_that_was_not_declared_decide_nothing(tmp_path):
     folder = declared(campaign(tmp_path, TWO))
-    manifest = read_json(folder / "manifest.json")
-    look = {"pairs": 6, "mean": 0.03, "allowed": 0.04, "tail": 0.03, "p": 0.031, "spent": 0.031, "stop": True}
-    pairs = [[seed, 0.03] for seed in range(1, 7)]
-    conditions = {"b": {"differences": pairs, "looks": [look], "stopped_after": 6}}
-    record = {"rule": "linear", "alpha": 0.05, "metric": "final:eval/heldout/correct_rate", "planned": 8,
-              "seeds": EIGHT, "conditions": conditions}  # fmt: skip
-    write_json(folder / "manifest.json", manifest | {"sequential": record})
-    found = finding(folder)
+    found = finding(recorded(folder, "linear", [0.03] * 6, mean=0.03, p=0.031, spent=0.031, stop=True))
     assert "sequential" not in found
     assert found["p_value"] == 2**-7
 
 
 def test_more_than_forty_pairs_are_compared(tmp_path):
-    seeds = list(range(1, 43))
-    base = [0.5 + 0.001 * (7 * seed % 13) for seed in seeds]
-    results = {"a": base, "b": [value + 0.02 + 0.01 * (seed % 2) for seed, value in zip(seeds, base, strict=True)]}
-    report = compare_directories([campaign(tmp_path, results, seeds=seeds)])
-    low, high = report["conditions"][1]["difference_interval"]
+    base = [0.5 + 0.001 * (7 * seed % 13) for seed in range(42)]
+    results = {"a": base, "b": [value + 0.02 + 0.01 * (seed % 2) for seed, value in enumerate(base)]}
+    low, high = finding(campaign(tmp_path, results))["difference_interval"]
     assert low < 0.025 < high
-    assert report["secondary"][0]["conditions"][1]["difference_interval"] is not None
 
 
 def test_an_always_valid_rule_never_finds_equivalence(tmp_path):
     """It has no planned end at which equivalence could be tested once."""
     small = [value + 0.001 * (-1) ** i for i, value in enumerate(BASE)]
-    folder = declared(campaign(tmp_path, {"a": list(BASE), "b": small}), equivalence_margin=0.05,
-                      sequential="always_valid")  # fmt: skip
-    manifest = read_json(folder / "manifest.json")
-    pairs = [[seed, a - b] for seed, a, b in zip(EIGHT, small, BASE, strict=True)]
-    look = {"pairs": 8, "mean": 0.0, "p": 1.0, "p_adjusted": 1.0, "by": "exact", "spent": None, "stop": False}
-    record = {"rule": "always_valid", "test": "exact", "alpha": 0.05, "metric": "final:eval/heldout/correct_rate",
-              "planned": 8, "seeds": EIGHT,
-              "conditions": {"b": {"differences": pairs, "looks": [look], "stopped_after": None}}}  # fmt: skip
-    write_json(folder / "manifest.json", manifest | {"sequential": record})
-    found = finding(folder)
-    assert found["equivalence_p"] is None
-    assert found["verdict"] == "no difference shown"
+    folder = campaign(tmp_path, {"a": list(BASE), "b": small})
+    declared(folder, equivalence_margin=0.05, sequential="always_valid")
+    differences = [a - b for a, b in zip(small, BASE, strict=True)]
+    found = finding(recorded(folder, "always_valid", differences, mean=0.0, p=1.0, spent=None, stop=False))
+    assert (found["verdict"], found["equivalence_p"]) == ("no difference shown", None)

@@ -11,15 +11,14 @@ import pytest
 from played_campaigns import DR_GRPO, EIGHT, GRPO, RLOO, Played, configuration
 from toymodels import qwen3_directory
 
-from retrain.campaign.judging.sequential import Looks
-from retrain.campaign.planning.manifest import Manifest
-from retrain.campaign.planning.plan import plan
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load, parse_dict
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json
 from retrain.maths.sequential import sequential_looks
 from retrain.record.observer import NullObserver
+
+THREE = [GRPO, RLOO, DR_GRPO]
 
 
 def test_a_clear_difference_stops_after_six_pairs_and_the_rest_is_listed(tmp_path):
@@ -28,8 +27,7 @@ def test_a_clear_difference_stops_after_six_pairs_and_the_rest_is_listed(tmp_pat
         played.finish(seed)
         assert played.look()["stopped_after"] is None
     found = played.compare()["conditions"][1]
-    assert found["verdict"] == "interim: 5 of 8 pairs"
-    assert found["p_value"] is None
+    assert (found["verdict"], found["p_value"]) == ("interim: 5 of 8 pairs", None)
     played.finish(6)
     condition = played.look()
     assert condition["stopped_after"] == 6
@@ -56,12 +54,10 @@ def test_the_decision_does_not_depend_on_when_and_how_often_one_looks(tmp_path):
     mine, other = often.look(), once.look()
     assert mine == other
     assert other["stopped_after"] == 6  # the look after six pairs decides, although eight were there
-    once.manifest.files.flush()
-    again = Played.__new__(Played)
-    again.specs, again.manifest = once.specs, Manifest.open(once.manifest.directory, "rule", once.specs)
     for file in (once.manifest.directory / "runs").rglob("evals.jsonl"):
         file.unlink()  # what was looked at stands in the manifest
-    assert again.look() == other
+    once.start_again()
+    assert once.look() == other
 
 
 def test_no_difference_runs_to_the_end(tmp_path):
@@ -75,93 +71,34 @@ def test_no_difference_runs_to_the_end(tmp_path):
     assert found["sentence"].endswith("Sequential rule: not stopped in 8 looks, 0.031 of 0.05 spent.")
 
 
-@pytest.mark.parametrize("seeds", [[1], [1, 2, 3, 4, 5, 6, 7]])
-def test_a_rule_without_a_second_condition_is_an_error(tmp_path, seeds):
-    path = configuration(tmp_path, [GRPO], seeds=seeds)
-    with pytest.raises(ConfigError, match=r'rule.toml:4 .*there is one condition.*sequential = "off"'):
-        load(path)
-
-
-@pytest.mark.parametrize("conditions", [2, 3, 4, 5])
 @pytest.mark.parametrize("rule", ["linear", "pocock", "obrien_fleming"])
-def test_seeds_that_are_accepted_are_the_fewest_that_can_stop_early(conditions, rule):
-    alpha = 0.05 / (conditions - 1)
-
-    def last_look(planned: int) -> int:
-        """Where equal differences of one sign stop."""
-        return sequential_looks(np.ones(planned), planned, alpha=alpha, spending=rule)[-1].pairs
-
-    least = next(n for n in range(2, 20) if last_look(n) < n)
+def test_seeds_that_are_accepted_are_the_fewest_that_can_stop_early(rule):
     modes = [{"advantage_mode": mode, "transform_mode": "none"} for mode in ("grpo", "rloo", "maxrl", "dr_grpo")]
-    modes = [*modes, {"advantage_mode": "maxrl", "transform_mode": "gtpo"}][:conditions]
-    settings = {"conditions": modes, "sequential": rule}
-    assert parse_dict({"campaign": {**settings, "seeds": list(range(least))}}).campaign.sequential == rule
-    with pytest.raises(ConfigError, match="to stop early"):
-        parse_dict({"campaign": {**settings, "seeds": list(range(least - 1))}})
+    for conditions in (2, 4):
 
+        def last_look(planned: int, alpha: float = 0.05 / (conditions - 1)) -> int:
+            """Where equal differences of one sign stop."""
+            return sequential_looks(np.ones(planned), planned, alpha=alpha, spending=rule)[-1].pairs
 
-def test_failed_runs_are_no_pairs_and_come_in_when_tried_again(tmp_path):
-    played = Played(tmp_path)
-    played.finish(1)
-    played.finish(2, only="grpo")
-    played.finish(3)
-    assert played.look()["differences"][-1][0] == 1  # seed 2 is not complete and holds back seed 3
-    played.finish(2, state="failed", only="rloo")
-    assert [seed for seed, value in played.look()["differences"] if value is not None] == [1, 3]
-    played.manifest.update("rloo+none_s2", state="pending")
-    assert len(played.look()["looks"]) == 2
-    played.finish(2, only="rloo")
-    assert [seed for seed, _ in played.look()["differences"]] == [1, 3, 2]
-
-
-def test_three_conditions_share_the_error_and_stop_one_by_one(tmp_path):
-    played = Played(tmp_path, conditions=[GRPO, RLOO, DR_GRPO], seeds=list(range(1, 13)))
-    for seed in range(1, 13):
-        played.finish(seed)
-        played.look()
-    record = played.manifest.content["sequential"]["conditions"]
-    assert record["rloo+none"]["stopped_after"] == 8  # 2^-7 fits 0.025 * 8/12
-    assert record["dr_grpo+none"]["stopped_after"] is None
-    assert played.states("rloo").count("stopped") == 4
-    assert "stopped" not in played.states("grpo") + played.states("dr_grpo")
-
-
-def test_the_rule_is_fixed_with_the_first_look(tmp_path):
-    played = Played(tmp_path)
-    played.finish(1)
-    played.look()
-    changed: list[dict[str, Any]] = [
-        {"rule": "pocock"},
-        {"rule": "off"},
-        {"seeds": list(range(1, 10))},
-        {"primary_metric": "auc"},
-    ]
-    for settings in changed:
-        rest = "[training]\neval_every = 1" if "primary_metric" in settings else ""
-        other = plan(load(configuration(tmp_path, **settings, rest=rest)))
-        with pytest.raises(UsageError, match=r"was begun with .* is fixed when the first run begins"):
-            Looks(played.manifest, other, NullObserver()).look()
+        least = next(n for n in range(2, 20) if last_look(n) < n)
+        settings = {"conditions": modes[:conditions], "sequential": rule}
+        parse_dict({"campaign": {**settings, "seeds": list(range(least))}})
+        with pytest.raises(ConfigError, match="to stop early"):
+            parse_dict({"campaign": {**settings, "seeds": list(range(least - 1))}})
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"seeds": [1, 2, 3]}, r"rule.toml:4 .*after 6 at the earliest.*seeds = \[1, 2, 3, 4, 5, 6, 7, 8\]"),
-        ({"seeds": [1, 2, 3, 4, 5, 6]}, "takes 7 to 20 to stop early"),
         ({"seeds": list(range(30))}, "to 20"),
         ({"lanes": 16}, 'lanes = 16 trains all 16 runs at once.*lanes = "auto"'),
+        ({"conditions": [GRPO]}, r'rule.toml:4 .*there is one condition.*sequential = "off"'),
     ],
 )
 def test_impossible_rules_are_configuration_errors(tmp_path, settings, message):
     with pytest.raises(ConfigError, match=message):
-        load(configuration(tmp_path, **settings))
-    text = (tmp_path / "rule.toml").read_text().split("[[campaign.conditions]]")
-    (tmp_path / "one.toml").write_text(f"{text[0]}[[campaign.conditions]]{text[1]}")
-    with pytest.raises(ConfigError, match="one condition"):
-        load(tmp_path / "one.toml")
-
-
-THREE = [GRPO, RLOO, DR_GRPO]
+        load(configuration(tmp_path, **{"conditions": [GRPO, RLOO], **settings}))
 
 
 @pytest.mark.parametrize(
@@ -171,36 +108,30 @@ THREE = [GRPO, RLOO, DR_GRPO]
         ({"conditions": [*THREE, ("maxrl", "none")]}, "conditions grpo.none, rloo.none, dr_grpo.none"),
         ({"conditions": THREE[:2]}, "conditions grpo.none, rloo.none, dr_grpo.none"),
         ({"rule": "pocock"}, "sequential = 'linear'"),
+        ({"rule": "off"}, "sequential = 'linear'"),
         ({"seeds": list(range(1, 11))}, "seeds = "),
+        ({"test": "normal"}, "test = 'exact'"),
+        ({"race": True}, "race = "),
+        ({"primary_metric": "auc", "rest": "[training]\neval_every = 1"}, "primary_metric = "),
     ],
 )
 def test_what_is_compared_is_fixed_when_the_first_run_begins(tmp_path, settings, what):
-    played = Played(tmp_path, conditions=THREE, seeds=list(range(1, 10)))
+    """Until then the file is corrected freely, and the order of the other conditions is free."""
+    as_declared: dict[str, Any] = {"conditions": THREE, "seeds": list(range(1, 10))}
+    played = Played(tmp_path, conditions=THREE[:2], rule="pocock")
+    played.look()
+    played.start_again(**as_declared)
     played.finish(1)
     before = json.loads(json.dumps(played.look()))
-    changed = {"conditions": THREE, "seeds": list(range(1, 10))} | settings
-    played.start_again(**changed)
-    with pytest.raises(UsageError, match=f"was begun with .*{what}"):
+    played.start_again(**as_declared | {"conditions": [GRPO, DR_GRPO, RLOO]})
+    assert played.look() == before
+    played.start_again(**as_declared | settings)
+    with pytest.raises(UsageError, match=f"was begun with .*{what}.* is fixed when the first run begins"):
         played.look()
     del played.manifest.content["declared"]  # only the record says it
-    record = played.manifest.content["sequential"]
     with pytest.raises(UsageError, match="was begun with "):
         played.look()
-    played.manifest.content["declared"] = {"baseline": "grpo+none"}
-    del record["labels"]  # as of before labels were kept
-    with pytest.raises(UsageError, match="was begun with "):
-        played.look()
-    assert record["conditions"]["rloo+none"] == before
-
-
-def test_the_order_of_the_other_conditions_is_free(tmp_path):
-    played = Played(tmp_path, conditions=THREE, rule="square", test="normal")
-    for seed in (1, 2, 3):
-        played.finish(seed)
-    before = json.loads(json.dumps(played.look()))
-    played.start_again(conditions=[GRPO, DR_GRPO, RLOO], rule="square", test="normal")
-    assert played.look() == before
-    assert before["looks"][0]["mean"] == pytest.approx(0.1)
+    assert played.manifest.content["sequential"]["conditions"]["rloo+none"] == before
 
 
 def test_looks_that_were_not_declared_are_refused_once_a_run_has_begun(tmp_path):
@@ -213,20 +144,6 @@ def test_looks_that_were_not_declared_are_refused_once_a_run_has_begun(tmp_path)
         played.look()
     assert "sequential" not in played.manifest.content
     assert "stopped" not in played.states()
-    played.start_again(rule="off")
-    Looks(played.manifest, played.specs, NullObserver()).look()
-    assert "sequential" not in played.manifest.content
-
-
-def test_a_file_is_corrected_freely_before_anything_has_begun(tmp_path):
-    played = Played(tmp_path)
-    played.look()
-    played.start_again(conditions=THREE, rule="square", test="normal", seeds=[1, 2, 3, 4, 5])
-    played.look()
-    record = played.manifest.content["sequential"]
-    assert (record["rule"], record["test"], record["planned"]) == ("square", "normal", 5)
-    assert record["labels"] == ["grpo+none", *record["conditions"]]
-    assert list(record["conditions"]) == ["rloo+none", "dr_grpo+none"]
 
 
 @pytest.mark.parametrize("failed", ["rloo", "grpo"])
@@ -236,61 +153,31 @@ def test_a_failed_first_seed_is_no_pair_and_comes_in_late(tmp_path, rule, test, 
     played.finish(1)
     played.finish(1, state="failed", only=failed)
     assert played.look()["differences"] == [[1, None]]
-    assert played.look()["looks"] == []
     played.finish(2)
-    condition = played.look()
-    assert [seed for seed, _ in condition["differences"]] == [1, 2]
-    assert [each["pairs"] for each in condition["looks"]] == [1]
+    played.finish(3, only="grpo")
+    played.finish(4)
+    assert [seed for seed, _ in played.look()["differences"]] == [1, 2]  # seed 3 is not complete and holds back 4
     played.manifest.update(f"{failed}+none_s1", state="done")
+    played.finish(3, only="rloo")
     condition = played.look()
-    assert [seed for seed, _ in condition["differences"]] == [2, 1]
-    assert [each["pairs"] for each in condition["looks"]] == [1, 2]
+    assert [seed for seed, _ in condition["differences"]] == [2, 1, 3, 4]
+    assert [each["pairs"] for each in condition["looks"]] == [1, 2, 3, 4]
     again = json.loads(json.dumps(played.manifest.content["sequential"]))
     played.look()
     assert played.manifest.content["sequential"] == again
 
 
-def test_a_late_value_is_looked_at_once_and_may_decide(tmp_path):
-    """Under the normal test it used to be stored and never looked at."""
-    played, whole = (Played(tmp_path / name, rule="linear", test="normal") for name in ("late", "whole"))
-    lead = {1: 0.05, 2: 0.11, 3: 0.08, 4: 0.1, 5: 0.07}
-    for seed, value in lead.items():
-        for each in (played, whole):
-            each.put(seed, "grpo", 0.5)
-            each.put(seed, "rloo", 0.5 + value)
-    played.manifest.update("rloo+none_s1", state="failed")
-    for seed in (4, 5):
-        played.manifest.update(f"rloo+none_s{seed}", state="failed")
-    condition = played.look()
-    assert [each["pairs"] for each in condition["looks"]] == [1, 2]
-    assert condition["stopped_after"] is None
-    played.manifest.update("rloo+none_s1", state="done")
-    condition = played.look()
-    assert [seed for seed, _ in condition["differences"]] == [2, 3, 4, 5, 1]
-    third = condition["looks"][-1]
-    three = whole.look()["looks"][2]
-    assert third == pytest.approx(three)
-    assert (third["tested"], third["mean"]) == pytest.approx((0.08, 0.08))
-    assert not third["stop"]
-    played.manifest.update("rloo+none_s4", state="done")
-    condition = played.look()
-    assert [each["pairs"] for each in condition["looks"]] == [1, 2, 3, 4]
-    assert (condition["stopped_after"], condition["stop_reason"]) == (4, "decided")
-
-
 def test_what_has_left_stays_out_whatever_comes_late(tmp_path):
-    """A value that comes late is no new look at what has been decided, and takes nothing back."""
+    """A value that comes late is no new look at what has been decided, and is looked at once in what is open."""
     played = Played(tmp_path, conditions=THREE, rule="linear", test="normal")
-    noise = {1: 0.0, 2: 0.012, 3: -0.009, 4: 0.004, 5: -0.006}
+    noise = {1: 0.0, 2: 0.012, 3: -0.009, 4: 0.004}
     for seed in (1, 2, 3, 4):
         played.put(seed, "grpo", 0.5)
         played.put(seed, "dr_grpo", 0.5 + noise[seed])
         played.put(seed, "rloo", 0.7 - noise[seed])
     played.manifest.update("grpo+none_s2", state="failed")
     left = json.loads(json.dumps(played.look()))
-    other = played.manifest.content["sequential"]["conditions"]["dr_grpo+none"]
     assert (left["stop_reason"], left["stopped_after"]) == ("decided", 3)
-    assert [each["pairs"] for each in other["looks"]] == [1, 2, 3]
     played.put(2, "grpo", 0.99)  # with which no rule would have decided
     assert played.look() == left
     other = played.manifest.content["sequential"]["conditions"]["dr_grpo+none"]
@@ -299,36 +186,17 @@ def test_what_has_left_stays_out_whatever_comes_late(tmp_path):
     assert not other["looks"][-1]["stop"]
 
 
-def test_the_exact_rule_knows_the_step_of_the_scale(tmp_path):
+@pytest.mark.parametrize(("problems", "stopped"), [(10, 4), (10_000, None)])
+def test_the_exact_rule_knows_the_step_of_the_scale(tmp_path, problems, stopped):
     """Equal differences of less than a step have no spread of 0: going on is futile, as with the normal test."""
     played = Played(tmp_path, futility=True)
     for seed in (1, 2, 3, 4):
         for label, value in (("grpo", 0.5), ("rloo", 0.51)):
-            played.put(seed, label, value, **{"eval/heldout/problems": 10, "samples": 1})
+            played.put(seed, label, value, **{"eval/heldout/problems": problems, "samples": 1})
         condition = played.look()
-    assert played.manifest.content["sequential"]["resolution"] == 0.1
-    assert (condition["stop_reason"], condition["stopped_after"]) == ("futility", 4)
-    fine = Played(tmp_path / "fine", futility=True)
-    for seed in (1, 2, 3, 4):
-        for label, value in (("grpo", 0.5), ("rloo", 0.51)):
-            fine.put(seed, label, value, **{"eval/heldout/problems": 10_000, "samples": 1})
-    assert fine.look()["stopped_after"] is None
-
-
-def test_a_new_pair_goes_through_the_sign_patterns_once(tmp_path, monkeypatch):
-    sizes = []
-
-    def counted(differences, *arguments, **keys):
-        sizes.append(len(differences))
-        return sequential_looks(differences, *arguments, **keys)
-
-    monkeypatch.setattr("retrain.maths.deciding.sequential_looks", counted)
-    monkeypatch.setattr("retrain.maths.following.sequential_looks", counted)
-    played = Played(tmp_path)
-    for seed in (1, 2, 3, 4):
-        played.finish(seed)
-        played.look()
-    assert sizes == [1, 2, 3, 4]
+    assert played.manifest.content["sequential"]["resolution"] == 1 / problems
+    assert condition["stopped_after"] == stopped
+    assert condition["stop_reason"] == (stopped and "futility")
 
 
 REWARD = "def score(completion, answer):\n    return float(len(completion) % 2)\n"
@@ -383,17 +251,20 @@ def test_a_campaign_that_stops_itself_and_a_resumed_one_agree(tmp_path):
 
 
 def test_several_comparisons_share_alpha_and_their_p_values_are_corrected(tmp_path):
-    played = Played(tmp_path, conditions=(GRPO, RLOO, DR_GRPO))
-    for seed in EIGHT:
+    played = Played(tmp_path, conditions=THREE, seeds=list(range(1, 13)))
+    for seed in range(1, 13):
         played.finish(seed)
-        condition = played.look()
-    last = condition["looks"][-1]
-    assert last["allowed"] == pytest.approx(0.05 / 2 * last["pairs"] / 8)
+        played.look()
+    record = played.manifest.content["sequential"]["conditions"]
+    assert record["rloo+none"]["stopped_after"] == 8  # 2^-7 fits 0.025 * 8/12
+    assert record["dr_grpo+none"]["stopped_after"] is None
+    assert played.states("rloo").count("stopped") == 4
+    assert "stopped" not in played.states("grpo") + played.states("dr_grpo")
+    last = record["rloo+none"]["looks"][-1]
+    assert last["allowed"] == pytest.approx(0.05 / 2 * last["pairs"] / 12)
     for found in played.compare()["conditions"][1:]:
-        looks = played.manifest.content["sequential"]["conditions"][found["label"]]["looks"]
-        assert found["p_value"] == looks[-1]["p"]
-        assert found["p_holm"] == min(1.0, 2 * looks[-1]["p"])
-    assert played.compare()["conditions"][1]["p_holm"] == 2 * 2**-6
+        assert found["p_value"] == record[found["label"]]["looks"][-1]["p"]
+        assert found["p_holm"] == min(1.0, 2 * found["p_value"])
 
 
 @pytest.mark.parametrize("test", ["exact", "normal"])
@@ -403,14 +274,14 @@ def test_a_condition_whose_runs_failed_has_no_verdict_from_the_few_that_did_not(
     for seed in EIGHT:
         played.finish(seed, only="grpo")
         played.finish(seed, "done" if seed <= left else "failed", only="rloo")
-        played.look()
+    played.look()
     found = played.compare()["conditions"][1]
     assert found["verdict"].startswith(verdict)
     assert found["p_holm"] is None
 
 
 def test_what_looks_decided_keeps_its_p_whatever_the_others_do_later(tmp_path):
-    played = Played(tmp_path, conditions=[GRPO, RLOO, DR_GRPO], rule="linear", test="normal")
+    played = Played(tmp_path, conditions=THREE, rule="linear", test="normal")
     random = np.random.default_rng(3)
     for seed in EIGHT:
         for label, gain in (("grpo", 0.0), ("rloo", 0.2), ("dr_grpo", -0.4 if seed == 8 else 0.0)):
@@ -421,4 +292,3 @@ def test_what_looks_decided_keeps_its_p_whatever_the_others_do_later(tmp_path):
     assert (found["verdict"], found["stop_reason"]) == ("better", "decided")
     assert found["p_holm"] <= 0.05
     assert found["pairs_needed"] <= found["pairs"] < 8
-    assert "p < 0.0001" in found["sentence"]

@@ -1,43 +1,50 @@
-"""Intervals over few seeds: hand-worked cases, limits, and coverage where resampling fails."""
+"""Intervals over few seeds, between bounds, for new problems and after a stop: oracles, and coverage by simulation."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
-from scipy import stats
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import optimize, stats
 
-from retrain.maths.intervals import (
-    SIMULATED_SEEDS,
-    _trimmed_quantile,
-    iqm_interval,
-    mean_interval,
-)
-from retrain.maths.statistics import bootstrap_ci
+from retrain.maths.bounded import bounded_mean_interval, same_problems_interval, smallest_room, tango_interval
+from retrain.maths.crossed import new_problems_interval
+from retrain.maths.intervals import SIMULATED_SEEDS, iqm_interval, mean_interval
+from retrain.maths.sequential import sequential_looks
+from retrain.maths.statistics import accuracy_interval, bootstrap_ci
+from retrain.maths.stopped import stopped_interval
+
+Z = stats.norm.ppf(0.975)
 
 
-def covers(interval, truth: float) -> bool:
-    return interval.low - 1e-12 <= truth <= interval.high + 1e-12
+def ends(interval):
+    return (interval.low, interval.high)
+
+
+def coverage(intervals, truth: float) -> float:
+    return float(np.mean([found.low - 1e-12 <= truth <= found.high + 1e-12 for found in intervals]))
+
+
+# Means over seeds
 
 
 def test_what_is_no_share_has_the_t_interval():
     x = np.array([1.0, 2.0, 3.0, 4.0, 7.0])
-    low, high = stats.t.interval(0.95, 4, x.mean(), x.std(ddof=1) / 5**0.5)
-    found = mean_interval(x)
-    assert (found.estimate, found.low, found.high) == pytest.approx((3.4, low, high))
+    assert mean_interval(x).estimate == pytest.approx(3.4)
+    assert ends(mean_interval(x)) == pytest.approx(stats.t.interval(0.95, 4, x.mean(), x.std(ddof=1) / 5**0.5))
 
 
 def test_the_ends_of_a_share_lie_as_many_of_their_own_standard_errors_away():
     x = np.array([0.90, 0.97, 0.98, 0.99, 0.96, 0.98])
     found, m = mean_interval(x, share=True), x.mean()
     factor = x.var(ddof=1) / (m * (1 - m)) / len(x)
-    for end in (found.low, found.high):
+    for end in ends(found):
         assert abs(m - end) / (factor * end * (1 - end)) ** 0.5 == pytest.approx(stats.t.ppf(0.975, 5))
-    assert found.estimate - found.low > found.high - found.estimate  # the long tail is below
     mirrored = mean_interval(1 - x, share=True)
-    assert (mirrored.low, mirrored.high) == pytest.approx((1 - found.high, 1 - found.low))
-    narrow = 0.5 + 1e-4 * np.arange(5)
-    t, score = mean_interval(narrow), mean_interval(narrow, share=True)
-    assert (score.low, score.high) == pytest.approx((t.low, t.high), abs=1e-9)  # the middle of the scale
+    assert ends(mirrored) == pytest.approx((1 - found.high, 1 - found.low))
     with pytest.raises(ValueError, match="shares lie in"):
         mean_interval([0.5, 1.1], share=True)
 
@@ -45,7 +52,6 @@ def test_the_ends_of_a_share_lie_as_many_of_their_own_standard_errors_away():
 def test_one_value_equal_values_and_none():
     assert mean_interval([0.5]).low is None
     assert mean_interval([0.5] * 4) == mean_interval([0.5] * 4, share=True) == iqm_interval([0.5] * 4)
-    assert mean_interval([0.1] * 3).low == mean_interval([0.1] * 3).high == pytest.approx(0.1)
     assert iqm_interval([0.5, 0.6, 0.7]).low is None
     for function in (mean_interval, iqm_interval):
         with pytest.raises(ValueError, match="at least one"):
@@ -55,53 +61,11 @@ def test_one_value_equal_values_and_none():
 def test_equal_shares_are_known_up_to_rounding():
     found = mean_interval([0.5] * 4, share=True, resolution=0.01)
     reach = stats.t.ppf(0.975, 3) * 0.01 / 12**0.5 / 2
-    assert (found.low, found.high) == pytest.approx((0.5 - reach, 0.5 + reach), abs=1e-5)
+    assert ends(found) == pytest.approx((0.5 - reach, 0.5 + reach), abs=1e-5)
     perfect = mean_interval([1.0] * 4, share=True, resolution=0.01)
     assert 0.98 < perfect.low < perfect.high == pytest.approx(1.0)
     spread = [0.3, 0.5, 0.6, 0.4]
     assert mean_interval(spread, share=True, resolution=0.01) == mean_interval(spread, share=True)
-
-
-def test_the_trimmed_interval_by_hand():
-    x = [0.0, 10.0, 11.0, 12.0, 100.0]
-    winsorised = np.array([10.0, 10.0, 11.0, 12.0, 12.0])
-    reach = _trimmed_quantile(5, 0.95) * (((winsorised - 11.0) ** 2).sum() / 6) ** 0.5
-    found = iqm_interval(x)
-    assert (found.estimate, found.low, found.high) == pytest.approx((11.0, 11.0 - reach, 11.0 + reach))
-
-
-@pytest.mark.parametrize(("n", "wider"), [(5, 1.14), (8, 1.13), (16, 1.05), (50, 1.01)])
-def test_the_quantile_of_the_trimmed_t_is_a_little_above_students_and_tends_to_it(n, wider):
-    kept = n - 2 * (n // 4)
-    assert _trimmed_quantile(n, 0.95) / stats.t.ppf(0.975, kept - 1) == pytest.approx(wider, abs=0.015)
-
-
-def test_equal_accuracies_are_known_up_to_rounding():
-    tied = [0.9375, 0.9375, 0.9375, 0.875, 1.0]
-    assert iqm_interval(tied).low == iqm_interval(tied).high
-    found = iqm_interval(tied, resolution=1 / 16)
-    assert found.low < found.estimate == 0.9375 < found.high
-    distinct = [0.1, 0.2, 0.3, 0.4, 0.5]
-    assert iqm_interval(distinct, resolution=0.01) == iqm_interval(distinct)
-
-
-@pytest.mark.parametrize("n", [5, 8])
-def test_coverage_with_few_seeds_where_the_percentile_bootstrap_is_too_narrow(n):
-    random = np.random.default_rng(n)
-    draws = random.normal(size=(1500, n))
-    t = sum(covers(mean_interval(x), 0.0) for x in draws) / 1500
-    trimmed = sum(covers(iqm_interval(x), 0.0) for x in draws) / 1500
-    resampled = sum(covers(bootstrap_ci(x, random, resamples=500), 0.0) for x in draws[:400]) / 400
-    assert 0.93 < t < 0.97
-    assert 0.93 < trimmed < 0.97
-    assert resampled < 0.91
-
-
-@pytest.mark.parametrize("n", [5, 16])
-def test_coverage_of_shares_crowded_against_one_where_t_is_too_narrow(n):
-    draws = np.random.default_rng(n).beta(9.0, 1.0, size=(3000, n))
-    t, score = (sum(covers(mean_interval(x, share=share), 0.9) for x in draws) / 3000 for share in (False, True))
-    assert t < 0.925 < score < 0.965
 
 
 def test_the_trimmed_error_is_never_below_that_of_a_step_of_the_scale():
@@ -111,11 +75,11 @@ def test_the_trimmed_error_is_never_below_that_of_a_step_of_the_scale():
     error = (((winsorised - winsorised.mean()) ** 2).sum() / (4 * 3)) ** 0.5
     known = iqm_interval(distinct)
     quantile = (known.high - known.estimate) / error  # of eight values, whatever they are
-    tied = iqm_interval([0.5] * 8, resolution=1 / 16)
-    assert tied.high - tied.estimate == pytest.approx(quantile * (1 / 16) / (12 * 4) ** 0.5)
-    step = 2.0  # of the scale, when the values themselves differ by less
-    coarse = iqm_interval(distinct, resolution=step)
-    assert coarse.high - coarse.estimate == pytest.approx(quantile * step / (12 * 4) ** 0.5)
+    assert quantile / stats.t.ppf(0.975, 3) == pytest.approx(1.13, abs=0.015)
+    assert iqm_interval(distinct, resolution=0.01) == known
+    for values, step in (([0.5] * 8, 1 / 16), (distinct, 2.0)):
+        found = iqm_interval(values, resolution=step)
+        assert found.high - found.estimate == pytest.approx(quantile * step / (12 * 4) ** 0.5)
 
 
 def test_the_trimmed_interval_of_many_values_is_tukey_and_mclaughlins():
@@ -125,3 +89,187 @@ def test_the_trimmed_interval_of_many_values_is_tukey_and_mclaughlins():
     error = (((winsorised - winsorised.mean()) ** 2).sum() / (kept * (kept - 1))) ** 0.5
     found = iqm_interval(x)
     assert found.high - found.estimate == pytest.approx(stats.t.ppf(0.975, kept - 1) * error)
+
+
+def test_coverage_with_few_seeds_where_bootstrap_and_t_are_too_narrow():
+    random = np.random.default_rng(5)
+    draws = random.normal(size=(1200, 5))
+    assert 0.93 < coverage(map(mean_interval, draws), 0.0) < 0.97
+    assert 0.93 < coverage(map(iqm_interval, draws), 0.0) < 0.97
+    assert coverage((bootstrap_ci(x, random, resamples=300) for x in draws[:300]), 0.0) < 0.91
+    shares = np.random.default_rng(5).beta(9.0, 1.0, size=(1500, 5))  # crowded against 1
+    t, score = (coverage((mean_interval(x, share=share) for x in shares), 0.9) for share in (False, True))
+    assert t < 0.925 < score < 0.97
+
+
+# Between bounds
+
+
+def tango_z(gained: int, lost: int, n: int, difference: float) -> float:
+    """Tango's statistic as his paper has it, with the closed form of the constrained estimate."""
+    a, b, c = 2 * n, -gained - lost + (2 * n - gained + lost) * difference, -lost * difference * (1 - difference)
+    lost_share = (math.sqrt(b * b - 4 * a * c) - b) / (2 * a)
+    return (gained - lost - n * difference) / math.sqrt(n * (2 * lost_share + difference * (1 - difference)))
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(2, 60))
+def test_the_ends_are_where_tangos_statistic_reaches_the_quantile(gained, lost, same):
+    n = gained + lost + same
+    found = tango_interval(gained, lost, n)
+    assert tango_z(gained, lost, n, found.low) == pytest.approx(Z, abs=1e-6)
+    assert tango_z(gained, lost, n, found.high) == pytest.approx(-Z, abs=1e-6)
+
+
+def test_published_intervals_and_answers_that_all_agree():
+    """Airway hyper-responsiveness before and after a transplantation, 21 children, as Fagerland, Lydersen and Laake
+    (2014) tabulate it."""
+    assert [round(end, 3) for end in ends(tango_interval(1, 7, 21))] == [-0.517, -0.026]
+    found = tango_interval(0, 0, 128)
+    assert found.high == -found.low == pytest.approx(Z**2 / (128 + Z**2))
+    assert found == same_problems_interval([0.0] * 128)
+    assert same_problems_interval([0.5]).low is None
+    for wrong in ((-1, 0, 5), (3, 3, 5), (0, 0, 0)):
+        with pytest.raises(ValueError, match="parts of n"):
+            tango_interval(*wrong)
+    with pytest.raises(ValueError, match=r"\[-1, 1\]"):
+        same_problems_interval([1.5, 0.0])
+
+
+def most_likely(support: np.ndarray, counts: np.ndarray, mean: float) -> np.ndarray:
+    """Probabilities [values] of largest multinomial likelihood among those with this mean, by a general optimiser."""
+    rules = [
+        {"type": "eq", "fun": lambda p: p.sum() - 1.0},
+        {"type": "eq", "fun": lambda p: p @ support - mean},
+    ]
+    found = optimize.minimize(
+        lambda p: -(counts * np.log(np.maximum(p, 1e-12))).sum(),
+        np.full(len(support), 1.0 / len(support)),
+        bounds=[(0, 1)] * len(support),
+        constraints=rules,
+        options={"maxiter": 500, "ftol": 1e-10},
+    )
+    return found.x
+
+
+@pytest.mark.parametrize("counts", [(0, 2, 30, 6, 0), (3, 1, 20, 0, 4), (0, 0, 20, 0, 0)])
+def test_with_several_samples_the_ends_are_score_ends_of_the_most_likely_distribution(counts):
+    support, counts = np.array([-1.0, -0.5, 0.0, 0.5, 1.0]), np.array(counts)
+    n, values = counts.sum(), np.repeat(support, counts)
+    found = same_problems_interval(values)
+    for end, sign in ((found.low, 1.0), (found.high, -1.0)):
+        p = most_likely(support, counts, end)
+        error = math.sqrt((p @ support**2 - end**2) / n)
+        assert (values.mean() - end) / error == pytest.approx(sign * Z, rel=2e-3)
+
+
+def test_shares_have_wilsons_interval_and_students_quantile_where_asked():
+    values = [1.0] * 11 + [0.0] * 9
+    wilson = stats.binomtest(11, 20).proportion_ci(0.95, method="wilson")
+    assert ends(bounded_mean_interval(values, 0.0, 1.0)) == pytest.approx((wilson.low, wilson.high))
+    theirs, ours = accuracy_interval(values, range(20)), bounded_mean_interval(values, 0.0, 1.0, t=True)
+    assert ends(ours) == pytest.approx(ends(theirs))
+    scores = np.random.default_rng(0).choice([0.25, 0.5, 0.75], size=200)  # which spread less than shares
+    t = stats.t.interval(0.95, 199, scores.mean(), stats.sem(scores))
+    assert ends(bounded_mean_interval(scores, 0.0, 1.0, t=True)) == pytest.approx(t, abs=2e-3)
+
+
+def test_a_loss_of_two_points_is_excluded_in_at_most_one_case_of_forty():
+    """Whole problems lost, gains beside losses, one of four samples lost: the mean is 2 points each time."""
+    support = np.arange(-4, 5) / 4.0
+
+    def wrongly_kept(losses: np.ndarray) -> float:
+        shares = np.stack([(losses == value).mean(axis=1) for value in support], axis=1)
+        low = -1.0 + smallest_room((support + 1.0)[None], shares, losses.shape[1], Z)
+        return float((low >= -0.02).mean())
+
+    u = np.random.default_rng(189).random((4000, 189))
+    for losses in (
+        np.where(u < 0.02, -1.0, 0.0),
+        np.where(u < 0.11, -1.0, np.where(u < 0.20, 1.0, 0.0)),
+        np.where(u < 0.01, -1.0, np.where(u < 0.05, -0.25, 0.0)),
+    ):
+        assert wrongly_kept(losses) < 0.025 + 3 * (0.025 * 0.975 / 4000) ** 0.5
+    assert wrongly_kept(np.zeros((1, 189))) == 1.0  # what lost nothing is kept, given enough of it
+    assert wrongly_kept(np.zeros((1, 128))) == 0.0
+
+
+# For new problems, with seeds and problems crossed
+
+
+def paired(d: np.ndarray) -> np.ndarray:
+    return np.stack([d, np.zeros_like(d)], axis=2)
+
+
+def test_the_variance_is_seed_plus_problem_minus_cell():
+    d = np.random.default_rng(0).normal(size=(4, 6)) + 2.0 * np.arange(6) + np.arange(4)[:, None]
+    of_seed = 6 * d.mean(axis=1).var(ddof=1)
+    of_problem = 4 * d.mean(axis=0).var(ddof=1)
+    cell = ((d - d.mean(0) - d.mean(1, keepdims=True) + d.mean()) ** 2).sum() / 15
+    variance = (of_seed + of_problem - cell) / 24
+    freedom = (of_seed + of_problem - cell) ** 2 / (of_seed**2 / 3 + of_problem**2 / 5 + cell**2 / 15)
+    reach = stats.t.ppf(0.975, freedom) * variance**0.5
+    found = new_problems_interval(paired(d))
+    assert (found.estimate, found.low, found.high) == pytest.approx((d.mean(), d.mean() - reach, d.mean() + reach))
+
+
+def test_problems_that_do_not_differ_leave_the_interval_over_seeds():
+    by_seed = np.array([0.1, 0.3, -0.2, 0.4, 0.2])
+    d = np.repeat(by_seed[:, None], 30, axis=1)
+    t = stats.t.interval(0.95, 4, by_seed.mean(), stats.sem(by_seed))
+    assert ends(new_problems_interval(paired(d))) == pytest.approx(t)
+    same = new_problems_interval(np.zeros((5, 30, 2)), resolution=1 / 30)
+    assert same.high == pytest.approx(stats.t.ppf(0.975, 4) / 30 / 30**0.5)
+    assert new_problems_interval(np.zeros((1, 30, 2))).low is None
+    for wrong in (np.zeros((5, 30)), np.full((2, 2, 2), np.nan)):
+        with pytest.raises(ValueError, match="seeds, problems, 2"):
+            new_problems_interval(wrong)
+
+
+def test_it_holds_on_new_problems_where_the_interval_over_seeds_does_not():
+    """Conditions that are equal on average and differ by problem: other seeds agree, other problems do not."""
+    random = np.random.default_rng(4)
+    found, over_seeds = [], []
+    for _ in range(500):
+        rate = random.beta(2.0, 1.5, 96)
+        effect = np.stack([0.15 * random.normal(size=96), np.zeros(96)], axis=1)
+        chance = np.clip(rate[:, None] + effect + 0.02 * random.normal(size=(7, 1, 2)), 0.0, 1.0)
+        scores = random.binomial(4, chance) / 4
+        found.append(new_problems_interval(scores))
+        over_seeds.append(mean_interval((scores[:, :, 0] - scores[:, :, 1]).mean(axis=1)))
+    assert 0.92 < coverage(found, 0.0) < 0.985
+    assert coverage(over_seeds, 0.0) < 0.90
+
+
+# After a rule has stopped
+
+
+def test_after_a_stop_it_scales_mirrors_and_is_the_t_interval_without_looks():
+    plain = stopped_interval(0.3, 0.8, [0.0] * 8, 7)
+    reach = stats.t.ppf(0.975, 7) * 0.8 / 8**0.5
+    assert (plain.estimate, plain.low, plain.high) == pytest.approx((0.3, 0.3 - reach, 0.3 + reach), abs=0.02)
+    spent = [0.0] * 5 + [0.03, 0.04]
+    found, mirrored = stopped_interval(1.2, 1.0, spent, 6), stopped_interval(-0.12, 0.1, spent, 6)
+    assert (mirrored.estimate, *ends(mirrored)) == pytest.approx(
+        (-found.estimate / 10, -found.high / 10, -found.low / 10)
+    )
+    assert found.estimate < 1.2  # it went on where a larger difference would have stopped
+    for looks, spread in (([], 1.0), (spent, 0.0)):
+        with pytest.raises(ValueError, match="a look and a positive spread"):
+            stopped_interval(0.1, spread, looks, 6)
+
+
+def test_the_estimate_is_nearly_median_unbiased_and_more_cautious_than_the_mean():
+    """Half a spread apart, with the real rule."""
+    random = np.random.default_rng(0)
+    means, found = [], []
+    for _ in range(250):
+        d = random.normal(0.5, 1.0, 8)
+        looks = sequential_looks(d, 8)
+        seen = d[: looks[-1].pairs]
+        means.append(seen.mean())
+        spent = [round(look.spent, 3) for look in looks]
+        found.append(stopped_interval(seen.mean(), seen.std(ddof=1), spent, len(seen) - 1))
+    estimates = [each.estimate for each in found]
+    assert 0.42 < np.mean(np.array(estimates) > 0.5) <= np.mean(np.array(means) > 0.5) < 0.62
+    assert np.mean(estimates) < np.mean(means)
+    assert coverage(found, 0.5) > 0.92

@@ -6,24 +6,19 @@ import json
 
 import numpy as np
 import pytest
-from played_campaigns import DR_GRPO, EIGHT, GRPO, RLOO, Played, configuration
+from played_campaigns import DR_GRPO, EIGHT, GRPO, RLOO, Played
 from verdict_cases import BASE, campaign, shifted
 
 from retrain.campaign.judging.pooling import compare_directories
-from retrain.campaign.judging.results import Measure
-from retrain.campaign.judging.rule import FUTILITY, overlay, rule_of
+from retrain.campaign.judging.rule import FUTILITY
 from retrain.campaign.judging.sequential import Looks
-from retrain.campaign.judging.words import verdict
-from retrain.campaign.planning.manifest import Manifest
-from retrain.campaign.planning.plan import plan
-from retrain.config import campaign as config
-from retrain.config import load, parse_dict
-from retrain.errors import ConfigError, UsageError
+from retrain.config import parse_dict
+from retrain.config.campaign import seeds_for_verdict
+from retrain.errors import ConfigError
 from retrain.files import append_jsonl
-from retrain.maths.normal import FEWEST_PAIRS, MOST_PRIOR_FREEDOM, additive_fit, step_down, t_p
-from retrain.maths.permutation import MOST_COMPARISONS, closed_permutation
+from retrain.maths.normal import additive_fit, step_down, t_p
+from retrain.maths.permutation import closed_permutation
 from retrain.maths.rules import Rule
-from retrain.maths.sequential import MOST_PAIRS
 from retrain.maths.statistics import sign_flip_p
 from retrain.record.observer import NullObserver
 
@@ -62,46 +57,23 @@ def test_missing_runs_under_every_test(tmp_path, test):
     values = np.array(BASE)[:, None] + NOISE + [0.0, 0.06, 0.0]
     results = {label: values[:, i].tolist() for i, label in enumerate("abc")}
     failed = {"a_s2": "failed", "c_s5": "failed"}
-    compared = compare_directories(
-        [campaign(tmp_path, results, {"campaign": {"seed": 0, "test": test}}, states=failed)]
-    )
+    folder = campaign(tmp_path, results, {"campaign": {"seed": 0, "test": test}}, states=failed)
     values[1, 0] = values[4, 2] = np.nan
-    _, better, same = compared["conditions"]
+    _, better, same = compare_directories([folder])["conditions"]
     assert (better["pairs"], same["pairs"]) == (7, 6)
     assert (better["verdict"], better["test"]) == ("better", test)
-    means = np.nanmean(values[:, 1:] - values[:, :1], axis=0)
-    fit = additive_fit(values[None])
-    tested = fit.difference[0] if test == "normal" else means
-    assert abs(fit.difference[0] - means).min() > 1e-4
+    fit, differences = additive_fit(values[None]), values[:, 1:] - values[:, :1]
+    tested = fit.difference[0] if test == "normal" else np.nanmean(differences, axis=0)
     for each, one in zip((better, same), tested, strict=True):
-        assert each["difference_tested"] == pytest.approx(one)
-        assert each["difference"] == pytest.approx(one)  # what the interval and the sentence are about
+        assert each["difference"] == each["difference_tested"] == pytest.approx(one)
         assert f"{100 * one:+.1f}".replace("-", "−") + " points [" in each["sentence"]
-    if test == "normal":  # t around the estimate; the exact test's intervals lie as they come
-        assert sum(better["difference_interval"]) / 2 == pytest.approx(tested[0])
-    expected = {
-        "exact": lambda: [2 * sign_flip_p(values[[0, 2, 3, 4, 5, 6, 7], 1] - values[[0, 2, 3, 4, 5, 6, 7], 0])],
-        "normal": lambda: step_down(fit.t()[0], float(fit.freedom[0]), float(fit.correlation[0])),
-        "permutation": lambda: closed_permutation(values),
-    }[test]()
-    assert better["p_holm"] == pytest.approx(expected[0])
-
-
-def test_the_direction_is_that_of_what_was_tested():
-    found = {
-        "standing": "declared", "pairs": 8, "pairs_needed": 3, "verdict": "", "p_holm": 0.01,
-        "equivalence_p_holm": None, "difference": -0.01, "difference_tested": 0.02,
-    }  # fmt: skip
-    assert verdict(found, Measure(), None) == "better"
-    look_of = {"pairs": 4, "mean": -0.01, "tested": 0.02, "p": 0.01, "p_adjusted": 0.02, "by": "normal", "spent": 0.01}
-    own = {"differences": [], "looks": [look_of], "stopped_after": 4, "stop_reason": "decided"}
-    record = {"rule": "linear", "test": "normal", "alpha": 0.05, "planned": 8, "conditions": {"b": own}}
-    (condition,) = conditions = [{"label": "b"}]
-    overlay(conditions, record, Measure())
-    assert (condition["verdict"], condition["difference_tested"]) == ("better", 0.02)
-    del look_of["tested"]  # as of before it was kept
-    overlay(conditions, record, Measure())
-    assert (condition["verdict"], condition["difference_tested"]) == ("worse", -0.01)
+    if test == "exact":
+        expected = 2 * sign_flip_p(np.delete(differences[:, 0], 1))
+    elif test == "normal":
+        expected = step_down(fit.t()[0], float(fit.freedom[0]), float(fit.correlation[0]))[0]
+    else:
+        expected = closed_permutation(values)[0]
+    assert better["p_holm"] == pytest.approx(expected)
 
 
 def test_a_collapsed_run_is_named_and_the_exact_test_decides(tmp_path):
@@ -157,75 +129,21 @@ def finish(played: Played, seed: int, leads: dict[str, float], random: np.random
 
 def test_in_a_race_what_cannot_win_leaves_first_and_a_resumed_one_agrees(tmp_path):
     settings = {"conditions": [GRPO, RLOO, DR_GRPO, MAXRL], "rule": "square", "test": "normal", "race": True}
-    leads = {"rloo": 0.1, "dr_grpo": -0.1, "maxrl": 0.0}
-    whole = Played(tmp_path / "whole", **settings)
-    random = np.random.default_rng(3)
-    for seed in EIGHT:
-        finish(whole, seed, leads, random)
-        whole.look()
-    record = whole.manifest.content["sequential"]["conditions"]
-    assert record["dr_grpo+none"]["stop_reason"] == "futility"
-    assert record["dr_grpo+none"]["stopped_after"] == 2
+    records = []
+    for begin in (1, 3):  # in the second, the first seeds were not looked at before the process ended
+        played, random = Played(tmp_path / str(begin), **settings), np.random.default_rng(3)
+        for seed in EIGHT:
+            finish(played, seed, {"rloo": 0.1, "dr_grpo": -0.1}, random)
+            if seed >= begin - 1:
+                played.look()
+        records.append(played.manifest.content["sequential"]["conditions"])
+    record = records[0]
+    assert records[1] == record
+    assert (record["dr_grpo+none"]["stop_reason"], record["dr_grpo+none"]["stopped_after"]) == ("futility", 2)
     assert record["rloo+none"]["stop_reason"] == "decided"
-    assert whole.states("dr_grpo").count("done") == 2
+    assert played.states("dr_grpo").count("done") == 2
     last = max(each["stopped_after"] or 8 for each in record.values())
-    assert whole.states("grpo").count("done") == last  # the baseline stays while one is in the race
-    late = Played(tmp_path / "late", **settings)
-    random = np.random.default_rng(3)
-    for seed in range(1, 3):  # seeds that were not looked at before the process ended
-        finish(late, seed, leads, random)
-    for seed in range(3, 9):
-        late.look()
-        finish(late, seed, leads, random)
-    late.look()
-    assert late.manifest.content["sequential"]["conditions"] == record
-
-
-def test_a_failed_run_is_no_value_and_comes_in_later_under_the_normal_test(tmp_path):
-    played = Played(tmp_path, rule="linear", test="normal")
-    random = np.random.default_rng(1)
-    for seed in (1, 2):
-        finish(played, seed, {"rloo": 0.01}, random)
-    played.manifest.update("rloo+none_s2", state="failed")
-    assert [pair[1] is None for pair in played.look()["differences"]] == [False, True]
-    played.manifest.update("rloo+none_s2", state="done")
-    played.look()
-    assert played.manifest.content["sequential"]["values"][1][1]["rloo+none"] is not None
-
-
-def test_seeds_may_be_added_under_the_always_valid_rule_only(tmp_path):
-    played = Played(tmp_path, rule="always_valid", seeds=[1, 2, 3, 4])
-    for seed in range(1, 5):
-        played.finish(seed)
-        assert played.look()["stopped_after"] is None
-    found = played.compare()["conditions"][1]
-    assert "Always-valid rule: not decided; seeds may be added." in found["sentence"]
-    assert (found["standing"], found["verdict"]) == ("declared", "cannot tell: 4 pairs of seeds, 6 needed")
-    played.manifest.files.flush()
-    more = plan(load(configuration(tmp_path, rule="always_valid", seeds=EIGHT)))
-    played.specs, played.manifest = more, Manifest.open(tmp_path / "out", "rule", more)
-    for seed in range(5, 9):
-        played.finish(seed)
-        condition = played.look()
-    assert condition["stopped_after"] == 6
-    assert condition["looks"][-1]["p"] <= 0.05
-    found = played.compare()["conditions"][1]
-    assert (found["verdict"], found["standing"]) == ("better", "declared")
-    other = plan(load(configuration(tmp_path, rule="always_valid", seeds=[9, 1, 2])))
-    with pytest.raises(UsageError, match=r"was begun with .* is fixed when the first run begins"):
-        Looks(Manifest.open(tmp_path / "out", "rule", other), other, NullObserver()).look()
-
-
-@pytest.mark.parametrize("changed", [{"test": "normal"}, {"futility": True}, {"conditions": "race"}])
-def test_what_decides_is_fixed_with_the_first_look(tmp_path, changed):
-    three = {"conditions": [GRPO, RLOO, DR_GRPO]}
-    played = Played(tmp_path, **three)
-    played.finish(1)
-    played.look()
-    changed = {"race": True} if "conditions" in changed else changed
-    other = plan(load(configuration(tmp_path, **three, **changed)))
-    with pytest.raises(UsageError, match=r"was begun with .* is fixed when the first run begins"):
-        Looks(played.manifest, other, NullObserver()).look()
+    assert played.states("grpo").count("done") == last  # the baseline stays while one is in the race
 
 
 def test_records_of_before_are_of_the_exact_test(tmp_path):
@@ -246,61 +164,32 @@ def test_records_of_before_are_of_the_exact_test(tmp_path):
     assert (found["verdict"], found["p_holm"], found["stop_reason"]) == ("better", 2**-5, "decided")
 
 
-def test_rules_from_keys():
-    merit, length = Measure(), Measure(key="completions/mean_length")
-    assert rule_of({}, 2, 8, merit) == Rule(family=2)
-    assert rule_of({"test": "normal", "sequential": "square", "race": True}, 4, 9, length) == Rule(
-        "normal", 4, 9, "square", race=True, upward=False
-    )
-    assert rule_of({"sequential": "linear", "futility": True}, 1, 8, merit).futility == 0.2
-    assert rule_of({"sequential": "linear", "futility": 0.1}, 1, 8, merit, looks=False).futility is None
-    prior = {"test": "normal", "prior_spread": 0.03, "prior_freedom": 6}
-    assert rule_of(prior, 1, 4, merit).prior_freedom == 6
-    assert rule_of(prior, 2, 4, merit).prior_freedom == 0
-    assert rule_of({"test": "permutation"}, 9, 8, merit).test == "exact"
-
-
-def modes(count: int) -> list[dict[str, str]]:
-    names = ("grpo", "rloo", "maxrl", "dr_grpo")
-    return [{"advantage_mode": name, "transform_mode": "none"} for name in names][:count]
+MODES = [{"advantage_mode": name, "transform_mode": "none"} for name in ("grpo", "rloo", "maxrl", "dr_grpo")]
 
 
 @pytest.mark.parametrize(
-    ("keys", "conditions", "message"),
+    ("conditions", "keys", "message"),
     [
-        ({"test": "permutation", "sequential": "linear"}, 2, "looks by the exact or the normal test only"),
-        ({"test": "normal", "sequential": "always_valid"}, 2, "looks by signs only"),
-        ({"race": True}, 3, 'is on with sequential = "off".*sequential = "obrien_fleming"'),
-        ({"futility": 0.1, "sequential": "always_valid"}, 3, "at looks at a planned number"),
-        ({"race": True, "sequential": "linear"}, 2, "is on with 2 conditions.*race = false"),
-        ({"test": "normal", "prior_spread": 0.04}, 3, "two conditions and sequential"),
-        ({"prior_spread": 0.04}, 2, "an earlier spread counts"),
-        ({"test": "normal", "sequential": "linear", "seeds": [1, 2, 3]}, 2, "after 3 at the earliest"),
-        ({"futility": 1.5, "sequential": "linear"}, 2, "futility"),
-        ({"prior_freedom": 9}, 2, "prior_freedom"),
+        (2, {"test": "permutation", "sequential": "linear"}, "looks by the exact or the normal test only"),
+        (2, {"test": "normal", "sequential": "always_valid"}, "looks by signs only"),
+        (3, {"race": True}, 'is on with sequential = "off".*sequential = "obrien_fleming"'),
+        (3, {"futility": 0.1, "sequential": "always_valid"}, "at looks at a planned number"),
+        (2, {"race": True, "sequential": "linear"}, "is on with 2 conditions.*race = false"),
+        (3, {"test": "normal", "prior_spread": 0.04}, "two conditions and sequential"),
+        (2, {"prior_spread": 0.04}, "an earlier spread counts"),
+        (2, {"test": "normal", "sequential": "linear", "seeds": [1, 2, 3]}, "after 3 at the earliest"),
+        (2, {"futility": 1.5, "sequential": "linear"}, "futility"),
+        (2, {"prior_freedom": 9}, "prior_freedom"),
     ],
 )
-def test_what_does_not_go_together_is_an_error(keys, conditions, message):
+def test_what_does_not_go_together_is_an_error(conditions, keys, message):
     with pytest.raises(ConfigError, match=message):
-        parse_dict({"campaign": {"conditions": modes(conditions), **keys}})
+        parse_dict({"campaign": {"conditions": MODES[:conditions], **keys}})
+    parse_dict({"campaign": {"conditions": MODES, "test": "normal", "sequential": "square", "seeds": [1, 2, 3, 4]}})
 
 
-def test_the_normal_test_needs_fewer_seeds_and_says_so():
-    parse_dict({"campaign": {"conditions": modes(4), "test": "normal", "sequential": "square", "seeds": [1, 2, 3, 4]}})
-    campaign_of = parse_dict(
-        {"campaign": {"conditions": modes(4), "race": True, "sequential": "linear", "seeds": list(range(9))}}
-    ).campaign
-    assert (campaign_of.test, campaign_of.futility, campaign_of.race) == ("exact", False, True)
-
-
-def test_the_numbers_that_the_configuration_refuses_by_are_those_of_the_tests():
+def test_the_configuration_refuses_by_the_numbers_of_the_tests():
     """Configuration imports nothing above it, so that these numbers stand there a second time."""
-    assert config.NORMAL_FEWEST == FEWEST_PAIRS
-    assert config.PERMUTED_MOST == MOST_COMPARISONS
-    assert config.SEQUENTIAL_MOST == MOST_PAIRS
-    (most,) = [bound.le for bound in config.Campaign.model_fields["prior_freedom"].metadata if hasattr(bound, "le")]
-    assert most == MOST_PRIOR_FREEDOM
     for family in range(1, 40):
         for test in ("exact", "normal", "permutation"):
-            assert config.seeds_for_verdict(family, test) == Rule(test=test, family=family).fewest
-    assert [config.seeds_suggested(family) for family in (1, 2, 3, 4)] == [7, 8, 8, 9]
+            assert seeds_for_verdict(family, test) == Rule(test=test, family=family).fewest

@@ -9,9 +9,9 @@ import pytest
 
 from retrain.maths.boundaries import boundaries
 from retrain.maths.collapse import flagged
-from retrain.maths.deciding import Left, decide
+from retrain.maths.deciding import decide
 from retrain.maths.following import follow
-from retrain.maths.normal import additive_fit, dunnett_p, step_down, t_p
+from retrain.maths.normal import additive_fit, step_down, t_p
 from retrain.maths.permutation import closed_permutation
 from retrain.maths.rules import Rule
 from retrain.maths.sequential import SPENDING, evidence, sequential_looks
@@ -28,7 +28,7 @@ def tables(rule: Rule, count: int, shift: float = 0.0, seed: int = 0) -> np.ndar
 
 
 def test_the_exact_test_is_sign_flips_with_holm():
-    for table in tables(Rule(family=3), 20, 1.5):
+    for table in tables(Rule(family=3), 10, 1.5):
         found = decide(table, Rule(family=3)).comparisons
         p = [sign_flip_p(table[:, i] - table[:, 0]) for i in (1, 2, 3)]
         assert [each.p for each in found] == [each.p_exact for each in found] == p
@@ -40,20 +40,16 @@ def test_the_exact_test_is_sign_flips_with_holm():
 
 @pytest.mark.parametrize("spending", SPENDING)
 def test_exact_looks_are_the_sequential_sign_flip_test_at_a_share_of_alpha(spending):
-    ends = set()
-    for family in (1, 2):
-        rule = Rule(family=family, planned=9, looks=spending)
-        for table in tables(rule, 30, 2.0, seed=1):
-            found = decide(table, rule).comparisons
-            for i, each in enumerate(found, start=1):
-                last = sequential_looks(table[:, i] - table[:, 0], 9, alpha=0.05 / family, spending=spending)[-1]
-                assert (each.pairs, each.different, each.p) == (last.pairs, last.stop, last.p)
-                assert each.p_adjusted == min(1.0, family * last.p)
-                ends.add(each.reason)
+    ends, rule = set(), Rule(family=2, planned=9, looks=spending)
+    for table in tables(rule, 12, 2.0, seed=1):
+        for i, each in enumerate(decide(table, rule).comparisons, start=1):
+            last = sequential_looks(table[:, i] - table[:, 0], 9, alpha=0.05 / 2, spending=spending)[-1]
+            assert (each.pairs, each.different, each.p) == (last.pairs, last.stop, last.p)
+            assert each.p_adjusted == min(1.0, 2 * last.p)
+            ends.add(each.reason)
     assert ends == {"decided", "planned end"}
 
 
-@pytest.mark.parametrize("missing", [0.0, 0.1])
 @pytest.mark.parametrize(
     "rule",
     [
@@ -62,30 +58,27 @@ def test_exact_looks_are_the_sequential_sign_flip_test_at_a_share_of_alpha(spend
         Rule("normal", 1, 5, prior_spread=1.0, prior_freedom=4),
         Rule("permutation", 2, 6),
         Rule(family=2, planned=8, looks="square", futility=0.2),
-        Rule(family=2, planned=10, looks="linear", race=True),
         Rule("normal", 2, 7, "linear", 0.2),
         RACE,
         Rule(planned=12, looks="always_valid"),
     ],
     ids=lambda rule: f"{rule.test}-{rule.family}-{rule.looks}",
 )
-def test_many_campaigns_are_judged_as_each_alone(rule, missing):
-    y = np.concatenate([tables(rule, 40, 1.5, seed=2), tables(rule, 20, seed=3)])
+def test_many_campaigns_are_judged_as_each_alone(rule):
+    y = np.concatenate([tables(rule, 12, 1.5, seed=2), tables(rule, 8, seed=3)])
     y[5, 2, 1] -= 12.0  # a collapse
-    y[np.random.default_rng(8).random(y.shape) < missing] = np.nan
+    y[10:][np.random.default_rng(8).random(y[10:].shape) < 0.1] = np.nan
     together = follow(y, rule)
     for i, table in enumerate(y):
         alone = follow(table[None], rule)
-        if rule.test != "permutation":  # of which a single table draws more arrangements
-            assert (alone.different[0] == together.different[i]).all()
         assert (alone.pairs[0] == together.pairs[i]).all()
         assert (alone.futile[0] == together.futile[i]).all()
         found = decide(table, rule).comparisons
         assert [each.different for each in found] == alone.different[0].tolist()
         there = (~np.isnan(table[:, 1:] - table[:, :1])).sum(axis=0)
-        expected = there if rule.looks == "off" else alone.pairs[0]
-        assert [each.pairs for each in found] == expected.tolist()
-        if rule.test != "permutation":
+        assert [each.pairs for each in found] == (there if rule.looks == "off" else alone.pairs[0]).tolist()
+        if rule.test != "permutation":  # of which a single table draws more arrangements
+            assert (alone.different[0] == together.different[i]).all()
             ended = [each for each in found if each.reason is not None or rule.looks == "off"]
             judged = [each.p_adjusted is not None and each.p_adjusted <= 0.05 for each in ended]
             assert judged == [each.different for each in ended]
@@ -105,47 +98,27 @@ def test_the_normal_test_is_step_down_dunnett_and_permutation_is_closed():
     assert closed[1].p_adjusted is None  # five pairs cannot
 
 
-def test_a_collapse_hands_over_to_the_exact_test():
-    table = tables(Rule(planned=8), 1, 1.5, seed=4)[0]
-    rule = Rule("normal", 1, 8)
-    assert decide(table, rule).comparisons[0].by == "normal"
+@pytest.mark.parametrize("looks", ["off", "linear"])
+def test_a_collapse_hands_over_to_the_exact_test(looks):
+    table, rule = tables(Rule(planned=8), 1, 1.5, seed=4)[0], Rule("normal", 1, 8, looks)
+    assert decide(table, Rule("normal", 1, 8)).comparisons[0].by == "normal"
     table[3, 0] -= 12.0
     found = decide(table, rule)
-    (fallen,) = found.collapses
-    assert (fallen.seed, fallen.condition) == (3, 0)
+    assert [(fallen.seed, fallen.condition) for fallen in found.collapses] == [(3, 0)]
     (judged,) = found.comparisons
     assert judged.by == "exact"
-    assert judged.p == judged.p_adjusted == judged.p_exact == sign_flip_p(table[:, 1] - table[:, 0])
-    few = decide(table[:5], rule).comparisons[0]
-    assert (few.p, few.different) == (None, False)  # five pairs decide nothing exactly
-    looked = decide(table, replace(rule, looks="linear")).comparisons[0]
-    assert looked.by == "exact"
-
-
-@pytest.mark.parametrize("looks", ["off", "linear"])
-def test_the_difference_that_is_tested_is_the_one_that_its_test_estimates(looks):
-    """With missing runs the fit of seed + condition also knows what has no partner; sign flips do not."""
-    table = tables(Rule(family=2, planned=6), 1, 0.5, seed=9)[0]
-    table[1, 0], table[3, 2] = np.nan, np.nan
-    fit = additive_fit(table[None]).difference[0]
-    means = np.nanmean(table[:, 1:] - table[:, :1], axis=0)
-    assert np.abs(fit - means).max() > 0.01
-    by_normal = decide(table, Rule("normal", 2, 6, looks)).comparisons
     if looks == "off":
-        assert [each.tested for each in by_normal] == pytest.approx(fit)
-    else:  # the second condition's last look is that at the last seed
-        assert by_normal[1].tested == pytest.approx(fit[1])
-    assert [each.difference for each in by_normal] == pytest.approx(means)
-    exact = decide(table, Rule("exact", 2, 6, looks)).comparisons
-    assert [each.tested for each in exact] == [each.difference for each in exact] == pytest.approx(means)
+        assert judged.p == judged.p_adjusted == judged.p_exact == sign_flip_p(table[:, 1] - table[:, 0])
+        few = decide(table[:5], rule).comparisons[0]
+        assert (few.p, few.different) == (None, False)  # five pairs decide nothing exactly
 
 
 def test_looks_of_the_normal_test_by_hand():
     rule = Rule("normal", 2, 6, "linear")
     marks = boundaries(6, 2, "linear")
     decided = 0
-    for table in tables(rule, 40, 2.5, seed=5):
-        if flagged(np.stack([table])).any() or any(flagged(table[:k]).any() for k in range(4, 7)):
+    for table in tables(rule, 24, 2.5, seed=5):
+        if any(flagged(table[:k]).any() for k in range(4, 7)):
             continue
         open_, left = {0, 1}, {}
         for k in range(3, 7):
@@ -162,7 +135,7 @@ def test_looks_of_the_normal_test_by_hand():
         found = decide(table, rule).comparisons
         assert {i: each.pairs for i, each in enumerate(found) if each.different} == left
         decided += len(left)
-    assert decided > 20
+    assert decided > 12
 
 
 def test_a_race_lets_go_what_cannot_win_and_futility_what_shows_nothing():
@@ -199,16 +172,15 @@ def test_the_always_valid_rule_has_no_end():
      Rule(looks="always_valid")],
 )  # fmt: skip
 def test_without_a_seed_nothing_is_decided(rule):
-    (nothing,) = decide(np.zeros((0, 2)), rule).comparisons
-    assert (nothing.pairs, nothing.p, nothing.different, nothing.reason) == (0, None, False, None)
+    for table in (np.zeros((0, 2)), np.array([[0.5, np.nan], [0.6, np.nan]])):
+        (nothing,) = decide(table, rule).comparisons
+        assert (nothing.pairs, nothing.p, nothing.different, nothing.reason) == (0, None, False, None)
     followed = follow(np.zeros((3, 0, 2)), rule)
     assert not followed.different.any()
     assert (followed.pairs == 0).all()
 
 
-def test_nothing_there_and_rules_that_cannot_be():
-    (missing,) = decide(np.array([[0.5, np.nan], [0.6, np.nan]]), Rule(looks="linear")).comparisons
-    assert (missing.pairs, missing.p, missing.reason) == (0, None, None)
+def test_rules_that_cannot_be():
     for wrong in (
         {"test": "permutation", "looks": "linear"},
         {"test": "normal", "looks": "always_valid"},
@@ -227,7 +199,6 @@ def test_nothing_there_and_rules_that_cannot_be():
     "rule",
     [
         Rule("normal", 4, 6),
-        Rule("normal", 1, 6),
         Rule("normal", 2, 6, "linear"),
         RACE,
         Rule("exact", 2, 9, "square", 0.2),
@@ -237,23 +208,8 @@ def test_nothing_there_and_rules_that_cannot_be():
 )
 def test_the_error_of_the_family_is_kept(rule):
     """2,000 campaigns: a true 5 % shows as 6.5 % or more once in a thousand times."""
-    assert follow(tables(rule, 2000, seed=11), rule).different.any(axis=1).mean() <= 0.065
-    if rule.family > 1:
-        found = follow(tables(rule, 2000, 2.0, seed=12), rule)
-        assert found.different[:, 1:].any(axis=1).mean() <= 0.065
-
-
-def test_futility_takes_no_error_and_dunnett_is_needed():
-    rule = Rule("normal", 4, 6, "linear", 0.2)
-    y = tables(rule, 1000, seed=13)
-    heeded, not_heeded = follow(y, rule), follow(y, replace(rule, futility=None))
-    assert heeded.different.any(axis=1).sum() <= not_heeded.different.any(axis=1).sum()
-    fit = additive_fit(y)
-    naive = t_p(fit.t(), fit.freedom[:, None]) <= 0.05
-    assert naive.any(axis=1).mean() > 0.1
-    assert dunnett_p(2.5, 4, 20) > 0.05
-
-
-def test_a_comparison_that_left_with_a_p_of_zero_keeps_it():
-    assert Left.after(True, 0.0) == Left(True, 0.0)
-    assert Left.after(False, None) == Left(False, 1.0)  # nothing to test proves nothing
+    y = tables(rule, 2000, seed=11)
+    assert follow(y, rule).different.any(axis=1).mean() <= 0.065
+    if rule.family == 4 and rule.looks == "off":
+        fit = additive_fit(y)
+        assert (t_p(fit.t(), fit.freedom[:, None]) <= 0.05).any(axis=1).mean() > 0.1  # without Dunnett

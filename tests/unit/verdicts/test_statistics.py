@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -33,30 +31,17 @@ from retrain.maths.statistics import (
 NUMBERS = st.lists(st.floats(-100, 100), min_size=1, max_size=10)
 
 
-def test_pass_at_k_published_value():
-    assert pass_at_k(10, 3, 5) == pytest.approx(0.916667, abs=1e-6)
-
-
 @given(st.integers(1, 40), st.data())
 def test_pass_at_k_is_the_combinatorial_formula(n, data):
     c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     assert pass_at_k(n, c, k) == pytest.approx(1 - math.comb(n - c, k) / math.comb(n, k), abs=1e-12)
 
 
-def test_pass_at_k_errors():
-    for n, c, k in ((3, 1, 4), (3, 4, 1), (3, -1, 1), (3, 1, 0)):
-        with pytest.raises(ValueError, match="pass@k needs"):
-            pass_at_k(n, c, k)
-
-
 def test_maj():
     answers, correct = ["4", "5", "5", None, "4", "4"], [True, False, False, False, True, True]
-    assert maj_at_k(answers, correct, 6) == 1.0
-    assert maj_at_k(answers, correct, 3) == 0.0
-    assert maj_at_k(answers, correct, 2) == 0.5  # a tie is shared
+    found = [maj_at_k(answers, correct, k) for k in (6, 3, 2)]
+    assert found == [1.0, 0.0, 0.5]  # a tie is shared
     assert maj_at_k([None, None], [False, False], 2) == 0.0
-    with pytest.raises(ValueError, match="maj@k"):
-        maj_at_k(answers, correct, 7)
 
 
 def test_cluster_interval_of_single_samples_is_the_t_interval():
@@ -91,45 +76,21 @@ def test_perfect_and_tiny_evaluations():
     perfect = accuracy_interval([True] * 128, range(128))
     assert (perfect.estimate, perfect.high) == (1.0, 1.0)
     assert 0.95 < perfect.low < 0.98
-    assert accuracy_interval([False] * 4, range(4)).low == 0.0
     assert accuracy_interval([True, False], ["p", "p"]).low is None
     assert cluster_interval([0.5], ["p"]).low is None
     half = accuracy_interval([True, False] * 50, np.repeat(np.arange(50), 2).tolist())
     assert half.low < 0.45  # identical problems do not make it narrower than 100 free samples
-    with pytest.raises(ValueError, match="at least one value"):
-        cluster_interval([], [])
-    with pytest.raises(ValueError, match="finite"):
-        cluster_interval([math.nan, 1.0], [0, 1])
-    with pytest.raises(ValueError, match="one cluster per value"):
-        cluster_interval([1.0], [0, 1])
-    with pytest.raises(ValueError, match=r"\[0, 1\]"):
-        accuracy_interval([2.0, 0.0], [0, 1])
 
 
 @given(st.lists(st.floats(0, 1e6), max_size=8))
 def test_gini_is_the_pairwise_definition(values):
     got = gini(values)
     n, total = len(values), sum(values)
-    if n < 2:
-        assert got is None
-        return
-    if total == 0:
-        assert got == 0.0
+    if n < 2 or total == 0:
+        assert got == (None if n < 2 else 0.0)
         return
     pairs = sum(abs(a - b) for a, b in itertools.product(values, repeat=2))
     assert got == pytest.approx(pairs / (2 * n * n * (total / n)) * n / (n - 1), abs=1e-9)
-    assert 0.0 <= got <= 1.0
-
-
-def test_gini_edges():
-    assert gini([0, 0, 0, 5]) == 1.0
-    assert gini([3, 3, 3]) == 0.0
-    assert gini([0, 0]) == gini([-2, -2]) == gini([-0.3, -(0.1 + 0.2)]) == 0.0
-    assert gini([1]) is None
-    assert gini([]) is None
-    assert gini([1e308, 1e308, 0.0]) == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="finite"):
-        gini([math.nan, 1.0])
 
 
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=8), st.none() | st.floats(-200, 5))
@@ -137,11 +98,10 @@ def test_gini_counts_negative_values_from_the_smallest_there_can_be(values, lowe
     """Declared or found, the origin is the same for all; without negative values it is 0."""
     origin = min(0.0, min(values), 0.0 if lowest is None else lowest)
     assert gini(values, lowest) == pytest.approx(gini([value - origin for value in values]), abs=1e-6)
-    assert gini([-1, 3]) == 1.0
     assert gini([-1, 3], -3) == gini([2, 6]) == pytest.approx(0.5)
-    assert gini([-1e308, 1e308, 1e308]) == pytest.approx(0.5)
-    assert gini([-1, 3], -0.5) == 1.0  # a declaration that a value disproves
-    assert gini([1, 3], -1) == gini([2, 4])  # one scale for groups with and without negative values
+    assert gini([-1e308, 1e308, 1e308]) == gini([1e308, 1e308, 0.0]) == pytest.approx(0.5)
+    assert gini([-1, 3], -0.5) == gini([-1, 3]) == 1.0  # a declaration that a value disproves
+    assert gini([-0.3, -(0.1 + 0.2)]) == 0.0
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=20))
@@ -156,13 +116,7 @@ def test_bootstrap_is_seeded_and_close_to_scipy():
     assert got.estimate == pytest.approx(x.mean())
     theirs = stats.bootstrap((x,), np.mean, method="percentile", rng=np.random.default_rng(3)).confidence_interval
     assert (got.low, got.high) == (pytest.approx(theirs.low, abs=0.02), pytest.approx(theirs.high, abs=0.02))
-    assert bootstrap_ci(x, np.random.default_rng(2), statistic=iqm).estimate == pytest.approx(iqm(x))
-
-
-def test_bootstrap_edges():
     assert bootstrap_ci([2.0], np.random.default_rng(0)).low is None
-    with pytest.raises(ValueError, match="at least one value"):
-        bootstrap_ci([], np.random.default_rng(0))
 
 
 @given(NUMBERS)
@@ -171,27 +125,9 @@ def test_sign_flip_is_exact(differences):
     patterns = np.array(list(itertools.product((-1, 1), repeat=len(d))))
     tolerance = 1e-9 * np.abs(d).sum()
     expected = (np.abs(patterns @ d) >= abs(d.sum()) - tolerance).mean()
-    assert sign_flip_p(d) == pytest.approx(expected)
+    assert sign_flip_p(d) == sign_flip_p(-d) == pytest.approx(expected)
     assert sign_flip_p(d) >= smallest_p(len(d)) * (1 - 1e-12)
-    assert sign_flip_p(-d) == pytest.approx(sign_flip_p(d))
-
-
-def test_smallest_reachable_p():
-    assert (smallest_p(5), smallest_p(6), smallest_p(1)) == (0.0625, 0.03125, 1.0)
-    assert sign_flip_p([1.0, 2.0, 0.5, 3.0, 1.0, 1.0]) == 0.03125
-    assert sign_flip_p([1.0] * 40) == 2.0**-39
-    assert sign_flip_p([0.0, 0.0]) == 1.0
-    for wrong in ([], [1.0] * 41):
-        with pytest.raises(ValueError, match="1 to 40 pairs"):
-            sign_flip_p(wrong)
-    with pytest.raises(ValueError, match="finite"):
-        sign_flip_p([math.nan])
-
-
-def test_sign_flip_agrees_with_scipy():
-    d = np.random.default_rng(4).normal(0.3, 1.0, 11)
-    theirs = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=np.inf).pvalue
-    assert sign_flip_p(d) == pytest.approx(theirs)
+    assert sign_flip_p([1.0] * 40) == 2.0**-39 == smallest_p(40)
 
 
 def test_paired_comparison():
@@ -200,14 +136,10 @@ def test_paired_comparison():
     theirs = stats.ttest_rel(a, b).confidence_interval(0.95)
     assert (got.low, got.high) == (pytest.approx(theirs.low), pytest.approx(theirs.high))
     assert got.mean == pytest.approx(0.15)
-    assert got.verdict_possible
     assert got.p == sign_flip_p(np.subtract(a, b))
     few = paired_comparison(a[:5], b[:5])
-    assert not few.verdict_possible
-    assert few.smallest_p == 0.0625
+    assert (got.verdict_possible, few.verdict_possible, few.smallest_p) == (True, False, 0.0625)
     assert paired_comparison([1.0], [0.0]).low is None
-    with pytest.raises(ValueError, match="same seeds"):
-        paired_comparison([1.0], [1.0, 2.0])
 
 
 @given(NUMBERS, NUMBERS)
@@ -216,27 +148,38 @@ def test_probability_of_improvement_is_mann_whitney(a, b):
     assert probability_of_improvement(a, b) == pytest.approx(u / (len(a) * len(b)))
 
 
-def test_probability_of_improvement_edges():
-    assert probability_of_improvement([1.0], [0.0]) == 1.0
-    with pytest.raises(ValueError, match="at least one run"):
-        probability_of_improvement([], [1.0])
-
-
 def test_holm_by_hand():
     assert holm([0.01, 0.04, 0.03, 0.005]).tolist() == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]).tolist() == [1.0, 1.0]
     assert holm([]).tolist() == []
-    with pytest.raises(ValueError, match="p-values"):
-        holm([1.2])
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_holm_never_lowers_and_keeps_the_order(p):
-    adjusted = holm(p)
-    assert (adjusted >= np.array(p) - 1e-15).all()
-    assert (adjusted <= np.minimum(np.array(p) * len(p), 1.0) + 1e-12).all() or len(p) > 1
-    order = np.argsort(p, kind="stable")
-    assert (np.diff(adjusted[order]) >= 0).all()
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pass_at_k(3, 1, 4), "pass@k needs"),
+        (lambda: pass_at_k(3, 4, 1), "pass@k needs"),
+        (lambda: pass_at_k(3, 1, 0), "pass@k needs"),
+        (lambda: maj_at_k(["4"], [True], 2), "maj@k"),
+        (lambda: cluster_interval([], []), "at least one value"),
+        (lambda: cluster_interval([math.nan, 1.0], [0, 1]), "finite"),
+        (lambda: cluster_interval([1.0], [0, 1]), "one cluster per value"),
+        (lambda: accuracy_interval([2.0, 0.0], [0, 1]), r"\[0, 1\]"),
+        (lambda: gini([math.nan, 1.0]), "finite"),
+        (lambda: bootstrap_ci([], np.random.default_rng(0)), "at least one value"),
+        (lambda: sign_flip_p([]), "1 to 40 pairs"),
+        (lambda: sign_flip_p([1.0] * 41), "1 to 40 pairs"),
+        (lambda: sign_flip_p([math.nan]), "finite"),
+        (lambda: paired_comparison([1.0], [1.0, 2.0]), "same seeds"),
+        (lambda: probability_of_improvement([], [1.0]), "at least one run"),
+        (lambda: holm([1.2]), "p-values"),
+        (lambda: tost_p([0.1], 0.1), "equivalence needs"),
+        (lambda: tost_p([0.1, 0.2], 0.0), "equivalence needs"),
+    ],
+)
+def test_what_has_no_answer_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_tost_is_the_larger_one_sided_test():
@@ -244,33 +187,17 @@ def test_tost_is_the_larger_one_sided_test():
     upper = stats.ttest_1samp(d, 0.05, alternative="less").pvalue
     lower = stats.ttest_1samp(d, -0.05, alternative="greater").pvalue
     assert tost_p(d, 0.05) == pytest.approx(max(upper, lower))
-    assert tost_p(d + 1.0, 0.05) > 0.99
-    assert tost_p([0.0, 0.0], 0.1) == 0.0
-    assert tost_p([0.2, 0.2], 0.1) == 1.0
-    for wrong in (([0.1], 0.1), ([0.1, 0.2], 0.0), ([0.1, 0.2], math.nan)):
-        with pytest.raises(ValueError, match="equivalence needs"):
-            tost_p(*wrong)
-
-
-def test_these_modules_load_without_torch_or_scipy():
-    code = (
-        "import sys, retrain.maths.statistics, retrain.maths.planning, retrain.maths.backpressure, "
-        "retrain.maths.schedules; print({'torch', 'scipy', 'transformers'} & set(sys.modules))"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "set()"
+    assert (tost_p([0.0, 0.0], 0.1), tost_p([0.2, 0.2], 0.1)) == (0.0, 1.0)
 
 
 def test_equal_differences_prove_no_more_than_the_scale_of_the_results_can():
+    """Values rounded to a step of r have an error of r/√12 each, their difference r/√6."""
     same = [0.5] * 8
     assert paired_comparison(same, same).high == 0.0
     found = paired_comparison(same, same, resolution=0.01)
     reach = stats.t.ppf(0.975, 7) * 0.01 / 6**0.5 / 8**0.5
     assert (found.low, found.high) == pytest.approx((-reach, reach))
     assert tost_p(np.zeros(8), 0.001, resolution=0.01) > 0.05 > tost_p(np.zeros(8), 0.02, resolution=0.01)
-    rounded = np.random.default_rng(0).uniform(size=(2, 200_000)).round(2)
-    exact = np.random.default_rng(0).uniform(size=(2, 200_000))
-    assert np.std((rounded - exact)[0] - (rounded - exact)[1]) == pytest.approx(0.01 / 6**0.5, rel=0.01)
 
 
 def test_an_accuracy_is_never_known_better_than_from_independent_samples():

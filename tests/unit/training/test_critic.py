@@ -1,31 +1,48 @@
-"""PPO's critic in the policy and in the loop: values, their update beside the policy's, and what a run records of them.
+"""PPO's critic: values, its update beside the policy's, episodes, what a run records, and exact resume.
 
-The formulas have their oracles in ``maths/test_critic.py`` and ``maths/test_trl_ppo.py``.
+The formulas have their oracles in ``algorithms/test_critic.py`` and ``algorithms/test_trl_ppo.py``.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from critic_cases import OWN, SHARED, critic_campaign, critic_files, last_checkpoint, made, rows_of, single_run
 from lane_cases import drawn, in_turns, local_policy, rollout, totals, trained
+from safetensors.torch import load_file
 from toymodels import train_quietly
+from typer.testing import CliRunner
 
 from retrain.algorithms.gae import fill_token_advantages
 from retrain.algorithms.standard import assign_credit, load_modes
+from retrain.campaign.adapters.squeeze import squeeze
+from retrain.campaign.running.controller import launch, resume
+from retrain.cli import app
 from retrain.config import load, parse_dict
-from retrain.errors import ModelError
+from retrain.errors import CheckpointError, ModelError, NonFinite
+from retrain.files import read_json, read_jsonl
 from retrain.maths.critic import value_loss
+from retrain.policy import local
+from retrain.policy.adapter_io import read_adapter
 from retrain.policy.backbone import backbone_of
+from retrain.policy.critic import MOMENTS, WEIGHTS
 from retrain.policy.local import LocalPolicy
 from retrain.policy.objective import objective_of
 from retrain.policy.protocol import Denominators, Scores, TrainBatch, Want
 from retrain.policy.threads import Workers
+from retrain.policy.update import train_step
+from retrain.record.observer import NullObserver
 from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Sample, Turn
 
 PPO = {"advantage_mode": "gae"}
+SEVERAL = "save_every = 2\nnum_iterations = 2\nminibatches = 2\nkeep_last = 0"
+GAE = 'advantage_mode = "gae"\ntransform_mode = "none"\n'
 
 
 def ppo_policy(base, lanes, *, moved: bool = True, algorithm=None, **critic) -> LocalPolicy:
@@ -88,24 +105,19 @@ def test_values_are_a_linear_function_of_the_states_that_predict_the_actions(bas
         assert values_T == pytest.approx(plain_values(policy, sample).detach().numpy(), abs=2e-5)
         assert logprobs_T == pytest.approx(sample.logprobs[sample.action_mask], abs=2e-5)  # still the policy's
     assert np.std(np.concatenate(scores.values)) > 0.01
+    assert lanes.mode.adapter is None  # no lane stays active
 
 
-def test_an_untrained_critic_expects_nothing_and_its_adapter_is_not_the_policys(base, lanes):
-    policy = ppo_policy(base, lanes, moved=False)
-    values = policy.score(rollout(base, lanes, policy.adapter), frozenset({Want.VALUES})).values
+def test_an_untrained_critic_expects_nothing_and_a_model_without_states_has_none(base, lanes, monkeypatch):
+    policy = ppo_policy(base, lanes, moved=False, lora_rank=2)
+    samples = rollout(base, lanes, policy.adapter)
+    values = policy.score(samples, frozenset({Want.VALUES})).values
     assert values is not None
     assert not np.concatenate(values).any()
-    critic = policy.critic
-    assert critic is not None
-    assert critic.adapter is not None
-    assert not torch.equal(critic.adapter.flat, policy.adapter.flat)
-    assert ppo_policy(base, lanes, moved=False, lora_rank=2).critic.adapter.rank == 2  # type: ignore[union-attr]
-
-
-def test_a_model_whose_states_cannot_be_had_has_no_critic(base, lanes, monkeypatch):
-    policy = ppo_policy(base, lanes)
+    assert policy.critic is not None
+    assert policy.critic.adapter is not None
+    assert policy.critic.adapter.rank == 2
     monkeypatch.setattr(backbone_of(base), "decoder", None)
-    samples = rollout(base, lanes, policy.adapter)
     with pytest.raises(ModelError, match='it can have no critic: advantage_mode = "grpo"'):
         policy.score(samples, frozenset({Want.VALUES}))
 
@@ -227,21 +239,10 @@ def test_in_its_warm_up_the_critic_learns_alone(base, lanes, share):
     assert policy.version == version + 2
 
 
-def test_a_critic_that_learns_fits_its_targets(base, lanes):
-    """Those of two prompts, one of which is always solved and one never."""
-    policy = ppo_policy(base, lanes, moved=False, cliprange_value=0.0, lr=1e-2, vf_coef=1.0)
-    samples = rollout(base, lanes, policy.adapter)[:6]
-    for i, sample in enumerate(samples):
-        sample.values = np.zeros(len(sample))
-        sample.value_targets = np.where(sample.action_mask, i // 3, 0.0)
-    objective, errors = objective_of(policy.config, "ppo"), []
-    while len(errors) < 400 and (not errors or errors[-1] > 0.01):
-        errors.append(policy.update(batch_of(samples), objective, 1e-3)["loss/value_avg"])
-    assert errors[0] > 0.1
-    assert errors[-1] <= 0.01  # a constant would be left with 0.125
-
-
 # -- advantages of episodes ---------------------------------------------------------------------------------------
+
+
+PROMPT = Prompt(Problem("0", "", ""), "", (1, 2, 3))
 
 
 def episode(
@@ -258,9 +259,6 @@ def credited(rollouts: list[Rollout], scores: Scores, **sections):
     config = parse_dict({"algorithm": PPO | sections.pop("algorithm", {}), **sections})
     group = Group(rollouts[0].prompt, rollouts)
     return group, fill_token_advantages([group], scores, config), config
-
-
-PROMPT = Prompt(Problem("0", "", ""), "", (1, 2, 3))
 
 
 def test_the_next_action_bootstraps_across_what_was_read():
@@ -336,13 +334,11 @@ TOML = """
 advantage_mode = "gae"
 kl_coef = 0.02
 kl_in_reward = "k1"
-{algorithm}
 [critic]
 lr = 5e-3
-{critic}
 [training]
-max_steps = 3
-batch_size = 6
+max_steps = 2
+batch_size = 4
 group_size = {size}
 max_tokens = 24
 lr = 5e-3
@@ -356,66 +352,23 @@ DOCUMENTED = ("eps", "objective/kl", "objective/entropy", "objective/non_score_r
               "objective/scores", "policy/approxkl_avg", "policy/clipfrac_avg", "loss/policy_avg", "loss/value_avg",
               "val/clipfrac_avg", "policy/entropy_avg", "val/ratio", "val/ratio_var", "val/num_eos_tokens", "lr",
               "episode")  # fmt: skip
-"""What TRL's documentation names for PPO."""
+"""What TRL documents for PPO."""
 
 
-def train(folder: Path, critic: str = "", algorithm: str = "", size: int = 4) -> list[dict]:
-    folder.mkdir(exist_ok=True)
-    return train_quietly(folder, TOML.format(critic=critic, algorithm=algorithm, size=size))
-
-
-def test_two_lambdas_are_a_file_and_survive_being_written(tmp_path):
-    """What is resolved names every key, ``lam`` too, which must not look as if somebody had set it."""
-    file = tmp_path / "two.toml"
-    file.write_text('[algorithm]\nadvantage_mode = "gae"\n[critic]\nlam_policy = 0.9\nlam_value = 1.0\n')
-    config = load(file).config
-    assert (config.critic.policy_lambda, config.critic.value_lambda) == (0.9, 1.0)
-    assert parse_dict(config.to_dict()) == config
-
-
-def test_means_of_the_critic_are_over_all_action_tokens_however_the_batch_is_split(tmp_path):
-    """Also where an entropy mask leaves few of them to the policy. With a rate of nearly 0 the splits agree."""
-    keys = 'transform_mode = "entropy_mask"\nentropy_mask_rho = 0.05'
-    rows = {}
-    for parts in (1, 3):
-        text = TOML.format(critic="", algorithm=keys, size=4).replace("5e-3", "1e-9")
-        text = text.replace("num_iterations = 2", f"num_iterations = 2\nminibatches = {parts}")
-        (tmp_path / str(parts)).mkdir()
-        rows[parts] = train_quietly(tmp_path / str(parts), text)[0]
-    for key in ("loss/value_avg", "loss/policy_avg", "policy/entropy_avg", "val/ratio"):
-        assert rows[3][key] == pytest.approx(rows[1][key], rel=1e-4, abs=1e-7), key
-
-
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory):
-    """The rows of a run, and for each step its groups as they were credited and what the policy had said of them."""
-    seen = []
-    plain = fill_token_advantages
+def test_the_numbers_of_a_run_equal_their_definitions(tmp_path, monkeypatch):
+    """Every key that TRL documents has a value, and those of the critic follow from its rollouts and scores."""
+    steps = []
 
     def watching(groups, scores, config):
-        made = plain(groups, scores, config)
-        seen.append((groups, scores))
-        return made
+        steps.append((groups, scores))
+        return fill_token_advantages(groups, scores, config)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("retrain.algorithms.standard.fill_token_advantages", watching)
-        rows = train(tmp_path_factory.mktemp("watched"))
-    return rows, seen
-
-
-def test_a_run_records_every_number_that_trl_documents(watched):
-    rows, _ = watched
-    for row in rows:
-        for name in DOCUMENTED:
-            assert row[name] is not None, name
-        assert row["episode"] == 24 * (row["step"] + 1)
-        assert row["num_datums"] == 24
+    monkeypatch.setattr("retrain.algorithms.standard.fill_token_advantages", watching)
+    rows = train_quietly(tmp_path, TOML.format(size=4))
+    for row, (groups, scores) in zip(rows, steps, strict=True):
+        assert [name for name in DOCUMENTED if row[name] is None] == []
+        assert (row["episode"], row["num_datums"]) == (16 * (row["step"] + 1), 16)
         assert (row["optim/updates"], row["lr"]) == (2, 5e-3)
-
-
-def test_the_numbers_of_a_run_equal_their_definitions(watched):
-    rows, seen = watched
-    for row, (groups, scores) in zip(rows, seen, strict=True):
         rollouts = [one for group in groups for one in group.rollouts]
         kl = [np.sum(p - q) for p, q in zip(scores.logprobs, scores.reference, strict=True)]
         assert row["objective/kl"] == pytest.approx(np.mean(kl), abs=1e-9)
@@ -442,22 +395,181 @@ def test_the_numbers_of_a_run_equal_their_definitions(watched):
 
 
 def test_one_completion_for_a_prompt_is_enough(tmp_path):
-    rows = train(tmp_path, size=1)
-    assert [row["num_datums"] for row in rows] == [6, 6, 6]
+    rows = train_quietly(tmp_path, TOML.format(size=1))
+    assert [row["num_datums"] for row in rows] == [4, 4]
     assert any(row["optim/grad_norm"] > 0 for row in rows)
     assert not (tmp_path / "out/notes.jsonl").read_text().count("groups_uniform")
 
 
-def test_a_shared_adapter_trains_and_a_warm_up_waits(tmp_path):
-    rows = train(tmp_path, "share_adapter = true\nwarmup_steps = 1")
-    assert [row["num_datums"] for row in rows] == [0, 24, 24]
-    assert [row["loss"] is None for row in rows] == [True, False, False]
-    assert all(row["loss/value_avg"] > 0 for row in rows)
+# -- checkpoints --------------------------------------------------------------------------------------------------
 
 
-def test_a_run_without_a_critic_has_no_key_of_one(tmp_path):
-    text = TOML.format(critic="", algorithm="", size=4).replace('"gae"', '"grpo"')
-    text = text.replace('kl_in_reward = "k1"\n', "").replace("[critic]\nlr = 5e-3\n", "")
-    row = train_quietly(tmp_path, text)[0]
-    assert not [key for key in row if key.startswith("critic/") or key in ("loss/value_avg", "optim/critic_lr")]
-    assert row["objective/kl"] != row["kl"]  # per sequence and per token
+class Messages(NullObserver):
+    """Keeps what the user is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def message(self, text: str, level: str = "info") -> None:
+        self.lines.append(text)
+
+
+@pytest.fixture(scope="module")
+def finished(model, tmp_path_factory) -> Path:
+    """Two critics in one cohort, four updates per batch, four steps, saved every second one."""
+    folder = tmp_path_factory.mktemp("finished")
+    outcome = launch(load(critic_campaign(folder, model, OWN, SHARED, training=SEVERAL)), folder / "out",
+                     NullObserver())  # fmt: skip
+    assert outcome.exit_status == 0
+    return folder / "out"
+
+
+def runs_of(out: Path) -> list[Path]:
+    return [out / run["path"] for run in read_json(out / "manifest.json")["runs"]]
+
+
+def test_every_checkpoint_holds_the_critic_and_final_does_not(finished):
+    for run in runs_of(finished):
+        assert critic_files(run) == [
+            f"checkpoints/step_00000{step}/{name}" for step in (2, 4) for name in sorted((WEIGHTS, MOMENTS))
+        ]
+        hashed = read_json(last_checkpoint(run) / "manifest.json")["sha256"]
+        assert {WEIGHTS, MOMENTS} <= hashed.keys()
+        rows = read_jsonl(run / "metrics.jsonl")
+        assert [row["optim/updates"] for row in rows] == [4] * 4
+    own, shared = (load_file(last_checkpoint(run) / WEIGHTS) for run in runs_of(finished))
+    assert own.keys() == {"head", "adapter"}
+    assert shared.keys() == {"head"}
+    assert all(bool(tensor.any()) for tensor in (*own.values(), *shared.values()))
+
+
+def test_stopped_in_the_middle_of_updates_and_with_a_damaged_critic_equals_uninterrupted(
+    finished, model, tmp_path, monkeypatch
+):
+    """Ctrl-C finishes all updates of the step; the damaged checkpoint is skipped for an older one."""
+    updates: list[tuple[int, int]] = []
+
+    def interrupting(passes, adapter, optimizer, batch, *rest, **named):
+        updates.append((batch.step, batch.update))
+        if updates.count((2, 1)) == 1 and updates[-1] == (2, 1):
+            os.kill(os.getpid(), signal.SIGINT)
+        return train_step(passes, adapter, optimizer, batch, *rest, **named)
+
+    monkeypatch.setattr(local, "train_step", interrupting)
+    path, out = critic_campaign(tmp_path, model, OWN, SHARED, training=SEVERAL), tmp_path / "out"
+    assert launch(load(path), out, NullObserver()).exit_status == 130
+    assert sorted(updates) == sorted([(step, update) for step in range(3) for update in range(4)] * 2)
+    for mine, whole in zip(runs_of(out), runs_of(finished), strict=True):
+        assert rows_of(mine) == rows_of(whole)[:3]
+        assert last_checkpoint(mine).name == "step_000003"
+    file = last_checkpoint(runs_of(out)[0]) / WEIGHTS
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    messages = Messages()
+    assert resume(out, messages).exit_status == 0
+    (line,) = [line for line in messages.lines if "skipped a damaged checkpoint" in line]
+    assert str(file) in line
+    assert len([line for line in messages.lines if line.endswith("continues at step 2")]) == 2
+    for mine, whole in zip(runs_of(out), runs_of(finished), strict=True):
+        assert mine.name == whole.name
+        ours, theirs = made(mine), made(whole)
+        assert ours.keys() == theirs.keys()
+        assert [name for name in ours if ours[name] != theirs[name]] == []
+
+
+@pytest.mark.parametrize(("saved", "reason"), [
+    ({"algorithm": {"advantage_mode": "grpo"}}, "holds no critic: it is of a run without advantage_mode"),
+    ({"algorithm": PPO, "critic": {"lora_rank": 3}}, r"\[critic\] is another one"),
+    ({"algorithm": PPO, "critic": {"share_adapter": True}}, r"\[critic\] is another one"),
+])  # fmt: skip
+def test_a_checkpoint_without_such_a_critic_is_refused(base, lanes, tmp_path, saved, reason):
+    local_policy(base, lanes, **saved).snapshot(resumable=True).write(tmp_path)
+    with pytest.raises(CheckpointError, match=reason):
+        local_policy(base, lanes, algorithm=PPO).load(tmp_path)
+
+
+def test_only_the_policy_is_analysed_squeezed_and_merged(finished, model, tmp_path):
+    """The critic's own adapter has rank 3, the policy's 4."""
+    run = runs_of(finished)[0]
+    assert [path.name for path in (run / "final").glob("*.safetensors")] == ["adapter_model.safetensors"]
+    analysis = squeeze(run)
+    assert analysis["source_rank"] == 4
+    assert analysis["num_layers"] == len(read_adapter(run / "final").tensors)
+    told = CliRunner().invoke(app, ["squeeze", str(run), "--to", "2", "--out", str(tmp_path / "small")])
+    assert told.exit_code == 0, told.output
+    assert read_json(tmp_path / "small/adapter_config.json")["r"] == 2
+    told = CliRunner().invoke(app, ["export", str(run), "--merge", "--out", str(tmp_path / "merged")])
+    assert told.exit_code == 0, told.output
+    before, after = (load_file(place / "model.safetensors") for place in (model, tmp_path / "merged"))
+    assert before.keys() == after.keys()
+    stored = read_adapter(run / "final")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"{name}.weight" for name in stored.tensors}
+    for name, (a, b) in stored.tensors.items():
+        wanted = before[f"{name}.weight"] + stored.scales[name] * (b @ a)
+        torch.testing.assert_close(after[f"{name}.weight"], wanted, atol=1e-6, rtol=1e-5)
+
+
+def first_batch(policy, step: int = 0, target: float = 1.0) -> TrainBatch:
+    """Return a few answers, all of which were expected to be worth nothing."""
+    samples = [
+        replace(sample, values=np.zeros(len(sample)), value_targets=np.where(sample.action_mask, target, 0.0))
+        for sample in rollout(policy.base, policy.lanes, policy.adapter)
+    ]
+    return batch_of(samples, step)
+
+
+def everything(policy) -> dict[str, torch.Tensor]:
+    """Return all that an update may change."""
+    snapshot = policy.snapshot(resumable=True)
+    parts = {"weights": {"flat": snapshot.weights.flat}, "moments": snapshot.optimizer, **snapshot.critic}
+    return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+
+def equal_names(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> set[str]:
+    assert mine.keys() == theirs.keys()
+    return {name for name in mine if torch.equal(mine[name], theirs[name])}
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_saved_critic_continues_and_one_that_is_not_finite_stays_as_it_was(base, lanes, tmp_path, share):
+    """Weights, moments and step counts; training does not change a snapshot before it is written."""
+    policy = local_policy(base, lanes, algorithm=PPO, critic={"share_adapter": share})
+    objective = objective_of(policy.config, "ppo")
+    policy.update(first_batch(policy), objective, 0.01)
+    snapshot, saved = policy.snapshot(resumable=True), everything(policy)
+    policy.update(first_batch(policy, 1), objective, 0.01)
+    snapshot.write(tmp_path)
+    after = everything(policy)
+    assert not equal_names(saved, after)
+    assert len(saved) == (8 if share else 12)
+    other = local_policy(base, lanes, algorithm=PPO, critic={"share_adapter": share})
+    other.load(tmp_path)
+    assert equal_names(everything(other), saved) == saved.keys()
+    other.update(first_batch(other, 1), objective, 0.01)
+    assert equal_names(everything(other), after) == after.keys()
+    version = policy.version
+    with pytest.raises(NonFinite, match="the update was not applied"):
+        policy.update(first_batch(policy, 2, target=float("inf")), objective, 0.01)
+    assert equal_names(everything(policy), after) == after.keys()
+    assert policy.version == version
+
+
+def test_a_warm_up_that_fails_in_its_middle_is_not_saved_as_if_it_had_not_begun(model, tmp_path, monkeypatch):
+    """The critic has taken one of the step's updates; retried, the run equals one that never failed."""
+    several = "max_steps = 2\nsave_every = 1\nnonfinite_limit = 1\nminibatches = 2"
+    path = single_run(tmp_path, model, "run", f"{GAE}[critic]\nwarmup_steps = 1\n", several)
+    assert launch(load(path), tmp_path / "whole", NullObserver()).exit_status == 0
+
+    def failing(passes, adapter, optimizer, batch, *rest, **named):
+        if (batch.step, batch.update) == (0, 1):
+            raise NonFinite("loss nan with gradient norm 1.0: the update was not applied")
+        return train_step(passes, adapter, optimizer, batch, *rest, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "train_step", failing)
+        assert launch(load(path), tmp_path / "out", NullObserver()).exit_status == 1
+    assert not (tmp_path / "out/checkpoints").exists()
+    assert resume(tmp_path / "out", NullObserver(), retry_failed=True).exit_status == 0
+    assert made(tmp_path / "out") == made(tmp_path / "whole")

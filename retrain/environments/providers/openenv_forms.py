@@ -1,0 +1,164 @@
+"""Between OpenEnv's dictionaries and a chat: observations as messages, texts and calls of tools as actions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from retrain.environments.tools.calls import as_text
+from retrain.types import Message
+
+ROLES = ("system", "user", "assistant", "tool")
+MESSAGE_FIELDS = (
+    "messages",
+    "prompt",
+    "message",
+    "text",
+    "content",
+    "question",
+    "output",
+    "result",
+    "response",
+    "echoed_message",
+)
+"""Fields of an observation that are read as what it says, the first that is there and not empty."""
+READERS = {"string": str, "integer": int, "number": float}
+"""Types of a field that a whole text can be, with what makes the value of it."""
+
+
+def messages_of(observation: Any, field: str | None) -> list[Message]:
+    """Return what an observation says, as chat messages; text and other values are the user's.
+
+    ``field``: which part, with dots into inner tables; None takes the first of ``MESSAGE_FIELDS``, and all of it as
+    JSON where there is none. Raises KeyError, with the fields there are, where ``field`` is not.
+    """
+    if field is None:
+        if not isinstance(observation, Mapping):
+            return _said(observation)
+        told = next(filter(None, (observation.get(name) for name in MESSAGE_FIELDS)), None)
+        empty = ("metadata",) if not observation.get("metadata", True) else ()  # every observation has the field
+        return _said(told or {name: value for name, value in observation.items() if name not in empty})
+    value = observation
+    for part in field.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            there = ", ".join(value) if isinstance(value, Mapping) else f"a {type(value).__name__}"
+            raise KeyError(f"message_field {field!r} is not in the observation, which has {there}")
+        value = value[part]
+    return _said(value)
+
+
+def _said(value: Any) -> list[Message]:
+    """Return chat messages as they are; a list of tables with other roles as their contents; the rest as text."""
+    if isinstance(value, list) and value:
+        if all(isinstance(item, Mapping) and isinstance(item.get("content"), str) for item in value):
+            if all(item.get("role") in ROLES for item in value):
+                return [{"role": item["role"], "content": item["content"]} for item in value]
+            value = [item["content"] for item in value]
+        if all(isinstance(item, str) for item in value):
+            value = "\n".join(value)
+    return [{"role": "user", "content": value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}]
+
+
+class Actions:
+    """Makes actions of texts, for a server whose actions have this JSON schema.
+
+    ``field``: the part that is the whole text, as the schema's type; by default the only field that is required, or
+    the only one, where a text can be it. Else the text is a JSON object, within a code fence or not. ``constants``
+    are added to each action. Raises KeyError for a field that the schema has not.
+    """
+
+    def __init__(self, schema: Mapping[str, Any], field: str | None, constants: Mapping[str, Any]):
+        fields = {name: spec for name, spec in schema.get("properties", {}).items() if name != "metadata"}
+        self.schema, self.constants = {**schema, "properties": fields}, dict(constants)
+        self._types = {name: spec.get("type") for name, spec in fields.items() if isinstance(spec, Mapping)}
+        if field is not None and fields and field not in fields:
+            raise KeyError(f"action_field {field!r} is not in the server's actions, which have {', '.join(fields)}")
+        self.field = field if field is not None else self._only_field(list(fields), schema.get("required", []))
+
+    def _only_field(self, fields: Sequence[str], required: Sequence[str]) -> str | None:
+        for names in (required, fields):
+            left = [name for name in names if name not in self.constants]
+            if len(left) == 1 and self._types.get(left[0]) in READERS:
+                return left[0]
+        return None
+
+    @property
+    def instruction(self) -> str:
+        """What the policy must be told of the form of its actions; "" where any text is one. The schema is complete
+        but for ``metadata``, which is the client's."""
+        if self.field is not None:
+            return ""
+        return "Answer with exactly one JSON object of this schema:\n" + json.dumps(self.schema, ensure_ascii=False)
+
+    def read(self, text: str) -> dict[str, Any]:
+        """Return the action that a text is. Raises ValueError, in words for the policy, for a text that is none."""
+        cleaned = text.strip()
+        if self.field is None:
+            fenced = re.fullmatch(r"```\w*\n(.*)\n```", cleaned, re.DOTALL)
+            try:
+                action = json.loads(fenced[1] if fenced else cleaned)
+            except (ValueError, RecursionError):
+                action = None
+            if not isinstance(action, dict):
+                raise ValueError("That is not one JSON object.")
+            return action | self.constants
+        reader = READERS.get(str(self._types.get(self.field)), str)
+        if reader is str:
+            return {self.field: cleaned} | self.constants
+        found = re.findall(r"-?\d+" if reader is int else r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?", cleaned)
+        if not found or len(found[-1]) > 18:
+            raise ValueError("There is no number in that.")
+        return {self.field: reader(found[-1])} | self.constants
+
+
+CALL_FIELDS = {"type", "tool_name", "arguments"}
+"""Fields of an action that calls a tool (``CallToolAction``)."""
+
+
+def may_have_tools(action_schema: Mapping[str, Any]) -> bool:
+    """Return whether actions of this JSON schema are calls of tools: they have no field of the environment's own."""
+    return set(action_schema.get("properties", {})) - {"metadata"} <= CALL_FIELDS
+
+
+def listed_tools(url: str, timeout_s: float, trust_env: bool) -> list[dict[str, Any]]:
+    """Return the tools of an MCP environment as JSON schemas of functions; none where the environment has none.
+
+    The request is MCP's ``tools/list`` outside of a session: a session that is opened over HTTP stays open on the
+    server when this process is killed. Raises httpx.HTTPError, and ValueError for an answer that is no list of tools.
+    """
+    request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
+    reply = httpx.post(f"{url}/mcp", json=request, timeout=timeout_s, trust_env=trust_env)
+    content = reply.raise_for_status().json()
+    if not isinstance(content, Mapping) or "result" not in content:
+        return []
+    try:
+        return [_function(tool) for tool in content["result"]["tools"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{url}/mcp answers tools/list with something else than tools") from error
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = tool.get("inputSchema") or tool.get("input_schema") or {"type": "object", "properties": {}}
+    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def result_of(observation: Any) -> tuple[str, bool]:
+    """Return what the model reads of a call, and whether the call failed."""
+    if not isinstance(observation, Mapping):
+        return as_text(observation), False
+    if error := observation.get("error"):
+        return f"Error: {error.get('message') if isinstance(error, Mapping) else error}", True
+    result = observation.get("result")
+    if not isinstance(result, Mapping):
+        return as_text(result), False
+    parts = result.get("content")
+    parts = parts if isinstance(parts, list) else []
+    texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    text = "\n".join(texts) if texts else as_text(result.get("data", result))
+    failed = bool(result.get("is_error") or result.get("isError"))
+    return (f"Error: {text}" if failed else text), failed

@@ -1,0 +1,57 @@
+"""What both kinds of verifiers' environments give: tasks as rows, some of them held out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from retrain.errors import UsageError
+from retrain.types import Message
+
+UNSET_KEY = "RETRAIN_VERIFIERS_NO_KEY"
+"""An environment variable that nobody sets: our endpoint wants no key, and the user's are not for it."""
+HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
+"""Of the training problems, where an environment has no held-out ones and no number is given."""
+
+
+class Row(NamedTuple):
+    """A task. ``digest`` is a hash of all that makes it; another process must have the same one in this place."""
+
+    prompt: tuple[Message, ...]
+    answer: str
+    tags: tuple[str, ...]
+    digest: str
+
+
+def digest(task: Any) -> str:
+    """Return a hash of what is JSON, or can be written as text."""
+    return hashlib.sha256(json.dumps(task, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def shown(content: Any) -> str:
+    """Return a message's content for display: what is asked in a rollout is what the environment then sends."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    parts = [part if isinstance(part, Mapping) else vars(part) for part in content]
+    return "\n".join(str(part.get("text") or f"[{part.get('type')}]") for part in parts)
+
+
+def held_out(rows: Sequence[Row], wanted: int | None) -> set[int]:
+    """Return the indices of the rows that are held out of training. Raises UsageError when none is left.
+
+    Those of the smallest hashes: the same rows of the same data in every run, and equal rows on the same side.
+    """
+    if wanted is None:
+        wanted = min(max(round(len(rows) * HELD_OUT_SHARE), len(rows) > 1), MOST_HELD_OUT)
+    if wanted <= 0:
+        return set()
+    hashes = [row.digest for row in rows]
+    last = sorted(hashes)[min(wanted, len(hashes)) - 1]
+    held = {index for index, value in enumerate(hashes) if value <= last}
+    if len(held) == len(rows):
+        raise UsageError(
+            f"heldout = {wanted} leaves none of the {len(rows)} problems to train with: take a smaller one"
+        )
+    return held

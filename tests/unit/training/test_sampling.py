@@ -1,0 +1,576 @@
+"""Sampling ahead of the update and dynamic sampling: which weights draw which prompts, exactness, what is recorded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from record_cases import context, group, step
+from timing_keys import is_timing_key
+from toycampaign import StopAfter, campaign, toy_world
+from typer.testing import CliRunner
+
+from retrain.campaign.planning.estimate import work_of
+from retrain.campaign.running import assemble
+from retrain.campaign.running.controller import launch, resume
+from retrain.cli import app
+from retrain.config import load, parse_dict
+from retrain.config.training import Sampling
+from retrain.data.prompts import Renderer
+from retrain.engines.local import LocalEngine
+from retrain.engines.protocol import PolicyRef
+from retrain.files import read_jsonl
+from retrain.record.measure import Totals, step_row
+from retrain.record.observer import NullObserver
+from retrain.rollouts.collect import Collected, RolloutRequest
+from retrain.rollouts.dynamic import REASONS, DynamicSampling, why_alike
+from retrain.rollouts.queue import RolloutQueue
+from retrain.rollouts.versions import RecentWeights, Weights
+from retrain.types import Group, Problem, RewardResult
+
+QUIET = ("squeeze.enabled=false", "evaluation.problems=0", "training.eval_every=0", "campaign.seeds=[1]")
+AHEAD = ("training.max_off_policy_steps=2", "algorithm.correction='tis'")
+CLOCKS = ("time", "perf/", "step_time", "tokens_per_second", "sample_time", "train_time")
+LABELS = ("grpo+none", "rloo+gtpo_hicra_placebo")
+REWARD = '''
+def rare(completion, answer):
+    """1 for one completion in four, whatever a toy model writes."""
+    return float(sum(map(ord, completion)) % 4 == 0)
+
+def never(completion, answer):
+    return 0.0
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    found = toy_world(home)
+    (home / "toyrewards.py").write_text((home / "toyrewards.py").read_text() + REWARD)
+    return found
+
+
+def trained(path: Path, out: Path, *sets: str, observer: NullObserver | None = None) -> dict[str, list[dict]]:
+    launch(load(path, [*QUIET, *sets]), out, observer or NullObserver())
+    return rows_of(out)
+
+
+def rows_of(out: Path) -> dict[str, list[dict]]:
+    """Return the rows of every run without what a clock says."""
+    found = {}
+    for run in sorted((out / "runs").iterdir()):
+        rows = read_jsonl(run / "metrics.jsonl")
+        found[run.name] = [
+            {k: v for k, v in row.items() if not (is_timing_key(k) or k.startswith(CLOCKS) or k == "queue_depth")}
+            for row in rows
+        ]
+    return found
+
+
+def adapters(out: Path) -> dict[str, bytes]:
+    return {path.parent.parent.name: path.read_bytes() for path in out.glob("runs/*/final/adapter_model.safetensors")}
+
+
+class Requested:
+    """The versions and the prompts (with their places in the step) that were sampled, by run and step."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.versions: dict[tuple, set[int]] = defaultdict(set)
+        self.prompts: dict[tuple, list[tuple]] = defaultdict(list)
+        sample = LocalEngine.sample
+
+        def noting(engine, requests, **options):
+            for request in requests:
+                if "sample" in request.stream:
+                    key = request.policy.run_id, request.stream[-2]
+                    self.versions[key].add(request.policy.version)
+                    self.prompts[key].append((request.stream[-1], request.prompt_ids))
+            return sample(engine, requests, **options)
+
+        patch.setattr(LocalEngine, "sample", noting)
+
+
+class Beside(LocalEngine):
+    """Our engine as one with processors of its own: rollouts are sampled on another thread."""
+
+    beside = True
+
+
+# -- rollouts behind the policy ---------------------------------------------------------------------------------------
+
+KILLED = (*AHEAD, "lora.anneal=[[3, 2]]", "training.save_every=1", "training.keep_last=0")
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    """Return what five steps with rollouts two steps ahead requested, and their directory."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        requested = Requested(patch)
+        trained(campaign(folder, model, steps=5), folder / "out", *KILLED)
+    return requested, folder / "out"
+
+
+def test_each_step_is_drawn_by_the_weights_of_two_steps_before(whole):
+    requested, out = whole
+    for run, rows in rows_of(out).items():
+        assert [requested.versions[run, step] for step in range(5)] == [{max(0, step - 2)} for step in range(5)]
+        for key in ("off_policy_steps_max", "off_policy_steps_mean"):
+            assert [row[key] for row in rows] == [min(step, 2) for step in range(5)]
+        assert all(row["discarded_max_async_pct"] == 0 for row in rows)
+        assert rows[0]["val/ratio"] == pytest.approx(1.0, abs=1e-4)  # the first batch is on policy
+        assert abs(rows[4]["val/ratio"] - 1.0) > 1e-4
+        earlier = (out / "runs" / run / "checkpoints/step_000004/earlier").iterdir()
+        assert sorted(path.name for path in earlier) == ["step_000002", "step_000003"]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_interrupted_equals_uninterrupted_also_beside_the_update(whole, tmp_path, model, monkeypatch, beside):
+    """Stopped before there are as many older weights, and after a lower rank began; on the same thread and another."""
+    if beside:
+        monkeypatch.setattr("retrain.campaign.running.models.LocalEngine", Beside)
+    out = tmp_path / "out"
+    trained(campaign(tmp_path, model, steps=5), out, *KILLED, observer=StopAfter(2))
+    assert {len(rows) for rows in rows_of(out).values()} == {1}
+    assert resume(out, StopAfter(6)).exit_status == 130
+    assert resume(out, NullObserver()).exit_status == 0
+    assert rows_of(out) == rows_of(whole[1])
+    assert adapters(out) == adapters(whole[1])
+    if not beside:
+        return
+    rows = read_jsonl(out / "runs/grpo+none_s1/metrics.jsonl")
+    assert all(row["queue_depth"] <= bound for row, bound in zip(rows, (2, 2, 2, 1, 0), strict=True))
+    assert sum(row["time/overlap"] for row in rows) > 0
+    assert all(row["perf/sampler_tokens_per_s"] > 0 and row["perf/trainer_tokens_per_s"] > 0 for row in rows)
+    assert rows[0]["timing_waiting_for_data"] > 0
+    spans = [row["spans"] for row in read_jsonl(out / "runs/grpo+none_s1/timing_spans.jsonl")]
+    assert {"ahead", "rollout", "update"} <= {span["name"] for row in spans for span in row}
+    page = (out / "runs/grpo+none_s1/timeline.html").read_text()
+    assert '"lanes":["ahead","rollout"' in page.replace(" ", "")
+
+
+def test_a_run_that_fails_leaves_the_others_ahead(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("retrain.campaign.running.models.LocalEngine", Beside)
+    update = assemble.LocalPolicy.update
+
+    def failing(self, batch, objective, lr):
+        if batch.step == 1 and self.config.algorithm.advantage_mode == "rloo":
+            raise RuntimeError("only this run")
+        return update(self, batch, objective, lr)
+
+    monkeypatch.setattr(assemble.LocalPolicy, "update", failing)
+    rows = trained(campaign(tmp_path, model, steps=3), tmp_path / "out", *AHEAD)
+    assert sorted(len(own) for own in rows.values()) == [1, 3]
+
+
+def test_a_group_that_is_too_old_does_not_train_and_is_counted(tmp_path, model, monkeypatch):
+    """An engine answers with weights that nobody keeps any more; a run with and one without a critic."""
+    sample = LocalEngine.sample
+
+    def late(self, requests, **options):
+        groups = sample(self, requests, **options)
+        for request, group_ in zip(requests, groups, strict=True):
+            if request.stream[-3:] in (("sample", 2, 0), ("sample", 3, 0), ("sample", 3, 1), ("sample", 3, 2)):
+                group_[-1].policy_version = -7
+        return groups
+
+    monkeypatch.setattr(LocalEngine, "sample", late)
+    path = campaign(tmp_path, model, steps=5)
+    path.write_text(path.read_text().replace('advantage_mode = "rloo"\ntransform_mode = "gtpo_hicra_placebo"',
+                                             'advantage_mode = "gae"\ntransform_mode = "none"'))  # fmt: skip
+    sets = ("training.max_off_policy_steps=1", "algorithm.correction='tis'", "logging.rollouts_every=1")
+    found = trained(path, tmp_path / "out", *sets)
+    for rows in found.values():
+        assert [row["discarded_max_async_pct"] for row in rows] == pytest.approx([0, 0, 100 / 3, 100, 0])
+        assert [row["off_policy_steps_max"] for row in rows] == [0, 1, 2, 2, 0]  # no update, no older weights
+        assert rows[2]["num_datums"] <= 8
+        assert rows[2]["discarded_count"] >= 1
+        assert rows[2]["discarded_reward_mean"] is not None
+        assert rows[2]["discarded_length_completion_max"] > 0
+        assert (rows[3]["num_datums"], rows[3]["loss"]) == (0, None)
+        assert rows[4]["loss"] is not None
+    for row in found["gae+none_s1"]:
+        assert row["objective/kl"] is not None
+        assert row["objective/entropy"] > 0
+    run = tmp_path / "out/runs/grpo+none_s1"
+    lines = read_jsonl(run / "train_iteration_000003_rollout_summaries.jsonl")
+    assert {(line["discarded"], line["advantage"]) for line in lines} == {("max_async", None)}
+    assert {line["sampling_client_step"] for line in lines} <= {1, 2}
+    page = (run / "train_iteration_000003.html").read_text()
+    assert page.count("did not train: too many steps behind the policy") == 3
+
+
+def noted(recent: RecentWeights, step: int, version: int) -> list[int]:
+    return [ref.version for ref in recent.note(Weights(step, PolicyRef("a", version), object()))]  # pyright: ignore[reportArgumentType]
+
+
+def test_recent_weights():
+    recent = RecentWeights(2, remembers=True)
+    assert noted(recent, 0, 0) == []
+    assert [recent.drawing(step).version for step in range(3)] == [0, 0, 0]
+    assert noted(recent, 1, 1) == []
+    assert noted(recent, 2, 1) == []  # an update that was left out: the same weights
+    assert [recent.drawing(step).version for step in range(2, 5)] == [0, 1, 1]
+    assert [recent.age(version, 2) for version in (0, 1)] == [2, 0]
+    assert noted(recent, 3, 2) == [0]
+    assert noted(recent, 3, 3) == []  # a lower rank: other weights before the same step, and the first may be in use
+    assert recent.drawing(5).version == 3
+    assert recent.age(2, 3) == 0
+    assert noted(recent, 4, 4) == [2]
+    assert noted(recent, 5, 5) == [1]
+    assert list(recent.snapshots()) == [1, 3, 4, 5]
+    assert recent.age(1, 5) == 3  # older than any that is kept
+    assert [each.step for each in recent] == [3, 4, 5]
+    synchronous = RecentWeights(0)
+    assert [noted(synchronous, step, step) for step in range(3)] == [[], [0], [1]]
+    assert noted(synchronous, 2, 3) == [2]
+    assert list(synchronous.snapshots()) == [3]
+    assert synchronous.drawing(2).version == 3
+
+
+class Slow:
+    """An engine whose ``collect`` is replaced: it waits for its turn, or raises."""
+
+    beside = False
+    gates: dict = {}  # noqa: RUF012
+
+    def give_up(self):
+        if 3 in self.gates:
+            self.gates[3].set()
+
+
+@pytest.fixture
+def collecting(monkeypatch):
+    """What is collected, in order, and when it may be done; a request is the number of a step."""
+    order, gates = [], defaultdict(threading.Event)
+
+    def collect(engine, requests, rows=None):
+        order.append(list(requests))
+        assert gates[requests[0]].wait(10)
+        if "raise" in requests:
+            raise RuntimeError("the server is gone")
+        now = time.time()
+        return Collected(list(requests), [("rollout", now - 1, now)], 0.5)
+
+    monkeypatch.setattr("retrain.rollouts.dynamic.collect", collect)
+    return order, gates
+
+
+def test_steps_are_sampled_and_taken_in_their_order(collecting):
+    order, gates = collecting
+    for gate in (1, 2, 3):
+        gates[gate].set()
+    queue = RolloutQueue(Slow(), ahead=True)  # pyright: ignore[reportArgumentType]
+    for owner in "ab":
+        queue.offer(owner, {3: [3], 1: [1, 1], 2: [2]})
+    taken = queue.take({"a": 1, "b": 1})
+    assert taken.groups == {"a": [1, 1], "b": [1, 1]}
+    assert taken.sync_seconds == 0.5
+    assert [name for name, _, _ in taken.spans] == ["ahead", "rollout"]
+    queue.withdraw("b")
+    assert queue.take({"a": 2}).groups == {"a": [2]}
+    assert queue.take({"a": 3}).depth == 0
+    assert order[0] == [1, 1, 1, 1]
+    assert [step for own in order for step in dict.fromkeys(own)] == [1, 2, 3]
+    queue.close()
+
+
+def test_the_depth_is_how_many_later_steps_wait_for_the_trainer(collecting):
+    order, gates = collecting
+    queue = RolloutQueue(Slow(), ahead=True)  # pyright: ignore[reportArgumentType]
+    queue.offer("a", {1: [1], 2: [2], 3: [3]})
+    gates[1].set()
+    assert queue.take({"a": 1}).depth == 0  # the next one is being sampled
+    gates[2].set()
+    gates[3].set()
+    deadline = time.time() + 10
+    while len(order) < 3 or queue.overlap(0, time.time()) != queue.overlap(0, time.time() + 1):
+        assert time.time() < deadline
+        time.sleep(0.01)
+    assert queue.take({"a": 2}).depth == 1  # the one after it is there
+    queue.close()
+
+
+def test_what_the_engine_raises_reaches_who_waits(collecting):
+    _, gates = collecting
+    gates["raise"].set()
+    queue = RolloutQueue(Slow(), ahead=True)  # pyright: ignore[reportArgumentType]
+    queue.offer("a", {0: ["raise"]})
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the server is gone"):
+            queue.take({"a": 0})
+
+
+def test_nothing_is_sampled_ahead_while_it_is_paused_and_nothing_after_its_end(collecting):
+    order, gates = collecting
+    gates[0].set()
+    queue = RolloutQueue(Slow(), ahead=True)  # pyright: ignore[reportArgumentType]
+    queue.offer("a", {0: [0], 1: [1]})
+    queue.take({"a": 0})
+    begin = time.time()
+    gates[1].set()
+    with queue.paused():
+        done = len(order)
+        queue.offer("a", {2: [2]})
+        time.sleep(0.2)
+        assert len(order) == done
+    gates[2].set()
+    queue.take({"a": 1})
+    queue.take({"a": 2})
+    assert 0 <= queue.overlap(begin, time.time()) <= time.time() - begin
+    queue.offer("a", {3: [3], 4: [4]})
+    queue.engine.gates = gates
+    while order[-1] != [3]:
+        time.sleep(0.01)
+    queue.close()  # what is being sampled is given up, and nothing follows
+    assert order[-1] == [3]
+    assert queue._thread is not None
+    assert not queue._thread.is_alive()
+
+
+# -- dynamic sampling -----------------------------------------------------------------------------------------------
+
+MIXED, RIGHT, WRONG = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
+PROBLEMS = [Problem(f"p{i}", f"{i}?", "") for i in range(6)]
+
+
+def upcoming(start: int, count: int) -> list[Problem]:
+    return [PROBLEMS[(start + i) % len(PROBLEMS)] for i in range(count)]
+
+
+def request(problem: Problem, place: int, at: int = 0) -> RolloutRequest:
+    environment: Any = None
+    renderer: Renderer = None  # type: ignore[assignment]
+    stream = (5, 1, "sample", at, place)
+    return RolloutRequest(environment, renderer, problem, PolicyRef("run", 0), 2, Sampling(4, 1.0), stream)
+
+
+def groups_of(*rewards: list[Any]) -> list[Group]:
+    return [group(each, [3] * len(each), problem_id=f"p{i}") for i, each in enumerate(rewards)]
+
+
+def asked(sampling: DynamicSampling, *rewards: list[Any], first: tuple[int, ...] = (0, 1), at: int = 0):
+    """(problem, place in the step) of what is asked for after groups of these rewards."""
+    requests = [request(PROBLEMS[i], place, at) for place, i in enumerate(first)]
+    more = sampling.further(at, requests, groups_of(*rewards))
+    assert all(each.stream[:4] == (5, 1, "sample", at) and each.samples == 2 for each in more)
+    return [(each.problem.id, each.stream[-1]) for each in more]
+
+
+def test_as_many_are_drawn_as_are_missing_and_none_twice_in_a_step():
+    sampling = DynamicSampling(2, 3, upcoming, len(PROBLEMS))
+    assert asked(sampling, MIXED, RIGHT) == [("p2", 2)]
+    assert asked(sampling, WRONG, RIGHT) == [("p2", 2), ("p3", 3)]
+    assert asked(sampling, MIXED, MIXED) == []
+    assert asked(sampling, MIXED, RIGHT, WRONG, first=(0, 1, 2)) == [("p3", 3)]
+    # The list of a step begins where its own is, whatever the steps before it took.
+    assert asked(sampling, WRONG, RIGHT, at=1) == [("p2", 2), ("p3", 3)]  # place 6 of 6 problems is p0, which is seen
+    assert asked(DynamicSampling(2, 2, upcoming, 6), WRONG, RIGHT, at=1) == [("p4", 2), ("p5", 3)]
+
+
+def test_rounds_are_bounded_and_end_with_the_problems():
+    sampling = DynamicSampling(2, 2, upcoming, len(PROBLEMS))
+    assert asked(sampling, WRONG, WRONG, WRONG, WRONG, first=(0, 1, 2, 3)) == [("p4", 4), ("p5", 5)]
+    assert asked(sampling, *[WRONG] * 6, first=(0, 1, 2, 3, 4, 5)) == []
+    many = [Problem(f"q{i}", "?", "") for i in range(40)]
+    once = DynamicSampling(2, 1, lambda start, count: many[start : start + count], 40)
+    assert asked(once, WRONG, WRONG) == [("q0", 2), ("q1", 3)]
+    assert asked(once, *[WRONG] * 4, first=(0, 1, 2, 3)) == []
+    six = DynamicSampling(2, 9, upcoming, len(PROBLEMS))
+    assert asked(six, *[WRONG] * 4, first=(0, 1, 2, 3)) == [("p4", 4), ("p5", 5)]
+    assert asked(six, *[WRONG] * 6, first=(0, 1, 2, 3, 4, 5)) == []  # each was drawn
+    assert DynamicSampling(2, 9, upcoming, 3).further(0, [request(PROBLEMS[0], 0), request(PROBLEMS[1], 1)],
+                                                     groups_of(WRONG, WRONG))[0].problem.id == "p2"  # fmt: skip
+
+
+def test_nothing_more_is_drawn_for_a_run_that_will_fail():
+    requests = [request(PROBLEMS[0], 0), request(PROBLEMS[1], 1)]
+    drawn = [RuntimeError("no such grader"), *groups_of(WRONG)]
+    assert DynamicSampling(2, 3, upcoming, 6).further(0, requests, drawn) == []
+
+
+def test_why_a_group_teaches_nothing():
+    half = RewardResult(0.4, correct=True), RewardResult(0.4, correct=False)
+    cases = {
+        None: [MIXED, [0.1, 0.2], [1.0, None, 0.0]],
+        "all_right": [RIGHT, [1.0, None]],
+        "all_wrong": [WRONG, [0.0, 0.0, None], [0.3, 0.3 + 1e-12]],
+        "alike": [list(half)],
+        "ungraded": [[None, None]],
+    }
+    assert {*cases} == {None, *REASONS}
+    for reason, own in cases.items():
+        assert [why_alike(each) for each in groups_of(*own)] == [reason] * len(own)
+
+
+def test_a_batch_is_what_teaches_filled_up_with_what_was_drawn_first():
+    sampling = DynamicSampling(3, 2, upcoming, 6)
+    groups = groups_of(RIGHT, MIXED, RIGHT, WRONG, MIXED, WRONG)
+    chosen = sampling.choose(groups)
+    assert [groups.index(each) for each in chosen.groups] == [0, 1, 4]
+    assert [groups.index(each) for each in chosen.dropped] == [2, 3, 5]
+    tokens = 3 * 2 * (3 + 3)
+    assert chosen.numbers == {
+        "dynamic/rounds": 2, "dynamic/drawn": 6, "dynamic/unfilled": 1, "dynamic/dropped_all_right": 1,
+        "dynamic/dropped_all_wrong": 2, "dynamic/dropped_alike": 0, "dynamic/dropped_ungraded": 0,
+        "dynamic/dropped_tokens": tokens, "dynamic/correct_rate": 5 / 6,
+    }  # fmt: skip
+    enough = groups_of(RIGHT, MIXED, MIXED, MIXED)
+    assert sampling.choose(enough).groups == enough[1:]
+    assert sampling.choose(enough).numbers["dynamic/rounds"] == 1
+    assert sampling.choose(enough).numbers["dynamic/unfilled"] == 0
+    late = groups_of(WRONG, MIXED, *[WRONG] * 6, MIXED)
+    assert DynamicSampling(2, 9, upcoming, 99).choose(late).groups == [late[1], late[8]]
+    first = groups_of(WRONG, RIGHT, WRONG)
+    assert sampling.choose(first).groups == first
+    assert sampling.choose(first).numbers["dynamic/rounds"] == 0
+
+
+def test_what_was_dropped_counts_in_what_the_run_has_sampled_and_in_no_mean():
+    groups = groups_of(MIXED, [0.0, 0.0])
+    record = step(groups[:1])
+    record.dropped = groups[1:]
+    kept, whole = (step_row(each, context(), Totals(10, 5, 100, 0.0)) for each in (step(groups[:1]), record))
+    assert whole["num_tokens"] == 100 + 2 * 2 * 6
+    assert kept["num_tokens"] == 100 + 2 * 6
+    assert (whole["episode"], kept["episode"]) == (14, 12)
+    assert whole["running_correct_rate"] == 6 / 14
+    assert whole["perf/tokens_per_s"] == 2 * kept["perf/tokens_per_s"]
+    assert whole["perf/episodes_per_s"] == 2 * kept["perf/episodes_per_s"]
+    for key in ("mean_reward", "correct_rate", "batch_size", "completions/mean_length", "env/all/total_ac_tokens"):
+        assert whole[key] == kept[key]
+
+
+def doubled(at, requests, groups):
+    """Ask for more until there are three groups."""
+    return [requests[-1] * 10] if len(groups) < 3 and at != 7 else []
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rounds_of_all_owners_are_sampled_together(ahead, monkeypatch):
+    order, threads = [], set()
+
+    def collect(engine, requests, rows=None):
+        order.append(list(requests))
+        threads.add(threading.current_thread().name)
+        return Collected([f"g{request_}" for request_ in requests], [("rollout", 1.0, 2.0)], 0.5)
+
+    monkeypatch.setattr("retrain.rollouts.dynamic.collect", collect)
+    queue = RolloutQueue(Slow(), ahead=ahead)  # pyright: ignore[reportArgumentType]
+    queue.offer("a", {1: [1, 2]}, doubled)  # pyright: ignore[reportArgumentType]
+    queue.offer("b", {1: [3]}, doubled)  # pyright: ignore[reportArgumentType]
+    queue.offer("c", {1: [4]})  # pyright: ignore[reportArgumentType]
+    taken = queue.take({"a": 1, "b": 1, "c": 1})
+    queue.close()
+    if not ahead:  # a thread may begin before all have offered
+        assert order == [[1, 2, 3, 4], [20, 30], [300]]
+        assert taken.sync_seconds == 1.5
+        assert len(taken.spans) == 3
+    assert taken.groups == {"a": ["g1", "g2", "g20"], "b": ["g3", "g30", "g300"], "c": ["g4"]}
+    assert (threading.current_thread().name in threads) != ahead
+
+
+# -- runs with dynamic sampling ---------------------------------------------------------------------------------------
+
+
+def dynamic(*more: str, rounds: int = 3, reward: str = "rare") -> list[str]:
+    keys = (f"training.dynamic_sampling={rounds}", f"reward.custom_function='{reward}'", "training.group_size=3")
+    return [*keys, *more]
+
+
+@pytest.fixture(scope="module")
+def cohort(model, tmp_path_factory):
+    """Return what a cohort of four runs requested in three steps, and its directory."""
+    folder = tmp_path_factory.mktemp("cohort")
+    with pytest.MonkeyPatch.context() as patch:
+        requested = Requested(patch)
+        trained(campaign(folder, model, steps=3), folder / "out", *dynamic("campaign.seeds=[1,2]"))
+    return requested, folder / "out"
+
+
+def test_a_cohort_draws_what_each_run_is_missing_and_pairs_stay_pairs(cohort):
+    """Conditions have the same prompts and random numbers as far as both of a pair are sampled."""
+    requested, out = cohort
+    every = rows_of(out)
+    for row in [row for rows in every.values() for row in rows]:
+        dropped = sum(row[f"dynamic/dropped_{reason}"] for reason in REASONS)
+        assert row["batch_size"] == 3
+        assert row["dynamic/drawn"] == 3 + dropped
+        assert row["env/all/by_group/frac_mixed"] == pytest.approx(1 - row["dynamic/unfilled"] / 3)
+        assert row["dynamic/unfilled"] == 0 or row["dynamic/rounds"] == 3
+        assert (row["dynamic/dropped_tokens"] > 0) == (dropped > 0)
+    assert len({row["dynamic/rounds"] for rows in every.values() for row in rows}) > 1
+    for rows in every.values():
+        assert rows[-1]["episode"] == 3 * sum(row["dynamic/drawn"] for row in rows)
+        kept = sum(row["env/all/total_ac_tokens"] + row["env/all/total_ob_tokens"] for row in rows)
+        assert rows[-1]["num_tokens"] == kept + sum(row["dynamic/dropped_tokens"] for row in rows)
+        assert rows[-1]["epoch"] == pytest.approx(3 * rows[0]["epoch"])  # the cursor counts first rounds
+    lengths = []
+    for seed in (1, 2):
+        for at in range(3):
+            first, second = (requested.prompts[f"{label}_s{seed}", at] for label in LABELS)
+            shorter = min(len(first), len(second))
+            assert first[:shorter] == second[:shorter]
+            assert [place for place, _ in first] == list(range(len(first)))
+            lengths.append((len(first), len(second)))
+    assert any(first != second for first, second in lengths)
+    assert requested.prompts[f"{LABELS[0]}_s1", 0] != requested.prompts[f"{LABELS[0]}_s2", 0]
+
+
+def test_it_is_the_same_alone_and_interrupted(cohort, tmp_path, model):
+    path, out = campaign(tmp_path, model, steps=3), tmp_path / "killed"
+    expected = rows_of(cohort[1])
+    for run, rows in trained(path, tmp_path / "alone", *dynamic("campaign.lanes=1", "campaign.max_steps=2")).items():
+        keys = [key for key in rows[0] if key.startswith("dynamic/") or key in ("mean_reward", "num_tokens")]
+        assert len(keys) == 11
+        assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in expected[run][:2]]
+    trained(path, out, *dynamic("campaign.seeds=[1,2]"), observer=StopAfter(8))
+    assert {len(rows) for rows in rows_of(out).values()} == {2}
+    assert resume(out, NullObserver()).exit_status == 0
+    assert rows_of(out) == expected
+    assert adapters(out) == adapters(cohort[1])
+
+
+def test_sampling_ahead_draws_the_same(tmp_path, model, monkeypatch):
+    path, sets = campaign(tmp_path, model, steps=3), dynamic(*AHEAD)
+    with monkeypatch.context() as patch:
+        requested = Requested(patch)
+        near = trained(path, tmp_path / "near", *sets)
+    monkeypatch.setattr("retrain.campaign.running.models.LocalEngine", Beside)
+    again = Requested(monkeypatch)
+    assert trained(path, tmp_path / "far", *sets) == near
+    assert again.prompts == requested.prompts
+    assert max(row["dynamic/rounds"] for rows in near.values() for row in rows) > 0
+    assert {row["off_policy_steps_max"] for rows in near.values() for row in rows} == {0, 1, 2}
+
+
+def test_without_signal_the_first_draw_is_the_batch(tmp_path, model):
+    """The step equals one without dynamic sampling; the data may be fewer problems than the rounds would take."""
+    path = campaign(tmp_path, model, steps=1)
+    sets = dynamic("training.max_examples=5", rounds=4, reward="never")
+    found = trained(path, tmp_path / "out", *sets)
+    without = trained(path, tmp_path / "without", *sets, "training.dynamic_sampling=0")
+    for run, (row,) in found.items():
+        assert (row["dynamic/drawn"], row["dynamic/dropped_all_wrong"], row["dynamic/unfilled"]) == (5, 2, 3)
+        assert (row["dynamic/rounds"], row["loss"], row["dynamic/correct_rate"]) == (1, None, 0)
+        (plain,) = without[run]
+        assert not any(key.startswith("dynamic/") for key in plain)
+        assert plain["mean_reward"] == row["mean_reward"]
+        answers = [read_jsonl(tmp_path / name / "runs" / run / "emergence/generations.jsonl")
+                   for name in ("out", "without")]  # fmt: skip
+        assert answers[0] == answers[1]
+
+
+def test_explain_counts_the_rounds_in_the_most_tokens(tmp_path, model):
+    assert work_of(parse_dict({"training": {"dynamic_sampling": 3}})).draws == 4
+    path = campaign(tmp_path, model)
+    texts = [CliRunner().invoke(app, ["explain", str(path), *more]).output
+             for more in ([], ["--set", "training.dynamic_sampling=3"])]  # fmt: skip
+    most = [next(line for line in text.splitlines() if line.startswith("altogether")).split() for text in texts]
+    assert [int(line[3].replace(",", "")) for line in most] == [4 * 3 * 4 * 10 * 4, 4 * 3 * 4 * 10 * 4 * 4]
+    assert "drawn again, 3 rounds at most" in texts[1]
+    assert "drawn again" not in texts[0]
