@@ -162,7 +162,6 @@ def _drill(
 
 @contextmanager
 def fails_at(owner: object, name: str, call: int) -> Iterator[None]:
-    """Let the ``call``-th call of a method run out of memory."""
     method, calls = getattr(owner, name), count(1)
 
     @functools.wraps(method)

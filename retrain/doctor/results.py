@@ -120,12 +120,10 @@ class Result:
 
     @property
     def line(self) -> str:
-        """The result as printed."""
         line = ", ".join(text for text in (self.words, self.numbers) if text)
         return f"{line} → {self.todo}" if self.todo else line
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as plain data."""
         return {key: value for key, value in vars(self).items() if key != "numbers"}
 
 

@@ -30,7 +30,6 @@ class Agreement(NamedTuple):
 
 
 def agreement(groups: Sequence[Sequence[Action]], others: Sequence[Sequence[Action]]) -> Agreement:
-    """Compare two samplings of the same requests."""
     parted, gaps = 0, []
     for group, other_group in zip(groups, others, strict=True):
         for action, other in zip(group, other_group, strict=True):

@@ -204,7 +204,6 @@ class Subject:
     @classmethod
     @contextmanager
     def open(cls, source: Source) -> Iterator[Subject]:
-        """Load the model and free it at the end. Raises ModelError if it cannot be loaded."""
         # cuBLAS reads this when its first handle is made, and is repeatable only with it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
@@ -286,7 +285,6 @@ class Subject:
         return samples
 
     def batch(self, samples: Sequence[Sample], step: int = 0) -> TrainBatch:
-        """Return all samples as one optimizer step."""
         tokens = sum(int(sample.action_mask.sum()) for sample in samples)
         return TrainBatch(samples, Denominators(tokens, len(samples)), step, ("doctor",))
 
@@ -302,14 +300,12 @@ class Subject:
         return policy.adapter.flat.grad.double()
 
     def synchronize(self) -> None:
-        """Wait until the device has finished."""
         if self.on_gpu:
             torch.cuda.synchronize(self.base.device)
 
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Replace an attribute of an object within the context."""
     attributes = dict(vars(owner))
     setattr(owner, name, value)
     try:

@@ -75,32 +75,26 @@ class Board(NullObserver):
         return sum(view.steps_done for view in views), total
 
     def plan(self, specs: Sequence[SpecLike]) -> None:
-        """Put all runs on the board."""
         for spec in specs:
             self.view(spec)
 
     def placed(self, spec: SpecLike, worker: str) -> None:
-        """Keep which worker trains it."""
         self.view(spec).worker = worker
 
     def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
-        """Start the run's clock."""
         view = self.view(spec)
         view.state, view.first_step, view.steps_done, view.max_steps = "running", step, step, max_steps
         view.started = self.clock()
 
     def step(self, spec: SpecLike, row: Mapping[str, Any]) -> None:
-        """Keep the row."""
         view = self.view(spec)
         view.row, view.steps_done = row, int(row["step"]) + 1
         self.steps.append((spec.run_id, row))
 
     def evaluated(self, spec: SpecLike, name: str, row: Mapping[str, Any]) -> None:
-        """Keep the accuracy."""
         self.view(spec).add_evaluation(name, row)
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
-        """Keep how it ended."""
         self.view(spec).state = status
 
 
@@ -179,7 +173,6 @@ class PlainConsole(Board):
         self._event("end", {"run": spec.run_id, "status": status} | ({"message": message} if message else {}))
 
     def message(self, text: str, level: str = "info") -> None:
-        """Print the text, after its level unless that is info."""
         self._write(message_text(text, level).plain)
 
     def _progress(self) -> None:
@@ -246,7 +239,6 @@ class LiveConsole(Board):
             self.message(f"{spec.run_id} failed: {message}", level="error")
 
     def message(self, text: str, level: str = "info") -> None:
-        """Print one line above the table."""
         self.console.print(message_text(text, level))
 
     def close(self) -> None:
@@ -271,10 +263,10 @@ def board_view(board: Board, width: int, height: int, now: float) -> RenderableT
     room = max(4, height - FRAME_LINES)
     last = min(8, len(steps), max(2, room // 3))
     shown = visible_runs(views, room - last)
-    counts = {state: sum(view.state == state for view in views) for state in STATE_STYLES}
-    summary = Text(" · ").join(
-        Text(f"{count} {state}", style=STATE_STYLES[state]) for state, count in counts.items() if count
-    )
+    summary = Text()
+    for state, style in STATE_STYLES.items():
+        if count := sum(view.state == state for view in views):
+            summary.append(f"{' · ' if summary else ''}{count} {state}", style=style)
     if hidden := sum(view.state != "waiting" for view in views) - len(shown):
         summary.append(f" · {hidden} not shown", style="dim")
     parts: list[RenderableType] = [_runs_table(shown, width, now), summary]
@@ -331,7 +323,6 @@ def _runs_table(views: list[RunView], width: int, now: float) -> Table:
 
 
 def _steps_table(rows: list[tuple[RunView, Mapping[str, Any]]], width: int) -> Table:
-    """Return the last steps of all runs, the newest at the bottom."""
     table = _grid(header_style="bold dim", style="dim")
     table.add_column("last steps", no_wrap=True, overflow="ellipsis", min_width=12)
     headings = [heading for heading, room in STEP_COLUMNS.items() if width >= room]

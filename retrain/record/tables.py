@@ -42,16 +42,14 @@ class Results(NamedTuple):
             return Group(*self.lines)
         table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
         for heading in self.headings:
-            left = heading in self.left
-            table.add_column(
-                heading, justify="left" if left else "right", no_wrap=not (heading and left), overflow="fold"
-            )
+            wraps = bool(heading) and heading in self.left
+            justify, overflow = "left" if heading in self.left else "right", "fold" if wraps else "ellipsis"
+            table.add_column(heading, justify=justify, no_wrap=not wraps, overflow=overflow)
         for row in self.rows:
             table.add_row(*row)
         return Group(Text(self.title, style="bold"), table, *self.lines)
 
     def text(self) -> str:
-        """Return the results as aligned plain text."""
         rows = [[cell.plain for cell in row] for row in self.rows]
         table = aligned(self.headings, rows, self.left) if rows else []
         return "\n".join([self.title, *table, *(line.plain for line in self.lines)])
@@ -71,7 +69,6 @@ def comparison_table(report: Report, width: int) -> RenderableType:
 
 
 def comparison_text(report: Report) -> str:
-    """Return the comparison as aligned plain text, one line per condition."""
     return _comparison(report, WIDE).text()
 
 
@@ -99,7 +96,6 @@ def _comparison(report: Report, width: int) -> Results:
 
 
 def comparison_title(report: Report) -> str:
-    """Return what is compared in words."""
     metric = report["metric"]
     if name := accuracy_name(metric):
         means = {"auc": ", mean over training", "last3": ", mean of the last three evaluations"}
@@ -185,7 +181,6 @@ def squeeze_table(report: Report, width: int) -> RenderableType:
 
 
 def squeeze_text(report: Report) -> str:
-    """Return the rank table as aligned plain text."""
     return _squeeze(report, WIDE).text()
 
 
@@ -256,15 +251,12 @@ def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequen
 
 
 def rate(value: float | None) -> str:
-    """Return a share in per cent with one decimal."""
     return percent(value, 1)
 
 
 def plain_number(value: float | None) -> str:
-    """Return three significant digits."""
     return NOTHING if value is None else minus(f"{value:.3g}")
 
 
 def interval(ends: Sequence[float] | None) -> str:
-    """Return both ends in per cent."""
     return NOTHING if not ends else f"{100 * ends[0]:.0f} to {percent(ends[1])}"

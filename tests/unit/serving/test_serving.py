@@ -43,9 +43,6 @@ def asked(**more):
     return {"prompt": PROMPTS[0], "max_tokens": 40, "seed": 11, "return_token_ids": True, **more}
 
 
-# -- what is said of the tokens ------------------------------------------------------------------------------------
-
-
 def test_logprobs_are_those_of_a_forward_pass_with_all_adapters_in_one_batch(world, monkeypatch):
     bodies = [
         {"model": model, "prompt": prompt, "max_tokens": 30, "seed": 5, "temperature": temperature, "n": 2,
@@ -112,9 +109,6 @@ def test_echo_repeats_the_prompt_with_the_model_s_own_logprobs(world):
     assert len(longer["logprobs"]["tokens"]) == len(PROMPTS[2]) + len(longer["token_ids"])
 
 
-# -- seeds ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_seed_alone_decides_whatever_else_is_drawn(world):
     expected = {name: ids_of(world.complete(**asked(model=name, n=3))) for name in NAMES}
     for ids in expected.values():
@@ -165,9 +159,6 @@ def test_pieces_draw_what_one_call_draws(world):
     request = SampleRequest(ref, tuple(PROMPTS[0]), 3, 90, 1.0, ("serve", 11, stream_key(*PROMPTS[0])))
     whole = [action.token_ids for action in engine.sample([request])[0]]
     assert ids_of(world.complete(**asked(model="one", n=3, max_tokens=90))) == whole
-
-
-# -- streams -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,9 +220,6 @@ def test_text_is_held_back_while_it_may_be_a_stop_or_is_half_a_character(world):
     assert written("é€", count=3) == ["", "é", "�"]
 
 
-# -- how completions end -------------------------------------------------------------------------------------------
-
-
 def test_the_length_and_the_end_token(world):
     end, reasons = world.service.base.eos_ids[0], set()
     for model in ("base", "one"):
@@ -266,9 +254,6 @@ def test_stops_of_the_request(world):
         assert cut["text"] == plain["text"][: plain["text"].index(stop) + len(stop) * keep]
         assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
         assert plain["token_ids"][: len(cut["token_ids"])] == cut["token_ids"]
-
-
-# -- chats ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_chat_reads_the_model_s_template(world):
@@ -326,8 +311,6 @@ def test_tools_are_called():
     finally:
         world.service.close()
 
-
-# -- what is refused -----------------------------------------------------------------------------------------------
 
 SURROGATE = "\\ud800"
 MALFORMED = {
@@ -469,9 +452,6 @@ def test_health_answers_while_a_long_text_is_tokenised(world, path):
     assert answers >= 3
 
 
-# -- adapters come and go ------------------------------------------------------------------------------------------
-
-
 def test_adapters_are_loaded_and_unloaded_while_requests_run(world):
     """Running requests end with the weights that they began with; the name is gone at once, and returns with others."""
     body = asked(max_tokens=60, ignore_eos=True)
@@ -515,14 +495,10 @@ def with_nan(tensors, key):
 
 DAMAGES = {
     "cut": lambda folder: os.truncate(folder / "adapter_model.safetensors", 1000),
-    "json": lambda folder: (folder / "adapter_config.json").write_text('{"lora_alpha": "much"}'),
     "rank": lambda folder: damage_config(folder, r=1_000_000_000),
     "alpha": lambda folder: damage_config(folder, lora_alpha=1e308),
     "names": lambda folder: damage_weights(
         folder, lambda tensors, key: {name.replace("q_proj", "r_proj"): tensor for name, tensor in tensors.items()}
-    ),
-    "shape": lambda folder: damage_weights(
-        folder, lambda tensors, key: tensors | {key: torch.zeros(tensors[key].shape[0], tensors[key].shape[1] + 1)}
     ),
     "nan": lambda folder: damage_weights(folder, with_nan),
 }
@@ -593,9 +569,6 @@ def test_an_adapter_of_some_layers_leaves_the_others_alone(world, tmp_path):
         logits = model(torch.tensor([[*PROMPTS[0], *choice["token_ids"]]])).logits[0, len(PROMPTS[0]) - 1 : -1]
     logprobs = logits.log_softmax(-1).gather(1, torch.tensor(choice["token_ids"])[:, None])[:, 0]
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs.tolist(), abs=1e-4)
-
-
-# -- bounds --------------------------------------------------------------------------------------------------------
 
 
 def test_the_queue_is_bounded_and_time_too(tmp_path):
