@@ -37,7 +37,7 @@ def test_without_its_package_a_provider_says_what_to_type(name, monkeypatch):
 
 def test_importing_them_loads_none_of_the_libraries():
     modules = [provider.target.partition(":")[0] for provider in PROVIDERS.values()]
-    modules.append("retrain.environments.providers.styles")
+    modules += ["retrain.environments.hosting", "retrain.environments.tool_use"]
     heavy = ["torch", "transformers", *(provider.module for provider in PROVIDERS.values())]
     code = f"import sys, {', '.join(modules)}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from fractions import Fraction
 from typing import Any, ClassVar, Literal
@@ -473,12 +472,3 @@ def test_tools_are_looked_up_in_the_folders(tmp_path, monkeypatch) -> None:
     assert [message["content"] for message in answers] == ["1", "2"]
     for name in ("tools_of_one", "tools_of_two"):
         sys.modules.pop(name)
-
-
-def test_tools_load_without_torch_and_transformers() -> None:
-    code = (
-        "import sys; from retrain.environments.tool_use import ToolUse; ToolUse(['calculator']).start(None, 0); "
-        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
