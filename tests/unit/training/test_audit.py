@@ -143,13 +143,16 @@ def test_an_audit_trains_nothing(tmp_path, model, judging):  # noqa: F811
         "broken": ["audit.type=judge", "audit.judge_model=j", f'audit.judge_url="{judging.url}"'],
     }
     path = campaign(tmp_path, model, steps=2)
+    text = path.read_text()
+    second = text.rindex("[[campaign.conditions]]")  # one condition is enough
+    path.write_text(text[:second] + text[text.index("[model]", second) :])
     for name, sets in audits.items():
         loaded = load(path, ["squeeze.enabled=false", "training.save_every=1", *sets])
-        observer = StopAfter(5) if name == "format" else NullObserver()
+        observer = StopAfter(1) if name == "format" else NullObserver()
         assert launch(loaded, tmp_path / name, observer).exit_status == (130 if name == "format" else 0)
     assert resume(tmp_path / "format", NullObserver()).exit_status == 0
     expected = learned(tmp_path / "without")
-    assert len(expected) > 20
+    assert len(expected) > 10
     assert learned(tmp_path / "format") == learned(tmp_path / "broken") == expected
     for name, values, failed in (("format", {0.0}, {0}), ("broken", {None}, {5})):
         for run in (tmp_path / name / "runs").iterdir():
