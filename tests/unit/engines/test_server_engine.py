@@ -456,10 +456,6 @@ def test_several_servers_share_the_load_and_one_that_dies_comes_back(base, lanes
     engine = engine_of(
         base, [server.url, other.url], tmp_path / "adapters", tell=lambda text, level: told.append((level, text))
     )
-    gone = publish(engine, weights(lanes, 2), run="gone")
-    engine.sample(requests(gone, 6, 4))
-    for each in (server, other):
-        each.asked.clear()
     ref = publish(engine, weights(lanes, 1))
     asked = requests(ref, 6, 4)
     sound = ids(engine.sample(asked))
@@ -470,10 +466,8 @@ def test_several_servers_share_the_load_and_one_that_dies_comes_back(base, lanes
     assert ids(engine.sample(asked)) == sound
     assert told[0][0] == "warning"
     assert told[0][1].startswith(f"{other.url} is left out: ")
-    engine.retire(gone)
     other.start()
     until(lambda: (("info", f"{other.url} is back")) in told)
-    until(lambda: [name.partition("@")[0] for name in other.adapters] == ["run"])  # one is kept, one is taken away
     other.asked.clear()
     engine.forget_sequences()
     assert ids(engine.sample(asked)) == sound
@@ -489,6 +483,43 @@ def test_several_servers_share_the_load_and_one_that_dies_comes_back(base, lanes
     assert ids(engine.sample(asked)) == sound  # nothing stays broken
     engine.close()
     other.service.close()
+
+
+def test_adapters_of_a_server_that_was_briefly_away_are_taken_away(base, lanes, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "PROBE_S", (0.05, 0.1))
+    engine = engine_of(base, [server.url], tmp_path / "adapters")
+    gone, kept = (publish(engine, weights(lanes, seed), run=f"run{seed}") for seed in (1, 2))
+    asked = requests(kept)
+    sound = ids(engine.sample([*asked, *requests(gone)]))[: len(asked)]
+    (address,) = engine.pool.servers
+    checks = []
+
+    async def away_at_first():
+        checks.append(sorted(server.adapters))
+        return len(checks) > 2 and not engine._published.get(gone)
+
+    monkeypatch.setattr(address, "check", away_at_first)
+    on_loop(engine, engine.pool.doubt(address, "for a test"))
+    engine.retire(gone)
+    until(lambda: address.alive)
+    assert [name.partition("@")[0] for name in server.adapters] == ["run2"]  # it stays: it is wanted
+    assert len(checks[0]) == 2
+    assert ids(engine.sample(asked)) == sound
+    on_loop(engine, lost_and_found(address))
+    engine.retire(kept)
+    until(lambda: server.adapters == [])
+    engine.close()
+
+
+def on_loop(engine, work):
+    """Have the engine's loop do this."""
+    return asyncio.run_coroutine_threadsafe(work, engine._loop).result(30)
+
+
+async def lost_and_found(address):
+    address.lost()
+    await address.found()
+    address.alive = True
 
 
 def test_closing_does_not_wait_for_a_server_that_never_answers(base, lanes, server, tmp_path, monkeypatch):
