@@ -23,7 +23,6 @@ from retrain.errors import Interrupted, RunFailed
 from retrain.policy import device
 
 ROOT = Path(__file__).parents[2]
-QUICKSTART = ROOT / "campaigns" / "quickstart.toml"
 CAMPAIGNS = sorted((ROOT / "campaigns").glob("*.toml"))
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.toml"))
 COMMANDS = {command.name or command.callback.__name__: command.callback for command in app.registered_commands}
@@ -128,10 +127,11 @@ def test_shipped_files_pass_check_and_have_enough_seeds_for_a_verdict(path, sche
 
 
 def test_dry_run_writes_nothing(tmp_path):
-    result = run("train", QUICKSTART, "--out", tmp_path / "out", "--dry-run")
+    (tmp_path / "run.toml").write_text(STEPS)
+    result = run("train", tmp_path / "run.toml", "--out", tmp_path / "out", "--dry-run")
     assert result.exit_code == 0
     assert str(tmp_path / "out") in result.output
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
 def test_init_writes_a_file_that_checks_and_never_overwrites(tmp_path, monkeypatch):
