@@ -145,7 +145,6 @@ class _Observer(Messages):
     """Passes on messages; a run whose checkpoint cannot be used ends the probe."""
 
     def run_finished(self, spec: RunSpec, status: str, reason: str) -> None:
-        """See ``Observer.run_finished``."""
         raise CheckpointError(f"{spec.label}: {reason}")
 
 

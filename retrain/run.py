@@ -27,7 +27,7 @@ from retrain.clock import timestamp
 from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.config.schedule import Extent, extent_after
-from retrain.data.cursor import DataCursor
+from retrain.data.dataset import DataCursor
 from retrain.data.prompts import Renderer
 from retrain.engines.protocol import Engine, PolicyRef
 from retrain.engines.server.watch import Watch, by_version

@@ -21,11 +21,9 @@ from rich.text import Text
 from retrain.campaign.running.controller import launch
 from retrain.config import load
 from retrain.files import write_text
-from retrain.record.board import Board
-from retrain.record.console import message_text
+from retrain.record.console import Board, board_view, message_text
 from retrain.record.observer import SpecLike
 from retrain.record.tables import comparison_table, squeeze_line
-from retrain.record.views import board_view
 
 ROOT = Path(__file__).parents[1]
 COMMAND = "retrain train campaigns/quickstart.toml"

@@ -6,7 +6,6 @@ byte, in on descriptor 3 and out on 4. https://chromedevtools.github.io/devtools
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -121,13 +120,6 @@ class Browser:
             "return [b.x + b.width / 2, b.y + b.height / 2]; })()"
         )
         return box[0], box[1]
-
-    def picture(self, path: Path) -> None:
-        """The whole page as a PNG file."""
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": self.width, "height": size["height"], "scale": 1}
-        made = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(made["data"]))
 
     def _next(self) -> dict[str, Any]:
         deadline = time.monotonic() + SECONDS

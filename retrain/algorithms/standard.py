@@ -132,7 +132,6 @@ class Standard:
         return {}, {}
 
     def mark_planning(self, groups: Sequence[Group]) -> None:
-        """See ``Algorithm.mark_planning``."""
         mark_planning(groups, self.detector, self.tokenizer)
 
     def state(self) -> dict[str, Any]:

@@ -156,20 +156,20 @@ def doctor(
     """Show what this machine has: Python, packages, devices, extras, disk; with --device prove that it computes right,
     with --url that a server does. Nothing else is contacted."""
     if url:
-        from retrain.commands.selfcheck import servercheck
+        from retrain.commands.doctor import check_servers
 
         if device is not None or report is not None:
             raise UsageError("--url checks a server, --device and --json this machine: type one after the other")
-        raise typer.Exit(servercheck(url, engine, model, file))
+        raise typer.Exit(check_servers(url, engine, model, file))
     for name, given in (("MODEL", model), ("--engine", engine)):
         if given is not None:
             raise UsageError(
                 f"{name} belongs to the check of a server; type: retrain doctor --url http://127.0.0.1:8000"
             )
     if device is not None:
-        from retrain.commands.selfcheck import selfcheck
+        from retrain.commands.doctor import check_machine
 
-        raise typer.Exit(selfcheck(device, file, report))
+        raise typer.Exit(check_machine(device, file, report))
     for option, value in (("--file", file), ("--json", report)):
         if value is not None:
             raise UsageError(f"{option} belongs to the self-check; type: retrain doctor --device auto {option} {value}")

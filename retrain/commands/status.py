@@ -33,7 +33,7 @@ def status(
     verbose: Verbose = False,
 ) -> None:
     """Show runs with their state, steps, reward and held-out accuracy, from the files alone."""
-    from retrain.record.status import homes_of_runs, read_status, status_view
+    from retrain.record.status import homes_of_runs, read_status
 
     if not directory.is_dir():
         problem = "is not a directory" if directory.exists() else "does not exist"
@@ -49,6 +49,8 @@ def status(
     elif sys.stdout.isatty() and not plain:
         from rich.console import Console
         from rich.text import Text
+
+        from retrain.record.console import status_view
 
         console = Console()
         for report in reports:

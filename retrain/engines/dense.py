@@ -414,7 +414,6 @@ class DenseDecoder:
 
     @property
     def in_any_order(self) -> bool:
-        """See ``adds_in_any_order``."""
         return adds_in_any_order(self.device)
 
 
@@ -436,26 +435,31 @@ def _fused(base: BaseModel, weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return whole
 
 
+def is_supported(base: BaseModel) -> bool:
+    """Return whether the model is a plain decoder: of a known family, with full attention and unquantised weights."""
+    config = base.model.config
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope_type = str(rope.get("rope_type", rope.get("type", "default")))
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return (
+        config.model_type in DENSE_FAMILIES
+        and type(base.model).__name__.removesuffix("ForCausalLM").lower() == config.model_type
+        and kinds == {"full_attention"}
+        and not (windowed and config.model_type == "mistral")
+        and config.hidden_act in ACTIVATIONS
+        and "dynamic" not in rope_type
+        and rope_type != "longrope"
+        and not getattr(config, "quantization_config", None)
+    )
+
+
 def dense_decoder(base: BaseModel) -> DenseDecoder | None:
     """The fast decoder of this base, or None when the model is of another kind.
 
     Trusts nothing: a short probe has to give what the model's own forward pass gives.
     """
-    config = base.model.config
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    turning = str(rope.get("rope_type", rope.get("type", "default")))
-    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    if (
-        config.model_type not in DENSE_FAMILIES
-        or type(base.model).__name__.removesuffix("ForCausalLM").lower() != config.model_type
-        or kinds != {"full_attention"}
-        or (windowed and config.model_type == "mistral")
-        or config.hidden_act not in ACTIVATIONS
-        or "dynamic" in turning
-        or turning == "longrope"
-        or getattr(config, "quantization_config", None)
-    ):
+    if not is_supported(base):
         return None
     decoder = DenseDecoder(base)
     return decoder if _reproduces(decoder, base) else None

@@ -78,10 +78,12 @@ class StepGraphs:
     """Runs steps by key (what is fixed in their launches), eagerly or from a captured graph.
 
     ``new_capture`` makes what captures, anew whenever the buffers have moved; None: every step runs eagerly.
+    ``captures`` counts the steps that were captured.
     """
 
     def __init__(self, new_capture: Callable[[], Capture] | None, tell: Callable[[str], None]):
         self.new_capture, self.tell = new_capture, tell
+        self.captures = 0
         self._capture: Capture | None = None
         self._graphs: dict[Hashable, Callable[[], object]] = {}
         self._seen: dict[Hashable, int] = {}
@@ -114,6 +116,7 @@ class StepGraphs:
         try:
             self._capture = self._capture or new_capture()
             self._graphs[key] = self._capture(step)
+            self.captures += 1
         except RuntimeError as error:
             self.forget()
             if is_out_of_memory(error) or lost(error):

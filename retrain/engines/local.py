@@ -111,7 +111,6 @@ class LocalEngine:
             )
 
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
-        """See ``Engine.publish``."""
         if not isinstance(weights, LocalSnapshot):
             raise TypeError(f"this engine samples with LoRA adapters, not with {type(weights).__name__}")
         self._published[ref] = weights.weights
@@ -125,7 +124,6 @@ class LocalEngine:
         self._blocks = None
 
     def forget_sequences(self) -> None:
-        """See ``Engine.forget_sequences``."""
         self.kept.clear()
 
     def give_up(self) -> None:

@@ -47,22 +47,18 @@ class SharedEngine(LocalEngine):
 
     @property
     def side_by_side(self) -> int:
-        """See ``LocalEngine.side_by_side``."""
         return self.ranks.count * self.workers.count
 
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
-        """See ``Engine.publish``."""
         super().publish(ref, weights)
         assert isinstance(weights, LocalSnapshot)
         self.ranks.tell("publish", ref, Packed.of(weights.weights))
 
     def retire(self, ref: PolicyRef) -> None:
-        """See ``Engine.retire``."""
         super().retire(ref)
         self.ranks.tell("retire", ref)
 
     def forget_sequences(self) -> None:
-        """See ``Engine.forget_sequences``."""
         super().forget_sequences()
         self.ranks.tell("forget_sequences")
 

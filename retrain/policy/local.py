@@ -103,7 +103,6 @@ class LocalPolicy:
 
     @property
     def capabilities(self) -> Mapping[str, bool]:
-        """See ``Policy.capabilities``."""
         return {
             "loss_is_placeholder": False,
             "backend_reports_sync_loss": True,
@@ -196,7 +195,6 @@ class LocalPolicy:
         return [flat._version for flat in weights]
 
     def snapshot(self, resumable: bool = False) -> LocalSnapshot:
-        """See ``Policy.snapshot``."""
         model, lora = self.config.model, self.config.lora
         peft = peft_config(self.adapter, self.base.name, model.revision, lora.dropout)
         if not resumable:

@@ -102,7 +102,6 @@ class PolicyTerm:
         return not isinstance(self.loss, str)
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
-        """See ``maths.losses.policy_loss``."""
         assert scores.logprobs_BT is not None
         logprobs_BT, mask_BT, sampler_BT = scores.logprobs_BT, batch.loss_mask_BT, batch.sampler_logprobs_BT
         correction, given_BT, weights_BT = self.correction, batch.old_logprobs_BT, batch.policy_weights_BT
@@ -189,7 +188,6 @@ class EntropyTerm:
         return self.coef > 0
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
-        """See ``maths.losses.entropy_loss``."""
         assert scores.entropy_BT is not None
         entropy_BT, mask_BT = scores.entropy_BT, batch.loss_mask_BT
         sums = {"entropy": torch.where(mask_BT, entropy_BT.detach(), 0.0).double().sum()} if self.logged else {}
@@ -215,7 +213,6 @@ class ValueTerm:
         return True
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
-        """See ``maths.critic.value_loss``."""
         assert scores.values_BT is not None
         assert batch.values_BT is not None
         assert batch.value_targets_BT is not None
@@ -249,7 +246,6 @@ class TeacherTerm:
         return True
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
-        """See ``maths.distillation.divergence``."""
         assert scores.divergence_BT is not None
         assert scores.taught_BT is not None
         mask_BT = batch.loss_mask_BT & scores.taught_BT

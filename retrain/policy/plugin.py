@@ -156,7 +156,6 @@ class PluginPolicy:
 
     @property
     def capabilities(self) -> Mapping[str, bool]:
-        """See ``Policy.capabilities``."""
         return {
             "loss_is_placeholder": not self.backend.reports_sync_loss,
             "backend_reports_sync_loss": self.backend.reports_sync_loss,

@@ -43,15 +43,11 @@ class Whole:
     passing_bytes = 0
 
     def held_bytes(self, whole: int) -> int:
-        """See ``Presence.held_bytes``."""
         return whole
 
-    def layer(self, place: int) -> None:
-        """See ``Presence.layer``."""
+    def layer(self, place: int) -> None: ...
 
-    def ends(self) -> None:
-        """See ``Presence.ends``."""
+    def ends(self) -> None: ...
 
     def alone(self) -> AbstractContextManager[None]:
-        """See ``Presence.alone``."""
         return nullcontext()

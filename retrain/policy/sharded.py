@@ -56,11 +56,9 @@ class FsdpUnit:
             torch.empty(2 * self.nbytes, dtype=torch.uint8, device=self.device)
 
     def gather(self) -> None:
-        """See ``Unit.gather``."""
         self._held.unshard()
 
     def let_go(self) -> None:
-        """See ``Unit.let_go``."""
         self._held.reshard()
 
 
@@ -77,19 +75,15 @@ class Shared:
         self.passing_bytes = held_weights(0, ends.nbytes, max(unit.nbytes for unit in layers))
 
     def held_bytes(self, whole: int) -> int:
-        """See ``Presence.held_bytes``."""
         return self.own_bytes + self.passing_bytes
 
     def layer(self, place: int) -> None:
-        """See ``Presence.layer``."""
         self.company.need(place)
 
     def ends(self) -> None:
-        """See ``Presence.ends``."""
         self.company.need(self._ends)
 
     def alone(self) -> AbstractContextManager[None]:
-        """See ``Presence.alone``."""
         return self.company.alone()
 
 

@@ -103,7 +103,6 @@ class ScoresAsked:
     bfloat16: bool
 
     def done(self, lanes: Lanes) -> Scored:
-        """The scores."""
         critic = None if self.critic is None else (self.critic[0].frozen(lanes), _head_of(self.critic[1], lanes))
         with products_in_bfloat16(self.bfloat16):
             return scored(lanes, self.parts, self.want, self.adapter.frozen(lanes), self.temperature, critic)
@@ -118,7 +117,6 @@ class RunShares:
 
     @property
     def count(self) -> int:
-        """See ``Shares.count``."""
         return self.ranks.count
 
     def parts(self, work: Work, batches: Sequence[Numbered], twice: bool) -> list[Part]:

@@ -101,11 +101,9 @@ class PolicyTeacher:
     identity = "policy"
 
     def score(self, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """See ``Teacher.score``."""
         return policy.score(samples, frozenset({Want.LOGPROBS})).logprobs or []
 
     def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[torch.Tensor, Head]:
-        """See ``WholeTeacher.states``."""
         with lanes.single(adapter):
             return _states(lanes.base, views)
 
@@ -117,11 +115,9 @@ class BaseTeacher:
         self.identity = f"base {fingerprint}"
 
     def score(self, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """See ``Teacher.score``."""
         return policy.score(samples, frozenset({Want.REFERENCE})).reference or []
 
     def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[torch.Tensor, Head]:
-        """See ``WholeTeacher.states``."""
         return _states(lanes.base, views)
 
 
@@ -132,11 +128,9 @@ class AdapterTeacher:
         self.weights, self.identity = weights, identity
 
     def score(self, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """See ``Teacher.score``."""
         return policy.score(samples, frozenset({Want.LOGPROBS}), self.weights).logprobs or []
 
     def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[torch.Tensor, Head]:
-        """See ``WholeTeacher.states``."""
         with lanes.single(self.weights.weights):
             return _states(lanes.base, views)
 
@@ -169,7 +163,6 @@ class ModelTeacher:
         return []
 
     def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[torch.Tensor, Head]:
-        """See ``WholeTeacher.states``."""
         return _states(self.base, views)
 
     def _score(self, samples: Sequence[Sample], parts: Sequence[Sequence[int]]) -> list[np.ndarray]:

@@ -15,8 +15,7 @@ from retrain.errors import UsageError
 from retrain.files import Stamp, dumps, stamp_of
 from retrain.record.lines import Tail
 from retrain.record.observer import NullObserver, Observer, SpecLike
-from retrain.record.states import ENDED, MANIFEST, read_manifest
-from retrain.record.status import homes_of_runs, recommended_rank, run_entries
+from retrain.record.status import ENDED, MANIFEST, homes_of_runs, read_manifest, recommended_rank, run_entries
 
 
 class _Run:
@@ -119,27 +118,21 @@ class JsonLines(NullObserver):
         self._line(event="plan", runs=[spec.run_id for spec in specs])
 
     def placed(self, spec: SpecLike, worker: str) -> None:
-        """``worker``."""
         self._line(event="worker", run=spec.run_id, worker=worker)
 
     def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
-        """``start``."""
         self._line(event="start", run=spec.run_id, label=spec.label, seed=spec.seed, step=step, max_steps=max_steps)
 
     def step(self, spec: SpecLike, row: Mapping[str, Any]) -> None:
-        """``step``."""
         self._line(event="step", run=spec.run_id, step=row["step"], row=dict(row))
 
     def evaluated(self, spec: SpecLike, name: str, row: Mapping[str, Any]) -> None:
-        """``eval``."""
         self._line(event="eval", run=spec.run_id, name=name, row=dict(row))
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
-        """``end``."""
         self._line(event="end", run=spec.run_id, status=status, reason=message or None)
 
     def message(self, text: str, level: str = "info") -> None:
-        """``message``."""
         self._line(event="message", level=level, text=text)
 
     def _line(self, **facts: Any) -> None:

@@ -21,9 +21,7 @@ class SpecLike(Protocol):
         ...
 
     @property
-    def seed(self) -> int:
-        """Its seed."""
-        ...
+    def seed(self) -> int: ...
 
 
 class RunSpecLike(SpecLike, Protocol):

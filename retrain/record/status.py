@@ -1,29 +1,108 @@
-"""How a run or campaign stands, read from its files alone; nothing here needs the process that writes them."""
+"""State of runs and campaigns, read from their files alone; nothing here needs the process that writes them."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
-from retrain.config.evaluation import HELDOUT
+from retrain.config.campaign import transform_of
+from retrain.config.evaluation import HELDOUT, PART
 from retrain.errors import CheckpointError, UsageError
-from retrain.files import read_jsonl
-from retrain.record.board import Board, Change, RunView
+from retrain.files import read_json, read_jsonl
+from retrain.ownership import not_readable
 from retrain.record.lines import Row, Tail, row_of
-from retrain.record.numbers import duration
-from retrain.record.states import MANIFEST, read_manifest
-from retrain.record.views import board_view
+
+MANIFEST = "manifest.json"
+STATES = ("pending", "running", "interrupted", "done", "failed", "stopped")
+ENDED = ("done", "failed", "stopped")
+"""States that a run does not leave by itself."""
+
+
+class Change(NamedTuple):
+    """Accuracy at the first evaluation, and at the latest one after it."""
+
+    before: float | None = None
+    now: float | None = None
+
+
+NO_CHANGE = Change()
+
+
+@dataclass
+class RunView:
+    """One run as it stands."""
+
+    run_id: str
+    label: str
+    seed: int
+    state: str = "waiting"
+    """waiting, running, done, failed, interrupted or stopped."""
+    worker: str = ""
+    """What trains it, where there are several workers."""
+    first_step: int = 0
+    steps_done: int = 0
+    max_steps: int = 0
+    started: float = 0.0
+    row: Mapping[str, Any] = field(default_factory=dict)
+    evaluations: dict[str, Change] = field(default_factory=dict)
+    """Accuracy on each held-out set, the first one first; behind them that on the parts that are for the curve."""
+
+    def add_evaluation(self, name: str, row: Mapping[str, Any]) -> None:
+        """Keep the first and the latest accuracy on the set."""
+        rate = row.get(f"eval/{name}/correct_rate")
+        before = self.evaluations.setdefault(name, NO_CHANGE).before
+        self.evaluations = dict(sorted(self.evaluations.items(), key=lambda each: each[0].endswith(PART)))
+        if rate is not None:
+            self.evaluations[name] = Change(rate) if before is None else Change(before, rate)
+
+    @property
+    def held_out(self) -> Change:
+        """The first held-out set, for where there is room for one."""
+        return next((rates for name, rates in self.evaluations.items() if not name.endswith(PART)), NO_CHANGE)
+
+    @property
+    def pooling(self) -> float | None:
+        """SEPA's λ at the last step; None in other transform modes, whose rows have 0."""
+        return self.row.get("sepa_lambda") if transform_of(self.label) == "gtpo_sepa" else None
+
+    def eta(self, now: float) -> float | None:
+        """Seconds to go at the pace so far; None before the first step and after the end."""
+        done = self.steps_done - self.first_step
+        if self.state != "running" or done <= 0:
+            return None
+        return (now - self.started) / done * max(0, self.max_steps - self.steps_done)
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The content of ``manifest.json``. Raises UsageError when it is damaged or names files outside the directory,
+    NotOurs when it is no manifest of retrain."""
+    path = directory / MANIFEST
+    try:
+        content = read_json(path)
+        for run in content["runs"]:
+            run_id, where = run["run_id"], run["path"]
+            if where not in (".", f"runs/{run_id}") or not is_name(run_id):
+                raise UsageError(f"{path} names {where!r}, which is not a run of this directory")
+            if run["state"] not in STATES or not isinstance(run["step"], int):
+                raise ValueError(f"run {run_id} is in no known state")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise not_readable(path, error, "restore it from a copy, or begin anew with another --out") from error
+    return content
+
+
+def is_name(run_id: Any) -> bool:
+    """Whether a run id is a plain name: not a path that could lead elsewhere."""
+    return isinstance(run_id, str) and re.fullmatch(r"[A-Za-z0-9_+~=.\-]+", run_id) is not None and run_id[0] != "."
 
 
 def last_row(path: Path) -> Row:
-    """The last complete row of a JSONL file without reading all of it; empty when there is none.
+    """Return the last complete row of a JSONL file without reading all of it; empty if there is none.
 
     Raises CheckpointError when that is no JSON object.
     """
@@ -35,7 +114,7 @@ def last_row(path: Path) -> Row:
 
 
 def read_status(directory: Path) -> dict[str, Any]:
-    """The state of every run at ``directory`` (a campaign, a single run, or a directory of run directories).
+    """Return the state of every run at ``directory`` (a campaign, a single run, or a directory of run directories).
 
     Returns ``{"directory", "kind": "campaign" | "run", "runs": [{"run_id", "label", "seed", "state", "reason",
     "step", "max_steps", "path", "row": last metrics row, "heldout_before", "heldout_now", "evaluations", "age_s",
@@ -62,24 +141,6 @@ def read_status(directory: Path) -> dict[str, Any]:
 def recommended_rank(manifest: Mapping[str, Any] | None) -> int | None:
     """What the squeeze of a campaign recommends, where there was one."""
     return ((manifest or {}).get("squeeze") or {}).get("recommended_rank")
-
-
-def status_view(status: dict[str, Any], width: int = 80) -> RenderableType:
-    """The runs as in the live view, with the time since their last row and the reasons of failures."""
-    board = Board()
-    for run in status["runs"]:
-        board.runs[run["run_id"]] = RunView(
-            run["run_id"], run["label"], run["seed"], "waiting" if run["state"] == "pending" else run["state"],
-            worker=run["worker"] or "", steps_done=run["step"], max_steps=run["max_steps"], row=run["row"],
-            evaluations={name: Change(**rates) for name, rates in run["evaluations"].items()},
-        )  # fmt: skip
-    notes = [Text(f"{run['run_id']}: {run['reason']}", style="red") for run in status["runs"] if run["reason"]]
-    ages = [run["age_s"] for run in status["runs"] if run["age_s"] is not None]
-    if ages:
-        notes.append(Text(f"last row written {duration(min(ages))} ago", style="dim"))
-    if status["recommended_rank"]:
-        notes.append(Text(f"recommended rank {status['recommended_rank']}"))
-    return Group(board_view(board, width, len(board.runs) + 100, 0.0), *notes)
 
 
 def _run_status(directory: Path, entry: dict[str, Any]) -> dict[str, Any]:

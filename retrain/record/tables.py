@@ -1,10 +1,10 @@
-"""Comparison and squeeze as tables and as lines, from plain dicts: rich for a terminal, aligned text elsewhere."""
+"""Results as tables and lines: rich on a terminal, aligned text everywhere else."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -19,62 +19,136 @@ Report = Mapping[str, Any]
 
 COMPARISON_COLUMNS = ("condition", "seeds", "before → after", "95 % interval", "vs baseline", "p", "verdict")
 SECONDARY_COLUMNS = ("metric", "condition", "seeds", "before → after", "vs baseline")
+SQUEEZE_COLUMNS = ("rank", "mean energy", "worst layer", "weight error", "held-out", "vs full", "")
 WIDE = 110
 """Terminal columns from which a verdict fits beside the numbers."""
 NARROW = 76
 """Terminal columns below which intervals, p-values and words beside a mark are left out (the files have them)."""
-SQUEEZE_COLUMNS = ("rank", "mean energy", "worst layer", "weight error", "held-out", "vs full", "")
-VERIFIED_COLUMNS = ("held-out", "vs full")
 BY_ENERGY = "By energy alone, which is no accuracy: 95 % of it is a 22 % error of the weights. Not verified."
 
 
+class Results(NamedTuple):
+    """A table of results, with the lines that follow it."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Text]]
+    left: Sequence[str]
+    lines: Sequence[Text]
+
+    def rich(self, gap: int) -> RenderableType:
+        """Return the results for a terminal, with ``gap`` columns between cells."""
+        if not self.rows:
+            return Group(*self.lines)
+        table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
+        for heading in self.headings:
+            wraps = bool(heading) and heading in self.left
+            justify, overflow = "left" if heading in self.left else "right", "fold" if wraps else "ellipsis"
+            table.add_column(heading, justify=justify, no_wrap=not wraps, overflow=overflow)
+        for row in self.rows:
+            table.add_row(*row)
+        return Group(Text(self.title, style="bold"), table, *self.lines)
+
+    def text(self) -> str:
+        rows = [[cell.plain for cell in row] for row in self.rows]
+        table = aligned(self.headings, rows, self.left) if rows else []
+        return "\n".join([self.title, *table, *(line.plain for line in self.lines)])
+
+
 def comparison_table(report: Report, width: int) -> RenderableType:
-    """Conditions against the baseline, the seed being the unit; verdicts beside the numbers, or below in a terminal
-    with fewer than ``WIDE`` columns.
+    """Return conditions against the baseline with intervals over seeds; verdicts stand beside the numbers, or below
+    in a terminal with fewer than ``WIDE`` columns.
 
     ``report``: ``{"baseline": label, "metric": key, "conditions": [{"label", "seeds": [...], "before": float | None,
     "after_mean": float | None, "after_values": [...], "interval": [low, high] | None, "difference": float | None,
     "difference_interval": [low, high] | None, "p_value": float | None, "pairs": int, "verdict": str, "failed": int,
     "tokens": int, "seconds": float}], "note": str}``. Rates are shares; differences are shown in percentage points.
-    ``p_holm``, when there, is shown instead of ``p_value``.
+    ``p_holm`` takes precedence over ``p_value``.
     """
-    wide = width >= WIDE
-    left_out = set() if wide else {"verdict"}
-    if width < NARROW:
-        left_out |= {"95 % interval", "p"}
-    columns: list[str] = [heading for heading in COMPARISON_COLUMNS if heading not in left_out]
-    table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), pad_edge=False, header_style="bold")
-    for heading in columns:
-        left = heading in ("condition", "verdict")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=not left, overflow="fold")
-    sentences = []
-    for condition in report["conditions"]:
-        texts = map(Text, comparison_cells(condition, report["baseline"], report.get("share", True)))
-        cells: dict[str, Text] = dict(zip(COMPARISON_COLUMNS, texts, strict=True))
-        verdict = cells["verdict"]
-        verdict.stylize("green" if verdict.plain.startswith("better") else "")
-        table.add_row(*(cells[heading] for heading in columns))
-        if condition.get("sentence"):
-            sentences.append(Text(visible(condition["sentence"])))
-        elif verdict.plain not in ("", "baseline") and not wide:
-            sentences.append(Text(f"{visible(condition_name(condition['label']))}: ") + verdict)
-    last = [Text(line, style="dim") for line in (comparison_costs(report), visible(report.get("note") or "")) if line]
-    return Group(Text(comparison_title(report), style="bold"), table, *sentences, *last)
+    return _comparison(report, width).rich(2 if width >= WIDE else 1)
 
 
 def comparison_text(report: Report) -> str:
-    """The same as aligned plain text, one line per condition."""
-    rows = [
-        comparison_cells(condition, report["baseline"], report.get("share", True)) for condition in report["conditions"]
+    return _comparison(report, WIDE).text()
+
+
+def _comparison(report: Report, width: int) -> Results:
+    left_out = set() if width >= WIDE else {"verdict"}
+    left_out |= {"95 % interval", "p"} if width < NARROW else set()
+    headings = [heading for heading in COMPARISON_COLUMNS if heading not in left_out]
+    rows, lines = [], []
+    for condition in report["conditions"]:
+        texts = map(Text, comparison_cells(condition, report["baseline"], report.get("share", True)))
+        cells = dict(zip(COMPARISON_COLUMNS, texts, strict=True))
+        verdict = cells["verdict"]
+        verdict.stylize("green" if verdict.plain.startswith("better") else "")
+        rows.append([cells[heading] for heading in headings])
+        if condition.get("sentence"):
+            lines.append(Text(visible(condition["sentence"])))
+        elif verdict.plain not in ("", "baseline") and width < WIDE:
+            lines.append(Text(f"{visible(condition_name(condition['label']))}: ") + verdict)
+    tokens = sum(condition.get("tokens") or 0 for condition in report["conditions"])
+    seconds = sum(condition.get("seconds") or 0.0 for condition in report["conditions"])
+    summary = f"{report['summary']} " if report.get("summary") else ""
+    costs = f"metric {summary}{report['metric']}; {short(tokens)} tokens, {duration(seconds)} of device time"
+    lines += [Text(line, style="dim") for line in (costs, visible(report.get("note") or "")) if line]
+    return Results(comparison_title(report), headings, rows, ("condition", "verdict"), lines)
+
+
+def comparison_title(report: Report) -> str:
+    metric = report["metric"]
+    if name := accuracy_name(metric):
+        means = {"auc": ", mean over training", "last3": ", mean of the last three evaluations"}
+        return f"{name} by condition{means.get(report.get('summary', ''), '')}"
+    return f"Conditions compared by {metric}" if metric.startswith("eval/") else "Conditions compared"
+
+
+def comparison_cells(condition: Report, baseline: str, share: bool = True) -> list[str]:
+    """Return a row of the comparison; ``share``: the metric lies in [0, 1] and is shown in per cent."""
+    seeds, counted = len(condition["seeds"]), len(condition.get("finished", condition["seeds"]))
+    counted -= 0 if "finished" in condition else condition.get("failed", 0)
+    ends = condition.get("interval")
+    p_value = condition.get("p_holm", condition.get("p_value"))
+    levels, difference = _levels_and_difference(condition, baseline, share)
+    return [
+        visible(condition_name(condition["label"])),
+        str(seeds) if counted == seeds else f"{counted}/{seeds}",
+        levels,
+        interval(ends) if share or not ends else f"{plain_number(ends[0])} to {plain_number(ends[1])}",
+        difference,
+        NOTHING if p_value is None else f"{p_value:.3f}",
+        visible(condition.get("verdict", "")),
     ]
-    table = aligned(COMPARISON_COLUMNS, rows, left=("condition", "verdict"))
-    sentences = [visible(one["sentence"]) for one in report["conditions"] if one.get("sentence")]
-    note = [visible(report["note"])] if report.get("note") else []
-    return "\n".join([comparison_title(report), *table, *sentences, comparison_costs(report), *note])
+
+
+def secondary_rows(report: Report) -> list[list[str]]:
+    """Return the secondary measures of a comparison, one row for each measure and condition."""
+    return [
+        [
+            f"{measure['summary']} {visible(short_metric(measure['metric']))}",
+            visible(condition_name(condition["label"])),
+            str(len(condition["finished"])),
+            *_levels_and_difference(condition, report["baseline"], measure["share"]),
+        ]
+        for measure in report["secondary"]
+        for condition in measure["conditions"]
+    ]
+
+
+def _levels_and_difference(condition: Report, baseline: str, share: bool) -> tuple[str, str]:
+    """Return before → after, and the difference to the baseline with its interval, in points if the metric is a
+    share."""
+    level, amount = (rate, points) if share else (plain_number, plain_number)
+    difference = amount(condition.get("difference"))
+    if condition.get("difference_interval"):
+        low, high = condition["difference_interval"]
+        difference += f" [{amount(low)}, {amount(high)}]"
+    levels = f"{level(condition.get('before'))} → {level(condition.get('after_mean'))}"
+    return levels, "baseline" if condition["label"] == baseline else difference
 
 
 def accuracy_name(metric: str) -> str:
-    """What the accuracy on a held-out set is called; "" for any other metric."""
+    """Return the name of the accuracy on a held-out set; "" for any other metric."""
     parts = metric.split("/")
     if len(parts) != 3 or (parts[0], parts[2]) != ("eval", "correct_rate"):
         return ""
@@ -91,108 +165,36 @@ def accuracy_line(name: str, accuracy: Report) -> str:
 
 
 def short_metric(metric: str) -> str:
-    """A metric's key without what goes without saying: that it is of held-out problems, and their set's usual name."""
+    """Return a metric's key without the prefix of held-out sets and the default set's name."""
     return metric.removeprefix("eval/").removeprefix(f"{HELDOUT}/")
 
 
-def comparison_title(report: Report) -> str:
-    """What is compared, in words."""
-    metric = report["metric"]
-    if name := accuracy_name(metric):
-        mean = {"auc": ", mean over training", "last3": ", mean of the last three evaluations"}.get(
-            report.get("summary", ""), ""
-        )
-        return f"{name} by condition{mean}"
-    return f"Conditions compared by {metric}" if metric.startswith("eval/") else "Conditions compared"
-
-
-def comparison_cells(condition: Report, baseline: str, share: bool = True) -> list[str]:
-    """One row of the comparison; ``share``: whether the metric lies in [0, 1] and is shown in per cent."""
-    seeds, counted = len(condition["seeds"]), len(condition.get("finished", condition["seeds"]))
-    counted -= 0 if "finished" in condition else condition.get("failed", 0)
-    ends = condition.get("interval")
-    p_value = condition.get("p_holm", condition.get("p_value"))
-    levels, difference = _measured(condition, baseline, share)
-    return [
-        visible(condition_name(condition["label"])),
-        str(seeds) if counted == seeds else f"{counted}/{seeds}",
-        levels,
-        interval(ends) if share or not ends else f"{plain_number(ends[0])} to {plain_number(ends[1])}",
-        difference,
-        NOTHING if p_value is None else f"{p_value:.3f}",
-        visible(condition.get("verdict", "")),
-    ]
-
-
-def secondary_rows(report: Report) -> list[list[str]]:
-    """Further measures of a comparison, one row for each measure and condition."""
-    return [
-        [
-            f"{measure['summary']} {visible(short_metric(measure['metric']))}",
-            visible(condition_name(condition["label"])),
-            str(len(condition["finished"])),
-            *_measured(condition, report["baseline"], measure["share"]),
-        ]
-        for measure in report["secondary"]
-        for condition in measure["conditions"]
-    ]
-
-
-def _measured(condition: Report, baseline: str, share: bool) -> tuple[str, str]:
-    """Before → after, and the difference to the baseline with its interval: points of a share, the plain number of
-    anything else."""
-    level, amount = (rate, points) if share else (plain_number, plain_number)
-    difference = amount(condition.get("difference"))
-    if condition.get("difference_interval"):
-        low, high = condition["difference_interval"]
-        difference += f" [{amount(low)}, {amount(high)}]"
-    levels = f"{level(condition.get('before'))} → {level(condition.get('after_mean'))}"
-    return levels, "baseline" if condition["label"] == baseline else difference
-
-
-def plain_number(value: float | None) -> str:
-    """Three digits."""
-    return NOTHING if value is None else minus(f"{value:.3g}")
-
-
-def comparison_costs(report: Report) -> str:
-    """One line: what is compared, and what it took."""
-    conditions = report["conditions"]
-    tokens = sum(condition.get("tokens") or 0 for condition in conditions)
-    seconds = sum(condition.get("seconds") or 0.0 for condition in conditions)
-    summary = f"{report['summary']} " if report.get("summary") else ""
-    return f"metric {summary}{report['metric']}; {short(tokens)} tokens, {duration(seconds)} of device time"
-
-
 def squeeze_table(report: Report, width: int) -> RenderableType:
-    """Energy and weight error by rank, with held-out accuracy where it was verified, the recommended row marked; with
-    an arrow alone in a terminal with fewer than ``NARROW`` columns.
+    """Return energy and weight error by rank, with held-out accuracy where verified, the recommended row marked; by an
+    arrow alone in a terminal with fewer than ``NARROW`` columns.
 
     ``report``: ``{"run": str, "source_rank": int, "recommended_rank": int | None, "rows": [{"rank", "mean_variance",
     "min_variance", "relative_error"}], "message": str, "verified": {"full": {"rank", "accuracy"}, "ranks": [{"rank",
-    "accuracy", "difference": {"mean", "low", "high"}}], "sentence": str}}``, the last one only where it was.
+    "accuracy", "difference": {"mean", "low", "high"}}], "sentence": str}}``, ``verified`` only if it was.
     """
-    narrow, words = width < NARROW, [Text(line) for line in squeeze_words(report)]
-    if not report["rows"]:
-        return Group(*words)
-    left_out = {"worst layer", "weight error"} if narrow and report.get("verified") else set()
-    headings = [heading for heading in squeeze_columns(report) if heading not in left_out]
-    table = Table(box=None, padding=(0, 1 if narrow else 2, 0, 0), pad_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for row in report["rows"]:
-        cells = squeeze_cells(row, report)
-        style = "bold green" if cells[""] else ""
-        cells[""] = cells[""][:2] if narrow else cells[""]
-        table.add_row(*(cells[heading] for heading in headings), style=style)
-    return Group(Text(squeeze_title(report), style="bold"), table, *words)
+    return _squeeze(report, width).rich(1 if width < NARROW else 2)
 
 
 def squeeze_text(report: Report) -> str:
-    """The same as aligned plain text."""
-    headings = squeeze_columns(report)
-    rows = [[squeeze_cells(row, report)[heading] for heading in headings] for row in report["rows"]]
-    return "\n".join([squeeze_title(report), *(aligned(headings, rows) if rows else []), *squeeze_words(report)])
+    return _squeeze(report, WIDE).text()
+
+
+def _squeeze(report: Report, width: int) -> Results:
+    left_out = {"worst layer", "weight error"} if width < NARROW and report.get("verified") else set()
+    headings = [heading for heading in squeeze_columns(report) if heading not in left_out]
+    rows = []
+    for row in report["rows"]:
+        cells = squeeze_cells(row, report)
+        style = "bold green" if cells[""] else ""
+        cells[""] = cells[""][:2] if width < NARROW else cells[""]
+        rows.append([Text(cells[heading], style=style) for heading in headings])
+    title = f"LoRA-Squeeze of {visible(report['run'])}, rank {report['source_rank']}"
+    return Results(title, headings, rows, ("",), [Text(line) for line in squeeze_words(report)])
 
 
 def squeeze_line(report: Report) -> str:
@@ -206,35 +208,30 @@ def squeeze_line(report: Report) -> str:
     return visible(" ".join(words))
 
 
-def squeeze_title(report: Report) -> str:
-    """Whose ranks the table shows."""
-    return f"LoRA-Squeeze of {visible(report['run'])}, rank {report['source_rank']}"
-
-
 def squeeze_columns(report: Report) -> list[str]:
-    """Headings of the rank table: held-out accuracy only where it was measured."""
-    return [heading for heading in SQUEEZE_COLUMNS if report.get("verified") or heading not in VERIFIED_COLUMNS]
+    """Return the headings of the rank table: held-out accuracy only where it was measured."""
+    return [h for h in SQUEEZE_COLUMNS if report.get("verified") or h not in ("held-out", "vs full")]
 
 
 def squeeze_cells(row: Report, report: Report) -> dict[str, str]:
-    """One row of the rank table, by heading; the full adapter has no difference to itself."""
+    """Return a row of the rank table by heading; the full adapter has no difference to itself."""
     verified = report.get("verified")
-    measured = {each["rank"]: each for each in [verified["full"], *verified["ranks"]]} if verified else {}
-    own = measured.get(row["rank"], {})
-    gain = own.get("difference")
+    measured = {entry["rank"]: entry for entry in [verified["full"], *verified["ranks"]]} if verified else {}
+    evaluation = measured.get(row["rank"], {})
+    gain = evaluation.get("difference")
     return {
         "rank": str(row["rank"]),
         "mean energy": rate(row["mean_variance"]),
         "worst layer": rate(row["min_variance"]),
         "weight error": rate(row["relative_error"]),
-        "held-out": rate(own.get("accuracy")),
+        "held-out": rate(evaluation.get("accuracy")),
         "vs full": f"{points(gain['mean'])} [{points(gain['low'])}, {points(gain['high'])}]" if gain else NOTHING,
         "": "<- recommended" if row["rank"] == report.get("recommended_rank") else "",
     }
 
 
 def squeeze_words(report: Report) -> list[str]:
-    """What the table comes to: the rank by energy, and whether held-out problems agree."""
+    """Return the recommended rank by energy, and whether held-out problems confirm it."""
     lines = [visible(report["message"])] if report.get("message") else []
     if report.get("recommended_rank") is not None:
         lines.append(f"recommended by energy: rank {report['recommended_rank']} of {report['source_rank']}")
@@ -243,22 +240,23 @@ def squeeze_words(report: Report) -> list[str]:
 
 
 def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> list[str]:
-    """Lines of a plain table; columns are set right unless named in ``left`` or without a heading."""
+    """Return the lines of a plain table; columns are right-aligned unless named in ``left`` or without a heading."""
     widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
-    return [
-        "  ".join(
-            cell.ljust(width) if heading in left or not heading else cell.rjust(width)
-            for cell, width, heading in zip(row, widths, headings, strict=True)
-        ).rstrip()
-        for row in [headings, *rows]
-    ]
+    is_left = [heading in left or not heading for heading in headings]
+    lines = []
+    for row in [headings, *rows]:
+        cells = zip(row, widths, is_left, strict=True)
+        lines.append("  ".join(cell.ljust(n) if to_left else cell.rjust(n) for cell, n, to_left in cells).rstrip())
+    return lines
 
 
 def rate(value: float | None) -> str:
-    """A share in per cent with one decimal."""
     return percent(value, 1)
 
 
+def plain_number(value: float | None) -> str:
+    return NOTHING if value is None else minus(f"{value:.3g}")
+
+
 def interval(ends: Sequence[float] | None) -> str:
-    """Both ends in per cent."""
     return NOTHING if not ends else f"{100 * ends[0]:.0f} to {percent(ends[1])}"

@@ -24,7 +24,6 @@ from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import LoraWeights
 from retrain.serving.adapters import Served
 from retrain.serving.refusal import Refusal
-from retrain.serving.sampling import Sampling
 from retrain.types import Action
 
 T = TypeVar("T")
@@ -36,6 +35,25 @@ MAX_ROWS = 256
 LANES_WASTE = 2.0
 """Lanes of a decode batch have as many rows as the busiest; adapters whose numbers of generations differ so much that
 the rows come to this multiple of them are decoded in a batch of their own."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a generation is drawn, and what ends it besides the model's end tokens."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stops: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from less than the whole vocabulary."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,6 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """``stream_options``."""
-
     include_usage: bool | None = False
 
 
@@ -110,8 +108,6 @@ class Sampled(Body):
 
 
 class CompletionBody(Sampled):
-    """``/v1/completions``."""
-
     prompt: Any = None
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -121,7 +117,6 @@ class CompletionBody(Sampled):
     best_of: int | None = None
 
     def check(self) -> None:
-        """See ``Sampled.check``."""
         super().check()
         if self.suffix:
             raise Refusal(400, "suffix is not supported: leave it out", "suffix")
@@ -149,8 +144,6 @@ def _wrong_prompt() -> NoReturn:
 
 
 class ChatBody(Sampled):
-    """``/v1/chat/completions``."""
-
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -166,7 +159,6 @@ class ChatBody(Sampled):
     echo: bool | None = False
 
     def check(self) -> None:
-        """See ``Sampled.check``."""
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise Refusal(400, "top_logprobs needs logprobs = true", "top_logprobs")
@@ -194,8 +186,6 @@ class LoadBody(Body):
 
 
 class UnloadBody(Body):
-    """``/v1/unload_lora_adapter``."""
-
     lora_name: Name
     lora_int_id: int | None = None
 
@@ -213,8 +203,6 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """``/detokenize``."""
-
     model: Name | None = None
     tokens: list[Annotated[int, Field(ge=0)]]
 

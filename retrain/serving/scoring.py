@@ -13,7 +13,7 @@ from retrain.policy.base import BaseModel
 from retrain.policy.logprobs import collate
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.packing import Layout
-from retrain.serving.sampling import Sampling
+from retrain.serving.batching import Sampling
 from retrain.types import Sample
 
 Tops = Sequence[tuple[int, float]]

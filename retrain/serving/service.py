@@ -20,9 +20,8 @@ from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.threads import Workers, workers_for
 from retrain.rng import stream_key
 from retrain.serving.adapters import Names, Served, base_weights, read_weights, uploaded_weights
-from retrain.serving.batching import MAX_ROWS, Batcher, Generation, Piece
+from retrain.serving.batching import MAX_ROWS, Batcher, Generation, Piece, Sampling
 from retrain.serving.refusal import Refusal
-from retrain.serving.sampling import Sampling
 from retrain.serving.schema import Sampled
 from retrain.serving.scoring import Tops, score
 

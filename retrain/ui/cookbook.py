@@ -50,5 +50,4 @@ class Cookbook(Foreign):
         return pool.of(run.path)
 
     def settings(self, run: Run, places: Places) -> dict[str, Any]:
-        """``config.json``."""
         return json_of(places.file(run.path, "config.json"))

@@ -37,12 +37,10 @@ class Foreign(ABC):
         """The file that grows."""
 
     @abstractmethod
-    def numbers(self, run: Run, places: Places, pool: Pool) -> Numbers:
-        """The numbers of a run."""
+    def numbers(self, run: Run, places: Places, pool: Pool) -> Numbers: ...
 
     @abstractmethod
-    def settings(self, run: Run, places: Places) -> dict[str, Any]:
-        """The settings of a run."""
+    def settings(self, run: Run, places: Places) -> dict[str, Any]: ...
 
     def is_home(self, path: Path, places: Places) -> bool:
         """Whether it is a run, or a folder of two runs or more."""

@@ -92,7 +92,6 @@ class Library:
         return numbers
 
     def settings(self, run: Run) -> dict[str, Any]:
-        """The settings of a run."""
         return self._source_of(run).settings(run, self.places)
 
     def file(self, run: Run, name: str) -> Path | None:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.errors import RetrainError
-from retrain.record.states import MANIFEST, read_manifest
-from retrain.record.status import is_held, last_row
+from retrain.record.status import MANIFEST, is_held, last_row, read_manifest
 from retrain.ui.numbers import Numbers, Pool
 from retrain.ui.places import Places, stays_inside
 from retrain.ui.sources import QUIET_S, Home, Run, age, json_of, touched, whole

@@ -87,9 +87,7 @@ class Source(Protocol):
     """A kind of directory."""
 
     @property
-    def name(self) -> str:
-        """Whose it is."""
-        ...
+    def name(self) -> str: ...
 
     @property
     def missing(self) -> Sequence[str]:

@@ -13,8 +13,7 @@ from retrain.errors import RetrainError
 from retrain.files import read_json, read_jsonl
 from retrain.gpus import nvidia_gpus
 from retrain.record.environment import processor, usable_cpus
-from retrain.record.states import MANIFEST, read_manifest
-from retrain.record.status import homes_of_runs, run_entries
+from retrain.record.status import MANIFEST, homes_of_runs, read_manifest, run_entries
 
 SAME = (
     ("model", "model"), ("model", "revision"), ("model", "quantize"), ("inference", "engine"), ("inference", "dtype"),

@@ -99,7 +99,6 @@ def differences(
 
 
 def line(name: str, old: Any, new: Any) -> str:
-    """``name: old → new``."""
     texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in (old, new)]
     return f"{name}: {' → '.join(texts)}"
 

@@ -9,21 +9,19 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from retrain.campaign.planning.changes import counts, flat
-from retrain.campaign.planning.pieces import Pieces
 from retrain.campaign.planning.plan import Plan, RunSpec, run_directory
 from retrain.config import parse_dict
 from retrain.config.legacy import REMOVED, without_removed
 from retrain.errors import UsageError
 from retrain.files import dumps, read_json, write_json, write_text
 from retrain.ownership import MARK, not_readable
-from retrain.record.states import MANIFEST, is_name, read_manifest
-from retrain.record.status import last_row
+from retrain.record.status import MANIFEST, is_name, last_row, read_manifest
 from retrain.record.writer import RecordFiles
 from retrain.wording import plural
 
@@ -118,7 +116,7 @@ class Manifest:
         self._by_id: dict[str, dict[str, Any]] = {run["run_id"]: run for run in content["runs"]}
         self._lock = threading.Lock()
         """Held while the entries of runs change, and while the writing thread copies those that have changed."""
-        self._pieces = Pieces()
+        self._pieces = _JsonPieces()
         self._changed_runs, self._changed_facts = set(self._by_id), set(content)
         self._waits = False
 
@@ -289,3 +287,32 @@ def _plan_content(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise not_readable(path, error, "type retrain train with the file and --out") from error
     return content
+
+
+class _JsonPieces:
+    """Indented JSON of a mapping whose key ``runs`` lists mappings, as ``files.dumps`` writes it, byte by byte.
+
+    It is held in pieces, one for each fact and run: what has not changed is not serialised again.
+    """
+
+    def __init__(self) -> None:
+        self._facts: dict[str, str] = {}
+        self._runs: dict[str, str] = {}
+
+    def change(self, facts: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> None:
+        """Make these facts, by key, and entries of runs, by run id, into text."""
+        for key, value in facts.items():
+            self._facts[key] = f"{dumps(key)}: {_indented(value, 2)}"
+        for run_id, entry in runs.items():
+            self._runs[run_id] = _indented(entry, 4)
+
+    def text(self, keys: Iterable[str], run_ids: Iterable[str]) -> str:
+        """The whole, with the facts and runs in this order; facts never given to ``change`` are left out."""
+        runs = ",\n    ".join([self._runs[run_id] for run_id in run_ids])
+        whole = f'"runs": [\n    {runs}\n  ]' if runs else '"runs": []'
+        facts = [whole if key == "runs" else self._facts[key] for key in keys if key == "runs" or key in self._facts]
+        return "{\n  " + ",\n  ".join(facts) + "\n}\n"
+
+
+def _indented(value: Any, by: int) -> str:
+    return dumps(value, indent=2).replace("\n", "\n" + " " * by)

@@ -28,8 +28,7 @@ from retrain.checkpoints import checkpoint_directories, common_step
 from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.data import Dataset, content_hash
-from retrain.data.cursor import DataCursor
-from retrain.data.dataset import column_values
+from retrain.data.dataset import DataCursor, column_values
 from retrain.data.prompts import Renderer, longest_prompt
 from retrain.engines.server.canary import canaries
 from retrain.engines.server.engine import ServerEngine

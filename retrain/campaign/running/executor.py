@@ -53,23 +53,18 @@ class Outbox(NullObserver):
         self._waiting: deque[Event] = deque()
 
     def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
-        """See ``Observer.run_started``."""
         self.put(RunStarted(spec.run_id, step, max_steps))
 
     def step(self, spec: SpecLike, row: Mapping[str, Any]) -> None:
-        """See ``Observer.step``."""
         self.put(StepDone(spec.run_id, dict(row)))
 
     def evaluated(self, spec: SpecLike, name: str, row: Mapping[str, Any]) -> None:
-        """See ``Observer.evaluated``."""
         self.put(Evaluated(spec.run_id, name, dict(row)))
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
-        """See ``Observer.run_finished``."""
         self.put(RunEnded(spec.run_id, status, message))
 
     def message(self, text: str, level: str = "info") -> None:
-        """See ``Observer.message``."""
         self.put(Message(text, level))
 
     def put(self, event: Event) -> None:
@@ -91,7 +86,6 @@ class Submitted:
     stopping: bool = False
 
     def stop(self) -> None:
-        """See ``Handle.stop``."""
         self.stopping = True
 
 
@@ -110,20 +104,17 @@ class InProcess:
         self._bases: Bases | None = None
 
     def has_gpu(self) -> bool:
-        """See ``Executor.has_gpu``."""
         import torch
 
         return torch.cuda.is_available()
 
     def submit(self, job: Job) -> Submitted:
-        """See ``Executor.submit``."""
         self._count += 1
         handle = Submitted(str(self._count), job)
         self._jobs.append(handle)
         return handle
 
     def events(self) -> Generator[Event, None, None]:
-        """See ``Executor.events``."""
         while self._jobs:
             mine, outbox = self._jobs.popleft(), Outbox()
             try:
@@ -141,7 +132,6 @@ class InProcess:
             yield end
 
     def close(self) -> None:
-        """See ``Executor.close``."""
         self._jobs.clear()
         if self._bases is not None:
             self._bases.release()

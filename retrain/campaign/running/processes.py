@@ -59,7 +59,6 @@ class Process:
         self.process, self.commands, self.answers = spawned
 
     def post(self, command: Mapping[str, Any]) -> None:
-        """See ``Link.post``."""
         write_all(self.commands, json.dumps(command).encode() + b"\n")
 
     def lines(self) -> Iterator[bytes]:
@@ -70,7 +69,6 @@ class Process:
                     yield line
 
     def ended(self, why: str = "") -> str:
-        """See ``Link.ended``."""
         status = self.process.wait()
         who = f"worker {self.name} (process {self.process.pid})"
         if why:
@@ -78,7 +76,6 @@ class Process:
         return f"{who} {end_words(status)}" + ("" if status < 0 else f"; what it printed is in {self.log}")
 
     def excused(self, begun: bool) -> bool:
-        """See ``Link.excused``."""
         return not begun and self.process.wait() == 0
 
     def release(self) -> None:
@@ -88,12 +85,10 @@ class Process:
         self.commands = -1
 
     def kill(self) -> None:
-        """See ``Link.kill``."""
         self.process.kill()
         self.process.wait()
 
     def wait(self, seconds: float) -> bool:
-        """See ``Link.wait``."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
         return self.process.returncode is not None

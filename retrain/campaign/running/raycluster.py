@@ -88,21 +88,17 @@ class Host:
         self.process.post(command)
 
     def lines(self) -> Iterator[bytes]:
-        """See ``Link.lines``."""
         if self.process is not None:
             yield from self.process.lines()
 
     def ended(self) -> str:
-        """See ``Link.ended``."""
         return "" if self.process is None else self.process.ended()
 
     def release(self) -> None:
-        """See ``Link.release``."""
         if self.process is not None:
             self.process.release()
 
     def kill(self) -> None:
-        """See ``Link.kill``."""
         if self.process is not None:
             self.process.kill()
 
@@ -183,7 +179,6 @@ class Actor:
         self._actor = ray.remote(**options)(Host).remote(seating)
 
     def post(self, command: Mapping[str, Any]) -> None:
-        """See ``Link.post``."""
         with suppress(ray_module().exceptions.RayError):
             self._actor.post.remote(dict(command))
 
@@ -233,7 +228,6 @@ class Actor:
         return f"worker {self.name}" + (f" (process {self._who['pid']})" if self._who else "")
 
     def ended(self, why: str = "") -> str:
-        """See ``Link.ended``."""
         self._over.wait()
         return f"{self._title()} ended: {why}" if why else self._how
 
@@ -242,7 +236,6 @@ class Actor:
         return False
 
     def release(self) -> None:
-        """See ``Link.release``."""
         ray = ray_module()
         with suppress(ray.exceptions.RayError):
             if self.ready:
@@ -260,7 +253,6 @@ class Actor:
         self._over.wait(KILL_SECONDS)
 
     def wait(self, seconds: float) -> bool:
-        """See ``Link.wait``."""
         return self._over.wait(seconds)
 
 

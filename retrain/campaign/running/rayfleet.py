@@ -127,25 +127,21 @@ class RayFleet:
 
     @property
     def urls(self) -> list[str]:
-        """See ``Fleet.urls``."""
         return [place.url for place in self._places if place.url]
 
     @property
     def gave_up(self) -> str:
-        """See ``Fleet.gave_up``."""
         return self._places[0].gave_up if all(place.gave_up for place in self._places) else ""
 
     def listen(self, hear: Hear) -> None:
         """See ``Fleet.listen``: whoever keeps this asks for the addresses."""
 
     def wait(self, seconds: float) -> None:
-        """See ``Fleet.wait``."""
         deadline = time.monotonic() + seconds
         while not (self.urls or self.gave_up) and time.monotonic() < deadline:
             time.sleep(0.1)
 
     def close(self) -> None:
-        """See ``Fleet.close``."""
         if self._closing.is_set():
             return
         self._closing.set()

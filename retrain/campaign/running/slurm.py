@@ -296,7 +296,6 @@ class Remote:
             append(path, command)
 
     def lines(self) -> Iterator[bytes]:
-        """See ``Link.lines``."""
         cluster, place = self.cluster, self.place
         tail, heard = None, time.monotonic()
         try:
@@ -329,7 +328,6 @@ class Remote:
             self._over.set()
 
     def ended(self, why: str = "") -> str:
-        """See ``Link.ended``."""
         self._over.wait()
         if why:
             return f"{self._who()} ended: {why}"
@@ -337,7 +335,6 @@ class Remote:
         return f"{self._who()} {self._how or 'was let go'}{more}"
 
     def excused(self, begun: bool) -> bool:
-        """See ``Link.excused``."""
         return self._taken or (self._in_order and not begun)
 
     def release(self) -> None:
@@ -345,7 +342,6 @@ class Remote:
         self._tell({"end": True})
 
     def kill(self) -> None:
-        """See ``Link.kill``."""
         self.cluster.given_up = True
         self._tell({"kill": True})
 

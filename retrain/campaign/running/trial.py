@@ -56,7 +56,6 @@ class Messages(NullObserver):
         self.tell = tell
 
     def message(self, text: str, level: str = "info") -> None:
-        """See ``Observer.message``."""
         self.tell(text)
 
 

@@ -87,7 +87,6 @@ class JobHandle:
     stopping: bool = False
 
     def stop(self) -> None:
-        """See ``Handle.stop``."""
         if not self.stopping:
             self.stopping = True
             if self.worker is not None:
@@ -130,11 +129,9 @@ class Workers:
         self._seats.extend([None] * self.slots)
 
     def has_gpu(self) -> bool:
-        """See ``Executor.has_gpu``."""
         return self.gpus
 
     def submit(self, job: Job) -> JobHandle:
-        """See ``Executor.submit``."""
         self._count += 1
         handle = JobHandle(str(self._count), job)
         self._waiting.append(handle)
@@ -165,7 +162,6 @@ class Workers:
             self._kill_busy()
 
     def close(self) -> None:
-        """See ``Executor.close``."""
         self._waiting.clear()
         self._kill_busy()
         alive = self._alive()

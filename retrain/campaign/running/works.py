@@ -10,7 +10,7 @@ from retrain.campaign.planning.changes import Approval
 from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import Plan, RunSpec
 from retrain.campaign.running.protocol import CohortJob, Event, Message, RunEnded, SqueezeJob
-from retrain.record.states import ENDED
+from retrain.record.status import ENDED
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,6 @@ class CohortWork:
         return []
 
     def job(self) -> CohortJob | None:
-        """See ``Work.job``."""
         specs = self.left()
         if not specs:
             return None
@@ -84,7 +83,6 @@ class SqueezeWork:
     trains: bool = field(default=False, init=False)
 
     def job(self) -> SqueezeJob:
-        """See ``Work.job``."""
         return SqueezeJob.of(self.campaign.plan, self.spec, self.place)
 
     def give_up(self, reason: str) -> None:

@@ -73,7 +73,6 @@ class Again:
     tolerance: float
 
     def judge(self, url: str, answers: Sequence[Action]) -> None:
-        """See ``Trial.judge``."""
         said_T = np.array([action.logprobs_T[0] for action in answers])
         right_T = np.array(
             [row_V[action.token_ids[0]] for row_V, action in zip(self.logprobs_TV, answers, strict=True)]

@@ -86,7 +86,6 @@ class Server:
         return await self._send("POST", path, timeout_s, body)
 
     async def get(self, path: str, timeout_s: float | None = None) -> Any:
-        """See ``post``."""
         return await self._send("GET", path, timeout_s)
 
     async def _send(self, method: str, path: str, timeout_s: float | None, body: dict[str, Any] | None = None) -> Any:

@@ -104,7 +104,6 @@ class OpenAI:
         return asked | {key: value for key, value in cuts.items() if value}
 
     def read(self, payload: Any) -> Answer:
-        """See ``Dialect.read``."""
         try:
             choice = payload["choices"][0]
             given = choice["logprobs"]
@@ -134,7 +133,6 @@ class OpenAI:
         }
 
     def read_prompt(self, payload: Any) -> Prompted:
-        """See ``Dialect.read_prompt``."""
         try:
             choice = payload["choices"][0]
             return Prompted(choice["logprobs"]["token_logprobs"], choice.get("prompt_token_ids"))
@@ -148,7 +146,6 @@ class VLLM(OpenAI):
     health = "/health"
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        """See ``Dialect.body``."""
         return super().body(ask) | {
             "top_k": ask.request.top_k,
             "min_p": ask.request.min_p,
@@ -169,7 +166,6 @@ class SGLang:
     seed_bits = 31
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        """See ``Dialect.body``."""
         request = ask.request
         return {
             "input_ids": list(request.prompt_ids),
@@ -204,7 +200,6 @@ class SGLang:
             raise Faulty(f"no completion with log-probabilities: {_clipped(payload)}") from error
 
     def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, Any]:
-        """See ``Dialect.prompt_body``."""
         return {
             "input_ids": list(token_ids),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -214,7 +209,6 @@ class SGLang:
         }
 
     def read_prompt(self, payload: Any) -> Prompted:
-        """See ``Dialect.read_prompt``."""
         try:
             given = payload["meta_info"]["input_token_logprobs"]
             return Prompted([each[0] for each in given], [each[1] for each in given])

@@ -170,7 +170,6 @@ class ServerEngine:
             self.store.close()
 
     def give_up(self) -> None:
-        """See ``Engine.give_up``."""
         for call in list(self._calls):
             call.cancel()
 

@@ -67,17 +67,13 @@ class Launches:
 
     @property
     def gave_up(self) -> str:
-        """See ``Fleet.gave_up``."""
         return self._servers[0].gave_up if all(each.gave_up for each in self._servers) else ""
 
-    def listen(self, hear: Hear) -> None:
-        """See ``Fleet.listen``."""
+    def listen(self, hear: Hear) -> None: ...
 
-    def wait(self, seconds: float) -> None:
-        """See ``Fleet.wait``."""
+    def wait(self, seconds: float) -> None: ...
 
     def close(self) -> None:
-        """See ``Fleet.close``."""
         for each in self._servers:
             each.close()
 
@@ -102,12 +98,10 @@ class Told:
         hear(urls)
 
     def listen(self, hear: Hear) -> None:
-        """See ``Fleet.listen``."""
         with self._changed:
             self._hear = hear
 
     def wait(self, seconds: float) -> None:
-        """See ``Fleet.wait``."""
         with self._changed:
             self._changed.wait_for(lambda: self.urls or self.gave_up, seconds)
 

@@ -49,7 +49,6 @@ class ChatLoop(Harness[ChatLoopConfig]):
         data: TaskData,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
-        """See ``Harness.launch``."""
         system, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):

@@ -167,8 +167,6 @@ class InvertedEpisode:
         if self._asked is not None:
             with self._failing():
                 self._tools = json.dumps(self._asked.tools, sort_keys=True)
-                for message in self._asked.messages:
-                    message_of(message)
                 self._read = [said(message) for message in self._asked.messages]
 
     def _go_on(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -61,8 +62,9 @@ class Server:
                 said = self._last_words()
                 self.close()
                 raise PluginError(f"{owner}: the server {command!r} ended with status {self.process.returncode}{said}")
-            if healthy(self.url):
-                return
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).is_success:
+                    return
             time.sleep(0.05)
         said = self._last_words()
         self.close()
@@ -73,14 +75,6 @@ class Server:
         self._output.seek(max(0, self._output.tell() - 400))
         lines = self._output.read().decode(errors="replace").strip().splitlines()
         return f": {printable(lines[-1])}" if lines else ""
-
-
-def healthy(url: str) -> bool:
-    """Whether ``/health`` answers with success."""
-    try:
-        return httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success
-    except httpx.HTTPError:
-        return False
 
 
 def _end(process: subprocess.Popen[bytes], output: IO[bytes]) -> None:

@@ -34,7 +34,7 @@ def adapt(written: Callable[..., Any], args: Mapping[str, Any], run: Run) -> Any
     """
     owner = f"environment {getattr(written, '__qualname__', None) or type(written).__qualname__}"
     given, adapters = dict(args), {}
-    if not _has(written, "problems", "start"):
+    if not _has(written, "start"):
         known = inspect.signature(written).parameters
         adapters = {name: given.pop(name) for name in ("heldout", "size") if name in given and name not in known}
     if inspect.isclass(written) and _has(written, "initial_observation", "step"):
@@ -43,7 +43,7 @@ def adapt(written: Callable[..., Any], args: Mapping[str, Any], run: Run) -> Any
     made = run(written(**given))
     if _is_builder(made):
         made = run(made())
-    if _has(made, "problems", "start"):
+    if _has(made, "start"):
         refuse_unknown(adapters, (), owner)
         return made
     train, test = made if isinstance(made, tuple | list) and len(made) == 2 else (made, None)
@@ -94,5 +94,5 @@ def _is_dataset(made: Any) -> bool:
 
 def _is_builder(made: Any) -> bool:
     """Return whether this is an object that is called for its data sets."""
-    known = _has(made, "problems", "start") or _has(made, "load_dataset") or _is_dataset(made)
+    known = _has(made, "start") or _has(made, "load_dataset") or _is_dataset(made)
     return callable(made) and not known and not inspect.isclass(made) and not inspect.isroutine(made)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 
 from retrain.maths.credit import (
     TRANSFORMS,
@@ -257,6 +258,13 @@ def test_wrong_calls_are_named():
     huge.advantages = torch.full((6,), 1e300, dtype=torch.float64)
     with pytest.raises(ValueError, match="episode advantages must be finite"):
         huge.credit("gtpo")
+
+
+def test_shapes_are_checked_in_every_test():
+    zeros, ones = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    for h, mask in ((zeros, ones[:1]), (zeros[0], ones[0]), (zeros, zeros)):
+        with pytest.raises(TypeCheckError):
+            gtpo_weights(h, mask, 0.1)
 
 
 @pytest.mark.parametrize("mode", TRANSFORMS)

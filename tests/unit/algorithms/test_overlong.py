@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 
@@ -43,28 +41,19 @@ def test_what_is_correct_stays_correct():
     assert rewards[3].error == "no answer"
 
 
-TOOLS = {"tools": ["calculator"]}
+OVERLONG = {"reward": {"overlong_tokens": 9}}
+TWO_LAMBDAS = {"lam_length": 0.05, "lam_policy": 0.9}
 
 
 @pytest.mark.parametrize(
-    ("says", "data"),
+    ("data", "says"),
     [
-        ("is 300, more than max_tokens = 256: overlong_tokens = 51", {"reward": {"overlong_tokens": 300}}),
-        (
-            "makes rewards below 0",
-            {"reward": {"overlong_tokens": 9}, "algorithm": {"advantage_mode": "maxrl"}},
-        ),
-        ("for single answers", {"reward": {"overlong_tokens": 9}, "environment": TOOLS}),
-        (
-            "would whiten two kinds of advantages together",
-            {"algorithm": {"turn_credit": "state", "advantage_mode": "reinforce_pp"}, "environment": TOOLS},
-        ),
-        (
-            "is 0.05 beside lam_policy = 0.9: keep one of the two",
-            {"algorithm": {"advantage_mode": "gae"}, "critic": {"lam_length": 0.05, "lam_policy": 0.9}},
-        ),
+        ({"reward": {"overlong_tokens": 300}}, "is 300, more than max_tokens = 256: overlong_tokens = 51"),
+        ({**OVERLONG, "algorithm": {"advantage_mode": "maxrl"}}, "makes rewards below 0"),
+        ({**OVERLONG, "environment": {"tools": ["calculator"]}}, "for single answers"),
+        ({"algorithm": {"advantage_mode": "gae"}, "critic": TWO_LAMBDAS}, "is 0.05 beside lam_policy = 0.9: keep one"),
     ],
 )
-def test_what_does_not_go_together_is_said(says, data):
-    with pytest.raises(ConfigError, match=re.escape(says)):
+def test_what_does_not_go_together_is_said(data, says):
+    with pytest.raises(ConfigError, match=says):
         parse_dict(data)

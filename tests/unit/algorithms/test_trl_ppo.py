@@ -23,11 +23,11 @@ CLOSE = {"rtol": 0.0, "atol": 1e-5}
 class Batch:
     """What TRL computed: ``trl`` its tensors of the batch, ``updates`` those of every minibatch."""
 
-    def __init__(self, name, dtype):
+    def __init__(self, name):
         recorded = RECORDED[name]
         self.arguments, self.metrics = recorded["arguments"], recorded["metrics"]
-        self.trl = tensors({key: recorded[key] for key in recorded if key not in ("updates", "slots")}, dtype)
-        self.updates = [{**update, **tensors(update, dtype)} for update in recorded["updates"]]
+        self.trl = tensors({key: recorded[key] for key in recorded if key not in ("updates", "slots")})
+        self.updates = [{**update, **tensors(update)} for update in recorded["updates"]]
         self.tokens, self.room = ~self.trl["padding_mask"], ~self.trl["padding_mask_p1"]
         self.fills = self.tokens.all(1)
 
@@ -56,10 +56,10 @@ class Batch:
         return mean(loss, mask[rows]), mean(marks.to(loss), mask[rows])
 
 
-def tensors(recorded, dtype):
+def tensors(recorded):
     """Its lists, of numbers or of truths."""
     lists = {key: torch.tensor(value) for key, value in recorded.items() if isinstance(value, list)}
-    return {key: value.to(dtype) if value.is_floating_point() else value for key, value in lists.items()}
+    return {key: value.double() if value.is_floating_point() else value for key, value in lists.items()}
 
 
 def mean(values, mask):
@@ -71,7 +71,7 @@ def mean(values, mask):
 
 @pytest.fixture(params=["ragged", "full"])
 def batch(request):
-    return Batch(request.param, torch.float64)
+    return Batch(request.param)
 
 
 # Before the updates

@@ -10,7 +10,7 @@ import pytest
 from retrain.algorithms.standard import assign_credit, fill_advantages, turn_credit_of
 from retrain.algorithms.turns import TurnCredit, returns_to_go
 from retrain.config import parse_dict
-from retrain.errors import RunFailed
+from retrain.errors import ConfigError, RunFailed
 from retrain.policy.protocol import samples_of
 from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Turn
 
@@ -174,9 +174,11 @@ def test_a_state_that_a_rollout_comes_back_to_counts_every_time():
 
 def test_the_weight_of_states_as_configured():
     """With a weight of 0 it would be the credit of episodes. Without a reward a rollout takes no part."""
-    config = {"turn_credit": "state", "state_weight": 2.0}
-    credit = turn_credit_of(parse_dict({"algorithm": config, "environment": {"tools": ["calculator"]}}).algorithm)
-    assert credit == TurnCredit(1.0, 2.0)
+    config = {"algorithm": {"turn_credit": "state", "state_weight": 2.0}, "environment": {"tools": ["calculator"]}}
+    assert turn_credit_of(parse_dict(config).algorithm) == TurnCredit(1.0, 2.0)
     rollouts = [*in_states(([START, DOOR], 1.0), ([START, DOOR], 0.0)), rollout([None, None], None)]
     assert by_state(rollouts, weight=2.0) == [[1.5, 1.5], [-1.5, -1.5], None]
     assert np.isnan(rollouts[2].advantage)
+    config["algorithm"]["advantage_mode"] = "reinforce_pp"
+    with pytest.raises(ConfigError, match="would whiten two kinds of advantages together"):
+        parse_dict(config)

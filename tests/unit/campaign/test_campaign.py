@@ -23,7 +23,7 @@ from retrain.record.observer import NullObserver
 
 
 def train(path: Path, out: Path, observer=None, sets=()):
-    return launch(load(path, sets), out, observer or NullObserver())
+    return launch(load(path, ['squeeze.verify="off"', *sets]), out, observer or NullObserver())
 
 
 def without_time(rows: list[dict]) -> list[dict]:
@@ -180,7 +180,8 @@ def test_a_failing_run_leaves_the_others_alone(model, tmp_path):
     assert unwritten["state"] == "failed"
     assert re.search(r"emergence/\w+\.jsonl cannot be written: file exists", unwritten["reason"])
     assert not (tmp_path / "out/runs/grpo+none_s1/final").exists()
-    failed = [runs[f"rloo+gtpo_hicra_placebo_s{seed}"] for seed in (1, 2)]
+    failed = [run for run_id, run in runs.items() if run_id.startswith("rloo")]
+    assert len(failed) == 2
     for run in failed:
         assert run["state"] == "failed"
         assert "3 steps in a row" in run["reason"]
@@ -201,7 +202,7 @@ def test_a_failing_run_leaves_the_others_alone(model, tmp_path):
 @pytest.mark.parametrize(
     ("sets", "reason"),
     [
-        (['model.model="nothing"'], "there is no such directory|nothing"),
+        (['model.model="./nothing"'], "there is no such directory"),
         (['data.source="wrong.jsonl"', 'model.model="nothing"'], r"wrong\.jsonl:1  is not JSON"),
         (['reward.custom_module="absent.py"'], r'custom_module  is "absent\.py": no such file'),
     ],

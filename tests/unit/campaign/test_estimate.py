@@ -22,7 +22,8 @@ CPU = Device("cpu", 64 << 30)
 
 
 def of(model: str) -> Architecture:
-    architecture = of(model)
+    architecture = architecture_of(model)
+    assert architecture is not None
     return architecture
 
 

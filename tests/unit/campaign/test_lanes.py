@@ -27,6 +27,12 @@ from retrain.record.observer import NullObserver
 from retrain.run import Run
 
 
+def unevaluated(path):
+    text = path.read_text().replace("eval_every = 2\n", "")
+    path.write_text(text.replace("problems = 5", "problems = 0"))
+    return path
+
+
 def trained(path, out):
     outcome = launch(load(path), out, NullObserver())
     assert outcome.exit_status == 0
@@ -114,8 +120,7 @@ def test_smaller_cohorts_keep_seeds_together_and_say_what_to_type(tmp_path):
 
 def test_a_campaign_that_does_not_fit_trains_in_smaller_cohorts(model, tmp_path, monkeypatch):
     """Out of memory while stepping, too: the cohort is cut, everything is trained, and the manifest says how."""
-    path = campaign(tmp_path, model, steps=2, dtype="float64")
-    path.write_text(path.read_text().replace("problems = 5", "problems = 0"))
+    path = unevaluated(campaign(tmp_path, model, steps=2, dtype="float64"))
     whole = trained(path, tmp_path / "whole")
     sample, failed = LocalEngine.sample, []
 
@@ -174,8 +179,7 @@ def test_a_decode_batch_that_does_not_fit_goes_on_with_half_the_rows(tmp_path, m
 
 def test_a_run_whose_update_would_be_alone_gets_all_workers(model, tmp_path, monkeypatch):
     """Three of four updates side by side, then the micro-batches of the fourth: bit by bit the same."""
-    path = campaign(tmp_path, model, steps=1)
-    path.write_text(path.read_text().replace("problems = 5", "problems = 0"))
+    path = unevaluated(campaign(tmp_path, model, steps=1))
     free = trained(path, tmp_path / "free")
     given, update = [], Run.update
 
@@ -199,7 +203,8 @@ def test_what_no_run_can_go_on_from_ends_each_of_them(model, tmp_path, monkeypat
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
     monkeypatch.setattr(LocalEngine, "sample", failing)
-    outcome = launch(load(campaign(tmp_path, model, steps=1)), tmp_path / "out", NullObserver())
+    loaded = load(campaign(tmp_path, model, steps=1), ["campaign.seeds=[1]"])
+    outcome = launch(loaded, tmp_path / "out", NullObserver())
     assert outcome.exit_status == 1
     for run in read_json(tmp_path / "out/manifest.json")["runs"]:
         assert run["state"] == "failed"

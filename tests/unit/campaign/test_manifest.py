@@ -7,7 +7,6 @@ import threading
 from toymodels import campaign_head
 
 from retrain.campaign.planning import manifest as manifests
-from retrain.campaign.planning import pieces
 from retrain.campaign.planning.manifest import MANIFEST, Manifest
 from retrain.campaign.planning.plan import plan
 from retrain.config import load
@@ -71,7 +70,7 @@ def test_an_event_makes_one_run_into_text_whatever_the_number_of_runs(tmp_path, 
     with Manifest(tmp_path, {"runs": entries(300), "sequential": {"values": []}}) as manifest:
         manifest.write()
         manifest.files.flush()
-        monkeypatch.setattr(pieces, "dumps", counted)
+        monkeypatch.setattr(manifests, "dumps", counted)
         manifest.update("a_s7", state="running")
         manifest.files.flush()
     assert [value["run_id"] for value in made if isinstance(value, dict)] == ["a_s7"]

@@ -49,8 +49,9 @@ def timeless(path: Path) -> list[dict]:
 
 def toy(folder: Path, model: Path, steps: int = STEPS, *sets: str):
     """A toy campaign with the verdict's schedule, loaded."""
-    declared = ("campaign.primary_metric=last3", f"campaign.max_steps={steps}", "squeeze.enabled=false", *SETS, *sets)
-    return load(campaign(folder, model, "toy", steps=steps), list(declared))
+    small = ("squeeze.enabled=false", "training.batch_size=2", "training.max_tokens=6")
+    declared = ("campaign.primary_metric=last3", f"campaign.max_steps={steps}", *small, *SETS, *sets)
+    return load(campaign(folder, model, "toy", steps=steps, dtype="float64"), list(declared))
 
 
 @pytest.fixture(scope="module")

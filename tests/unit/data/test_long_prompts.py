@@ -20,7 +20,7 @@ from retrain.config import load, parse_dict
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
 from retrain.data import Dataset, content_hash, load_data
-from retrain.data.cursor import DataCursor
+from retrain.data.dataset import DataCursor
 from retrain.data.prompts import Room, fitting, render
 from retrain.errors import DataError
 from retrain.files import read_json, read_jsonl

@@ -1,8 +1,7 @@
-"""``retrain doctor --url``: a server that is running, compared with the model here."""
+"""``retrain doctor --url``: a running server is compared with the model here."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from typer.testing import CliRunner
 from retrain.cli import app
 from retrain.engines.server import engine as engine_module
 from retrain.engines.server.canary import TEXT
+from retrain.serving.refusal import Refusal
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +46,11 @@ def test_a_sound_server_passes(model, server):
     assert answers.startswith(f"PASS  answers            {server.url} serves 'base', 2048 tokens  [")
     assert canary.startswith("PASS  canary             canary: base within ")
     assert server.adapters == []
+    unnamed = doctor("--url", server.url, "--engine", "openai")  # the model that the server names
+    assert (unnamed.exit_code, f"compared with {model} here" in unnamed.output) == (0, True)
 
 
-def test_the_model_that_the_server_names_is_taken(model, server):
-    result = doctor("--url", server.url, "--engine", "openai")
-    assert result.exit_code == 0, result.output
-    assert f"compared with {model} here" in result.output
-
-
-def test_a_file_says_what_is_compared(model, server, tmp_path):
+def test_a_server_with_other_weights_than_a_file_s_model_fails(server, tmp_path):
     other = qwen3_directory(tmp_path / "other", [TEXT], seed=1)
     file = tmp_path / "run.toml"
     file.write_text(f'[model]\nmodel = "{other}"\nlora_rank = 4\n[training]\ntemperature = 0.8\n')
@@ -64,33 +60,21 @@ def test_a_file_says_what_is_compared(model, server, tmp_path):
     assert "another base model" in result.output
 
 
-class RankSixteen(StandIn):
-    """Takes adapters of rank 16 at most, and refuses others in vLLM's words."""
+def test_a_server_that_takes_smaller_adapters_is_checked_with_those(model, tmp_path, monkeypatch):
+    server = StandIn(model)
+    read = server.service._read
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        message = await receive() if scope["path"].endswith("/load_lora_adapter") else None
-        if message is not None:
-            directory = Path(json.loads(message["body"])["lora_path"])
-            rank = json.loads((directory / "adapter_config.json").read_text())["r"]
-            if rank > 16:
-                text = f"Worker failed with error 'LoRA rank {rank} is greater than max_lora_rank 16.'"
-                content = json.dumps({"error": {"message": text}}).encode()
-                await send({"type": "http.response.start", "status": 500, "headers": []})
-                await send({"type": "http.response.body", "body": content})
-                return
+    def limited(*source: Any) -> Any:
+        """Refuse large ranks in vLLM's words."""
+        if (weights := read(*source)).rank > 16:
+            text = f"Worker failed with error 'LoRA rank {weights.rank} is greater than max_lora_rank 16.'"
+            raise Refusal(500, text)
+        return weights
 
-        async def again() -> Any:
-            return message if message is not None else await receive()
-
-        await super().__call__(scope, again, send)
-
-
-def test_a_server_that_takes_smaller_adapters_is_checked_with_those(model, tmp_path):
-    server = RankSixteen(model)
+    monkeypatch.setattr(server.service, "_read", limited)
     try:
         result = doctor("--url", server.url, model)
         assert result.exit_code == 0, result.output
-        assert "PASS  canary             canary: base within " in result.output
         assert "with an adapter of rank 16: it takes none of rank 32" in result.output
         assert "start it with --max-lora-rank 32" in result.output
         file = tmp_path / "run.toml"
@@ -102,7 +86,7 @@ def test_a_server_that_takes_smaller_adapters_is_checked_with_those(model, tmp_p
         server.close()
 
 
-def test_what_cannot_be_checked(model, server):
+def test_servers_that_cannot_be_checked(model, server):
     away = doctor("--url", "http://127.0.0.1:9", model)
     assert away.exit_code == 1
     assert "FAIL  answers            no server answers after 0.5 s:" in away.output

@@ -54,6 +54,16 @@ def test_tokens_without_mass_are_never_drawn(size, in_any_order):
             torch.testing.assert_close(total[:, 0].double(), below[:, -1], rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("in_any_order", [False, True])
+def test_the_ends_of_the_unit_interval_draw_tokens_that_have_a_probability(in_any_order):
+    """u = 0, and the largest u below 1, which in fp32 times the total is the total: neither gives the impossible
+    tokens that stand first and last of a small vocabulary."""
+    ends = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
+    for dtype in (torch.float32, torch.float64):
+        logits = torch.tensor([[-math.inf, -math.inf, 0.3, 1.0, 0.7, -math.inf]], dtype=dtype).expand(2, -1)
+        assert draw(logits, ends, in_any_order=in_any_order)[0].tolist() == [2, 4]
+
+
 def test_rows_in_chunks_are_rows_at_once():
     logits, u = torch.randn(23, 3000, generator=torch.Generator().manual_seed(5)), uniforms(23)
     temperature = torch.linspace(0.5, 1.5, 23)[:, None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import threading
 
 import numpy as np
@@ -13,7 +12,6 @@ from lane_cases import adamw, decoded, fresh_logprobs, lane_of, publish, ref, re
 from toymodels import qwen3_directory, toy_base
 
 from retrain.engines import dense, slots
-from retrain.engines.draw import cumulated, draw
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef, SampleRequest
@@ -226,25 +224,6 @@ def test_the_device_is_asked_every_few_tokens_only_and_what_is_sampled_stays(bas
     monkeypatch.setattr(slots, "COLUMNS", {"cpu": 16})
     again = sample(LocalEngine(base, lanes), asked, adapters)
     assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in group] for group in free]
-
-
-@pytest.mark.parametrize("in_any_order", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_ends_of_the_unit_interval_draw_tokens_that_have_a_probability(dtype, in_any_order):
-    """u = 0, and the largest u below 1, which in fp32 times the total is the total: neither gives the impossible
-    tokens that stand first and last."""
-    logits_RV = torch.tensor([[-math.inf, -math.inf, 0.3, 1.0, 0.7, -math.inf]], dtype=dtype).expand(2, -1)
-    uniforms_R = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
-    token_R, logprob_R, _, _ = draw(logits_RV, uniforms_R, in_any_order=in_any_order)
-    assert token_R.tolist() == [2, 4]
-    torch.testing.assert_close(logprob_R, torch.log_softmax(logits_RV, -1)[0, [2, 4]])
-
-
-def test_masses_in_any_order_are_those_in_order():
-    mass = torch.softmax(8 * torch.randn(4, 5000, generator=torch.Generator().manual_seed(1)), -1)
-    exact = mass.double().cumsum(-1)
-    torch.testing.assert_close(cumulated(mass.double(), in_any_order=True), exact, rtol=0, atol=5000 * 2.0**-40)
-    assert bool((cumulated(mass, in_any_order=True).diff(dim=-1) >= 0).all())
 
 
 def test_a_model_that_the_fast_path_does_not_reproduce_takes_the_other(tmp_path):

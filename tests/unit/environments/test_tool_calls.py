@@ -157,10 +157,7 @@ FAULTS = {
     "an open block": ("```tool\nadd(a=1, b=2)\n", "not closed with ```", calls.FENCED),
     "a block without names": ("```tool\nadd(1, 2)\n```", "need their names", calls.FENCED),
     "a block with a program": ("```tool\nx = 3\n```", "is no call like", calls.FENCED),
-    "a block with two stars": ("```tool\nf(**{'a': 1})\n```", "is no call like", calls.FENCED),
     "a block with an expression": ("```tool\nf(a=open('x'))\n```", "the value of a in f(…)", calls.FENCED),
-    "a block with an infinite number": ("```tool\nf(a=1e999)\n```", "the value of a in f(…)", calls.FENCED),
-    "a block with brackets": ("```tool\nf(a=" + "[" * 5000 + "\n```", "neither JSON nor a call", calls.FENCED),
     "a block with a zero byte": ("```tool\nf(a='\0')\n```", "neither JSON nor a call", calls.FENCED),
     "a long block": ("```tool\nf(a='" + "x" * 20_000 + "')\n```", "write it as JSON", calls.FENCED),
 }

@@ -14,6 +14,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from retrain.config import parse_dict
+from retrain.config.tasks import Environment
+from retrain.environments.build import close_hosted, environments_of, provided_data
+from retrain.environments.hosted import Hosted
 from retrain.environments.providers.inversion import Inversion, InvertedEpisode, Outcome
 from retrain.errors import DataError, UsageError
 from retrain.types import Action, Problem, RewardResult
@@ -92,10 +96,7 @@ def played(environment, texts, seed=0, row=0):
 
 
 def judged(texts, **keys) -> list[bool]:
-    """Which of these answers count as correct in a run with these keys of [environment]."""
-    from retrain.config import parse_dict
-    from retrain.environments.build import close_hosted, environments_of, provided_data
-
+    """Which of these answers, in worker processes, count as correct with these keys of [environment]."""
     section = {"provider": "verifiers", "workers": 1, "timeout_s": 60.0, **keys}
     config = parse_dict({"environment": section, "evaluation": {"problems": 0}})
     try:
@@ -113,6 +114,12 @@ def test_the_named_metric_of_a_taskset_decides_what_is_correct():
     args = {"args": {"heldout": 0}, "id": "toy_reverse"}
     assert judged(["elppa", "wrong", ""], **args) == [True, False, False]
     assert judged(["elppa", "wrong", ""], **args, correct_metric="length") == [True, True, False]
+
+
+@classic
+def test_the_named_metric_of_a_rubric_decides_what_is_correct():
+    args = {"args": {"heldout": 0}, "id": "toy_classic"}
+    assert judged(["0", "7"], **args, correct_metric="num_turns") == [True, True]
 
 
 # --- environments with load_environment ---------------------------------------------------------------------------
@@ -305,6 +312,21 @@ def test_a_tool_in_a_process_of_its_own(opened):
 
 
 @v1
+def test_tool_servers_of_several_worker_processes():
+    args = {"train": 1, "heldout": 0}
+    section = Environment(provider="verifiers", id="toy_stamp", args=args, timeout_s=120.0, workers=2)
+    hosted = Hosted(section, TOYS)
+    try:
+        episodes = [hosted.start(hosted.problems("train")[0], 0) for _ in range(3)]
+        answers = [episode.step(act(call("stamp_back", message="a"))).messages[0]["content"] for episode in episodes]
+        assert answers == ["a [stamp 1]"] * 3
+        assert all(episode.step(act("done")).done for episode in episodes)
+        assert [result.total_reward for result in hosted.results(episodes)] == pytest.approx([1 / 3] * 3)
+    finally:
+        hosted.close()
+
+
+@v1
 def test_an_environment_that_plays_the_user(opened):
     environment = opened("toy_echo", heldout=0)
     assert environment.problems("train")[0].prompt[-1]["content"] == "toy_echo, task 0"
@@ -384,33 +406,6 @@ def test_what_v1_cannot_load_says_so(opened):
     if not has_classic():
         with pytest.raises(UsageError, match="no taskset toy_nowhere"):
             opened("toy_nowhere")
-
-
-# --- in worker processes -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not HAS, reason="needs verifiers")
-@pytest.mark.parametrize("kind", [pytest.param("classic", marks=classic), pytest.param("v1", marks=v1)])
-def test_episodes_of_several_worker_processes(kind):
-    from retrain.config.tasks import Environment
-    from retrain.environments.hosted import Hosted
-
-    args = {"kind": "tools", "heldout": 0} if kind == "classic" else {"train": 2, "heldout": 0}
-    section = Environment(provider="verifiers", id=f"toy_{kind}" if kind == "classic" else "toy_stamp", args=args)
-    hosted = Hosted(section.model_copy(update={"timeout_s": 120.0}), TOYS)
-    try:
-        assert not hosted.exact
-        problem = hosted.problems("train")[1]
-        episodes = [hosted.start(problem, 0) for _ in range(3)]
-        wanted = {"capital": {"country": "Peru"}, "stamp_back": {"message": "a"}}
-        name = episodes[0].observe().tools[0]["function"]["name"]
-        answers = [episode.step(act(call(name, **wanted[name]))) for episode in episodes]
-        assert {answer.messages[0]["content"] for answer in answers} == {"Lima" if name == "capital" else "a [stamp 1]"}
-        assert all(episode.step(act("Lima")).done for episode in episodes)
-        reward = 1.0 if name == "capital" else 1 / 3
-        assert [result.total_reward for result in hosted.results(episodes)] == pytest.approx([reward] * 3)
-    finally:
-        hosted.close()
 
 
 # --- what needs no verifiers ---------------------------------------------------------------------------------------

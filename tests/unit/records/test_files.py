@@ -13,7 +13,6 @@ import pytest
 from record_cases import completion, config, context, evaluation, group, step
 
 from retrain.record.catalogue import METRICS, metrics_markdown
-from retrain.record.columns import BLOCK
 from retrain.record.recorder import RunRecorder
 from retrain.types import RewardResult
 
@@ -87,28 +86,29 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): times.sub(b"", path.read_bytes()) for path in paths}
 
 
-def test_resuming_gives_the_same_bytes_as_never_stopping(tmp_path):
+def test_resuming_gives_the_same_bytes_as_never_stopping(tmp_path, monkeypatch):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    settings = context(max_steps=BLOCK + 6, config=config(logging={"rollouts_every": 20, "num_groups_to_log": 1}))
+    monkeypatch.setattr("retrain.record.columns.BLOCK", 4)  # rows
+    settings = context(max_steps=8, config=config(logging={"rollouts_every": 2, "num_groups_to_log": 1}))
     with RunRecorder(whole, settings) as recorder:
-        play(recorder, 0, BLOCK + 6)
+        play(recorder, 0, 8)
     first = RunRecorder(broken, settings)
-    play(first, 0, BLOCK - 5)
+    play(first, 0, 3)
     saved = json.loads(json.dumps(first.state()))
-    play(first, BLOCK - 5, BLOCK + 3)  # lost work: the process is killed in the middle of a line
+    play(first, 3, 6)  # lost work: the process is killed in the middle of a line
     first.flush()
     for name in ROWS:
         with open(broken / name, "a", encoding="utf-8") as file:
             file.write('{"step": 6, "torn')
     with RunRecorder(broken, settings) as second:
         second.restore(saved)
-        second.truncate(BLOCK - 5)
-        assert f"train_iteration_{BLOCK - 5:06d}_rollout_summaries.jsonl" not in contents(broken)
-        play(second, BLOCK - 5, BLOCK + 6)
+        second.truncate(3)
+        assert "train_iteration_000003_rollout_summaries.jsonl" not in contents(broken)
+        play(second, 3, 8)
     expected, resumed = contents(whole), contents(broken)
-    assert {*ROWS, "metrics.f32", "notes.jsonl", "iterations.jsonl", "tokens_000060.safetensors"} <= set(expected)
+    assert {*ROWS, "metrics.f32", "notes.jsonl", "iterations.jsonl", "tokens_000006.safetensors"} <= set(expected)
     pages = [name for name in sorted(expected) if name.startswith("train") and name.endswith("html")]
-    assert pages == [f"train_iteration_{number:06d}.html" for number in (0, 20, 40, 60, BLOCK + 5)]
+    assert pages == [f"train_iteration_{number:06d}.html" for number in (0, 2, 4, 6, 7)]
     assert set(resumed) == set(expected)
     for name, data in expected.items():
         assert resumed[name] == data, name

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from record_cases import context, evaluation, group, step
+from rich.console import Console
 
 from retrain.files import write_json
+from retrain.record.console import LiveConsole, PlainConsole
 from retrain.record.follow import Follower, JsonLines
 from retrain.record.lines import LAST_BLOCK, Tail
 from retrain.record.recorder import RunRecorder
@@ -186,6 +188,22 @@ def test_several_directories_and_files_that_go(tmp_path):
     assert not follower.look()
     shutil.rmtree(tmp_path / "one")
     assert not Follower(tmp_path / "gone", JsonLines(stream)).look()
+
+
+def test_consoles_show_what_is_followed(tmp_path):
+    campaign = Campaign(tmp_path)
+    campaign.hold()
+    campaign.state(0, "running")
+    campaign.steps(0, 0, 2)
+    plain, screen = io.StringIO(), io.StringIO()
+    Follower(tmp_path, PlainConsole(plain, verbose=True)).look()
+    assert "step run=a_s1 step=1 done=2/4 reward=0.500" in plain.getvalue()
+    live = LiveConsole(Console(file=screen, force_terminal=True, width=100))
+    Follower(tmp_path, live).look()
+    live.close()
+    assert "2/4" in screen.getvalue()
+    assert "1 waiting" in screen.getvalue()
+    campaign.release()
 
 
 def test_the_command_ends_with_the_runs_and_quietly_with_ctrl_c(tmp_path):

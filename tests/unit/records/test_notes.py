@@ -65,6 +65,7 @@ CASES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]], Any]] = [
     ("adapter_unchanged", rows(5, num_datums=0, optim__grad_norm=None), rows(4, num_datums=0, optim__grad_norm=None),
      None),
     ("adapter_unchanged", rows(5, optim__lr=0.0), [*rows(4, optim__lr=0.0), rows(1)[0]], None),
+    ("adapter_unchanged", rows(5, optim__grad_norm=0.0), rows(5, optim__grad_norm=None), None),
     ("loss_near_zero", rows(3, loss=1e-6), rows(3, loss=1e-6, optim__grad_norm=0.0), None),
     ("loss_near_zero", rows(3, loss=0.0), rows(3, loss=0.0, loss_is_placeholder=True), None),
     ("nothing_clipped", rows(3, clip_ratio__region_mean=0.0), rows(3, clip_ratio__region_mean=0.0, val__ratio=1.01),
@@ -113,6 +114,18 @@ def test_ordinary_runs_get_no_remark_and_every_rule_has_its_case():
     disagreement = rows(1, kl_sample_train_v2=1e-4)
     assert keys(disagreement) == ["sampler_and_trainer_disagree"]
     assert keys(disagreement, dtype="bfloat16") == []
+
+
+def test_uniform_groups_are_distinguished():
+    for all_good, matched, cut_off, words in (
+        (1.0, 1.0, 0.0, "too easy"),
+        (0.0, 0.0, 0.0, "no answer matched the format"),
+        (0.0, 1.0, 1.0, "cut off"),
+        (0.0, 1.0, 0.0, "too hard"),
+    ):
+        groups = {"env__all__by_group__frac_mixed": 0.0, "env__all__by_group__frac_all_good": all_good}
+        made = rows(3, env__all__format=matched, max_token_hit_rate=cut_off, **groups)
+        assert words in next(note.text for note in explain(made, config()) if note.key == "groups_uniform")
 
 
 def test_remarks_stand_in_the_log_and_in_a_file_once_and_warnings_are_heard(tmp_path):

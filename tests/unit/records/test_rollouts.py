@@ -218,9 +218,9 @@ CRITIC_MARKS = re.compile(r' data-[vt]="[^"]*"|<button type="button" data-mode="
 def test_tokens_carry_surprisal_advantage_planning_and_what_a_critic_expected():
     made, plain = two_turns(), two_turns(values=False, targets=False)
     text = rollout_page(batch([made], token_text=characters([made])), 1)
-    planned = ' data-l="1 1 1" data-s="50 0 0" data-a="-500 2000 0" data-v="-250 0 123" data-t="0 500 250" data-p="1 2"'
+    planned = ' data-l="1 1 1" data-s="50 0 0" data-a="-500 2000 0" data-p="1 2" data-v="-250 0 123" data-t="0 500 250"'
     assert f"{planned}>a🙂c</div>" in text
-    assert ' data-a="-2000 0" data-v="500 750" data-t="1000 1500">de</div>' in text
+    assert ' data-a="-2000 0" data-p="2" data-v="500 750" data-t="1000 1500">de</div>' in text
     without = rollout_page(batch([plain], token_text=characters([plain])), 1)
     assert CRITIC_MARKS.search(without.split("</style>")[1].split("<script>")[0]) is None
     assert CRITIC_MARKS.sub("", text) == without  # a critic adds these and changes nothing else

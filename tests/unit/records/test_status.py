@@ -14,9 +14,10 @@ from retrain.config import parse_dict
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import write_json
 from retrain.ownership import claim
+from retrain.record.console import status_view
 from retrain.record.environment import environment_facts, package_versions, run_facts
 from retrain.record.recorder import RunRecorder
-from retrain.record.status import last_row, read_status, status_view
+from retrain.record.status import last_row, read_status
 
 
 def make_run(directory: Path, steps: int) -> None:
@@ -27,14 +28,15 @@ def make_run(directory: Path, steps: int) -> None:
 
 
 def test_a_campaign_and_a_run_from_their_files(tmp_path):
-    make_run(tmp_path / "runs" / "a_s1", 3)
+    campaign = tmp_path / "campaign"
+    make_run(campaign / "runs" / "a_s1", 3)
     runs = [
         {"run_id": f"a_s{seed}", "label": "a", "seed": seed, "state": state, "reason": reason, "step": 0,
          "max_steps": 10, "path": f"runs/a_s{seed}"}
         for seed, state, reason in ((1, "running", None), (2, "failed", "RunFailed: no reward"), (3, "pending", None))
     ]  # fmt: skip
-    write_json(tmp_path / "manifest.json", {"runs": runs, "squeeze": {"recommended_rank": 4}})
-    status = read_status(tmp_path)
+    write_json(campaign / "manifest.json", {"runs": runs, "squeeze": {"recommended_rank": 4}})
+    status = read_status(campaign)
     json.dumps(status, allow_nan=False)
     assert (status["kind"], status["recommended_rank"]) == ("campaign", 4)
     assert [run["step"] for run in status["runs"]] == [3, 0, 0]

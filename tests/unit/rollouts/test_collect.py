@@ -111,17 +111,6 @@ def rewards(group: Group | Exception) -> list[float | None]:
     return [rollout.reward.total_reward for rollout in group.rollouts]
 
 
-def test_groups_come_back_in_the_order_of_the_requests():
-    one, other = Lengths(), Lengths()
-    first, second = graded(one), graded(other)
-    engine = Scripted({"c": ["x", "xx"], "a": ["xxx"], "b": ["", "xxxx"]})
-    groups = collect(engine, [asked(first, "a"), asked(second, "b", 2), asked(first, "c", 2)]).groups
-    assert [rewards(group) for group in groups] == [[3.0], [0.0, 4.0], [1.0, 2.0]]
-    assert [group.prompt.problem.id for group in groups] == ["a", "b", "c"]
-    assert sum(one.calls) == 3
-    assert sum(other.calls) == 2
-
-
 def test_what_is_asked_of_the_engine():
     engine = Scripted({"a": ["x", "y"]})
     sampling = Sampling(9, 0.5, top_p=0.9, top_k=7, min_p=0.1)
@@ -136,31 +125,33 @@ def test_what_is_asked_of_the_engine():
     assert collect(engine, [request]).sync_seconds is None
 
 
-def test_grading_runs_while_others_are_still_sampled_and_takes_what_gathered_together():
-    gate, grader = threading.Event(), None
-    grader = Lengths(gate)
-    environment = graded(grader)
-    seen = []
+@pytest.mark.parametrize("last", ["bbbb", "raise"])
+def test_grading_runs_beside_sampling_and_takes_what_gathered_in_one_call(last):
+    """Four groups gather while the first is graded; an error belongs to all groups of its call."""
+    gate = threading.Event()
+    grader, done = Lengths(gate), []
 
     def between():
         """After the first, wait for its grading to begin; after the last, let it end."""
-        if not seen:
-            deadline = time.monotonic() + 10
-            while not grader.calls and time.monotonic() < deadline:
-                time.sleep(0.001)
-            assert grader.calls == [1]  # the first is being graded though four are still to come
-        seen.append(len(seen))
-        if len(seen) == 5:
+        while not grader.calls:
+            time.sleep(0.001)
+        done.append(1)
+        if len(done) == 5:
             gate.set()
 
-    engine = Scripted({"0": ["a"], **{str(i): ["b" * i] for i in range(1, 5)}}, between)
-    groups = collect(engine, [asked(environment, str(i)) for i in range(5)]).groups
+    engine = Scripted({"0": ["a"], "1": ["b"], "2": ["bb"], "3": ["bbb"], "4": [last]}, between)
+    environment = graded(grader)
+    first, *others = collect(engine, [asked(environment, str(i)) for i in range(5)]).groups
     assert grader.calls == [1, 4]
-    assert [rewards(group) for group in groups] == [[1.0], [1.0], [2.0], [3.0], [4.0]]
+    assert rewards(first) == [1.0]
+    if last == "raise":
+        assert [str(error) for error in others] == ["a grader that breaks its promise"] * 4
+    else:
+        assert [rewards(group) for group in others] == [[1.0], [2.0], [3.0], [4.0]]
 
 
 @pytest.mark.parametrize(("does", "reason"), [("raise", "breaks its promise"), ("exit", r"called exit\(3\)")])
-def test_what_a_grader_raises_belongs_to_its_requests_only(does, reason):
+def test_an_error_of_a_grader_leaves_other_graders_alone(does, reason):
     good, bad = Lengths(), Lengths()
     engine = Scripted({"b": [does], "a": ["xy"]})
     groups = collect(engine, [asked(good, "a"), asked(bad, "b")]).groups
@@ -169,54 +160,26 @@ def test_what_a_grader_raises_belongs_to_its_requests_only(does, reason):
     assert re.search(reason, str(groups[1]))
 
 
-def test_what_a_grader_raises_is_found_at_all_that_it_graded_together():
-    """Three groups gather while the first is being graded, and are graded in one call that fails."""
-    gate = threading.Event()
-    grader, seen = Lengths(gate), []
-    environment = graded(grader)
-
-    def between():
-        while not grader.calls:
-            time.sleep(0.001)
-        seen.append(len(seen))
-        if len(seen) == 4:
-            gate.set()
-
-    engine = Scripted({"0": ["a"], "1": ["b"], "2": ["raise"], "3": ["c"]}, between)
-    first, *others = collect(engine, [asked(environment, str(i)) for i in range(4)]).groups
-    assert grader.calls == [1, 3]
-    assert rewards(first) == [1.0]
-    assert [str(error) for error in others] == ["a grader that breaks its promise"] * 3
-
-
-def test_who_needs_every_group_hears_in_one_line_what_went_wrong(monkeypatch):
-    monkeypatch.setitem(os.environ, "JUDGE_API_KEY", "sk-0123456789abcdef0123")
+def test_errors_of_graders_are_one_line_without_keys(monkeypatch):
+    key = "sk-0123456789abcdef0123"
+    monkeypatch.setitem(os.environ, "JUDGE_API_KEY", key)
 
     class Telling(Lengths):
         def grade(self, items):
-            raise (ModelError if items[0][1] == "z" else ValueError)("refused: sk-0123456789abcdef0123")
+            if items[0][1] == "recorded":
+                return [RewardResult(None, error=f"refused: {key}") for _ in items]
+            raise (ModelError if items[0][1] == "z" else ValueError)(f"refused: {key}")
 
     good, bad = asked(Lengths(), "a"), asked(Telling(), "b")
-    collected = collect(Scripted({"a": ["xy"], "b": ["w"]}), [good, bad])
-    with pytest.raises(RunFailed, match=r"^rollouts failed: ValueError: refused: .*\(test_collect\.py:\d+\)$") as told:
-        collected.graded()
-    assert "0123456789" not in str(told.value)
+    with pytest.raises(RunFailed, match=r"^rollouts failed: ValueError: refused: .*\(test_collect\.py:\d+\)$") as error:
+        collect(Scripted({"a": ["xy"], "b": ["w"]}), [good, bad]).graded()
+    assert key not in str(error.value)
     assert collect(Scripted({"a": ["xy"]}), [good]).graded()[0].rewards_N.tolist() == [2.0]
-    with pytest.raises(ModelError, match=r"^refused"):  # which has its own words already
+    with pytest.raises(ModelError, match=r"^refused"):  # such an error is raised as it is
         collect(Scripted({"b": ["z"]}), [bad]).graded()
-
-
-def test_a_grading_error_holds_no_key(monkeypatch):
-    monkeypatch.setitem(os.environ, "JUDGE_API_KEY", "sk-0123456789abcdef0123")
-
-    class Telling(Lengths):
-        def grade(self, items):
-            return [RewardResult(None, error="refused: sk-0123456789abcdef0123") for _ in items]
-
-    (group,) = collect(Scripted({"a": ["x"]}), [asked(Telling(), "a")]).groups
-    (rollout,) = group.rollouts
-    assert rollout.reward.error.startswith("refused: ")
-    assert "0123456789" not in rollout.reward.error
+    (group,) = collect(Scripted({"b": ["recorded"]}), [bad]).groups
+    assert group.rollouts[0].reward.error.startswith("refused: ")
+    assert key not in group.rollouts[0].reward.error
 
 
 def test_a_failing_engine_leaves_no_thread_behind():
@@ -335,25 +298,23 @@ def test_turns_of_all_that_go_on_are_one_batch_and_a_group_is_graded_when_all_it
 
 
 def test_an_episode_ends_at_its_limits():
-    """Turns, and tokens: three are read at first, one sampled, then four read; an action gets what is left at most."""
+    """Turns, and tokens: an action gets what is left of them at most."""
     request = replace(asked(TwoTurns(turns=9), "a", 2), limits=Limits(turns=3))
     engine = Scripted({"a": ["x", "last"]})
     (group,) = collect(engine, [request]).groups
-    assert [(len(one.turns), one.ended) for one in group.rollouts] == [(3, "max_turns"), (1, "done")]
+    assert [(len(rollout.turns), rollout.ended) for rollout in group.rollouts] == [(3, "max_turns"), (1, "done")]
     assert rewards(group) == [3.0, 1.0]
-    assert [len(each[0].sequences) for each in engine.requests] == [2, 1, 1]
-    first = len(group.prompt.token_ids)
-    second = len(group.rollouts[0].turns[1].observation_ids)
+    first, second = len(group.prompt.token_ids), len(group.rollouts[0].turns[1].observation_ids)
     limit = first + 1 + second + 3
     engine = Scripted({"a": ["x"]})
     (group,) = collect(engine, [replace(request, samples=1, limits=Limits(tokens=limit))]).groups
-    (one,) = group.rollouts
-    assert one.ended == "max_tokens"
-    assert one.observation_tokens + len(one) <= limit
-    assert [each[0].max_tokens for each in engine.requests][:2] == [min(request.sampling.max_tokens, limit - first), 3]
-    assert rewards(group) == [float(len(one.turns))]
+    (rollout,) = group.rollouts
+    assert rollout.ended == "max_tokens"
+    assert rollout.observation_tokens + len(rollout) <= limit
+    asked_for = [batch[0].max_tokens for batch in engine.requests]
+    assert asked_for[:2] == [min(request.sampling.max_tokens, limit - first), 3]
     (group,) = collect(Scripted({}), [replace(request, limits=Limits(tokens=first))]).groups
-    assert [(one.turns, one.ended) for one in group.rollouts] == [([], "max_tokens")] * 2
+    assert [(rollout.turns, rollout.ended) for rollout in group.rollouts] == [([], "max_tokens")] * 2
     assert "max_episode_tokens" in group.rollouts[0].reward.error
 
 
@@ -375,21 +336,6 @@ def test_episodes_that_begin_otherwise_have_prompts_of_their_own():
     assert read[0] != read[1]
 
 
-def test_a_template_that_wants_roles_to_alternate_hears_of_every_answer():
-    """Two questions in a row, without the answer between them, would be refused in the third turn."""
-    tokenizer = word_tokenizer(["a b c d"])
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('roles alternate') }}{% endif %}<turn>{{ m['role'] }} {{ m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}<turn>assistant {% endif %}"
-    )
-    request = replace(asked(TwoTurns(turns=3), "a"), renderer=Renderer(tokenizer, Data()))
-    (group,) = collect(Scripted({"a": ["x"]}), [request]).groups
-    assert rewards(group) == [3.0]
-    read = [tokenizer.decode(turn.observation_ids) for turn in group.rollouts[0].turns]
-    assert read == ["<turn>user a<turn>assistant ", *["<turn>user more?<turn>assistant "] * 2]
-
-
 def test_what_an_environment_raises_costs_the_episode_alone():
     environment, good = TwoTurns(), Lengths()
     engine = Scripted({"a": ["go on", "fail"], "b": ["go on"], "c": ["xyz"], "d": ["exit"]})
@@ -408,37 +354,14 @@ def test_what_an_environment_raises_costs_the_episode_alone():
     assert streams == [("a", "turn", 1, 0), ("b", "turn", 1, 0)]  # the failed episodes are over
 
 
-def test_held_out_problems_are_rendered_once_and_asked_in_other_words_anew():
-    """By the evaluations, by the runs that they count for, and where a base evaluation is looked up."""
-
-    class Counting:
-        """The tokenizer, with the texts that it was given."""
-
-        chat_template = None
-
-        def __init__(self):
-            self.texts = []
-
-        def __call__(self, text, **options):
-            self.texts.append(text)
-            return RENDERER.tokenizer(text, **options)
-
+def test_held_out_problems_are_rendered_with_the_template_of_their_environment():
     held_out = HeldOut(HELDOUT, 2, 2, Sampling(4, 1.0), Data())
-    problems, tokenizer = [Problem(name, name, "1") for name in "ab"], Counting()
-    plain = SingleTurn({HELDOUT: problems}, Data(), Lengths())
-    other = SingleTurn({HELDOUT: problems}, Data(prompt_template="c {prompt}"), plain.grader)
-    evaluator = Evaluator(Scripted({}), Renderer(tokenizer, Data()), [held_out])
-
-    def asked_for(step, *environments):
-        subjects = [Subject(PolicyRef("r", 0), {HELDOUT: each}, ("r",), step) for each in environments]
-        records = evaluator.evaluate(held_out, subjects)
-        return [[group.prompt.text for group in record.groups] for record in records]
-
-    assert asked_for(0, plain, plain) == [["a", "b"]] * 2
-    assert asked_for(1, plain) == [["a", "b"]]
-    assert tokenizer.texts == ["a", "b"]
-    assert asked_for(2, other) == [["c a", "c b"]]
-    assert tokenizer.texts == ["a", "b", "c a", "c b"]
+    problems = [Problem(name, name, "1") for name in "ab"]
+    evaluator = Evaluator(Scripted({}), RENDERER, [held_out])
+    for template, texts in (("{prompt}", ["a", "b"]), ("c {prompt}", ["c a", "c b"]), ("{prompt}", ["a", "b"])):
+        environment = SingleTurn({HELDOUT: problems}, Data(prompt_template=template), Lengths())
+        (record,) = evaluator.evaluate(held_out, [Subject(PolicyRef("r", 0), {HELDOUT: environment}, ("r",), 0)])
+        assert [group.prompt.text for group in record.groups] == texts
 
 
 def test_where_every_request_fails_or_there_is_none_nothing_is_sampled(base, lanes):

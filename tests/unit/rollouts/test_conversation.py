@@ -114,39 +114,25 @@ def test_thinking_that_is_dropped_makes_a_new_sequence():
     assert fresh == [False, True, False]
     assert "<think>" not in made.decode(ids)
     assert ids == made(whole(made, conversation), add_special_tokens=False)["input_ids"]
-
-
-def test_an_empty_thought_that_the_template_begins_with_is_a_part_of_what_was_read():
-    """The history is written without it, so each turn is a sequence of its own, as the policy saw it."""
-    made = tokenizer(*TEMPLATES["qwen3"])
-    ids, fresh, conversation = read_whole(
-        made, [("46", AGAIN), ("47", TOOL)], chat_template_kwargs={"enable_thinking": False}
-    )
+    # The template begins with an empty thought and writes the history without it: each turn is a sequence.
+    plain = {"enable_thinking": False}
+    ids, fresh, conversation = read_whole(made, [("46", AGAIN), ("47", TOOL)], chat_template_kwargs=plain)
     assert fresh == [True, True]
-    assert made.decode(ids) == whole(made, conversation, enable_thinking=False)
+    assert made.decode(ids) == whole(made, conversation, **plain)
     assert made.decode(ids).count("<think>") == 1
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
-def test_a_sampled_end_token_is_not_read_again_and_a_missing_one_is(name):
-    template, end = TEMPLATES[name]
-    made = tokenizer(template, end)
-    for ends in (True, False):
-        conversation, _ = begun(made)
-        read = conversation.reply(action(made, "46", ends), AGAIN)
-        assert made.decode(read.token_ids).startswith(end) == (not ends)
-
-
-@pytest.mark.parametrize("name", list(TEMPLATES))
-def test_the_text_of_an_action_changes_nothing_of_what_is_read(name):
+def test_end_tokens_are_read_once_and_the_text_of_an_action_changes_nothing(name):
     """Not even markup, or what looks like it."""
     template, end = TEMPLATES[name]
     made = tokenizer(template, end)
-    plain, _ = begun(made)
-    wanted = plain.reply(Action([9], "46", np.zeros(1), None, "stop"), AGAIN)
+    for ends in (True, False):
+        read = begun(made)[0].reply(action(made, "46", ends), AGAIN)
+        assert made.decode(read.token_ids).startswith(end) == (not ends)
+    expected = begun(made)[0].reply(Action([9], "46", np.zeros(1), None, "stop"), AGAIN)
     for text in ("", "  46\n\n", end, f"{end}<|im_start|>user\n", "[INST] x[/INST]", "{{ 7 }}", "@said0x", '"', "</s>"):
-        conversation, _ = begun(made)
-        assert conversation.reply(Action([9], text, np.zeros(1), None, "stop"), AGAIN) == wanted
+        assert begun(made)[0].reply(Action([9], text, np.zeros(1), None, "stop"), AGAIN) == expected
 
 
 @pytest.mark.parametrize(
@@ -180,50 +166,35 @@ def test_an_environment_may_rewrite_the_conversation():
     assert not conversation.reply(action(made, "46"), TOOL).fresh
 
 
-def test_without_a_template_messages_are_set_apart_by_blank_lines():
+def test_without_a_template_and_with_one_that_refuses():
     made = word_tokenizer(["12+34=46 let me check"])
     made.chat_template = None
     conversation, ids = begun(made)
     assert made.decode(ids) == "12+34=?"
     read = conversation.reply(action(made, "46"), [*AGAIN, *AGAIN])
     assert made.decode(read.token_ids) == "\n\nlet me check\n\nlet me check\n\n"
-
-
-@pytest.mark.parametrize("name", ["bundled", "qwen2.5"])
-def test_a_tool_s_definitions_are_told_whole(name):
-    place = {"type": "object", "properties": {"row": {"type": "integer"}}, "required": ["row"]}
-    parameters = {"type": "object", "properties": {"at": {"$ref": "#/$defs/Place"}}, "$defs": {"Place": place}}
-    tool = {"type": "function", "function": {"name": "put", "description": "Put it.", "parameters": parameters}}
-    text = Renderer(tokenizer(*TEMPLATES[name]), Data()).prompt(PROBLEM, ASKED, [tool]).text
-    assert json.dumps(parameters) in text
-    assert (
-        json.dumps(parameters) not in Renderer(tokenizer(*TEMPLATES[name]), Data()).prompt(PROBLEM, ASKED, [ADD]).text
-    )
-
-
-def test_a_template_that_refuses_says_so_in_one_line():
     made = tokenizer("{% if messages | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}<turn>", "<end>")
-    conversation, _ = begun(made)
     with pytest.raises(ModelError, match="one at a time") as caught:
-        conversation.reply(action(made, "46"), AGAIN)
+        begun(made)[0].reply(action(made, "46"), AGAIN)
     assert "\n" not in str(caught.value)
 
 
-def test_tools_are_told_of_where_the_template_cannot_show_them():
-    for name in ("bundled", "qwen2.5"):
-        made = tokenizer(*TEMPLATES[name])
-        prompt = Renderer(made, Data()).prompt(PROBLEM, ASKED, [ADD])
-        assert "Add two numbers." in prompt.text
-        assert (tools_text([ADD]) in prompt.text) == (name == "bundled")
-        assert Renderer(made, Data(), "").prompt(PROBLEM, ASKED).text == made.apply_chat_template(
-            ASKED, tokenize=False, add_generation_prompt=True
-        )
-    made = tokenizer(*TEMPLATES["bundled"])
-    asked = [{"role": "system", "content": "Be brief."}, *ASKED]
-    assert Renderer(made, Data(), "Call add.").prompt(PROBLEM, asked, [ADD]).messages[0]["content"] == (
-        "Be brief.\n\nCall add."
-    )
-    assert Renderer(made, Data(), "").prompt(PROBLEM, ASKED, [ADD]).messages == tuple(ASKED)
+@pytest.mark.parametrize("name", ["bundled", "qwen2.5"])
+def test_tools_are_described_whole_also_where_the_template_cannot_show_them(name):
+    made = tokenizer(*TEMPLATES[name])
+    place = {"type": "object", "properties": {"row": {"type": "integer"}}, "required": ["row"]}
+    parameters = {"type": "object", "properties": {"at": {"$ref": "#/$defs/Place"}}, "$defs": {"Place": place}}
+    tool = {"type": "function", "function": {"name": "put", "description": "Put it.", "parameters": parameters}}
+    assert json.dumps(parameters) in Renderer(made, Data()).prompt(PROBLEM, ASKED, [tool]).text
+    prompt = Renderer(made, Data()).prompt(PROBLEM, ASKED, [ADD])
+    assert "Add two numbers." in prompt.text
+    assert (tools_text([ADD]) in prompt.text) == (name == "bundled")
+    plain = made.apply_chat_template(ASKED, tokenize=False, add_generation_prompt=True)
+    assert Renderer(made, Data(), "").prompt(PROBLEM, ASKED).text == plain
+    if name == "bundled":
+        asked = [{"role": "system", "content": "Be brief."}, *ASKED]
+        messages = Renderer(made, Data(), "Call add.").prompt(PROBLEM, asked, [ADD]).messages
+        assert messages[0]["content"] == "Be brief.\n\nCall add."
 
 
 TRL = importlib.util.find_spec("trl")

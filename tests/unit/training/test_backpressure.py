@@ -1,4 +1,4 @@
-"""The scalability law on Gunther's Cisco benchmark, and a controller that does not trust a fit beyond its data."""
+"""Back pressure: the scalability law on Gunther's Cisco benchmark, the controller, and what a run records of it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from toymodels import train_quietly
 
+from retrain.config.upkeep import Backpressure
 from retrain.maths.backpressure import DecodeWork, Limits, UslFit, decide, fit_usl, roofline_regime, usl
+from retrain.pressure import Pressure, decode_work
 
 CISCO = [
     *(955.16, 1878.91, 2688.01, 3548.68, 4315.54, 5130.43, 5931.37, 6531.08, 7219.8, 7867.61, 8278.71),
@@ -34,48 +37,75 @@ def test_cisco():
     assert usl(fit.n_star, fit.lam, fit.sigma, fit.kappa) == pytest.approx(12341, abs=3)
 
 
+PEAKED = [1, 2, 4, 8, 16, 24, 32, 48, 64]
+"""Loads on both sides of the peak of ``curve``, n* = 22.1."""
+ROOFLINE = Limits(1, 64, warmup_steps=3, peak_gflops=1000.0, peak_bw_gb_s=100.0)
+
+
+@pytest.mark.parametrize(
+    ("loads", "throughputs", "load", "limits", "expected"),
+    [
+        pytest.param([], [], 8, LIMITS, ("warmup", "hold", 8), id="nothing measured"),
+        pytest.param([1, 2, 4], [1.0, 2.0, 3.0], 4, LIMITS, ("warmup", "increase", 8), id="few loads"),
+        pytest.param([8] * 20, [5.0] * 20, 8, LIMITS, ("warmup", "increase", 16), id="one load"),
+        pytest.param(LOADS[:8], CISCO[:8], 8, LIMITS, ("explore", "increase", 16), id="below the peak"),
+        pytest.param(LOADS, CISCO, 32, LIMITS, ("explore", "increase", 45), id="the peak of 35.6 beyond all loads"),
+        pytest.param([40, 44, 48, 56, 64], None, 64, LIMITS, ("explore", "throttle", 20), id="the peak below them"),
+        pytest.param(PEAKED, None, 64, LIMITS, ("fit", "throttle", 19), id="far above the peak"),
+        pytest.param(PEAKED, None, 23, LIMITS, ("fit", "throttle", 19), id="above the peak"),
+        pytest.param(PEAKED, None, 22, LIMITS, ("fit", "hold", 22), id="at the peak"),
+        pytest.param(PEAKED, None, 2, LIMITS, ("fit", "increase", 19), id="below 0.85 of the peak"),
+        pytest.param(PEAKED, None, 64, Limits(1, 10, warmup_steps=3), ("fit", "throttle", 10), id="at most 10"),
+        pytest.param(PEAKED, None, 64, Limits(30, 64, warmup_steps=3), ("fit", "throttle", 30), id="at least 30"),
+        pytest.param([1, 2, 4, 8], [1.0, 2.0, 4.0, 8.0], 8, LIMITS, ("explore", "increase", 16), id="no peak"),
+        pytest.param([8, 16, 32, 64], [8.0, 16.0, 32.0, 64.0], 64, LIMITS, ("unbounded", "hold", 64), id="the maximum"),
+    ],
+)
+def test_decisions(loads, throughputs, load, limits, expected):
+    decision = decide(loads, throughputs or curve(loads), load, limits)
+    assert (decision.basis, decision.action, decision.load) == expected
+    assert (decision.n_star is None) == (decision.basis != "fit")
+    assert (decision.best_load is None) == (decision.basis == "warmup")
+
+
 def test_a_peak_is_certain_only_two_standard_errors_above_zero():
-    """κ̂ at 1, 1.9, 2 and 2.1 standard errors: only the last says that there is a peak."""
     for ratio, certain in ((1.0, False), (1.9, False), (2.0, False), (2.1, True)):
         fit = UslFit(1000.0, 0.02, ratio * 0.01, kappa_se=0.01, n_star=10.0)
         assert fit.kappa_is_positive == certain
 
 
-def test_beyond_the_peak_is_retrograde_and_below_it_the_roofline_decides():
-    """The peak is at 22.1, the aim 0.85 of it."""
-    loads, roofline = [1, 2, 4, 8, 16, 24, 32, 48, 64], {"peak_gflops": 1000.0, "peak_bw_gb_s": 100.0}
-    throughputs = curve(loads)
-    for load, expected in ((22, ("hold", "optimal", 22)), (23, ("throttle", "retrograde", 19))):
-        decision = decide(loads, throughputs, load, LIMITS)
-        assert (decision.action, decision.regime, decision.load) == expected
-    bound = decide(loads, throughputs, 22, Limits(1, 64, warmup_steps=3, **roofline), flops_per_byte=5.0)
-    beyond = decide(loads, throughputs, 23, Limits(1, 64, warmup_steps=3, **roofline), flops_per_byte=5.0)
-    assert (bound.regime, beyond.regime) == ("memory_bound", "retrograde")
-
-
-def test_what_the_fit_predicts_is_given_before_it_is_acted_on():
-    """Below the peak, without a peak and with one: the best allowed load, and the share of its throughput."""
-    assert decide([1, 2, 4, 4], [1.0, 2.0, 3.0, 3.0], 4, Limits(1, 64, warmup_steps=4)).best_load is None
-    below = decide(LOADS[:8], CISCO[:8], 8, LIMITS)
-    fit = fit_usl(LOADS[:8], CISCO[:8])
-    assert below.basis == "explore"
+def test_the_share_of_the_best_throughput_is_what_the_fit_predicts():
+    below, fit = decide(LOADS[:8], CISCO[:8], 8, LIMITS), fit_usl(LOADS[:8], CISCO[:8])
     assert below.best_load == pytest.approx(min(fit.n_star or math.inf, 64))
     assert below.utilization == pytest.approx(CISCO[7] / usl(below.best_load, fit.lam, fit.sigma, fit.kappa))
-    straight = decide([1, 2, 4, 8, 16], [100.0, 200.0, 400.0, 800.0, 1600.0], 16, Limits(1, 16, warmup_steps=3))
-    assert (straight.basis, straight.best_load) == ("unbounded", 16.0)
-    assert straight.utilization == pytest.approx(1.0, rel=1e-6)
-    whole = decide(LOADS, CISCO, 8, Limits(1, 20, warmup_steps=3))
-    assert whole.best_load == 20.0  # n* = 35.6 is not allowed
-    known = decide([1, 2, 4, 8, 16, 24, 32, 48, 64], curve([1, 2, 4, 8, 16, 24, 32, 48, 64]), 16, LIMITS)
-    assert known.best_load == known.n_star == pytest.approx(22.1, abs=0.1)
+    assert decide(LOADS, CISCO, 8, Limits(1, 20, warmup_steps=3)).best_load == 20.0  # n* = 35.6 is not allowed
+    bracketed = decide(PEAKED, curve(PEAKED), 16, LIMITS)
+    assert bracketed.best_load == bracketed.n_star == pytest.approx(22.1, abs=0.1)
 
 
-def test_loads_below_the_peak_end_in_explore():
-    decision = decide(LOADS[:8], CISCO[:8], 8, LIMITS)
-    assert (decision.basis, decision.action, decision.load) == ("explore", "increase", 16)
-    assert decision.n_star is None
-    whole = decide(LOADS, CISCO, 32, LIMITS)  # n* = 35.6 lies beyond 32: go and look just past it
-    assert (whole.basis, whole.action, whole.load) == ("explore", "increase", 45)
+def test_the_roofline_says_what_bounds_decoding_below_the_peak():
+    assert roofline_regime(ROOFLINE, 5.0) == "memory_bound"
+    assert roofline_regime(ROOFLINE, 20.0) == "compute_bound"
+    assert roofline_regime(ROOFLINE, None) is None
+    assert roofline_regime(LIMITS, 5.0) is None
+    for load, limits, regime in ((22, ROOFLINE, "memory_bound"), (23, ROOFLINE, "retrograde"), (22, LIMITS, "optimal")):
+        assert decide(PEAKED, curve(PEAKED), load, limits, flops_per_byte=5.0).regime == regime
+
+
+def test_impossible_measurements_are_named():
+    for loads, throughputs, message in (
+        ([1, 2, 3], [1.0, 2.0, 3.0], "at least 4 measurements at 3 different loads"),
+        ([1, 1, 2, 2], [1.0, 1.0, 2.0, 2.0], "at least 4 measurements"),
+        ([1, 2, 3, 4], [1.0], "one throughput per load"),
+        ([1, 2, 3, 4], [1.0, 2.0, 3.0, math.nan], "throughputs > 0"),
+        ([1, 2, 3, 4], [1.0, 2.0, 3.0, 0.0], "throughputs > 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit_usl(loads, throughputs)
+    with pytest.raises(ValueError, match="min_load"):
+        Limits(8, 4)
+    with pytest.raises(ValueError, match="margin"):
+        Limits(throttle_margin=1.5)
 
 
 @given(st.floats(1.0, 1e6), st.floats(0.0, 0.3), st.floats(5e-4, 0.05))
@@ -92,33 +122,12 @@ def test_the_standard_error_matches_repeated_experiments():
     loads = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
     kappas, errors = [], []
     truth = np.asarray(usl(np.asarray(loads, float), 1000.0, 0.02, 0.002))
-    for seed in range(200):
+    for seed in range(100):
         noise = 60.0 * np.random.default_rng(seed).standard_normal(len(loads))
         fit = fit_usl(loads, (truth + noise).tolist())
         kappas.append(fit.kappa)
         errors.append(fit.kappa_se)
     assert np.mean(errors) == pytest.approx(np.std(kappas), rel=0.25)
-
-
-def test_acts_when_the_peak_is_bracketed():
-    loads = [1, 2, 4, 8, 16, 24, 32, 48, 64]
-    throughputs = curve(loads, noise=0.01)  # n* = 22.1
-    down = decide(loads, throughputs, 64, LIMITS)
-    assert (down.basis, down.action, down.regime) == ("fit", "throttle", "retrograde")
-    assert down.load == pytest.approx(0.85 * 22.1, abs=1.5)
-    assert down.n_star == pytest.approx(22.1, rel=0.1)
-    up = decide(loads, throughputs, 2, LIMITS)
-    assert (up.basis, up.action, up.regime, up.load) == ("fit", "increase", "optimal", down.load)
-    stay = decide(loads, throughputs, 16, LIMITS)
-    assert (stay.basis, stay.action, stay.load) == ("fit", "hold", 16)
-    assert stay.utilization == pytest.approx(throughputs[-1] / max(throughputs), rel=0.05)
-
-
-def test_warmup():
-    assert decide([1, 2, 4], [1.0, 2.0, 3.0], 4, LIMITS).basis == "warmup"
-    same = decide([8] * 20, [5.0] * 20, 8, LIMITS)  # one load says nothing about the law
-    assert (same.basis, same.action, same.load) == ("warmup", "increase", 16)
-    assert decide([], [], 8, LIMITS).action == "hold"
 
 
 @pytest.mark.parametrize(("start", "kappa", "low", "high"), [(64, 0.004, 8, 16), (1, 0.004, 8, 16), (64, 0.0, 64, 64)])
@@ -130,32 +139,6 @@ def test_a_controller_finds_the_peak_from_either_end(start, kappa, low, high):
         throughputs.append(curve([load], kappa=kappa, noise=0.01, seed=number)[0])
         load = decide(loads, throughputs, load, LIMITS).load
     assert low <= load <= high
-    few = decide([2] * 9 + [1], [1.0] * 10, 1, Limits(1, 2, warmup_steps=3))
-    assert (few.basis, few.load) == ("warmup", 2)  # no third load to be had: as many as are allowed
-
-
-def test_without_a_peak_it_grows_to_the_maximum_and_stays():
-    limits = Limits(1, 32, warmup_steps=3)
-    loads = [1, 2, 4, 8]
-    growing = decide(loads, curve(loads, kappa=0.0, noise=0.01), 8, limits)
-    assert (growing.basis, growing.action, growing.load) == ("explore", "increase", 16)
-    loads = [1, 2, 4, 8, 16, 32]
-    full = decide(loads, curve(loads, kappa=0.0, noise=0.01), 32, limits)
-    assert (full.basis, full.action, full.load, full.regime) == ("unbounded", "hold", 32, "optimal")
-
-
-def test_a_peak_below_all_loads_is_looked_for_downward():
-    loads = [40, 44, 48, 56, 64]
-    decision = decide(loads, curve(loads), 64, LIMITS)
-    assert (decision.basis, decision.action) == ("explore", "throttle")
-    assert decision.load < 22
-
-
-def test_limits_hold():
-    loads = [4, 8, 16, 24, 32, 48, 64]
-    throughputs = curve(loads)
-    assert decide(loads, throughputs, 64, Limits(4, 10, warmup_steps=3)).load <= 10
-    assert decide(loads, throughputs, 64, Limits(30, 64, warmup_steps=3)).load >= 30
 
 
 def test_the_intensity_of_a_decoding_step_by_hand():
@@ -176,16 +159,6 @@ def test_more_rows_raise_the_intensity_and_the_cache_bounds_it(rows, context, fu
     assert work.intensity(rows, 1e15) == pytest.approx(4.0, rel=1e-3)  # 4 query heads share a key and a value
 
 
-def test_roofline():
-    limits = Limits(1, 64, warmup_steps=3, peak_gflops=1000.0, peak_bw_gb_s=100.0)
-    assert roofline_regime(limits, 5.0) == "memory_bound"
-    assert roofline_regime(limits, 20.0) == "compute_bound"
-    assert roofline_regime(limits, None) is None
-    assert roofline_regime(LIMITS, 5.0) is None
-    loads = [1, 2, 4, 8, 16, 24, 32, 48, 64]
-    assert decide(loads, curve(loads), 16, limits, flops_per_byte=5.0).regime == "memory_bound"
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 64), st.floats(1e-3, 1e9)), min_size=0, max_size=12),
     st.integers(1, 64),
@@ -200,17 +173,64 @@ def test_any_measurements_give_a_decision_within_limits(pairs, current):
     assert decision.best_load is None or 1 <= decision.best_load <= 64
 
 
-def test_impossible_measurements_are_named():
-    with pytest.raises(ValueError, match="at least 4 measurements at 3 different loads"):
-        fit_usl([1, 2, 3], [1.0, 2.0, 3.0])
-    with pytest.raises(ValueError, match="at least 4 measurements"):
-        fit_usl([1, 1, 2, 2], [1.0, 1.0, 2.0, 2.0])
-    with pytest.raises(ValueError, match="one throughput per load"):
-        fit_usl([1, 2, 3, 4], [1.0])
-    for x in (math.nan, 0.0, -1.0, math.inf):
-        with pytest.raises(ValueError, match="throughputs > 0"):
-            fit_usl([1, 2, 3, 4], [1.0, 2.0, 3.0, x])
-    with pytest.raises(ValueError, match="min_load"):
-        Limits(8, 4)
-    with pytest.raises(ValueError, match="margin"):
-        Limits(throttle_margin=1.5)
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+def settings(**changes):
+    return Backpressure.model_validate({"max_batch_size": 16, "warmup_steps": 0} | changes)
+
+
+def test_the_work_is_read_off_the_model(base):
+    """2 layers of 32 hidden units, 4 heads of 8 on 2 keys and values, float32, embeddings apart from the output."""
+    work = decode_work(base)
+    assert work is not None
+    weights = dict(base.model.named_parameters())
+    table = weights["model.embed_tokens.weight"].numel()
+    assert work.parameters == sum(w.numel() for w in weights.values()) - table
+    assert (work.parameter_bytes, work.operations_per_position, work.cache_bytes) == (4, 4 * 2 * 32, 2 * 2 * 2 * 8 * 4)
+    # Every parameter of a matrix costs two operations in a real forward pass over one token; norms cost less.
+    matrices = sum(w.numel() for name, w in weights.items() if w.dim() == 2 and "embed" not in name)
+    assert matrices <= work.parameters < 1.02 * matrices
+
+
+def test_a_real_run_records_what_its_fit_predicts(tmp_path):
+    """The bundled model: from the fourth measurement at the third load on, every row has all of it."""
+    rows = train_quietly(
+        tmp_path,
+        """
+        [training]
+        max_steps = 6
+        batch_size = 8
+        group_size = 2
+        max_tokens = 12
+        [backpressure]
+        enabled = true
+        warmup_steps = 1
+        [backend]
+        devices = "cpu"
+        """,
+    )
+    keys = ("bp_p_star", "bp_utilization", "bp_sigma", "bp_kappa")
+    known = [all(row[key] is not None for key in keys) for row in rows]
+    assert known == [False] * 3 + [True] * 3  # loads 8, 8, 4, 2 and what follows from them
+    assert not any(row[key] is not None for row in rows[:3] for key in keys)
+    for row in rows[3:]:
+        assert 1 <= row["bp_p_star"] <= 8
+        assert row["bp_utilization"] > 0
+    assert {row["bp_action"] for row in rows} <= {"hold", "increase", "throttle"}
+
+
+@pytest.mark.parametrize(("gflops", "regime"), [(1e3, "compute_bound"), (1e6, "memory_bound"), (0.0, None)])
+def test_the_roofline_shows_in_the_regime(base, gflops, regime):
+    """Throughput that only grows: the load stays at the maximum, and the ridge decides what bounds it."""
+    pressure = Pressure(settings(peak_gflops=gflops, peak_bw_gb_s=1e3), 16, 8, decode_work(base))
+    regimes = []
+    for _ in range(8):
+        pressure.observe(tokens=100 * pressure.load, seconds=1.0, context=40.0)
+        regimes.append(pressure.metrics()["bp_regime"])
+    assert pressure.load == 16
+    assert regimes[-1] == (regime or "optimal")
+    work = decode_work(base)
+    assert work is not None
+    if regime:
+        assert (work.intensity(128, 40.0) < gflops / 1e3) == (regime == "memory_bound")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from lane_cases import fresh_logits, local_policy, rollout, totals, trained
@@ -25,9 +24,7 @@ def states(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("top", [0, 5])
-@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(("alpha", "top", "softcap"), [(0.0, 0, None), (0.3, 5, 3.0), (1.0, 5, None), (0.3, 0, 3.0)])
 def test_in_chunks_it_has_the_value_and_gradient_that_it_has_at_once(monkeypatch, alpha, top, softcap):
     monkeypatch.setattr(head_module, "CHUNK_BYTES", {"cpu": 1, "cuda": 1})
     head = Head(states(31, 6), states(31, seed=1), softcap=softcap, multiplier=0.7)
@@ -137,15 +134,6 @@ def test_where_nobody_teaches_there_is_no_term_and_no_further_pass(base, lanes):
     policy = local_policy(base, lanes)
     batch = asked(rollout(base, lanes, policy.adapter)[:2], [None, None])
     assert "distillation/divergence" not in policy.update(batch, objective_of(policy.config, "ppo"), 1e-6)
-
-
-def test_repeated_updates_come_nearer_to_the_teacher(base, lanes):
-    teacher = AdapterTeacher(LocalSnapshot(trained(lanes, 9, size=0.1).frozen(), {}), "")
-    policy, objective = student(base, lanes, teacher)
-    batch = asked(rollout(base, lanes, policy.adapter), [()] * 15)
-    found = [policy.update(batch, objective, 3e-3)["distillation/divergence"] for _ in range(12)]
-    assert found[-1] < 0.7 * found[0]
-    assert np.isfinite(found).all()
 
 
 @pytest.mark.parametrize(("sections", "why"), [

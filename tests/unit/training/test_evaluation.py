@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,15 +83,6 @@ def test_every_key_is_in_the_catalogue_and_in_rows_without_an_evaluation():
         assert pattern.replace("/easy/", "/<tag>/").replace("/hard/", "/<tag>/") in BY_KEY, key
 
 
-@pytest.mark.parametrize(("n", "ks", "majorities"), [
-    (1, [1], []), (2, [1, 2], []), (3, [1, 2, 3], [3]), (4, [1, 2, 4], [4]), (6, [1, 2, 4, 6], [4, 6]),
-    (16, [1, 2, 4, 8, 16], [4, 8, 16]),
-])  # fmt: skip
-def test_which_k_are_recorded(n, ks, majorities):
-    assert sensible_ks(n) == ks
-    assert majority_ks(n) == majorities
-
-
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
 def test_pass_at_k_is_the_share_of_all_subsets_with_a_success(marks, data):
     k = data.draw(st.integers(1, len(marks)))
@@ -109,22 +99,24 @@ def test_a_majority_is_the_mean_over_blocks_and_drops_no_vote(samples, data):
     assert 0.0 <= majority(answers, marks, k) <= 1.0
 
 
-def test_a_vote_counts_the_answers_that_the_reward_looks_at():
+def test_a_vote_counts_the_answers_that_the_reward_reads():
     groups = [asked("two", ["it is 4", "it is 4", "\\boxed{5}"])]
     assert [row["answer"] for row in evaluated(record(groups))] == [None, None, "5"]
     assert [row["answer"] for row in evaluated(record(groups), strict=False)] == ["4", "4", "5"]
-    votes = {strict: RewardSection(type="match", strict=strict).strict_answers for strict in (True, False)}
-    assert votes == {True: True, False: False}
-    assert not RewardSection(type="judge").strict_answers  # it reads the whole text
     parts = [RewardComponent(type="format"), RewardComponent(type="match")]
-    assert RewardSection(type="weighted", components=parts).strict_answers
-
-
-def test_an_answer_that_was_graded_both_ways_counts_with_its_share():
-    """A custom reward may want more than the answer, a form for instance."""
+    for reward, strict in (
+        (RewardSection(type="match", strict=True), True),
+        (RewardSection(type="match", strict=False), False),
+        (RewardSection(type="judge"), False),
+        (RewardSection(type="weighted", components=parts), True),
+    ):
+        assert reward.strict_answers == strict
+    # A custom reward may grade equal answers differently: such an answer counts with its share.
     assert maj_at_k(["4", "4", "4", "5"], [True, False, False, True], 4) == pytest.approx(1 / 3)
     with pytest.raises(ValueError, match="maj@k"):
         majority(["4"], [True], 2)
+    assert (sensible_ks(6), majority_ks(6)) == ([1, 2, 4, 6], [4, 6])
+    assert (sensible_ks(1), majority_ks(2), majority_ks(3)) == ([1], [], [3])
 
 
 def test_every_answer_is_kept_with_what_it_votes_for(tmp_path):
@@ -149,23 +141,24 @@ def test_every_answer_is_kept_with_what_it_votes_for(tmp_path):
 
 
 def test_the_kept_base_is_the_base(tmp_path):
-    kept, made = BaseEvaluations(tmp_path, "weights and problems"), record(GROUPS)
+    kept, base = BaseEvaluations(tmp_path, "weights and problems"), record(GROUPS)
     problems = [group.prompt.problem for group in GROUPS]
-    assert kept.get("how", problems) is None
-    kept.put("how", made)
+    failed = record([asked("two", ["\\boxed{4}", "\\boxed{5}"])])
+    failed.groups[0].rollouts[1].reward.error = "the judge did not answer"
+    kept.put("how", failed)
+    assert kept.get("how", [failed.groups[0].prompt.problem]) is None
+    kept.put("how", base)
     again = kept.get("how", problems)
     assert again is not None
-    assert eval_row(again) == eval_row(made)
-    assert evaluated(again) == evaluated(made)
+    assert (eval_row(again), evaluated(again)) == (eval_row(base), evaluated(base))
     assert (again.temperature, again.samples, again.max_tokens, again.seconds) == (0.7, 4, 64, 0.5)
     for mine, theirs in zip(again.groups[1].rollouts, GROUPS[1].rollouts, strict=True):
-        assert mine.token_ids == theirs.token_ids
-        assert mine.stop_reason == theirs.stop_reason
+        assert (mine.token_ids, mine.stop_reason) == (theirs.token_ids, theirs.stop_reason)
         assert mine.logprobs_T.tolist() == theirs.logprobs_T.tolist()
         assert mine.entropy_T.tolist() == theirs.entropy_T.tolist()
     assert kept.get("otherwise", problems) is None
     assert BaseEvaluations(tmp_path, "other weights").get("how", problems) is None
-    assert kept.get("how", problems[::-1]) is None  # other problems, or in another order
+    assert kept.get("how", problems[::-1]) is None
 
 
 def test_the_kept_base_is_found_only_by_all_that_decides_about_it(tmp_path):
@@ -196,57 +189,50 @@ def test_the_kept_base_is_found_only_by_all_that_decides_about_it(tmp_path):
 
 
 class Noting:
-    """An engine that notes what it is asked."""
+    """An engine that keeps its requests."""
 
     gives_entropy, exact, sync_seconds = True, True, None
 
     def __init__(self):
-        self.asked = []
+        self.requests = []
 
     def forget_sequences(self):
         pass
 
     def sample(self, requests, *, max_rows=None, finished=None):
-        self.asked += requests
-        one = Action([5], "\\boxed{4}", np.zeros(1), np.zeros(1), "stop")
-        groups = [[one for _ in range(request.samples)] for request in requests]
+        self.requests += requests
+        answer = Action([5], "\\boxed{4}", np.zeros(1), np.zeros(1), "stop")
+        groups = [[answer] * request.samples for request in requests]
         for i, group in enumerate(groups):
             finished(i, group)
         return groups
 
 
-def test_an_answer_has_the_stream_of_its_subject_set_step_and_problem():
-    """So a set or a subject more changes no number of the others."""
+def test_the_random_stream_is_of_subject_set_step_and_problem():
+    """Another set or another subject changes no number of the others."""
     settings = config(evaluation={"problems": 3, "samples": 2, "temperature": 0.5, "max_tokens": 9})
     problems, (held_out,) = [group.prompt.problem for group in GROUPS], settings.held_out
-    sets = [held_out, replace(held_out, name="own", samples=1)]
-    environment = SingleTurn({each.name: problems for each in sets}, settings.data, Grader(MatchReward()))
-    environments = {each.name: environment for each in sets}
+    sets = [held_out, replace(held_out, name="more", samples=1)]
+    environments = {each.name: SingleTurn({each.name: problems}, settings.data, Grader(MatchReward())) for each in sets}
     subjects = [
         Subject(PolicyRef("a", 0), environments, (0, "base"), 0),
         Subject(PolicyRef("b", 4), environments, (0, 7), 5),
     ]
     renderer = Renderer(word_tokenizer(["What is two?"]), settings.data)
-    for each, name, samples in ((sets[0], (), 2), (sets[1], ("own",), 1)):
+    for each, name, samples in ((sets[0], (), 2), (sets[1], ("more",), 1)):
         engine = Noting()
-        found = Evaluator(engine, renderer, sets).evaluate(each, subjects)
-        assert [len(one.groups) for one in found] == [3, 3]
-        assert [(request.policy, request.stream, request.samples) for request in engine.asked] == [
+        records = Evaluator(engine, renderer, sets).evaluate(each, subjects)
+        assert [len(record_.groups) for record_ in records] == [3, 3]
+        assert [(request.policy, request.stream, request.samples) for request in engine.requests] == [
             (subject.policy, (*subject.stream, "eval", *name, subject.step, i), samples)
             for subject in subjects
             for i in range(3)
         ]
 
 
-def test_an_evaluation_with_a_failed_grading_is_not_kept(tmp_path):
-    made = record([asked("two", ["\\boxed{4}", "\\boxed{5}"])])
-    made.groups[0].rollouts[1].reward.error = "the judge did not answer"
-    BaseEvaluations(tmp_path, "").put("how", made)
-    assert not list(tmp_path.rglob("*.npz"))
-
-
 CAMPAIGN = (
     TWO_CONDITIONS
+    + 'reward = {{custom_function = "other"}}\n'
     + TINY_RUN
     + """\
 max_tokens = 6
@@ -264,73 +250,38 @@ dtype = "float64"
 enabled = false
 """
 )
+REWARDS = """
+def score(completion, answer):
+    return float(len(completion) % 2)
+
+def other(completion, answer):
+    return 1.0 - score(completion, answer)
+"""
 
 
-@pytest.fixture(scope="module")
-def campaign(tmp_path_factory) -> Path:
-    """Home of a campaign file: a model, a reward and problems."""
-    home = tmp_path_factory.mktemp("base_evaluation")
-    model = qwen3_directory(home / "model", ["What is 3 + 4? 7", "Compute 12 * 3."])
+def test_the_base_is_scored_once_for_every_way_to_grade(tmp_path):
+    """One condition rewards what the other punishes: four cohorts of one run share two evaluations of the base."""
+    model = qwen3_directory(tmp_path / "model", ["What is 3 + 4? 7", "Compute 12 * 3."])
     lines = [f'{{"prompt": "What is {i} + {i}?", "answer": "{2 * i}"}}' for i in range(40)]
     (model / "problems.jsonl").write_text("\n".join(lines) + "\n")
-    (model / "rewards.py").write_text(
-        "def score(completion, answer):\n    return float(len(completion) % 2)\n"
-        "def other(completion, answer):\n    return 1.0 - score(completion, answer)\n"
-    )
-    (home / "camp.toml").write_text(CAMPAIGN.format(model=model))
-    return home
-
-
-def test_the_base_is_scored_once_for_all_cohorts(campaign):
-    loaded = load(campaign / "camp.toml", ["campaign.lanes=1"])
-    assert launch(loaded, campaign / "out", NullObserver()).exit_status == 0
-    runs = [campaign / "out" / run["path"] for run in read_json(campaign / "out/manifest.json")["runs"]]
-    assert len(runs) == 4
-    first = [read_jsonl(run / "evals.jsonl")[0] for run in runs]
-    assert first[0]["step"] == 0
-    assert all(row == first[0] for row in first)  # the seconds too: nothing was sampled again
-    problems = [read_jsonl(run / "emergence/evaluations.jsonl") for run in runs]
-    ids = [row["problem_id"] for row in problems[0] if row["step"] == 0]
-    assert len(ids) == 3 * len(set(ids))
-    for rows in problems:
-        assert [
-            row["problem_id"] for row in rows
-        ] == ids * 2  # the same held-out problems before and after, in all runs
-    assert len(list((campaign / "out/base").glob("*.npz"))) == 1
-    hashes = {read_json(run / "config.json")["heldout_hash"] for run in runs}
-    assert len(hashes) == 1
-
-
-def test_a_cohort_of_all_gives_the_same_base_and_what_was_declared_decides(campaign):
-    declared = ["campaign.primary_metric='final:pass@3'", "campaign.equivalence_margin=0.1"]
-    assert launch(load(campaign / "camp.toml", declared), campaign / "together", NullObserver()).exit_status == 0
-    comparison = read_json(campaign / "together/comparison.json")
-    assert (comparison["metric"], comparison["margin"]) == ("eval/heldout/pass@3", 0.1)
-    assert not any("exploratory" in warning for warning in comparison["warnings"])
-    launch(
-        load(campaign / "camp.toml", ["campaign.primary_metric='final:maj@3'"]), campaign / "together", NullObserver()
-    )
-    comparison = read_json(campaign / "together/comparison.json")
-    assert comparison["metric"] == "eval/heldout/pass@3"
-    assert "primary_metric was declared as final:pass@3 and is final:maj@3 in the file now" in comparison["note"]
-    alone, together = (
-        read_jsonl(next((campaign / where / "runs").iterdir()) / "evals.jsonl")[0] for where in ("out", "together")
-    )
-    assert {k: v for k, v in alone.items() if k != "seconds"} == {k: v for k, v in together.items() if k != "seconds"}
-
-
-def test_runs_that_are_graded_otherwise_have_a_base_of_their_own(campaign):
-    """The same answers, right for the one condition where they are wrong for the other."""
-    text = (campaign / "camp.toml").read_text()
-    assert TWO_CONDITIONS in text
-    path = campaign / "graded.toml"
-    path.write_text(text.replace(TWO_CONDITIONS, TWO_CONDITIONS + 'reward = {custom_function = "other"}\n'))
-    assert launch(load(path), campaign / "graded", NullObserver()).exit_status == 0
-    rates: dict[str, set[float]] = {}
-    for run in read_json(campaign / "graded/manifest.json")["runs"]:
-        first = read_jsonl(campaign / "graded" / run["path"] / "evals.jsonl")[0]
-        rates.setdefault(run["label"], set()).add(first["eval/heldout/correct_rate"])
-    ((one,), (other,)) = rates.values()
-    assert one + other == pytest.approx(1)
-    assert one != other
-    assert len(list((campaign / "graded/base").glob("*.npz"))) == 2
+    (model / "rewards.py").write_text(REWARDS)
+    (tmp_path / "camp.toml").write_text(CAMPAIGN.format(model=model))
+    out = tmp_path / "out"
+    assert launch(load(tmp_path / "camp.toml", ["campaign.lanes=1"]), out, NullObserver()).exit_status == 0
+    runs = read_json(out / "manifest.json")["runs"]
+    first: dict[str, list[dict]] = {}
+    for run in runs:
+        row = read_jsonl(out / run["path"] / "evals.jsonl")[0]
+        assert row["step"] == 0
+        first.setdefault(run["label"], []).append(row)
+    (one, same), (other, _) = first.values()
+    assert one == same  # the seconds too: nothing was sampled again
+    rates = [row["eval/heldout/correct_rate"] for row in (one, other)]
+    assert sum(rates) == pytest.approx(1)
+    assert rates[0] != rates[1]
+    assert len(list((out / "base").glob("*.npz"))) == 2
+    answers = [read_jsonl(out / run["path"] / "emergence/evaluations.jsonl") for run in runs]
+    ids = [row["problem_id"] for row in answers[0] if row["step"] == 0]
+    assert len(ids) == 3 * len(set(ids)) == 15
+    assert all([row["problem_id"] for row in rows] == ids * 2 for rows in answers)  # before and after, in all runs
+    assert len({read_json(out / run["path"] / "config.json")["heldout_hash"] for run in runs}) == 1

@@ -34,9 +34,6 @@ def score(completion, answer):
     """Return 1 for a completion with more even than odd characters, about half of a toy model's."""
     return float(2 * sum(ord(c) % 2 == 0 for c in completion) > len(completion))
 
-def double(completion, answer):
-    return 2 * score(completion, answer)
-
 def always(completion, answer):
     return 1.0
 
@@ -75,36 +72,30 @@ def probed(path: Path, *sets: str, batches: int = 4) -> dict[str, Any]:
     return probe(Plan.of(load(path, sets)), batches, lambda text: None)
 
 
-def second(report: dict[str, Any]) -> dict[str, Any]:
-    return report["conditions"][1]
-
-
 # -- known relations ----------------------------------------------------------------------------------------------
 
 
-def test_the_same_condition_makes_the_same_update(tmp_path: Path, model: Path):
-    """At another learning rate, which is no part of a gradient."""
-    report = probed(toy(tmp_path, model, ("grpo", "none"), ("grpo", "none"), second="lr = 0.03"))
-    first, other = report["conditions"]
-    assert other["cosine"]["estimate"] == pytest.approx(1, abs=1e-9)
-    assert other["length"]["estimate"] == pytest.approx(1, abs=1e-9)
-    assert (other["norm"], other["halves"]) == (first["norm"], first["halves"])
+def test_known_relations_of_the_formulas(tmp_path: Path, model: Path):
+    conditions = [("dr_grpo", "none"), ("dr_grpo", "none"), ("rloo", "none"), ("maxrl", "gtpo"), ("maxrl", "gtpo_sepa")]
+    path = toy(tmp_path, model, *conditions)
+    text = path.read_text()  # the second condition has another learning rate, which is no part of a gradient
+    second = text.index("[[campaign.conditions]]", text.index("[[campaign.conditions]]") + 1) + 23
+    path.write_text(text[:second] + "\nlr = 0.03" + text[second:])
+    report = probed(path)
+    assert (report["step"], report["batches"], report["baseline"]) == (0, 4, "dr_grpo+none")
+    first, same, scaled, other, pooled = report["conditions"]
+    assert same["cosine"]["estimate"] == pytest.approx(1, abs=1e-9)
+    assert same["length"]["estimate"] == pytest.approx(1, abs=1e-9)
+    assert (same["norm"], same["halves"]) == (first["norm"], first["halves"])
     assert first["norm"] > 0
     assert -1 < first["halves"] < 1
-    assert (report["step"], report["batches"], report["baseline"]) == (0, 4, "grpo+none")
-
-
-def test_scaled_advantages_make_a_longer_update_in_the_same_direction(tmp_path: Path, model: Path):
-    """RLOO's advantages are Dr. GRPO's times N/(N − 1)."""
-    report = probed(toy(tmp_path, model, ("dr_grpo", "none"), ("rloo", "none")))
-    assert second(report)["cosine"]["estimate"] == pytest.approx(1, abs=1e-6)
-    assert second(report)["length"]["estimate"] == pytest.approx(4 / 3, rel=1e-5)
-    assert second(report)["length"]["low"] == pytest.approx(4 / 3, rel=1e-5)
-
-
-def test_another_credit_is_another_direction(tmp_path: Path, model: Path):
-    other = second(probed(toy(tmp_path, model, ("grpo", "none"), ("maxrl", "gtpo"))))
+    # RLOO's advantages are Dr. GRPO's times N/(N − 1).
+    assert scaled["cosine"]["estimate"] == pytest.approx(1, abs=1e-6)
+    assert scaled["length"]["estimate"] == pytest.approx(4 / 3, rel=1e-5)
+    assert scaled["length"]["low"] == pytest.approx(4 / 3, rel=1e-5)
     assert 0 < other["cosine"]["low"] < other["cosine"]["estimate"] < other["cosine"]["high"] < 1
+    # SEPA's λ is 0 at the first step, where its update would be that of the condition without it.
+    assert pooled["cosine"]["estimate"] != pytest.approx(other["cosine"]["estimate"], abs=1e-9)
 
 
 # -- the gradient -------------------------------------------------------------------------------------------------
@@ -164,20 +155,13 @@ def test_the_gradient_is_the_updates_own(lane: tuple[LocalPolicy, list], kind: s
     assert policy.adapter.flat.grad is not None
     assert torch.equal(found, policy.adapter.flat.grad)
     assert float(found.norm()) > 0
+    if "critic" in kind:  # while the critic warms up, the gradient is that of the steps that follow
+        warming = learner(lane, kind, warmup_steps=2)
+        assert torch.equal(warming.gradient(batch_of(samples), objective), found)
+    assert not bool(policy.gradient(TrainBatch([], totals([]), 0, ()), objective).any())
     plain = learner(lane, "plain")
     alone = plain.gradient(batch_of(samples), objective_of(plain.config, "ppo"))
     assert torch.equal(found, alone) == (kind in ("plain", "own critic"))  # the others are not the plain one's
-
-
-@pytest.mark.parametrize("kind", ["shared critic", "own critic"])
-def test_the_gradient_in_a_critics_warm_up_is_that_which_follows_it(lane: tuple[LocalPolicy, list], kind: str):
-    policy, samples = learner(lane, kind, warmup_steps=2), valued(lane[1])
-    objective = objective_of(policy.config, "ppo")
-    found = policy.gradient(batch_of(samples), objective)
-    policy.update(replace(batch_of(samples), step=2), objective, 1e-3)
-    assert policy.adapter.flat.grad is not None
-    assert torch.equal(found, policy.adapter.flat.grad)
-    assert float(found.norm()) > 0
 
 
 def test_the_gradient_is_linear_in_the_advantages(lane: tuple[LocalPolicy, list]):
@@ -206,10 +190,6 @@ def test_a_gradient_changes_nothing(lane: tuple[LocalPolicy, list]):
     assert (bits(), policy.version) == (before, version)
 
 
-def test_without_anything_to_train_on_the_gradient_is_zero(lane: tuple[LocalPolicy, list]):
-    assert not bool(lane[0].gradient(TrainBatch([], totals([]), 0, ()), Objective()).any())
-
-
 # -- what training takes ------------------------------------------------------------------------------------------
 
 
@@ -226,38 +206,33 @@ def campaign(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Pat
     return path, folder / "out"
 
 
-@pytest.mark.parametrize("step", [0, 2])
-def test_batches_and_gradients_are_those_of_training(campaign: tuple[Path, Path], step: int):
+def test_batches_and_gradients_are_those_of_training(campaign: tuple[Path, Path]):
+    """From the start and from a checkpoint; printed as a table and as JSON. The probe writes nothing."""
     path, out = campaign
-    before = {file: file.stat().st_mtime_ns for file in out.rglob("*")}
-    at = [f"resume.from={str(out / 'runs/grpo+none_s1/checkpoints/step_000002')!r}"] if step else []
-    report = probed(path, *at, batches=STEPS - step)
-    assert (report["step"], report["batches"]) == (step, STEPS - step)
-    for each in report["conditions"]:
-        rows = read_jsonl(out / "runs" / f"{each['label']}_s1" / "metrics.jsonl")[step:]
-        norms = [row["optim/grad_norm"] or 0 for row in rows]  # None where all rewards were equal
-        assert each["norm"] == pytest.approx(np.mean(norms), rel=1e-4)
-        assert report["success"] == pytest.approx(np.mean([row["correct_rate"] for row in rows]))
-    assert {file: file.stat().st_mtime_ns for file in out.rglob("*")} == before
-
-
-def test_schedules_are_credited_as_in_the_middle_of_the_run(tmp_path: Path, model: Path):
-    """SEPA's λ is 0 at the first step, where its update would be that of the condition without it."""
-    other = second(probed(toy(tmp_path, model, ("maxrl", "gtpo"), ("maxrl", "gtpo_sepa")), batches=3))
-    assert other["cosine"]["high"] < 1 - 1e-9  # on every batch
+    before = {file: file.stat().st_mtime_ns for file in path.parent.rglob("*")}
+    table = CliRunner().invoke(app, ["probe", str(path), "--batches", str(STEPS)])
+    printed = CliRunner().invoke(app, ["probe", str(path), "--batches", str(STEPS), "--json"])
+    assert (table.exit_code, printed.exit_code) == (0, 0), table.output
+    report = json.loads(printed.stdout)
+    assert report["file"] == str(path)
+    (row,) = (line.split() for line in table.output.splitlines() if line.startswith("maxrl"))
+    other = report["conditions"][1]
+    assert row[1] == f"{other['norm']:.3g}"
+    assert [float(cell.replace("−", "-")) for cell in (row[2], row[5], row[-1])] == pytest.approx(
+        [other["length"]["estimate"], other["cosine"]["estimate"], other["halves"]], abs=0.005
+    )
+    checkpoint = out / "runs/grpo+none_s1/checkpoints/step_000002"
+    for step, found in ((0, report), (2, probed(path, f"resume.from={str(checkpoint)!r}", batches=STEPS - 2))):
+        assert (found["step"], found["batches"]) == (step, STEPS - step)
+        for condition in found["conditions"]:
+            rows = read_jsonl(out / "runs" / f"{condition['label']}_s1" / "metrics.jsonl")[step:]
+            norms = [row["optim/grad_norm"] or 0 for row in rows]  # None where all rewards were equal
+            assert condition["norm"] == pytest.approx(np.mean(norms), rel=1e-4)
+            assert found["success"] == pytest.approx(np.mean([row["correct_rate"] for row in rows]))
+    assert {file: file.stat().st_mtime_ns for file in path.parent.rglob("*")} == before
 
 
 # -- what cannot be compared --------------------------------------------------------------------------------------
-
-
-def test_conditions_with_other_rollouts_or_another_adapter_are_left_out(tmp_path: Path, model: Path):
-    path = toy(tmp_path, model, ("grpo", "none"), ("rloo", "none"), ("grpo", "none"), second="lora_rank = 2")
-    for line, words in (("lora_rank = 2", "adapter differ"), ("group_size = 6", "other rollouts")):
-        path.write_text(path.read_text().replace("lora_rank = 2\n\n", f"{line}\n\n"))
-        specs, (note,) = comparable(Plan.of(load(path, ())))
-        assert [spec.label for spec in specs] == ["grpo+none", "rloo+none"]
-        assert note.startswith(f"grpo+none~{line.replace(' ', '')} is left out: ")
-        assert words in note
 
 
 def test_a_checkpoint_of_another_base_is_refused(tmp_path: Path, campaign: tuple[Path, Path]):
@@ -268,40 +243,25 @@ def test_a_checkpoint_of_another_base_is_refused(tmp_path: Path, campaign: tuple
         probed(path, f"resume.from={str(campaign[1] / 'runs/grpo+none_s1')!r}")
 
 
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [("always", "all groups of 3 batches have equal rewards"), ("broken", "no rollout has a reward: .*no such column")],
-)
-def test_rollouts_without_signal_are_refused(tmp_path: Path, model: Path, function: str, words: str):
-    with pytest.raises(RunFailed, match=words):
-        probed(toy(tmp_path, model, ("grpo", "none"), ("rloo", "none"), function=function), batches=3)
-
-
-def test_bad_input_is_one_line(tmp_path: Path, model: Path):
-    with pytest.raises(UsageError, match=r"^toy has one condition"):
-        probed(toy(tmp_path, model, ("grpo", "none")))
-    path = toy(tmp_path, model, ("grpo", "none"), ("rloo", "none"))
-    with pytest.raises(UsageError, match="--batches 2 is too few for an interval"):
-        probed(path, batches=2)
-    with pytest.raises(UsageError, match="own_backend:Backend gives no gradients"):
-        probed(path, 'backend.backend="own_backend:Backend"')
-
-
 # -- the command --------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_a_table_or_json(tmp_path: Path, model: Path):
-    path = toy(tmp_path, model, ("grpo", "none"), ("rloo", "none"))
-    before = sorted(tmp_path.iterdir())
-    table = CliRunner().invoke(app, ["probe", str(path), "--batches", "3"])
-    told = CliRunner().invoke(app, ["probe", str(path), "--batches", "3", "--json"])
-    assert (table.exit_code, told.exit_code) == (0, 0), table.output
-    report = json.loads(told.stdout)
-    assert report["file"] == str(path)
-    (row,) = (line.split() for line in table.output.splitlines() if line.startswith("rloo"))
-    other = report["conditions"][1]
-    assert row[1] == f"{other['norm']:.3g}"
-    assert [float(cell.replace("−", "-")) for cell in (row[2], row[5], row[-1])] == pytest.approx(
-        [other["length"]["estimate"], other["cosine"]["estimate"], other["halves"]], abs=0.005
-    )
-    assert sorted(tmp_path.iterdir()) == before  # nothing is kept
+def test_what_cannot_be_compared_is_one_line(tmp_path: Path, model: Path):
+    path = toy(tmp_path, model, ("grpo", "none"), ("rloo", "none"), ("grpo", "none"), second="lora_rank = 2")
+    for line, words in (("lora_rank = 2", "adapter differ"), ("group_size = 6", "other rollouts")):
+        path.write_text(path.read_text().replace("lora_rank = 2\n\n", f"{line}\n\n"))
+        specs, (note,) = comparable(Plan.of(load(path, ())))
+        assert [spec.label for spec in specs] == ["grpo+none", "rloo+none"]
+        assert note.startswith(f"grpo+none~{line.replace(' ', '')} is left out: ")
+        assert words in note
+    with pytest.raises(UsageError, match=r"^toy has one condition"):
+        probed(toy(tmp_path, model, ("grpo", "none")))
+    pair = ("grpo", "none"), ("rloo", "none")
+    with pytest.raises(UsageError, match="--batches 2 is too few for an interval"):
+        probed(toy(tmp_path, model, *pair), batches=2)
+    with pytest.raises(UsageError, match="own_backend:Backend gives no gradients"):
+        probed(toy(tmp_path, model, *pair), 'backend.backend="own_backend:Backend"')
+    with pytest.raises(RunFailed, match="all groups of 3 batches have equal rewards"):
+        probed(toy(tmp_path, model, *pair, function="always"), batches=3)
+    with pytest.raises(RunFailed, match=r"no rollout has a reward: .*no such column"):
+        probed(toy(tmp_path, model, *pair, function="broken"), batches=3)

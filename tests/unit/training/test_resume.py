@@ -22,14 +22,11 @@ from retrain.campaign.running.controller import launch, resume
 from retrain.checkpoints import FORMAT, common_step, missing_rows, prune
 from retrain.cli import app
 from retrain.config import load
-from retrain.errors import CheckpointError, ConfigError, NonFinite, UsageError
+from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.ownership import MARK, claim
-from retrain.policy import local
-from retrain.policy.update import train_step
 from retrain.record.environment import code_version
 from retrain.record.observer import NullObserver
-from retrain.saving import Saver
 
 SECRET = "very-secret-value-8c1f"
 HUB_TOKEN = "_".join(["hf", "a1b2" * 6])
@@ -356,32 +353,6 @@ def test_lanes_and_cohorts_are_taken_from_the_record(home, tmp_path, monkeypatch
     assert manifest["comparison"] is not None
 
 
-def test_updates_that_are_not_finite_are_skipped_then_fail_the_run(home, tmp_path, monkeypatch):
-    not_finite, calls = {1, 3, 4}, []
-
-    def sometimes(*arguments, **named):
-        calls.append(arguments)
-        if len(calls) - 1 in not_finite:
-            raise NonFinite("loss nan with gradient norm 1.0: the update was not applied")
-        return train_step(*arguments, **named)
-
-    monkeypatch.setattr(local, "train_step", sometimes)
-    path = single(home, "bad", "max_steps = 5\nnonfinite_limit = 2")
-    assert go(path, tmp_path / "out").exit_status == 1
-    (entry,) = read_json(tmp_path / "out/manifest.json")["runs"]
-    assert entry["state"] == "failed"
-    assert "step 4: loss nan" in entry["reason"]
-    assert "2 steps in a row: nonfinite_limit" in entry["reason"]
-    rows = read_jsonl(tmp_path / "out/metrics.jsonl")
-    assert [row["optim/skipped"] for row in rows] == [False, True, False, True]
-    assert rows[1]["loss"] is None
-    assert rows[1]["optim/grad_norm"] is None
-    assert (tmp_path / "out/checkpoints/step_000004/state.json").is_file()  # as it was before step 4
-    not_finite.clear()
-    assert resume(tmp_path / "out", NullObserver(), retry_failed=True).exit_status == 0
-    assert [row["step"] for row in read_jsonl(tmp_path / "out/metrics.jsonl")] == list(range(5))
-
-
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -440,28 +411,3 @@ def test_retention(tmp_path):
     run = steps_of(tmp_path / "a", *range(2, 22, 2))
     prune(run, keep_last=2, keep_every=8)
     assert [int(path.name[5:]) for path in sorted((run / "checkpoints").iterdir())] == [8, 16, 18, 20]
-
-
-def test_saves_are_done_in_order_and_errors_end_their_run():
-    order: list[int] = []
-    ended: list[tuple[str, str]] = []
-
-    def guard(run, work) -> None:
-        try:
-            work()
-        except CheckpointError as error:
-            ended.append((run, str(error)))
-
-    def fail() -> None:
-        raise CheckpointError("no")
-
-    saver = Saver(guard, lambda: None)
-    saver.submit("a", lambda: order.append(1))
-    saver.submit("b", fail)
-    saver.submit("c", lambda: order.append(2))
-    saver.settle()
-    assert ended == [("b", "no")]
-    assert order == [1, 2]
-    saver.settle()
-    assert ended == [("b", "no")]
-    saver.close()

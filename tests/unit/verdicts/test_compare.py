@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,15 @@ from typer.testing import CliRunner
 from verdict_cases import BASE, campaign, shifted
 
 from retrain.campaign.judging.comparison import compare_runs
-from retrain.campaign.judging.pooling import compare_directories, conclude
+from retrain.campaign.judging.pooling import compare_directories, conclude, read_source
 from retrain.campaign.judging.results import METRIC, Measure, RunResult, area_under
 from retrain.campaign.judging.words import probability
 from retrain.cli import app
 from retrain.config import parse_dict
 from retrain.errors import UsageError
-from retrain.files import append_jsonl, read_json, read_jsonl
+from retrain.files import append_jsonl, read_json, read_jsonl, write_json
 from retrain.maths.family import sign_flip_interval
+from retrain.maths.intervals import mean_interval
 from retrain.maths.statistics import holm, sign_flip_p
 
 
@@ -118,16 +120,20 @@ def test_failed_and_unfinished_runs_are_named_and_never_silently_dropped(tmp_pat
 
 
 def test_directories_are_pooled_by_condition(tmp_path):
-    one = campaign(tmp_path / "one", {"a": list(BASE[:4]), "b": shifted(0.03)[:4]})
-    two = campaign(tmp_path / "two", {"a": list(BASE[4:]), "b": shifted(0.03)[4:]}, seeds=[5, 6, 7, 8])
-    report = compare_directories([one, two])
+    """Replicates may differ in what is kept, shown or given up, and a directory that is named twice counts once."""
+    sections = {"training": ("keep_every", "nonfinite_limit"), "reward": ("reward_max", "reward_min", "timeout_s")}
+    folders = []
+    for value, half in ((3, slice(0, 4)), (7, slice(4, 8))):
+        config = {section: dict.fromkeys(names, value) for section, names in sections.items()}
+        results = {"a": BASE[half], "b": shifted(0.03)[half]}
+        folders.append(campaign(tmp_path / str(value), results, config, seeds=[1, 2, 3, 4, 5, 6, 7, 8][half]))
+    one, two = folders
+    report = compare_directories([one, two, one, tmp_path / "3" / ".." / "3"])
     whole = compare_directories([campaign(tmp_path / "whole", {"a": list(BASE), "b": shifted(0.03)})])
     assert [each["conditions"][1]["verdict"] for each in (report, whole)] == ["exploratory", "better"]
     for mine, theirs in zip(report["conditions"], whole["conditions"], strict=True):
         for key in mine.keys() - {"standing", "standing_reasons", "verdict", "sentence"}:
             assert mine[key] == theirs[key], key
-    again = compare_directories([one, two, one, tmp_path / "one" / ".." / "one"])
-    assert again["conditions"] == report["conditions"]
 
 
 def test_other_settings_are_kept_apart_and_named(tmp_path):
@@ -243,3 +249,87 @@ def test_what_cannot_be_measured_cannot_be_declared(metric, other, message):
         parse_dict({"campaign": {"primary_metric": metric}, **other})
     measured = {"training": {"eval_every": 5}, "evaluation": {"samples": 4}}
     parse_dict({"campaign": {"primary_metric": "auc:pass@4"}, **measured})
+
+
+# Several directories
+
+RULE = {
+    "rule": "linear", "metric": Measure().name, "planned": 8, "alpha": 0.05,
+    "conditions": {"b": {
+        "stopped_after": 6, "differences": [[seed, 0.03] for seed in range(1, 7)],
+        "looks": [{"pairs": 6, "mean": 0.03, "allowed": 0.0375, "tail": 0.03, "p": 0.03, "spent": 0.03, "stop": True}],
+    }},
+}  # fmt: skip
+
+
+def test_a_rule_of_stopping_holds_for_its_own_campaign_baseline_and_metric_alone(tmp_path):
+    one = campaign(tmp_path / "one", {"a": list(BASE), "b": shifted(0.03), "c": shifted(0.06)})
+    write_json(one / "manifest.json", read_json(one / "manifest.json") | {"sequential": RULE})
+    alone = compare_directories([one])["conditions"][1]
+    assert (alone["p_value"], alone["sequential"]["stopped_after"]) == (0.03, 6)
+    for named in ({"baseline": "c"}, {"metric": "auc"}, {"metric": "hard/correct_rate"}):
+        assert all("sequential" not in each for each in compare_directories([one], **named)["conditions"])
+    more = campaign(tmp_path / "two", {"a": list(BASE), "b": shifted(0.03)}, seeds=list(range(11, 19)))
+    pooled = compare_directories([one, more])["conditions"][1]
+    differences = np.subtract(shifted(0.03), BASE)
+    assert "sequential" not in pooled
+    assert (pooled["pairs"], pooled["p_value"]) == (16, sign_flip_p([*differences, *differences]))
+
+
+@pytest.mark.parametrize(("margins", "applied"), [((0.02, 0.02), 0.02), ((0.02, 0.05), None), ((0.05, 0.02), None)])
+def test_different_margins_are_none_and_equal_ones_hold(tmp_path, margins, applied):
+    folders = []
+    for start, margin in zip((1, 11), margins, strict=True):
+        config = {"campaign": {"equivalence_margin": margin}}
+        seeds = list(range(start, start + 8))
+        results = {"a": list(BASE), "b": shifted(0.0, 0.01)}
+        folders.append(campaign(tmp_path / str(start), results, config, seeds=seeds))
+    report = compare_directories(folders)
+    assert report["margin"] == applied
+    assert (report["conditions"][1]["equivalence_p"] is None) == (applied is None)
+    refused = any("different equivalence margins; none is applied" in warning for warning in report["warnings"])
+    assert refused == (applied is None)
+
+
+def test_every_run_of_every_directory_is_measured_alike(tmp_path):
+    """Not only the first directory, nor the first run of one; a run that measured nothing is in nobody's way."""
+    folders = [
+        campaign(tmp_path / name, {"a": list(BASE[:2])}, seeds=[start, start + 1])
+        for name, start in (("one", 1), ("two", 3), ("three", 5))
+    ]
+    assert compare_directories(folders)["conditions"][0]["finished"] == [1, 2, 3, 4, 5, 6]
+    last = folders[2] / "runs/a_s6"
+    facts = read_json(last / "config.json")
+    for change, what in (
+        ({"heldout_hash": "problems B"}, "held-out problems differ"),
+        ({"evaluation": {**facts["evaluation"], "max_tokens": 7}}, r"\[evaluation\] max_tokens differ \(80 and 7\)"),
+        ({"data": {"prompt_template": "Q: {prompt}"}}, "prompt_template"),
+    ):
+        write_json(last / "config.json", facts | change)
+        with pytest.raises(UsageError, match=what):
+            compare_directories(folders)
+    (last / "evals.jsonl").unlink()
+    assert compare_directories(folders)["conditions"][0]["finished"] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("first", "second", "counted"), [
+    ("done", "done", [0.6]), ("failed", "done", [0.7]), ("done", "running", [0.6]), ("failed", "running", []),
+])  # fmt: skip
+def test_of_a_seed_that_was_run_twice_the_first_finished_run_counts(tmp_path, first, second, counted):
+    """It is one replicate; where none finished, the first is named."""
+    one = campaign(tmp_path / "one", {"a": [0.6]}, states={"a_s1": first})
+    two = campaign(tmp_path / "two", {"a": [0.7]}, states={"a_s1": second})
+    report = compare_directories([one, two])
+    assert report["conditions"][0]["after_values"] == counted
+    assert [run["state"] for run in report["conditions"][0]["missing"]] == ([] if counted else [first])
+    assert any("more than once" in warning for warning in report["warnings"])
+
+
+def test_the_coarsest_evaluation_decides_how_fine_an_interval_can_be(tmp_path):
+    """Equal values have the width of one answer; of runs measured on 50 and on 5 problems, that of 5."""
+    runs = read_source(campaign(tmp_path, {"a": [0.6, 0.6, 0.6, 0.6]})).runs
+    coarse = [{**row, "eval/heldout/problems": 5} for row in runs[2].evaluations]
+    runs[2] = replace(runs[2], evaluations=coarse)
+    expected = mean_interval([0.6] * 4, share=True, resolution=1 / 10)  # 5 problems × 2 samples
+    for order in (runs, runs[::-1]):
+        assert compare_runs(order, ["a"])["conditions"][0]["interval"] == pytest.approx([expected.low, expected.high])

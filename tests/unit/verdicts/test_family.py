@@ -257,25 +257,21 @@ def test_a_collapse_is_a_fall_against_the_other_conditions():
     assert [each.seed for each in collapses(table)] == [6]  # a rise is no collapse
 
 
-@pytest.mark.parametrize(("column", "sign"), [(1, -1.0), (0, 1.0)])
-def test_of_a_pair_the_lower_one_fell(column, sign):
-    table = np.column_stack([np.zeros(8), 0.1 * np.array([1.0, -1.0, 0.5, -0.5, 0.8, -0.7, 0.2, 0.0])])
-    table[5, 1] += 3.0 * sign
-    (found,) = collapses(table)
-    assert (found.seed, found.condition) == (5, column)
-
-
 def test_collapses_among_missing_and_equal_runs_and_in_normal_tables():
     table = np.random.default_rng(3).standard_normal((7, 4))
     table[2, 1] = table[0, 0] = table[:, 3] = np.nan
     table[5, 2] -= 30.0
     (found,) = collapses(table)
     assert (found.seed, found.condition) == (5, 2)
+    assert collapses(table[:3]) == []  # too few seeds to know what is usual
+    pair = np.column_stack([np.zeros(8), 0.1 * np.array([1.0, -1.0, 0.5, -0.5, 0.8, -0.7, 0.2, 0.0])])
+    for column, change in ((1, -3.0), (0, 3.0)):  # of a pair the lower one fell
+        moved = pair.copy()
+        moved[5, 1] += change
+        assert [(each.seed, each.condition) for each in collapses(moved)] == [(5, column)]
     steps = np.full((6, 2), 0.5)
-    assert collapses(steps) == []
     steps[0, 1] -= 1 / 128
     assert collapses(steps, resolution=1 / 128) == []  # one answer of 128
-    assert collapses(table[:3]) == []  # too few seeds to know what is usual
     with pytest.raises(ValueError, match="shape"):
         collapses(np.zeros(4))
     tables = np.random.default_rng(77).standard_normal((3000, 8, 5))

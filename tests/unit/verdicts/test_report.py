@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import itertools
 import re
 from html.parser import HTMLParser
@@ -13,7 +12,6 @@ import pytest
 from hostile import HOSTILE, MARKER
 from typer.testing import CliRunner
 
-from retrain.campaign.judging.evidence import smoothed, twins
 from retrain.campaign.judging.pooling import conclude
 from retrain.campaign.judging.report import write_report
 from retrain.campaign.planning.manifest import Manifest, write_plan
@@ -21,7 +19,6 @@ from retrain.campaign.planning.plan import Plan
 from retrain.cli import app
 from retrain.config import load
 from retrain.files import append_jsonl
-from retrain.record.charts import Row, Series, dot_chart, histogram, line_chart, pair_chart
 
 CONDITION = '[[campaign.conditions]]\nadvantage_mode = "{}"\ntransform_mode = "none"\n'
 
@@ -173,39 +170,3 @@ def test_the_command(tmp_path):
     (tmp_path / "empty").mkdir()
     for nothing in ("empty", "nowhere"):
         assert CliRunner().invoke(app, ["report", str(tmp_path / nothing)]).exit_code == 2
-
-
-def test_charts_are_well_formed_and_their_names_cover_no_other():
-    names = [f"grpo<{rank}>~lora_rank={rank}~lr=0.00{rate}" for rank in (1, 4, 16, 64) for rate in (1, 2, 6)]
-    series = [Series(name, i, [(0, 0.1), (1, 0.1 + 0.001 * i)], [(0, 0.0, 0.2)]) for i, name in enumerate(names)]
-    lines = line_chart(series, label='a "b"', x_title="steps", unit="%")
-    pairs = pair_chart(names, [("seed 1", [0.1, None, *[0.2] * 10]), ("seed 2", [0.3] * 12)], label="l")
-    for drawn in (
-        lines,
-        pairs,
-        line_chart([Series("one", 0, [(3, 1.0)])], label="l", x_title="x"),
-        dot_chart([Row("&", 0, [(0.1, "<i>")], 0.1, [0.0, 0.2])], label="l", x_title="x", zero=True, margin=0.02),
-        dot_chart([], label="l", x_title="x"),
-        histogram([("a", 0, [1.0, 1.0]), ("b", 1, [])], label="l", x_title="x"),
-    ):
-        ElementTree.fromstring(drawn)
-    heights = [float(y) for y in re.findall(r'class="name" x="[^"]*" y="([^"]*)"', lines)]
-    assert min(b - a for a, b in itertools.pairwise(heights)) >= 13.9
-    for drawn, half in ((lines, 1.0), (pairs, 0.5)):
-        placed = re.findall(r'class="name" x="([\d.]+)"[^>]*>([^<]*)<', drawn)
-        assert len({name for _, name in placed}) == 12
-        assert all(float(x) + half * 7.7 * len(html.unescape(name)) <= 560 for x, name in placed)
-
-
-def test_smoothing_and_shared_samples():
-    assert smoothed([(0, 1.0), (1, 3.0), (2, 5.0)], 2) == [(0, 1.0), (1, 2.0), (2, 4.0)]
-
-    def row(step, text, correct):
-        return {"problem_id": "p", "step": step, "prompt": "?", "completion": text, "correct": correct, "num_tokens": 1}
-
-    sides = [(seed, [row(0, "base", False)], [row(4, "same" * (seed < 3), seed < 3)]) for seed in (1, 2, 3)]
-    (twin,), count = twins(sides, 5)
-    assert (twin.left, twin.right, count) == ((0, 1), (2, 3), 1)  # the untrained model was sampled once
-    assert (twin.examples[0]["completion"], twin.examples[1]["completion"], twin.seed) == ("base", "same", 1)
-    (twin,), _ = twins([(s, [row(4, "a", False)], [row(4, "b", True)]) for s in (1, 2)], 5)
-    assert (twin.left, twin.right) == ((0, 2), (2, 2))  # trained models may agree word by word, and are two samples

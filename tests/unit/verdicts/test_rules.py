@@ -1,8 +1,8 @@
-"""The one function that decides: equal to its parts, to itself in batches, and honest about its error."""
+"""The function that decides, its sequential tests and its power, by their parts, enumeration and simulation."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
 
 import numpy as np
 import pytest
@@ -13,8 +13,16 @@ from retrain.maths.deciding import decide
 from retrain.maths.following import follow
 from retrain.maths.normal import additive_fit, step_down, t_p
 from retrain.maths.permutation import closed_permutation
+from retrain.maths.power import (
+    detectable,
+    power,
+    seeds_needed,
+    spread_interval,
+    spread_limit,
+    t_test_power,
+)
 from retrain.maths.rules import Rule
-from retrain.maths.sequential import SPENDING, evidence, sequential_looks
+from retrain.maths.sequential import MOST_PAIRS, SPENDING, evidence, hopeless, sequential_looks
 from retrain.maths.statistics import holm, sign_flip_p
 
 RACE = Rule("normal", 4, 8, "obrien_fleming", race=True)
@@ -98,23 +106,6 @@ def test_the_normal_test_is_step_down_dunnett_and_permutation_is_closed():
     assert closed[1].p_adjusted is None  # five pairs cannot
 
 
-@pytest.mark.parametrize("looks", ["off", "linear"])
-def test_a_collapse_hands_over_to_the_exact_test(looks):
-    table, rule = tables(Rule(planned=8), 1, 1.5, seed=4)[0], Rule("normal", 1, 8, looks)
-    assert decide(table, Rule("normal", 1, 8)).comparisons[0].by == "normal"
-    table[3, 0] -= 12.0
-    found = decide(table, rule)
-    assert [(fallen.seed, fallen.condition) for fallen in found.collapses] == [(3, 0)]
-    (judged,) = found.comparisons
-    assert judged.by == "exact"
-    if looks == "off":
-        assert judged.p == judged.p_adjusted == judged.p_exact == sign_flip_p(table[:, 1] - table[:, 0])
-        few = decide(table[:5], rule).comparisons[0]
-        assert (few.p, few.different) == (None, False)  # five pairs decide nothing exactly
-
-
-
-
 def test_looks_of_the_normal_test_by_hand():
     rule = Rule("normal", 2, 6, "linear")
     marks = boundaries(6, 2, "linear")
@@ -138,48 +129,6 @@ def test_looks_of_the_normal_test_by_hand():
         assert {i: each.pairs for i, each in enumerate(found) if each.different} == left
         decided += len(left)
     assert decided > 12
-
-
-def test_a_race_lets_go_what_cannot_win_and_futility_what_shows_nothing():
-    y = tables(RACE, 1, seed=6)[0]
-    y[:, 1] += 4.0
-    y[:, 2] -= 4.0
-    found = decide(y, RACE).comparisons
-    assert (found[0].different, found[0].reason) == (True, "decided")
-    assert (found[1].different, found[1].reason) == (False, "futility")
-    assert found[1].pairs == 2
-    both = decide(y, replace(RACE, upward=False)).comparisons  # where neither direction is a merit
-    assert both[1].different
-    patient = Rule("exact", 1, 10, "square", 0.2)
-    alternating = np.column_stack([np.zeros(10), [1.0, -1.0] * 5])
-    (ended,) = decide(alternating, patient).comparisons
-    assert (ended.reason, ended.pairs, ended.different) == ("futility", 5, False)
-    (unheeded,) = decide(alternating, replace(patient, futility=None)).comparisons
-    assert unheeded.reason == "planned end"
-
-
-def test_the_always_valid_rule_has_no_end():
-    rule = Rule(family=2, planned=7, looks="always_valid")
-    y = tables(rule, 1, 3.0, seed=7)[0]
-    found = decide(np.vstack([y, y + 0.1]), rule).comparisons
-    against = evidence(np.tile(y[:, 1] - y[:, 0], 2))
-    assert found[0].pairs == int((against >= 40.0).argmax()) + 1
-    assert found[0].p == pytest.approx(1.0 / against[: found[0].pairs].max())
-    assert (found[1].reason, found[1].pairs) == (None, 14)
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [Rule(), Rule("normal"), Rule("permutation"), Rule(looks="linear"), Rule("normal", looks="linear"),
-     Rule(looks="always_valid")],
-)  # fmt: skip
-def test_without_a_seed_nothing_is_decided(rule):
-    for table in (np.zeros((0, 2)), np.array([[0.5, np.nan], [0.6, np.nan]])):
-        (nothing,) = decide(table, rule).comparisons
-        assert (nothing.pairs, nothing.p, nothing.different, nothing.reason) == (0, None, False, None)
-    followed = follow(np.zeros((3, 0, 2)), rule)
-    assert not followed.different.any()
-    assert (followed.pairs == 0).all()
 
 
 def test_rules_that_cannot_be():
@@ -215,3 +164,146 @@ def test_the_error_of_the_family_is_kept(rule):
     if rule.family == 4 and rule.looks == "off":
         fit = additive_fit(y)
         assert (t_p(fit.t(), fit.freedom[:, None]) <= 0.05).any(axis=1).mean() > 0.1  # without Dunnett
+
+
+# The sequential sign-flip test
+
+SIZES = [0.3, 2.0, 0.0, 1.0, 1.0, 5.0, 0.1, 0.7]
+
+
+@pytest.mark.parametrize("spending", SPENDING)
+@pytest.mark.parametrize("sizes", [[1.0] * 8, SIZES], ids=["equal", "mixed"])
+def test_over_all_sign_patterns_the_error_is_what_was_spent_and_at_most_alpha(spending, sizes):
+    patterns = [np.array(signs) * sizes for signs in itertools.product((-1.0, 1.0), repeat=len(sizes))]
+    ended = [sequential_looks(d, len(sizes), alpha=0.05, spending=spending)[-1] for d in patterns]
+    rejected = sum(look.stop for look in ended) / len(patterns)
+    assert rejected <= 0.05
+    whole = next(look for look in ended if not look.stop)
+    assert rejected == pytest.approx(whole.spent)
+    for bound in (0.01, 0.03, 0.05):  # a p-value: P(p <= u) <= u, at and below alpha
+        assert sum(look.p <= bound + 1e-12 for look in ended if look.stop) / len(patterns) <= bound + 1e-9
+    spent = [SPENDING[spending](0.05, k / 10) for k in range(1, 11)]
+    assert spent == sorted(spent)
+    assert spent[-1] == pytest.approx(0.05)
+
+
+def test_looks_by_hand():
+    for sign in (1.0, -1.0):
+        looks = sequential_looks(sign * np.array([1.0, 1.2, 0.9, 1.1, 1.0, 1.3, 0.8, 1.0]), 8)
+        assert (looks[-1].stop, looks[-1].pairs) == (True, 6)
+        assert looks[-1].mean == pytest.approx(sign * 1.083333)
+        assert looks[-1].p == 2 * 2**-6 <= looks[-1].allowed
+    faint = sequential_looks([1.0, -1.2, 0.9, 1.1, -1.0, 1.3, -0.8, 1.0], 8)
+    assert (len(faint), faint[-1].stop) == (8, False)
+    # Of the 128 patterns 4 stopped at the sixth look, 12 of the others reach a sum of 5.
+    looks = sequential_looks([1.0, 1.0, 1.0, 1.0, 1.0, -1.0, 1.0], 8)
+    assert (looks[5].spent, looks[5].stop) == (2 / 64, False)
+    assert (looks[6].tail, looks[6].p) == (12 / 128, 4 / 128 + 12 / 128)
+    differences = np.random.default_rng(1).normal(0.4, 1.0, 9)
+    looks = sequential_looks(differences, 9, alpha=1e-3)  # too little to stop before the end
+    assert [look.pairs for look in looks] == list(range(1, 10))
+    assert looks[-1].p == looks[-1].tail == sign_flip_p(differences)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_values_that_have_no_answer():
+    assert sequential_looks([], 5) == []
+    assert not sequential_looks([0.0] * 6, 6)[-1].stop
+    for wrong, planned in (([np.nan], 2), ([[1.0]], 2), ([1.0] * 3, 2), ([1.0], MOST_PAIRS + 1)):
+        with pytest.raises(ValueError, match=r"finite|planned"):
+            sequential_looks(wrong, planned)
+    with pytest.raises(ValueError, match="spending"):
+        sequential_looks([1.0], 4, spending="all at once")
+
+
+def test_evidence_is_one_on_average_over_signs_after_every_pair():
+    patterns = np.array(list(itertools.product((-1.0, 1.0), repeat=8))) * SIZES
+    found = evidence(patterns)
+    assert found.mean(axis=0) == pytest.approx(np.ones(8))
+    assert found == pytest.approx(evidence(-1000.0 * patterns))
+    for k in range(1, 8):  # a martingale: the next pair wins and loses as much, whatever came before
+        for start in patterns[:: 2 ** (8 - k), :k]:
+            same = (np.sign(patterns[:, :k]) == np.sign(start)).all(axis=1)
+            assert found[same, k].mean() == pytest.approx(found[same, k - 1].mean())
+
+
+def test_evidence_rarely_ever_reaches_twenty_and_needs_six_pairs():
+    alike = np.random.default_rng(5).standard_t(3, (2000, 60))
+    assert (evidence(alike).max(axis=1) >= 20.0).mean() <= 0.055
+    growing = evidence(np.ones(8))
+    assert growing[4] < 20.0 < growing[5]
+
+
+def test_hopeless_is_the_predictive_chance_of_the_planned_end():
+    random = np.random.default_rng(6)
+    for z, share in ((0.0, 0.5), (1.0, 0.5), (-2.0, 0.25), (1.5, 0.75)):
+        drift = z / share**0.5 + random.normal(size=200_000) / share**0.5  # flat prior: z/√share ± 1/√share
+        end = z * share**0.5 + drift * (1.0 - share) + random.normal(size=200_000) * (1.0 - share) ** 0.5
+        for upward, chance in ((False, (np.abs(end) > 1.96).mean()), (True, (end > 1.96).mean())):
+            assert not hopeless(np.array([z]), share, 1.96, chance - 0.005, upward=upward)[0]
+            assert hopeless(np.array([z]), share, 1.96, chance + 0.005, upward=upward)[0]
+    assert not hopeless(np.array([0.0]), 1.0, 1.96, 0.2)[0]
+
+
+# Power
+
+
+@pytest.mark.parametrize(("effect", "pairs", "expected"), [(0.5, 34, 0.8078), (0.8, 15, 0.8213), (0.2, 199, 0.8017)])
+def test_published_powers_of_the_t_test(effect, pairs, expected):
+    """G*Power 3.1, difference of two dependent means, two tails, alpha 0.05."""
+    assert t_test_power(effect, pairs) == pytest.approx(expected, abs=5e-4)
+
+
+def test_the_sign_flip_test_in_simulation():
+    """Other random numbers, and the test that verdicts use; beyond the simulation the t-test goes on."""
+    draws = np.random.default_rng(99).normal(1.0, 1.0, (1000, 8))
+    found = np.mean([sign_flip_p(row) <= 0.05 for row in draws])
+    assert power(Rule(planned=8), 1.0) == pytest.approx(found, abs=0.045)
+    powers = [power(Rule("exact", 3, seeds), 0.4) for seeds in (12, 13, 50, 400, 10_000)]
+    assert np.isfinite(powers).all()
+    assert (np.diff(powers) >= -0.02).all()
+
+
+def test_seeds_that_are_needed():
+    assert seeds_needed(Rule(family=4), 0.5) == 48  # the smallest n with t_test_power(0.5, n, 0.0125) >= 0.8
+    assert t_test_power(0.5, 47, 0.0125) < 0.8 <= t_test_power(0.5, 48, 0.0125)
+    assert t_test_power(0.0, 16, 0.05) == pytest.approx(0.05)
+    assert power(Rule(planned=5), 50.0) == power(Rule(family=4, planned=7), 50.0) == 0.0
+    assert detectable(Rule(planned=5)) is None
+    assert [seeds_needed(rule, 50.0) for rule in (Rule(), Rule(family=4), Rule("normal", 4))] == [6, 8, 3]
+    assert seeds_needed(Rule(), 1e-6) is None
+    for wrong in (
+        lambda: seeds_needed(Rule(), 0.0),
+        lambda: t_test_power(1.0, 1),
+        lambda: power(Rule(planned=30, looks="linear"), 1.0),
+    ):
+        with pytest.raises(ValueError, match=r"pairs|difference of 0|20 seeds"):
+            wrong()
+
+
+@pytest.mark.parametrize("rule", [Rule(planned=7), Rule("normal", 2, 5)])
+def test_what_is_detectable_needs_those_seeds(rule):
+    effect = detectable(rule)
+    assert effect is not None
+    assert power(rule, 0.96 * effect) < 0.8 <= power(rule, effect)
+    needed = seeds_needed(rule, effect)
+    assert needed is not None
+    assert needed <= rule.planned
+
+
+def test_the_interval_and_the_limit_of_a_spread_cover():
+    draws = np.random.default_rng(1).normal(0.0, 2.0, (2000, 4)).std(axis=1, ddof=1)
+    inside = [low <= 2.0 <= high for low, high in (spread_interval(spread, 3) for spread in draws)]
+    assert np.mean(inside) == pytest.approx(0.9, abs=0.03)
+    assert np.mean([spread_limit(spread, 3) >= 2.0 for spread in draws]) == pytest.approx(0.8, abs=0.03)
+    for of in (spread_interval, spread_limit):
+        with pytest.raises(ValueError, match="two values"):
+            of(1.0, 0)
+
+
+def test_one_comparison_at_exact_looks_is_found_as_often_as_among_all():
+    """Power simulates it alone, at its share of α; the whole family must say the same, campaign by campaign."""
+    rule = Rule("exact", 3, 9, "square")
+    noise = np.random.default_rng(rule.planned).standard_normal((2000, rule.planned, rule.family + 1)) / 2**0.5
+    noise[..., 1] += 1.3
+    assert power(rule, 1.3) == follow(noise, rule).different[:, 0].mean()

@@ -1,9 +1,10 @@
-"""Compares servers with what is trained here, as a run does before its first step: ``retrain doctor --url``."""
+"""Checks that servers sample what is trained here, as a run does before its first step."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.models import Bases
 from retrain.config import Config, load, parse_dict
+from retrain.doctor.results import FAIL, PASS, Result
 from retrain.engines.server.adapters import RANKS
 from retrain.engines.server.canary import canaries
 from retrain.engines.server.engine import RANK_HINT, ServerEngine
@@ -18,19 +20,15 @@ from retrain.errors import RetrainError, UsageError
 from retrain.models.directory import local_directory
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes
-from retrain.selfcheck.results import Finding, Result, Status
 
 PATIENCE_S = 20.0
-"""Seconds that a server may be away in the middle of a check."""
+"""Seconds that a server may be unreachable during a check."""
 
 
-def asked_config(url: Sequence[str], engine: str | None, model: str | None, file: Path | None) -> Config:
-    """The configuration that servers are checked against: a file's, or that of a model. Without either it is the model
-    that the first server names.
-
-    Raises UsageError when there is none here by that name.
-    """
-    # A campaign may be using them: they are not put to sleep.
+def server_config(url: Sequence[str], engine: str | None, model: str | None, file: Path | None) -> Config:
+    """Return the configuration that servers are checked against: a file's, or that of a model, without either the one
+    that the first server names. Raises UsageError if there is none."""
+    # A campaign may be using the servers: they are not put to sleep.
     addresses = {"url": list(url), "launch": None, "launch_gpus": None, "patience_s": PATIENCE_S, "sleep": False}
     if file is not None:
         data = Plan.of(load(file)).specs[0].config.to_dict()
@@ -43,63 +41,61 @@ def asked_config(url: Sequence[str], engine: str | None, model: str | None, file
 
 
 def served_model(url: str) -> str:
-    """The base model that a server names, as it can be had here. Raises UsageError."""
+    """Return the base model that a server names, by its name on this machine. Raises UsageError."""
     import httpx
 
     address = url.rstrip("/").removesuffix("/v1") + "/v1/models"
     try:
         listed = httpx.get(address, timeout=10.0)
         listed.raise_for_status()
-        first: dict[str, Any] = next(each for each in listed.json()["data"] if not each.get("parent"))
+        first: dict[str, Any] = next(entry for entry in listed.json()["data"] if not entry.get("parent"))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, StopIteration) as error:
         raise UsageError(f"{address}: {type(error).__name__}: {error}; name the model after the options") from error
     names = [first.get("root") or "", first["id"]]
     return next((name for name in names if name and local_directory(name)), names[1])
 
 
-def examine_servers(
-    config: Config, begins: Callable[[str], None] = lambda name: None, any_rank: bool = False
-) -> Iterator[Finding]:
+def check_servers(config: Config, begins: Callable[[str], None], any_rank: bool = False) -> Iterator[Result]:
     """Check that the servers answer, then that they pass a run's canary; stop at the first failure.
 
     ``any_rank``: also accept servers that only take adapters of a smaller rank than the default ``lora_rank``.
     Raises ModelError if the model is not on this machine.
     """
-    with Bases() as bases, TemporaryDirectory(prefix="retrain-doctor-") as aside:
+    with Bases() as bases, TemporaryDirectory(prefix="retrain-doctor-") as folder:
         begins("answers")
         begin = time.perf_counter()
         try:
-            base, lanes, engine = bases.take_served(config, Path(aside))
-            result = _answers(engine)
+            base, lanes, engine = bases.take_served(config, Path(folder))
         except UsageError as error:
-            yield Finding("answers", Result(Status.FAIL, str(error)), time.perf_counter() - begin)
+            yield Result(FAIL, str(error), name="answers", seconds=time.perf_counter() - begin)
             return
-        yield Finding("answers", result, time.perf_counter() - begin)
+        yield replace(_answers(engine), name="answers", seconds=time.perf_counter() - begin)
         begins("canary")
         begin = time.perf_counter()
         result = _canary(config, base, lanes, engine, any_rank)
-        yield Finding("canary", result, time.perf_counter() - begin)
+        yield replace(result, name="canary", seconds=time.perf_counter() - begin)
 
 
 def _answers(engine: ServerEngine) -> Result:
-    said = [
+    servers = engine.pool.servers
+    texts = [
         f"{server.url} serves {server.base!r}" + (f", {server.context} tokens" if server.context else "")
         if server.alive
         else f"{server.url} does not answer: {server.reason}"
-        for server in engine.pool.servers
+        for server in servers
     ]
-    return Result(Status.PASS if all(server.alive for server in engine.pool.servers) else Status.FAIL, "; ".join(said))
+    return Result(PASS if all(server.alive for server in servers) else FAIL, "; ".join(texts))
 
 
 def _canary(config: Config, base: BaseModel, lanes: Lanes, engine: ServerEngine, any_rank: bool) -> Result:
     tolerance = config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
-    asked, result = config.model.lora_rank, Result(Status.FAIL)
-    for rank in [asked, *(each for each in reversed(RANKS) if each < asked and any_rank)]:
+    asked, result = config.model.lora_rank, Result(FAIL)
+    for rank in [asked, *(rank for rank in reversed(RANKS) if rank < asked and any_rank)]:
         kind = rank, config.lora.alpha, config.training.temperature, tolerance
         try:
-            texts = [found.words for found in canaries(engine, base, lanes, [kind])]
+            texts = [canary.words for canary in canaries(engine, base, lanes, [kind])]
         except RetrainError as error:
-            result = Result(Status.FAIL, str(error))
+            result = Result(FAIL, str(error))
             if RANK_HINT in str(error):
                 continue
             return result
@@ -108,5 +104,5 @@ def _canary(config: Config, base: BaseModel, lanes: Lanes, engine: ServerEngine,
                 f"with an adapter of rank {rank}: it takes none of rank {asked}, the default of [model] lora_rank; to "
                 f"train with that, start it with {RANK_HINT} {asked}"
             )
-        return Result(Status.PASS, "; ".join(texts))
+        return Result(PASS, "; ".join(texts))
     return result

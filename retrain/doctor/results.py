@@ -1,37 +1,29 @@
-"""Every number that the self-check judges, with its bounds and what to do beyond them.
+"""Results of checks, and every number that they judge with its limits.
 
-Bounds may differ by number format ("bfloat16") or by kind of device ("cuda"); a number format goes first. "Measured"
-is on the bundled model unless a comment says otherwise.
+A limit may differ by number format ("bfloat16") or device type ("cuda"); the number format takes precedence.
+"Measured" refers to the bundled model unless a comment says otherwise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-Bound = float | Mapping[str, float]
+PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
+Bound = float | Mapping[str, float] | None
 
 
 @dataclass(frozen=True)
 class Limit:
-    """``least`` and ``most`` enclose the number; ``name`` precedes it on the line and ``unit`` follows it."""
+    """Allowed range of a number, its name and unit as printed, and what the user does when it is exceeded."""
 
     name: str
     fix: str
-    most: Bound = math.inf
-    least: Bound = -math.inf
+    most: Bound = None
+    least: Bound = None
     unit: str = ""
-
-    def ends(self, kinds: tuple[str, ...]) -> tuple[float, float]:
-        """Return (least, most) for the first of these kinds (number format, device) that the bounds name."""
-        return _bound(self.least, kinds, -math.inf), _bound(self.most, kinds, math.inf)
-
-
-def _bound(given: Bound, kinds: tuple[str, ...], without: float) -> float:
-    if not isinstance(given, Mapping):
-        return given
-    return next((given[kind] for kind in kinds if kind in given), without)
 
 
 NUMERICS = "sampler and trainer compute different things: report it with --json, and do not train on this machine"
@@ -40,7 +32,7 @@ GRADIENT = "the update's gradient is wrong: report it with --json, and do not tr
 BUDGET = "micro-batches are planned with the wrong size: set [training] micro_batch_tokens, and report it with --json"
 SLOW_MACHINE = "see what else uses the machine, and whether it is throttled"
 
-# Sequences that part, per token: a draw changes where it falls within the rounding of a border between two tokens. Of
+# Sequences that part, per token: a draw changes where it falls within the rounding of a border between two tokens. For
 # a model that is sure of itself that is once in a hundred thousand tokens in float32 and in a hundred in bfloat16; with
 # n tokens to choose from, √n times as often. Where lanes are mixed up, nearly every sequence parts at its first token.
 PARTED = {"float64": 1e-4, "float32": 0.02, "bfloat16": 0.3}
@@ -56,22 +48,22 @@ LIMITS: dict[str, Limit] = {
     "captures": Limit(
         "captured", "the note above says why a step could not be captured; report it with --json", least=1
     ),
-    # Measured 1e-7 in float32 and 1e-4 in bfloat16; 2e-7 and 1e-3 on random weights.
+    # Measured 1e-7 in float32 and 1e-4 in bfloat16; 2e-7 and 1e-3 with random weights.
     "ratio_off": Limit("|ratio − 1|", NUMERICS, most={"float64": 1e-8, "float32": 1e-4, "bfloat16": 5e-3}),
-    # Mean of ρ − 1 − log ρ in nats. Measured 2e-13 and 5e-6; 2e-11 and 6e-4 on random weights, whose logits up to 25
-    # bfloat16 has in steps of an eighth.
+    # Mean of ρ − 1 − log ρ in nats. Measured 2e-13 and 5e-6; 2e-11 and 6e-4 with random weights, whose logits of up to
+    # 25 have steps of an eighth in bfloat16.
     "k3": Limit("k3", NUMERICS, most={"float64": 1e-12, "float32": 1e-8, "bfloat16": 2e-3}),
-    # Of |log π_trainer − log π_sampler| in nats. Measured 2e-6 and 0.006; 2e-5 and 0.1 on random weights.
+    # Of |log π_trainer − log π_sampler| in nats. Measured 2e-6 and 0.006; 2e-5 and 0.1 with random weights.
     "p99": Limit("p99", NUMERICS, most={"float64": 1e-6, "float32": 3e-4, "bfloat16": 0.2}),
     "lane_parted": Limit("parted", MIXED_LANES, most=PARTED),
     "lane_p99": Limit("p99", MIXED_LANES, most={"float64": 1e-6, "float32": 1e-4, "bfloat16": 0.15}),
-    # Measured 1e-12 in float32 and 1e-4 in bfloat16; 7e-12 and 7e-4 on random weights.
+    # Measured 1e-12 in float32 and 1e-4 in bfloat16; 7e-12 and 7e-4 with random weights.
     "gradient_angle": Limit("1 − cosine", GRADIENT, most={"float32": 1e-7, "bfloat16": 1e-2}),
     "gradient_norm": Limit("|norm ratio − 1|", GRADIENT, most={"float32": 1e-4, "bfloat16": 0.03}),
     "resume_differs": Limit(
         "differing", "a run that is resumed here is not the run that was stopped: report it with --json", most=0
     ),
-    # Measured per predicted byte: 1.15, and 1.01 on wider models; a batch that shrinks copies what it keeps once.
+    # Measured per predicted byte: 1.15, and 1.01 on wider models; a batch that shrinks copies its cache once.
     "cache_growth": Limit(
         "cache",
         "rows are planned with the wrong size: report it with --json; lower [training] batch_size if memory runs out",
@@ -82,6 +74,11 @@ LIMITS: dict[str, Limit] = {
     # bfloat16, 1.04 on wider models, 2.7 on a toy of two layers.
     "kept_growth": Limit("kept", BUDGET, least=0.85, most=1.15),
     "peak_growth": Limit("peak", BUDGET, most={"float64": 2.0, "float32": 2.0, "bfloat16": 3.0}),
+    "not_recovered": Limit(
+        "not recovered",
+        "a run will fail where memory is short: report it with --json; lower [training] batch_size or max_tokens",
+        most=0,
+    ),
     "drill_parted": Limit(
         "parted", "what is sampled after memory ran out is wrong: report it with --json", most=PARTED
     ),
@@ -90,12 +87,7 @@ LIMITS: dict[str, Limit] = {
         "an update made again after memory ran out is wrong: report it with --json",
         most={"float64": 1e-5, "float32": 1e-4, "bfloat16": 0.03},
     ),
-    "not_recovered": Limit(
-        "not recovered",
-        "a run will fail where memory is short: report it with --json; lower [training] batch_size or max_tokens",
-        most=0,
-    ),
-    # Small models on a CPU are bound by the number of operations: some per cent.
+    # Small models on a CPU are bound by the number of operations and reach a few per cent.
     "decode_share": Limit(
         "decoding against the roofline",
         SLOW_MACHINE + "; on a GPU look at the share that kernels fill",
@@ -108,3 +100,55 @@ LIMITS: dict[str, Limit] = {
         least=0.3,
     ),
 }
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of a check. ``words``, ``numbers`` and ``todo`` (what the user does) are printed, everything else is
+    written to the --json file. The name, wall-clock seconds and CPU seconds (with child processes) are set after the
+    check has run."""
+
+    status: str
+    words: str = ""
+    numbers: str = ""
+    measures: Sequence[Mapping[str, Any]] = ()
+    todo: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    seconds: float = 0.0
+    processor_seconds: float = 0.0
+
+    @property
+    def line(self) -> str:
+        line = ", ".join(text for text in (self.words, self.numbers) if text)
+        return f"{line} → {self.todo}" if self.todo else line
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "numbers"}
+
+
+def judged(
+    kinds: tuple[str, ...], values: Mapping[str, float], words: str = "", *, fault: str = "", **facts: Any
+) -> Result:
+    """Return PASS if there is no ``fault`` and every value is within its limits for ``kinds`` (number format, device
+    type), else FAIL with what to do. NaN is beyond every limit."""
+    measures, texts, fixes = [], [], [fault] if fault else []
+    for key, value in values.items():
+        limit = LIMITS[key]
+        bounds = {"least": _bound(limit.least, kinds), "most": _bound(limit.most, kinds)}
+        ends = {name: bound for name, bound in bounds.items() if bound is not None}
+        ok = ends.get("least", -math.inf) <= value <= ends.get("most", math.inf)
+        measures.append({"name": key, "value": float(value), **ends, "unit": limit.unit, "ok": ok})
+        unit = f" {limit.unit}" if limit.unit else ""
+        allowed = ", ".join(f"at {name} {end:.3g}" for name, end in ends.items())
+        texts.append(f"{limit.name} {value:.3g}{unit} ({allowed})")
+        if not ok:
+            fixes.append(limit.fix)
+    status = FAIL if fixes else PASS
+    return Result(status, words, ", ".join(texts), measures, "; ".join(dict.fromkeys(fixes)), facts)
+
+
+def _bound(bound: Bound, kinds: tuple[str, ...]) -> float | None:
+    if not isinstance(bound, Mapping):
+        return bound
+    return next((bound[kind] for kind in kinds if kind in bound), None)

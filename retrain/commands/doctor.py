@@ -1,0 +1,101 @@
+"""Runs the checks of ``retrain doctor --device`` and ``--url`` and prints one line for each."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from retrain.commands.output import count, note, visible
+from retrain.errors import UsageError
+from retrain.wording import plural
+
+if TYPE_CHECKING:
+    from retrain.doctor.results import Result
+
+
+def check_machine(device: str, file: Path | None, report_file: Path | None) -> int:
+    """Run and print every check, write the report, and return the exit status: 1 if a check has failed.
+
+    Raises UsageError for a device, file or report that cannot be used, ModelError for a model that cannot be loaded.
+    """
+    if report_file is not None:
+        require_writable(report_file)
+    # Torch reads this when it is imported: its memory profiler warns of earlier allocations.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from retrain.doctor.checks import report, run_checks
+    from retrain.doctor.results import FAIL, SKIP
+    from retrain.doctor.subject import Source, Subject
+    from retrain.files import write_json
+
+    with Subject.open(Source.of(file, device)) as subject:
+        base, weights = subject.base, "its own weights" if subject.source.shapes is None else "random weights"
+        layers = base.model.config.get_text_config().num_hidden_layers
+        print(
+            f"{visible(base.name)}, {weights}: {layers} layers, {count(subject.parameters)} parameters, "
+            f"{subject.dtype}, {base.device}"
+        )
+        if subject.is_slow:
+            note("a model of this size takes many minutes on a CPU; on a GPU it would be --device gpu:0")
+        results = print_results(lambda begins: run_checks(subject, begins))
+        if report_file is not None:
+            write_json(report_file, report(subject, results))
+    statuses = [result.status for result in results]
+    failed, skipped = statuses.count(FAIL), statuses.count(SKIP)
+    seconds = sum(result.seconds for result in results)
+    processor = sum(result.processor_seconds for result in results)
+    written = f", everything in {report_file}" if report_file is not None else ""
+    print(
+        f"{plural(len(results), 'check')} in {seconds:.0f} s ({processor:.0f} s of processor time): "
+        f"{failed or 'none'} failed, {skipped or 'none'} skipped{written}"
+    )
+    return int(failed > 0)
+
+
+def check_servers(url: Sequence[str], engine: str | None, model: str | None, file: Path | None) -> int:
+    """Compare servers with the model here, print each check, and return the exit status: 1 if one has failed.
+
+    Raises UsageError for a file that cannot be used, ModelError for a model that cannot be loaded.
+    """
+    from retrain.doctor import servers
+    from retrain.doctor.results import FAIL
+
+    config = servers.server_config(url, engine, model, file)
+    print(f"{config.inference.engine} at {', '.join(url)}, compared with {visible(config.model.model)} here")
+    results = print_results(lambda begins: servers.check_servers(config, begins, any_rank=file is None))
+    return int(any(result.status == FAIL for result in results))
+
+
+def print_results(run: Callable[[Callable[[str], None]], Iterator[Result]]) -> list[Result]:
+    """Print each result of ``run``, which gets a function to be called with the name of a check when it begins."""
+    live = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+
+    def begins(name: str) -> None:
+        if live:
+            print(f"…     {name}", end="", flush=True)
+
+    results: list[Result] = []
+    for result in run(begins):
+        results.append(result)
+        line = f"{result.status}  {result.name:<18} {visible(result.line)}  [{result.seconds:.1f} s]"
+        print(("\r\x1b[K" if live else "") + line, flush=True)
+    return results
+
+
+def require_writable(file: Path) -> None:
+    """Raise UsageError if the report cannot be written, or if the file is not an earlier report."""
+    if file.is_dir():
+        raise UsageError(f"{file} is a directory; give a file, such as {file / 'doctor.json'}")
+    if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
+        raise UsageError(f"{file} cannot be written: {file.parent} is no directory that can be written to")
+    if not file.exists():
+        return
+    try:
+        ours = json.loads(file.read_bytes()).get("kind") == "retrain doctor"
+    except (OSError, ValueError, AttributeError):
+        ours = False
+    if not ours:
+        raise UsageError(f"{file} exists and is no report of retrain doctor; it stays as it is: give another path")

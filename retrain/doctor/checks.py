@@ -1,0 +1,91 @@
+"""The checks in their order, and their report."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from retrain import __version__
+from retrain.doctor import machine, memory, sampling, training
+from retrain.doctor.results import FAIL, Result
+from retrain.doctor.subject import Subject
+from retrain.record.environment import code_version, environment_facts, package_versions
+
+KIND = "retrain doctor"
+"""Marks a report file as ours."""
+MACHINE_FACTS = ("platform", "machine", "processor", "cpu_count", "cpus_usable", "memory_gib", "gpus", "python")
+"""Facts in a report that may be published: no paths, no command line."""
+
+CHECKS: dict[str, Callable[[Subject], Result]] = {
+    "device and build": machine.device_and_build,
+    "rates": machine.rates,
+    "paths": machine.paths,
+    "graph = eager": sampling.graph_equals_eager,
+    "sampler = trainer": sampling.sampler_against_trainer,
+    "lane of 5 = alone": sampling.lane_alone,
+    "gradient": training.gradient,
+    "resume": training.resumed_equals_uninterrupted,
+    "memory": memory.predicted_against_measured,
+    "out of memory": memory.out_of_memory_drills,
+    "speed": machine.speed,
+}
+
+
+def run_checks(
+    subject: Subject, begins: Callable[[str], None], checks: Mapping[str, Callable[[Subject], Result]] = CHECKS
+) -> Iterator[Result]:
+    """Run all checks; one that raises has failed. ``begins`` is called with the name of each before it runs."""
+    for name, check in checks.items():
+        begins(name)
+        clock, processor = time.perf_counter(), _processor_seconds()
+        try:
+            result = check(subject)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
+            result = Result(FAIL, reason, todo="report it with --json")
+            if subject.on_gpu:
+                torch.cuda.empty_cache()
+        seconds = time.perf_counter() - clock
+        yield replace(result, name=name, seconds=seconds, processor_seconds=_processor_seconds() - processor)
+
+
+def _processor_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def report(subject: Subject, results: Sequence[Result]) -> dict[str, Any]:
+    """Return all results and what they were measured on as plain data."""
+    facts = environment_facts()
+    config = subject.base.model.config.get_text_config()
+    return {
+        "kind": KIND,
+        "retrain": __version__,
+        "code": code_version()["sha256"],
+        "device": str(subject.base.device),
+        "model": {
+            "name": subject.base.name,
+            "random_weights": subject.source.shapes is not None,
+            "type": config.model_type,
+            "layers": config.num_hidden_layers,
+            "hidden": config.hidden_size,
+            "vocabulary": subject.base.vocab_size,
+            "parameters": subject.parameters,
+            "dtype": subject.dtype,
+            "lora_rank": subject.config.model.lora_rank,
+            "target_modules": subject.config.lora.target_modules,
+        },
+        "machine": {key: facts[key] for key in MACHINE_FACTS},
+        "packages": package_versions(),
+        "torch": {"threads": torch.get_num_threads(), "workers": subject.workers.count, "cuda": torch.version.cuda},
+        "messages": list(subject.messages),
+        "failed": [result.name for result in results if result.status == FAIL],
+        "seconds": sum(result.seconds for result in results),
+        "processor_seconds": sum(result.processor_seconds for result in results),
+        "checks": [result.to_json() for result in results],
+    }

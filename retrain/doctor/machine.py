@@ -1,0 +1,218 @@
+"""Checks of the machine: torch and its GPU, rates of copies and products, the code paths that are taken, and speed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from retrain.doctor.results import Result, judged
+from retrain.doctor.subject import Sizes, Subject, replaced
+from retrain.engines.dense import is_supported
+from retrain.engines.protocol import SampleRequest
+from retrain.gpus import build_fault, nvidia_gpus
+from retrain.policy.backbone import backbone_of
+from retrain.policy.device import gpu_facts
+from retrain.policy.memory import cache_bytes
+from retrain.policy.threads import Workers
+from retrain.record.environment import environment_facts
+from retrain.types import Action
+
+REPEATS = 5
+COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
+"""Size of a copy: more than any cache holds."""
+SIDE = {"cpu": 1024, "cuda": 8192}
+KERNELS = ("cudnn", "flash", "efficient", "math")
+"""Parts of the names of torch's attention operators."""
+WIDE = {"cpu": 8, "cuda": 32}
+"""Samples of each prompt when speed is measured: the batch of a small run."""
+FORWARD_OPS, UPDATE_OPS = 2, 4
+"""Operations per weight and token of a forward pass, and of a forward pass with a backward pass to activations only,
+because the base is frozen."""
+
+
+def device_and_build(subject: Subject) -> Result:
+    """Check that the installed torch can use the GPU of this machine."""
+    facts: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    gpus, asked = nvidia_gpus(), subject.source.asked
+    fault = build_fault(asked)
+    if gpus and asked != "cpu" and not fault and not torch.cuda.is_available():
+        fault = (
+            f"{gpus[0].name} is here, and torch cannot use it: its CUDA {torch.version.cuda} wants a newer driver than "
+            f"{gpus[0].driver}"
+        )
+    if not subject.on_gpu:
+        processor = environment_facts()["processor"]
+        words = f"torch {torch.__version__}, {processor}, {subject.workers.count} × {facts['threads']} threads"
+        return judged(subject.kinds, {}, words, fault=fault, **facts)
+    gpu = torch.cuda.get_device_properties(subject.base.device)
+    facts |= {
+        "name": gpu.name,
+        "memory_bytes": gpu.total_memory,
+        "compute_capability": f"{gpu.major}.{gpu.minor}",
+        **gpu_facts(subject.base.device)["gpu"],
+    }
+    words = (
+        f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {facts['compute_capability']}, driver "
+        f"{facts['driver']}, torch {torch.__version__}, CUDA {facts['cuda']}, cuDNN {facts['cudnn']}"
+    )
+    return judged(subject.kinds, {}, words, fault=fault, **facts)
+
+
+def rates(subject: Subject) -> Result:
+    """Measure the rates of a large copy and of large matrix products in the base's number format."""
+    subject.rates = measured = measure(subject)
+    values = {"bandwidth": measured["bandwidth"] / 1e9, "matrix_rate": measured["matrix"] / 1e9}
+    return judged(subject.kinds, values, f"{subject.dtype}, best of {REPEATS}")
+
+
+def measure(subject: Subject) -> dict[str, float]:
+    """Return the best of ``REPEATS`` on all cores: bytes per second of a copy (reads and writes), and operations per
+    second of matrix products."""
+    device, count = subject.base.device, subject.workers.count
+    numbers, side = COPY_BYTES[device.type] // 4 // count, SIDE[device.type]
+    pairs = [(torch.empty(numbers, device=device), torch.ones(numbers, device=device)) for _ in range(count)]
+    factors = [torch.ones(side, side, dtype=subject.base.dtype, device=device) for _ in range(count)]
+
+    def best(work: Callable[[Any], Any], items: list[Any]) -> float:
+        seconds = [timed(subject, lambda: subject.workers.map(work, items))[0] for _ in range(REPEATS + 1)]
+        return min(seconds[1:])  # the first is a warm-up
+
+    copy = best(lambda pair: pair[0].copy_(pair[1]), pairs)
+    product = best(lambda x: torch.mm(x, x), factors)
+    return {"bandwidth": 2 * 4 * numbers * count / copy, "matrix": 2 * side**3 * count / product}
+
+
+def timed(subject: Subject, work: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds that ``work`` takes on the device, and its result."""
+    subject.synchronize()
+    begin = time.perf_counter()
+    result = work()
+    subject.synchronize()
+    return time.perf_counter() - begin, result
+
+
+def paths(subject: Subject) -> Result:
+    """Report the code paths taken; fail if a supported decoder misses a fast one."""
+    backbone, model_type = backbone_of(subject.base), subject.base.model.config.model_type
+    taken = {
+        "dense decoder": subject.engine.fast,
+        "packed update": backbone.packs,
+        "split head": backbone.head is not None,
+    }
+    missing = [name for name, is_taken in taken.items() if not is_taken]
+    fault = ""
+    if missing and is_supported(subject.base):
+        fault = (
+            f"a {model_type} model should take the {' and the '.join(missing)}, and a probe of it gave other "
+            "numbers than the model's own forward pass: report it with --json"
+        )
+    policy = subject.trained(0, clipped=False)
+    policy.workers = Workers()
+    requests = subject.requests(subject.publish([policy]), sizes=Sizes(2, 2, 6))
+    with replaced(subject.engine, "workers", Workers()):  # the profiler sees this thread only
+        sampling, groups = _attention_kernels(lambda: subject.engine.sample(requests))
+    samples = subject.samples(requests, groups)
+    updating, _ = _attention_kernels(lambda: subject.update(policy, samples))
+    if subject.on_gpu and "math" in {*sampling, *updating} and not fault:
+        fix = "report it with --json" if subject.dtype == "bfloat16" else 'write [inference] dtype = "bfloat16"'
+        fault = f"attention takes the plain formula, whose memory grows with the square of the length; {fix}"
+    words = [f"{name} {'yes' if is_taken else 'no'}" for name, is_taken in taken.items()]
+    words.append(
+        f"attention {' '.join(sampling) or 'unseen'} in sampling, {' '.join(updating) or 'unseen'} in the update"
+    )
+    facts: dict[str, Any] = {name.replace(" ", "_"): is_taken for name, is_taken in taken.items()}
+    facts |= {"attention": [sampling, updating], "notes": list(backbone.notes)}
+    return judged(subject.kinds, {}, ", ".join(words), fault=fault, **facts)
+
+
+def _attention_kernels(work: Callable[[], Any]) -> tuple[list[str], Any]:
+    """Return the attention kernels that ``work`` calls in this thread, and its result."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        result = work()
+    names = " ".join(event.key for event in profile.key_averages() if "scaled_dot_product" in event.key)
+    return [kernel for kernel in KERNELS if f"_{kernel}" in names], result
+
+
+def speed(subject: Subject) -> Result:
+    """Compare decoding and an update, each after a warm-up, with the roofline of the measured rates."""
+    rates = subject.rates or measure(subject)
+    policies = [subject.trained(lane) for lane in range(2)]
+    kind = subject.base.device.type
+    sizes = subject.sizes if subject.is_slow else replace(subject.sizes, samples=WIDE[kind])
+    requests = subject.requests(subject.publish(policies), sizes=sizes)
+    subject.engine.sample(requests)
+    seconds, groups = timed(subject, lambda: subject.engine.sample(requests))
+    sampled = sum(len(action) for group in groups for action in group)
+    decode = _decode_roofline(subject, requests, groups, rates, len(policies)) / seconds
+    per_lane = len(requests) // len(policies)
+    samples = subject.samples(requests[:per_lane], groups[:per_lane])
+    subject.update(policies[0], samples)
+    update_seconds, _ = timed(subject, lambda: subject.update(policies[0], samples))
+    # The update computes a prompt once for all of its samples.
+    prompt_tokens = sum(len(request.prompt_ids) for request in requests[:per_lane])
+    trained = sum(len(action) for group in groups[:per_lane] for action in group)
+    update = (prompt_tokens + trained) * UPDATE_OPS * _multiplied_weights(subject) / rates["matrix"] / update_seconds
+    values = {"decode_share": decode, "update_share": update}
+    if subject.on_gpu:
+        values["kernel_share"] = _kernel_share(subject, lambda: subject.engine.sample(requests))
+    facts: dict[str, Any] = {"decode_tokens_per_s": sampled / seconds, "update_tokens_per_s": trained / update_seconds}
+    words = (
+        f"decode {sampled / seconds:,.0f} tokens/s in {sum(map(len, groups))} rows, "
+        f"update {trained / update_seconds:,.0f} tokens/s"
+    )
+    return judged(subject.kinds, values, words, **facts, roofline=rates, seconds=[seconds, update_seconds])
+
+
+def _multiplied_weights(subject: Subject) -> int:
+    """Return the number of weights that a token is multiplied with; the embedding counts only as an output layer."""
+    model = subject.base.model
+    matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return matrices - (0 if embedding is head else embedding.numel())
+
+
+def _decode_roofline(
+    subject: Subject,
+    requests: Sequence[SampleRequest],
+    groups: Sequence[Sequence[Action]],
+    rates: Mapping[str, float],
+    lanes: int,
+) -> float:
+    """Return the least seconds for decoding: weights and adapters are read once per step and each sequence's cache once
+    per token, or the operations of all tokens take longer."""
+    lengths = []
+    for request, group in zip(requests, groups, strict=True):
+        lengths += [(len(request.prompt_ids), len(action)) for action in group]
+    steps, tokens = max(count for _, count in lengths), sum(count for _, count in lengths)
+    weights = _multiplied_weights(subject)
+    adapter = sum(shape.in_features + shape.out_features for shape in subject.lanes.shapes)
+    adapter *= subject.config.model.lora_rank
+    cache = sum(count * (prompt + count / 2) for prompt, count in lengths) * cache_bytes(subject.base)
+    moved = steps * (weights + lanes * adapter) * subject.base.dtype.itemsize + cache
+    return max(moved / rates["bandwidth"], FORWARD_OPS * tokens * (weights + adapter) / rates["matrix"])
+
+
+def _kernel_share(subject: Subject, work: Callable[[], Any]) -> float:
+    """Return the share of the time of ``work`` in which at least one kernel runs."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        seconds, _ = timed(subject, work)
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events() or []
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    return union_length(spans) / 1e6 / seconds
+
+
+def union_length(spans: Sequence[tuple[float, float]]) -> float:
+    """Return the length of the union of spans that are sorted by their begin."""
+    total, end = 0.0, float("-inf")
+    for first, last in spans:
+        total += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return total

@@ -1,0 +1,372 @@
+"""``retrain doctor --device``: a correct machine passes every check, and each check fails on the fault it is for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from toymodels import qwen3_directory
+from typer.testing import CliRunner
+
+from retrain.cli import app
+from retrain.doctor import machine, memory, results, training
+from retrain.doctor.checks import CHECKS, report, run_checks
+from retrain.doctor.results import FAIL, LIMITS, PASS, SKIP, Result, judged
+from retrain.doctor.sampling import agreement
+from retrain.doctor.subject import Source, Subject, random_base, shapes_of
+from retrain.engines import slots
+from retrain.engines.dense import DenseDecoder
+from retrain.engines.graphs import StepGraphs
+from retrain.errors import ModelError, UsageError
+from retrain.policy import local
+from retrain.policy.local import LocalPolicy
+from retrain.policy.protocol import Want
+from retrain.types import Action
+
+TOML = """\
+[model]
+model = "{model}"
+lora_rank = 4
+[training]
+max_tokens = 24
+[inference]
+dtype = "{dtype}"
+"""
+SLOW_RATES = {"bandwidth": 1e7, "matrix": 1e8}
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+
+
+def write(folder, text: str):
+    file = folder / "a.toml"
+    file.write_text(text)
+    return file
+
+
+@contextmanager
+def opened(folder, model, dtype: str):
+    with Subject.open(Source.of(write(folder, TOML.format(model=model, dtype=dtype)), "cpu")) as subject:
+        yield subject
+
+
+@pytest.fixture(scope="module")
+def subject(model, tmp_path_factory):
+    with opened(tmp_path_factory.mktemp("doctor"), model, "float32") as subject:
+        yield subject
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Shorter sequences for the memory check."""
+    monkeypatch.setattr(memory, "LENGTHS", {"cpu": (64, 160)})
+
+
+def test_the_bundled_model_passes_every_check_from_the_command_line(tmp_path, monkeypatch, quick):
+    for key in ("decode_share", "update_share"):  # they depend on what else the machine does
+        monkeypatch.setitem(LIMITS, key, results.Limit(key, ""))
+    monkeypatch.setitem(CHECKS, "resume", lambda subject: Result(PASS))  # starts a process; has tests of its own
+    done = run("--device", "cpu", "--json", tmp_path / "report.json")
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert lines[0].startswith("tiny-reasoner, its own weights: 3 layers, ")
+    assert [line[:24].split(None, 1) for line in lines[1:-1]] == [
+        ["SKIP" if name == "graph = eager" else "PASS", name.ljust(18)] for name in CHECKS
+    ]
+    assert "none failed, 1 skipped, everything in " in lines[-1]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [check["name"] for check in report["checks"]] == list(CHECKS)
+    assert report["failed"] == []
+    k3 = next(measure for check in report["checks"] for measure in check["measures"] if measure["name"] == "k3")
+    assert (k3["most"], k3["ok"]) == (1e-8, True)
+    assert {"torch", "transformers"} <= report["packages"].keys()
+    assert not {"argv", "executable"} & report["machine"].keys()
+    again = run("--device", "nowhere", "--json", tmp_path / "report.json")  # an earlier report may be replaced
+    assert (again.exit_code, "--device 'nowhere' is none of" in again.stderr) == (2, True)
+
+
+def test_a_toy_model_passes_in_bfloat16(model, tmp_path, quick):
+    with opened(tmp_path, model, "bfloat16") as subject:
+        for name in ("sampler = trainer", "gradient", "out of memory"):
+            assert CHECKS[name](subject).status == PASS, name
+
+
+def an_engine_weight_that_is_not_the_trainers(subject: Subject, monkeypatch) -> None:
+    down = subject.engine.decoder.layers[0].down
+    monkeypatch.setattr(down, "_joined", down.weight * 1.01)
+
+
+def mixed_up_lanes(subject: Subject, monkeypatch) -> None:
+    """In a batch of more than two lanes."""
+    blocks = DenseDecoder.blocks
+    monkeypatch.setattr(
+        DenseDecoder, "blocks", lambda self, lanes: blocks(self, lanes[::-1] if len(lanes) > 2 else lanes)
+    )
+
+
+def a_scaled_gradient(subject: Subject, monkeypatch) -> None:
+    after_update(monkeypatch, lambda gradient: gradient.mul_(1.01))
+
+
+def a_turned_gradient(subject: Subject, monkeypatch) -> None:
+    after_update(monkeypatch, lambda gradient: gradient[: len(gradient) // 9].neg_())
+
+
+def after_update(monkeypatch, change: Callable[[torch.Tensor], object]) -> None:
+    update = LocalPolicy.update
+
+    def changed(policy: LocalPolicy, *arguments: Any) -> dict[str, Any]:
+        metrics = update(policy, *arguments)
+        change(policy.adapter.flat.grad)
+        return metrics
+
+    monkeypatch.setattr(LocalPolicy, "update", changed)
+
+
+def no_bandwidth(subject: Subject, monkeypatch) -> None:
+    monkeypatch.setattr(machine, "measure", lambda subject: {"bandwidth": 0.0, "matrix": 1e12})
+
+
+def a_gpu_that_torch_cannot_use(subject: Subject, monkeypatch) -> None:
+    monkeypatch.setattr(machine, "build_fault", lambda devices: "this machine has a GPU (NVIDIA H100)")
+
+
+def no_dense_decoder(subject: Subject, monkeypatch) -> None:
+    monkeypatch.setattr(subject.engine, "decoder", None)
+
+
+def sizes_planned_too_small(subject: Subject, monkeypatch) -> None:
+    kept = memory.kept_bytes
+    monkeypatch.setattr(memory, "cache_bytes", lambda base: 10)
+    monkeypatch.setattr(memory, "kept_bytes", lambda base: kept(base) // 2)
+
+
+def unnoticed_shortages(subject: Subject, monkeypatch) -> None:
+    for module in ("retrain.engines.local", "retrain.policy.update"):
+        monkeypatch.setattr(f"{module}.is_out_of_memory", lambda error: False)
+
+
+def another_lane_after_a_shortage(subject: Subject, monkeypatch) -> None:
+    """Decoding continues with other weights than before."""
+    decode, rows_of_calls = type(subject.engine)._decode, []
+
+    def damaged(engine: Any, requests: Any, work: Any, weights: Any, rows: int, keep: Any) -> None:
+        rows_of_calls.append(rows)
+        decode(engine, requests, work, weights[::-1] if len(rows_of_calls) == 2 else weights, rows, keep)
+
+    monkeypatch.setattr(type(subject.engine), "_decode", damaged)
+
+
+FAULTS = [
+    (a_gpu_that_torch_cannot_use, "device and build", ()),
+    (no_bandwidth, "rates", ("bandwidth",)),
+    (no_dense_decoder, "paths", ()),
+    (an_engine_weight_that_is_not_the_trainers, "sampler = trainer", ("ratio_off", "k3", "p99")),
+    (mixed_up_lanes, "lane of 5 = alone", ("lane_parted",)),
+    (a_scaled_gradient, "gradient", ("gradient_norm",)),
+    (a_turned_gradient, "gradient", ("gradient_angle",)),
+    (sizes_planned_too_small, "memory", ("cache_growth", "kept_growth")),
+    (unnoticed_shortages, "out of memory", ()),
+    (another_lane_after_a_shortage, "out of memory", ("drill_parted",)),
+]
+
+
+@pytest.mark.parametrize(("fault", "name", "exceeded"), FAULTS, ids=[fault.__name__ for fault, *_ in FAULTS])
+def test_a_check_fails_on_its_fault(subject, monkeypatch, quick, fault, name, exceeded):
+    fault(subject, monkeypatch)
+    (result,) = run_checks(subject, lambda name: None, {name: CHECKS[name]})
+    assert (result.name, result.status, result.todo != "") == (name, FAIL, True), result.line
+    assert set(exceeded) <= {measure["name"] for measure in result.measures if not measure["ok"]}, result.line
+
+
+def test_replayed_steps_equal_eager_ones_or_fail(subject, monkeypatch):
+    check = CHECKS["graph = eager"]
+
+    def with_capture(capture: Callable[[Callable[[], object]], Callable[[], object]]) -> None:
+        monkeypatch.setattr(slots, "COLUMNS", {"cpu": 128})
+        monkeypatch.setattr(subject.engine, "graphs", StepGraphs(lambda: capture, subject.messages.append))
+
+    assert check(subject).status == SKIP
+    with_capture(lambda step: step)
+    right = check(subject)
+    assert (right.status, right.words) == (PASS, "32 of 32 sequences equal, bit for bit")
+    assert right.measures[0]["value"] > 1  # several captures: rows leave the batch
+
+    def stale(step: Callable[[], object]) -> Callable[[], object]:
+        """Return a replay that reads a buffer whose content has changed since the capture."""
+        norm = subject.engine.decoder.frame.norm.data
+
+        def replay() -> None:
+            norm.mul_(1.05)
+            step()
+            norm.div_(1.05)
+
+        return replay
+
+    with_capture(stale)
+    assert check(subject).status == FAIL
+
+    def refuse(step: Callable[[], object]) -> Callable[[], object]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with_capture(refuse)
+    failed = check(subject)
+    assert failed.status == FAIL
+    assert "not permitted when stream is capturing" in failed.facts["messages"][-1]
+
+
+def test_a_checkpoint_without_the_optimizer_fails(subject, monkeypatch):
+    optimizer_tensors = local.optimizer_tensors
+    monkeypatch.setattr(local, "optimizer_tensors", lambda optimizer: {})
+    wrong = CHECKS["resume"](subject)
+    assert wrong.status == FAIL
+    assert {"lane 0 adapter", "lane 1 exp_avg_sq", "lane 0 step"} <= set(wrong.facts["differing"])
+    assert wrong.facts["compared"] == 14
+    monkeypatch.setattr(local, "optimizer_tensors", optimizer_tensors)
+    monkeypatch.setattr(training, "_BOOT", "raise SystemExit('cannot begin')")
+    ended = CHECKS["resume"](subject)
+    assert (ended.status, ended.words) == (FAIL, "the new process ended with status 1: cannot begin")
+
+
+def test_a_machine_far_from_its_roofline_fails(subject, monkeypatch):
+    slow_cpu = {"update_share": SLOW_RATES | {"matrix": 1e14}, "decode_share": {"bandwidth": 1e14, "matrix": 1e14}}
+    monkeypatch.setattr(subject, "rates", SLOW_RATES)
+    assert CHECKS["speed"](subject).status == PASS
+    for key, rates in slow_cpu.items():
+        monkeypatch.setattr(subject, "rates", rates)
+        assert not next(measure for measure in CHECKS["speed"](subject).measures if measure["name"] == key)["ok"]
+    assert machine.union_length([(0.0, 2.0), (1.0, 3.0), (1.5, 2.5), (5.0, 6.0)]) == 4.0
+
+
+def test_a_check_that_raises_has_failed_and_the_others_run(subject):
+    def broken(subject: Subject) -> Result:
+        raise ValueError("no such kernel\nand more")
+
+    found = list(run_checks(subject, lambda name: None, {"broken": broken, "rates": lambda subject: Result(PASS)}))
+    assert [result.status for result in found] == [FAIL, PASS]
+    assert found[0].line == "ValueError: no such kernel → report it with --json"
+    assert report(subject, found)["failed"] == ["broken"]
+
+
+def test_the_reference_gradient_equals_central_differences(subject):
+    """Of the loss, along the gradient itself."""
+    policy = subject.trained(3)
+    requests = subject.requests(subject.publish([policy]))[:1]
+    samples = subject.samples(requests, subject.engine.sample(requests))
+    model = training.plain_copy(subject.base, subject.lanes, 2, torch.float64)
+    weights = policy.adapter.frozen()
+    gradient = training.plain_gradient(model, weights, samples, torch.float64)
+    norm = float(gradient.norm())
+    tokens = sum(sample.action_mask.sum() for sample in samples)
+    losses = []
+    for sign in (1, -1):
+        policy.adapter.flat.data.copy_(weights.flat + sign * 1e-2 * (gradient / norm).float())
+        scored = policy.score(samples, frozenset({Want.LOGPROBS})).logprobs
+        parts = [float((s.advantages[s.action_mask] * lp).sum()) for s, lp in zip(samples, scored, strict=True)]
+        losses.append(-sum(parts) / tokens)
+    assert (losses[0] - losses[1]) / 2e-2 == pytest.approx(norm, rel=2e-2)
+
+
+def test_a_deep_model_is_compared_on_its_first_layers(tmp_path, monkeypatch):
+    model = qwen3_directory(tmp_path / "deep", ["12+34=? the answer is 46"], layers=6)
+    with opened(tmp_path, model, "bfloat16") as subject:
+        right = CHECKS["gradient"](subject)
+        assert (right.status, right.words) == (PASS, "against float32, first 4 of 6 layers")
+        a_turned_gradient(subject, monkeypatch)
+        assert CHECKS["gradient"](subject).status == FAIL
+
+
+def test_checks_that_do_not_fit_in_memory_are_skipped(subject, monkeypatch):
+    for module in (memory, training):
+        monkeypatch.setattr(module, "available_memory", lambda device: 1000)
+    assert [CHECKS[name](subject).status for name in ("memory", "gradient", "resume")] == [SKIP, SKIP, SKIP]
+
+
+def test_limits_depend_on_number_format_before_device_and_exclude_nan():
+    for key in LIMITS:
+        assert judged(("float32", "cpu"), {key: float("nan")}).status == FAIL, key
+    assert judged(("bfloat16", "cuda"), {"k3": 1e-3}).status == PASS
+    assert judged(("float32", "cuda"), {"k3": 1e-3}).status == FAIL
+    assert judged(("float32", "cpu"), {"bandwidth": 5}).status == PASS
+    assert judged(("float32", "cuda"), {"bandwidth": 5}).status == FAIL
+
+
+def test_agreement_compares_up_to_where_sequences_part():
+    def action(ids: list[int], logprobs: list[float]) -> Action:
+        return Action(ids, "", np.array(logprobs), None, "stop")
+
+    ours = [[action([1, 2, 3], [-1, -2, -3]), action([4], [-1])], [action([5, 6], [-1, -1])]]
+    theirs = [[action([1, 9, 3], [-1.5, 0, 0]), action([4, 4], [-1, -1])], [action([5, 6], [-1, -1])]]
+    found = agreement(ours, theirs)
+    assert (found.words, found.parted, found.tokens, found.largest) == ("1 of 3 sequences equal", 2, 4, 0.5)
+    assert agreement(ours, ours).words == "3 of 3 sequences equal, bit for bit"
+    nothing = agreement([[action([1], [0])]], [[action([2], [0])]])
+    assert (nothing.p99, nothing.parted_per_token) == (float("inf"), 1.0)
+
+
+def test_a_model_without_weights_is_checked_at_its_shapes(tmp_path):
+    source = Source.of(write(tmp_path, '[model]\nmodel = "Qwen/Qwen3-0.6B"\nlora_rank = 4'), "cpu")
+    assert source.shapes is not None
+    assert (source.shapes["num_hidden_layers"], source.shapes["hidden_size"]) == (4, 1024)
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "vocab_size": 400, "head_dim": 16, "num_attention_heads": 4}
+    shapes = shapes_of(source.config) | sizes | {"num_key_value_heads": 2, "eos_token_id": 399}
+    with Subject.open(Source(source.config, shapes, "cpu")) as subject:
+        assert subject.base.eos_ids == (399,)
+        for name in ("sampler = trainer", "gradient", "resume"):  # the new process makes the same weights
+            assert CHECKS[name](subject).status == PASS, name
+
+
+def test_a_model_that_is_unknown_or_does_not_fit_is_one_line(tmp_path):
+    with pytest.raises(ModelError, match="nothing is downloaded"):
+        Source.of(write(tmp_path, '[model]\nmodel = "somebody/unheard-of"'), "cpu")
+    huge = Source.of(write(tmp_path, '[model]\nmodel = "Qwen/Qwen3-32B"'), "cpu")
+    with pytest.raises(ModelError, match=r"take [\d.]+ GiB of"):
+        random_base(dict(huge.shapes or {}, hidden_size=1 << 16), huge.config)
+    with pytest.raises(ModelError, match="no random weights can be made"):
+        random_base({"model_type": "no-such-type", "vocab_size": 3}, huge.config)
+    with pytest.raises(UsageError, match=r"trains with mine:Backend"):
+        Source.of(write(tmp_path, '[backend]\nbackend = "mine:Backend"'), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--file", "a.toml"], "--file belongs to the self-check; type: retrain doctor --device auto --file a.toml"),
+        (["--json", "a.json"], "--json belongs to the self-check"),
+        (["--device", "gpu:seven"], "is none of auto, cpu"),
+        (["--device", "gpu:99"], 'type devices = "auto" or "cpu"'),
+        (["--device", "cpu", "--file", "missing.toml"], "missing.toml: no such file or directory"),
+        (["--device", "cpu", "--file", "faulty.toml"], "faulty.toml:2"),
+        (["--device", "cpu", "--json", "."], "is a directory"),
+        (["--device", "cpu", "--json", "not/there.json"], "is no directory that can be written to"),
+        (["--device", "cpu", "--json", "faulty.toml"], "is no report of retrain doctor"),
+        (["--device", "cpu", "--json", "other.json"], "is no report of retrain doctor"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    contents = {"faulty.toml": "[model]\nlora_rnk = 8", "other.json": '{"kind": "something else"}'}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    done = run(*arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert {name: (tmp_path / name).read_text() for name in contents} == contents
+
+
+def test_a_failed_check_is_exit_status_1(monkeypatch):
+    wrong = {"wrong": lambda subject: judged(subject.kinds, {"k3": 0.5})}
+    monkeypatch.setattr(run_checks, "__defaults__", (wrong,))
+    done = run("--device", "cpu")
+    assert done.exit_code == 1
+    assert (
+        "FAIL  wrong              k3 0.5 (at most 1e-08) → sampler and trainer compute different things" in done.stdout
+    )
+    assert done.stdout.splitlines()[-1].endswith("1 failed, none skipped")
