@@ -23,7 +23,6 @@ from retrain.errors import Interrupted, RunFailed
 from retrain.policy import device
 
 ROOT = Path(__file__).parents[2]
-QUICKSTART = ROOT / "campaigns" / "quickstart.toml"
 CAMPAIGNS = sorted((ROOT / "campaigns").glob("*.toml"))
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.toml"))
 COMMANDS = {command.name or command.callback.__name__: command.callback for command in app.registered_commands}
@@ -128,10 +127,11 @@ def test_shipped_files_pass_check_and_have_enough_seeds_for_a_verdict(path, sche
 
 
 def test_dry_run_writes_nothing(tmp_path):
-    result = run("train", QUICKSTART, "--out", tmp_path / "out", "--dry-run")
+    (tmp_path / "run.toml").write_text(STEPS)
+    result = run("train", tmp_path / "run.toml", "--out", tmp_path / "out", "--dry-run")
     assert result.exit_code == 0
     assert str(tmp_path / "out") in result.output
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
 def test_init_writes_a_file_that_checks_and_never_overwrites(tmp_path, monkeypatch):
@@ -204,6 +204,7 @@ REFUSED = [
      "--set  lora.alpha  is 1e+308, but must be a number ≥ 0 and ≤ 1e+18: alpha = 32.0", ""),
     (STEPS, "model.lora_rank=1000000000",
      "--set  model.lora_rank  is 1000000000, and no linear layer of tiny-reasoner has more", ""),
+    ('[data]\nsource = "gym:problems"', "", "f.toml:2  data.source  ", "; type: pip install '.[gym]'"),
     # What was set on the command line is not looked for in the file, which has the same keys with other values.
     ('[model]\nmodel = "tiny-reasoner"', "model.model=/nowhere/model", "--set  model.model  ", ""),
     ('[data]\nsource = "arithmetic"', "data.source=nosuchmodule:problems", "--set  data.source  ", ""),
@@ -235,6 +236,7 @@ class Endless:
 @pytest.mark.parametrize(("text", "setting", "start", "end"), REFUSED)
 def test_a_mistake_is_one_line(tmp_path, text, setting, start, end):
     (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "gym.py").write_text("raise ModuleNotFoundError('no', name='reasoning_gym')\n")
     (tmp_path / "f.toml").write_text(text)
     sets = ["--set", setting] if setting else []
     for command in (["check"], ["train", "--out", tmp_path / "out"]):
@@ -250,7 +252,6 @@ def test_a_mistake_is_one_line(tmp_path, text, setting, start, end):
         ("raise SystemExit(3)", "importing it failed: SystemExit: 3 (own.py:1)"),
         ("def score(completion, answer) return 1", "importing it failed: SyntaxError: expected ':' (own.py:1)"),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module' (own.py:1)"),
-        ("raise ModuleNotFoundError('no', name='reasoning_gym')", "; type: pip install '.[gym]'"),
         ("def scor(completion, answer): return 1", "it has no function 'score'; it defines scor"),
     ],
 )
@@ -272,7 +273,9 @@ def test_a_reward_with_a_mistake_is_told_with_its_line(tmp_path, code, reason):
 def test_problems_without_end_are_an_error(tmp_path, section, name):
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "run.toml").write_text(section)
-    line = refusal("train", tmp_path / "run.toml", "--out", tmp_path / "out")
+    result = run("train", tmp_path / "run.toml", "--out", tmp_path / "out")
+    (line,) = result.stderr.splitlines()
+    assert result.exit_code == 2
     assert f"{name} makes more than 1,000,000 problems" in line
 
 
@@ -290,6 +293,9 @@ report_to = ["tensorboard", "trackio"]
 wandb_project = "mine"
 
 [[evaluation.sets]]
+name = "held"
+
+[[evaluation.sets]]
 name = "hub"
 source = "math"
 """
@@ -300,7 +306,7 @@ NEEDED = [
     ("10  logging.report_to", 'is "tensorboard", which needs the package tensorboard'),
     ("10  logging.report_to", 'is "trackio", which needs the package trackio'),
     ("11  logging.wandb_project", "is \"mine\", which needs the package wandb: pip install '.[wandb]'"),
-    ("15  evaluation.sets[1].source", 'is "math", which needs the package datasets'),
+    ("18  evaluation.sets[2].source", 'is "math", which needs the package datasets'),
 ]
 
 
