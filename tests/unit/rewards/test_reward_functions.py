@@ -267,7 +267,7 @@ def test_functions_of_trl_and_parts_of_a_result_are_recorded_by_name(tmp_path, m
     assert row["rewards/lengths/mean"] == row["completions/mean_length"]
     assert row["rewards/later/mean"] in (-1.0, None)  # over those to which it applies
     assert row["reward_failed"] == 0
-    components = {"parts/accuracy <b>": 1.0, "parts/brevity": 0.5, "parts": 1.5}
+    components = {"accuracy <b>": 1.0, "brevity": 0.5, "parts": 1.5}
     assert {name: row[f"rewards/{name}/mean"] for name in components} == components
     page = (run / "train_iteration_000000.html").read_text()
     assert "accuracy &lt;b&gt; 1" in page

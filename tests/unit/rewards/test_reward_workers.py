@@ -243,13 +243,16 @@ def test_results_come_back_whole(module: Path) -> None:
 )
 def test_parameters_are_filled_by_name(module: Path, function: str, reward: float) -> None:
     item = Problem("p", "6*7?", "42", ("easy", "short"), {"level": 3, "odd": object()})
-    messages = Problem(
-        "p", ({"role": "system", "content": "ab"}, {"role": "user", "content": "cd"}), "42", (), {"level": 1}
-    )
     with custom(module, function, name="mine") as grader:
-        result, conversation = grader.grade([(item, "\ud800four"[:5]), (messages, "42")])
-    assert result.error is conversation.error is None
+        (result,) = grader.grade([(item, "\ud800four"[:5])])
+    assert result.error is None
     assert result.components == {"mine": pytest.approx(reward)}
+
+
+def test_a_prompt_of_messages_is_text_for_a_reward(module: Path) -> None:
+    item = Problem("p", ({"role": "system", "content": "ab"}, {"role": "user", "content": "cd"}), "42")
+    with custom(module, "peers") as grader:
+        assert grader.grade([(item, "42")])[0].total_reward == 1.0
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -381,7 +384,7 @@ def test_a_batch_that_only_times_out_is_given_up(pool, monkeypatch: pytest.Monke
 def test_a_forged_reply_is_no_reply(pool) -> None:
     """Without an end, two at once, no JSON, no object."""
     forged = [b"\xff\xff\xff\xff", b"\x00\x00\x00\x02{}{}", b"\x00\x00\x00\x04oops", b"\x00\x00\x00\x0212"]
-    for reply in pool("forger", timeout_s=2.0).map(forged):
+    for reply in pool("forger", timeout_s=1.0).map(forged):
         assert reply.value is None
         assert reply.error is not None
 
