@@ -253,7 +253,7 @@ def numbers(directory: Path) -> list[dict]:
 
 def live_policies() -> int:
     gc.collect()
-    return sum(isinstance(thing, LocalPolicy) for thing in gc.get_objects())
+    return sum(type(thing) is LocalPolicy for thing in gc.get_objects())
 
 
 class LivePolicies(NullObserver):
