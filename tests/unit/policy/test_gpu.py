@@ -253,7 +253,7 @@ def numbers(directory: Path) -> list[dict]:
 
 def live_policies() -> int:
     gc.collect()
-    return sum(isinstance(thing, LocalPolicy) for thing in gc.get_objects())
+    return sum(type(thing) is LocalPolicy for thing in gc.get_objects())
 
 
 class LivePolicies(NullObserver):
@@ -267,20 +267,20 @@ class LivePolicies(NullObserver):
 
 
 def test_a_lost_device_interrupts_every_run_saves_nothing_more_and_resumes(tmp_path, model, monkeypatch):
-    file = campaign(tmp_path, model, steps=3)
-    launch(load(file), tmp_path / "whole", NullObserver())
+    loaded = load(campaign(tmp_path, model, steps=3), ["campaign.seeds=[1]", "squeeze.enabled=false"])
+    launch(loaded, tmp_path / "whole", NullObserver())
     calls = []
 
     def lose_the_device(*args, **options):
         calls.append(args)
-        if len(calls) == 10:  # four runs: in the third step
+        if len(calls) == 5:  # two runs: in the third step
             raise RuntimeError(STICKY)
         return train_step(*args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr("retrain.policy.local.train_step", lose_the_device)
         with pytest.raises(RetrainError, match=r"(?s)device-side assert.*retrain resume") as caught:
-            launch(load(file), tmp_path / "cut", NullObserver())
+            launch(loaded, tmp_path / "cut", NullObserver())
     assert "nvidia-smi" in str(caught.value)
     manifest = read_manifest(tmp_path / "cut")
     assert {run["state"] for run in manifest["runs"]} == {"interrupted"}
@@ -289,7 +289,7 @@ def test_a_lost_device_interrupts_every_run_saves_nothing_more_and_resumes(tmp_p
     assert steps == {"step_000002"}
     assert resume(tmp_path / "cut", NullObserver()).exit_status == 0
     assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
-    assert len(numbers(tmp_path / "cut")) == 12
+    assert len(numbers(tmp_path / "cut")) == 6
 
 
 def test_the_next_cohort_loads_no_base_and_finds_nothing_of_the_first_in_memory(tmp_path, model, monkeypatch):

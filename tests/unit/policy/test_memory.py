@@ -188,7 +188,7 @@ def results(out):
 def test_a_resumed_campaign_computes_in_the_same_shapes_on_any_machine(model, tmp_path, machine):
     """As many rows at once and as many micro-batches where another process has twice the memory: bit by bit the same.
     Where they do not fit, it says so and plans anew."""
-    alone = ["campaign.seeds=[1]", "squeeze.enabled=false", "evaluation.problems=0"]
+    alone = ["campaign.seeds=[1]", "squeeze.enabled=false", "evaluation.at_start=false"]
 
     def train(name, steps, observer):
         loaded = load(campaign(tmp_path, model, name, steps=steps), alone)
