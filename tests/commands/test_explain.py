@@ -28,6 +28,10 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "campaigns" / "quickstart.toml"
 
 
+NO_VERDICT = ("--set", "campaign.primary_metric=final:loss")
+"""Without an assumed spread of the metric, ``explain`` simulates no verdict, which takes seconds."""
+
+
 def explained(*arguments: str | Path) -> dict[str, str]:
     """The first line of every name that ``explain`` prints."""
     result = CliRunner().invoke(app, ["explain", *map(str, arguments)])
@@ -39,7 +43,7 @@ def explained(*arguments: str | Path) -> dict[str, str]:
 
 
 def test_the_bundled_model_s_prompts():
-    lines = explained(QUICKSTART)
+    lines = explained(QUICKSTART, *NO_VERDICT)
     assert lines["data"] == "arithmetic: 20,000 problems to train on, 200 held out"
     measured = "measured on 708 prompts with the tokenizer of tiny-reasoner"
     assert lines["prompts"] == f"9 to 14 tokens, half of them at most 12, {measured}"
@@ -51,13 +55,13 @@ def test_the_bundled_model_s_prompts():
 
 def test_an_environment_is_named_with_its_turns_and_what_they_cost():
     file = ROOT / "campaigns" / "calculator.toml"
-    lines = explained(file)
+    lines = explained(file, *NO_VERDICT)
     assert lines["environment"] == "tools calculator; at most 4 turns of 48 sampled tokens; in 2 processes of its own"
     assert "= 3,840 completions, at most 737,280 tokens" in lines["each run"]
     assert lines["reward"].startswith("match")
     # The shipped file says nothing of its calculator; without that key the list of tools is part of every prompt.
     assert lines["prompts"].startswith("13 to 14 tokens")
-    with_tools = explained(file, "--set", "environment.tools_prompt=12+34")["prompts"]
+    with_tools = explained(file, *NO_VERDICT, "--set", "environment.tools_prompt=12+34")["prompts"]
     assert re.match(r"(19|2\d) to (20|2\d) tokens", with_tools), with_tools
 
 
@@ -65,7 +69,7 @@ def test_every_condition_has_its_credit_loss_reward_and_differences(tmp_path):
     file = tmp_path / "terms.toml"
     head = '[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "my:own"\n'
     file.write_text(
-        f"[campaign]\nseeds = [3, 5]\n{head}kl_coef = 0.1\ndual_clip = 3.0\n"
+        f"[campaign]\nseeds = [3, 5]\nprimary_metric = 'final:loss'\n{head}kl_coef = 0.1\ndual_clip = 3.0\n"
         f"{head}entropy_coef = 0.01\ntis_cap = 2.0\n{head}icepop_band = [0.5, 5]\nloss_normalizer = 'constant'\n"
         '[[campaign.conditions]]\nadvantage_mode = "maxrl"\ntransform_mode = "none"\n"training.lr" = 3e-4\n'
         '"reward.type" = "format"\n'
@@ -184,7 +188,7 @@ def campaign(tmp_path_factory) -> Path:
     (home / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     file = home / "camp.toml"
     file.write_text(
-        campaign_head(("grpo", "none"), ("gae", "none"), seeds=[1, 2])
+        campaign_head(("grpo", "none"), ("gae", "none"), seeds=[1, 2], primary_metric="final:loss")
         + '"training.eval_every" = 1\n'
         + TINY_RUN.format(model=model)
         + 'max_tokens = 4\n[squeeze]\nenabled = false\n[backend]\ndevices = "cpu"\n[evaluation]\nproblems = 5\n'

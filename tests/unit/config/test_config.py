@@ -9,7 +9,6 @@ import random
 import tomllib
 from pathlib import Path
 
-import jsonschema
 import pytest
 from fuzz_config import one_change
 from hypothesis import example, given, settings
@@ -53,22 +52,6 @@ def test_the_defaults_hold_and_are_those_of_the_issue():
     assert config.data.shuffle
     assert not config.is_campaign
     assert len(config.campaign.seeds) == 8
-
-
-def test_round_trip_through_json_of_everything_set():
-    text = """
-    [lora]\nalpha = 16\ntarget_modules = ["q_proj"]
-    [training]\nseed = 3\nclip_eps_high = 0.28\nmicro_batch_tokens = 512\nmax_examples = 10
-    [algorithm]\nadvantage_mode = "maxrl"\ntransform_mode = "gtpo_sepa"\nuncertainty_kind = "shannon_entropy"
-    [sepa]\nschedule = "auto"\nthreshold = 0.5\n[resume]\nfrom = "logs/x"
-    [reward]\ntype = "custom"\ncustom_module = "m"\nreward_min = 0\n[data]\nlevels = ["easy"]
-    [environment]\nmax_turns = -1\n[logging]\nwandb_tags = "a, b"\naliases = ["trl"]
-    """
-    config = good(text)
-    assert config.resume.from_ == "logs/x"
-    assert config.to_dict()["resume"] == {"from": "logs/x"}
-    assert parse_dict(json.loads(json.dumps(config.model_dump(mode="json"), allow_nan=False))) == config
-    assert parse_dict(config.model_dump()) == config
 
 
 def test_forms_of_other_files(tmp_path):
@@ -145,27 +128,21 @@ def test_files_are_found_beside_the_toml(tmp_path, monkeypatch):
 SINGLE = [
     ('[reward]\ntimeout_s = "10"', "timeout_s = 10"),
     ('[squeeze]\nenabled = "false"', "enabled = false"),
-    ("[squeeze]\nenabled = 1", "is 1, a number, but must be true or false: enabled = true"),
     ("[training]\nmax_steps = true", "is true, a boolean, but must be an integer ≥ 1: max_steps = 100"),
     ("[training]\nmax_steps = 8.0", "must be an integer ≥ 1: max_steps = 8"),
-    ("[training]\nlr = 1979-05-27", "is 1979-05-27, a date or time, but"),
     ("[hicra]\nalpha = 1.0\n[algorithm]\ntransform_mode = 'gtpo_hicra'", "must be a number ≥ 0 and < 1"),
     ("[training]\ntop_p = 0", "must be a number > 0 and ≤ 1: top_p = 1.0"),
     ("[training]\ntop_k = 5000", "must be an integer ≥ 0 and ≤ 1024"),
     ("[training]\ntop_k = 1", "a group of equals teaches nothing: top_k = 20"),
-    ("[training]\nmin_p = 1.0", "must be a number ≥ 0 and < 1"),
     ("[evaluation]\ntemperature = 0\ntop_p = 0.9", "has no effect at temperature 0, which is greedy: remove the line"),
     ('[training]\nupdate_dtype = "float16"', 'but must be one of "model", "bfloat16"'),
     ('[training]\nupdate_dtype = "bfloat16"\n[inference]\ndtype = "bfloat16"', "has no effect over a base in bfloat16"),
     ('[training]\nupdate_dtype = "bfloat16"\n[backend]\nbackend = "own:Own"', "decides itself what it computes in"),
     ("[training]\ngroup_size = 1", "group_size = 8"),
     ("[training]\nclip_eps = 0\nclip_eps_high = 0.3", "clip_eps = 0 switches clipping off"),
-    ("[optimizer]\nlr = 1e-4", "lr belongs to [training]"),
     ("[training]\nlearning_rate = 0.1", "lr = 0.1"),
-    ("[training]\nlora_rnk = 8", "did you mean [model] lora_rank"),
     ("[zzz]", "the sections are [campaign], [ray]"),
     ("lr = 1e-4", "stands outside a section: put it under [training]"),
-    ("learning_rate = 1e-4", "[training] lr = 0.0001"),
     ("training = 3", "must be a table: [training]"),
     ('model = "Qwen/Qwen3-8B"', '[model] and below it model = "Qwen/Qwen3-8B"'),
     ("[[training]]\nlr = 1e-4", "there is one [training]"),
@@ -191,21 +168,17 @@ SINGLE = [
     ('[algorithm]\nloss_normalizer = "my_module:own"', "code of your own cannot be named here"),
     ('[algorithm]\ntransform_mode = "my_module.transform"', 'transform_mode = "my_module:transform"'),
     ('[algorithm]\nadvantage_mode = "code/mine.py:own"', 'must be a "module:function" of your own, or one of "grpo"'),
-    ('[algorithm]\nuncertainty_kind = "entropie"', 'did you mean uncertainty_kind = "shannon_entropy"'),
     ("[gtpo]\nbeta = 0.2\n[algorithm]\ntransform_mode = 'my:own'", 'no effect with transform_mode = "my:own"'),
     ('[algorithm]\ntransform_mode = "gtpo_sepa_amp"', 'transform_mode = "gtpo_sepa"'),
     ('[data]\nsource = "my.tsv"', 'source = "my.jsonl", made with one {"prompt": "…", "answer": "…"} per line'),
     ("[sepa]\nema_decay = 0.9\n[algorithm]\ntransform_mode = 'gtpo_sepa'", 'no effect with schedule = "linear"'),
-    ("[algorithm]\ncispo_cap = 4", 'no effect with loss = "ppo"'),
     ("[algorithm]\ndual_clip = 3.0\nloss = 'cispo'", 'no effect with loss = "cispo": remove the line, or loss = "ppo"'),
     ("[training]\nclip_eps = 0.3\n[algorithm]\nicepop_band = [0.5, 5]", "no effect with icepop_band = [0.5, 5.0]"),
-    ("[algorithm]\ntis_cap = 2.0\nicepop_band = [0.5, 5.0]", "both weigh by the same ratio: keep one of the two"),
     ('[algorithm]\ncorrection = "tis"\nloss = "dppo"', 'beside loss = "dppo": both weigh by the same ratio'),
     ("[training]\nmax_off_policy_steps = 1", 'loss = "dppo", "vespo" or "m2po", or correction = "none"'),
     ('[algorithm]\nloss = "vespo"\nvespo_positive = [1, -1]', "must be [power, decay], both 0 or more"),
     ('[algorithm]\nloss = "sapo"\nsapo_tau_positive = 2.0\ntis_cap = 2.0', "no effect with tis_cap = 2.0"),
     ('[algorithm]\ncorrection = "icepop"\nrejection_limit = 0.1', 'no effect with rejection = "none"'),
-    ('[algorithm]\nrejection = "k3"\nrejection_band = [0.5, 2.0]', 'no effect with rejection = "k3"'),
     ('[algorithm]\nrejection_denominator = "kept"', 'is "kept", and nothing is ever rejected: remove the line'),
     (
         "[training]\nmax_off_policy_steps = 1\n[algorithm]\ncorrection = 'tis'\n[inference]\nengine = 'vllm'\n"
@@ -218,7 +191,6 @@ SINGLE = [
         "the one version of its weights: max_off_policy_steps = 0",
     ),
     ("[algorithm]\nicepop_band = [2.0, 0.5]", "with 0 ≤ alpha ≤ 1 ≤ beta: [0.5, 5.0] or the like"),
-    ("[training]\nclip_ratio_c = 3.0", "[algorithm] dual_clip = 3.0"),
     ("[sepa]\nsteps = 0\n[algorithm]\ntransform_mode = 'gtpo_sepa'", "without a ramp"),
     ('[inference]\nengine = "mlx"', 'engine = "vllm"'),
     ('[inference]\nengine = "vllm"', 'url = "http://127.0.0.1:8000", or launch = "vllm serve {model} --enable-lora"'),
@@ -239,14 +211,11 @@ SINGLE = [
     ),
     ('[backend]\nbackend = "tinker"', 'backend = "local"'),
     ('[backend]\ndevices = "cuda:0"', 'a GPU such as "gpu:0" or a range of them such as "gpu:0-7"'),
-    ('[backend]\ndevices = "gpu:0,gpu:1"', 'devices = "auto"'),
     ('[planning]\ndetector = "semantic"', "planning tokens are no longer found by sentence embeddings: "),
     ('[environment]\nprovider = "textarena"', 'which is no longer built in: provider = "module:Class" of your own'),
-    ('[data]\nsource = "gsm8"', 'source = "gsm8k"'),
     ('[data]\nsource = "math"\nsubset = "algebra"', 'data.subset  has no effect with source = "math"'),
     ('[data]\nprompt_template = "Solve:"', 'prompt_template = "{prompt}"'),
     ('[data]\nlevels = ["esy"]', 'is ["esy"], but must be a list of one of "easy"'),
-    ('[reward]\ntype = "judge"', "judge_model  is missing"),
     ('[reward]\njudge_model = "m"', 'has no effect with type = "match"'),
     ('[[reward.components]]\ntype = "math"', 'type = "weighted"'),
     ('[reward]\ntype = "weighted"\ncomponents = [{ type = "math" }, { type = "math" }]', 'name = "math_2"'),
@@ -258,7 +227,6 @@ SINGLE = [
      "audit.criteria[1].wieght  is not a key of [[audit.criteria]]: did you mean weight = 2"),
     ('[reward]\ntype = "weighted"\ncomponents = [{ type = "math", weight = 2 }]\n[algorithm]\nadvantage_mode = "maxrl"',
      "outside [0, 1]"),
-    ('[environment]\nprovider = "verifier"\nid = "x"', 'provider = "verifiers"'),
     ('[environment]\nid = "x"', "has no effect without a provider"),
     ("[environment]\nargs = { size = 3 }", 'provider = "reasoning_gym"'),
     ("[environment]\nmax_turns = 4", 'tools = ["calculator"]'),
@@ -451,25 +419,9 @@ def test_the_reference_page_is_that_of_the_models():
     assert all(f"| `{dotted.partition('.')[2]}` |" in page for dotted in keys())
 
 
-def test_examples_of_the_reference_page_load():
-    _, block = configuration_markdown().split("```toml\n")
-    specs = plan(good(block.split("```")[0]))
-    assert specs[1].run_id == "maxrl+gtpo_sepa~lr=0.0002~sepa.steps=50_s1"
-
-
 def test_the_schema_file_is_that_of_the_models():
     stored = json.loads((ROOT / "campaigns" / "schema.json").read_text(encoding="utf-8"))
     assert stored == json.loads(json.dumps(json_schema())), "type: python -m retrain.config campaigns/schema.json"
-
-
-def test_the_schema_accepts_and_refuses():
-    validator = jsonschema.Draft202012Validator(json_schema())
-    validator.check_schema(validator.schema)
-    condition = 'advantage_mode = "grpo"\ntransform_mode = "none"\nlr = 1e-4\n"sepa.steps" = 5\nsepa = { steps = 5 }'
-    validator.validate(tomllib.loads(f"[campaign]\n[[campaign.conditions]]\n{condition}"))
-    for text in ["[training]\nlrr = 1", "[traning]", "[training]\nlr = 'x'", "[algorithm]\nloss = 'dpo'"]:
-        with pytest.raises(jsonschema.ValidationError):
-            validator.validate(tomllib.loads(text))
 
 
 # -- whatever else people may write -----------------------------------------------------------------------------

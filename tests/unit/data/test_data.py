@@ -243,18 +243,6 @@ def test_the_content_hash_is_of_prompts_answers_and_tags(tmp_path: Path) -> None
     assert content_hash([Problem("2", "p", "a", ("t",), {"m": 1})], []) == content_hash([base], [])
 
 
-def test_generated_arithmetic_is_disjoint_and_follows_its_keys() -> None:
-    data = load_data(section("arithmetic", size=300), 100)
-    assert len(data.train) == 300
-    assert len(data.heldout) == 100
-    assert set(prompts(data.train)).isdisjoint(prompts(data.heldout))
-    assert data.content_hash == load_data(section("arithmetic", size=300), 100).content_hash
-    assert data.content_hash != load_data(section("arithmetic", size=300), 100, seed=1).content_hash
-    few = load_data(section("arithmetic", levels=["easy"]), 10, max_examples=20)
-    assert len(few.train) == 20
-    assert {problem.tags for problem in [*few.train, *few.heldout]} == {("easy",)}
-
-
 PLUGIN = """
 from retrain.types import Problem
 
