@@ -165,7 +165,7 @@ def test_numbers_and_plug_ins_of_the_run_stand_in_the_formula():
 
 PASSES = {"num_iterations": 4, "minibatches": 2, "target_kl": 0.02}
 GAE, KL = {"advantage_mode": "gae"}, {"advantage_mode": "gae", "kl_coef": 0.05}
-OWN = {"lora_rank": 4, "lr": 0.01, "cliprange_value": 0.3, "gamma": 0.9, "lam_policy": 0.8, "whiten": False}
+OWN = {"lora_rank": 4, "lr": 0.01, "gamma": 0.9, "lam_policy": 0.8, "whiten": False}
 
 
 @pytest.mark.parametrize(
