@@ -38,6 +38,10 @@ def find_file(model: str, name: str, revision: str | None = None) -> Path | None
     if bundled_model_path(model) or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return None
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    cached = try_to_load_from_cache(model, name, revision=revision)
+    try:
+        cached = try_to_load_from_cache(model, name, revision=revision)
+    except HFValidationError:  # a path such as ./model, which is no name of the hub
+        return None
     return Path(cached) if isinstance(cached, str) else None

@@ -167,7 +167,7 @@ FAULTS = [
     (a_gpu_that_torch_cannot_use, "device and build", ()),
     (no_bandwidth, "rates", ("bandwidth",)),
     (no_dense_decoder, "paths", ()),
-    (an_engine_weight_that_is_not_the_trainers, "sampler = trainer", ("ratio_off", "k3", "p99")),
+    (an_engine_weight_that_is_not_the_trainers, "sampler = trainer", ("k3", "p99")),
     (mixed_up_lanes, "lane of 5 = alone", ("lane_parted",)),
     (a_scaled_gradient, "gradient", ("gradient_norm",)),
     (a_turned_gradient, "gradient", ("gradient_angle",)),

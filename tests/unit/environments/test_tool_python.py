@@ -34,6 +34,9 @@ def run(request):
     if request.param == "nobody":
         if os.geteuid() != 0:
             pytest.skip("only root can become nobody")
+        library = os.path.dirname(os.__file__)
+        if subprocess.run(["test", "-r", library], user=65534, group=65534, extra_groups=[]).returncode:
+            pytest.skip(f"{library} is not readable for nobody")
         way = sandbox.Launch(way.bwrap, "nobody")
 
     def run(*codes, **limits):
@@ -441,7 +444,6 @@ def test_answers(tool):
         "print('a', end=''); raise SystemExit(3)": "a\n[Exit status 3]",
         "import os; os.kill(os.getpid(), 11)": "[The interpreter was ended by SIGSEGV.]",
         "import os; os._exit(1)": "[Exit status 1]",
-        "def f(:": '  File "<code>", line 1\n    def f(:\n         ^\nSyntaxError: invalid syntax\n',
         "import threading, time\nthreading.Thread(target=lambda: (time.sleep(.1), print(1))).start()": "1\n",
         "import atexit; atexit.register(print, 'last'); print('first')": "first\nlast\n",
         "import sys; sys.stdout.close()": "[No output]",
@@ -452,6 +454,7 @@ def test_answers(tool):
         "from __future__ import annotations\ndef f(x: y): pass\nf.__annotations__": "{'x': 'y'}\n",
     }
     assert {code: python(code) for code in answers} == answers
+    assert python("def f(:").startswith('  File "<code>", line 1\n    def f(:\n')
     order = "list({'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'})"
     assert python(order) == tool()(order)
     for code in ("a = '\0'", "a = '\ud800'", "(" * 10_000, "-" * 100_000 + "1", "x = " + "[" * 500):
