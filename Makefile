@@ -99,7 +99,7 @@ real: models/smollm2/config.json
 	$(BIN)/retrain train campaigns/smollm2.toml
 
 test-real: $(VENV)/.dev models/smollm2/config.json
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/commands/test_real_model.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/system/test_real_model.py
 
 reasoner: $(VENV)/.core
 	$(BIN)/python scripts/make_reasoner.py

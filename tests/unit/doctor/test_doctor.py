@@ -222,16 +222,11 @@ def test_replayed_steps_equal_eager_ones_or_fail(subject, monkeypatch):
 
 
 def test_a_checkpoint_without_the_optimizer_fails(subject, monkeypatch):
-    optimizer_tensors = local.optimizer_tensors
     monkeypatch.setattr(local, "optimizer_tensors", lambda optimizer: {})
     wrong = CHECKS["resume"](subject)
     assert wrong.status == FAIL
     assert {"lane 0 adapter", "lane 1 exp_avg_sq", "lane 0 step"} <= set(wrong.facts["differing"])
     assert wrong.facts["compared"] == 14
-    monkeypatch.setattr(local, "optimizer_tensors", optimizer_tensors)
-    monkeypatch.setattr(training, "_BOOT", "raise SystemExit('cannot begin')")
-    ended = CHECKS["resume"](subject)
-    assert (ended.status, ended.words) == (FAIL, "the new process ended with status 1: cannot begin")
 
 
 def test_a_machine_far_from_its_roofline_fails(subject, monkeypatch):
