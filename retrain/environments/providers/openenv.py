@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from retrain.environments.arguments import imported, validated
 from retrain.environments.protocol import Observation, Range, Step
-from retrain.environments.providers.arguments import imported, validated
 from retrain.environments.providers.openenv_forms import Actions, listed_tools, may_have_tools, messages_of, result_of
 from retrain.environments.providers.openenv_server import Server
 from retrain.environments.tools.calls import Call, answer, parse

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat
 
+from retrain.environments.arguments import count, imported, meant, refuse_unknown, table, validated
 from retrain.environments.protocol import Observation, Range, Step
-from retrain.environments.providers.arguments import count, imported, meant, refuse_unknown, table, validated
 from retrain.environments.providers.reasoning_gym_tasks import FULL, Child, Task, entry_of, score
 from retrain.errors import DataError, UsageError
 from retrain.plugins import described

@@ -18,7 +18,7 @@ from fractions import Fraction
 from multiprocessing.connection import Connection
 from typing import Any
 
-from retrain.environments.providers.arguments import imported
+from retrain.environments.arguments import imported
 from retrain.environments.providers.randomness import OwnRandomness
 from retrain.plugins import described
 from retrain.rewards.base import printable

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from retrain.environments.providers.arguments import count, refuse_unknown
+from retrain.environments.arguments import count, refuse_unknown
 from retrain.environments.providers.styles_cookbook import Cookbook, DatasetProblems, SeededProblems
 from retrain.environments.providers.styles_graded import Graded, Run
 from retrain.errors import PluginError, UsageError

@@ -11,8 +11,8 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from retrain.environments.arguments import imported
 from retrain.environments.protocol import Range
-from retrain.environments.providers.arguments import imported
 from retrain.environments.providers.inversion import Inversion, InvertedEpisode
 from retrain.environments.providers.randomness import OwnRandomness
 from retrain.environments.providers.verifiers_classic import Classic

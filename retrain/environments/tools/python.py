@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from retrain.environments.providers.arguments import validated
+from retrain.environments.arguments import validated
 from retrain.environments.tools import ToolError
 from retrain.environments.tools.inside import FLOOD
 from retrain.environments.tools.sandbox import Limits, Outcome, Sandbox
