@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from typer.testing import CliRunner
 from retrain.cli import app
 from retrain.engines.server import engine as engine_module
 from retrain.engines.server.canary import TEXT
-from retrain.serving.refusal import Refusal
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +60,29 @@ def test_a_server_with_other_weights_than_a_file_s_model_fails(server, tmp_path)
     assert "another base model" in result.output
 
 
-def test_a_server_that_takes_smaller_adapters_is_checked_with_those(model, tmp_path, monkeypatch):
-    server = StandIn(model)
-    read = server.service._read
+class RankSixteen(StandIn):
+    """Takes adapters of rank 16 at most, and refuses others in vLLM's words."""
 
-    def limited(*source: Any) -> Any:
-        """Refuse large ranks in vLLM's words."""
-        if (weights := read(*source)).rank > 16:
-            text = f"Worker failed with error 'LoRA rank {weights.rank} is greater than max_lora_rank 16.'"
-            raise Refusal(500, text)
-        return weights
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        message = await receive() if scope["path"].endswith("/load_lora_adapter") else None
+        if message is not None:
+            directory = Path(json.loads(message["body"])["lora_path"])
+            rank = json.loads((directory / "adapter_config.json").read_text())["r"]
+            if rank > 16:
+                text = f"Worker failed with error 'LoRA rank {rank} is greater than max_lora_rank 16.'"
+                content = json.dumps({"error": {"message": text}}).encode()
+                await send({"type": "http.response.start", "status": 500, "headers": []})
+                await send({"type": "http.response.body", "body": content})
+                return
 
-    monkeypatch.setattr(server.service, "_read", limited)
+        async def again() -> Any:
+            return message if message is not None else await receive()
+
+        await super().__call__(scope, again, send)
+
+
+def test_a_server_that_takes_smaller_adapters_is_checked_with_those(model, tmp_path):
+    server = RankSixteen(model)
     try:
         result = doctor("--url", server.url, model)
         assert result.exit_code == 0, result.output
