@@ -79,7 +79,7 @@ def _comparison(report: Report, width: int) -> Results:
     rows, lines = [], []
     for condition in report["conditions"]:
         texts = map(Text, comparison_cells(condition, report["baseline"], report.get("share", True)))
-        cells = dict(zip(COMPARISON_COLUMNS, texts, strict=True))
+        cells: dict[str, Text] = dict(zip(COMPARISON_COLUMNS, texts, strict=True))
         verdict = cells["verdict"]
         verdict.stylize("green" if verdict.plain.startswith("better") else "")
         rows.append([cells[heading] for heading in headings])

@@ -47,9 +47,10 @@ class DatasetProblems:
         return environments[0], builder
 
     def _all(self, split: str) -> list[Any]:
-        which = "train" if self._test is None else split
+        test = self._test
+        which = "train" if test is None else split
         if which not in self._builders:
-            source = self.written if which == "train" else self._test
+            source = self.written if which == "train" or test is None else test
             self._builders[which] = [one for batch in range(len(source)) for one in source.get_batch(batch)]
         return self._builders[which]
 
