@@ -74,7 +74,7 @@ def main(folder: Path) -> None:
         summary["squeeze"]["run"] = "logs/quickstart/runs/" + Path(summary["squeeze"]["run"]).parent.name
     console.messages.clear()
     width = 120
-    tables = [comparison_table(summary["comparison"], width), "", Text(squeeze_line(summary["squeeze"]))]
+    tables = [comparison_table(summary["comparison"], width).rich(), "", Text(squeeze_line(summary["squeeze"]))]
     console.export_svg(folder / "result.svg", width, tables)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from standin import StandIn
 from toymodels import qwen3_directory
 
 from retrain.engines.protocol import PolicyRef, SampleRequest
@@ -78,8 +79,9 @@ def ids(groups: Sequence[Sequence[Action]]) -> list[list[list[int]]]:
     return [[action.token_ids for action in group] for group in groups]
 
 
-def served_world() -> tuple[Any, Any, Any]:
-    """Fixtures of a module: a toy model's directory, the model loaded as training does, and its lanes."""
+def served_world() -> tuple[Any, ...]:
+    """Return fixtures of a module: a toy model's directory, the model loaded as training does, its lanes, and a server
+    of that model with the fixture that clears its faults and adapters after each test."""
 
     @pytest.fixture(scope="module")
     def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -93,4 +95,18 @@ def served_world() -> tuple[Any, Any, Any]:
     def lanes(base: BaseModel) -> Lanes:
         return Lanes(base)
 
-    return model, base, lanes
+    @pytest.fixture(scope="module")
+    def standin(model: Path) -> Iterator[StandIn]:
+        running = StandIn(model)
+        yield running
+        running.close()
+
+    @pytest.fixture
+    def server(standin: StandIn) -> Iterator[StandIn]:
+        yield standin
+        standin.faults.clear()
+        standin.asked.clear()
+        standin.always = None
+        standin.forget()
+
+    return model, base, lanes, standin, server

@@ -6,9 +6,35 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from retrain.config import parse_dict
+from retrain.errors import ConfigError
 from retrain.policy.base import BaseModel, load_base
+from retrain.record.observer import NullObserver
+
+
+class Messages(NullObserver):
+    """Collects messages in ``lines``; interrupts the process at the evaluation ``stop``, a pair (name, step)."""
+
+    def __init__(self, stop: tuple[str, int] | None = None):
+        self.lines: list[str] = []
+        self.stop = stop
+
+    def message(self, text: str, level: str = "info") -> None:
+        self.lines.append(text)
+
+    def evaluated(self, spec, name, row) -> None:
+        if (name, row[f"eval/{name}/step"]) == self.stop:
+            raise KeyboardInterrupt
+
+
+def config_errors(data: dict[str, Any]) -> str:
+    """Return the errors of a configuration that must not be accepted, one per line."""
+    with pytest.raises(ConfigError) as caught:
+        parse_dict(data)
+    return str(caught.value)
 
 
 def campaign_head(*conditions: tuple[str, str], **keys: Any) -> str:
@@ -87,7 +113,6 @@ def train_quietly(folder: Path, toml: str) -> list[dict]:
     from retrain.campaign.running.controller import launch
     from retrain.config import load
     from retrain.files import read_jsonl
-    from retrain.record.observer import NullObserver
 
     (folder / "run.toml").write_text(toml + "\n[evaluation]\nproblems = 0\n[squeeze]\nenabled = false\n")
     outcome = launch(load(folder / "run.toml"), folder / "out", NullObserver())

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from retrain.record.tables import ResultTable
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> None:
@@ -58,34 +61,36 @@ def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
 
 
 def print_comparison(report: Mapping[str, Any], plain: bool, secondary: bool = False) -> None:
-    """Conditions against the baseline, with the findings in words; ``secondary`` measures too when asked for."""
-    from rich.console import Console
-
+    """Print the conditions against the baseline and the verdicts, with the ``secondary`` measures if asked for."""
     from retrain.record import tables
 
-    console = Console()
-    print(tables.comparison_text(report)) if plain else console.print(tables.comparison_table(report, console.width))
+    _print_results(tables.comparison_table, report, plain)
     if secondary and report["secondary"]:
         print("\nAlso measured, without a verdict and without correction for their number")
         print_table(tables.SECONDARY_COLUMNS, tables.secondary_rows(report), left=("metric", "condition"))
 
 
 def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
-    """The rank table with what it comes to, and where the compressed adapter is."""
-    from rich.console import Console
-
+    """Print the rank table, the recommended rank, and where the compressed adapter is."""
     from retrain.record import tables
 
-    if plain or not sys.stdout.isatty():
-        print(tables.squeeze_text(report))
-    else:
-        console = Console()
-        console.print(tables.squeeze_table(report, console.width))
+    _print_results(tables.squeeze_table, report, plain or not sys.stdout.isatty())
     if report.get("compressed"):
         print(f"compressed  {report['compressed']}")
     enough = (report.get("verified") or {}).get("enough")
     if enough is not None and enough != report["recommended_rank"]:
         print(f"for rank {enough}  retrain squeeze {report['run']} --to {enough}")
+
+
+def _print_results(table_of: Callable[..., ResultTable], report: Mapping[str, Any], plain: bool) -> None:
+    """Print a table of results in plain text, or in the width of the terminal."""
+    from rich.console import Console
+
+    if plain:
+        print(table_of(report).text())
+    else:
+        console = Console()
+        console.print(table_of(report, console.width).rich())
 
 
 def count(number: float) -> str:

@@ -24,23 +24,24 @@ WIDE = 110
 """Terminal columns from which a verdict fits beside the numbers."""
 NARROW = 76
 """Terminal columns below which intervals, p-values and words beside a mark are left out (the files have them)."""
-BY_ENERGY = "By energy alone, which is no accuracy: 95 % of it is a 22 % error of the weights. Not verified."
+BY_ENERGY = "Accuracy was not measured: 95 % of the energy (squared singular values) is a weight error of 22 %."
 
 
-class Results(NamedTuple):
-    """A table of results, with the lines that follow it."""
+class ResultTable(NamedTuple):
+    """Table for a terminal or for plain text, with the lines that follow it."""
 
     title: str
     headings: Sequence[str]
     rows: Sequence[Sequence[Text]]
     left: Sequence[str]
     lines: Sequence[Text]
+    gap: int
+    """Terminal columns between cells."""
 
-    def rich(self, gap: int) -> RenderableType:
-        """Return the results for a terminal, with ``gap`` columns between cells."""
+    def rich(self) -> RenderableType:
         if not self.rows:
             return Group(*self.lines)
-        table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
+        table = Table(box=None, padding=(0, self.gap, 0, 0), pad_edge=False, header_style="bold")
         for heading in self.headings:
             wraps = bool(heading) and heading in self.left
             justify, overflow = "left" if heading in self.left else "right", "fold" if wraps else "ellipsis"
@@ -55,7 +56,7 @@ class Results(NamedTuple):
         return "\n".join([self.title, *table, *(line.plain for line in self.lines)])
 
 
-def comparison_table(report: Report, width: int) -> RenderableType:
+def comparison_table(report: Report, width: int = WIDE) -> ResultTable:
     """Return conditions against the baseline with intervals over seeds; verdicts stand beside the numbers, or below
     in a terminal with fewer than ``WIDE`` columns.
 
@@ -65,14 +66,6 @@ def comparison_table(report: Report, width: int) -> RenderableType:
     "tokens": int, "seconds": float}], "note": str}``. Rates are shares; differences are shown in percentage points.
     ``p_holm`` takes precedence over ``p_value``.
     """
-    return _comparison(report, width).rich(2 if width >= WIDE else 1)
-
-
-def comparison_text(report: Report) -> str:
-    return _comparison(report, WIDE).text()
-
-
-def _comparison(report: Report, width: int) -> Results:
     left_out = set() if width >= WIDE else {"verdict"}
     left_out |= {"95 % interval", "p"} if width < NARROW else set()
     headings = [heading for heading in COMPARISON_COLUMNS if heading not in left_out]
@@ -89,10 +82,11 @@ def _comparison(report: Report, width: int) -> Results:
             lines.append(Text(f"{visible(condition_name(condition['label']))}: ") + verdict)
     tokens = sum(condition.get("tokens") or 0 for condition in report["conditions"])
     seconds = sum(condition.get("seconds") or 0.0 for condition in report["conditions"])
-    summary = f"{report['summary']} " if report.get("summary") else ""
-    costs = f"metric {summary}{report['metric']}; {short(tokens)} tokens, {duration(seconds)} of device time"
+    summary = f" ({report['summary']})" if report.get("summary") else ""
+    costs = f"metric {report['metric']}{summary}; {short(tokens)} tokens, {duration(seconds)} of device time"
     lines += [Text(line, style="dim") for line in (costs, visible(report.get("note") or "")) if line]
-    return Results(comparison_title(report), headings, rows, ("condition", "verdict"), lines)
+    gap = 2 if width >= WIDE else 1
+    return ResultTable(comparison_title(report), headings, rows, ("condition", "verdict"), lines, gap)
 
 
 def comparison_title(report: Report) -> str:
@@ -169,7 +163,7 @@ def short_metric(metric: str) -> str:
     return metric.removeprefix("eval/").removeprefix(f"{HELDOUT}/")
 
 
-def squeeze_table(report: Report, width: int) -> RenderableType:
+def squeeze_table(report: Report, width: int = WIDE) -> ResultTable:
     """Return energy and weight error by rank, with held-out accuracy where verified, the recommended row marked; by an
     arrow alone in a terminal with fewer than ``NARROW`` columns.
 
@@ -177,14 +171,6 @@ def squeeze_table(report: Report, width: int) -> RenderableType:
     "min_variance", "relative_error"}], "message": str, "verified": {"full": {"rank", "accuracy"}, "ranks": [{"rank",
     "accuracy", "difference": {"mean", "low", "high"}}], "sentence": str}}``, ``verified`` only if it was.
     """
-    return _squeeze(report, width).rich(1 if width < NARROW else 2)
-
-
-def squeeze_text(report: Report) -> str:
-    return _squeeze(report, WIDE).text()
-
-
-def _squeeze(report: Report, width: int) -> Results:
     left_out = {"worst layer", "weight error"} if width < NARROW and report.get("verified") else set()
     headings = [heading for heading in squeeze_columns(report) if heading not in left_out]
     rows = []
@@ -194,7 +180,8 @@ def _squeeze(report: Report, width: int) -> Results:
         cells[""] = cells[""][:2] if width < NARROW else cells[""]
         rows.append([Text(cells[heading], style=style) for heading in headings])
     title = f"LoRA-Squeeze of {visible(report['run'])}, rank {report['source_rank']}"
-    return Results(title, headings, rows, ("",), [Text(line) for line in squeeze_words(report)])
+    lines = [Text(line) for line in squeeze_words(report)]
+    return ResultTable(title, headings, rows, ("",), lines, 1 if width < NARROW else 2)
 
 
 def squeeze_line(report: Report) -> str:
@@ -231,10 +218,10 @@ def squeeze_cells(row: Report, report: Report) -> dict[str, str]:
 
 
 def squeeze_words(report: Report) -> list[str]:
-    """Return the recommended rank by energy, and whether held-out problems confirm it."""
+    """Return the recommended rank and the smallest rank that is sufficient on held-out problems, in words."""
     lines = [visible(report["message"])] if report.get("message") else []
     if report.get("recommended_rank") is not None:
-        lines.append(f"recommended by energy: rank {report['recommended_rank']} of {report['source_rank']}")
+        lines.append(f"recommended rank by energy: {report['recommended_rank']} of {report['source_rank']}")
         lines.append(report["verified"]["sentence"] if report.get("verified") else BY_ENERGY)
     return lines
 

@@ -72,8 +72,8 @@ def test_training_ends_with_comparison_rank_and_paths(trained):
     end = output.partition("Held-out")[2]
     rows = [line.split()[0] for line in end.splitlines() if " → " in line]
     assert rows == ["condition", "grpo", "maxrl+gtpo"]
-    (line,) = [line for line in end.splitlines() if line.startswith("recommended by energy: ")]
-    assert re.match(r"recommended by energy: rank \d of 4\. Verified on 4 held-out problems", line)
+    (line,) = [line for line in end.splitlines() if line.startswith("recommended rank by energy: ")]
+    assert re.match(r"recommended rank by energy: \d of 4\. On 4 held-out problems, ", line)
     assert f"retrain squeeze {directory}/runs/grpo+none_s1/final (--to RANK" in line
     assert "worst layer" not in output
     assert "worst layer" in (directory / "report.html").read_text()

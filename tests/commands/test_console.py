@@ -22,10 +22,8 @@ from retrain.record.recorder import RunRecorder
 from retrain.record.tables import (
     accuracy_line,
     comparison_table,
-    comparison_text,
     squeeze_line,
     squeeze_table,
-    squeeze_text,
 )
 
 NASTY = "[bold red]<b>\x1b[2J\x1b]0;owned\x07 \u202e\udc80[/] 答案"
@@ -261,8 +259,8 @@ def printed(renderable, width: int) -> str:
 
 
 def test_the_comparison():
-    plain = comparison_text(COMPARISON)
-    for text in (printed(comparison_table(COMPARISON, 120), 120), plain):
+    plain = comparison_table(COMPARISON).text()
+    for text in (printed(comparison_table(COMPARISON, 120).rich(), 120), plain):
         for part in ("maxrl+gtpo_hicra[red]", "+12.3 [−1.0, +25.6]", "1/2", "65 to 75%", "50.0% → 70.0%",
                      "no verdict possible", "Fewer than 6 pairs.", "3.0k tokens, 2:01"):  # fmt: skip
             assert part in text
@@ -270,10 +268,10 @@ def test_the_comparison():
         "maxrl+gtpo_hicra[red]", "1/2", "50.0%", "→", "-", "-", "+12.3", "[−1.0,", "+25.6]", "0.500",
         "2", "pairs:", "no", "verdict", "possible",
     ]  # fmt: skip
-    medium = printed(comparison_table(COMPARISON, 80), 80)
+    medium = printed(comparison_table(COMPARISON, 80).rich(), 80)
     assert "+12.3 [−1.0, +25.6]" in medium
     assert "maxrl+gtpo_hicra[red]: 2 pairs: no verdict possible" in medium
-    narrow = printed(comparison_table(COMPARISON, 60), 60)
+    narrow = printed(comparison_table(COMPARISON, 60).rich(), 60)
     assert any(line.startswith("grpo ") and "50.0% → 70.0%" in line for line in narrow.splitlines())
     assert "…" not in narrow
 
@@ -287,28 +285,28 @@ UNTRAINED = {**SQUEEZE, "rows": [], "recommended_rank": None, "message": "The ad
 
 
 def test_the_recommended_rank():
-    for text in (printed(squeeze_table(SQUEEZE, 80), 80), squeeze_text(SQUEEZE)):
+    for text in (printed(squeeze_table(SQUEEZE, 80).rich(), 80), squeeze_table(SQUEEZE).text()):
         marked = next(line for line in text.splitlines() if "<- recommended" in line)
         assert marked.split() == ["4", "97.0%", "95.0%", "17.3%", "<-", "recommended"]
         assert "Train high, then compress." in text
-        assert "By energy alone" in text
+        assert "Accuracy was not measured" in text
     assert squeeze_line(SQUEEZE | {"message": "", "verified": VERIFIED}) == (
-        "recommended by energy: rank 4 of 8. Verified on 9 problems. "
+        "recommended rank by energy: 4 of 8. Verified on 9 problems. "
         "All ranks: retrain squeeze grpo+none_s1 (--to RANK compresses to another)"
     )
-    assert " rank 4 of 8. By energy alone, which is no accuracy" in squeeze_line(SQUEEZE)
+    assert " 4 of 8. Accuracy was not measured" in squeeze_line(SQUEEZE)
     assert squeeze_line(UNTRAINED) == "The adapter is untrained."
-    assert "untrained" in squeeze_text(UNTRAINED)
-    assert "untrained" in printed(squeeze_table(UNTRAINED, 80), 80)
+    assert "untrained" in squeeze_table(UNTRAINED).text()
+    assert "untrained" in printed(squeeze_table(UNTRAINED, 80).rich(), 80)
 
 
 def test_the_recommended_rank_verified_on_held_out_problems():
     report = SQUEEZE | {"verified": VERIFIED}
-    lines = squeeze_text(report).splitlines()
+    lines = squeeze_table(report).text().splitlines()
     assert lines[2].split() == ["2", "80.0%", "70.0%", "44.7%", "-", "-"]  # a rank of the table that was not tried
     assert lines[3].split()[4:] == ["80.0%", "−1.0", "[−1.9,", "−0.1]", "<-", "recommended"]
     assert lines[-1] == "Verified on 9 problems."
-    narrow = printed(squeeze_table(report, 60), 60)
+    narrow = printed(squeeze_table(report, 60).rich(), 60)
     assert "−1.0 [−1.9, −0.1]" in narrow
     assert [line.split()[-1] for line in narrow.splitlines() if "97.0%" in line] == ["<-"]
     assert "…" not in narrow

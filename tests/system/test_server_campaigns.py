@@ -12,6 +12,7 @@ import pytest
 from fleet_cases import recorded
 from standin import StandIn
 from toycampaign import StopAfter, campaign, toy_world
+from toymodels import Messages
 
 from retrain.campaign.running.controller import launch, resume
 from retrain.campaign.running.models import Bases
@@ -40,21 +41,13 @@ def server(model, monkeypatch):
     made.close()
 
 
-class Told(NullObserver):
-    def __init__(self):
-        self.lines: list[str] = []
-
-    def message(self, text, level="info"):
-        self.lines.append(text)
-
-
 def rows_of(directory: Path) -> dict[str, list]:
     names = sorted(path.name for path in (directory / "runs").iterdir())
     return {name: read_jsonl(directory / "runs" / name / "metrics.jsonl") for name in names}
 
 
 def test_a_cohort_is_sampled_by_servers_and_trained_here(tmp_path, model, server):
-    path, told = campaign(tmp_path, model, steps=4), Told()
+    path, told = campaign(tmp_path, model, steps=4), Messages()
     sets = [*QUIET, *SERVED, f'inference.url="{server.url}"']
     assert launch(load(path, sets), tmp_path / "out", told).exit_status == 0
     assert any(line.startswith("canary: base within") for line in told.lines)
@@ -128,7 +121,7 @@ SERVE = f"{sys.executable} -m retrain serve {{model}} --port {{port}}"
 
 def test_a_launched_server_that_is_killed_is_started_again(tmp_path, model, monkeypatch):
     monkeypatch.setattr(engine_module, "PAUSE_S", 0.01)
-    path, told = campaign(tmp_path, model, steps=3), Told()
+    path, told = campaign(tmp_path, model, steps=3), Messages()
     identity, seen = tmp_path / "out/server.json", []
 
     class Kill(NullObserver):

@@ -29,6 +29,7 @@ from retrain.maths.bounded import same_problems_interval
 from retrain.maths.statistics import accuracy_interval
 from retrain.record.numbers import percent, points
 from retrain.types import Problem
+from retrain.wording import plural
 
 if TYPE_CHECKING:
     from retrain.campaign.running.models import Bases
@@ -107,25 +108,23 @@ def enough(rows: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def sentence(verification: Mapping[str, Any]) -> str:
-    """The finding for a person, with whom it is about."""
-    small, full = f"a loss above {100 * TOLERANCE:g} points", verification["full"]
-    population = "for this adapter, on problems like these"
-    start = (
-        f"Verified on {verification['problems']} held-out problems × {verification['samples']} "
-        f"({percent(full['accuracy'], 1)} with the full adapter of rank {full['rank']}"
-        f"{', sampled anew' if full.get('sampled_anew') else ''}): "
-    )
+    """Return the smallest sufficient rank in words, with its accuracy and the full adapter's."""
+    full, tolerance = verification["full"], f"{100 * TOLERANCE:g} points"
+    accuracy = percent(full["accuracy"], 1) + (", sampled again" if full.get("sampled_anew") else "")
+    problems = f"On {plural(verification['problems'], 'held-out problem')}"
+    if verification["samples"] > 1:
+        problems += f" with {verification['samples']} samples each"
     if verification["enough"] is None:
-        least = verification["ranks"][0]["rank"]
+        largest = verification["ranks"][0]["rank"]
         return (
-            f"{start}{small} is not excluded even at rank {least}, {population}; more held-out problems, or rank, "
-            "would tell."
+            f"{problems}, a loss of more than {tolerance} against rank {full['rank']} ({accuracy}) cannot be ruled out "
+            f"even at rank {largest}; more problems would narrow the interval."
         )
     row = next(row for row in verification["ranks"] if row["rank"] == verification["enough"])
     mean, low, high = (points(row["difference"][key]) for key in ("mean", "low", "high"))
     return (
-        f"{start}rank {row['rank']} is enough, {percent(row['accuracy'], 1)}, {mean} points [{low}, {high}]: "
-        f"{small} is excluded, {population}."
+        f"{problems}, rank {row['rank']} is at most {tolerance} worse than rank {full['rank']}: "
+        f"{percent(row['accuracy'], 1)} against {accuracy}, difference {mean} points [{low}, {high}], for this adapter."
     )
 
 

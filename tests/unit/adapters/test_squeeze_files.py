@@ -13,7 +13,7 @@ from retrain.files import read_json, write_json
 from retrain.maths.squeeze import truncate
 from retrain.policy.adapter_io import write_peft
 from retrain.policy.adapter_stream import AdapterFile, Factors, write_streamed
-from retrain.record.tables import squeeze_text
+from retrain.record.tables import squeeze_table
 
 PREFIX = "base_model.model."
 
@@ -119,7 +119,7 @@ def test_the_recommended_rank_is_not_from_the_mean_alone(tmp_path):
     assert row["mean_variance"] > 0.95 > 0.5 > row["min_variance"]
     assert row["relative_error"] == pytest.approx((1 - row["mean_variance"]) ** 0.5)
     assert (analysis["recommended_rank"], analysis["worst_module"]) == (4, "last")
-    assert "Not verified" in squeeze_text(analysis)  # energy is no accuracy
+    assert "Accuracy was not measured" in squeeze_table(analysis).text()  # energy is no accuracy
     # A run that says how little its worst layer may keep is taken at its word.
     write_json(tmp_path / "config.json", {"squeeze": {"min_layer_retention": 0.4}})
     assert squeeze(tmp_path / "adapter")["recommended_rank"] == 2

@@ -74,8 +74,8 @@ def test_every_rank_of_the_table_is_verified(trained):
     final = read_jsonl(trained / "evals.jsonl")[-1]
     assert found["full"]["accuracy"] == final["eval/heldout/correct_rate"]
     assert found["full"]["sampled_anew"] is False
-    assert "Verified on 6 held-out problems × 3" in found["sentence"]
-    assert "sampled anew" not in found["sentence"]
+    assert "On 6 held-out problems with 3 samples each, " in found["sentence"]
+    assert "sampled again" not in found["sentence"]
     assert not [path for path in (trained / "squeeze").iterdir() if path.name.startswith("tmp")]
 
 
@@ -105,7 +105,7 @@ def test_an_evaluation_made_otherwise_is_sampled_anew_and_that_is_said(trained, 
     same = compress_adapter(run / "final", 4, tmp_path / "whole")
     found = verified(spec, folder, run / "final", [same], tmp_path / "again.json")
     assert found["full"]["sampled_anew"] is True
-    assert "rank 4, sampled anew)" in found["sentence"]
+    assert ", sampled again" in found["sentence"]
     if change != "samples":  # the same streams: asked as the run asked
         assert found["full"]["accuracy"] == read_jsonl(trained / "evals.jsonl")[-1]["eval/heldout/correct_rate"]
 
@@ -159,5 +159,8 @@ def test_ranks_are_judged_from_the_largest_down():
     assert enough(rows("kept", "kept", "unclear", "kept")) == 4
     assert enough(rows("unclear", "kept")) is None
     found = {"problems": 90, "samples": 2, "full": {"accuracy": 0.8, "rank": 16}, "ranks": rows("kept", "kept")}
-    assert "rank 4 is enough, 75.0%, −5.0 points [−10.0, +1.0]" in sentence(found | {"enough": 4})
-    assert "not excluded even at rank 8" in sentence(found | {"enough": None})
+    assert (
+        "rank 4 is at most 2 points worse than rank 16: 75.0% against 80.0%, difference −5.0 points [−10.0, +1.0]"
+        in sentence(found | {"enough": 4})
+    )
+    assert "cannot be ruled out even at rank 8" in sentence(found | {"enough": None})

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from toycampaign import campaign
+from toymodels import Messages
 from typer.testing import CliRunner
 from verdict_cases import BASE
 from verdict_cases import campaign as verdicts
@@ -30,17 +31,6 @@ PART = "heldout~part"
 SETS = ("evaluation.schedule=verdict", "evaluation.problems=17", "evaluation.samples=2", "training.eval_every=3")
 STEPS = 10
 MARKS = (8, 9, 10)
-
-
-class StopAt(NullObserver):
-    """Ends the process at an evaluation (name, step)."""
-
-    def __init__(self, name: str, step: int):
-        self.stop = name, step
-
-    def evaluated(self, spec, name, row):
-        if (name, row[f"eval/{name}/step"]) == self.stop:
-            raise KeyboardInterrupt
 
 
 def timeless(path: Path) -> list[dict]:
@@ -175,7 +165,7 @@ def test_the_report_and_the_status_tell_parts_from_the_rest(trained):
 @pytest.mark.parametrize("stop", [(PART, 3), ("heldout", 9)])
 def test_killed_between_evaluations_all_rows_are_those_of_a_whole_run(trained, model, tmp_path, stop):
     out = tmp_path / "out"
-    assert launch(toy(tmp_path, model), out, StopAt(*stop)).exit_status == 130
+    assert launch(toy(tmp_path, model), out, Messages(stop)).exit_status == 130
     assert resume(out, NullObserver()).exit_status == 0
     for run in sorted((trained / "runs").iterdir()):
         assert timeless(out / "runs" / run.name / "evals.jsonl") == timeless(run / "evals.jsonl")

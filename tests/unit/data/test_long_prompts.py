@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from toycampaign import REWARDS, toy_world
-from toymodels import campaign_head, word_tokenizer
+from toymodels import Messages, campaign_head, word_tokenizer
 from typer.testing import CliRunner
 
 from retrain.campaign.planning.asked import longest_completions
@@ -235,23 +235,15 @@ def test_a_template_that_raises_is_an_error_before_the_weights_are_loaded(world,
     assert line.endswith("no system role: leave [data] system_prompt out")
 
 
-class Listening(NullObserver):
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-
-    def message(self, text: str, level: str = "info") -> None:
-        self.messages.append(text)
-
-
 def test_skipped_problems_are_counted_logged_and_in_the_row(world, tmp_path) -> None:
     long = dict.fromkeys(range(0, 12, 3), 40)
     file = campaign(tmp_path, world, rows(12, long), 'max_prompt_tokens = 30\nlong_prompts = "skip"\n', heldout=6)
     file.write_text(file.read_text() + "eval_fraction = 0.5\n")
-    observer = Listening()
+    observer = Messages()
     outcome = launch(load(file), tmp_path / "out", observer)
     assert outcome.exit_status == 0
-    assert not any("has no chat template" in text for text in observer.messages)
-    (note,) = [text for text in observer.messages if "left out for prompts of more than 30 tokens" in text]
+    assert not any("has no chat template" in text for text in observer.lines)
+    (note,) = [text for text in observer.lines if "left out for prompts of more than 30 tokens" in text]
     (run,) = (tmp_path / "out" / "runs").iterdir()
     assert note in (run / "run.log").read_text()
     made = read_jsonl(run / "metrics.jsonl")
@@ -319,6 +311,6 @@ def test_a_model_without_a_chat_template_is_noted(world, tmp_path) -> None:
     config = json.loads((plain / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (plain / "tokenizer_config.json").write_text(json.dumps(config))
-    observer = Listening()
+    observer = Messages()
     launch(load(campaign(tmp_path, plain, rows(12), heldout=0, max_steps=1)), tmp_path / "out", observer)
-    assert len([text for text in observer.messages if "has no chat template" in text]) == 1
+    assert len([text for text in observer.lines if "has no chat template" in text]) == 1

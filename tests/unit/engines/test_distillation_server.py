@@ -22,22 +22,7 @@ from retrain.files import read_json, read_jsonl
 from retrain.policy.teacher import ModelTeacher
 from retrain.record.observer import NullObserver
 
-model, base, lanes = served_world()
-
-
-@pytest.fixture(scope="module")
-def standin(model):
-    made = StandIn(model)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def server(standin):
-    yield standin
-    standin.always = None
-    standin.faults.clear()
-    standin.asked.clear()
+model, base, lanes, standin, server = served_world()
 
 
 def samples_of(base, lanes):

@@ -21,14 +21,7 @@ from retrain.errors import ModelError
 from retrain.policy.lora import LoraWeights
 from retrain.types import Sample
 
-model, base, lanes = served_world()
-
-
-@pytest.fixture(scope="module")
-def server(model):
-    standin = StandIn(model)
-    yield standin
-    standin.close()
+model, base, lanes, standin, server = served_world()
 
 
 @pytest.fixture
@@ -37,8 +30,6 @@ def engine(base, server, tmp_path, monkeypatch):
     made = engine_of(base, [server.url], tmp_path / "adapters")
     yield made
     made.close()
-    server.faults.clear()
-    server.always = None
 
 
 @pytest.mark.parametrize(("rank", "alpha", "temperature"), [(4, 8.0, 1.0), (16, 32.0, 0.7), (12, 6.0, 1.3)])

@@ -30,23 +30,7 @@ from retrain.ownership import process_start, this_process
 pytestmark = pytest.mark.filterwarnings("ignore:.*websockets.*:DeprecationWarning")
 
 
-model, base, lanes = served_world()
-
-
-@pytest.fixture(scope="module")
-def running(model):
-    server = StandIn(model)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def server(running):
-    yield running
-    running.faults.clear()
-    running.asked.clear()
-    running.always = None
-    running.forget()
+model, base, lanes, standin, server = served_world()
 
 
 @pytest.fixture

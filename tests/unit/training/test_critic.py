@@ -16,7 +16,7 @@ import torch
 from critic_cases import OWN, SHARED, critic_campaign, critic_files, last_checkpoint, made, rows_of, single_run
 from lane_cases import drawn, in_turns, local_policy, rollout, totals, trained
 from safetensors.torch import load_file
-from toymodels import train_quietly
+from toymodels import Messages, train_quietly
 from typer.testing import CliRunner
 
 from retrain.algorithms.gae import fill_token_advantages
@@ -406,16 +406,6 @@ def test_one_completion_for_a_prompt_is_enough(tmp_path):
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------------
-
-
-class Messages(NullObserver):
-    """Keeps what the user is told."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def message(self, text: str, level: str = "info") -> None:
-        self.lines.append(text)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from toycampaign import campaign
+from toymodels import Messages
 from typer.testing import CliRunner
 
 from retrain.campaign.judging.pooling import compare_directories
@@ -45,20 +46,6 @@ def sets_file(folder: Path, model: Path, name: str, sets: str = SETS, **keys) ->
     (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path.write_text(path.read_text().replace("[reward]", sets.format(file=folder / "own.jsonl") + "[reward]"))
     return path
-
-
-class Messages(NullObserver):
-    """Keeps messages; interrupts the process at ``stop``, an evaluation (name, step)."""
-
-    def __init__(self, stop: tuple[str, int] | None = None):
-        self.lines, self.stop = [], stop
-
-    def message(self, text, level="info"):
-        self.lines.append(text)
-
-    def evaluated(self, spec, name, row):
-        if (name, row[f"eval/{name}/step"]) == self.stop:
-            raise KeyboardInterrupt
 
 
 DECLARED = ["campaign.primary_metric=eval/own.file/pass@2", "campaign.lanes=2", "squeeze.enabled=false"]

@@ -13,7 +13,7 @@ import torch
 from mixed_cases import adapter_bytes
 from safetensors.torch import load_file, save
 from timing_keys import is_timing_key
-from toymodels import campaign_head, qwen3_directory
+from toymodels import Messages, campaign_head, qwen3_directory
 from typer.testing import CliRunner
 
 import retrain
@@ -56,14 +56,6 @@ type = "custom"
 custom_module = "lengths.py"
 workers = 1
 """
-
-
-class Messages(NullObserver):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def message(self, text: str, level: str = "info") -> None:
-        self.lines.append(text)
 
 
 @pytest.fixture(scope="module")
