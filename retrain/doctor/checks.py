@@ -1,4 +1,4 @@
-"""The checks in their order, and their report."""
+"""Table of all checks, in the order in which they run, and their report."""
 
 from __future__ import annotations
 

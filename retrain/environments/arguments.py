@@ -1,4 +1,4 @@
-"""What the environments of other people's libraries ask of their arguments, and the errors when it is not so."""
+"""Validation of the arguments of environments and tools, with one-line errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def imported(module: str, feature: str) -> ModuleType:
-    """An optional package's module. Raises MissingExtra, which begins with ``feature``, when it is not installed."""
+    """Import a module of an optional package. Raises MissingExtra, which begins with ``feature``, if it is missing."""
     top = module.partition(".")[0]
     if not is_installed(top):
         raise missing(feature, top)
@@ -25,13 +25,13 @@ def imported(module: str, feature: str) -> ModuleType:
 
 
 def meant(name: object, candidates: Iterable[str]) -> str:
-    """``; did you mean …`` for the nearest candidate, "" when none is near."""
+    """Return ``; did you mean …`` for the most similar candidate, or "" if none is similar."""
     close = difflib.get_close_matches(str(name), list(candidates), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}" if close else ""
 
 
 def refuse_unknown(given: Iterable[str], known: Iterable[str], owner: str) -> None:
-    """Raise UsageError, which begins with ``owner``, for the first given argument that is none of the known."""
+    """Raise UsageError, which begins with ``owner``, for the first argument that is not among ``known``."""
     options = list(known)
     for name in given:
         if name not in options:
@@ -40,22 +40,24 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], owner: str) -> No
 
 
 def count(value: Any, name: str, owner: str, least: int = 0) -> int:
-    """A whole number of at least ``least``. Raises UsageError, which begins with ``owner``, for anything else."""
+    """Return a whole number of at least ``least``. Raises UsageError, which begins with ``owner``, for other values."""
     if type(value) is not int or value < least:
         raise UsageError(f"{owner}: {name} is {value!r}, not a whole number of at least {least}")
     return value
 
 
 def table(value: Any, name: str, owner: str) -> dict[str, Any]:
-    """A table with text keys. Raises UsageError, which begins with ``owner``, for anything else."""
+    """Return a table with text keys. Raises UsageError, which begins with ``owner``, for other values."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise UsageError(f"{owner}: {name} is {value!r}, not a table")
     return dict(value)
 
 
 def validated(model: type[Model], given: Mapping[str, Any], owner: str) -> Model:
-    """Return arguments as a pydantic model has them. Raises UsageError, which begins with ``owner``, for the first that
-    is wrong."""
+    """Validate arguments with a pydantic model and return it.
+
+    Raises UsageError, which begins with ``owner``, for the first invalid argument.
+    """
     refuse_unknown(given, model.model_fields, owner)
     try:
         return model.model_validate(given)

@@ -166,13 +166,13 @@ class Hosted:
             pool.close()
 
     def call(self, number: int, job: tuple[Any, ...], timeout_s: float | None = None) -> Reply:
-        """Do a job in the process of episode ``number``."""
+        """Run a job in the process of episode ``number``."""
         (reply,) = self.pools[number % len(self.pools)].map([job], timeout_s)
         return reply
 
 
 class HostedEpisode:
-    """One episode in a worker process. ``first`` is its first observation, ``actions`` those that it has taken."""
+    """Episode in a worker process. ``first`` is its first observation, ``actions`` are the actions so far."""
 
     def __init__(self, environment: Hosted, number: int, problem: Problem, seed: int):
         self.environment, self.number, self.problem, self.seed = environment, number, problem, seed
@@ -204,7 +204,7 @@ class HostedEpisode:
         return self._value(("start", self.number, self.problem, self.seed), limit)
 
     def _repeatable(self, *job: Any) -> Any:
-        """Do a job. Where the process died with another episode, first begin anew and take all actions again."""
+        """Run a job; if another episode crashed the process, first restart this one and repeat its actions."""
         value = self._value(job)
         if value != LOST:
             return value

@@ -34,7 +34,7 @@ class Flooded(Exception):
 
 
 def serve(target: str, arguments: Mapping[str, Any], folders: Sequence[str]) -> Callable[[Job], Any]:
-    """Return the environment ``module:Class``, made with these arguments, as a function of jobs. Raises PluginError."""
+    """Make the environment ``module:Class`` and return a function that runs jobs in it. Raises PluginError."""
     for folder in folders:
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -42,7 +42,7 @@ def serve(target: str, arguments: Mapping[str, Any], folders: Sequence[str]) -> 
 
 
 class Host:
-    """One environment and its episodes by number. Its methods, and theirs, may be async: all run on one event loop."""
+    """Environment and its episodes by number. Their methods may be async; all run on one event loop."""
 
     def __init__(self, written: Callable[..., Any], arguments: Mapping[str, Any]):
         self._runner = asyncio.Runner()

@@ -102,5 +102,5 @@ class Environment(Protocol):
         ...
 
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
-        """The rewards of episodes, in order; once, after the last step of each."""
+        """Return the rewards of episodes, in order; called once, after the last step of each."""
         ...

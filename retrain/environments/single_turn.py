@@ -15,7 +15,7 @@ from retrain.types import Action, Problem, RewardResult
 
 
 class SingleTurn:
-    """Problems by the name of their split, asked as ``data`` says and graded by ``grader``.
+    """Problems by split, with the prompts of ``data``, graded by ``grader``.
 
     Without ``tools`` an episode has one turn; with them the first answer without a call ends it.
     """
@@ -49,7 +49,7 @@ class SingleTurn:
         return SingleTurnEpisode(problem, self.data, calls)
 
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
-        """Grade all answers in one call, so that a slow judge sees many at once; add what the tools counted."""
+        """Grade all answers in one call, so that a slow judge gets a batch; add the tools' counters."""
         own = [episode for episode in episodes if isinstance(episode, SingleTurnEpisode)]
         graded = self.grader.grade([(episode.problem, episode.answer) for episode in own])
         if self.tools is not None:
@@ -61,7 +61,7 @@ class SingleTurn:
 
 @dataclass
 class SingleTurnEpisode:
-    """One problem; ``calls`` is the tools' side of it, ``answer`` what the policy said last."""
+    """Episode of one problem; ``calls`` runs its tool calls, ``answer`` is the last completion."""
 
     problem: Problem
     data: Data
@@ -74,7 +74,7 @@ class SingleTurnEpisode:
         return Observation(tuple(conversation(self.problem, self.data)), tools)
 
     def step(self, action: Action) -> Step:
-        """Run the calls; without one the answer ends the episode. Raises EpisodeFailed."""
+        """Run the tool calls; a completion without one ends the episode. Raises EpisodeFailed."""
         self.answer = CompletionText(action.text, action.token_ids)
         return Step() if self.calls is None else self.calls.step(action)
 

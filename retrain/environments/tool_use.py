@@ -28,7 +28,7 @@ OURS = {
     "python": "retrain.environments.tools.python:Python",
     "search": "retrain.environments.tools.search:Search",
 }
-"""By the name that a configuration may give it."""
+"""Target of each built-in tool by its name in a configuration."""
 
 
 class ToolUse:

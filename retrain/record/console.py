@@ -1,4 +1,4 @@
-"""What is printed while runs train: a live view on a terminal, plain lines everywhere else.
+"""Console output of running campaigns: a live view on a terminal, plain lines everywhere else.
 
 Text from models, files and plug-ins is shown as text: rich's markup and a terminal's escape sequences have no effect.
 """
@@ -52,7 +52,7 @@ def make_console(stream: IO[str] | None = None, plain: bool = False, verbose: bo
 
 
 class Board(NullObserver):
-    """An observer that holds one ``RunView`` per run, and the last steps."""
+    """Observer that keeps the current state of every run and the rows of the last steps."""
 
     def __init__(self) -> None:
         self.runs: dict[str, RunView] = {}

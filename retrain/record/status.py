@@ -21,7 +21,7 @@ from retrain.record.lines import Row, Tail, row_of
 MANIFEST = "manifest.json"
 STATES = ("pending", "running", "interrupted", "done", "failed", "stopped")
 ENDED = ("done", "failed", "stopped")
-"""States that a run does not leave by itself."""
+"""Final states of a run."""
 
 
 class Change(NamedTuple):
@@ -36,7 +36,7 @@ NO_CHANGE = Change()
 
 @dataclass
 class RunView:
-    """One run as it stands."""
+    """Current state of one run."""
 
     run_id: str
     label: str
@@ -44,14 +44,14 @@ class RunView:
     state: str = "waiting"
     """waiting, running, done, failed, interrupted or stopped."""
     worker: str = ""
-    """What trains it, where there are several workers."""
+    """Worker that trains the run, if there are several."""
     first_step: int = 0
     steps_done: int = 0
     max_steps: int = 0
     started: float = 0.0
     row: Mapping[str, Any] = field(default_factory=dict)
     evaluations: dict[str, Change] = field(default_factory=dict)
-    """Accuracy on each held-out set, the first one first; behind them that on the parts that are for the curve."""
+    """Accuracy on each held-out set, in the order of the file; partial sets, which only draw curves, come last."""
 
     def add_evaluation(self, name: str, row: Mapping[str, Any]) -> None:
         """Keep the first and the latest accuracy on the set."""
@@ -63,7 +63,7 @@ class RunView:
 
     @property
     def held_out(self) -> Change:
-        """The first held-out set, for where there is room for one."""
+        """Accuracy on the first held-out set."""
         return next((rates for name, rates in self.evaluations.items() if not name.endswith(PART)), NO_CHANGE)
 
     @property

@@ -83,7 +83,7 @@ class ChatLoop(Harness[ChatLoopConfig]):
 
 
 async def _called(function: dict[str, Any], places: dict[str, tuple[str, str]], connections: dict[str, Any]) -> Any:
-    """Return what the tool returns, or in words why there is nothing."""
+    """Return the tool's result, or the error as text."""
     name, arguments, fault = function["name"], *_arguments(function)
     if fault:
         return f"error: invalid JSON in tool arguments ({fault}); resend the call with valid JSON"
@@ -108,7 +108,7 @@ async def _denied(client: httpx.AsyncClient, url: str, call: dict[str, Any]) -> 
 
 
 def _arguments(function: dict[str, Any]) -> tuple[Any, str]:
-    """Return the arguments of a call, and "" or why they are only the text that was written."""
+    """Return the parsed arguments of a call and ""; or the unparsed text and the reason."""
     text = function.get("arguments") or "{}"
     try:
         return json.loads(text), ""

@@ -30,7 +30,7 @@ from retrain.types import Action, Message, Problem, RewardResult
 Text = Annotated[str, Field(min_length=1)]
 OWNER = "environment openenv"
 POLICYS_FAULTS = ("VALIDATION_ERROR",)
-"""Errors of a server that say that the action was none, not that the environment is broken."""
+"""Error codes of a server for an invalid action; all others mean that the environment is broken."""
 
 
 class Arguments(BaseModel):
@@ -64,7 +64,7 @@ class Arguments(BaseModel):
 
     @property
     def address(self) -> str | None:
-        """Where the server is; None where each process starts its own. Raises UsageError unless one is given."""
+        """Return the server's address, or None if each process starts a server. Raises UsageError unless one is set."""
         url = self.id if self.url is None else self.url
         if (url is None) == (self.command is None):
             raise UsageError(f'{OWNER} takes either url = "http://…" or command = ["python", "server.py", "{{port}}"]')
@@ -74,7 +74,7 @@ class Arguments(BaseModel):
 
 
 class OpenEnv:
-    """The environment of a server; see ``Arguments``. Raises UsageError for arguments that cannot be."""
+    """Environment behind a server. Raises UsageError for invalid ``Arguments``."""
 
     metrics_ranges: ClassVar[Mapping[str, Range]] = {"invalid_actions": {"min": 0, "invert": True}}
 
@@ -87,13 +87,13 @@ class OpenEnv:
                 f"{OWNER}: reward_range is {self.reward_range}, whose first number is not below its second"
             )
         self.tools: Sequence[Mapping[str, Any]] = ()
-        """Tools that the policy may call, as JSON schemas of functions; none where its actions are texts or JSON."""
+        """Tools that the policy may call, as JSON schemas of functions; empty if actions are text or JSON."""
         self._client = imported("openenv.core.generic_client", OWNER).GenericEnvClient
         self._server: Server | None = None
         self._actions: Actions | None = None
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Return seeds: those of ``train``, or for any other name the held-out ones."""
+        """Return the seeds of ``train``; every other split has the held-out seeds."""
         first = self.arguments.seed * 1_000_000
         begin, number = first, self.arguments.heldout
         if split == "train":
@@ -103,7 +103,7 @@ class OpenEnv:
         ]
 
     def start(self, problem: Problem, seed: int) -> OpenEnvEpisode:
-        """Reset a session with the problem's seed. Raises PluginError when the server does not take it."""
+        """Reset a session with the problem's seed. Raises PluginError if the server refuses it."""
         url = self._reachable()
         actions = self._known_actions(url)
         return OpenEnvEpisode(self, url, actions, int(problem.metadata["seed"]))
@@ -115,7 +115,7 @@ class OpenEnv:
             self._server = None
 
     def _reachable(self) -> str:
-        """Return the server's address; one of our own is started where none runs, also after it has died."""
+        """Return the server's address; start the server first if this process has none or it has exited."""
         if self.url is not None:
             return self.url
         if self._server is None or not self._server.alive:
@@ -142,7 +142,7 @@ class OpenEnv:
         return self._actions
 
     def _schema(self, url: str) -> Mapping[str, Any]:
-        """Return the JSON schema of the actions; empty where the server shows none and ``action_field`` is given."""
+        """Return the JSON schema of actions; empty if the server has no schema and ``action_field`` is set."""
         try:
             answer = httpx.get(f"{url}/schema", timeout=self.arguments.step_seconds, trust_env=_trusts_proxy(url))
         except httpx.HTTPError as error:
@@ -179,7 +179,7 @@ class OpenEnvEpisode:
             raise
 
     def observe(self) -> Observation:
-        """What the server said when it was reset, and which form actions have."""
+        """Return the messages of the reset and the required form of an action."""
         messages = list(self.first)
         if self.environment.tools:
             return Observation(tuple(messages), tuple(self.environment.tools))
@@ -189,7 +189,7 @@ class OpenEnvEpisode:
         return Observation(tuple(messages))
 
     def step(self, action: Action) -> Step:
-        """Send the action. A text that is none is answered by what is wrong with it, and worth 0."""
+        """Send the action. A text that is not a valid action gets the reason as its reply and a reward of 0."""
         if self.environment.tools:
             return self._call_tools(action)
         try:
@@ -243,7 +243,7 @@ class OpenEnvEpisode:
         return Step(messages, done=done, reward=total, metrics=metrics)
 
     def _reward(self, reply: Any) -> float | None:
-        """Return the reward of a step, which counts for the episode's. Raises PluginError for one that is no number."""
+        """Return the reward of a step and add it to the episode. Raises PluginError if it is not a number."""
         if reply.reward is None:
             return None
         reward = float(reply.reward)
@@ -253,7 +253,7 @@ class OpenEnvEpisode:
         return reward
 
     def result(self) -> RewardResult:
-        """The sum of the rewards of its steps; 0 where the policy called no tool."""
+        """Return the sum of the steps' rewards; 0 if the policy called no tool."""
         metrics: dict[str, float | None] = {"invalid_actions": float(self.invalid), **self.numbers}
         if not self.rewards and not self.invalid and (self.called or not self.environment.tools):
             return RewardResult(None, metrics, error=f"{self.url} gave no reward")
@@ -284,9 +284,9 @@ class OpenEnvEpisode:
         return {name: float(value) for name, value in numbers.items()}
 
     def _call(self, call: Callable[[], Any], refused: bool = False) -> Any:
-        """What the client returns; with ``refused``, the reason as text where the server says the action is none.
+        """Call the client and return its result; with ``refused``, the server's reason if it rejects the action.
 
-        Raises PluginError, with the server's address, for all else that goes wrong between us and the server.
+        Raises PluginError, with the server's address, for every other error.
         """
         try:
             return call()
@@ -307,5 +307,5 @@ class OpenEnvEpisode:
 
 
 def _trusts_proxy(url: str) -> bool:
-    """Return whether proxies of the environment's variables are used: not for addresses of this machine."""
+    """Return whether HTTP_PROXY and similar variables apply: not for addresses of this machine."""
     return urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1")

@@ -1,4 +1,4 @@
-"""Between OpenEnv's dictionaries and a chat: observations as messages, texts and calls of tools as actions."""
+"""Conversion of OpenEnv's observations to chat messages, and of completions and tool calls to actions."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MESSAGE_FIELDS = (
     "response",
     "echoed_message",
 )
-"""Fields of an observation that are read as what it says, the first that is there and not empty."""
+"""Fields of an observation that may hold its text; the first non-empty one is used."""
 READERS = {"string": str, "integer": int, "number": float}
-"""Types of a field that a whole text can be, with what makes the value of it."""
+"""JSON types to which a whole completion can be converted, with the conversion."""
 
 
 def messages_of(observation: Any, field: str | None) -> list[Message]:
-    """Return what an observation says, as chat messages; text and other values are the user's.
+    """Convert an observation to chat messages; text and other values become a user message.
 
     ``field``: which part, with dots into inner tables; None takes the first of ``MESSAGE_FIELDS``, and all of it as
     JSON where there is none. Raises KeyError, with the fields there are, where ``field`` is not.
@@ -52,7 +52,7 @@ def messages_of(observation: Any, field: str | None) -> list[Message]:
 
 
 def _said(value: Any) -> list[Message]:
-    """Return chat messages as they are; a list of tables with other roles as their contents; the rest as text."""
+    """Convert a value to chat messages: unchanged if it is a list of them, with unknown roles as user text."""
     if isinstance(value, list) and value:
         if all(isinstance(item, Mapping) and isinstance(item.get("content"), str) for item in value):
             if all(item.get("role") in ROLES for item in value):
@@ -88,14 +88,13 @@ class Actions:
 
     @property
     def instruction(self) -> str:
-        """What the policy must be told of the form of its actions; "" where any text is one. The schema is complete
-        but for ``metadata``, which is the client's."""
+        """Return instructions for the form of an action, with the schema; "" if every text is a valid action."""
         if self.field is not None:
             return ""
         return "Answer with exactly one JSON object of this schema:\n" + json.dumps(self.schema, ensure_ascii=False)
 
     def read(self, text: str) -> dict[str, Any]:
-        """Return the action that a text is. Raises ValueError, in words for the policy, for a text that is none."""
+        """Parse a completion as an action. Raises ValueError, with a message for the policy, if it is not one."""
         cleaned = text.strip()
         if self.field is None:
             fenced = re.fullmatch(r"```\w*\n(.*)\n```", cleaned, re.DOTALL)
@@ -120,12 +119,12 @@ CALL_FIELDS = {"type", "tool_name", "arguments"}
 
 
 def may_have_tools(action_schema: Mapping[str, Any]) -> bool:
-    """Return whether actions of this JSON schema are calls of tools: they have no field of the environment's own."""
+    """Return whether actions of this JSON schema are tool calls: they have no field but those of ``CallToolAction``."""
     return set(action_schema.get("properties", {})) - {"metadata"} <= CALL_FIELDS
 
 
 def listed_tools(url: str, timeout_s: float, trust_env: bool) -> list[dict[str, Any]]:
-    """Return the tools of an MCP environment as JSON schemas of functions; none where the environment has none.
+    """Return the tools of an MCP environment as JSON schemas of functions.
 
     The request is MCP's ``tools/list`` outside of a session: a session that is opened over HTTP stays open on the
     server when this process is killed. Raises httpx.HTTPError, and ValueError for an answer that is no list of tools.
@@ -148,7 +147,7 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def result_of(observation: Any) -> tuple[str, bool]:
-    """Return what the model reads of a call, and whether the call failed."""
+    """Return the text of a tool call's result, and whether the call failed."""
     if not isinstance(observation, Mapping):
         return as_text(observation), False
     if error := observation.get("error"):

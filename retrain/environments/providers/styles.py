@@ -26,7 +26,7 @@ PAIRS = "problems and start; load_dataset and compute_reward; get_batch and __le
 
 
 def adapt(written: Callable[..., Any], args: Mapping[str, Any], run: Run) -> Any:
-    """Return the environment that a class, a function that returns one, or a builder of data sets stands for.
+    """Return an environment from a class, from a function that returns one, or from a data set builder.
 
     ``args`` are its arguments. Of an environment in another trainer's style, ``heldout`` (problems to hold out, where
     it has no held-out ones) and ``size`` (problems, where they are seeds) are the adapter's unless it names them
@@ -60,7 +60,7 @@ def adapt(written: Callable[..., Any], args: Mapping[str, Any], run: Run) -> Any
 
 
 def _seeded(written: type, given: dict[str, Any], adapters: Mapping[str, Any], owner: str, run: Run) -> Cookbook:
-    """Return the environment of a class whose objects are episodes."""
+    """Return an environment whose episodes are objects of this class."""
     if "seed" not in inspect.signature(written).parameters:
         raise PluginError(
             f"{owner} is one episode (initial_observation and step) and takes no seed, so that there is but one "
@@ -73,7 +73,7 @@ def _seeded(written: type, given: dict[str, Any], adapters: Mapping[str, Any], o
 
 
 def _check(written: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise UsageError for an argument that is not there, or one that is missing."""
+    """Raise UsageError for an unknown or a missing argument."""
     try:
         signature = inspect.signature(written)
     except ValueError:  # a class without a signature
@@ -93,6 +93,6 @@ def _is_dataset(made: Any) -> bool:
 
 
 def _is_builder(made: Any) -> bool:
-    """Return whether this is an object that is called for its data sets."""
+    """Return whether this object is a data set builder, which is called to get its data sets."""
     known = _has(made, "start") or _has(made, "load_dataset") or _is_dataset(made)
     return callable(made) and not known and not inspect.isclass(made) and not inspect.isroutine(made)

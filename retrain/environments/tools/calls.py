@@ -34,7 +34,7 @@ MAX_PYTHON = 20_000
 """Characters of a block with Python calls: the parser's stack is not ours to bound."""
 
 NO_TOOL = "tool_call"
-"""The name on the answer to a call that names none."""
+"""Name in the answer to a call that has no tool name."""
 JSON_FORM = '{"name": "tool_name", "arguments": {"argument": "value"}}'
 HERMES = f"<tool_call>\n{JSON_FORM}\n</tool_call>"
 XML = "<tool_call>\n<function=tool_name>\n<parameter=argument>\nvalue\n</parameter>\n</function>\n</tool_call>"
@@ -86,9 +86,9 @@ class Parsed:
 
 
 def answer(call: Call | str, text: str) -> Message:
-    """Return what a tool answers to a call as a message; a text in place of the call is one that could not be read.
+    """Return the tool message that answers a call; ``call`` is a text if the call could not be parsed.
 
-    Halves of surrogate pairs, which no tokenizer takes, are replaced.
+    Lone surrogates, which no tokenizer accepts, are replaced.
     """
     name, id = (call.name, call.id) if isinstance(call, Call) else (NO_TOOL, None)
     message = {"role": "tool", "name": name[:64], "content": text} | ({"tool_call_id": id[:64]} if id else {})
@@ -96,7 +96,7 @@ def answer(call: Call | str, text: str) -> Message:
 
 
 def as_text(result: Any) -> str:
-    """Return a tool's result as the model reads it: texts as they are, the rest as JSON where it has that form."""
+    """Return a tool's result as text: unchanged if it is text, else as JSON, or ``str`` if it has no JSON form."""
     if isinstance(result, str):
         return result
     return "(no result)" if result is None else json.dumps(result, ensure_ascii=False, default=str)

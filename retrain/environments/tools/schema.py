@@ -62,8 +62,7 @@ class Tool:
     _arguments: type[BaseModel]
 
     def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call as their annotations want them; for those left out the function has its own
-        defaults. Raises ToolError, which names what is wrong."""
+        """Validate and convert the arguments of a call. Raises ToolError, which names the invalid argument."""
         try:
             model = self._arguments.model_validate(dict(arguments))
         except ValidationError as error:
@@ -73,7 +72,7 @@ class Tool:
         return {str(fields[name].alias): getattr(model, name) for name in fields if name in model.model_fields_set}
 
     def takes(self) -> str:
-        """Return its arguments in words."""
+        """Return the names and types of the arguments as text."""
         parameters = self.schema["function"]["parameters"]
         texts = [
             f"{name} ({_type_of(schema)}{'' if name in parameters['required'] else ', optional'})"
@@ -92,7 +91,7 @@ class Tool:
 
 
 def tool_of(target: Callable[..., Any], settings: Mapping[str, Any] | None = None, what: str = "") -> Tool:
-    """Return the tool that a function or a class is.
+    """Make a tool from a function or a class.
 
     A class is made once for each episode, with ``settings`` as keywords; its ``__call__`` is the tool, named as the
     class in snake_case. Its description is the docstring of ``__call__``, or else of the class; those of the arguments
@@ -238,7 +237,7 @@ def _docstring(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def _lenient(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
-    """Validate an argument; a text that is not what is wanted may be the JSON of it."""
+    """Validate an argument; a text of the wrong type is parsed as JSON and validated again."""
     try:
         return validated(value)
     except ValidationError:
