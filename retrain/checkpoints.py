@@ -134,7 +134,6 @@ def _owner(directory: Path) -> Owner | None:
 
 
 def checkpoint_step(directory: Path) -> int:
-    """The number of updates done at a checkpoint, from its name."""
     return int(directory.name[5:])
 
 

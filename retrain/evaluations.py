@@ -86,7 +86,6 @@ class Evaluations:
         return records
 
     def _record_evaluation(self, runs: Sequence[Run], record: EvalRecord) -> None:
-        """Record one evaluation for every run that it counts for."""
         for run in runs:
             report = partial(self.observer.evaluated, run.spec, record.name)
             self.guard(run, lambda run=run, report=report: report(run.recorder.record_eval(record)))

@@ -44,14 +44,12 @@ EXTRA_OF = {module: name for name, extra in EXTRAS.items() for module in extra.p
 
 
 def is_installed(module: str) -> bool:
-    """Whether this top-level module can be imported."""
     if module in sys.modules:
         return sys.modules[module] is not None
     return importlib.util.find_spec(module) is not None
 
 
 def package_of(module: str) -> str:
-    """The package that contains this module."""
     return EXTRAS[EXTRA_OF[module]].packages[module]
 
 

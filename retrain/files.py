@@ -233,7 +233,6 @@ def stamp_of(path: Path | None) -> Stamp | None:
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of the file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -87,7 +87,6 @@ def mark_of(directory: Path) -> Mark | None:
 
 
 def owner_of(directory: Path) -> Owner | None:
-    """Who wrote a directory, as its mark says."""
     mark = mark_of(directory)
     return mark.owner if mark else None
 

@@ -87,10 +87,8 @@ class Pressure:
         }
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, strict JSON."""
         return {"load": self.load, "loads": list(self.loads), "throughputs": list(self.throughputs)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's observations."""
         self.load = min(max(state["load"], self.limits.min_load), self.limits.max_load)
         self.loads, self.throughputs = list(state["loads"]), list(state["throughputs"])

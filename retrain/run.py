@@ -158,12 +158,10 @@ class Run:
 
     @property
     def policy_ref(self) -> PolicyRef:
-        """The name of its present weights in the engine."""
         return PolicyRef(self.run_id, self.policy.version)
 
     @property
     def finished(self) -> bool:
-        """Whether all updates are done."""
         return self.step >= self.config.training.max_steps
 
     @property
@@ -399,7 +397,6 @@ class Run:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Note the time of what is done inside."""
         begin = timestamp()
         try:
             yield

@@ -77,7 +77,6 @@ class Cohort:
             self.saver.close()
 
     def step(self, active: Sequence[Run]) -> None:
-        """One optimizer step of every active run."""
         before: dict[Run, RollbackPoint] = {}
         for run in active:
             self.guarded(run, partial(self._begin_step, run))
@@ -158,7 +157,6 @@ class Cohort:
         return {run: numbers[run] for run in runs if run in numbers}
 
     def _shared(self, taken: Taken[Run]) -> dict[str, Any]:
-        """The numbers of a step that all runs have in common."""
         numbers: dict[str, Any] = dict(self.pressure.metrics()) if self.pressure else {}
         sync = {"timing_weight_sync_inference_total": taken.sync_seconds}
         return {"perf/peak_memory_gib": peak_memory_gib(), **sync, **numbers}

@@ -215,7 +215,6 @@ class Rollout:
 
     @property
     def token_ids(self) -> list[int]:
-        """The sampled tokens."""
         return [token for turn in self.turns for token in turn.action.token_ids]
 
     @property
@@ -251,7 +250,6 @@ class Rollout:
         return sum(len(turn.observation_ids) for turn in self.turns)
 
     def __len__(self) -> int:
-        """Sampled tokens."""
         return sum(len(turn.action) for turn in self.turns)
 
 

@@ -96,7 +96,6 @@ def _numbers(
     student_1T: torch.Tensor, teacher_1T: torch.Tensor, mask_1T: torch.Tensor, advantages_1T: torch.Tensor,
     own: Distillation,
 ) -> dict[str, Any]:  # fmt: skip
-    """What the record has of the step."""
     gap_1T = (teacher_1T - student_1T).abs()
     return {
         "distillation/reverse_kl": float(kl_terms("k1", student_1T, teacher_1T, mask_1T).mean()),

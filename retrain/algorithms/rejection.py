@@ -94,7 +94,6 @@ def _kept(
 
 
 def _shares(kept_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, Any]:
-    """How much was rejected."""
     rejected_BT = mask_BT & ~kept_BT
     return {
         "rejected_tokens_frac": float(rejected_BT.sum() / mask_BT.sum().clamp(min=1)),

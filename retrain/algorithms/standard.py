@@ -135,7 +135,6 @@ class Standard:
         mark_planning(groups, self.detector, self.tokenizer)
 
     def state(self) -> dict[str, Any]:
-        """What SEPA has observed so far."""
         return {"sepa": self.sepa}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -224,7 +223,6 @@ def _padded(arrays: Sequence[np.ndarray], width: int, dtype: type) -> torch.Tens
 
 
 def _padded_if_all(arrays: Sequence[np.ndarray | None], width: int, dtype: type) -> torch.Tensor | None:
-    """Padded, or None where one is missing."""
     known = [array for array in arrays if array is not None]
     return _padded(known, width, dtype) if len(known) == len(arrays) else None
 
@@ -290,7 +288,6 @@ def _token_credit(
     placebo_stream: tuple[int | str, ...],
     by_token: Mapping[Rollout, np.ndarray],
 ) -> TokenCredit:
-    """Credit of these rollouts, padded to one width."""
     rollouts = [rollout for _, rollout in rows]
     lengths = [len(rollout) for rollout in rollouts]
     width = max(lengths)

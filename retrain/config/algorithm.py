@@ -41,7 +41,6 @@ TransformMode = Annotated[_Transform | Plugin, Unavailable(UNAVAILABLE["transfor
 
 
 def _with_credit(dotted: str, plugins: bool = False, training_only: bool = False) -> UsedWhen:
-    """The marker of a key that some modes of token credit use."""
     modes = used_by("transform_mode", dotted)
     return UsedWhen("algorithm.transform_mode", modes, plugins=plugins, training_only=training_only)
 
@@ -57,7 +56,6 @@ def _unset_or_several(dotted: str, *besides: str) -> UsedWhen:
 
 
 def _loss_key(dotted: str) -> UsedWhen:
-    """The marker of a key that some losses use."""
     return UsedWhen("algorithm.loss", used_by("loss", dotted))
 
 
@@ -259,17 +257,14 @@ class Algorithm(Section):
 
     @property
     def critic(self) -> bool:
-        """Whether a critic is trained."""
         return Need.VALUES in self.needs
 
     @property
     def loss_kl_coef(self) -> float:
-        """Weight of the KL divergence in the loss."""
         return self.kl_coef if self.kl_in_reward == "none" else 0.0
 
     @property
     def reward_kl_coef(self) -> float:
-        """Weight of the KL divergence in the tokens' rewards."""
         return self.kl_coef - self.loss_kl_coef
 
     @property

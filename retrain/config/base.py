@@ -67,7 +67,6 @@ class Section(BaseModel):
         }
 
     def findings(self) -> Iterator[Finding]:
-        """What is wrong between the keys of this section."""
         return iter(())
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:

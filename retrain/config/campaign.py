@@ -63,7 +63,6 @@ class Condition(Section):
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """Overrides by dotted key, in alphabetical order."""
         tables = self.model_extra or {}
         flat = {f"{section}.{key}": value for section, table in tables.items() for key, value in table.items()}
         return dict(sorted(flat.items()))

@@ -36,7 +36,6 @@ FIXED: dict[str, str] = {
 
 
 def why_fixed(dotted: str) -> str:
-    """Why a condition may not override this key, or "" if it may."""
     return "" if role_of(dotted) == Role.LEARNS else FIXED.get(dotted) or FIXED.get(dotted.partition(".")[0], "")
 
 

@@ -60,12 +60,10 @@ class Critic(Section):
 
     @property
     def policy_lambda(self) -> float:
-        """λ of the advantages."""
         return self.lam if self.lam_policy is None else self.lam_policy
 
     @property
     def value_lambda(self) -> float:
-        """λ of the value targets."""
         return self.lam if self.lam_value is None else self.lam_value
 
     def findings(self) -> Iterator[Finding]:

@@ -87,7 +87,6 @@ def no_effect(key: str, other: str, value: Any, fix: str = "remove the line") ->
 
 
 def kind(value: Any) -> str:
-    """The TOML type of a value, with its article."""
     return next((words for types, words in KINDS if isinstance(value, types)), type(value).__name__)
 
 
@@ -207,7 +206,6 @@ def _type_adapter(annotation: Any) -> TypeAdapter[Any]:
 
 
 def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
-    """The validator of one field, built once."""
     if id(field) not in _ADAPTERS:
         kind: Any = field.annotation
         if field.metadata:

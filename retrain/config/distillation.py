@@ -98,7 +98,6 @@ class Distillation(Section):
 
     @property
     def active(self) -> bool:
-        """Whether anybody teaches."""
         return self.teacher is not None and self.weight > 0
 
     @property

@@ -125,7 +125,6 @@ class Evaluation(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The held-out sets that are evaluated, in order."""
         if not self.problems:
             return ()
         return tuple(each.name for each in self.sets) or (HELDOUT,)

@@ -108,7 +108,6 @@ class Inference(Section):
 
     @property
     def served(self) -> bool:
-        """Whether servers sample."""
         return self.engine in SERVERS
 
     def mismatch_limit_in(self, dtype: str) -> float:

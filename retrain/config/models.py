@@ -47,7 +47,6 @@ class Model(Section):
 
     @property
     def quantized(self) -> bool:
-        """Whether the base is put into fewer bits."""
         return self.quantize != "none"
 
 

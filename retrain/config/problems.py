@@ -165,7 +165,6 @@ def _example(field: FieldInfo) -> Any:
 
 
 def wrong_value(path: Path, field: FieldInfo, value: Any) -> Mistake:
-    """The mistake of a value that its key does not accept."""
     name = str(path[-1])
     if known := unavailable(field, value):
         return Mistake(path, f"is {show(value)}: {known[0]}", known[1])

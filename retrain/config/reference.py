@@ -86,7 +86,6 @@ def json_schema() -> dict[str, Any]:
 
 
 def configuration_markdown() -> str:
-    """The reference page: every section with a table of its keys."""
     parts = [INTRODUCTION]
     for name, section in sections().items():
         parts.append(f"## [{name}]\n\n{_text(section)}\n\n{_table(section)}")

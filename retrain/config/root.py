@@ -86,7 +86,6 @@ class Config(Section):
 
     @property
     def reward_models(self) -> tuple[str, ...]:
-        """The names of all reward models among the graders."""
         return tuple(name for _, each in self.graders if each.type == "reward_model" and (name := each.reward_model))
 
     @property
@@ -258,7 +257,6 @@ def unused(config: Config, dotted: str, override: bool = False) -> Finding | Non
 
 @cache
 def _defaults() -> dict[str, dict[str, Any]]:
-    """The default of every dotted key, by section."""
     default = Config()
     return {
         section: {dotted: value_at(default, dotted) for dotted in keys() if dotted.partition(".")[0] == section}

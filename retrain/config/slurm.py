@@ -101,7 +101,6 @@ class Slurm(Section):
 
     @property
     def minutes(self) -> int:
-        """The time limit in minutes."""
         return minutes_of(self.time)
 
 

@@ -152,7 +152,6 @@ class RubricCriterion(Section):
 
     @property
     def weight_number(self) -> float:
-        """The weight as a number."""
         return RUBRIC_WEIGHTS[self.weight] if isinstance(self.weight, str) else self.weight
 
 
@@ -192,7 +191,6 @@ class Grader(Section):
 
     @property
     def shown_name(self) -> str:
-        """What its numbers are called."""
         kind, function = getattr(self, "type", ""), self.custom_function
         return self.name or (function if kind == "custom" and isinstance(function, str) else kind)
 

@@ -133,17 +133,14 @@ class Training(Section):
 
     @property
     def sampling(self) -> Sampling:
-        """How rollouts are sampled."""
         return Sampling(self.max_tokens, self.temperature, self.top_p, self.top_k, self.min_p)
 
     @property
     def updates(self) -> int:
-        """Most updates of a batch."""
         return self.num_iterations * self.minibatches
 
     @property
     def several_updates(self) -> bool:
-        """Whether a batch has more than one."""
         return self.updates > 1
 
     @property

@@ -175,7 +175,6 @@ class Logging(Section):
 
     @property
     def wandb(self) -> bool:
-        """Whether runs report to wandb."""
         return "wandb" in trackers(self.report_to, self.wandb_project)
 
     def findings(self) -> Iterator[Finding]:

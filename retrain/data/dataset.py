@@ -54,7 +54,6 @@ class Dataset:
 
     @property
     def heldout(self) -> list[Problem]:
-        """The problems of all held-out sets, in order."""
         return [problem for problems in self.sets.values() for problem in problems]
 
 

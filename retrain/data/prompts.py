@@ -41,7 +41,6 @@ class Renderer:
 
     @property
     def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     @property

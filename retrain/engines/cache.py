@@ -28,7 +28,6 @@ class ReservedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the new states and return everything so far (views)."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.length + key_states.shape[-2]
@@ -39,11 +38,9 @@ class ReservedLayer(DynamicLayer):
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Columns filled."""
         return self.length
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep (or repeat) the given rows."""
         self.key_buffer = self.key_buffer.index_select(0, indices)
         self.value_buffer = self.value_buffer.index_select(0, indices)
         self.keys, self.values = self.key_buffer[:, :, : self.length], self.value_buffer[:, :, : self.length]
@@ -66,7 +63,6 @@ class DecodeCache:
         self.plain = all(isinstance(layer, ReservedLayer) for layer in layers)
 
     def select_rows(self, indices: torch.Tensor) -> None:
-        """Keep (or repeat) the given batch rows in every layer."""
         for layer in self.cache.layers:
             if hasattr(layer, "batch_select_indices"):
                 layer.batch_select_indices(indices)  # pyright: ignore[reportAttributeAccessIssue]

@@ -117,7 +117,6 @@ class Projection:
         return a.contiguous(), b
 
     def _merged(self, adapter: LoraWeights, pack: bool) -> torch.Tensor:
-        """The weight plus what the adapter adds to it, in a copy."""
         # One that is not packed lies [in, out], which multiplies few rows faster.
         merged, begin = self.weight.clone().t() if pack else self.weight.t().contiguous(), 0
         for name, size in zip(self.names, self.sizes, strict=True):
@@ -144,7 +143,6 @@ class Layer:
 
     @property
     def projections(self) -> tuple[Projection, Projection, Projection, Projection]:
-        """In the order in which a block uses them."""
         return self.qkv, self.out, self.gate_up, self.down
 
     def of(self, adapters: Sequence[LoraWeights], merge: bool, pack: bool) -> Block:
@@ -270,7 +268,6 @@ class DenseDecoder:
 
     @staticmethod
     def of_lanes(blocks: Blocks, places: Sequence[int], lanes: int) -> Blocks:
-        """The blocks for some of the lanes, by their places."""
         if len(places) == lanes:
             return blocks
         first, last = places[0], places[-1] + 1

@@ -90,12 +90,10 @@ class StepGraphs:
 
     @classmethod
     def of(cls, device: torch.device, tell: Callable[[str], None]) -> StepGraphs:
-        """For steps on this device."""
         return cls((lambda: cuda_capture(device)) if device.type == "cuda" else None, tell)
 
     @property
     def in_use(self) -> bool:
-        """Whether a step is replayed, not run."""
         return bool(self._graphs)
 
     def forget(self) -> None:

@@ -159,7 +159,6 @@ class Grid:
         return self.backbone.head.logits(self.backbone.decoder(**given).last_hidden_state[:, -1])
 
     def actions(self) -> list[tuple[Row, Action]]:
-        """Everything that was sampled, on the host."""
         tokens, lengths, logprobs, entropy = (
             state.cpu().numpy() for state in (self.tokens_BT, self.lengths_B, self.logprobs_BT, self.entropy_BT)
         )

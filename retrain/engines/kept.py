@@ -22,7 +22,6 @@ class Batch(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What it takes."""
         return sum(part.nbytes for part in (*self.keys, *self.values))
 
 
@@ -70,12 +69,10 @@ class KeptSequences:
         return kept if length < len(prompt_ids) and tuple(prompt_ids[:length]) == kept.token_ids else None
 
     def drop(self, ref: PolicyRef, name: Name) -> None:
-        """Keep this sequence no longer."""
         with self._lock:
             self._pop((ref, name))
 
     def clear(self) -> None:
-        """Keep nothing."""
         with self._lock:
             self._entries.clear()
             self._bytes = 0

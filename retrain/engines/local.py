@@ -90,17 +90,14 @@ class LocalEngine:
         return self.workers.count
 
     def begin(self, plan: MemoryPlan) -> None:
-        """Forget what was learnt about memory, and go by this plan."""
         self.plan, self.decode_bytes = plan, plan.decode_bytes
         self.kept = KeptSequences(int(KEPT_SHARE * plan.decode_bytes))
         self.fitting: int | None = None
 
     def state(self) -> dict[str, Any]:
-        """See ``Engine.state``: what decides how many sequences decode at once."""
         return {"decode_bytes": self.decode_bytes, "fitting": self.fitting}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See ``Engine.restore``; what this device does not hold is planned anew."""
         before, self.fitting = state["decode_bytes"], state["fitting"]
         self.decode_bytes = self.plan.kept_decode_bytes(before)
         if self.decode_bytes != before:
@@ -118,7 +115,6 @@ class LocalEngine:
         self._blocks = None
 
     def retire(self, ref: PolicyRef) -> None:
-        """See ``Engine.retire``; what was kept of sequences goes with them."""
         self._published.pop(ref, None)
         self.kept.clear()
         self._blocks = None
@@ -130,7 +126,6 @@ class LocalEngine:
         """See ``Engine.give_up``: this process samples in one thread."""
 
     def forget(self) -> None:
-        """Drop all published weights."""
         self._published.clear()
         self._blocks = None
 

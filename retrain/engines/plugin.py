@@ -26,7 +26,6 @@ class PluginEngine:
         self._backends: dict[str, Any] = {}
 
     def state(self) -> dict[str, Any]:
-        """See ``Engine.state``: backends look after themselves."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:

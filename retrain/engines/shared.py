@@ -63,7 +63,6 @@ class SharedEngine(LocalEngine):
         self.ranks.tell("forget_sequences")
 
     def forget(self) -> None:
-        """Drop all published weights."""
         super().forget()
         self.ranks.tell("forget")
 

@@ -115,7 +115,6 @@ class SlotBatch:
     def _rows(
         self, token_R: torch.Tensor, position_R: torch.Tensor, sampled_R: torch.Tensor, alive_R: torch.Tensor
     ) -> Rows:
-        """These rows on the device, with room for what belongs to the sequences that they hold."""
         device, rows = self.base.device, len(token_R)
         real = self.sampled.logprobs_NT.dtype
         made = Rows(
@@ -383,7 +382,6 @@ class SlotBatch:
         return np.arange(place * self.slots, (place + 1) * self.slots)
 
     def _actions(self, request: int) -> list[Action]:
-        """What was sampled for a request, by sample."""
         own = [i for i, row in enumerate(self.work) if row.request == request]
         index = torch.tensor(own, device=self.base.device)
         tokens, logprobs, entropy = (

@@ -111,7 +111,6 @@ class Limits:
             raise ValueError("throttle_margin and increase_margin must be in (0, 1]")
 
     def allowed(self, load: float) -> float:
-        """The nearest load that is allowed."""
         return min(max(load, self.min_load), self.max_load)
 
 

@@ -248,7 +248,6 @@ class Course:
 
     @classmethod
     def new(cls, campaigns: int, family: int) -> Course:
-        """Before the first look."""
         shape = (campaigns, family)
         none, all_ = np.zeros(shape, dtype=bool), np.ones(shape, dtype=bool)
         return cls(all_, all_.copy(), np.zeros(shape, dtype=np.int64), none, none.copy())

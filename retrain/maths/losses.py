@@ -128,7 +128,6 @@ class LossBounds:
 
     @property
     def high(self) -> float:
-        """ε above 1."""
         return self.clip_low if self.clip_high is None else self.clip_high
 
 

@@ -78,7 +78,6 @@ def _simulated(rule: Rule, effect: float) -> Table:
 
 @lru_cache(maxsize=256)
 def _found(rule: Rule, effect: float) -> float:
-    """How often the first comparison is found."""
     if rule.test != "exact" or rule.looks == "off":
         return float(_followed(rule, effect).different[:, 0].mean())
     # At looks of the exact test each comparison has its own share of α and nothing to do with the others.

@@ -42,7 +42,6 @@ class LightTokenizer:
         return rendered[0]
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of the ids, special tokens and all."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
 

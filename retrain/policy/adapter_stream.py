@@ -40,7 +40,6 @@ class Factors:
 
     @property
     def rank(self) -> int:
-        """Rows of A."""
         return self.a_shape[0]
 
     def at(self, rank: int) -> Factors:
@@ -92,7 +91,6 @@ class AdapterFile:
 
     @property
     def rank(self) -> int:
-        """Highest rank of a module."""
         return max(where.rank for where in self.modules.values())
 
     def require_plain(self) -> None:

@@ -106,7 +106,6 @@ class BaseModel:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
         return weight_bytes(self.model)
 
     @property
@@ -116,7 +115,6 @@ class BaseModel:
 
     @cached_property
     def text(self) -> Tokenizer:
-        """The tokenizer as everything but the model sees it."""
         return Tokenizer(self.tokenizer)
 
 

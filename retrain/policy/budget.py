@@ -66,7 +66,6 @@ class Budget:
     noted: set[str] = field(default_factory=set)
 
     def note(self, *lines: str) -> None:
-        """Add lines to the notes, each once."""
         self.notes += [line for line in lines if line not in self.noted]
         self.noted.update(lines)
 
@@ -95,7 +94,6 @@ class Budget:
         self.learnt = True
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
         return {
             "tokens": self.tokens,
             "planned": self.plan is not None,

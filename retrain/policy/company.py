@@ -38,9 +38,7 @@ class Unit(Protocol):
     """Weights that are gathered together. ``stays``: until the work ends, on all ranks."""
 
     @property
-    def stays(self) -> bool:
-        """Whether they stay."""
-        ...
+    def stays(self) -> bool: ...
 
     def make_room(self) -> None:
         """Allocate what gathering takes, and give it back. Raises as an allocator does where there is no room."""
@@ -50,9 +48,7 @@ class Unit(Protocol):
         """Have the whole of them here; every rank of the group calls this."""
         ...
 
-    def let_go(self) -> None:
-        """Keep this rank's part alone."""
-        ...
+    def let_go(self) -> None: ...
 
 
 class Company:
@@ -81,7 +77,6 @@ class Company:
 
     @property
     def count(self) -> int:
-        """How many ranks there are."""
         return dist.get_world_size(self.group)
 
     def share(self, units: Sequence[Unit]) -> None:

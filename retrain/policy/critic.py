@@ -55,7 +55,6 @@ class Critic:
 
     @property
     def weights(self) -> list[nn.Parameter]:
-        """The flat buffers that it trains."""
         return [self.head.flat, *([] if self.adapter is None else [self.adapter.flat])]
 
     def step(self, lr: float, loss: float) -> Step:

@@ -40,7 +40,6 @@ class Supports:
     offsets: list[int]
 
     def to(self, device: torch.device) -> Supports:
-        """The same on another device."""
         return Supports(self.rows_K.to(device), self.ids_K.to(device), self.offsets)
 
     def only(self, z_RV: torch.Tensor, start: int = 0) -> torch.Tensor:

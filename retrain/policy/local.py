@@ -186,7 +186,6 @@ class LocalPolicy:
         return Passes(self.lanes, self.budget, workers, dropout, self.bfloat16, self.shares, self.teacher)
 
     def fingerprint(self) -> str:
-        """Hash of the adapter's weights as they are."""
         return hashlib.sha256(self.adapter.flat.detach().cpu().numpy().tobytes()).hexdigest()[:16]
 
     def _changes(self) -> list[int]:
@@ -248,7 +247,6 @@ class LocalPolicy:
         return lines
 
     def state(self) -> dict[str, Any]:
-        """The version, and how many tokens a micro-batch has."""
         return {"version": self.version, "budget": self.budget.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -38,7 +38,6 @@ class MicroBatch:
     policy_weights_BT: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device."""
         moved = {name: part.to(device) for name, part in vars(self).items() if part is not None}
         return MicroBatch(**moved)
 

@@ -53,9 +53,7 @@ class Term(Protocol):
     """One term of the loss. ``every_sequence``: it has a gradient also where all advantages are 0."""
 
     @property
-    def needs(self) -> frozenset[Want]:
-        """What it reads."""
-        ...
+    def needs(self) -> frozenset[Want]: ...
 
     @property
     def every_sequence(self) -> bool:
@@ -93,7 +91,6 @@ class PolicyTerm:
 
     @property
     def needs(self) -> frozenset[Want]:
-        """Log-probabilities with their gradient."""
         return frozenset({Want.LOGPROBS})
 
     @property
@@ -145,12 +142,10 @@ class KLTerm:
 
     @property
     def needs(self) -> frozenset[Want]:
-        """The base's log-probabilities beside its own."""
         return frozenset({Want.REFERENCE, Want.LOGPROBS})
 
     @property
     def every_sequence(self) -> bool:
-        """Every token has a divergence."""
         return self.coef > 0
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
@@ -179,12 +174,10 @@ class EntropyTerm:
 
     @property
     def needs(self) -> frozenset[Want]:
-        """Entropies, with their gradient where they have a weight."""
         return frozenset({Want.ENTROPY, Want.LOGPROBS})
 
     @property
     def every_sequence(self) -> bool:
-        """Every token has an entropy."""
         return self.coef > 0
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
@@ -204,12 +197,10 @@ class ValueTerm:
 
     @property
     def needs(self) -> frozenset[Want]:
-        """Values with their gradient."""
         return frozenset({Want.VALUES})
 
     @property
     def every_sequence(self) -> bool:
-        """Every token has a value."""
         return True
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
@@ -237,12 +228,10 @@ class TeacherTerm:
 
     @property
     def needs(self) -> frozenset[Want]:
-        """The teacher's distributions."""
         return frozenset({Want.TEACHER, Want.LOGPROBS})
 
     @property
     def every_sequence(self) -> bool:
-        """Every token has a divergence."""
         return True
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
@@ -286,15 +275,12 @@ class Objective:
 
     @property
     def kl_coef(self) -> float:
-        """Weight of the KL divergence; 0 without."""
         return sum(term.coef for term in self.terms if isinstance(term, KLTerm))
 
     def alone(self, *kinds: type) -> Objective:
-        """With the terms of these kinds alone."""
         return replace(self, terms=tuple(term for term in self.terms if isinstance(term, kinds)))
 
     def without(self, *kinds: type) -> Objective:
-        """Without the terms of these kinds."""
         return replace(self, terms=tuple(term for term in self.terms if not isinstance(term, kinds)))
 
     def without_gradient(self) -> Objective:

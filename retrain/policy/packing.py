@@ -55,7 +55,6 @@ class Layout:
     groups: tuple[SharedPrefix, ...] = ()
 
     def to(self, device: torch.device) -> Layout:
-        """The same on another device."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 

@@ -132,16 +132,13 @@ class PluginSnapshot:
     files: Path | None = None
 
     def write(self, directory: Path) -> None:
-        """Move the files to where they belong."""
         assert self.files is not None, "only a resumable snapshot is a checkpoint"
         self.files.rename(directory / FILES)
 
     def export(self, directory: Path, checkpoint: Path) -> None:
-        """The backend's own files."""
         shutil.copytree(checkpoint / FILES, directory, dirs_exist_ok=True)
 
     def discard(self) -> None:
-        """Remove files that were not needed."""
         if self.files is not None:
             shutil.rmtree(self.files, ignore_errors=True)
 
@@ -208,11 +205,9 @@ class PluginPolicy:
         raise UsageError(f"{directory} holds no checkpoint of backend {self.plugin}")
 
     def begin_step(self, step: int) -> list[str]:
-        """Nothing is due."""
         return []
 
     def state(self) -> dict[str, Any]:
-        """How many steps have begun."""
         return {"version": self.version}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -220,7 +215,6 @@ class PluginPolicy:
         self.version = state["version"]
 
     def notes(self) -> list[str]:
-        """Nothing to tell."""
         return []
 
 

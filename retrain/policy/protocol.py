@@ -134,9 +134,7 @@ class PolicySnapshot(Protocol):
         """What other tools load, into the empty ``directory``; ``checkpoint`` is where ``write`` has written."""
         ...
 
-    def discard(self) -> None:
-        """Nobody needs the snapshot any more."""
-        ...
+    def discard(self) -> None: ...
 
 
 class Policy(Protocol):

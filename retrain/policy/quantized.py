@@ -144,7 +144,6 @@ class Quantized:
 
     @property
     def words(self) -> str:
-        """One line for people."""
         mib = 2**20
         return (
             f"base in {self.kind}: {self.bytes_after / mib:.1f} MiB in place of {self.bytes_before / mib:.1f}; "
@@ -154,7 +153,6 @@ class Quantized:
 
     @property
     def facts(self) -> dict[str, str | float | int]:
-        """The same for a run's record."""
         return {
             "kind": self.kind, "k3": self.k3, "kl": self.kl, "tokens": self.tokens,
             "bytes_before": self.bytes_before, "bytes_after": self.bytes_after,

@@ -100,9 +100,7 @@ FOLLOWED = f"exit status {RankLost.exit_status}"
 class Follower(Protocol):
     """What a rank other than 0 has a method of for everything that it may be asked."""
 
-    def work(self) -> AbstractContextManager[None]:
-        """Around everything that is answered."""
-        ...
+    def work(self) -> AbstractContextManager[None]: ...
 
 
 class Ranks:

@@ -51,7 +51,6 @@ class FsdpUnit:
         self._held = fully_shard(holder, mesh=mesh, reshard_after_forward=False, ignored_params=small)
 
     def make_room(self) -> None:
-        """See ``Unit.make_room``; an allocator that does not promise more than there is has nothing to be asked."""
         if self.device.type == "cuda":
             torch.empty(2 * self.nbytes, dtype=torch.uint8, device=self.device)
 
@@ -189,7 +188,6 @@ class _Files:
         return cls({name: paths[file] for name, file in names.items()})
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
         from safetensors import safe_open
 
         with safe_open(self.places[name], framework="pt") as file:

@@ -47,11 +47,9 @@ class Packed:
         return cls(weights.rank, weights.scale, weights.live_rank, weights.flat.detach().to("cpu", copy=True))
 
     def frozen(self, lanes: Lanes) -> LoraWeights:
-        """The weights, to sample or score with."""
         return LoraWeights(lanes.shapes, self.rank, self.scale, self.live_rank, self.flat.to(lanes.base.device))
 
     def adapter(self, lanes: Lanes) -> Adapter:
-        """The weights with buffers for their gradients."""
         adapter = lanes.new_adapter(self.rank, self.scale * self.rank)
         adapter.scale, adapter.live_rank = self.scale, self.live_rank
         with torch.no_grad():
@@ -211,7 +209,6 @@ def _is_custom(term: object) -> bool:
 
 
 def _with_loss(objective: Objective, loss: Loss) -> Objective:
-    """The objective with another policy loss."""
     terms = (replace(term, loss=loss) if isinstance(term, PolicyTerm) else term for term in objective.terms)
     return replace(objective, terms=tuple(terms))
 
@@ -224,7 +221,6 @@ def _head_of(flat: torch.Tensor, lanes: Lanes) -> ValueHead:
 
 
 def _on(part: Part, device: torch.device) -> Part:
-    """The part with its tensors on another device."""
     sums = {name: value.to(device) for name, value in part.sums.items()}
     gradients = [gradient.to(device) for gradient in part.gradients]
     return replace(part, loss=part.loss.to(device), sums=sums, gradients=gradients)

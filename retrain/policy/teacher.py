@@ -90,9 +90,7 @@ class LocalWeights(PolicySnapshot, Protocol):
     """The snapshot of an adapter."""
 
     @property
-    def weights(self) -> LoraWeights:
-        """The adapter."""
-        ...
+    def weights(self) -> LoraWeights: ...
 
 
 class PolicyTeacher:

@@ -34,7 +34,6 @@ class Workers:
 
     @property
     def count(self) -> int:
-        """Workers that this thread may use."""
         return 1 if getattr(self._inside, "a_worker", False) else self._count
 
     def _begin(self) -> None:

@@ -65,9 +65,7 @@ class Shares(Protocol):
     """Other processes that do a part of the micro-batches (``policy.shares``); ``count`` includes this one."""
 
     @property
-    def count(self) -> int:
-        """How many processes there are."""
-        ...
+    def count(self) -> int: ...
 
     def parts(self, work: Work, batches: Sequence[Numbered], twice: bool) -> list[Part]:
         """``Work.parts`` of all of these, in their order, each process having done a share."""
@@ -103,7 +101,6 @@ class Passes:
 
     @property
     def base(self) -> BaseModel:
-        """The frozen model under the lanes."""
         return self.lanes.base
 
 
@@ -259,7 +256,6 @@ class Work:
 
     @property
     def base(self) -> BaseModel:
-        """The frozen model."""
         return self.passes.base
 
     @property
@@ -445,7 +441,6 @@ class Work:
             yield
 
     def _active(self) -> AbstractContextManager[None]:
-        """The adapter's lane alone."""
         return self.passes.lanes.single(self.adapter, self.passes.dropout)
 
 
@@ -465,7 +460,6 @@ class Clock:
         self.begin()
 
     def begin(self) -> None:
-        """The next lap counts from here."""
         self.last = time.perf_counter()
 
     def lap(self, part: str) -> None:

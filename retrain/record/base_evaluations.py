@@ -36,7 +36,6 @@ class BaseEvaluations:
         self.directory, self.owner = Path(directory) / FOLDER, owner
 
     def path(self, setting: str) -> Path:
-        """The file of one way of measuring."""
         digest = hashlib.blake2b(f"{self.owner}\x1f{setting}".encode(), digest_size=6).hexdigest()
         return self.directory / f"evaluation_{digest}.npz"
 

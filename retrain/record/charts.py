@@ -124,7 +124,6 @@ def tick_text(value: float, step: float, unit: str = "") -> str:
 
 
 def colour(index: int) -> str:
-    """CSS colour of a series."""
     return f"var(--c{index % COLOURS + 1})"
 
 

@@ -51,7 +51,6 @@ class _Block:
 
     @property
     def over(self) -> int:
-        """The byte behind it."""
         return self.at + 4 * self.rows * len(self.place)
 
 

@@ -70,7 +70,6 @@ class Tail:
         return replaced, rows
 
     def lines(self) -> tuple[bool, list[bytes]]:
-        """The same as text."""
         replaced, lines = self._seam is not None, []
         try:
             with open(self.path, "rb") as file:

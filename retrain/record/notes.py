@@ -49,12 +49,10 @@ class Recent:
 
     @property
     def first(self) -> Row:
-        """The run's first row."""
         return self.rows[0]
 
     @property
     def now(self) -> Row:
-        """The newest row."""
         return self.rows[-1]
 
     def last(self, key: str, count: int) -> list[Any]:

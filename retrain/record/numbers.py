@@ -9,7 +9,6 @@ NOTHING = "-"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Fixed digits."""
     return NOTHING if value is None else f"{value:.{digits}f}"
 
 

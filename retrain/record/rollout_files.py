@@ -51,7 +51,6 @@ def truncate_index(directory: Path, step: int, evaluation: int) -> None:
 
 
 def remove_files(directory: Path, split: str, iteration: int) -> None:
-    """Delete the files of one iteration's rollouts."""
     for ending in (SUMMARIES, LOGTREE, PAGE):
         (directory / f"{batch_name(split, iteration)}{ending}").unlink(missing_ok=True)
     (directory / tokens_name(split, iteration)).unlink(missing_ok=True)

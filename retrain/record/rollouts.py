@@ -60,7 +60,6 @@ class Batch:
 
     @property
     def title(self) -> str:
-        """In words."""
         _, _, name = self.split.partition("/")
         return f"evaluation {name}, step {self.iteration}" if name else f"step {self.iteration}"
 

@@ -40,13 +40,11 @@ class Samples:
         return len(self.group_N)
 
     def where(self, chosen_N: np.ndarray) -> Samples:
-        """The completions for which the mask is true."""
         columns = {name: values_N[chosen_N] for name, values_N in vars(self).items() if name.endswith("_N")}
         tags = [tags for tags, chosen in zip(self.tags, chosen_N, strict=True) if chosen]
         return Samples(**columns, tags=tags, parts={name: part_N[chosen_N] for name, part_N in self.parts.items()})
 
     def tagged(self, tag: str) -> Samples:
-        """The completions with this tag."""
         return self.where(np.array([tag in tags for tags in self.tags], dtype=bool))
 
     @property

@@ -20,7 +20,6 @@ SECRET_VARIABLES = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
 
 
 def is_secret(name: str) -> bool:
-    """Whether a file's name says that it holds secrets."""
     return any(fnmatch.fnmatch(Path(name).name.lower(), pattern) for pattern in SECRET_NAMES)
 
 

@@ -85,7 +85,6 @@ def phases_of(steps: Sequence[Step]) -> dict[str, str]:
 
 
 def timeline_page(steps: Sequence[Step], run: str) -> str:
-    """The whole page."""
     phases, lengths = phases_of(steps), [step.end - step.start for step in steps]
     seconds = {name: [step.seconds.get(name, 0.0) for step in steps] for name in phases}
     numbers_shown = facts([

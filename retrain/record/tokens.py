@@ -282,14 +282,12 @@ class TokenFile:
         return len(self._index["rollout_at"]) - 1
 
     def close(self) -> None:
-        """Close the file; a second time does nothing."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
 
     @property
     def names(self) -> list[str]:
-        """The arrays there are."""
         return [name for name in self._places if name not in (*LINES, *INDICES)]
 
     def lines(self, first: int = 0, last: int | None = None) -> Iterator[dict[str, Any]]:
@@ -335,7 +333,6 @@ class TokenFile:
         return RolloutTokens(line, self._line("prompt", line["group"]), arrays)
 
     def array(self, name: str) -> np.ndarray:
-        """A whole array."""
         return self._read(name)
 
     def _line(self, kind: str, index: int) -> dict[str, Any]:

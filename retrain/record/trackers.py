@@ -201,7 +201,6 @@ class WandbTracker:
         return {"run_id": self.run.id}
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Send a row, with the evaluations of its step."""
         if step < self.first:
             return
         if is_evaluation(values):
@@ -361,7 +360,6 @@ class TensorboardTracker:
         self.writer.flush()
 
     def finish(self, failed: bool) -> None:
-        """Close the event file."""
         self.writer.close()
 
 
@@ -384,7 +382,6 @@ class TrackioTracker:
         self.evaluations: set[int] = set()
 
     def start(self, run: TrackedRun, state: dict[str, Any] | None) -> dict[str, Any]:
-        """Open the run, or continue the one with the earlier id."""
         trackio, earlier = _import("trackio"), state or {}
         self.project = earlier.get("project", self.project)
         with _muted():  # it prints hints into the live view
@@ -420,12 +417,10 @@ class TrackioTracker:
         return {value["step"] for value in values}
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Send one row, or the evaluations of one step."""
         if step not in (self.evaluations if is_evaluation(values) else self.rows):
             self.run.log(values, step=step)
 
     def finish(self, failed: bool) -> None:
-        """Send what is left and close."""
         with _muted():
             self.run.finish()
 
@@ -445,7 +440,6 @@ class _OtherThreads:
         self._stream, self._thread = stream, threading.get_ident()
 
     def write(self, text: str) -> int:
-        """Write the text, or drop it."""
         return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:

@@ -88,7 +88,6 @@ class _Open:
         """Whether all rollouts begin with the same prompt."""
 
     def start(self, sample: int) -> None:
-        """Start one of the episodes."""
         request, one = self.request, self.trajectories[sample]
         try:
             one.episode = request.environment.start(request.problem, torch_seed(*request.stream, "episode"))
@@ -192,7 +191,6 @@ class _Open:
         ]
 
     def group(self) -> Group:
-        """The graded rollouts."""
         assert self.rewards is not None
         pairs = zip(self.trajectories, self.rewards, strict=True)
         return Group(

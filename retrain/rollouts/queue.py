@@ -77,7 +77,6 @@ class RolloutQueue(Generic[Owner]):
             self._changed.notify_all()
 
     def withdraw(self, owner: Owner) -> None:
-        """The owner will take nothing more."""
         with self._changed:
             self._offers = {key: offer for key, offer in self._offers.items() if key[0] != owner}
 

@@ -42,7 +42,6 @@ class Cookbook(Foreign):
         return step, planned, state
 
     def newest(self, path: Path, places: Places) -> Path | None:
-        """The file that grows."""
         return places.file(path, "metrics.jsonl")
 
     def numbers(self, run: Run, places: Places, pool: Pool) -> Numbers:

@@ -88,7 +88,6 @@ async def stream(
 
 
 def event(name: str, data: Any) -> str:
-    """One event as text."""
     return f"event: {name}\ndata: {dumps(data)}\n\n"
 
 

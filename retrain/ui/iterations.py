@@ -69,7 +69,6 @@ class Iteration:
     tokens: str | None = None
 
     def as_json(self) -> Line:
-        """As the page reads it."""
         keys = ("split", "groups", "rollouts", "correct", "reward")
         return {"iteration": self.number, "recorded": self.tokens is not None} | {k: getattr(self, k) for k in keys}
 
@@ -123,7 +122,6 @@ class Index:
                 raise CheckpointError(f"{self.place}/{name} is damaged: the line at byte {at}: {error}") from error
 
     def summaries(self, one: Iteration) -> Iterator[Line]:
-        """The summary lines of an iteration."""
         for row in self.lines(f"{one.name}{SUMMARIES}", _ROLLOUT):
             try:
                 row["steps"] = [checked(step, {}, _STEP) for step in row.get("steps") or ()]

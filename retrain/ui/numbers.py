@@ -66,9 +66,7 @@ class Numbers(Protocol):
         ...
 
     @property
-    def last(self) -> Mapping[str, Any]:
-        """The newest row, whole."""
-        ...
+    def last(self) -> Mapping[str, Any]: ...
 
     def column(self, key: str) -> np.ndarray:
         """float32 [rows], NaN where a row has no such number."""
@@ -100,7 +98,6 @@ class Store:
             return found[1]
 
     def put(self, path: Path, key: str, version: int, column: np.ndarray) -> None:
-        """Keep a column."""
         with self._lock:
             _, before = self._kept.pop((path, key), (0, np.empty(0)))
             self._kept[path, key] = version, column
@@ -168,7 +165,6 @@ class RunNumbers:
         return made is not None and metrics is not None and made.written >= metrics.written
 
     def _make(self) -> None:
-        """Have the columns in the cache; others go on with what there is meanwhile."""
         with self._making:
             if self._bare():
                 made = self._write_cache()
@@ -211,7 +207,6 @@ class RunNumbers:
 
     @property
     def last(self) -> Mapping[str, Any]:
-        """The newest row, whole; {} where it is damaged."""
         with self._lock:
             if row := self._columns.last:
                 return row
@@ -236,7 +231,6 @@ class RunNumbers:
             return self._rows
 
     def still(self) -> AbstractContextManager[object]:
-        """The lock of all that is read."""
         return self._lock
 
 

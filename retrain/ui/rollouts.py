@@ -46,7 +46,6 @@ class Filter:
     errors: bool = False
 
     def passes(self, one: Line) -> bool:
-        """Whether this rollout is shown."""
         return (
             _between(one["reward"], self.reward)
             and _between(one["length"], self.length)

@@ -73,7 +73,6 @@ def app_of(
 
 
 def api_routes(library: Library, findings: Findings, closing: Callable[[], bool]) -> list[BaseRoute]:
-    """All groups of endpoints."""
     return [
         *places.routes(library, findings),
         *campaign.routes(library, findings),

@@ -43,7 +43,6 @@ class Run:
     worker: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As the API gives it."""
         names = ("place", "run_id", "label", "index", "seed", "state", "reason", "step", "max_steps", "age_s", "worker")
         return {name: getattr(self, name) for name in names}
 
@@ -71,7 +70,6 @@ class Home:
 
     @property
     def state(self) -> str:
-        """That of the runs together."""
         states = {run.state for run in self.runs}
         order = ("running", "interrupted", "pending", "failed", "stopped", "done")
         if "pending" in states and states & {"done", "failed", "stopped"} and not states & {"running", "interrupted"}:
@@ -79,7 +77,6 @@ class Home:
         return next((state for state in order if state in states), "pending")
 
     def of(self, label: str) -> list[Run]:
-        """The runs of a condition by seed."""
         return sorted((run for run in self.runs if run.label == label), key=lambda run: run.pair)
 
 
@@ -102,9 +99,7 @@ class Source(Protocol):
         """What it holds now; None where it is none any more."""
         ...
 
-    def numbers(self, run: Run, places: Places, pool: Pool) -> Numbers:
-        """The numbers of one of its runs."""
-        ...
+    def numbers(self, run: Run, places: Places, pool: Pool) -> Numbers: ...
 
     def settings(self, run: Run, places: Places) -> dict[str, Any]:
         """The resolved settings of one of its runs, nested or flat."""

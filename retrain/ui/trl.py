@@ -55,12 +55,10 @@ class LogHistory:
 
     @property
     def keys(self) -> Collection[str]:
-        """Every key that has been a number."""
         return self._columns.keys()
 
     @property
     def last(self) -> Mapping[str, Any]:
-        """The newest row."""
         return self._rows[-1] if self._rows else {}
 
     def column(self, key: str) -> np.ndarray:
@@ -72,7 +70,6 @@ class LogHistory:
         return []
 
     def still(self) -> AbstractContextManager[object]:
-        """The lock of all that is read."""
         return self._lock
 
 
@@ -96,7 +93,6 @@ class Trl(Foreign):
         return newest_state(path, places) is not None
 
     def progress(self, path: Path, places: Places) -> tuple[int, int, str]:
-        """As the newest state says."""
         newest = newest_state(path, places)
         state = json_of(newest)
         step, planned = whole(state.get("global_step")), whole(state.get("max_steps"))
@@ -105,11 +101,9 @@ class Trl(Foreign):
         return step, planned, "done" if planned and step >= planned else "running" if running else "interrupted"
 
     def newest(self, path: Path, places: Places) -> Path | None:
-        """The newest state."""
         return newest_state(path, places)
 
     def numbers(self, run: Run, places: Places, pool: Pool) -> Numbers:
-        """Of the newest state."""
         return self._histories.setdefault(run.path, LogHistory(run.path, places))
 
     def settings(self, run: Run, places: Places) -> dict[str, Any]:

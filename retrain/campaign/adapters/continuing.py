@@ -57,5 +57,4 @@ def continued_plan(directory: Path, rank: int, steps: int, out: Path | None) -> 
 
 
 def _holding(folders: Iterable[Path], name: str) -> Path | None:
-    """The first of the folders with a file of this name."""
     return next((folder for folder in folders if (folder / name).is_file()), None)

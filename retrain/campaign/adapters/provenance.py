@@ -39,7 +39,6 @@ class Provenance:
 
     @property
     def base(self) -> str:
-        """The base model."""
         return self.config.model.model
 
     def load(self, devices: str, dtype: str) -> BaseModel:
@@ -82,7 +81,6 @@ def provenance(directory: Path, base: str | None = None) -> Provenance:
 
 
 def _refuse_several(directory: Path) -> None:
-    """Which run of a campaign is meant has to be said."""
     if (directory / MANIFEST).is_file() and not (directory / "adapter_model.safetensors").is_file():
         content = read_json(directory / MANIFEST)
         runs = [run for run in content.get("runs", []) if isinstance(run, dict) and run.get("path") not in (None, ".")]

@@ -86,7 +86,6 @@ def analyse_adapter(adapter: Path, settings: Squeeze) -> dict[str, Any]:
 
 
 def _spectra(adapter: Path) -> dict[str, Any]:
-    """Singular values of every module, with one module in memory at a time."""
     from retrain.maths.squeeze import analyse
     from retrain.policy.adapter_stream import AdapterFile
 
@@ -137,7 +136,6 @@ def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False)
 
 
 def _owner(adapter: Path, place: str) -> Owner:
-    """As whose what is made of an adapter is marked: its run's, or of an adapter from elsewhere its path's."""
     here = Owner(hashlib.blake2b(str(adapter.resolve()).encode(), digest_size=16).hexdigest())
     return (owner_of(adapter) or here).at(place)
 

@@ -112,12 +112,10 @@ def as_read(prompt: Prompt, tokenizer: Any) -> str:
 
 
 def answer(completion: Action) -> dict[str, Any]:
-    """A completion as JSON."""
     return {"text": completion.text, "tokens": len(completion), "stop": completion.stop_reason}
 
 
 def _layers(file: AdapterFile, base: BaseModel) -> list[str]:
-    """The adapted modules, all of them linear layers of the base."""
     layers = dict(base.model.named_modules())
     for name, where in file.modules.items():
         weight = getattr(layers.get(name), "weight", None)

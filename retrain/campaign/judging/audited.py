@@ -30,17 +30,14 @@ class Change:
 
     @property
     def rises(self) -> bool:
-        """Whether all of the interval lies above 0."""
         return self.low is not None and self.low > 0
 
     @property
     def falls(self) -> bool:
-        """Whether all of it lies below 0."""
         return self.high is not None and self.high < 0
 
     @property
     def words(self) -> str:
-        """With its sign, and the interval in brackets."""
         interval = "" if self.low is None or self.high is None else f" [{self.low:+.3f}, {self.high:+.3f}]"
         return minus(f"{self.mean:+.3f}{interval}")
 
@@ -59,7 +56,6 @@ class Audited:
 
     @property
     def standing(self) -> Standing:
-        """What the two intervals say."""
         if self.reward.low is None:
             return "cannot tell"
         if not self.reward.rises:
@@ -70,7 +66,6 @@ class Audited:
 
     @property
     def sentence(self) -> str:
-        """That in plain words."""
         numbers = f"reward {self.reward.words}, audit {self.audit.words}, {plural(self.seeds, 'seed')}"
         since = "" if self.step is None else f", from step {self.step} on"
         said = {

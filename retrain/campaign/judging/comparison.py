@@ -176,7 +176,6 @@ def compare_runs(
 
 
 def _condition(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[str, Any]:
-    """The results of one condition's finished runs, by seed."""
     results = finished_of(label, runs, measure)
     finished, after = [run for run, _ in results.values()], [value for _, value in results.values()]
     before = [value for run in finished if (value := run.before(measure)) is not None]
@@ -222,7 +221,6 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _level(values: Sequence[float], runs: Sequence[RunResult], measure: Measure) -> dict[str, Any]:
-    """Mean of the seeds with its interval."""
     if not values:
         return {"after_mean": None, "interval": None}
     own = mean_interval(values, share=measure.is_share, resolution=_resolution(runs, measure))
@@ -274,7 +272,6 @@ def _test(conditions: list[dict[str, Any]], runs: Sequence[RunResult], measure: 
 
 
 def _against(mine: Sequence[float], base: Sequence[float], measure: Measure, resolution: float) -> dict[str, Any]:
-    """The paired difference and everything that is said of it."""
     a, b = np.asarray(mine), np.asarray(base)
     paired = paired_comparison(a, b, resolution=resolution)
     return {
@@ -351,7 +348,6 @@ def _graded(runs: Sequence[RunResult], measure: Measure) -> list[str]:
 
 
 def _warnings(conditions: Sequence[dict[str, Any]], measure: Measure, held_out: bool) -> list[str]:
-    """What a reader must know before believing the table."""
     notes = []
     if not held_out and not measure.is_held_out:
         notes.append("No held-out evaluation was asked for ([evaluation] problems = 0); training rewards are compared.")

@@ -124,7 +124,6 @@ def standing(
 
 
 def pooled(count: int) -> Standing:
-    """The standing of runs from several directories."""
     return Standing((f"the runs come from {count} directories, and nothing declares them together",))
 
 

@@ -137,13 +137,11 @@ def _rule_words(rule: Rule) -> str:
 
 
 def _together(specs: Sequence[RunSpec], conditions: int) -> int:
-    """Whole seeds that train in one cohort."""
     campaign = specs[0].config.campaign
     return seeds_together(campaign) if campaign.lanes == "auto" else max(1, -(-int(campaign.lanes) // conditions))
 
 
 def _cost(rule: Rule, effect: float, shown: float, unit: str, together: int) -> str:
-    """Power and expected runs at one difference."""
     found = outlook(rule, effect, together)
     planned = rule.planned * (rule.family + 1)
     text = f"if one condition differs by {shown:.2g}{unit}: found with {100 * found.power:.0f} % probability"

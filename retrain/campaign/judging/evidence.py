@@ -43,12 +43,10 @@ class Campaign:
 
     @property
     def measure(self) -> Measure:
-        """The primary metric."""
         return Measure(self.comparison["summary"], self.comparison["metric"])
 
     @property
     def set_names(self) -> list[str]:
-        """The held-out sets, in order."""
         return list(dict.fromkeys(name for run in self.runs for name in run.set_names))
 
     @property
@@ -57,7 +55,6 @@ class Campaign:
         return self.measure.held_out or first_set(self.runs)
 
     def of(self, label: str) -> list[RunResult]:
-        """The runs of a condition by seed."""
         return sorted((run for run in self.runs if run.label == label), key=lambda run: run.pair)
 
 

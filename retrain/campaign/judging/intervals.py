@@ -182,7 +182,6 @@ class _Results:
         return new_problems_interval(np.array(rows), level, resolution)
 
     def finished(self, label: str) -> dict[tuple[int, int], RunResult]:
-        """The runs of a condition that have a value, by pair."""
         if label not in self._known:
             own = finished_of(label, self._runs, self.measure)
             self._known[label] = {pair: run for pair, (run, _) in own.items()}

@@ -148,13 +148,11 @@ def _said(value: Any) -> str:
 
 
 def _names(directories: Sequence[Path]) -> list[str]:
-    """Short names that tell the directories apart."""
     names = [path.resolve().name for path in directories]
     return [str(path) if names.count(name) > 1 else name for path, name in zip(directories, names, strict=True)]
 
 
 def _disagreements(sources: Sequence[Source], decides: str, metric: str | None) -> list[str]:
-    """In what the campaigns' declarations differ."""
     notes = [line for source in sources for line in source.changed]
     metrics = [str(source.declared["primary_metric"]) for source in sources if "primary_metric" in source.declared]
     others = sorted(set(metrics) - {decides})
@@ -171,7 +169,6 @@ def _margins(sources: Sequence[Source]) -> set[float | None]:
 
 
 def _margin(sources: Sequence[Source]) -> float | None:
-    """The margin that all campaigns declared."""
     margins = _margins(sources)
     return margins.pop() if len(margins) == 1 else None
 
@@ -234,7 +231,6 @@ def tells_apart(key: str) -> bool:
 
 
 def _changes(keys: dict[str, tuple[Any, Any]]) -> str:
-    """The first differing keys with their values."""
     return listed([f"{key} {b} instead of {a}" for key, (a, b) in keys.items()], NAMED_KEYS)
 
 
@@ -257,7 +253,6 @@ def _without_repeats(runs: Sequence[RunResult]) -> tuple[list[RunResult], list[s
 
 
 def _differences(runs: Sequence[RunResult]) -> list[str]:
-    """What else is not the same for all runs."""
     notes = []
     for what, values in (
         ("base weights", [run.facts.get("base", {}).get("fingerprint") for run in runs]),

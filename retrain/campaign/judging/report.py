@@ -61,7 +61,6 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
 
 
 def _signature(directory: Path) -> str:
-    """What a report of this directory has in its head."""
     owner = owner_of(directory)
     return f"retrain {owner.id} {owner.place}" if owner else "retrain"
 
@@ -74,7 +73,6 @@ def _is_report_of(directory: Path, target: Path) -> bool:
 
 
 def report_html(campaign: Campaign) -> str:
-    """The whole document."""
     sections = [
         ("Verdict", _verdicts(campaign)),
         ("Curves", curves_section(campaign)),

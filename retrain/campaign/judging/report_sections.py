@@ -58,7 +58,6 @@ def figure(title: str, words: str, chart: str) -> str:
 
 
 def title_of(measure: Measure) -> str:
-    """What a measure is called above a chart."""
     name = "correct rate while training" if measure.key == "correct_rate" else short_metric(measure.key)
     accuracy = accuracy_name(measure.key)
     name = f"{accuracy[:1].lower()}{accuracy[1:]}" or name
@@ -248,7 +247,6 @@ TESTS = {
 
 
 def _test_words(conditions: Sequence[dict[str, Any]]) -> str:
-    """What p is."""
     used = dict.fromkeys(TESTS[test] for each in conditions[1:] if (test := each.get("test")) in TESTS)
     looks = "; with looks, the probability of so clear an end or an earlier one" * any(
         each.get("sequential") for each in conditions[1:]
@@ -311,7 +309,6 @@ def squeeze_section(campaign: Campaign) -> str:
 
 
 def _squeezed(report: dict[str, Any]) -> str:
-    """One adapter's part of the section."""
     if not report.get("rows"):
         return f"<p>{escape(report['message'])}</p>" if report.get("message") else ""
     rows = report["rows"]

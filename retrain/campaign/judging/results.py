@@ -113,7 +113,6 @@ class RunResult:
 
     @property
     def set_names(self) -> list[str]:
-        """The held-out sets of its configuration, in order."""
         sets = self.config.get("evaluation", {}).get("sets") or [{"name": HELDOUT}]
         return [each["name"] for each in sets]
 
@@ -135,7 +134,6 @@ class RunResult:
 
     @property
     def done(self) -> bool:
-        """Whether it has finished."""
         return self.state == "done"
 
     def curve(self, key: str) -> list[tuple[int, float]]:
@@ -172,7 +170,6 @@ class RunResult:
         return self.value(measure) if self.done else None
 
     def before(self, measure: Measure) -> float | None:
-        """The untrained model's value."""
         curve = self.curve(measure.key) if measure.is_held_out else []
         return curve[0][1] if curve and curve[0][0] == 0 else None
 
@@ -263,7 +260,6 @@ def finished_of(label: str, runs: Sequence[RunResult], measure: Measure) -> dict
 
 
 def values_of(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[Pair, float]:
-    """Their values alone."""
     return {pair: value for pair, (_, value) in finished_of(label, runs, measure).items()}
 
 

@@ -239,7 +239,6 @@ def _add(condition: dict[str, Any], seed: int, difference: float | None) -> None
 
 
 def _path(condition: Mapping[str, Any]) -> np.ndarray:
-    """The differences that were looked at, in that order."""
     return np.array([value for _, value in condition["differences"] if value is not None], dtype=np.float64)
 
 
@@ -329,7 +328,6 @@ def _look_at_row(
 
 
 def _left(condition: Mapping[str, Any]) -> Left | None:
-    """What the record says ended a comparison."""
     if condition["stopped_after"] is None:
         return None
     return Left.after(condition["stop_reason"] == "decided", condition["looks"][-1]["p_adjusted"])

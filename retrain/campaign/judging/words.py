@@ -74,7 +74,6 @@ def sentence(condition: Mapping[str, Any], baseline: str, measure: Measure, fami
 
 
 def _finding(condition: Mapping[str, Any], measure: Measure, varied: str) -> str:
-    """How many pairs there are, and what may be concluded from them."""
     pairs, found = plural(condition["pairs"], "pair"), condition["verdict"]
     if condition["standing"] == INTERIM:
         return f"{condition['pairs']} of {plural(condition['pairs_planned'], 'pair')}: interim, no verdict yet"
@@ -129,12 +128,10 @@ def number(value: float, measure: Measure, *, sign: bool = False) -> str:
 
 
 def amount(value: float, measure: Measure, *, sign: bool = False) -> str:
-    """A difference with its unit."""
     return number(value, measure, sign=sign) + (" points" if measure.is_share else "")
 
 
 def probability(p: float) -> str:
-    """A p-value with two digits."""
     return f"{p:.2g}" if p >= 1e-4 else "< 0.0001"
 
 

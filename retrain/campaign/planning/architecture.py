@@ -86,7 +86,6 @@ class Architecture:
         return self.attention_shapes | self.mlp_shapes
 
     def parameters(self) -> int:
-        """Number of parameters."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         norms = 2 * self.hidden + (2 * self.head_dim if self.head_norms else 0)
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)

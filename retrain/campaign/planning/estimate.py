@@ -67,22 +67,18 @@ class Work:
 
     @property
     def length(self) -> int:
-        """Tokens of a prompt and its completion."""
         return self.prompt + self.tokens
 
     @property
     def completions(self) -> int:
-        """Completions of all steps."""
         return self.steps * self.rows
 
     @property
     def evaluation_completions(self) -> int:
-        """Completions of all held-out evaluations."""
         return (self.at_start + self.evaluations) * self.evaluated + self.parts * self.part
 
     @property
     def evaluation_tokens(self) -> int:
-        """Most tokens of all held-out evaluations."""
         return (self.at_start + self.evaluations) * self.evaluated_tokens + self.parts * self.part_tokens
 
 

@@ -47,7 +47,6 @@ def fingerprint(spec: RunSpec) -> str:
 
 
 def begun(entries: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether any of a manifest's runs has begun."""
     return any(run["state"] != "pending" or run["step"] for run in entries)
 
 
@@ -220,7 +219,6 @@ class Manifest:
         self.files.check()
 
     def _replace(self) -> None:
-        """Replace the file; on the thread that writes."""
         with self._lock:
             self._waits = False
             content = dict(self.content)

@@ -18,7 +18,6 @@ NOBODY = Owner("")
 
 
 def run_place(spec: RunSpec) -> str:
-    """The run's place below the directory of its campaign."""
     return run_directory(Path(), spec).as_posix()
 
 

@@ -78,7 +78,6 @@ class Plan:
 
     @cached_property
     def longest(self) -> Longest:
-        """The longest completions of all of its runs."""
         from retrain.campaign.planning.asked import longest_completions
 
         return longest_completions(spec.config for spec in self.specs)

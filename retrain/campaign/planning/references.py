@@ -255,7 +255,6 @@ def _environment_problem(loaded: Loaded, config: Config, folder: Path) -> Proble
 
 
 def _data_problem(loaded: Loaded, config: Config, plan: Plan, rewards: CustomRewards) -> Problem | None:
-    """The first mistake in the problems of one configuration."""
     sources, folder = sources_of(config), plan.folder
     absent = {key for key, _, _ in absent_packages(config, folder)}  # a problem of its own
     local = [
@@ -344,7 +343,6 @@ def named_code(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def is_source(key: str) -> bool:
-    """Whether the key names a source of problems."""
     return key in SOURCES or key.startswith("evaluation.sets.")
 
 
@@ -376,7 +374,6 @@ def _reward_problems(loaded: Loaded, config: Config, folder: Path, rewards: Cust
 
 
 def _problem_at(loaded: Loaded, key: str, value: Any, message: str, fix: str = "") -> Problem:
-    """The problem at the line of its key."""
     return Problem(_place(loaded, key, value), Mistake(path_of(key), "").key, message, fix)
 
 

@@ -151,7 +151,6 @@ def _is_local(config: Config) -> bool:
 
 
 def _pressure(runs: Sequence[Run], model: CohortModel) -> Pressure | None:
-    """The controller of the shared decode batch, with what was observed so far, when a run asks for it."""
     asking = [run for run in runs if run.config.backpressure.enabled]
     if not asking:
         return None
@@ -383,7 +382,6 @@ def tags_of(problems: Sequence[Problem]) -> tuple[str, ...]:
 
 
 def _recorder(shared: _Shared, spec: RunSpec, grader: Grader, environment: Environment) -> RunRecorder:
-    """What writes the run's directory, with all that its rows and charts need to know of it."""
     plugins, tasks = _declared_ranges(spec.config, shared.folder, grader, environment)
     graded = grader.names if spec.config.environment.provider is None else ()
     graded = (*graded, AUDIT) if spec.config.audit.wanted else graded
@@ -420,7 +418,6 @@ def algorithm_of(
 
 
 def _shown(model: CohortModel, config: Config) -> Context | None:
-    """What the run's teacher reads and the run does not."""
     own = config.distillation
     if not own.active or own.context == "none":
         return None
@@ -440,7 +437,6 @@ def _episode_tokens(config: Config, prompt: int, context: int) -> int:
 
 
 def _restored(run: Run, model: CohortModel, begin: ResumePoint) -> list[str]:
-    """Bring the run to where it goes on; what there is to say about it."""
     config, lines = run.config, []
     if config.model.trust_remote_code:
         lines.append(f"{model.name} may run code of its own: trust_remote_code = true")

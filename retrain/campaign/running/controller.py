@@ -115,7 +115,6 @@ def execute(
 
 
 def _write_facts(directory: Path, loaded: Loaded) -> None:
-    """What the whole campaign is made with, beside its runs' own."""
     write_json(directory / "config.json", run_facts(loaded.config, file=loaded.path.name))
     SystemInfo.now(loaded.path.parent).write(directory)
 
@@ -241,7 +240,6 @@ class Controller:
         return self.stop.signal is not None
 
     def _after(self, work: Work, end: JobEnded) -> list[Work]:
-        """What is to be done next, now that a job has ended."""
         if not isinstance(work, CohortWork):
             return []
         more: list[Work] = []
@@ -254,7 +252,6 @@ class Controller:
         return [*more, *self._look_after()]
 
     def _look_after(self) -> list[Work]:
-        """Look at what has come out, after each cohort; the analyses that have become due."""
         busy = self.scheduler.names_under_way
         unwanted = self.looks.look(busy)
         if unwanted:
@@ -350,7 +347,6 @@ def _squeezed_label(content: Mapping[str, Any]) -> str | None:
 
 
 def summary(manifest: Manifest) -> dict[str, Any]:
-    """What the command line prints at the end."""
     content, directory = manifest.content, manifest.directory
     paths = {"directory": str(directory), "manifest": str(directory / MANIFEST)}
     if content.get("report"):

@@ -28,7 +28,6 @@ def commands_of(folder: Path, number: int) -> Path:
 
 
 def answers_of(folder: Path, number: int) -> Path:
-    """Where its answers are."""
     return folder / f"answers_{number}.jsonl"
 
 

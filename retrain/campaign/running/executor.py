@@ -68,11 +68,9 @@ class Outbox(NullObserver):
         self.put(Message(text, level))
 
     def put(self, event: Event) -> None:
-        """Keep an event."""
         self._waiting.append(event)
 
     def drain(self) -> Iterator[Event]:
-        """The events since the last time."""
         while self._waiting:
             yield self._waiting.popleft()
 

@@ -100,7 +100,6 @@ def _left_by_servers(config: Config, gpus: list[tuple[str, str]]) -> list[tuple[
 
 
 def _fleet(plan: Plan) -> Callable[[Tell], Fleet] | None:
-    """What starts a plan's servers on this machine, where it says that they are to be launched."""
     config = plan.specs[0].config
     if config.inference.launch is None:
         return None
@@ -108,7 +107,6 @@ def _fleet(plan: Plan) -> Callable[[Tell], Fleet] | None:
 
 
 def _named(gpus: Sequence[tuple[str, str]]) -> str:
-    """What a person calls these GPUs."""
     return "gpu:" + ",".join(name.removeprefix("gpu:") for name, _ in gpus)
 
 

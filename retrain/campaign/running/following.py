@@ -45,7 +45,6 @@ class Desk:
         self.losses: dict[str, Loss] = {}
 
     def work(self) -> AbstractContextManager[None]:
-        """See ``Follower.work``: where ranks hold parts of the weights, they have company in it."""
         return nullcontext() if self.bases.company is None else self.bases.company.work()
 
     def share_weights(self, device: str) -> None:
@@ -72,23 +71,18 @@ class Desk:
         return base.fingerprint
 
     def publish(self, ref: PolicyRef, weights: Packed) -> None:
-        """Keep these weights, to sample with."""
         self.engine.publish(ref, LocalSnapshot(weights.frozen(self.lanes), {}))
 
     def retire(self, ref: PolicyRef) -> None:
-        """Let go of them."""
         self.engine.retire(ref)
 
     def forget(self) -> None:
-        """Let go of all of them."""
         self.engine.forget()
 
     def forget_sequences(self) -> None:
-        """No sequence so far goes on."""
         self.engine.forget_sequences()
 
     def decode(self, asked: DecodingAsked) -> dict[int, list[Action]]:
-        """Sample; the actions by request."""
         try:
             return asked.done(self.engine)
         except RuntimeError as error:
@@ -96,7 +90,6 @@ class Desk:
             raise
 
     def passes(self, asked: PassesAsked) -> tuple[list[Part], list[Any]]:
-        """Forward and backward passes of an update."""
         try:
             return asked.done(self.lanes, self.workers, self.losses)
         except RuntimeError as error:
@@ -104,7 +97,6 @@ class Desk:
             raise
 
     def scores(self, asked: ScoresAsked) -> Scored:
-        """Forward passes that score samples."""
         return asked.done(self.lanes)
 
     def _make_room(self, error: RuntimeError) -> None:
@@ -116,6 +108,5 @@ class Desk:
 
 
 def _at(run: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The run with another device."""
     config = dict(run["config"])
     return {**run, "config": {**config, "backend": {**config["backend"], "devices": place}}}

@@ -150,7 +150,6 @@ class DirectoryLock:
                 os.pwrite(self._file, dumps(holder).encode(), 0)
 
     def _alive(self, lease: dict[str, Any]) -> bool:
-        """Whether the owner of this lease still runs."""
         if _is_here(lease):
             return _runs_here(lease)
         self.message(

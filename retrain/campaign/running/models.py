@@ -276,7 +276,6 @@ class Bases:
         return self.ranks.ask("load", [(runs, str(folder), place) for place in self.ranks.places], own).whole()
 
     def forget_adapters(self) -> None:
-        """Let go of what the last cohort sampled with."""
         if self._engine is not None:
             self._engine.forget()
         if self._server is not None:

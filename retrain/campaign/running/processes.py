@@ -79,7 +79,6 @@ class Process:
         return not begun and self.process.wait() == 0
 
     def release(self) -> None:
-        """See ``Link.release``: the end of the commands says it."""
         with suppress(OSError):
             os.close(self.commands)
         self.commands = -1

@@ -54,12 +54,10 @@ class SqueezeJob:
 
     @classmethod
     def of(cls, plan: Plan, spec: RunSpec, place: str = "squeeze") -> SqueezeJob:
-        """The job of this run of a plan."""
         return cls(**_facts_of(plan), run=spec.to_json(), place=place)
 
 
 def _facts_of(plan: Plan) -> dict[str, Any]:
-    """What the jobs of a plan have in common."""
     return {"directory": str(plan.directory), "folder": str(plan.folder), "longest": asdict(plan.longest)}
 
 
@@ -175,9 +173,7 @@ class Executor(Protocol):
         """Whether it trains on a GPU, where the configuration lets it."""
         ...
 
-    def submit(self, job: Job) -> Handle:
-        """Have a job done."""
-        ...
+    def submit(self, job: Job) -> Handle: ...
 
     def events(self) -> Generator[Event, None, None]:
         """Events of the submitted jobs as they come, until all have ended; those of one job in their order. What is

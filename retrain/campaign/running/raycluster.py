@@ -74,7 +74,6 @@ class Host:
         return {"name": self.process.name, "pid": self.process.process.pid, "node": node}
 
     def post(self, command: dict[str, Any]) -> None:
-        """See ``Link.post``. A job's files are looked for where they are on this node."""
         if self.process is None:
             return
         if job := command.get("job"):
@@ -147,7 +146,6 @@ class Cluster:
             yield slot, self.links[-1]
 
     def room(self) -> str:
-        """What a worker asks for, and what there is."""
         ray = ray_module()
         total, free = ray.cluster_resources(), ray.available_resources()
         kinds = {"GPU": self.gpus, "CPU": self.cpus}
@@ -156,7 +154,6 @@ class Cluster:
         return f"it asks for {asks}, and of what the cluster has are free: {has}"
 
     def close(self) -> None:
-        """Disconnect, once nobody listens to a worker any more."""
         for link in self.links:
             link.wait(KILL_SECONDS)
         if self.ours:
@@ -203,7 +200,6 @@ class Actor:
             self._over.set()
 
     def _place(self) -> Iterator[bytes]:
-        """Wait until Ray has found room for it."""
         ray = ray_module()
         begun = self._actor.begin.remote()
         while not ray.wait([begun], timeout=ROOM_SECONDS)[0]:
@@ -339,7 +335,6 @@ def _left_by_servers(nodes: list[dict[str, float]], config: Config) -> list[dict
 
 
 def _gpus_asked(config: Config) -> float:
-    """What a worker asks for where there are GPUs."""
     return min(config.campaign.gpus_per_cohort, 1.0) if config.gpus_per_worker == 1 else config.gpus_per_worker
 
 

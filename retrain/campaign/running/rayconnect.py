@@ -88,7 +88,6 @@ def _init(address: str, runtime_env: dict[str, Any]) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without what follows."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 

@@ -67,7 +67,6 @@ class ServerHost:
         return {"url": server.url, "answered_s": server.answered_s, "gave_up": server.gave_up, "said": said}
 
     def close(self) -> None:
-        """End it."""
         if self.server is not None:
             self.server.close()
 
@@ -158,7 +157,6 @@ class RayFleet:
             identity_of(Path(self.directory), place.name).unlink(missing_ok=True)
 
     def _begin(self, place: Place) -> None:
-        """Ask Ray for a node."""
         options = {**self.resources, "scheduling_strategy": "SPREAD", "max_restarts": 0}
         asked = Asked(place.name, self.config, self.directory, self._owner, os.getcwd())
         place.actor = ray_module().remote(**options)(ServerHost).remote(asked)

@@ -20,9 +20,7 @@ class Work(Protocol):
     """Something that takes one job at a time until it is done."""
 
     @property
-    def names(self) -> frozenset[str]:
-        """The runs that it touches."""
-        ...
+    def names(self) -> frozenset[str]: ...
 
     @property
     def trains(self) -> bool:
@@ -102,7 +100,6 @@ class Scheduler:
         self._fill()
 
     def _next(self, work: Work, end: JobEnded) -> Iterable[Work]:
-        """What follows from the end of a job."""
         try:
             if end.status == "died":
                 return self._again(work, end.reason)

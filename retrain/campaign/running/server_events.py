@@ -26,7 +26,6 @@ class ServerEvents:
         self.record(text, level)
 
     def record(self, text: str, level: str = "info") -> None:
-        """Record a message that is shown by somebody else."""
         with self._lock:
             if self._runs is None:
                 self._early.append((text, level))

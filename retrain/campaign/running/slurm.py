@@ -115,7 +115,6 @@ class Cluster:
 
     @property
     def is_slurm(self) -> bool:
-        """Whether it is not this machine that stands for one."""
         return self.config.slurm.cluster == "slurm"
 
     def start(self, numbers: Sequence[int]) -> Iterator[tuple[int, Remote]]:
@@ -338,7 +337,6 @@ class Remote:
         return self._taken or (self._in_order and not begun)
 
     def release(self) -> None:
-        """See ``Link.release``: its place stays, and may have another process."""
         self._tell({"end": True})
 
     def kill(self) -> None:
@@ -346,7 +344,6 @@ class Remote:
         self._tell({"kill": True})
 
     def wait(self, seconds: float) -> bool:
-        """See ``Link.wait``: all are waited for together at the end of the cluster's use."""
         return True
 
     def _tell(self, command: Mapping[str, Any]) -> None:

@@ -134,7 +134,6 @@ class Keeper:
         return now - self._lease[1] < self.pace.patience
 
     def _work(self) -> None:
-        """One worker process, from its start to its end."""
         number = newest(self.folder) + 1
         answers = answers_of(self.folder, number)
         commands_of(self.folder, number).touch()
@@ -193,7 +192,6 @@ class Keeper:
                     self._say(answers, line)
 
     def _say(self, answers: Path, line: bytes | Mapping[str, Any]) -> None:
-        """Append a line, as soon as there is room for it."""
         while True:
             with self._writing, suppress(OSError):
                 append(answers, line)

@@ -55,7 +55,6 @@ def spawn(
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of it, unless nobody reads any more."""
     left = memoryview(data)
     with suppress(OSError):
         while left:

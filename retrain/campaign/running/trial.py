@@ -117,7 +117,6 @@ def chosen(plan: Plan, condition: str | None) -> RunSpec:
 
 
 def _untracked(spec: RunSpec) -> RunSpec:
-    """The run without trackers and other outputs."""
     data = spec.config.to_dict()
     data["logging"] |= {"report_to": [], "wandb_project": None}
     data["backend"]["adapter_path"] = None

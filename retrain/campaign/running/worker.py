@@ -52,7 +52,6 @@ class Worker:
         self._unwanted: set[str] = set()
 
     def work(self) -> int:
-        """Do what comes, to the end; the exit status."""
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
         while (item := self._jobs.get()) is not None and not self.ending:
             name, job = item
@@ -66,7 +65,6 @@ class Worker:
         return 0
 
     def end(self) -> None:
-        """Ask for an end after the step that is under way."""
         self.ending = True
         self._jobs.put(None)
         if self._current is not None:

@@ -237,7 +237,6 @@ class Workers:
             self._said.put((seat, None))
 
     def _take(self, seat: Seat, answer: dict[str, Any]) -> Iterator[Event]:
-        """What a worker has said, about its job or to the reader."""
         if "message" in answer:
             yield Message(answer["message"], answer.get("level", "info"))
             return
@@ -259,7 +258,6 @@ class Workers:
             yield event
 
     def _end(self, seat: Seat) -> Iterator[Event]:
-        """A worker is gone, and with it its job."""
         self._forget(seat)
         how = seat.link.ended(seat.dying)
         if seat.job is not None:
@@ -287,7 +285,6 @@ class Workers:
         self._seats = [None if each is seat else each for each in self._seats]
 
     def _kill_busy(self) -> None:
-        """Give up what is under way, without saving."""
         for seat in self._alive():
             if seat.job is not None:
                 seat.link.kill()

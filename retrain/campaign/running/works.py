@@ -62,7 +62,6 @@ class CohortWork:
         return CohortJob.of(self.campaign.plan, specs, accepted=list(self.campaign.approval.accepted), **how)
 
     def give_up(self, reason: str) -> None:
-        """See ``Work.give_up``: its runs have failed."""
         for spec in self.specs:
             if self._entry(spec)["state"] not in ENDED:
                 self.campaign.hear(RunEnded(spec.run_id, "failed", reason))
@@ -86,5 +85,4 @@ class SqueezeWork:
         return SqueezeJob.of(self.campaign.plan, self.spec, self.place)
 
     def give_up(self, reason: str) -> None:
-        """See ``Work.give_up``; the run itself is whole."""
         self.campaign.hear(Message(f"squeeze analysis of {self.spec.run_id} failed: {reason}", "warning"))

@@ -134,7 +134,6 @@ class AdapterStore:
                 self._claimed = True
 
     def remove(self, name: str) -> None:
-        """Nobody needs it any more."""
         with contextlib.suppress(OSError):
             shutil.rmtree(self.directory / name)
 

@@ -54,7 +54,6 @@ class Canary:
 
     @property
     def words(self) -> str:
-        """One line."""
         return (
             f"canary{self.where}: base within {self.base:.1e} nats of our own, adapter within {self.adapter:.1e} "
             f"of an effect of {self.effect:.2g}, seeds repeat ({self.tokens} tokens, {self.seconds:.1f} s)"
@@ -189,7 +188,6 @@ def _compared(
 
 
 def _of_base(base: BaseModel, lanes: Lanes, said: Sequence[Said], temperature: float, apart: float) -> str:
-    """Why the base's own log-probabilities differ."""
     ways = [
         Hypothesis(f"the server samples with top_p = {p:g} of its own", None, temperature, p) for p in (0.95, 0.9, 0.8)
     ]

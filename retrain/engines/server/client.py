@@ -59,7 +59,6 @@ class Server:
         self._http: httpx.AsyncClient | None = None
 
     async def open(self) -> None:
-        """Be ready to ask, in the event loop that asks."""
         self._http = self._client(keep_alive=self._max_in_flight)
         self.slots = asyncio.Semaphore(self._max_in_flight)
 
@@ -71,7 +70,6 @@ class Server:
         return httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits, timeout=self.timeout_s)
 
     async def close(self) -> None:
-        """Give back the connections."""
         if self._http is not None:
             await self._http.aclose()
 

@@ -51,9 +51,7 @@ class Dialect(Protocol):
     adapter_prefix: str
     health: str
 
-    def body(self, ask: Ask) -> dict[str, Any]:
-        """The request for one completion."""
-        ...
+    def body(self, ask: Ask) -> dict[str, Any]: ...
 
     def read(self, payload: Any) -> Answer:
         """The completion in the server's answer. Raises Faulty when there is none."""

@@ -66,18 +66,12 @@ class Trial(Protocol):
     """What a server is asked whose right answers are known: each request once. ``judge`` raises ModelError."""
 
     @property
-    def requests(self) -> Sequence[SampleRequest]:
-        """What it is asked."""
-        ...
+    def requests(self) -> Sequence[SampleRequest]: ...
 
     @property
-    def weights(self) -> LocalSnapshot:
-        """The adapter that these name."""
-        ...
+    def weights(self) -> LocalSnapshot: ...
 
-    def judge(self, url: str, answers: Sequence[Action]) -> None:
-        """Compare the answers with the right ones."""
-        ...
+    def judge(self, url: str, answers: Sequence[Action]) -> None: ...
 
 
 @dataclass
@@ -267,14 +261,12 @@ class ServerEngine:
             self._retire(before)
 
     def retire(self, ref: PolicyRef) -> None:
-        """See ``Engine.retire``: servers may forget these weights, once no request in flight names them."""
         with self._lock:
             published = self._published.pop(ref, None)
         if published is not None:
             self._retire(published)
 
     def forget(self) -> None:
-        """Drop all published weights."""
         for ref in list(self._published):
             self.retire(ref)
 
@@ -297,7 +289,6 @@ class ServerEngine:
     # -- state --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """See ``Engine.state``: nothing of this machine decides how servers sample."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -106,7 +106,6 @@ class Told:
             self._changed.wait_for(lambda: self.urls or self.gave_up, seconds)
 
     def close(self) -> None:
-        """See ``Fleet.close``: others go on."""
         self.listen(lambda urls: None)
 
 

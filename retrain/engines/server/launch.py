@@ -87,7 +87,6 @@ class Launched:
         return self._health.answered_s
 
     def tail(self) -> str:
-        """The last lines that it said."""
         with contextlib.suppress(OSError):
             text = self.log.read_bytes()[-20_000:].decode(errors="replace")
             return "\n".join(line for line in text.splitlines() if line.strip())[-1500:].split("\n", 1)[-1]
@@ -223,7 +222,6 @@ def _find(program: str) -> None:
 
 
 def _let_go(process: subprocess.Popen[bytes]) -> None:
-    """Close the pipe to a minder that has ended."""
     if process.stdin is not None:
         process.stdin.close()
 

@@ -116,7 +116,6 @@ def misreadings(weights: LoraWeights, temperature: float) -> Iterator[Hypothesis
 
 
 def scaled(weights: LoraWeights, scale: float) -> LoraWeights:
-    """The same with another scale."""
     return LoraWeights(weights.shapes, weights.rank, scale, weights.live_rank, weights.flat)
 
 

@@ -42,7 +42,6 @@ class Pool:
         self._back = asyncio.Condition()
 
     async def open(self) -> None:
-        """Be ready to ask all of them."""
         self._is_open = True
         for server in self.servers:
             await self._opened(server)
@@ -155,7 +154,6 @@ class Pool:
                     continue
 
     async def close(self) -> None:
-        """End the probes and the connections."""
         for probe in self._probes.values():
             probe.cancel()
         await asyncio.gather(*(server.close() for server in self.servers), return_exceptions=True)

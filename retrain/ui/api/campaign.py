@@ -20,8 +20,6 @@ SAME = ("data_hash", "heldout_hash")
 
 
 def routes(library: Library, findings: Findings) -> list[Route]:
-    """The routes of this group."""
-
     def campaign(query: Query) -> dict[str, Any]:
         home = library.home(query.text("at"))
         found = findings.comparison(home, query.number("wait_ms", WAIT_MS, 0, 60_000) / 1000.0)

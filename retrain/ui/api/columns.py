@@ -20,8 +20,6 @@ USUAL, FEWEST, TOGETHER = 1_000, 200, 16_000
 
 
 def routes(library: Library) -> list[Route]:
-    """The routes of this group."""
-
     def columns(query: Query) -> dict[str, Any]:
         places = query.texts("at", MOST_PLACES)
         keys, x = query.texts("key", MOST_KEYS), query.choice("x", AXES)

@@ -25,8 +25,6 @@ HASHES = ("data_hash", "heldout_hash", "initial_adapter")
 
 
 def routes(library: Library) -> list[Route]:
-    """The routes of this group."""
-
     def compare(query: Query) -> dict[str, Any]:
         a, b = (_first(library, query.text(side)) for side in ("a", "b"))
         facts = [library.settings(run) for run in (a, b)]

@@ -45,8 +45,6 @@ class Line:
 
 
 def routes(library: Library) -> list[Route]:
-    """The routes of this group."""
-
     def curves(query: Query) -> dict[str, Any]:
         home = library.home(query.text("at"))
         key, x = query.text("key"), query.choice("x", AXES)
@@ -167,7 +165,6 @@ class Shown(ColumnRun):
     points: Sequence[tuple[int, float]] = ()
 
     def curve(self, key: str) -> list[tuple[int, float]]:
-        """The points."""
         return [] if PART in key else list(self.points)
 
 

@@ -19,8 +19,6 @@ MOST_STEPS = 60
 
 
 def routes(library: Library) -> list[Route]:
-    """The routes of this group."""
-
     def histogram(query: Query) -> dict[str, Any]:
         run, name = library.run(query.text("at")), query.text("metric")
         over, index = query.choice("over", ("step", "steps")), library.index(run)

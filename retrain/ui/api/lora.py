@@ -24,8 +24,6 @@ WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 
 def routes(library: Library) -> list[Route]:
-    """The routes of this group."""
-
     def lora(query: Query) -> dict[str, Any]:
         home = library.home(query.text("at"))
         shown = shown_runs(library, home)

@@ -17,8 +17,6 @@ MOST_KEYS = 5_000
 
 
 def routes(library: Library) -> list[Route]:
-    """The routes of this group."""
-
     def metrics(query: Query) -> dict[str, Any]:
         home = library.home(query.text("at"))
         keys = keys_of(library, home)

@@ -25,8 +25,6 @@ LEVEL = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (\w+) +")
 
 
 def routes(library: Library) -> list[Route]:
-    """The routes of this group."""
-
     def notes(query: Query) -> dict[str, Any]:
         home = library.home(query.text("at"))
         search, level = query.text("search", "").lower(), query.text("level", "")

@@ -13,8 +13,6 @@ from retrain.ui.summary import summary_of
 
 
 def routes(library: Library, findings: Findings) -> list[Route]:
-    """The routes of this group."""
-
     def places(query: Query) -> dict[str, Any]:
         homes = library.homes()
         findings.ask(homes)

@@ -15,8 +15,6 @@ from retrain.ui.sources import Home, sets_of
 
 
 def routes(library: Library) -> list[Route]:
-    """The routes of this group."""
-
     kept = Matrices()
 
     def runs_of(home: Home) -> dict[str, list[Index]]:

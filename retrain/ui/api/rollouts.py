@@ -16,8 +16,6 @@ MOST = 10**9
 
 
 def routes(library: Library) -> list[Route]:
-    """The routes of this group."""
-
     def iterations(query: Query) -> dict[str, Any]:
         index = library.index(library.run(query.text("at")))
         return {"iterations": [one.as_json() for one in index.refresh().values()]}

@@ -52,7 +52,6 @@ class Lines:
 
 
 def routes(library: Library) -> list[Route]:
-    """The routes of this group."""
     kept: dict[Path, Lines] = {}
 
     def timeline(query: Query) -> dict[str, Any]:
