@@ -6,8 +6,8 @@ import signal
 
 from retrain.environments.arguments import validated
 from retrain.environments.tools import ToolError
-from retrain.environments.tools.inside import FLOOD
-from retrain.environments.tools.sandbox import Limits, Outcome, Sandbox
+from retrain.sandbox.inside import FLOOD
+from retrain.sandbox.sandbox import Limits, Outcome, Sandbox
 
 ANEW = "[The interpreter was started anew: nothing of earlier calls is left.]\n"
 

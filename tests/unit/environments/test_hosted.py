@@ -17,8 +17,8 @@ from retrain.config.tasks import Environment
 from retrain.environments.build import close_hosted, provided_data
 from retrain.environments.hosted import Hosted
 from retrain.environments.protocol import EpisodeFailed
-from retrain.environments.tools.sandbox import available
 from retrain.errors import DataError, PluginMissing
+from retrain.sandbox.sandbox import available
 from retrain.types import Action, Problem
 
 HERE = Path(__file__).parents[2]

@@ -17,9 +17,10 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from retrain.environments.tools import ToolError, sandbox, syscalls
+from retrain.environments.tools import ToolError
 from retrain.environments.tools.python import ANEW, Python
 from retrain.errors import MissingExtra, UsageError
+from retrain.sandbox import sandbox, syscalls
 
 ROOT = Path(__file__).resolve().parents[3]
 needs_sandbox = pytest.mark.skipif(sandbox.available() is not None, reason=str(sandbox.available()))
@@ -540,9 +541,9 @@ def test_limits_that_cannot_be(name, value):
 @pytest.fixture
 def anew():
     """Ways to start are looked for again, before and after."""
-    sandbox._attempt.cache_clear()
+    sandbox.launch.cache_clear()
     yield
-    sandbox._attempt.cache_clear()
+    sandbox.launch.cache_clear()
 
 
 def test_without_bubblewrap_nothing_runs(anew, monkeypatch, tmp_path):
@@ -561,7 +562,7 @@ def test_a_bubblewrap_that_fails_is_not_the_last_word(anew, monkeypatch, tmp_pat
     if importlib.util.find_spec(sandbox.PACKAGE) is not None and sandbox.available() is None:
         assert sandbox.launch().bwrap != str(program)  # the package's works
     monkeypatch.setitem(sys.modules, sandbox.PACKAGE, None)
-    sandbox._attempt.cache_clear()
+    sandbox.launch.cache_clear()
     with pytest.raises(
         UsageError, match=r"bwrap as \w+: a sandbox does not start: bwrap: it is forbidden.*allow user namespaces"
     ):
