@@ -46,13 +46,6 @@ def count(value: Any, name: str, owner: str, least: int = 0) -> int:
     return value
 
 
-def table(value: Any, name: str, owner: str) -> dict[str, Any]:
-    """Return a table with text keys. Raises UsageError, which begins with ``owner``, for other values."""
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise UsageError(f"{owner}: {name} is {value!r}, not a table")
-    return dict(value)
-
-
 def validated(model: type[Model], given: Mapping[str, Any], owner: str) -> Model:
     """Validate arguments with a pydantic model and return it.
 
