@@ -39,13 +39,6 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], owner: str) -> No
             raise UsageError(f"{owner} has no argument {name!r}{hint}")
 
 
-def count(value: Any, name: str, owner: str, least: int = 0) -> int:
-    """Return a whole number of at least ``least``. Raises UsageError, which begins with ``owner``, for other values."""
-    if type(value) is not int or value < least:
-        raise UsageError(f"{owner}: {name} is {value!r}, not a whole number of at least {least}")
-    return value
-
-
 def validated(model: type[Model], given: Mapping[str, Any], owner: str) -> Model:
     """Validate arguments with a pydantic model and return it.
 
