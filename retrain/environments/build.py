@@ -33,7 +33,6 @@ def hosted(config: Config, folder: Path) -> Hosted:
 
 
 def close_hosted() -> None:
-    """End all of these processes."""
     with _lock:
         while _hosts:
             _hosts.popitem()[1].close()
@@ -86,7 +85,6 @@ class Provided:
         self.exact, self.parallel = host.exact, host.parallel
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Return those of its one split."""
         return self._problems
 
     def start(self, problem: Problem, seed: int) -> HostedEpisode:
@@ -100,7 +98,6 @@ class Provided:
         return episode
 
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
-        """Return the rewards of the episodes, in order."""
         results = self.host.results([episode for episode in episodes if isinstance(episode, HostedEpisode)])
         metric = self.host.section.correct_metric
         return [with_correctness(result, self.correct_above, metric) for result in results]

@@ -84,7 +84,6 @@ class Hosted:
 
     @property
     def parallel(self) -> int:
-        """How many episodes step side by side."""
         return len(self.pools)
 
     def problems(self, split: str) -> Sequence[Problem]:
@@ -111,7 +110,6 @@ class Hosted:
         return HostedEpisode(self, next(self._numbers), problem, seed)
 
     def results(self, episodes: Sequence[HostedEpisode]) -> list[RewardResult]:
-        """Return the rewards of the episodes, in order; one that failed has the reason in place of a reward."""
         with ThreadPoolExecutor(self.parallel) as side_by_side:
             return list(side_by_side.map(self._result, episodes))
 
@@ -161,12 +159,10 @@ class Hosted:
         return f"the reward is {result.total_reward:g}, outside the declared range [{low:g}, {high:g}]"
 
     def close(self) -> None:
-        """End the processes."""
         for pool in self.pools:
             pool.close()
 
     def call(self, number: int, job: tuple[Any, ...], timeout_s: float | None = None) -> Reply:
-        """Run a job in the process of episode ``number``."""
         (reply,) = self.pools[number % len(self.pools)].map([job], timeout_s)
         return reply
 
@@ -181,7 +177,6 @@ class HostedEpisode:
         self.first = Observation(tuple(begun["messages"]), tuple(begun["tools"]))
 
     def observe(self) -> Observation:
-        """Return the first observation."""
         return self.first
 
     def step(self, action: Action) -> Step:
@@ -196,7 +191,6 @@ class HostedEpisode:
         return RewardResult(**{**value, "tags": tuple(value["tags"])})
 
     def close(self) -> None:
-        """End the episode without a result."""
         self.environment.call(self.number, ("close", self.number))
 
     def _start(self) -> dict[str, Any]:
@@ -224,7 +218,6 @@ class HostedEpisode:
 
 
 def _target(section: EnvironmentSection, folders: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The class that hosts the environment, and its arguments."""
     if section.provider is None:
         return TOOLS, {"tools": section.tools, "folders": list(folders)}
     if section.provider in PROVIDERS:

@@ -64,7 +64,6 @@ class Host:
         return self._runner.run(_awaited(value)) if inspect.isawaitable(value) else value
 
     def problems(self, split: str, begin: int, count: int) -> list[dict[str, Any]]:
-        """Some problems of a split. Raises PluginError for what is none, and for more than MAX_PROBLEMS."""
         if split not in self.made:
             problems = list(islice(self._settled(self.environment.problems(split)), MAX_PROBLEMS + 1))
             if len(problems) > MAX_PROBLEMS:
@@ -89,7 +88,6 @@ class Host:
         return made
 
     def start(self, number: int, problem: Problem, seed: int) -> dict[str, Any]:
-        """Begin an episode; its first observation."""
         self.close(number)
         episode = self._settled(self.environment.start(problem, seed))
         self.episodes[number] = episode
@@ -99,7 +97,6 @@ class Host:
         return {"messages": _plain(observed.messages), "tools": [dict(tool) for tool in observed.tools]}
 
     def step(self, number: int, action: Action) -> Any:
-        """One step, or LOST."""
         if number not in self.episodes:
             return LOST
         step = self._settled(self.episodes[number].step(action))
@@ -115,7 +112,6 @@ class Host:
         }
 
     def result(self, number: int) -> Any:
-        """The reward of an episode, which is over then, or LOST; what is no reward becomes an error in it."""
         if number not in self.episodes:
             return LOST
         try:
@@ -131,7 +127,6 @@ class Host:
         return {**vars(result), **flags, "tags": list(result.tags)}
 
     def close(self, number: int) -> None:
-        """Forget an episode."""
         episode = self.episodes.pop(number, None)
         if (close := getattr(episode, "close", None)) is not None:
             self._settled(close())

@@ -60,7 +60,6 @@ class ToolUse:
         }
 
     def start(self, problem: Problem, seed: int) -> ToolEpisode:
-        """Begin an episode; tools that are classes are made for it alone."""
         with contextlib.ExitStack() as stack:
             functions: dict[str, Callable[..., Any]] = {}
             for name, tool in self.tools.items():
@@ -84,7 +83,6 @@ class ToolEpisode:
     by_tool: dict[str, int] = field(default_factory=dict)
 
     def observe(self) -> Observation:
-        """The tools; the question is another's to ask."""
         return Observation((), self.environment.schemas)
 
     def step(self, action: Action) -> Step:
@@ -97,7 +95,6 @@ class ToolEpisode:
         return Step(messages, done=not calls, metrics=metrics)
 
     def result(self) -> RewardResult:
-        """The numbers of the episode; what it was worth is for a reward to say."""
         metrics: dict[str, float | None] = {
             "tools/total_tool_calls": float(self.total),
             "tools/tool_success_rate": (self.total - self.errors) / self.total if self.total else None,

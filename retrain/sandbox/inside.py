@@ -41,7 +41,6 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 
 
 def main() -> None:
-    """Answer calls until stdin ends."""
     calls, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
     setup = receive(calls)
     if setup is None:
@@ -113,7 +112,6 @@ def become(uids: list[int]) -> None:
 
 
 def prctl(option: int, value: int) -> None:
-    """See prctl(2)."""
     if LIBC.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(f"prctl({option}, {value}) is refused")
 
@@ -305,7 +303,6 @@ class Excerpt:
         return bool(data)
 
     def shown(self) -> dict[str, Any]:
-        """Return both parts, and the number of characters between them."""
         return {"head": self.head, "tail": self.tail, "left_out": self.length - len(self.head) - len(self.tail)}
 
 
@@ -324,12 +321,10 @@ def memory() -> int:
 
 
 def contents() -> list[tuple[str, int, list[str]]]:
-    """Return what a call may leave behind for the next."""
     return [(path, os.stat(path).st_mode, sorted(os.listdir(path))) for path in WRITABLE]
 
 
 def receive(stream: BinaryIO) -> Any:
-    """Return the next frame; None at the end."""
     header = stream.read(HEADER.size)
     size = HEADER.unpack(header)[0] if len(header) == HEADER.size else 0
     payload = stream.read(size)
@@ -337,7 +332,6 @@ def receive(stream: BinaryIO) -> Any:
 
 
 def send(descriptor: int, value: Any) -> None:
-    """Write one frame."""
     payload = json.dumps(value).encode()
     data = memoryview(HEADER.pack(len(payload)) + payload)
     while data:

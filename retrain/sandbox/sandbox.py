@@ -121,7 +121,6 @@ def launch() -> Launch:
 
 
 def _programs() -> list[str]:
-    """Return the system's bubblewrap, then the one that a Python package brings."""
     programs = [path] if (path := shutil.which("bwrap")) else []
     spec = importlib.util.find_spec(PACKAGE)
     if spec is not None and spec.origin is not None:
@@ -212,7 +211,6 @@ class Sandbox:
         return Outcome(reply["head"] + note + reply["tail"], ended, reply["status"], fresh)
 
     def close(self) -> None:
-        """Kill it with all that runs in it; a later call starts a new one."""
         if self._finalizer is not None:
             self._finalizer()
         self._process = self._finalizer = None

@@ -109,7 +109,6 @@ class OpenEnv:
         return OpenEnvEpisode(self, url, actions, int(problem.metadata["seed"]))
 
     def close(self) -> None:
-        """End the server that this process has started."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -179,7 +178,6 @@ class OpenEnvEpisode:
             raise
 
     def observe(self) -> Observation:
-        """Return the messages of the reset and the required form of an action."""
         messages = list(self.first)
         if self.environment.tools:
             return Observation(tuple(messages), tuple(self.environment.tools))
@@ -253,7 +251,6 @@ class OpenEnvEpisode:
         return reward
 
     def result(self) -> RewardResult:
-        """Return the sum of the steps' rewards; 0 if the policy called no tool."""
         metrics: dict[str, float | None] = {"invalid_actions": float(self.invalid), **self.numbers}
         if not self.rewards and not self.invalid and (self.called or not self.environment.tools):
             return RewardResult(None, metrics, error=f"{self.url} gave no reward")

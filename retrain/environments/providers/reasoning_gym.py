@@ -100,7 +100,6 @@ class ReasoningGym:
         return kept
 
     def start(self, problem: Problem, seed: int) -> ReasoningGymEpisode:
-        """Begin an episode; nothing is random."""
         return ReasoningGymEpisode(self, problem)
 
     def grade(self, problem: Problem, completion: str) -> RewardResult:
@@ -148,16 +147,13 @@ class ReasoningGymEpisode:
     answer: str = ""
 
     def observe(self) -> Observation:
-        """Return the question."""
         return Observation(({"role": "user", "content": str(self.problem.prompt)},))
 
     def step(self, action: Action) -> Step:
-        """Take the answer, which ends the episode."""
         self.answer = action.text
         return Step()
 
     def result(self) -> RewardResult:
-        """Return its score."""
         return self.environment.grade(self.problem, self.answer)
 
 

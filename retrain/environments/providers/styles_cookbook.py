@@ -38,7 +38,6 @@ class DatasetProblems:
         self._builders: dict[str, list[Any]] = {}
 
     def numbers(self, split: str) -> Sequence[int]:
-        """Return the numbers of a split's problems."""
         total = len(self._all(split))
         return numbers_of(split, total, self._heldout, self._owner) if self._is_shared else range(total)
 
@@ -64,7 +63,6 @@ class SeededProblems:
         self.written, self._arguments, self._size, self._heldout = written, arguments, size, heldout
 
     def numbers(self, split: str) -> Sequence[int]:
-        """Return the seeds of a split."""
         return range(self._heldout, self._heldout + self._size) if split == "train" else range(self._heldout)
 
     def made(self, split: str, number: int, run: Run) -> tuple[Any, Any]:
@@ -88,7 +86,6 @@ class Cookbook(Adapted):
         ]
 
     def start(self, problem: Problem, seed: int) -> CookbookEpisode:
-        """Make an environment and ask it for its first observation."""
         made, builder = self.source.made(problem.metadata["split"], problem.metadata["number"], self.run)
         return CookbookEpisode(made, builder, self.owner, self.run)
 
@@ -120,7 +117,6 @@ class CookbookEpisode:
             self.conversation = self._messages(self.seen)
 
     def observe(self) -> Observation:
-        """Return the first observation."""
         return Observation(tuple(self.conversation))
 
     def step(self, action: Action) -> Step:
@@ -158,7 +154,6 @@ class CookbookEpisode:
         return self.run(self.made.step(form, **extra))
 
     def result(self) -> RewardResult:
-        """Return the sum of the rewards of its steps, and what the builder adds; metrics are summed too."""
         total = math.fsum(step.reward for step in self.transitions)
         metrics: dict[str, float | None] = {}
         for step in self.transitions:

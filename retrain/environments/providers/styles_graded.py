@@ -64,7 +64,6 @@ class State:
 
     @property
     def num_turns(self) -> int:
-        """Actions taken."""
         return len(self.trajectory)
 
 
@@ -84,7 +83,6 @@ class Graded(Adapted):
         return [_problem(samples[at], at) for at in numbers_of(split, len(samples), self.heldout, self.owner)]
 
     def start(self, problem: Problem, seed: int) -> GradedEpisode:
-        """Begin the rollout of one sample."""
         return GradedEpisode(self.made, self._loaded()[int(problem.metadata["index"])], self.owner, self.run)
 
     def _loaded(self) -> list[Any]:
@@ -139,7 +137,6 @@ class GradedEpisode:
         return [{"role": "system", "content": str(system)}, *messages] if system else messages
 
     def observe(self) -> Observation:
-        """Return the sample as the class puts it."""
         return Observation(tuple(self.conversation))
 
     def step(self, action: Action) -> Step:
@@ -177,7 +174,6 @@ class GradedEpisode:
         return 0 <= limit <= len(self.state.trajectory), "max_turns_reached"
 
     def result(self) -> RewardResult:
-        """Return what ``compute_reward`` says, with ``get_tool_metrics``; what it raises becomes an error."""
         try:
             if self.several_turns:
                 reward = self.run(self.made.compute_reward(self.state))

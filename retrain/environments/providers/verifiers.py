@@ -97,7 +97,6 @@ class Verifiers:
         return InvertedEpisode(self._inversion, self._library(part).lead(part, index), opening, seed)
 
     def close(self) -> None:
-        """Stop the tool servers and whatever else the environment has started."""
         self._inversion.close()
 
     def _chosen(self, train: bool) -> tuple[str, Sequence[int]]:

@@ -16,8 +16,9 @@ from typing import Any
 
 from retrain.environments.providers.endpoint import Channel
 from retrain.environments.providers.inversion import Inversion, Lead, Outcome
+from retrain.environments.providers.messages import text_of
 from retrain.environments.providers.verifiers_rehearsal import MOST_RUNS, runs_of_an_episode
-from retrain.environments.providers.verifiers_rows import UNSET_KEY, Row, digest, shown
+from retrain.environments.providers.verifiers_rows import UNSET_KEY, Row, digest
 from retrain.errors import UsageError
 from retrain.plugins import described
 from retrain.types import RewardResult
@@ -96,7 +97,7 @@ class Tasksets:
             if isinstance(prompt, str):
                 opening.append(("user", prompt))
             else:
-                opening += [(message.role, shown(message.content)) for message in prompt]
+                opening += [(message.role, text_of(message.content, placeholders=True)) for message in prompt]
             messages = tuple({"role": role, "content": content} for role, content in opening)
             answer = getattr(data, "answer", None)
             hashed = digest(data.model_dump(mode="json", exclude={"idx"}))
@@ -104,7 +105,6 @@ class Tasksets:
         return rows
 
     def lead(self, part: str, index: int) -> Lead:
-        """Return what leads a rollout of this row."""
         task = self._loaded()[index]
 
         async def lead(channel: Channel) -> Outcome:

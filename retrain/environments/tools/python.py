@@ -63,7 +63,6 @@ class Python:
         return anew + self._told(outcome)
 
     def close(self) -> None:
-        """End the sandbox."""
         self._sandbox.close()
 
     def _told(self, outcome: Outcome) -> str:

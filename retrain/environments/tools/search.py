@@ -26,8 +26,6 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True)
 class Document:
-    """One entry of a corpus."""
-
     id: str
     title: str
     text: str
@@ -188,7 +186,6 @@ def _order(document: Document) -> tuple[bool, int, str]:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text as they are indexed and looked for."""
     return WORD.findall(text.lower())
 
 
