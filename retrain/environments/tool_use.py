@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from retrain.environments.arguments import did_you_mean
 from retrain.environments.protocol import Observation, Range, Step
 from retrain.environments.tools import ToolError
 from retrain.environments.tools.calls import Call, answer, as_text, parse
-from retrain.environments.tools.schema import Tool, did_you_mean, tool_of
+from retrain.environments.tools.schema import Tool, tool_of
 from retrain.errors import PluginError, PluginMissing
 from retrain.plugins import load_function
 from retrain.types import Action, Message, Problem, RewardResult

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
-from retrain.environments.arguments import imported, meant, refuse_unknown, validated
+from retrain.environments.arguments import did_you_mean, imported, refuse_unknown, validated
 from retrain.environments.protocol import Observation, Range, Step
 from retrain.environments.providers.reasoning_gym_tasks import FULL, Task, TaskWorker, entry_of, score
 from retrain.errors import DataError, UsageError
@@ -182,7 +182,7 @@ def data_sets() -> list[str]:
 def _known(name: str) -> None:
     """Raise UsageError for a name that is no data set's."""
     if name not in (known := data_sets()):
-        raise UsageError(f"{OWNER} has no data set {name!r}{meant(name, known)}")
+        raise UsageError(f"{OWNER} has no data set {name!r}{did_you_mean(name, known)}")
 
 
 def _dataset(task: Task) -> Any:

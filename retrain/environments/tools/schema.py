@@ -10,11 +10,10 @@ that is neither may be the JSON of what is wanted, as formats without types of t
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
@@ -31,6 +30,7 @@ from pydantic import (
 from pydantic.errors import PydanticUndefinedAnnotation
 from pydantic.json_schema import GenerateJsonSchema
 
+from retrain.environments.arguments import did_you_mean
 from retrain.environments.tools import ToolError
 from retrain.errors import PluginError, RetrainError
 from retrain.plugins import described
@@ -66,13 +66,12 @@ class Tool:
         try:
             model = self._arguments.model_validate(dict(arguments))
         except ValidationError as error:
-            wrong = [self._described(each) for each in error.errors(include_url=False)[:5]]
-            raise ToolError(f"{self.name}: {'; '.join(wrong)}. It takes {self.takes()}") from None
+            faults = [self._fault(each) for each in error.errors(include_url=False)[:5]]
+            raise ToolError(f"{self.name}: {'; '.join(faults)}. It takes {self._takes()}") from None
         fields = self._arguments.model_fields
         return {str(fields[name].alias): getattr(model, name) for name in fields if name in model.model_fields_set}
 
-    def takes(self) -> str:
-        """Return the names and types of the arguments as text."""
+    def _takes(self) -> str:
         parameters = self.schema["function"]["parameters"]
         texts = [
             f"{name} ({_type_of(schema)}{'' if name in parameters['required'] else ', optional'})"
@@ -80,7 +79,7 @@ class Tool:
         ]
         return ", ".join(texts) or "no arguments"
 
-    def _described(self, error: Any) -> str:
+    def _fault(self, error: Any) -> str:
         name = ".".join(map(str, error["loc"]))[:100]
         if error["type"] == "missing":
             return f"the argument {name!r} is missing"
@@ -104,12 +103,6 @@ def tool_of(target: Callable[..., Any], settings: Mapping[str, Any] | None = Non
         return _class(target, settings) if inspect.isclass(target) else _function(target, settings)
     except PluginError as error:
         raise PluginError(f"{what}: {error}") from None
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean …?)`` where one of ``known`` is near, else ""."""
-    close = difflib.get_close_matches(name[:100], list(known), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Tool:
@@ -147,8 +140,8 @@ def _class(made: type, settings: Mapping[str, Any]) -> Tool:
 def _schema(
     name: str, function: Callable[..., Any], doc: str, besides: Collection[str] = ()
 ) -> tuple[type[BaseModel], dict[str, Any]]:
-    """What checks the arguments of ``function``, and the schema that describes it. ``besides`` are other names that
-    ``doc`` may describe: the settings of a class."""
+    """Return a model of the arguments of ``function``, and its schema. ``besides`` are other names that ``doc`` may
+    describe: the settings of a class."""
     if not NAME.fullmatch(name):
         raise PluginError(f"{name!r} is no name for a tool: letters, digits and _ only, at most 64")
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
@@ -163,16 +156,17 @@ def _schema(
         raise PluginError(f"the docstring of {name} describes {stray[0]!r}, which is no argument of it")
     model, parameters = _model(name, annotations)
     for argument, (_, required) in annotations.items():
-        own = parameters["properties"][argument] if required else _without_null(parameters["properties"][argument])
+        schema = parameters["properties"][argument]
+        schema = schema if required else _without_null(schema)
+        schema = {key: schema[key] for key in sorted(schema, key=lambda key: key != "type")}
         text = documented.get(argument)
-        own = {key: own[key] for key in sorted(own, key=lambda key: key != "type")}
-        parameters["properties"][argument] = own | ({"description": text} if text else {})
+        parameters["properties"][argument] = schema | ({"description": text} if text else {})
     function_schema = {"name": name, "description": description, "parameters": parameters}
     return model, {"type": "function", "function": function_schema}
 
 
 def _annotations(name: str, function: Callable[..., Any]) -> dict[str, tuple[Any, bool]]:
-    """By argument its type, and whether it has no default."""
+    """Return by argument its type, and whether it has no default."""
     try:
         hints = get_type_hints(function, include_extras=True)
     except Exception as error:  # a name that is not there, or whatever evaluating an annotation raises
@@ -189,7 +183,7 @@ def _annotations(name: str, function: Callable[..., Any]) -> dict[str, tuple[Any
 
 
 def _model(name: str, annotations: Mapping[str, tuple[Any, bool]]) -> tuple[type[BaseModel], dict[str, Any]]:
-    """A pydantic model of the arguments, and its JSON schema. The arguments are aliases: their names are any."""
+    """Return a pydantic model of the arguments, which are aliases as they may have any names, and its JSON schema."""
     fields: dict[str, Any] = {
         f"argument_{number}": (
             Annotated[annotation, WrapValidator(_lenient)],
@@ -204,15 +198,15 @@ def _model(name: str, annotations: Mapping[str, tuple[Any, bool]]) -> tuple[type
         reason = str(error).splitlines()[0]
         raise PluginError(f"{name} has an argument of a type that JSON has no form for: {reason}") from None
     properties = {
-        argument: {key: value for key, value in own.items() if key != "default"}  # None, for the lack of one
-        for argument, own in schema.get("properties", {}).items()
+        argument: {key: value for key, value in field.items() if key != "default"}  # None, for the lack of one
+        for argument, field in schema.get("properties", {}).items()
     }
     parameters = {"type": "object", "properties": properties, "required": schema.get("required", [])}
     return model, parameters | ({"$defs": schema["$defs"]} if "$defs" in schema else {})
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """An optional argument is left out rather than written as null: ``int | None = None`` reads as an integer."""
+    """Return ``int | None = None`` as an integer: an optional argument is left out rather than written as null."""
     others = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
     if len(others) != 1 or len(schema["anyOf"]) != 2:
         return schema
@@ -220,7 +214,7 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """The description before the first section of a Google docstring, and those of the arguments."""
+    """Return the description before the first section of a Google docstring, and those of the arguments."""
     parts = SECTION.split(doc)
     documented: dict[str, str] = {}
     for title, body in zip(parts[1::2], parts[2::2], strict=True):

@@ -237,7 +237,7 @@ def test_a_server_ends_with_whoever_started_it():
         ({"url": "http://a:1", "command": ["a"]}, "takes either url = "),
         ({"id": "wordle"}, "'wordle' is no address of a server"),
         ({"command": "python x.py"}, "command is 'python x.py': Input should be a valid list"),
-        ({"url": "http://a:1", "sise": 3}, "has no argument 'sise'; did you mean size"),
+        ({"url": "http://a:1", "sise": 3}, "has no argument 'sise'; did you mean 'size'"),
         ({"url": "http://a:1", "exact": "yes"}, "exact is 'yes': Input should be a valid boolean"),
         ({"url": "http://a:1", "reward_range": [1, 0]}, "whose first number is not below its second"),
         ({"url": "http://a:1", "step_seconds": 0}, "step_seconds is 0: Input should be greater than 0"),

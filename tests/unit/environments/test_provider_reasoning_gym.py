@@ -88,14 +88,14 @@ def test_several_tasks_by_weight_and_too_few_questions():
 @pytest.mark.parametrize(
     ("id", "arguments", "message"),
     [
-        ("chain_sun", {}, "has no data set 'chain_sun'; did you mean chain_sum"),
-        ("chain_sum", {"min_term": 3}, "chain_sum has no argument 'min_term'; did you mean min_terms"),
+        ("chain_sun", {}, "has no data set 'chain_sun'; did you mean 'chain_sum'"),
+        ("chain_sum", {"min_term": 3}, "chain_sum has no argument 'min_term'; did you mean 'min_terms'"),
         ("chain_sum", {"min_terms": 9}, "chain_sum does not take this config: max_terms must be >= min_terms"),
         ("chain_sum", {"size": 0}, "size is 0: Input should be greater than 0"),
         ([], {}, r'id is \[\]: type the name of a data set, such as id = "chain_sum"'),
         (["chain_sum", "chain_sum"], {}, "id names chain_sum more than once"),
-        (["chain_sum", "gcd"], {"sise": 3}, "with several data sets has no argument 'sise'; did you mean size"),
-        ([{"name": "gcd", "wait": 2}], {}, "an item of id has no argument 'wait'; did you mean weight"),
+        (["chain_sum", "gcd"], {"sise": 3}, "with several data sets has no argument 'sise'; did you mean 'size'"),
+        ([{"name": "gcd", "wait": 2}], {}, "an item of id has no argument 'wait'; did you mean 'weight'"),
         ([{"name": "gcd", "weight": 0}], {}, "an item of id: weight is 0: Input should be greater than 0"),
         ([{"name": "gcd", "config": {"seed": 1}}], {}, "gcd has no argument 'seed'"),
     ],
@@ -119,7 +119,7 @@ def test_broken_tasks_are_refused_by_name():
     assert outcome[1].reason == "it has no reference answer to check its scorer with"
     assert all(0 < item.seconds < 60 for item in outcome)
     assert len(data_sets()) >= 100
-    with pytest.raises(UsageError, match="did you mean chain_sum"):
+    with pytest.raises(UsageError, match="did you mean 'chain_sum'"):
         check(["chain_sums"])
 
 
