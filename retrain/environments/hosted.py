@@ -24,18 +24,12 @@ from retrain.rewards.base import failed
 from retrain.rewards.workers import Reply, WorkerPool
 from retrain.types import Action, Problem, RewardResult
 
-START_SECONDS = 180.0
-"""For a process to load its environment, which may import much."""
-PROBLEMS_SECONDS = 600.0
-"""For an environment to make its problems."""
-BEGINNING = 4
-"""An episode may take so many times ``timeout_s`` to begin: some start a server."""
-PAGE = 1000
-"""Problems that come at once."""
-RANGE_SLACK = 1e-6
-"""Of a declared range of rewards, for rounding."""
-NOTHING = Action([], "", np.zeros(0), None, "stop")
-"""What a policy says that says nothing."""
+START_SECONDS = 180.0  # For a process to load its environment, which may import much
+PROBLEMS_SECONDS = 600.0  # For an environment to make its problems
+BEGINNING = 4  # An episode may take so many times `timeout_s` to begin: some start a server
+PAGE = 1000  # Problems that come at once
+RANGE_SLACK = 1e-6  # Of a declared range of rewards, for rounding
+NOTHING = Action([], "", np.zeros(0), None, "stop")  # What a policy says that says nothing
 TOOLS = "retrain.environments.tool_use:ToolUse"
 
 

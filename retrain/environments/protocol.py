@@ -15,8 +15,7 @@ from retrain.types import Action, Ended, Message, Problem, RewardResult
 if TYPE_CHECKING:
     from retrain.config import Config
 
-Range = Mapping[str, Any]
-"""``{"min", "max", "invert"}`` where known, for charts."""
+Range = Mapping[str, Any]  # `{"min", "max", "invert"}` where known, for charts
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,8 @@ from retrain.plugins import described
 from retrain.types import Action, Message, RewardResult
 
 T = TypeVar("T")
-KEYS = ("name", "tool_call_id", "tool_calls")
-"""Fields of a message that chat templates read, besides role and text."""
-MAX_REFUSALS = 16
-"""A harness that still asks after so many refusals is stopped."""
+KEYS = ("name", "tool_call_id", "tool_calls")  # Fields of a message that chat templates read, besides role and text
+MAX_REFUSALS = 16  # A harness that still asks after so many refusals is stopped
 
 
 class Outcome(NamedTuple):
@@ -114,8 +112,7 @@ class InvertedEpisode:
         self._task: asyncio.Task[Outcome] | None = None
         self._request: Request | None = None
         self._failure: str | None = None
-        self._seen: list[tuple[Any, ...]] = []
-        """Keys of the messages that the policy has read or written."""
+        self._seen: list[tuple[Any, ...]] = []  # Keys of the messages that the policy has read or written
         self._texts: dict[tuple[Any, ...], str] = {}
         """Texts of the policy, by the keys of the messages that the harness was given."""
         self._tools, self._actions, self._calls = "", 0, 0

@@ -16,8 +16,7 @@ MESSAGE_FIELDS = (
     *("question", "output", "result", "response", "echoed_message"),
 )
 """Fields of an observation that may hold its text; the first non-empty one is used."""
-CALL_FIELDS = {"type", "tool_name", "arguments"}
-"""Fields of an action that calls a tool (``CallToolAction``)."""
+CALL_FIELDS = {"type", "tool_name", "arguments"}  # Fields of an action that calls a tool (`CallToolAction`)
 READERS = {"string": str, "integer": int, "number": float}
 """JSON types to which a whole completion can be converted, with the conversion."""
 

@@ -25,10 +25,8 @@ from retrain.rewards.base import failed
 from retrain.types import Action, Problem, RewardResult
 
 OWNER = "environment reasoning-gym"
-OURS = ("seed", "size")
-"""Keys of a data set's config that the environment sets itself."""
-CHECK_SECONDS = 120.0
-"""How long the check of one task may take before training."""
+OURS = ("seed", "size")  # Keys of a data set's config that the environment sets itself
+CHECK_SECONDS = 120.0  # How long the check of one task may take before training
 
 
 class Numbers(BaseModel):

@@ -24,17 +24,12 @@ from retrain.plugins import described
 from retrain.rewards.base import printable
 from retrain.rewards.workers import Reply, WorkerPool
 
-INSTANCES = 8
-"""Problems of each task that a check makes, twice."""
-FULL = 1 - 1e-6
-"""The least that a task's own answer must score."""
-LOW = 0.5
-"""What nonsense must score less than."""
+INSTANCES = 8  # Problems of each task that a check makes, twice
+FULL = 1 - 1e-6  # The least that a task's own answer must score
+LOW = 0.5  # What nonsense must score less than
 NONSENSE = ("zzz", "", "zzz " * 2000)
-ENTRIES_SECONDS = 600.0
-"""How long the entries of a job may take."""
-PAGE = 200
-"""Entries of one job."""
+ENTRIES_SECONDS = 600.0  # How long the entries of a job may take
+PAGE = 200  # Entries of one job
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from retrain.plugins import described
 from retrain.rewards.base import checked, failed
 from retrain.types import Action, Message, Problem, RewardResult
 
-Run = Callable[[Any], Any]
-"""Returns its argument, or what awaiting it gives: methods may be async or not."""
+Run = Callable[[Any], Any]  # Returns its argument, or what awaiting it gives: methods may be async or not
 
 
 class Adapted:

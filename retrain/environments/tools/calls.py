@@ -33,11 +33,9 @@ from retrain.types import Message
 
 MAX_CHARACTERS = 1_000_000
 MAX_CALLS = 32
-MAX_PYTHON = 20_000
-"""Characters of a block with Python calls: the parser's stack is not ours to bound."""
+MAX_PYTHON = 20_000  # Characters of a block with Python calls: the parser's stack is not ours to bound
 
-NO_TOOL = "tool_call"
-"""Name in the answer to a call that has no tool name."""
+NO_TOOL = "tool_call"  # Name in the answer to a call that has no tool name
 JSON_FORM = '{"name": "tool_name", "arguments": {"argument": "value"}}'
 HERMES = f"<tool_call>\n{JSON_FORM}\n</tool_call>"
 XML = "<tool_call>\n<function=tool_name>\n<parameter=argument>\nvalue\n</parameter>\n</function>\n</tool_call>"
