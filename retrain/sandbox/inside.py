@@ -101,14 +101,15 @@ def confine(setup: dict[str, Any]) -> None:
 def become(uids: list[int]) -> None:
     """Become the first of these users that exists here. Each sandbox has its own: the limit of processes counts by
     user."""
-    os.setgroups([])
-    for uid in uids[:-1]:
-        with contextlib.suppress(OSError):
+    for number, uid in enumerate(uids, start=1):
+        try:
+            os.setgroups([])
             os.setgid(uid)
             os.setuid(uid)
             return
-    os.setgid(uids[-1])
-    os.setuid(uids[-1])
+        except OSError:
+            if number == len(uids):
+                raise
 
 
 def prctl(option: int, value: int) -> None:

@@ -111,10 +111,14 @@ def launch() -> Launch:
         users = ("root", "nobody") if os.geteuid() == 0 else ("self",)
         for way in [Launch(program, user) for program in _programs() for user in users]:
             try:
-                _try(way)
-                return way
+                with contextlib.closing(Sandbox(Limits(timeout_s=START_SECONDS), way=way)) as sandbox:
+                    outcome = sandbox.run("print(6 * 7)")
+                if outcome.output == "42\n":
+                    return way
+                reason = f"a first line of code ended with {outcome.ended} and printed {outcome.output[:200]!r}"
             except SandboxFailed as error:
-                reasons.append(f"{way.bwrap} as {way.user}: {error}")
+                reason = str(error)
+            reasons.append(f"{way.bwrap} as {way.user}: {reason}")
     if not reasons:
         raise missing("running code in a sandbox", PACKAGE)
     raise UsageError(f"no code can be run in a sandbox here ({'; '.join(reasons)}): {ADVICE}")
@@ -128,14 +132,6 @@ def _programs() -> list[str]:
         if os.access(program, os.X_OK):
             programs.append(str(program))
     return programs
-
-
-def _try(way: Launch) -> None:
-    """Run a line of code. Raises SandboxFailed."""
-    with contextlib.closing(Sandbox(Limits(timeout_s=START_SECONDS), way=way)) as sandbox:
-        outcome = sandbox.run("print(6 * 7)")
-    if outcome.output != "42\n":
-        raise SandboxFailed(f"a first line of code ended with {outcome.ended} and printed {outcome.output[:200]!r}")
 
 
 def _command(way: Launch, limits: Limits, calls_filter: int) -> list[str]:
