@@ -75,7 +75,7 @@ def environments_of(config: Config, data: Dataset, grader: Grader | None, folder
 
 
 class Provided:
-    """An environment of a provider, asked as [data] says: with its system prompt and template. ``correct_above`` is the
+    """Environment of a provider whose prompts [data] sets: with its system prompt and template. ``correct_above`` is the
     threshold of ``with_correctness``."""
 
     def __init__(self, host: Hosted, problems: Sequence[Problem], data: Data, correct_above: float = CORRECT_ABOVE):

@@ -143,7 +143,7 @@ class Hosted:
         return f"there is no metric {name!r} (correct_metric) among {', '.join(known) or 'none'}"
 
     def _outside(self, result: RewardResult) -> str:
-        """What is wrong with a reward outside the declared range; "" when nothing is."""
+        """Return the fault of a reward outside the declared range, or ""."""
         if self.reward_range is None or result.total_reward is None:
             return ""
         low, high = self.reward_range

@@ -136,7 +136,7 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as JSON. Raises PluginError for what is none, Flooded when they are too long."""
+    """Return messages as JSON. Raises PluginError for other things, Flooded when they are too long."""
     made = []
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

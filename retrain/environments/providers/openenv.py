@@ -64,7 +64,7 @@ class Arguments(BaseModel):
 
     @property
     def address(self) -> str | None:
-        """The server's address, None if each process starts a server."""
+        """Return the server's address, None if each process starts a server."""
         url = self.id if self.url is None else self.url
         return url and url.rstrip("/")
 

@@ -80,7 +80,7 @@ class Actions:
 
     @property
     def may_be_calls(self) -> bool:
-        """Whether actions are calls of tools: they have no field but those of ``CallToolAction``."""
+        """Return whether actions are calls of tools: they have no field but those of ``CallToolAction``."""
         return set(self.schema["properties"]) <= CALL_FIELDS
 
     @property

@@ -137,7 +137,7 @@ _RAISED = re.compile(r"Error calling (?:group )?reward function (.+?): ")
 
 
 class _Hearing(logging.Handler):
-    """Rubrics log what a reward function raises, and go on."""
+    """Collects what reward functions raise, which rubrics only log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         heard = _heard.get()
@@ -155,7 +155,7 @@ def _hear_rubrics() -> None:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Environments take over SIGINT and SIGTERM when they are made."""
+    """Restore the handlers of SIGINT and SIGTERM, which environments replace."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -31,7 +31,7 @@ _failed: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("fail
 
 
 def is_taskset(id: str) -> bool:
-    """Whether a module of this name exports a taskset. Raises what importing it raises."""
+    """Return whether a module of this name exports a taskset. Raises what importing it raises."""
     loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
     name = _module(id)
     if "." in name:
@@ -183,8 +183,7 @@ class Tasksets:
 
 
 def _let_servers_import(module: ModuleType) -> None:
-    """Tool servers are processes of their own, which import the taskset's module; one that is not installed is found
-    by PYTHONPATH there."""
+    """Extend PYTHONPATH for tool servers: processes of their own, which import the taskset's module."""
     file = Path(module.__file__ or ".").resolve()
     root = file.parents[module.__name__.count(".") + hasattr(module, "__path__")]
     known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -77,7 +77,7 @@ def _value(node: ast.expr, text: str) -> Fraction:
 
 
 def _number(literal: str) -> Fraction:
-    """A number from its own text, so that 0.1 is one tenth and no nearest float."""
+    """Return a number from its own text, so that 0.1 is one tenth and no nearest float."""
     exponent = literal.lower().partition("e")[2]
     if exponent and abs(int(exponent)) > MAX_DIGITS:
         raise _too_large()
@@ -106,7 +106,7 @@ def _too_large() -> ToolError:
 
 
 def _shown(value: Fraction) -> str:
-    """A whole number or a short decimal in full; else the fraction, if it is short, and its first 15 digits."""
+    """Write a whole number or a short decimal in full; else the fraction, if it is short, and its first 15 digits."""
     if value.denominator == 1:
         return str(value.numerator)
     scaled = value * 10**MAX_DECIMALS

@@ -460,7 +460,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _without_end_tokens(text: str, begin: int) -> int:
-    """Where the text ends without white space and the few end tokens that an engine may have left in it."""
+    """Return where the text ends without white space and the few end tokens that an engine may have left in it."""
     end = begin + len(text[begin:].rstrip())
     for _ in range(4):
         token = next((token for token in _END_TOKENS if text.endswith(token, begin, end)), "")

@@ -92,7 +92,7 @@ class Index:
         self.scores.index([words(_full_text(document)) for document in self.documents], show_progress=False)
 
     def best(self, wanted: list[str], k: int) -> list[Document]:
-        """Up to ``k`` documents with any of the words, best first, of equal score by id."""
+        """Return up to ``k`` documents with any of the words, best first, of equal score by id."""
         import numpy as np
 
         known = [word for word in wanted if word in self.scores.vocab_dict]
@@ -110,7 +110,7 @@ _indices: dict[str, tuple[Stamp, Index]] = {}
 
 
 def _index(corpus: Path) -> Index:
-    """The process's index of ``corpus``, made anew when a file of it has changed."""
+    """Return the process's index of ``corpus``, made anew when a file of it has changed."""
     imported("bm25s", "tool search")
     try:
         path = corpus.expanduser().resolve()
@@ -189,7 +189,7 @@ def words(text: str) -> list[str]:
 
 
 def passage(text: str, wanted: list[str], characters: int) -> str:
-    """The part of ``text``, at most so long, with the most of the wanted words: the first such, from a word on."""
+    """Return the part of ``text``, at most so long, with the most of the wanted words: the first such."""
     text = text.strip()
     if len(text) <= characters:
         return text
