@@ -75,8 +75,8 @@ def environments_of(config: Config, data: Dataset, grader: Grader | None, folder
 
 
 class Provided:
-    """Environment of a provider whose prompts [data] sets: with its system prompt and template. ``correct_above`` is the
-    threshold of ``with_correctness``."""
+    """Environment of a provider, with the system prompt and template of [data]. ``correct_above`` is the threshold of
+    ``with_correctness``."""
 
     def __init__(self, host: Hosted, problems: Sequence[Problem], data: Data, correct_above: float = CORRECT_ABOVE):
         self.host, self.data, self._problems, self.correct_above = host, data, problems, correct_above

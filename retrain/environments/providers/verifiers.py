@@ -84,8 +84,8 @@ class Verifiers:
         ]
 
     def start(self, problem: Problem, seed: int) -> InvertedEpisode:
-        """Begin an episode of this problem, which may come from another process. Raises DataError where this process has
-        another task in its place."""
+        """Begin an episode of this problem, which may come from another process. Raises DataError where this process
+        has another task in its place."""
         part, index = str(problem.metadata["part"]), int(problem.metadata["row"])
         rows = self._part(part)
         if index >= len(rows) or rows[index].digest != problem.metadata["digest"]:
