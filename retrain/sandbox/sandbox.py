@@ -216,7 +216,9 @@ class Sandbox:
         readable, writable = os.pipe()
         with open(writable, "wb") as file:
             file.write(seccomp_program(platform.machine()))
-        nobody = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if self.way.user == "nobody" else {}
+        nobody: dict[str, Any] = (
+            {"user": NOBODY, "group": NOBODY, "extra_groups": []} if self.way.user == "nobody" else {}
+        )
         try:
             process = subprocess.Popen(
                 _command(self.way, self.limits, readable),

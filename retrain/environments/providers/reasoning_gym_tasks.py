@@ -174,7 +174,7 @@ class TaskWorker:
             reply = self._ask(task, list(indices[begin : begin + PAGE]), None)
             if reply.error is not None:
                 raise ValueError(reply.error)
-            entries += [tuple(entry) for entry in reply.value]
+            entries += [(question, answer, entry) for question, answer, entry in reply.value]
         return entries
 
     def _ask(self, task: Task, indices: Sequence[int] | None, seconds: float | None) -> Reply:
