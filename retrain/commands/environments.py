@@ -81,7 +81,7 @@ def providers() -> list[Found]:
 
 def tools() -> list[Found]:
     """The tools of ours."""
-    from retrain.environments.tools.sandbox import available
+    from retrain.sandbox.sandbox import available
 
     (bm25,) = EXTRAS["search"].packages
     states = {

@@ -24,33 +24,19 @@ def imported(module: str, feature: str) -> ModuleType:
     return importlib.import_module(module)
 
 
-def meant(name: object, candidates: Iterable[str]) -> str:
-    """Return ``; did you mean …`` for the most similar candidate, or "" if none is similar."""
-    close = difflib.get_close_matches(str(name), list(candidates), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}" if close else ""
+def did_you_mean(name: object, candidates: Iterable[str]) -> str:
+    """Return `` (did you mean …?)`` for the most similar candidate, or "" if none is similar."""
+    close = difflib.get_close_matches(str(name)[:100], list(candidates), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def refuse_unknown(given: Iterable[str], known: Iterable[str], owner: str) -> None:
+def refuse_unknown(arguments: Iterable[str], known: Iterable[str], owner: str) -> None:
     """Raise UsageError, which begins with ``owner``, for the first argument that is not among ``known``."""
     options = list(known)
-    for name in given:
+    for name in arguments:
         if name not in options:
-            hint = meant(name, options) or f"; there are {', '.join(options) or 'none'}"
+            hint = did_you_mean(name, options) or f"; there are {', '.join(options) or 'none'}"
             raise UsageError(f"{owner} has no argument {name!r}{hint}")
-
-
-def count(value: Any, name: str, owner: str, least: int = 0) -> int:
-    """Return a whole number of at least ``least``. Raises UsageError, which begins with ``owner``, for other values."""
-    if type(value) is not int or value < least:
-        raise UsageError(f"{owner}: {name} is {value!r}, not a whole number of at least {least}")
-    return value
-
-
-def table(value: Any, name: str, owner: str) -> dict[str, Any]:
-    """Return a table with text keys. Raises UsageError, which begins with ``owner``, for other values."""
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise UsageError(f"{owner}: {name} is {value!r}, not a table")
-    return dict(value)
 
 
 def validated(model: type[Model], given: Mapping[str, Any], owner: str) -> Model:
@@ -65,4 +51,5 @@ def validated(model: type[Model], given: Mapping[str, Any], owner: str) -> Model
         (first, *_) = error.errors()
         name = ".".join(map(str, first["loc"]))
         where = f"{name} is {first['input']!r}: " if name else ""
-        raise UsageError(f"{owner}: {where}{first['msg']}") from None
+        reason = first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{owner}: {where}{reason}") from None

@@ -33,7 +33,6 @@ def hosted(config: Config, folder: Path) -> Hosted:
 
 
 def close_hosted() -> None:
-    """End all of these processes."""
     with _lock:
         while _hosts:
             _hosts.popitem()[1].close()
@@ -76,8 +75,8 @@ def environments_of(config: Config, data: Dataset, grader: Grader | None, folder
 
 
 class Provided:
-    """An environment of a provider, asked as [data] says: with its system prompt and template. ``correct_above`` is the
-    threshold of ``with_correctness``."""
+    """Environment of a provider, with the system prompt and template of [data]. ``correct_above`` is the threshold of
+    ``with_correctness``."""
 
     def __init__(self, host: Hosted, problems: Sequence[Problem], data: Data, correct_above: float = CORRECT_ABOVE):
         self.host, self.data, self._problems, self.correct_above = host, data, problems, correct_above
@@ -86,7 +85,6 @@ class Provided:
         self.exact, self.parallel = host.exact, host.parallel
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Return those of its one split."""
         return self._problems
 
     def start(self, problem: Problem, seed: int) -> HostedEpisode:
@@ -100,7 +98,6 @@ class Provided:
         return episode
 
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
-        """Return the rewards of the episodes, in order."""
         results = self.host.results([episode for episode in episodes if isinstance(episode, HostedEpisode)])
         metric = self.host.section.correct_metric
         return [with_correctness(result, self.correct_above, metric) for result in results]

@@ -24,18 +24,12 @@ from retrain.rewards.base import failed
 from retrain.rewards.workers import Reply, WorkerPool
 from retrain.types import Action, Problem, RewardResult
 
-START_SECONDS = 180.0
-"""For a process to load its environment, which may import much."""
-PROBLEMS_SECONDS = 600.0
-"""For an environment to make its problems."""
-BEGINNING = 4
-"""An episode may take so many times ``timeout_s`` to begin: some start a server."""
-PAGE = 1000
-"""Problems that come at once."""
-RANGE_SLACK = 1e-6
-"""Of a declared range of rewards, for rounding."""
-NOTHING = Action([], "", np.zeros(0), None, "stop")
-"""What a policy says that says nothing."""
+START_SECONDS = 180.0  # For a process to load its environment, which may import much
+PROBLEMS_SECONDS = 600.0  # For an environment to make its problems
+BEGINNING = 4  # An episode may take so many times `timeout_s` to begin: some start a server
+PAGE = 1000  # Problems that come at once
+RANGE_SLACK = 1e-6  # Of a declared range of rewards, for rounding
+NOTHING = Action([], "", np.zeros(0), None, "stop")  # What a policy says that says nothing
 TOOLS = "retrain.environments.tool_use:ToolUse"
 
 
@@ -84,7 +78,6 @@ class Hosted:
 
     @property
     def parallel(self) -> int:
-        """How many episodes step side by side."""
         return len(self.pools)
 
     def problems(self, split: str) -> Sequence[Problem]:
@@ -111,7 +104,6 @@ class Hosted:
         return HostedEpisode(self, next(self._numbers), problem, seed)
 
     def results(self, episodes: Sequence[HostedEpisode]) -> list[RewardResult]:
-        """Return the rewards of the episodes, in order; one that failed has the reason in place of a reward."""
         with ThreadPoolExecutor(self.parallel) as side_by_side:
             return list(side_by_side.map(self._result, episodes))
 
@@ -151,7 +143,7 @@ class Hosted:
         return f"there is no metric {name!r} (correct_metric) among {', '.join(known) or 'none'}"
 
     def _outside(self, result: RewardResult) -> str:
-        """What is wrong with a reward outside the declared range; "" when nothing is."""
+        """Return the fault of a reward outside the declared range, or ""."""
         if self.reward_range is None or result.total_reward is None:
             return ""
         low, high = self.reward_range
@@ -161,12 +153,10 @@ class Hosted:
         return f"the reward is {result.total_reward:g}, outside the declared range [{low:g}, {high:g}]"
 
     def close(self) -> None:
-        """End the processes."""
         for pool in self.pools:
             pool.close()
 
     def call(self, number: int, job: tuple[Any, ...], timeout_s: float | None = None) -> Reply:
-        """Run a job in the process of episode ``number``."""
         (reply,) = self.pools[number % len(self.pools)].map([job], timeout_s)
         return reply
 
@@ -181,7 +171,6 @@ class HostedEpisode:
         self.first = Observation(tuple(begun["messages"]), tuple(begun["tools"]))
 
     def observe(self) -> Observation:
-        """Return the first observation."""
         return self.first
 
     def step(self, action: Action) -> Step:
@@ -196,7 +185,6 @@ class HostedEpisode:
         return RewardResult(**{**value, "tags": tuple(value["tags"])})
 
     def close(self) -> None:
-        """End the episode without a result."""
         self.environment.call(self.number, ("close", self.number))
 
     def _start(self) -> dict[str, Any]:
@@ -224,7 +212,6 @@ class HostedEpisode:
 
 
 def _target(section: EnvironmentSection, folders: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The class that hosts the environment, and its arguments."""
     if section.provider is None:
         return TOOLS, {"tools": section.tools, "folders": list(folders)}
     if section.provider in PROVIDERS:

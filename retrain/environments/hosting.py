@@ -23,8 +23,7 @@ from retrain.types import MAX_PROBLEMS, Action, Problem, RewardResult
 
 MESSAGE_CHARACTERS = 1_000_000
 """Characters of all messages of one step. A model reads a small part of that; the rest would only be tokenised."""
-LOST = "lost"
-"""The value of a job for an episode that this process does not know: it is younger than the episode."""
+LOST = "lost"  # The value of a job for an episode that this process does not know: it is younger than the episode
 FLAGS = ("correct", "format_ok")
 Job = tuple[Any, ...]
 
@@ -64,7 +63,6 @@ class Host:
         return self._runner.run(_awaited(value)) if inspect.isawaitable(value) else value
 
     def problems(self, split: str, begin: int, count: int) -> list[dict[str, Any]]:
-        """Some problems of a split. Raises PluginError for what is none, and for more than MAX_PROBLEMS."""
         if split not in self.made:
             problems = list(islice(self._settled(self.environment.problems(split)), MAX_PROBLEMS + 1))
             if len(problems) > MAX_PROBLEMS:
@@ -89,7 +87,6 @@ class Host:
         return made
 
     def start(self, number: int, problem: Problem, seed: int) -> dict[str, Any]:
-        """Begin an episode; its first observation."""
         self.close(number)
         episode = self._settled(self.environment.start(problem, seed))
         self.episodes[number] = episode
@@ -99,7 +96,6 @@ class Host:
         return {"messages": _plain(observed.messages), "tools": [dict(tool) for tool in observed.tools]}
 
     def step(self, number: int, action: Action) -> Any:
-        """One step, or LOST."""
         if number not in self.episodes:
             return LOST
         step = self._settled(self.episodes[number].step(action))
@@ -115,7 +111,6 @@ class Host:
         }
 
     def result(self, number: int) -> Any:
-        """The reward of an episode, which is over then, or LOST; what is no reward becomes an error in it."""
         if number not in self.episodes:
             return LOST
         try:
@@ -131,7 +126,6 @@ class Host:
         return {**vars(result), **flags, "tags": list(result.tags)}
 
     def close(self, number: int) -> None:
-        """Forget an episode."""
         episode = self.episodes.pop(number, None)
         if (close := getattr(episode, "close", None)) is not None:
             self._settled(close())
@@ -142,7 +136,7 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as JSON. Raises PluginError for what is none, Flooded when they are too long."""
+    """Return messages as JSON. Raises PluginError for other things, Flooded when they are too long."""
     made = []
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

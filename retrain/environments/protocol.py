@@ -15,13 +15,12 @@ from retrain.types import Action, Ended, Message, Problem, RewardResult
 if TYPE_CHECKING:
     from retrain.config import Config
 
-Range = Mapping[str, Any]
-"""``{"min", "max", "invert"}`` where known, for charts."""
+Range = Mapping[str, Any]  # `{"min", "max", "invert"}` where known, for charts
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What an episode begins with: the whole prompt as a conversation, and the tools that the policy may call, as JSON
+    """The beginning of an episode: the whole prompt as a conversation, and the tools that the policy may call, as JSON
     schemas of functions (``{"type": "function", "function": {"name", "description", "parameters"}}``)."""
 
     messages: Sequence[Message]
@@ -30,7 +29,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Step:
-    """What an action leads to.
+    """The answer to an action.
 
     ``messages`` answer it; ``done``: the episode is over. ``reward`` is what this turn alone was worth, None where the
     environment rewards whole episodes. ``metrics`` are numbers of the turn, ``logs`` texts about it. Where the
@@ -56,14 +55,14 @@ class EpisodeFailed(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """When an episode ends at the latest: after so many turns, or tokens, read and sampled together. None: never."""
+    """Most turns of an episode, and most tokens, read and sampled together. None: no limit."""
 
     turns: int | None = None
     tokens: int | None = None
 
     @classmethod
     def of(cls, config: Config, context: int | None) -> Limits:
-        """Those of a configuration, with a model that has this ``context`` of tokens (None: not known)."""
+        """Return the limits of a configuration, with a model that has this ``context`` of tokens (None: not known)."""
         section = config.environment
         known = [tokens for tokens in (section.max_episode_tokens, context) if tokens]
         return cls(section.turns, min(known) if known and section.turns > 1 else None)
@@ -76,7 +75,7 @@ class Episode(Protocol):
     """One rollout's side of the conversation. One that has a method ``close`` is closed when it has ended."""
 
     def observe(self) -> Observation:
-        """The prompt. All episodes of a group begin alike: they are started with the same seed."""
+        """Return the prompt. All episodes of a group begin alike: they are started with the same seed."""
         ...
 
     def step(self, action: Action) -> Step:
@@ -94,11 +93,11 @@ class Environment(Protocol):
     equals one that was not interrupted."""
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """The problems of ``train``, or of a held-out set by its name."""
+        """Return the problems of ``train``, or of a held-out set by its name."""
         ...
 
     def start(self, problem: Problem, seed: int) -> Episode:
-        """A new episode. All its randomness comes from ``seed``."""
+        """Begin an episode. All its randomness comes from ``seed``."""
         ...
 
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:

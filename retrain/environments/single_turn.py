@@ -40,7 +40,6 @@ class SingleTurn:
         }
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Return the problems of ``train`` or of a held-out set."""
         return self.splits[split]
 
     def start(self, problem: Problem, seed: int) -> Episode:
@@ -49,7 +48,6 @@ class SingleTurn:
         return SingleTurnEpisode(problem, self.data, calls)
 
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
-        """Grade all answers in one call, so that a slow judge gets a batch; add the tools' counters."""
         own = [episode for episode in episodes if isinstance(episode, SingleTurnEpisode)]
         graded = self.grader.grade([(episode.problem, episode.answer) for episode in own])
         if self.tools is not None:
@@ -69,7 +67,6 @@ class SingleTurnEpisode:
     answer: str = ""
 
     def observe(self) -> Observation:
-        """Return the problem as ``[data]`` puts it, and the tools."""
         tools = () if self.calls is None else self.calls.first.tools
         return Observation(tuple(conversation(self.problem, self.data)), tools)
 
@@ -79,6 +76,5 @@ class SingleTurnEpisode:
         return Step() if self.calls is None else self.calls.step(action)
 
     def close(self) -> None:
-        """End the episode without a result."""
         if self.calls is not None:
             self.calls.close()

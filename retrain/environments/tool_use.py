@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from retrain.environments.arguments import did_you_mean
 from retrain.environments.protocol import Observation, Range, Step
 from retrain.environments.tools import ToolError
 from retrain.environments.tools.calls import Call, answer, as_text, parse
-from retrain.environments.tools.schema import Tool, did_you_mean, tool_of
+from retrain.environments.tools.schema import Tool, tool_of
 from retrain.errors import PluginError, PluginMissing
 from retrain.plugins import load_function
 from retrain.types import Action, Message, Problem, RewardResult
@@ -60,7 +61,6 @@ class ToolUse:
         }
 
     def start(self, problem: Problem, seed: int) -> ToolEpisode:
-        """Begin an episode; tools that are classes are made for it alone."""
         with contextlib.ExitStack() as stack:
             functions: dict[str, Callable[..., Any]] = {}
             for name, tool in self.tools.items():
@@ -84,7 +84,6 @@ class ToolEpisode:
     by_tool: dict[str, int] = field(default_factory=dict)
 
     def observe(self) -> Observation:
-        """The tools; the question is another's to ask."""
         return Observation((), self.environment.schemas)
 
     def step(self, action: Action) -> Step:
@@ -97,7 +96,6 @@ class ToolEpisode:
         return Step(messages, done=not calls, metrics=metrics)
 
     def result(self) -> RewardResult:
-        """The numbers of the episode; what it was worth is for a reward to say."""
         metrics: dict[str, float | None] = {
             "tools/total_tool_calls": float(self.total),
             "tools/tool_success_rate": (self.total - self.errors) / self.total if self.total else None,

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from retrain.config.tasks import Data
 from retrain.data.prompts import Renderer
-from retrain.environments.providers.inversion import read_calls
+from retrain.environments.tools.calls import read_calls
 from retrain.errors import RetrainError
 from retrain.serving.adapters import Served
 from retrain.serving.answers import chat_logprobs, head, new_id, usage

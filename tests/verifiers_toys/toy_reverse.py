@@ -1,4 +1,4 @@
-"""A taskset of one turn."""
+"""A taskset of one turn, whose metric, and whose reward of weight 0, raise for one answer."""
 
 import verifiers.v1 as vf
 
@@ -25,6 +25,18 @@ class ReverseTask(vf.Task[ReverseData]):
     @vf.metric
     async def length(self, trace: vf.Trace) -> float:
         return float(len(trace.last_reply))
+
+    @vf.metric
+    async def sweetness(self, trace: vf.Trace) -> float:
+        if trace.last_reply == "mulp":
+            raise ArithmeticError("too sweet")
+        return 0.5
+
+    @vf.reward(weight=0.0)
+    async def ripeness(self, trace: vf.Trace) -> float:
+        if trace.last_reply == "mulp":
+            raise ArithmeticError("too ripe")
+        return 0.5
 
 
 class ReverseConfig(vf.TasksetConfig):

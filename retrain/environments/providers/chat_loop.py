@@ -7,7 +7,7 @@ one's packages. Found by the library as ``retrain-chat``; imported only where ve
 from __future__ import annotations
 
 import json
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import httpx
@@ -83,10 +83,11 @@ class ChatLoop(Harness[ChatLoopConfig]):
 
 
 async def _called(function: dict[str, Any], places: dict[str, tuple[str, str]], connections: dict[str, Any]) -> Any:
-    """Return the tool's result, or the error as text."""
-    name, arguments, fault = function["name"], *_arguments(function)
-    if fault:
-        return f"error: invalid JSON in tool arguments ({fault}); resend the call with valid JSON"
+    name = function["name"]
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except ValueError as error:
+        return f"error: invalid JSON in tool arguments ({error}); resend the call with valid JSON"
     if not isinstance(arguments, dict):
         kind = type(arguments).__name__
         return f"error: tool arguments must be a JSON object, got {kind}; resend as an object"
@@ -96,21 +97,14 @@ async def _called(function: dict[str, Any], places: dict[str, tuple[str, str]], 
 
 
 async def _denied(client: httpx.AsyncClient, url: str, call: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what a policy of the task's puts in place of the tool's answer; None where the tool may run. Raises
-    RuntimeError where it ends the rollout."""
+    """Return the message that a policy of the task puts in place of the tool's answer; None where the tool may run.
+    Raises RuntimeError where it ends the rollout."""
     function = call["function"]
-    arguments, _ = _arguments(function)
+    arguments = function.get("arguments") or "{}"
+    with suppress(ValueError):
+        arguments = json.loads(arguments)
     reply = await client.post(url, json={"tool_call_id": call["id"], "name": function["name"], "arguments": arguments})
     decision = reply.raise_for_status().json()
     if decision["action"] == "stop":
         raise RuntimeError(decision["reason"])
     return decision["message"] if decision["action"] == "deny" else None
-
-
-def _arguments(function: dict[str, Any]) -> tuple[Any, str]:
-    """Return the parsed arguments of a call and ""; or the unparsed text and the reason."""
-    text = function.get("arguments") or "{}"
-    try:
-        return json.loads(text), ""
-    except ValueError as error:
-        return text, str(error)

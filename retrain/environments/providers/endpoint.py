@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from retrain.environments.tools.calls import Call
 from retrain.types import Action
@@ -22,13 +23,12 @@ from retrain.types import Action
 MAX_REQUEST_BYTES = 64 << 20
 LOOPBACK = "127.0.0.1"
 OUT_OF_CONTEXT = "This model's maximum context length is reached: the rollout gets no further answer."
-"""In words that harnesses look for in the refusals of other servers; most end the rollout then and grade it."""
-LEAST_LOGPROB = -9999.0
-"""What servers write for −∞, which JSON has not."""
+"""Harnesses look for these words in a server's refusal; most end the rollout then and grade it."""
+LEAST_LOGPROB = -9999.0  # Servers write it for −∞, which JSON does not have
 
 
 @dataclass(eq=False)
-class Asked:
+class Request:
     """A request that waits for its completion."""
 
     messages: list[dict[str, Any]]
@@ -45,33 +45,33 @@ class Channel:
     """One rollout's requests, in the order in which they came."""
 
     name: str
-    waiting: deque[Asked] = field(default_factory=deque)
+    waiting: deque[Request] = field(default_factory=deque)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     refuses: bool = False
     refused: int = 0
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The completion for a request's body, once it is there. Raises Refused."""
+        """Wait for the completion of a request with this body. Raises Refused."""
         if self.refuses:
             self.refused += 1
             self.arrived.set()
             raise Refused(OUT_OF_CONTEXT)
-        asked = Asked(
+        request = Request(
             list(body.get("messages") or []),
             list(body.get("tools") or []),
             asyncio.get_running_loop().create_future(),
         )
-        self.waiting.append(asked)
+        self.waiting.append(request)
         self.arrived.set()
-        return await asked.completion
+        return await request.completion
 
-    def refuse(self, *taken: Asked) -> None:
-        """Refuse what was ``taken`` and has no answer, what waits, and all that follows, as a full context is."""
+    def refuse(self, current: Request) -> None:
+        """Refuse the current request, what waits, and all that follows, as a full context is."""
         self.refuses = True
-        for asked in (*taken, *self.waiting):
-            if not asked.completion.done():
+        for request in (current, *self.waiting):
+            if not request.completion.done():
                 self.refused += 1
-                asked.completion.set_exception(Refused(OUT_OF_CONTEXT))
+                request.completion.set_exception(Refused(OUT_OF_CONTEXT))
         self.waiting.clear()
 
 
@@ -84,7 +84,6 @@ class Endpoint:
         self._close: Callable[[], Any] | None = None
 
     async def start(self) -> None:
-        """Listen on a free port; ``url`` is known from here on."""
         from aiohttp import web  # pyright: ignore[reportMissingImports]
 
         spared = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
@@ -100,18 +99,17 @@ class Endpoint:
         self.url, self._close = f"http://{host}:{port}", runner.cleanup
 
     async def close(self) -> None:
-        """Stop listening."""
         if self._close is not None:
             await self._close()
             self._close = None
 
     def url_of(self, channel: Channel) -> str:
-        """What an OpenAI client takes as its base_url."""
+        """Return the base_url for an OpenAI client."""
         return f"{self.url}/{channel.name}/v1"
 
     @property
     def session_url(self) -> str:
-        """The same for clients that name the channel in a header."""
+        """Return the base_url for clients that name the channel in a header."""
         return f"{self.url}/session/v1"
 
     async def _chat(self, request: Any) -> Any:
@@ -136,7 +134,7 @@ class Endpoint:
 def completion(
     action: Action, number: int, content: str, calls: Sequence[tuple[str, Call]], model: str = "policy"
 ) -> dict[str, Any]:
-    """A ChatCompletion of the rollout's action ``number``. ``calls`` are calls with their ids.
+    """Return a ChatCompletion of the rollout's action ``number``. ``calls`` are calls with their ids.
 
     ``token_ids`` and ``logprobs`` of the choice are as vLLM writes them. What the policy read was tokenised elsewhere:
     ``usage`` counts the sampled tokens only.
@@ -144,12 +142,17 @@ def completion(
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
-            {"id": id, "type": "function", "function": {"name": call.name, "arguments": _json(call.arguments)}}
+            {
+                "id": id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            }
             for id, call in calls
         ]
+    finite = np.nan_to_num(action.logprobs_T, nan=LEAST_LOGPROB, posinf=LEAST_LOGPROB, neginf=LEAST_LOGPROB).tolist()
     logprobs = [
-        {"token": f"token_id:{token}", "logprob": _finite(logprob), "bytes": None, "top_logprobs": []}
-        for token, logprob in zip(action.token_ids, action.logprobs_T, strict=False)
+        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(action.token_ids, finite, strict=False)
     ]
     stopped = "tool_calls" if calls else "stop"
     return {
@@ -170,29 +173,21 @@ def completion(
     }
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _finite(logprob: float) -> float:
-    return float(logprob) if math.isfinite(logprob) else LEAST_LOGPROB
-
-
 def _error(message: str, code: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
 
 
 def _events(completion: Mapping[str, Any]) -> bytes:
-    """The completion as a stream that says everything at once."""
+    """Return the completion as a stream that sends everything at once."""
     choice = completion["choices"][0]
     delta = dict(choice["message"])
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
     head = {key: completion[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    said = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
+    content = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
     ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
     chunks = [
-        head | {"choices": [said]},
+        head | {"choices": [content]},
         head | {"choices": [ended]},
         head | {"choices": [], "usage": completion["usage"]},
     ]

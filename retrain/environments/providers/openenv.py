@@ -16,11 +16,11 @@ from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from retrain.environments.arguments import imported, validated
 from retrain.environments.protocol import Observation, Range, Step
-from retrain.environments.providers.openenv_forms import Actions, listed_tools, may_have_tools, messages_of, result_of
+from retrain.environments.providers.openenv_forms import Actions, messages_of, result_of, tool_schema
 from retrain.environments.providers.openenv_server import Server
 from retrain.environments.tools.calls import Call, answer, parse
 from retrain.errors import PluginError, UsageError
@@ -29,8 +29,8 @@ from retrain.types import Action, Message, Problem, RewardResult
 
 Text = Annotated[str, Field(min_length=1)]
 OWNER = "environment openenv"
-POLICYS_FAULTS = ("VALIDATION_ERROR",)
-"""Error codes of a server for an invalid action; all others mean that the environment is broken."""
+INVALID_ACTION = "VALIDATION_ERROR"
+"""Error code of a server for an invalid action; all others mean that the environment is broken."""
 
 
 class Arguments(BaseModel):
@@ -64,13 +64,20 @@ class Arguments(BaseModel):
 
     @property
     def address(self) -> str | None:
-        """Return the server's address, or None if each process starts a server. Raises UsageError unless one is set."""
+        """Return the server's address, None if each process starts a server."""
         url = self.id if self.url is None else self.url
-        if (url is None) == (self.command is None):
-            raise UsageError(f'{OWNER} takes either url = "http://…" or command = ["python", "server.py", "{{port}}"]')
-        if url is not None and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
-            raise UsageError(f'{OWNER}: {url!r} is no address of a server, such as "http://127.0.0.1:8000"')
         return url and url.rstrip("/")
+
+    @model_validator(mode="after")
+    def _check(self) -> Arguments:
+        url = self.address
+        if (url is None) == (self.command is None):
+            raise ValueError('it takes either url = "http://…" or command = ["python", "server.py", "{port}"]')
+        if url is not None and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
+            raise ValueError(f'{url!r} is no address of a server, such as "http://127.0.0.1:8000"')
+        if self.reward_range is not None and self.reward_range[0] >= self.reward_range[1]:
+            raise ValueError(f"reward_range is {self.reward_range}, whose first number is not below its second")
+        return self
 
 
 class OpenEnv:
@@ -82,10 +89,6 @@ class OpenEnv:
         self.arguments = validated(Arguments, arguments, OWNER)
         self.url, self.exact = self.arguments.address, self.arguments.exact
         self.reward_range = self.arguments.reward_range
-        if self.reward_range is not None and self.reward_range[0] >= self.reward_range[1]:
-            raise UsageError(
-                f"{OWNER}: reward_range is {self.reward_range}, whose first number is not below its second"
-            )
         self.tools: Sequence[Mapping[str, Any]] = ()
         """Tools that the policy may call, as JSON schemas of functions; empty if actions are text or JSON."""
         self._client = imported("openenv.core.generic_client", OWNER).GenericEnvClient
@@ -94,22 +97,20 @@ class OpenEnv:
 
     def problems(self, split: str) -> Sequence[Problem]:
         """Return the seeds of ``train``; every other split has the held-out seeds."""
-        first = self.arguments.seed * 1_000_000
-        begin, number = first, self.arguments.heldout
+        first, heldout = self.arguments.seed * 1_000_000, self.arguments.heldout
+        seeds = range(first, first + heldout)
         if split == "train":
-            begin, number = first + self.arguments.heldout, self.arguments.size
-        return [
-            Problem(f"seed/{seed}", f"seed {seed}", "", (), {"seed": seed}) for seed in range(begin, begin + number)
-        ]
+            seeds = range(first + heldout, first + heldout + self.arguments.size)
+        return [Problem(f"seed/{seed}", f"seed {seed}", "", (), {"seed": seed}) for seed in seeds]
 
     def start(self, problem: Problem, seed: int) -> OpenEnvEpisode:
         """Reset a session with the problem's seed. Raises PluginError if the server refuses it."""
         url = self._reachable()
-        actions = self._known_actions(url)
-        return OpenEnvEpisode(self, url, actions, int(problem.metadata["seed"]))
+        if self._actions is None:
+            self._actions = self._read_schema(url)
+        return OpenEnvEpisode(self, url, self._actions, int(problem.metadata["seed"]))
 
     def close(self) -> None:
-        """End the server that this process has started."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -124,35 +125,47 @@ class OpenEnv:
             self._server = Server(self.arguments.command, self.arguments.start_seconds, OWNER)
         return self._server.url
 
-    def _known_actions(self, url: str) -> Actions:
-        if self._actions is None:
-            schema, field, constants = self._schema(url), self.arguments.action_field, self.arguments.action
-            try:
-                self._actions = Actions(schema, field, constants)
-            except KeyError as error:
-                raise UsageError(f"{OWNER}: {error.args[0]}") from None
-            if field is None and not constants and may_have_tools(schema):
-                try:
-                    self.tools = listed_tools(url, self.arguments.step_seconds, _trusts_proxy(url))
-                except (httpx.HTTPError, ValueError) as error:
-                    reason = printable(str(error))
-                    raise PluginError(f"{OWNER}: {url}/mcp does not list its tools: {reason}") from error
-                if not self.tools and "tool_name" in schema.get("properties", {}):
-                    raise UsageError(f"{OWNER}: the actions of {url} are calls of tools, and {url}/mcp lists no tool")
-        return self._actions
-
-    def _schema(self, url: str) -> Mapping[str, Any]:
-        """Return the JSON schema of actions; empty if the server has no schema and ``action_field`` is set."""
+    def _read_schema(self, url: str) -> Actions:
+        """Return the form of the server's actions, and set ``tools`` where they are calls."""
+        field = self.arguments.action_field
         try:
-            answer = httpx.get(f"{url}/schema", timeout=self.arguments.step_seconds, trust_env=_trusts_proxy(url))
+            reply = self._request("GET", f"{url}/schema")
         except httpx.HTTPError as error:
             raise PluginError(f"{OWNER}: there is no server at {url}: {printable(str(error))}") from error
         try:
-            return dict(answer.raise_for_status().json()["action"])
+            schema = dict(reply.raise_for_status().json()["action"])
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
-            if self.arguments.action_field is not None:
-                return {}
-            raise UsageError(f"{OWNER}: {url}/schema does not tell what an action is: set action_field") from None
+            if field is None:
+                raise UsageError(f"{OWNER}: {url}/schema does not tell what an action is: set action_field") from None
+            schema = {}
+        try:
+            actions = Actions(schema, field, self.arguments.action)
+        except KeyError as error:
+            raise UsageError(f"{OWNER}: {error.args[0]}") from None
+        if field is None and not self.arguments.action and actions.may_be_calls:
+            self.tools = self._list_tools(url)
+            if not self.tools and "tool_name" in schema.get("properties", {}):
+                raise UsageError(f"{OWNER}: the actions of {url} are calls of tools, and {url}/mcp lists no tool")
+        return actions
+
+    def _list_tools(self, url: str) -> list[dict[str, Any]]:
+        """Return the tools of an MCP environment; none where it is no such environment.
+
+        The request is MCP's ``tools/list`` outside of a session: a session that is opened over HTTP stays open on the
+        server when this process is killed.
+        """
+        try:
+            request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
+            content = self._request("POST", f"{url}/mcp", json=request).raise_for_status().json()
+            tools = content["result"]["tools"] if isinstance(content, Mapping) and "result" in content else []
+            return [tool_schema(tool) for tool in tools]
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise PluginError(f"{OWNER}: {url}/mcp does not list its tools: {printable(str(error))}") from error
+
+    def _request(self, method: str, url: str, **options: Any) -> httpx.Response:
+        # HTTP_PROXY and similar variables do not apply to addresses of this machine.
+        trust_env = urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1")
+        return httpx.request(method, url, timeout=self.arguments.step_seconds, trust_env=trust_env, **options)
 
 
 class OpenEnvEpisode:
@@ -164,14 +177,13 @@ class OpenEnvEpisode:
         # An action is over when the server has answered it, so the client's own limit is that of a step.
         self._client = environment._client(url, connect_timeout_s=limit, message_timeout_s=limit).sync()
         self.rewards: list[float] = []
-        self.invalid = 0
-        self.called = False
         self.numbers: dict[str, float] = {}
+        self.invalid, self.called = 0, False
         arguments = {"seed": seed, "episode_id": uuid.uuid4().hex} | environment.arguments.reset
         try:
             self._call(self._client.connect)
             begun = self._call(lambda: self._client.reset(**arguments))
-            self.first = self._said(begun.observation)
+            self.first = self._messages(begun.observation)
             if begun.done:
                 raise PluginError(f"{OWNER}: {url} was done with seed {seed} before the first action")
         except BaseException:
@@ -179,31 +191,30 @@ class OpenEnvEpisode:
             raise
 
     def observe(self) -> Observation:
-        """Return the messages of the reset and the required form of an action."""
         messages = list(self.first)
-        if self.environment.tools:
-            return Observation(tuple(messages), tuple(self.environment.tools))
-        if instruction := self.actions.instruction:
+        instruction = self.actions.instruction
+        if instruction and not self.environment.tools:
             last = messages[-1]
             messages[-1] = {"role": last["role"], "content": f"{last['content']}\n\n{instruction}"}
-        return Observation(tuple(messages))
+        return Observation(tuple(messages), tuple(self.environment.tools))
 
     def step(self, action: Action) -> Step:
         """Send the action. A text that is not a valid action gets the reason as its reply and a reward of 0."""
         if self.environment.tools:
             return self._call_tools(action)
         try:
-            sent = self.actions.read(action.text)
+            reply = self._send(self.actions.read(action.text))
         except ValueError as error:
-            return self._refused(str(error))
-        reply = self._call(lambda: self._client.step(sent), refused=True)
+            reply = str(error)
         if isinstance(reply, str):
-            return self._refused(reply)
-        reward, metrics = self._reward(reply), self._numbers(reply.observation)
+            self.invalid += 1
+            message = {"role": "user", "content": f"{reply} {self.actions.instruction}".strip()}
+            return Step([message], done=False, reward=0.0, metrics={"invalid_actions": 1.0}, logs={"invalid": reply})
+        reward, metrics = self._reward(reply), self._metrics(reply.observation)
         if reply.done:
             self.close()
             return Step(done=True, reward=reward, metrics=metrics)
-        messages = self._said(reply.observation)
+        messages = self._messages(reply.observation)
         if len(messages) > len(self.first) and messages[: len(self.first)] == self.first:  # all that was said, again
             begun = list(self.observe().messages)
             messages = [*begun, *messages[len(begun) :]]
@@ -215,22 +226,21 @@ class OpenEnvEpisode:
         call ends it too."""
         found = parse(action.text).found
         messages, rewards, metrics, failures, done = [], list[float](), {}, 0, not found
-        for each in found:
-            reply: Any = each
-            if isinstance(each, Call):
-                sent = {"type": "call_tool", "tool_name": each.name, "arguments": each.arguments}
-                reply = self._call(lambda sent=sent: self._client.step(sent), refused=True)
+        for call in found:
+            reply: Any = call
+            if isinstance(call, Call):
+                reply = self._send({"type": "call_tool", "tool_name": call.name, "arguments": call.arguments})
             if isinstance(reply, str):
                 failures += 1
-                messages.append(answer(each, f"Error: {reply}"))
+                messages.append(answer(call, f"Error: {reply}"))
                 continue
             self.called = True
             text, failed = result_of(reply.observation)
             failures += failed
-            messages.append(answer(each, text))
+            messages.append(answer(call, text))
             if (reward := self._reward(reply)) is not None:
                 rewards.append(reward)
-            metrics |= self._numbers(reply.observation)
+            metrics |= self._metrics(reply.observation)
             if reply.done:
                 done = True
                 break
@@ -239,18 +249,8 @@ class OpenEnvEpisode:
             metrics["invalid_actions"] = float(failures)
         if done:
             self.close()
-        total = math.fsum(rewards) if rewards or failures else None
-        return Step(messages, done=done, reward=total, metrics=metrics)
-
-    def _reward(self, reply: Any) -> float | None:
-        """Return the reward of a step and add it to the episode. Raises PluginError if it is not a number."""
-        if reply.reward is None:
-            return None
-        reward = float(reply.reward)
-        if not math.isfinite(reward):
-            raise PluginError(f"{OWNER}: {self.url} gave a reward of {reward}")
-        self.rewards.append(reward)
-        return reward
+        reward = math.fsum(rewards) if rewards or failures else None
+        return Step(messages, done=done, reward=reward, metrics=metrics)
 
     def result(self) -> RewardResult:
         """Return the sum of the steps' rewards; 0 if the policy called no tool."""
@@ -264,27 +264,35 @@ class OpenEnvEpisode:
         with contextlib.suppress(Exception):  # a session that is gone already
             self._client.close()
 
-    def _refused(self, reason: str) -> Step:
-        self.invalid += 1
-        message = {"role": "user", "content": f"{reason} {self.actions.instruction}".strip()}
-        return Step([message], done=False, reward=0.0, metrics={"invalid_actions": 1.0}, logs={"invalid": reason})
+    def _reward(self, reply: Any) -> float | None:
+        """Return the reward of a step and add it to the episode. Raises PluginError if it is not a number."""
+        if reply.reward is None:
+            return None
+        reward = float(reply.reward)
+        if not math.isfinite(reward):
+            raise PluginError(f"{OWNER}: {self.url} gave a reward of {reward}")
+        self.rewards.append(reward)
+        return reward
 
-    def _said(self, observation: Any) -> list[Message]:
+    def _messages(self, observation: Any) -> list[Message]:
         try:
             return messages_of(observation, self.environment.arguments.message_field)
         except KeyError as error:
             raise UsageError(f"{OWNER}: {error.args[0]}") from None
 
-    def _numbers(self, observation: Any) -> dict[str, float]:
-        found = observation if isinstance(observation, Mapping) else {}
-        numbers = {
-            name: found[name] for name in self.environment.arguments.metrics if isinstance(found.get(name), int | float)
-        }
-        self.numbers.update({name: float(value) for name, value in numbers.items()})
-        return {name: float(value) for name, value in numbers.items()}
+    def _metrics(self, observation: Any) -> dict[str, float]:
+        fields = observation if isinstance(observation, Mapping) else {}
+        values = {name: fields.get(name) for name in self.environment.arguments.metrics}
+        numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+        self.numbers.update(numbers)
+        return numbers
 
-    def _call(self, call: Callable[[], Any], refused: bool = False) -> Any:
-        """Call the client and return its result; with ``refused``, the server's reason if it rejects the action.
+    def _send(self, action: Mapping[str, Any]) -> Any:
+        """Return the server's reply to an action, or its reason if it rejects the action."""
+        return self._call(lambda: self._client.step(action), refusal="That is not a valid action.")
+
+    def _call(self, call: Callable[[], Any], refusal: str | None = None) -> Any:
+        """Call the client and return its result, or ``refusal`` if the server finds the action invalid.
 
         Raises PluginError, with the server's address, for every other error.
         """
@@ -296,16 +304,10 @@ class OpenEnvEpisode:
         except Exception as error:  # the client raises whatever its sockets do
             text = printable(str(error)) or type(error).__name__
             code = re.search(r"\(code: (\w+)\)$", text)
-            full = ": it may be full, let it take more sessions (max_concurrent_envs)"
-            if code is None:  # a full server says so and closes; whether we read it before is a race
-                hint = full if "received 1000" in text else ""
-                raise PluginError(f"{OWNER}: the connection to {self.url} is lost{hint}: {text}") from error
-            if refused and code[1] in POLICYS_FAULTS:
-                return "That is not a valid action."
-            hint = full if code[1] == "CAPACITY_REACHED" else ""
-            raise PluginError(f"{OWNER}: {self.url} answered with an error{hint}: {text}") from error
-
-
-def _trusts_proxy(url: str) -> bool:
-    """Return whether HTTP_PROXY and similar variables apply: not for addresses of this machine."""
-    return urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1")
+            if refusal is not None and code is not None and code[1] == INVALID_ACTION:
+                return refusal
+            # A full server says so and closes; whether that is read before is a race.
+            is_full = "received 1000" in text if code is None else code[1] == "CAPACITY_REACHED"
+            fault = f"the connection to {self.url} is lost" if code is None else f"{self.url} answered with an error"
+            hint = ": it may be full, let it take more sessions (max_concurrent_envs)" if is_full else ""
+            raise PluginError(f"{OWNER}: {fault}{hint}: {text}") from error

@@ -7,25 +7,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import httpx
-
 from retrain.environments.tools.calls import as_text
 from retrain.types import Message
 
 ROLES = ("system", "user", "assistant", "tool")
 MESSAGE_FIELDS = (
-    "messages",
-    "prompt",
-    "message",
-    "text",
-    "content",
-    "question",
-    "output",
-    "result",
-    "response",
-    "echoed_message",
+    *("messages", "prompt", "message", "text", "content"),
+    *("question", "output", "result", "response", "echoed_message"),
 )
 """Fields of an observation that may hold its text; the first non-empty one is used."""
+CALL_FIELDS = {"type", "tool_name", "arguments"}  # Fields of an action that calls a tool (`CallToolAction`)
 READERS = {"string": str, "integer": int, "number": float}
 """JSON types to which a whole completion can be converted, with the conversion."""
 
@@ -38,20 +29,21 @@ def messages_of(observation: Any, field: str | None) -> list[Message]:
     """
     if field is None:
         if not isinstance(observation, Mapping):
-            return _said(observation)
-        told = next(filter(None, (observation.get(name) for name in MESSAGE_FIELDS)), None)
-        empty = ("metadata",) if not observation.get("metadata", True) else ()  # every observation has the field
-        return _said(told or {name: value for name, value in observation.items() if name not in empty})
+            return _as_messages(observation)
+        text = next(filter(None, (observation.get(name) for name in MESSAGE_FIELDS)), None)
+        # Every observation has the field ``metadata``, most of them an empty one.
+        fields = {name: value for name, value in observation.items() if name != "metadata" or value}
+        return _as_messages(text or fields)
     value = observation
     for part in field.split("."):
         if not isinstance(value, Mapping) or part not in value:
             there = ", ".join(value) if isinstance(value, Mapping) else f"a {type(value).__name__}"
             raise KeyError(f"message_field {field!r} is not in the observation, which has {there}")
         value = value[part]
-    return _said(value)
+    return _as_messages(value)
 
 
-def _said(value: Any) -> list[Message]:
+def _as_messages(value: Any) -> list[Message]:
     """Convert a value to chat messages: unchanged if it is a list of them, with unknown roles as user text."""
     if isinstance(value, list) and value:
         if all(isinstance(item, Mapping) and isinstance(item.get("content"), str) for item in value):
@@ -87,6 +79,11 @@ class Actions:
         return None
 
     @property
+    def may_be_calls(self) -> bool:
+        """Return whether actions are calls of tools: they have no field but those of ``CallToolAction``."""
+        return set(self.schema["properties"]) <= CALL_FIELDS
+
+    @property
     def instruction(self) -> str:
         """Return instructions for the form of an action, with the schema; "" if every text is a valid action."""
         if self.field is not None:
@@ -114,33 +111,8 @@ class Actions:
         return {self.field: reader(found[-1])} | self.constants
 
 
-CALL_FIELDS = {"type", "tool_name", "arguments"}
-"""Fields of an action that calls a tool (``CallToolAction``)."""
-
-
-def may_have_tools(action_schema: Mapping[str, Any]) -> bool:
-    """Return whether actions of this JSON schema are tool calls: they have no field but those of ``CallToolAction``."""
-    return set(action_schema.get("properties", {})) - {"metadata"} <= CALL_FIELDS
-
-
-def listed_tools(url: str, timeout_s: float, trust_env: bool) -> list[dict[str, Any]]:
-    """Return the tools of an MCP environment as JSON schemas of functions.
-
-    The request is MCP's ``tools/list`` outside of a session: a session that is opened over HTTP stays open on the
-    server when this process is killed. Raises httpx.HTTPError, and ValueError for an answer that is no list of tools.
-    """
-    request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
-    reply = httpx.post(f"{url}/mcp", json=request, timeout=timeout_s, trust_env=trust_env)
-    content = reply.raise_for_status().json()
-    if not isinstance(content, Mapping) or "result" not in content:
-        return []
-    try:
-        return [_function(tool) for tool in content["result"]["tools"]]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{url}/mcp answers tools/list with something else than tools") from error
-
-
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+def tool_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return MCP's description of a tool as the JSON schema of a function."""
     parameters = tool.get("inputSchema") or tool.get("input_schema") or {"type": "object", "properties": {}}
     function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
     return {"type": "function", "function": function}

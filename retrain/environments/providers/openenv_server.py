@@ -52,7 +52,6 @@ class Server:
 
     @property
     def alive(self) -> bool:
-        """Whether its process runs."""
         return self.process.poll() is None
 
     def _wait(self, seconds: float, owner: str, command: str) -> None:

@@ -14,21 +14,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
-from retrain.environments.arguments import count, imported, meant, refuse_unknown, table, validated
+from retrain.environments.arguments import did_you_mean, imported, refuse_unknown, validated
 from retrain.environments.protocol import Observation, Range, Step
-from retrain.environments.providers.reasoning_gym_tasks import FULL, Child, Task, entry_of, score
+from retrain.environments.providers.reasoning_gym_tasks import FULL, Task, TaskWorker, entry_of, score
 from retrain.errors import DataError, UsageError
 from retrain.plugins import described
 from retrain.rewards.base import failed
 from retrain.types import Action, Problem, RewardResult
 
 OWNER = "environment reasoning-gym"
-OURS = ("seed", "size")
-"""Keys of a data set's config that the environment sets itself."""
-CHECK_SECONDS = 120.0
-"""How long the check of one task may take before training."""
+OURS = ("seed", "size")  # Keys of a data set's config that the environment sets itself
+CHECK_SECONDS = 120.0  # How long the check of one task may take before training
+
+
+class Numbers(BaseModel):
+    """How many problems to draw and hold out, and the seed."""
+
+    model_config = ConfigDict(strict=True)
+
+    size: PositiveInt = 1000
+    heldout: NonNegativeInt = 200
+    seed: NonNegativeInt = 0
 
 
 class Part(BaseModel):
@@ -36,13 +44,13 @@ class Part(BaseModel):
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
-    name: str = ""
+    name: str
     weight: PositiveFloat = 1.0
     config: dict[str, Any] = {}
 
 
 class Checked(NamedTuple):
-    """What became of one data set's check: ``reason`` is "" where it is sound; ``seconds`` is how long it took."""
+    """Result of one data set's check: ``reason`` is "" where it is sound; ``seconds`` is how long it took."""
 
     name: str
     ok: bool
@@ -63,17 +71,18 @@ class ReasoningGym:
     reward_range = (0.0, 1.0)
     metrics_ranges: ClassVar[Mapping[str, Range]] = {"answer_tags": {"min": 0, "max": 1}}
 
-    def __init__(self, id: Any, size: int = 1000, heldout: int = 200, seed: int = 0, **config: Any):
-        self.size, self.heldout = count(size, "size", OWNER, 1), count(heldout, "heldout", OWNER)
-        self.seed = count(seed, "seed", OWNER)
-        self.parts = _parts(id, config)
+    def __init__(self, id: Any, **arguments: Any):
+        numbers = {name: arguments.pop(name) for name in Numbers.model_fields if name in arguments}
+        known = validated(Numbers, numbers, OWNER)
+        self.size, self.heldout, self.seed = known.size, known.heldout, known.seed
+        self.parts = _parts(id, arguments)
         total = self.size + self.heldout
         self._tasks = {part.name: Task(part.name, self.seed, total, part.config) for part in self.parts}
         self._datasets = {name: _dataset(task) for name, task in self._tasks.items()}
         self._drawn: list[Problem] | None = None
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Those of ``train``, or for any other name the held-out ones."""
+        """Return those of ``train``, or for any other name the held-out ones."""
         if self._drawn is None:
             self._drawn = self._draw()
         held = self._drawn[: self.heldout]
@@ -89,7 +98,6 @@ class ReasoningGym:
         return kept
 
     def start(self, problem: Problem, seed: int) -> ReasoningGymEpisode:
-        """Begin an episode; nothing is random."""
         return ReasoningGymEpisode(self, problem)
 
     def grade(self, problem: Problem, completion: str) -> RewardResult:
@@ -105,18 +113,18 @@ class ReasoningGym:
         )
 
     def _draw(self) -> list[Problem]:
-        """All problems, held-out ones first. Raises DataError."""
+        """Return all problems, held-out ones first. Raises DataError."""
         names, weights = [part.name for part in self.parts], [part.weight for part in self.parts]
         drawn = random.Random(self.seed).choices(names, weights, k=self.size + self.heldout)
         entries: dict[str, list[tuple[str, str, str]]] = {}
-        with Child() as child:
-            faults = {name: child.check(task, CHECK_SECONDS) for name, task in self._tasks.items()}
+        with TaskWorker() as worker:
+            faults = {name: worker.check(task, CHECK_SECONDS) for name, task in self._tasks.items()}
             if refused := [f"{name} ({fault})" for name, fault in faults.items() if fault]:
                 raise DataError(f"{OWNER}: nothing can be learned from {'; '.join(refused)}: take other data sets")
             for name, task in self._tasks.items():
                 try:
-                    entries[name] = child.entries(task, range(drawn.count(name)))
-                except (ValueError, EOFError) as error:
+                    entries[name] = worker.entries(task, range(drawn.count(name)))
+                except ValueError as error:
                     raise DataError(f"{OWNER}: problems of {name} cannot be made: {error}") from None
         problems, given = [], dict.fromkeys(names, 0)
         for name in drawn:
@@ -137,37 +145,34 @@ class ReasoningGymEpisode:
     answer: str = ""
 
     def observe(self) -> Observation:
-        """The question."""
         return Observation(({"role": "user", "content": str(self.problem.prompt)},))
 
     def step(self, action: Action) -> Step:
-        """The answer ends the episode."""
         self.answer = action.text
         return Step()
 
     def result(self) -> RewardResult:
-        """Its score."""
         return self.environment.grade(self.problem, self.answer)
 
 
 def check(names: Sequence[str] | None = None, seconds: float = 60.0) -> list[Checked]:
-    """Whether these data sets, or all, can be trained on with their default config; at most ``seconds`` for each.
+    """Check these data sets, or all, with their default config; at most ``seconds`` for each.
 
     Raises UsageError for a name that reasoning-gym does not have, MissingExtra without reasoning-gym.
     """
     for name in names or ():
         _known(name)
     outcome = []
-    with Child() as child:
+    with TaskWorker() as worker:
         for name in data_sets() if names is None else names:
             begin = time.monotonic()
-            fault = child.check(Task(name, 0, 100, {}), seconds)
+            fault = worker.check(Task(name, 0, 100, {}), seconds)
             outcome.append(Checked(name, not fault, fault, time.monotonic() - begin))
     return outcome
 
 
 def data_sets() -> list[str]:
-    """The names of reasoning-gym's data sets. ``composite``, which mixes others, is what a list of names is here."""
+    """Return the names of reasoning-gym's data sets but ``composite``, which a list of names replaces here."""
     imported("reasoning_gym", OWNER)
     return sorted(name for name in imported("reasoning_gym.factory", OWNER).DATASETS if name != "composite")
 
@@ -175,7 +180,7 @@ def data_sets() -> list[str]:
 def _known(name: str) -> None:
     """Raise UsageError for a name that is no data set's."""
     if name not in (known := data_sets()):
-        raise UsageError(f"{OWNER} has no data set {name!r}{meant(name, known)}")
+        raise UsageError(f"{OWNER} has no data set {name!r}{did_you_mean(name, known)}")
 
 
 def _dataset(task: Task) -> Any:
@@ -187,24 +192,23 @@ def _dataset(task: Task) -> Any:
 
 
 def _parts(id: Any, config: Mapping[str, Any]) -> list[Part]:
-    """The tasks that ``id`` names. Raises UsageError."""
+    """Return the tasks that ``id`` names. Raises UsageError."""
     if isinstance(id, str):
         listed: list[Any] = [{"name": id, "config": config}]
     else:
-        listed = [id] if isinstance(id, Mapping) else list(id) if isinstance(id, list | tuple) else []
-        if not listed:
-            raise UsageError(f'{OWNER}: id is {id!r}: type the name of a data set, such as id = "chain_sum", or a list')
-        if config:
-            refuse_unknown(config, ("size", "heldout", "seed"), f"{OWNER} with several data sets")
+        refuse_unknown(config, Numbers.model_fields, f"{OWNER} with several data sets")
+        listed = list(id) if isinstance(id, list | tuple) else [id]
+    if not listed or not all(isinstance(item, str | Mapping) for item in listed):
+        raise UsageError(f'{OWNER}: id is {id!r}: type the name of a data set, such as id = "chain_sum", or a list')
     parts = [_part({"name": item} if isinstance(item, str) else item) for item in listed]
     if twice := [part.name for part in parts if sum(part.name == other.name for other in parts) > 1]:
         raise UsageError(f"{OWNER}: id names {twice[0]} more than once")
     return parts
 
 
-def _part(item: Any) -> Part:
+def _part(item: Mapping[str, Any]) -> Part:
     """Return one table of the list. Raises UsageError."""
-    part = validated(Part, table(item, "an item of id", OWNER), f"{OWNER}: an item of id")
+    part = validated(Part, item, f"{OWNER}: an item of id")
     _known(part.name)
     fields = dataclasses.fields(imported("reasoning_gym.factory", OWNER).DATASETS[part.name][1])
     refuse_unknown(part.config, [field.name for field in fields if field.name not in OURS], f"{OWNER}: {part.name}")

@@ -15,14 +15,23 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from retrain.environments.arguments import count, refuse_unknown
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+
+from retrain.environments.arguments import refuse_unknown, validated
 from retrain.environments.providers.styles_cookbook import Cookbook, DatasetProblems, SeededProblems
 from retrain.environments.providers.styles_graded import Graded, Run
 from retrain.errors import PluginError, UsageError
 
-HELDOUT = 200
-SIZE = 1000
 PAIRS = "problems and start; load_dataset and compute_reward; get_batch and __len__; initial_observation and step"
+
+
+class Split(BaseModel):
+    """The adapter's own arguments: problems where they are seeds, and how many of them are held out."""
+
+    model_config = ConfigDict(strict=True)
+
+    size: PositiveInt = 1000
+    heldout: NonNegativeInt = 200
 
 
 def adapt(written: Callable[..., Any], args: Mapping[str, Any], run: Run) -> Any:
@@ -33,23 +42,30 @@ def adapt(written: Callable[..., Any], args: Mapping[str, Any], run: Run) -> Any
     itself. ``run`` awaits what is async. Raises UsageError for other arguments, PluginError for what is no environment.
     """
     owner = f"environment {getattr(written, '__qualname__', None) or type(written).__qualname__}"
-    given, adapters = dict(args), {}
+    arguments, split = dict(args), {}
     if not _has(written, "start"):
         known = inspect.signature(written).parameters
-        adapters = {name: given.pop(name) for name in ("heldout", "size") if name in given and name not in known}
+        split = {name: arguments.pop(name) for name in Split.model_fields if name in arguments and name not in known}
+    numbers = validated(Split, split, owner)
     if inspect.isclass(written) and _has(written, "initial_observation", "step"):
-        return _seeded(written, given, adapters, owner, run)
-    _check(written, given)
-    made = run(written(**given))
+        if "seed" not in inspect.signature(written).parameters:
+            raise PluginError(
+                f"{owner} is one episode (initial_observation and step) and takes no seed, so that there is but one "
+                "problem: give a data set with get_batch and __len__, or let __init__ take a seed"
+            )
+        _check(written, arguments | {"seed": 0})
+        return Cookbook(SeededProblems(written, arguments, numbers.size, numbers.heldout), owner, run)
+    _check(written, arguments)
+    made = run(written(**arguments))
     if _is_builder(made):
         made = run(made())
     if _has(made, "start"):
-        refuse_unknown(adapters, (), owner)
+        refuse_unknown(split, (), owner)
         return made
     train, test = made if isinstance(made, tuple | list) and len(made) == 2 else (made, None)
     own_heldout = f"{owner}, which has held-out problems of its own,"
-    refuse_unknown(adapters, ("heldout",) if test is None else (), owner if test is None else own_heldout)
-    heldout = count(adapters["heldout"], "heldout", owner, 1) if "heldout" in adapters else None
+    refuse_unknown(split, ("heldout",) if test is None else (), owner if test is None else own_heldout)
+    heldout = numbers.heldout if "heldout" in split else None
     if _has(train, "load_dataset", "compute_reward"):
         return Graded(train, owner, run, heldout)
     if _has(train, "make_envs"):
@@ -57,19 +73,6 @@ def adapt(written: Callable[..., Any], args: Mapping[str, Any], run: Run) -> Any
     if not all(_is_dataset(each) for each in (train, test) if each is not None):
         raise PluginError(f"{owner} is no environment: it has none of {PAIRS}")
     return Cookbook(DatasetProblems(train, test, heldout, owner), owner, run)
-
-
-def _seeded(written: type, given: dict[str, Any], adapters: Mapping[str, Any], owner: str, run: Run) -> Cookbook:
-    """Return an environment whose episodes are objects of this class."""
-    if "seed" not in inspect.signature(written).parameters:
-        raise PluginError(
-            f"{owner} is one episode (initial_observation and step) and takes no seed, so that there is but one "
-            "problem: give a data set with get_batch and __len__, or let __init__ take a seed"
-        )
-    _check(written, given | {"seed": 0})
-    size = count(adapters.get("size", SIZE), "size", owner, 1)
-    heldout = count(adapters.get("heldout", HELDOUT), "heldout", owner)
-    return Cookbook(SeededProblems(written, given, size, heldout), owner, run)
 
 
 def _check(written: Callable[..., Any], given: Mapping[str, Any]) -> None:

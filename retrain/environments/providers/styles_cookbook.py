@@ -14,45 +14,46 @@ import contextlib
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from retrain.environments.protocol import Observation, Step
-from retrain.environments.providers.styles_graded import Adapted, Run, chat, continued, numbers_of
+from retrain.environments.providers.messages import chat_messages
+from retrain.environments.providers.styles_graded import Adapted, Run, continued, numbers_of
 from retrain.errors import PluginError
 from retrain.plugins import described
 from retrain.rewards.base import failed
 from retrain.types import Action, Message, Problem, RewardResult
 
+HELD_OUT = "held out"
+
 
 class DatasetProblems:
     """The builders in the batches of a data set; those of ``test`` are held out, or else the last ``heldout``."""
 
-    def __init__(self, train: Any, test: Any, heldout: int | None, name: str):
-        self.written, self._test, self._heldout, self._name = train, test, heldout, name
+    def __init__(self, train: Any, test: Any, heldout: int | None, owner: str):
+        self.written, self._heldout, self._owner = train, heldout, owner
+        self._datasets = {"train": train, HELD_OUT: train if test is None else test}
+        self._is_shared = test is None
         self._builders: dict[str, list[Any]] = {}
 
     def numbers(self, split: str) -> Sequence[int]:
-        """Return the numbers of a split's problems."""
         total = len(self._all(split))
-        return numbers_of(split, total, self._heldout, self._name) if self._test is None else range(total)
+        return numbers_of(split, total, self._heldout, self._owner) if self._is_shared else range(total)
 
     def made(self, split: str, number: int, run: Run) -> tuple[Any, Any]:
         """Return a new environment for this problem, and its builder."""
         builder = self._all(split)[number]
         environments = run(builder.make_envs())
         if not environments:
-            raise PluginError(f"{self._name}: make_envs() made no environment")
+            raise PluginError(f"{self._owner}: make_envs() made no environment")
         return environments[0], builder
 
     def _all(self, split: str) -> list[Any]:
-        test = self._test
-        which = "train" if test is None else split
-        if which not in self._builders:
-            source = self.written if which == "train" or test is None else test
-            self._builders[which] = [one for batch in range(len(source)) for one in source.get_batch(batch)]
-        return self._builders[which]
+        if split not in self._builders:
+            source = self._datasets[split]
+            self._builders[split] = [builder for batch in range(len(source)) for builder in source.get_batch(batch)]
+        return self._builders[split]
 
 
 class SeededProblems:
@@ -62,7 +63,6 @@ class SeededProblems:
         self.written, self._arguments, self._size, self._heldout = written, arguments, size, heldout
 
     def numbers(self, split: str) -> Sequence[int]:
-        """Return the seeds of a split."""
         return range(self._heldout, self._heldout + self._size) if split == "train" else range(self._heldout)
 
     def made(self, split: str, number: int, run: Run) -> tuple[Any, Any]:
@@ -79,34 +79,15 @@ class Cookbook(Adapted):
 
     def problems(self, split: str) -> Sequence[Problem]:
         """Return those of ``train``, or for any other name the held-out ones; only an episode knows its question."""
-        where = "train" if split == "train" else "held out"
+        where = "train" if split == "train" else HELD_OUT
         return [
             Problem(f"{where}/{number}", f"{where} problem {number}", "", (), {"split": where, "number": number})
             for number in self.source.numbers(where)
         ]
 
     def start(self, problem: Problem, seed: int) -> CookbookEpisode:
-        """Make an environment and ask it for its first observation."""
         made, builder = self.source.made(problem.metadata["split"], problem.metadata["number"], self.run)
-        episode = CookbookEpisode(made, builder, self.owner, self.run)
-        try:
-            episode.begin()
-        except BaseException:
-            episode.close()
-            raise
-        return episode
-
-
-@dataclass
-class Transition:
-    """A step as ``compute_group_rewards`` finds it."""
-
-    ob: Any
-    ac: Any
-    reward: float
-    episode_done: bool
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    logs: Mapping[str, Any] = field(default_factory=dict)
+        return CookbookEpisode(made, builder, self.owner, self.run)
 
 
 class CookbookEpisode:
@@ -115,24 +96,27 @@ class CookbookEpisode:
     def __init__(self, made: Any, builder: Any, owner: str, run: Run):
         self.builder, self.owner, self.run = builder, owner, run
         self.wrapped, self.made = made, getattr(made, "message_env", None) or made
-        self.transitions: list[Transition] = []
+        self.transitions: list[Any] = []
         self.seen: Any = None
         self.conversation: list[Message] = []
         self._closed = False
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
 
-    def begin(self) -> None:
-        """Ask for the first observation."""
+    def _begin(self) -> None:
         self.seen = self.run(self.made.initial_observation())
         if isinstance(self.seen, tuple) and len(self.seen) == 2:  # with where to stop, which is the engine's here
             self.seen = self.seen[0]
         if callable(getattr(self.made, "get_question", None)) and _is_tokens(self.seen):
             question = {"role": "user", "content": self.made.get_question()}
-            self.conversation = chat([*getattr(self.made, "convo_prefix", ()), question], self.owner)
+            self.conversation = chat_messages([*getattr(self.made, "convo_prefix", ()), question])
         else:
             self.conversation = self._messages(self.seen)
 
     def observe(self) -> Observation:
-        """What it says first."""
         return Observation(tuple(self.conversation))
 
     def step(self, action: Action) -> Step:
@@ -145,8 +129,11 @@ class CookbookEpisode:
         if not math.isfinite(reward):
             raise PluginError(f"{self.owner}: step() gave a reward of {reward}")
         metrics, logs = getattr(answer, "metrics", None) or {}, getattr(answer, "logs", None) or {}
-        taken = SimpleNamespace(tokens=list(action.token_ids), maybe_logprobs=action.logprobs_T.tolist())
-        self.transitions.append(Transition(self.seen, taken, reward, done, metrics, logs))
+        sampled = SimpleNamespace(tokens=list(action.token_ids), maybe_logprobs=action.logprobs_T.tolist())
+        transition = SimpleNamespace(  # as compute_group_rewards finds it
+            ob=self.seen, ac=sampled, reward=reward, episode_done=done, metrics=metrics, logs=logs
+        )
+        self.transitions.append(transition)
         self.seen = answer.next_messages if hasattr(answer, "next_messages") else answer.next_observation
         if done:
             return Step(done=True, reward=reward, metrics=metrics, logs=logs)
@@ -157,18 +144,16 @@ class CookbookEpisode:
         return continued(before, self.conversation, reward=reward, metrics=metrics, logs=logs)
 
     def _answer(self, action: Action) -> Any:
-        form: Any = action.text
+        form: Any = {"role": "assistant", "content": action.text}
         if _is_tokens(self.seen):
             form = list(action.token_ids)
-        elif not isinstance(self.seen, str):
-            form = {"role": "assistant", "content": action.text}
-        more = {}
-        if "extra" in inspect.signature(self.made.step).parameters:
-            more = {"extra": {"stop_reason": action.stop_reason}}
-        return self.run(self.made.step(form, **more))
+        elif isinstance(self.seen, str):
+            form = action.text
+        takes_extra = "extra" in inspect.signature(self.made.step).parameters
+        extra = {"extra": {"stop_reason": action.stop_reason}} if takes_extra else {}
+        return self.run(self.made.step(form, **extra))
 
     def result(self) -> RewardResult:
-        """Return the sum of the rewards of its steps, and what the builder adds; metrics are summed too."""
         total = math.fsum(step.reward for step in self.transitions)
         metrics: dict[str, float | None] = {}
         for step in self.transitions:
@@ -210,7 +195,7 @@ class CookbookEpisode:
                 )
             return [{"role": "user", "content": tokenizer.decode(observation.to_ints(), skip_special_tokens=True)}]
         if isinstance(observation, Sequence) and observation:
-            return chat(observation, self.owner)
+            return chat_messages(observation)
         raise PluginError(f"{self.owner}: an observation is {type(observation).__name__}, not messages, text or tokens")
 
 

@@ -11,16 +11,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from retrain.environments.protocol import Observation, Step
+from retrain.environments.providers.messages import chat_messages
 from retrain.errors import DataError, PluginError
 from retrain.plugins import described
 from retrain.rewards.base import checked, failed
 from retrain.types import Action, Message, Problem, RewardResult
 
-Run = Callable[[Any], Any]
-"""Returns its argument, or what awaiting it gives: methods may be async or not."""
+Run = Callable[[Any], Any]  # Returns its argument, or what awaiting it gives: methods may be async or not
 
 
 class Adapted:
@@ -49,18 +50,6 @@ def continued(before: Sequence[Message], after: Sequence[Message], **facts: Any)
 
 
 @dataclass
-class Turn:
-    """An action with what it answered, as ``compute_reward`` finds it in ``state.trajectory``."""
-
-    prompt: list[Message]
-    completion: list[Message]
-    completion_token_ids: list[int] = field(default_factory=list)
-    completion_logprobs: list[float] = field(default_factory=list)
-    prompt_token_ids: list[int] = field(default_factory=list)
-    is_truncated: bool = False
-
-
-@dataclass
 class State:
     """A rollout so far, for a class without ``create_initial_state``."""
 
@@ -74,7 +63,6 @@ class State:
 
     @property
     def num_turns(self) -> int:
-        """Actions taken."""
         return len(self.trajectory)
 
 
@@ -91,12 +79,10 @@ class Graded(Adapted):
     def problems(self, split: str) -> Sequence[Problem]:
         """Return the samples of ``train``, or for any other name the held-out ones."""
         samples = self._loaded()
-        return [self._problem(samples[at], at) for at in numbers_of(split, len(samples), self.heldout, self.owner)]
+        return [_problem(samples[at], at) for at in numbers_of(split, len(samples), self.heldout, self.owner)]
 
     def start(self, problem: Problem, seed: int) -> GradedEpisode:
-        """Begin the rollout of one sample."""
-        samples = self._loaded()
-        return GradedEpisode(self.made, samples[int(problem.metadata["index"])], self.owner, self.run)
+        return GradedEpisode(self.made, self._loaded()[int(problem.metadata["index"])], self.owner, self.run)
 
     def _loaded(self) -> list[Any]:
         """Return the samples. Raises DataError for what is no list of them."""
@@ -111,15 +97,16 @@ class Graded(Adapted):
             self._samples = samples
         return self._samples
 
-    def _problem(self, sample: Any, index: int) -> Problem:
-        prompt = sample.prompt if isinstance(sample.prompt, str) else tuple(chat(sample.prompt, self.owner))
-        facts = getattr(sample, "metadata", None) or {}
-        try:
-            json.dumps(facts)
-        except (TypeError, ValueError):
-            facts = {}
-        answer = str(getattr(sample, "answer", "") or "")
-        return Problem(str(index), prompt, answer, (), {**facts, "index": index})
+
+def _problem(sample: Any, index: int) -> Problem:
+    prompt = sample.prompt if isinstance(sample.prompt, str) else tuple(chat_messages(sample.prompt))
+    facts = getattr(sample, "metadata", None) or {}
+    try:
+        json.dumps(facts)
+    except (TypeError, ValueError):
+        facts = {}
+    answer = str(getattr(sample, "answer", "") or "")
+    return Problem(str(index), prompt, answer, (), {**facts, "index": index})
 
 
 class GradedEpisode:
@@ -127,16 +114,20 @@ class GradedEpisode:
 
     def __init__(self, made: Any, sample: Any, owner: str, run: Run):
         self.made, self.sample, self.owner, self.run = made, sample, owner, run
-        self.several_turns = callable(getattr(made, "env_response", None))
+        self.several_turns = self._has("env_response")
         self.conversation = self._prompt()
-        begin = getattr(made, "create_initial_state", None)
-        self.state: Any = begin(sample) if callable(begin) else State(sample, owner)
+        self.state: Any = (
+            made.create_initial_state(sample) if self._has("create_initial_state") else State(sample, owner)
+        )
+
+    def _has(self, method: str) -> bool:
+        return callable(getattr(self.made, method, None))
 
     def _prompt(self) -> list[Message]:
         made, prompt = self.made, self.sample.prompt
-        if callable(getattr(made, "get_initial_prompt", None)):
-            return chat(made.get_initial_prompt(self.sample), self.owner)
-        messages = chat([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, self.owner)
+        if self._has("get_initial_prompt"):
+            return chat_messages(made.get_initial_prompt(self.sample))
+        messages = chat_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
         if instruction := getattr(made, "instruction_prompt", None):
             at = next((number for number, message in enumerate(messages) if message["role"] == "user"), 0)
             content = f"{instruction}\n\n{messages[at]['content']}"
@@ -145,78 +136,62 @@ class GradedEpisode:
         return [{"role": "system", "content": str(system)}, *messages] if system else messages
 
     def observe(self) -> Observation:
-        """Return the sample as the class puts it."""
         return Observation(tuple(self.conversation))
 
     def step(self, action: Action) -> Step:
         """End the episode; with several turns return what ``env_response`` answers, until ``is_done``."""
         answer: Message = {"role": "assistant", "content": action.text}
-        self.state.trajectory.append(
-            Turn(
-                list(self.conversation),
-                [answer],
-                list(action.token_ids),
-                action.logprobs_T.tolist(),
-                is_truncated=action.stop_reason == "length",
-            )
+        turn = SimpleNamespace(  # as compute_reward finds it in state.trajectory
+            prompt=list(self.conversation),
+            completion=[answer],
+            completion_token_ids=list(action.token_ids),
+            completion_logprobs=action.logprobs_T.tolist(),
+            prompt_token_ids=[],
+            is_truncated=action.stop_reason == "length",
         )
+        self.state.trajectory.append(turn)
         if not self.several_turns:
             return Step()
         before = [*self.conversation, answer]
-        response = chat(self.run(self.made.env_response(list(before), self.state)) or [], self.owner)
+        response = chat_messages(self.run(self.made.env_response(list(before), self.state)) or [])
         done, reason = self._is_done()
         if done:
             self.state.is_completed, self.state.stop_reason = True, reason
             return Step(logs={"stop_reason": str(reason)} if reason else {})
         self.conversation = [*before, *response]
-        if callable(getattr(self.made, "get_next_prompt_messages", None)):
-            rewritten = self.run(self.made.get_next_prompt_messages(self.state, response))
-            self.conversation = chat(rewritten, self.owner)
+        if self._has("get_next_prompt_messages"):
+            self.conversation = chat_messages(self.run(self.made.get_next_prompt_messages(self.state, response)))
         return continued(before, self.conversation)
 
     def _is_done(self) -> tuple[bool, str | None]:
-        if callable(getattr(self.made, "is_done", None)):
+        if self._has("is_done"):
             done = self.run(self.made.is_done(self.state))
             return (bool(done[0]), done[1]) if isinstance(done, tuple | list) else (bool(done), None)
         limit = getattr(self.made, "max_turns", None)
         if type(limit) is not int:
             raise PluginError(f"{self.owner} has env_response, and neither is_done nor max_turns to end it")
-        return limit >= 0 and len(self.state.trajectory) >= limit, "max_turns_reached"
+        return 0 <= limit <= len(self.state.trajectory), "max_turns_reached"
 
     def result(self) -> RewardResult:
-        """Return what ``compute_reward`` says, with ``get_tool_metrics``; what it raises becomes an error."""
         try:
             if self.several_turns:
-                given = self.run(self.made.compute_reward(self.state))
+                reward = self.run(self.made.compute_reward(self.state))
             else:
                 text = self.state.trajectory[-1].completion[0]["content"] if self.state.trajectory else ""
-                given = self.run(self.made.compute_reward(text, self.sample))
-            result = checked(_ours(given))
-            if callable(getattr(self.made, "get_tool_metrics", None)):
-                used = self.run(self.made.get_tool_metrics(self.state))
+                reward = self.run(self.made.compute_reward(text, self.sample))
+            result = checked(_reward_result(reward))
+            if self._has("get_tool_metrics"):
+                used: Mapping[Any, Any] = self.run(self.made.get_tool_metrics(self.state))
                 result.sample_metrics = {**{str(k): float(v) for k, v in used.items()}, **result.sample_metrics}
         except Exception as error:
             return failed(described(error))
         return result
 
 
-def chat(messages: Any, owner: str) -> list[Message]:
-    """Return messages as role and text. Raises PluginError for what is none, and for parts that are not text."""
-    said: list[Message] = []
-    for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
-            content = "".join(str(part["text"]) for part in content)
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not isinstance(content, str):
-            raise PluginError(f"{owner}: a message is {message!r:.80}, not a role with a text")
-        said.append({"role": message["role"], "content": content})
-    return said
-
-
-def _ours(given: Any) -> Any:
-    """Return a number as it is; an object with ``total_reward`` as a RewardResult, its tags as ``name=value``."""
-    if isinstance(given, RewardResult) or not hasattr(given, "total_reward"):
-        return given
-    tags = getattr(given, "sample_tags", None) or {}
-    metrics = getattr(given, "sample_metrics", None) or {}
-    return RewardResult(given.total_reward, dict(metrics), tuple(f"{name}={value}" for name, value in tags.items()))
+def _reward_result(reward: Any) -> Any:
+    """Return an object with ``total_reward`` as a RewardResult, its tags as ``name=value``; others unchanged."""
+    if isinstance(reward, RewardResult) or not hasattr(reward, "total_reward"):
+        return reward
+    tags = getattr(reward, "sample_tags", None) or {}
+    metrics = getattr(reward, "sample_metrics", None) or {}
+    return RewardResult(reward.total_reward, dict(metrics), tuple(f"{name}={value}" for name, value in tags.items()))

@@ -27,7 +27,7 @@ LOADING_SEED = "loading"
 
 
 class Verifiers:
-    """The installed environment ``id`` as ours.
+    """Environment of the installed module ``id``.
 
     ``args`` are what it is loaded with: arguments of ``load_environment``, or keys of the taskset's configuration.
     ``env`` is the rest of a taskset's environment (``{"id": …, "agent": {"max_turns": …}}``).
@@ -84,8 +84,8 @@ class Verifiers:
         ]
 
     def start(self, problem: Problem, seed: int) -> InvertedEpisode:
-        """An episode of this problem, which may come from another process. Raises DataError where this process has
-        another task in its place."""
+        """Begin an episode of this problem, which may come from another process. Raises DataError where this process
+        has another task in its place."""
         part, index = str(problem.metadata["part"]), int(problem.metadata["row"])
         rows = self._part(part)
         if index >= len(rows) or rows[index].digest != problem.metadata["digest"]:
@@ -97,11 +97,10 @@ class Verifiers:
         return InvertedEpisode(self._inversion, self._library(part).lead(part, index), opening, seed)
 
     def close(self) -> None:
-        """Stop the tool servers and whatever else the environment has started."""
         self._inversion.close()
 
     def _chosen(self, train: bool) -> tuple[str, Sequence[int]]:
-        """The part, and which of its rows."""
+        """Return the part, and which of its rows to use."""
         if not train and self._heldout_args is not None:
             return "heldout", range(len(self._part("heldout")))
         own = len(self._part("eval"))
@@ -119,7 +118,7 @@ class Verifiers:
         return self._rows[part]
 
     def _library(self, part: str) -> Classic | Tasksets:
-        """``train`` and ``eval`` come from one loading, ``heldout`` from the second."""
+        """Load once for ``train`` and ``eval``, and a second time for ``heldout``."""
         which = "heldout" if part == "heldout" else "train"
         if which not in self._libraries:
             args = self._args | (dict(self._heldout_args or {}) if which == "heldout" else {})

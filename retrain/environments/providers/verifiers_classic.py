@@ -13,14 +13,13 @@ from typing import Any, cast
 
 from retrain.environments.providers.endpoint import Channel
 from retrain.environments.providers.inversion import Inversion, Lead, Outcome
-from retrain.environments.providers.verifiers_rows import UNSET_KEY, Row, digest, shown
+from retrain.environments.providers.messages import chat_messages
+from retrain.environments.providers.verifiers_rows import UNSET_KEY, Row, digest
 from retrain.errors import UsageError
-from retrain.types import Message, RewardResult
+from retrain.types import RewardResult
 
-LAST_WITH = "0.3.1"
-"""The last version of verifiers that has this kind."""
-PROMISE = 3600.0 * 24 * 7
-"""Seconds that the client waits for an answer: sampling has no limit here."""
+LAST_WITH = "0.3.1"  # The last version of verifiers that has this kind
+PROMISE = 3600.0 * 24 * 7  # Seconds that the client waits for an answer: sampling has no limit here
 
 
 class Classic:
@@ -53,7 +52,9 @@ class Classic:
         environment that has only data for evaluation is trained with them."""
         rows = []
         for row in self._dataset(part) or ():
-            prompt = _prompt(row.get("prompt"))
+            prompt = row.get("prompt") or ()
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            prompt = tuple(chat_messages(messages, placeholders=True))
             answer = "" if row.get("answer") is None else str(row["answer"])
             task = row.get("task")
             hashed = digest((prompt, answer, row.get("info")))
@@ -61,7 +62,6 @@ class Classic:
         return rows
 
     def lead(self, part: str, index: int) -> Lead:
-        """Return what leads a rollout of this row."""
         row = self._dataset(part)[index]
 
         async def lead(channel: Channel) -> Outcome:
@@ -92,14 +92,7 @@ class Classic:
 
 
 def _root(vf: Any) -> str:
-    """Where this version keeps the package."""
     return vf.load_environment.__module__.partition(".utils")[0]
-
-
-def _prompt(prompt: Any) -> tuple[Message, ...]:
-    if isinstance(prompt, str):
-        return ({"role": "user", "content": prompt},)
-    return tuple({"role": str(each.get("role")), "content": shown(each.get("content"))} for each in prompt or ())
 
 
 def _weights_of(rubric: Any) -> dict[str, float]:
@@ -122,8 +115,9 @@ def _outcome(output: Mapping[str, Any], heard: Sequence[tuple[str, str]], weight
     )
     error = output.get("error")
     if error:
-        said = error.get("error_chain_str") or error.get("error_chain_repr") if isinstance(error, Mapping) else error
-        return Outcome(RewardResult(None, metrics, error=str(said)), stop or "error")
+        if isinstance(error, Mapping):
+            error = error.get("error_chain_str") or error.get("error_chain_repr")
+        return Outcome(RewardResult(None, metrics, error=str(error)), stop or "error")
     # The rubric counts a function that raised as 0, and the model would be trained with it.
     raised = [text for name, text in heard if weights.get(name, 1.0)]
     if raised:
@@ -143,7 +137,7 @@ _RAISED = re.compile(r"Error calling (?:group )?reward function (.+?): ")
 
 
 class _Hearing(logging.Handler):
-    """Rubrics log what a reward function raises, and go on."""
+    """Collects what reward functions raise, which rubrics only log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         heard = _heard.get()
@@ -161,7 +155,7 @@ def _hear_rubrics() -> None:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Environments take over SIGINT and SIGTERM when they are made."""
+    """Restore the handlers of SIGINT and SIGTERM, which environments replace."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-LONGEST_S, MOST_RUNS = 10.0, 16
-"""Seconds and runs after which a rehearsal ends: what has run until then counts."""
+LONGEST_S, MOST_RUNS = 10.0, 16  # Seconds and runs after which a rehearsal ends: what has run until then counts
 
 
 class _Silence:

@@ -1,10 +1,10 @@
-"""What both kinds of verifiers' environments give: tasks as rows, some of them held out."""
+"""Tasks of both kinds of verifiers' environments as rows, some of them held out."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from retrain.errors import UsageError
@@ -28,14 +28,6 @@ class Row(NamedTuple):
 def digest(task: Any) -> str:
     """Return a hash of what is JSON, or can be written as text."""
     return hashlib.sha256(json.dumps(task, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def shown(content: Any) -> str:
-    """Return a message's content for display: what is asked in a rollout is what the environment then sends."""
-    if isinstance(content, str) or content is None:
-        return content or ""
-    parts = [part if isinstance(part, Mapping) else vars(part) for part in content]
-    return "\n".join(str(part.get("text") or f"[{part.get('type')}]") for part in parts)
 
 
 def held_out(rows: Sequence[Row], wanted: int | None) -> set[int]:

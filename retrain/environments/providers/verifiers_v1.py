@@ -16,24 +16,22 @@ from typing import Any
 
 from retrain.environments.providers.endpoint import Channel
 from retrain.environments.providers.inversion import Inversion, Lead, Outcome
+from retrain.environments.providers.messages import text_of
 from retrain.environments.providers.verifiers_rehearsal import MOST_RUNS, runs_of_an_episode
-from retrain.environments.providers.verifiers_rows import UNSET_KEY, Row, digest, shown
+from retrain.environments.providers.verifiers_rows import UNSET_KEY, Row, digest
 from retrain.errors import UsageError
 from retrain.plugins import described
 from retrain.types import RewardResult
 
-FIRST_WITH = "0.4"
-"""The first version of verifiers whose tasksets are run here."""
-CHAT_LOOP = "retrain-chat"
-"""What the harness ``chat_loop`` is called."""
-TASKSETS = "verifiers.v1.tasksets"
-"""The package of the library's own tasksets."""
+FIRST_WITH = "0.4"  # The first version of verifiers whose tasksets are run here
+CHAT_LOOP = "retrain-chat"  # What the harness `chat_loop` is called
+TASKSETS = "verifiers.v1.tasksets"  # The package of the library's own tasksets
 _failed: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("failed", default=None)
 """Metrics that raised in this rollout, and what."""
 
 
 def is_taskset(id: str) -> bool:
-    """Whether a module of this name exports a taskset. Raises what importing it raises."""
+    """Return whether a module of this name exports a taskset. Raises what importing it raises."""
     loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
     name = _module(id)
     if "." in name:
@@ -96,7 +94,7 @@ class Tasksets:
             if isinstance(prompt, str):
                 opening.append(("user", prompt))
             else:
-                opening += [(message.role, shown(message.content)) for message in prompt]
+                opening += [(message.role, text_of(message.content, placeholders=True)) for message in prompt]
             messages = tuple({"role": role, "content": content} for role, content in opening)
             answer = getattr(data, "answer", None)
             hashed = digest(data.model_dump(mode="json", exclude={"idx"}))
@@ -104,7 +102,6 @@ class Tasksets:
         return rows
 
     def lead(self, part: str, index: int) -> Lead:
-        """Return what leads a rollout of this row."""
         task = self._loaded()[index]
 
         async def lead(channel: Channel) -> Outcome:
@@ -186,8 +183,7 @@ class Tasksets:
 
 
 def _let_servers_import(module: ModuleType) -> None:
-    """Tool servers are processes of their own, which import the taskset's module; one that is not installed is found
-    by PYTHONPATH there."""
+    """Extend PYTHONPATH for tool servers: processes of their own, which import the taskset's module."""
     file = Path(module.__file__ or ".").resolve()
     root = file.parents[module.__name__.count(".") + hasattr(module, "__path__")]
     known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -12,10 +12,8 @@ from fractions import Fraction
 from retrain.environments.tools import ToolError
 
 MAX_CHARACTERS = 2000
-MAX_DIGITS = 1000
-"""Of a whole number, and of each side of a fraction."""
-MAX_DECIMALS = 30
-"""Up to so many places a decimal is written in full."""
+MAX_DIGITS = 1000  # Of a whole number, and of each side of a fraction
+MAX_DECIMALS = 30  # Up to so many places a decimal is written in full
 ROUNDED = Context(prec=15)
 TYPED = str.maketrans({"×": "*", "÷": "/", "−": "-"})
 # 12,345 and 1,234,567.8; there is no other use of a comma, so that 1,5 or 1,2345 is an error rather than a guess.
@@ -79,7 +77,7 @@ def _value(node: ast.expr, text: str) -> Fraction:
 
 
 def _number(literal: str) -> Fraction:
-    """A number from its own text, so that 0.1 is one tenth and no nearest float."""
+    """Return a number from its own text, so that 0.1 is one tenth and no nearest float."""
     exponent = literal.lower().partition("e")[2]
     if exponent and abs(int(exponent)) > MAX_DIGITS:
         raise _too_large()
@@ -108,7 +106,7 @@ def _too_large() -> ToolError:
 
 
 def _shown(value: Fraction) -> str:
-    """A whole number or a short decimal in full; else the fraction, if it is short, and its first 15 digits."""
+    """Write a whole number or a short decimal in full; else the fraction, if it is short, and its first 15 digits."""
     if value.denominator == 1:
         return str(value.numerator)
     scaled = value * 10**MAX_DECIMALS

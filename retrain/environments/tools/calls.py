@@ -14,15 +14,18 @@ Special tokens may have been taken out of the text, so that a message which as a
 what stands in ``<think>…</think>`` (where the prompt has opened it, all before the first ``</think>``, unless that
 begins with a call).
 All work is linear in the length of the text, times ``MAX_CALLS``.
+
+A reader gets the text and where its opener ends; it returns the calls and where they end, or raises _Malformed.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -30,11 +33,9 @@ from retrain.types import Message
 
 MAX_CHARACTERS = 1_000_000
 MAX_CALLS = 32
-MAX_PYTHON = 20_000
-"""Characters of a block with Python calls: the parser's stack is not ours to bound."""
+MAX_PYTHON = 20_000  # Characters of a block with Python calls: the parser's stack is not ours to bound
 
-NO_TOOL = "tool_call"
-"""Name in the answer to a call that has no tool name."""
+NO_TOOL = "tool_call"  # Name in the answer to a call that has no tool name
 JSON_FORM = '{"name": "tool_name", "arguments": {"argument": "value"}}'
 HERMES = f"<tool_call>\n{JSON_FORM}\n</tool_call>"
 XML = "<tool_call>\n<function=tool_name>\n<parameter=argument>\nvalue\n</parameter>\n</function>\n</tool_call>"
@@ -81,7 +82,6 @@ class Parsed:
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """Those that could be read."""
         return tuple(each for each in self.found if isinstance(each, Call))
 
 
@@ -107,11 +107,10 @@ class _Malformed(Exception):
 
 
 def parse(text: str) -> Parsed:
-    """The calls in one message of a model."""
     if len(text) > MAX_CHARACTERS:
         return Parsed((f"The message has more than {MAX_CHARACTERS:,} characters; no tool was called.",), "")
-    if whole := _whole(text):
-        return Parsed(_bounded(whole), "")
+    if calls := _bare(text):
+        return Parsed(_bounded(calls), "")
     text = _after_thought(text)
     found: list[Call | str] = []
     rest: list[str] = []
@@ -123,17 +122,42 @@ def parse(text: str) -> Parsed:
             close = text.find(_THOUGHTS[opener], at)
             at = len(text) if close < 0 else close + len(_THOUGHTS[opener])
             continue
-        read, form, resume = _READERS["```" if opener.startswith("```") else opener]
+        opener = "```" if opener.startswith("```") else opener
         try:
-            calls, at = read(text, at)
+            calls, at = _READERS[opener](text, at)
             found += calls
         except _Malformed as error:
-            found.append(_fault(str(error), form(text, at)))
-            at = resume(text, at)
-    left = "".join([*rest, text[at:]]).strip()
-    if not found and (found := _whole(left) or _nearly(left)):
-        left = ""
-    return Parsed(_bounded(found), left)
+            found.append(_fault(str(error), _form(opener, text, at)))
+            at = _beyond_fault(opener, text, at)
+    remainder = "".join([*rest, text[at:]]).strip()
+    if not found and (found := _bare(remainder) or _nearly(remainder)):
+        remainder = ""
+    return Parsed(_bounded(found), remainder)
+
+
+def read_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+    """Return the text beside the calls, with the thought before them, and the calls with arguments of the types that
+    ``tools`` want. A text without a call that can be read is all text."""
+    parsed = parse(text)
+    if not parsed.calls:
+        return text, []
+    thought, end, _ = text.partition("</think>")
+    functions = {tool.get("function", {}).get("name"): tool.get("function", {}) for tool in tools}
+    read = [Call(call.name, _typed(call.arguments, functions.get(call.name, {}))) for call in parsed.calls]
+    return "\n\n".join(part for part in (thought + end if end else "", parsed.text) if part), read
+
+
+def _typed(arguments: Mapping[str, Any], function: Mapping[str, Any]) -> dict[str, Any]:
+    """Parse arguments that were written as texts, as some formats write all of them, where the tool wants no texts."""
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    typed = dict(arguments)
+    for name, value in arguments.items():
+        wanted = properties.get(name) or {}
+        kinds = {str(each.get("type", "string")) for each in wanted.get("anyOf") or [wanted]}
+        if isinstance(value, str) and "string" not in kinds:
+            with contextlib.suppress(ValueError, RecursionError):
+                typed[name] = json.loads(value)
+    return typed
 
 
 def _bounded(found: list[Call | str]) -> tuple[Call | str, ...]:
@@ -146,8 +170,31 @@ def _fault(reason: str, form: str) -> str:
     return f"A tool call could not be read: {reason}. The right form is:\n{form}"
 
 
+def _form(opener: str, text: str, at: int) -> str:
+    begin = _skip(text, at)
+    if opener == "[TOOL_CALLS]":
+        return MISTRAL if text.startswith(("[", "{"), begin) else MISTRAL_NAMED
+    if opener == "<function=" or text.startswith("<function=", begin):
+        return XML
+    return {"<tool_call>": HERMES, "<|python_tag|>": LLAMA, "```": FENCED}[opener]
+
+
+def _beyond_fault(opener: str, text: str, at: int) -> int:
+    """Return where to continue after a malformed call: behind its closer, or at the next opener."""
+    if opener == "```":
+        fence = _FENCE_END.search(text, at)
+        return fence.end() if fence else len(text)
+    if opener == "<|python_tag|>":
+        return len(text)
+    before, found, _ = text[at:].partition(opener)
+    again = at + len(before) if found else len(text)
+    closer = {"<tool_call>": "</tool_call>", "<function=": "</function>"}.get(opener, "")
+    close = text.find(closer, at, again) if closer else -1
+    return again if close < 0 else close + len(closer)
+
+
 def _after_thought(text: str) -> str:
-    """The text without a thought that the prompt has opened; one that begins with a call is no thought."""
+    """Return the text without a thought that the prompt has opened; one that begins with a call is no thought."""
     if _MARKER.match(text, _skip(text, 0)):
         return text
     for opener, closer in _THOUGHTS.items():
@@ -157,35 +204,25 @@ def _after_thought(text: str) -> str:
     return text
 
 
-# Each reader gets the text and where its opener ends; it returns the calls and where they end, or raises _Malformed.
-
-
 def _tagged(text: str, at: int) -> tuple[list[Call | str], int]:
-    """``<tool_call>``: JSON or XML."""
-    closed = text.find("</tool_call>", at) >= 0
-    try:
-        at = _skip(text, at)
-        if text.startswith("<function=", at):
-            calls: list[Call | str] = []
-            while text.startswith("<function=", at) and len(calls) <= MAX_CALLS:
-                call, at = _function(text, at + len("<function="))
-                calls, at = [*calls, call], _skip(text, at)
-        else:
-            value, at = _json(text, at)
-            calls, at = _calls(value, HERMES), _skip(text, at)
-    except _Malformed:
-        if closed:
-            raise
-        raise _Malformed("<tool_call> is not closed with </tool_call>") from None
-    if text.startswith("</tool_call>", at):
-        return calls, at + len("</tool_call>")
-    if closed:
+    """Read ``<tool_call>``: JSON or XML."""
+    if text.find("</tool_call>", at) < 0:
+        raise _Malformed("<tool_call> is not closed with </tool_call>")
+    calls: list[Call | str] = []
+    at = _skip(text, at)
+    if text.startswith("<function=", at):
+        while text.startswith("<function=", at) and len(calls) <= MAX_CALLS:
+            call, at = _function(text, at + len("<function="))
+            calls, at = [*calls, call], _skip(text, at)
+    else:
+        value, at = _json(text, at)
+        calls, at = _calls(value, HERMES), _skip(text, at)
+    if not text.startswith("</tool_call>", at):
         raise _Malformed(f"after the call </tool_call> is expected, not {_glimpse(text, at)}")
-    raise _Malformed("<tool_call> is not closed with </tool_call>")
+    return calls, at + len("</tool_call>")
 
 
 def _bare_function(text: str, at: int) -> tuple[list[Call | str], int]:
-    """``<function=…>`` without ``<tool_call>`` around it."""
     call, at = _function(text, at)
     return [call], at
 
@@ -214,7 +251,7 @@ def _function(text: str, at: int) -> tuple[Call, int]:
 
 
 def _mistral(text: str, at: int) -> tuple[list[Call | str], int]:
-    """``[TOOL_CALLS]``: a list, or name and arguments."""
+    """Read ``[TOOL_CALLS]``: a list, or name and arguments."""
     at = _skip(text, at)
     if text.startswith(("[", "{"), at):
         value, at = _json(text, at)
@@ -227,13 +264,13 @@ def _mistral(text: str, at: int) -> tuple[list[Call | str], int]:
 
 
 def _python_tag(text: str, at: int) -> tuple[list[Call | str], int]:
-    """``<|python_tag|>``: JSON up to the end of the message."""
+    """Read ``<|python_tag|>``: JSON up to the end of the message."""
     end = _without_end_tokens(text, at)
     return [call for value in _sequence(text[at:end]) for call in _calls(value, LLAMA)], len(text)
 
 
 def _fenced(text: str, at: int) -> tuple[list[Call | str], int]:
-    """A block ```` ```tool ````: JSON, or calls as in Python."""
+    """Read a block ```` ```tool ````: JSON, or calls as in Python."""
     end = _FENCE_END.search(text, at)
     if end is None:
         raise _Malformed("the block ```tool is not closed with ```")
@@ -244,7 +281,7 @@ def _fenced(text: str, at: int) -> tuple[list[Call | str], int]:
 
 
 def _python(body: str) -> list[Call | str]:
-    """Calls ``name(x=1, other="text")`` with literal values; nothing is evaluated."""
+    """Read calls ``name(x=1, other="text")`` with literal values; nothing is evaluated."""
     if len(body) > MAX_PYTHON:
         raise _Malformed(f"the block ```tool has more than {MAX_PYTHON:,} characters; write it as JSON")
     try:
@@ -280,11 +317,17 @@ def _literal(name: str, argument: str, node: ast.expr) -> Any:
         raise _Malformed(reason) from None
 
 
-# What begins without an opener.
+_READERS: dict[str, Callable[[str, int], tuple[list[Call | str], int]]] = {
+    "<tool_call>": _tagged,
+    "<function=": _bare_function,
+    "[TOOL_CALLS]": _mistral,
+    "<|python_tag|>": _python_tag,
+    "```": _fenced,
+}
 
 
-def _whole(text: str) -> list[Call | str]:
-    """The calls that the text as a whole is; none for any other text."""
+def _bare(text: str) -> list[Call | str]:
+    """Return the calls of a text that as a whole is calls without an opener; none for any other text."""
     begin = _skip(text, 0)
     text = text[begin : _without_end_tokens(text, begin)]
     try:
@@ -294,13 +337,13 @@ def _whole(text: str) -> list[Call | str]:
     except _Malformed:
         return []
     items = values[0] if len(values) == 1 and isinstance(values[0], list) else values
-    if not items or not all(isinstance(item, dict) for item in items) or not any(map(_looks_like_a_call, items)):
+    if not all(isinstance(item, dict) for item in items) or not any(map(_looks_like_a_call, items)):
         return []
     return [call for item in items for call in _calls(item, LLAMA)]
 
 
 def _named_sequence(text: str) -> list[Call | str]:
-    """``name{…}name{…}``: Mistral's newer form without its tokens."""
+    """Read ``name{…}name{…}``: Mistral's newer form without its tokens."""
     calls: list[Call | str] = []
     at = 0
     while at < len(text) and len(calls) <= MAX_CALLS:
@@ -314,26 +357,22 @@ def _named_sequence(text: str) -> list[Call | str]:
 
 
 def _nearly(text: str) -> list[Call | str]:
-    """A fault for a message that begins as a call and is not JSON."""
-    if not _NEARLY.match(text):
-        return []
+    """Return a fault for a message that begins as a call and is not JSON."""
     try:
-        _sequence(text[: _without_end_tokens(text, 0)])
+        if _NEARLY.match(text):
+            _sequence(text[: _without_end_tokens(text, 0)])
     except _Malformed as error:
         return [_fault(str(error), LLAMA if '"parameters"' in text[:500] else JSON_FORM)]
     return []
 
 
 def _looks_like_a_call(item: dict[str, Any]) -> bool:
-    """Whether an object can be meant as a call: data with a name may well have other keys beside it."""
-    inner = item.get("function") if item.get("type") == "function" else None
-    item = inner if isinstance(inner, dict) else item
+    """Return whether an object can be meant as a call: data with a name may well have other keys beside it."""
+    if item.get("type") == "function" and isinstance(item.get("function"), dict):
+        item = item["function"]
     given = [item[key] for key in ("arguments", "parameters") if key in item]
     known = set(item) <= {"name", "arguments", "parameters", "id", "type"}
     return known and isinstance(item.get("name"), str) and len(given) == 1 and isinstance(given[0], dict | str | list)
-
-
-# JSON.
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -345,7 +384,7 @@ _DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
 
 
 def _json(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins here, and where it ends."""
+    """Return the JSON value that begins here, and where it ends."""
     try:
         return _DECODER.raw_decode(text, at)
     except json.JSONDecodeError as error:
@@ -358,7 +397,7 @@ def _json(text: str, at: int) -> tuple[Any, int]:
 
 
 def _sequence(text: str) -> list[Any]:
-    """JSON values one after the other, up to the end of the text."""
+    """Return JSON values one after the other, up to the end of the text."""
     values = []
     at = _skip(text, 0)
     while at < len(text) and len(values) <= MAX_CALLS:
@@ -372,7 +411,7 @@ def _sequence(text: str) -> list[Any]:
 
 
 def _calls(value: Any, form: str) -> list[Call | str]:
-    """The calls of an object, or of a list of them; for each that is none a fault, which shows ``form``."""
+    """Return the calls of an object or of a list of them, with a fault, which shows ``form``, for other values."""
     calls: list[Call | str] = []
     for item in value[: MAX_CALLS + 1] if isinstance(value, list) else [value]:
         try:
@@ -387,22 +426,22 @@ def _calls(value: Any, form: str) -> list[Call | str]:
 def _call(value: Any) -> Call:
     if not isinstance(value, dict):
         raise _Malformed(f"it is {_kind(value)}, not a JSON object")
-    given = value.get("id")
-    inner = value.get("function")
-    value = inner if isinstance(inner, dict) else value
+    id, function = value.get("id"), value.get("function")
+    value = function if isinstance(function, dict) else value
     name = value.get("name")
     if not isinstance(name, str) or not name.strip():
         raise _Malformed('it has no "name"')
     arguments = value.get("arguments", value.get("parameters"))
-    return Call(name.strip(), _arguments(arguments), given if isinstance(given, str) else None)
+    return Call(name.strip(), _arguments(arguments), id if isinstance(id, str) else None)
 
 
 def _arguments(value: Any) -> dict[str, Any]:
-    """Arguments from an object, from a text that is the JSON of one, or from nothing."""
+    """Return arguments from an object, from a text that is the JSON of one, or from nothing."""
     if isinstance(value, str) and value.strip():
-        value, end, written = *_json(value, _skip(value, 0)), value
-        if written[end:].strip():
-            raise _Malformed(f'after the JSON of "arguments" there is {_glimpse(written, end)}')
+        text = value
+        value, end = _json(text, _skip(text, 0))
+        if text[end:].strip():
+            raise _Malformed(f'after the JSON of "arguments" there is {_glimpse(text, end)}')
     if value is None or value == "":
         return {}
     if not isinstance(value, dict):
@@ -421,7 +460,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _without_end_tokens(text: str, begin: int) -> int:
-    """Where the text ends without white space and the few end tokens that an engine may have left in it."""
+    """Return where the text ends without white space and the few end tokens that an engine may have left in it."""
     end = begin + len(text[begin:].rstrip())
     for _ in range(4):
         token = next((token for token in _END_TOKENS if text.endswith(token, begin, end)), "")
@@ -432,41 +471,4 @@ def _without_end_tokens(text: str, begin: int) -> int:
 
 
 def _glimpse(text: str, at: int) -> str:
-    """A few characters of the text, for a sentence about them."""
     return repr(text[at : at + 30]) if at < len(text) else "the end of the message"
-
-
-def _beyond(closer: str, opener: str) -> Callable[[str, int], int]:
-    """Where to go on after a malformed call: behind its closer, or at the next opener."""
-
-    def resume(text: str, at: int) -> int:
-        close, again = text.find(closer, at), text.find(opener, at)
-        if close >= 0 and (again < 0 or close < again):
-            return close + len(closer)
-        return again if again >= 0 else len(text)
-
-    return resume
-
-
-def _beyond_fence(text: str, at: int) -> int:
-    end = _FENCE_END.search(text, at)
-    return end.end() if end else len(text)
-
-
-def _tagged_form(text: str, at: int) -> str:
-    return XML if text.startswith("<function=", _skip(text, at)) else HERMES
-
-
-def _mistral_form(text: str, at: int) -> str:
-    return MISTRAL if text.startswith(("[", "{"), _skip(text, at)) else MISTRAL_NAMED
-
-
-_Reader = Callable[[str, int], tuple[list[Call | str], int]]
-_READERS: dict[str, tuple[_Reader, Callable[[str, int], str], Callable[[str, int], int]]] = {
-    "<tool_call>": (_tagged, _tagged_form, _beyond("</tool_call>", "<tool_call>")),
-    "<function=": (_bare_function, lambda text, at: XML, _beyond("</function>", "<function=")),
-    "[TOOL_CALLS]": (_mistral, _mistral_form, _beyond("[TOOL_CALLS]", "[TOOL_CALLS]")),
-    "<|python_tag|>": (_python_tag, lambda text, at: LLAMA, lambda text, at: len(text)),
-    "```": (_fenced, lambda text, at: FENCED, _beyond_fence),
-}
-"""By opener: what reads on from it, the right form to show, and where to go on after a malformed call."""

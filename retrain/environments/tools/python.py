@@ -6,14 +6,14 @@ import signal
 
 from retrain.environments.arguments import validated
 from retrain.environments.tools import ToolError
-from retrain.environments.tools.inside import FLOOD
-from retrain.environments.tools.sandbox import Limits, Outcome, Sandbox
+from retrain.sandbox.inside import FLOOD
+from retrain.sandbox.sandbox import Limits, Outcome, Sandbox
 
 ANEW = "[The interpreter was started anew: nothing of earlier calls is left.]\n"
 
 
 class Python:
-    """Python for one episode, in a sandbox (see ``sandbox``): standard library only, no network, no files but its own.
+    """Python for one episode, in a sandbox: standard library only, no network, no files but its own.
 
     ``keep_state``: variables and files live from call to call, and between calls everything stands still; else each
     call finds an interpreter and directories as they were at first. ``timeout_s``: wall-clock seconds of a call.
@@ -38,14 +38,9 @@ class Python:
         processes: int = 32,
         file_mb: int = 16,
     ):
-        given = {
-            "timeout_s": timeout_s,
-            "memory_mb": memory_mb,
-            "output_characters": output_characters,
-            "processes": processes,
-            "file_mb": file_mb,
-        }
-        self.limits, self.keep_state = validated(Limits, given, "tool python"), keep_state
+        limits = {"timeout_s": timeout_s, "memory_mb": memory_mb, "output_characters": output_characters}
+        limits |= {"processes": processes, "file_mb": file_mb}
+        self.limits, self.keep_state = validated(Limits, limits, "tool python"), keep_state
         self._sandbox = Sandbox(self.limits, keep_state)
         self._called = False
 
@@ -60,14 +55,13 @@ class Python:
         outcome = self._sandbox.run(code)
         anew = ANEW if self.keep_state and self._called and outcome.fresh else ""
         self._called = True
-        return anew + self._told(outcome)
+        return anew + self._described(outcome)
 
     def close(self) -> None:
-        """End the sandbox."""
         self._sandbox.close()
 
-    def _told(self, outcome: Outcome) -> str:
-        """Output and, where the code did not end by itself, why not."""
+    def _described(self, outcome: Outcome) -> str:
+        """Return the output and, where the code did not end by itself, why not."""
         output = outcome.output.replace("\0", "\N{REPLACEMENT CHARACTER}")
         ending = {
             "time": f"it took longer than {self.limits.timeout_s:g} s",
@@ -76,7 +70,7 @@ class Python:
             "lost": "it ended the interpreter, or took longer than "
             f"{self.limits.timeout_s:g} s, or used more than {self.limits.memory_mb} MiB of memory",
         }.get(outcome.ended)
-        if ending is not None:
+        if ending:
             note = f"[The code was stopped: {ending}.]"
         elif outcome.status < 0:
             note = f"[The interpreter was ended by {_name(-outcome.status)}.]"

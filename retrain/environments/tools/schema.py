@@ -10,11 +10,10 @@ that is neither may be the JSON of what is wanted, as formats without types of t
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
@@ -31,6 +30,7 @@ from pydantic import (
 from pydantic.errors import PydanticUndefinedAnnotation
 from pydantic.json_schema import GenerateJsonSchema
 
+from retrain.environments.arguments import did_you_mean
 from retrain.environments.tools import ToolError
 from retrain.errors import PluginError, RetrainError
 from retrain.plugins import described
@@ -66,13 +66,12 @@ class Tool:
         try:
             model = self._arguments.model_validate(dict(arguments))
         except ValidationError as error:
-            wrong = [self._described(each) for each in error.errors(include_url=False)[:5]]
-            raise ToolError(f"{self.name}: {'; '.join(wrong)}. It takes {self.takes()}") from None
+            faults = [self._fault(each) for each in error.errors(include_url=False)[:5]]
+            raise ToolError(f"{self.name}: {'; '.join(faults)}. It takes {self._takes()}") from None
         fields = self._arguments.model_fields
         return {str(fields[name].alias): getattr(model, name) for name in fields if name in model.model_fields_set}
 
-    def takes(self) -> str:
-        """Return the names and types of the arguments as text."""
+    def _takes(self) -> str:
         parameters = self.schema["function"]["parameters"]
         texts = [
             f"{name} ({_type_of(schema)}{'' if name in parameters['required'] else ', optional'})"
@@ -80,7 +79,7 @@ class Tool:
         ]
         return ", ".join(texts) or "no arguments"
 
-    def _described(self, error: Any) -> str:
+    def _fault(self, error: Any) -> str:
         name = ".".join(map(str, error["loc"]))[:100]
         if error["type"] == "missing":
             return f"the argument {name!r} is missing"
@@ -106,12 +105,6 @@ def tool_of(target: Callable[..., Any], settings: Mapping[str, Any] | None = Non
         raise PluginError(f"{what}: {error}") from None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean …?)`` where one of ``known`` is near, else ""."""
-    close = difflib.get_close_matches(name[:100], list(known), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
 def _function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Tool:
     if settings:
         raise PluginError(f"a function has no settings, such as {next(iter(settings))!r}; only a class takes them")
@@ -124,14 +117,15 @@ def _class(made: type, settings: Mapping[str, Any]) -> Tool:
     call = inspect.getattr_static(made, "__call__", None)
     if not inspect.isfunction(call):
         raise PluginError("the class has no method __call__, which would be the tool")
+    signature = inspect.signature(made)
     try:
-        inspect.signature(made).bind(**settings)
+        signature.bind(**settings)
     except TypeError as error:
-        takes = ", ".join(inspect.signature(made).parameters) or "none"
+        takes = ", ".join(signature.parameters) or "none"
         raise PluginError(f"settings: {error}; those of {made.__name__} are: {takes}") from None
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", made.__name__).lower()
     doc = inspect.cleandoc(call.__doc__ or "") or inspect.cleandoc(made.__doc__ or "")
-    model, schema = _schema(name, call, doc, besides=inspect.signature(made).parameters)
+    model, schema = _schema(name, call, doc, signature.parameters)
 
     def opened() -> Callable[..., Any]:
         try:
@@ -145,10 +139,9 @@ def _class(made: type, settings: Mapping[str, Any]) -> Tool:
 
 
 def _schema(
-    name: str, function: Callable[..., Any], doc: str, besides: Collection[str] = ()
+    name: str, function: Callable[..., Any], doc: str, settings: Collection[str] = ()
 ) -> tuple[type[BaseModel], dict[str, Any]]:
-    """What checks the arguments of ``function``, and the schema that describes it. ``besides`` are other names that
-    ``doc`` may describe: the settings of a class."""
+    """Return a model of the arguments of ``function``, and its schema. ``doc`` may describe ``settings`` too."""
     if not NAME.fullmatch(name):
         raise PluginError(f"{name!r} is no name for a tool: letters, digits and _ only, at most 64")
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
@@ -158,21 +151,30 @@ def _schema(
     description, documented = _docstring(doc)
     if not description:
         raise PluginError(f"{name} has no docstring; its first lines tell the model what it does")
-    annotations = _annotations(name, function)
-    if stray := [argument for argument in documented if argument not in annotations and argument not in besides]:
+    fields = _fields(name, function, documented)
+    known = [field.alias for _, field in fields.values()]
+    if stray := [argument for argument in documented if argument not in known and argument not in settings]:
         raise PluginError(f"the docstring of {name} describes {stray[0]!r}, which is no argument of it")
-    model, parameters = _model(name, annotations)
-    for argument, (_, required) in annotations.items():
-        own = parameters["properties"][argument] if required else _without_null(parameters["properties"][argument])
-        text = documented.get(argument)
-        own = {key: own[key] for key in sorted(own, key=lambda key: key != "type")}
-        parameters["properties"][argument] = own | ({"description": text} if text else {})
-    function_schema = {"name": name, "description": description, "parameters": parameters}
-    return model, {"type": "function", "function": function_schema}
+    try:
+        model = create_model("Arguments", __config__=_CONFIG, **fields)
+        schema = model.model_json_schema(schema_generator=_Untitled)
+    except (PydanticUserError, PydanticUndefinedAnnotation) as error:
+        reason = str(error).splitlines()[0]
+        raise PluginError(f"{name} has an argument of a type that JSON has no form for: {reason}") from None
+    required = schema.get("required", [])
+    properties = {
+        argument: _property(schema["properties"][argument], argument in required) for argument in known if argument
+    }
+    parameters = {"type": "object", "properties": properties, "required": required}
+    parameters |= {"$defs": schema["$defs"]} if "$defs" in schema else {}
+    return model, {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
 
 
-def _annotations(name: str, function: Callable[..., Any]) -> dict[str, tuple[Any, bool]]:
-    """By argument its type, and whether it has no default."""
+def _fields(name: str, function: Callable[..., Any], documented: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a pydantic model. The arguments are aliases: they may have any names."""
     try:
         hints = get_type_hints(function, include_extras=True)
     except Exception as error:  # a name that is not there, or whatever evaluating an annotation raises
@@ -180,47 +182,32 @@ def _annotations(name: str, function: Callable[..., Any]) -> dict[str, tuple[Any
     parameters = list(inspect.signature(function).parameters.values())
     if parameters and parameters[0].name == "self" and parameters[0].name not in hints:
         del parameters[0]
+    fields: dict[str, Any] = {}
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise PluginError(f"{name} takes {parameter}; the arguments of a tool have names, one each")
         if parameter.name not in hints:
             raise PluginError(f"the argument {parameter.name!r} of {name} has no type; write {parameter.name}: str")
-    return {each.name: (hints[each.name], each.default is each.empty) for each in parameters}
+        default = ... if parameter.default is parameter.empty else None
+        field = Field(default, alias=parameter.name, description=documented.get(parameter.name) or None)
+        fields[f"argument_{len(fields)}"] = (Annotated[hints[parameter.name], WrapValidator(_lenient)], field)
+    return fields
 
 
-def _model(name: str, annotations: Mapping[str, tuple[Any, bool]]) -> tuple[type[BaseModel], dict[str, Any]]:
-    """A pydantic model of the arguments, and its JSON schema. The arguments are aliases: their names are any."""
-    fields: dict[str, Any] = {
-        f"argument_{number}": (
-            Annotated[annotation, WrapValidator(_lenient)],
-            Field(alias=argument) if required else Field(None, alias=argument),
-        )
-        for number, (argument, (annotation, required)) in enumerate(annotations.items())
-    }
-    try:
-        model = create_model("Arguments", __config__=_CONFIG, **fields)
-        schema = model.model_json_schema(schema_generator=_Untitled)
-    except (PydanticUserError, PydanticUndefinedAnnotation) as error:
-        reason = str(error).splitlines()[0]
-        raise PluginError(f"{name} has an argument of a type that JSON has no form for: {reason}") from None
-    properties = {
-        argument: {key: value for key, value in own.items() if key != "default"}  # None, for the lack of one
-        for argument, own in schema.get("properties", {}).items()
-    }
-    parameters = {"type": "object", "properties": properties, "required": schema.get("required", [])}
-    return model, parameters | ({"$defs": schema["$defs"]} if "$defs" in schema else {})
+def _property(schema: dict[str, Any], required: bool) -> dict[str, Any]:
+    """Return an argument's schema as chat templates expect it: its type first, its description last.
 
-
-def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """An optional argument is left out rather than written as null: ``int | None = None`` reads as an integer."""
-    others = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
-    if len(others) != 1 or len(schema["anyOf"]) != 2:
-        return schema
-    return others[0] | {key: value for key, value in schema.items() if key != "anyOf"}
+    An optional argument is left out rather than written as null: ``int | None = None`` becomes an integer.
+    """
+    types = [item for item in schema.get("anyOf", ()) if item != {"type": "null"}]
+    if not required and len(types) == 1:
+        schema = types[0] | {key: value for key, value in schema.items() if key != "anyOf"}
+    order = sorted(schema, key=lambda key: (key == "description", key != "type"))
+    return {key: schema[key] for key in order if key != "default"}  # None, for the lack of one
 
 
 def _docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """The description before the first section of a Google docstring, and those of the arguments."""
+    """Return the description before the first section of a Google docstring, and those of the arguments."""
     parts = SECTION.split(doc)
     documented: dict[str, str] = {}
     for title, body in zip(parts[1::2], parts[2::2], strict=True):

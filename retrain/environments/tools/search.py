@@ -6,13 +6,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+
+from retrain.environments.arguments import imported
 from retrain.environments.tools import ToolError
 from retrain.errors import DataError, UsageError
-from retrain.extras import is_installed, missing
 
 SUFFIXES = (".txt", ".md")
 WORD = re.compile(r"\w+")
@@ -20,17 +21,25 @@ BEGINNING = re.compile(r"\b\w")
 SURROGATES = re.compile("[\ud800-\udfff]")
 MAX_QUERY_WORDS = 1000
 
-Stamp = tuple[tuple[str, int, int], ...]
-"""Of each file: path, time of the last change (ns), bytes."""
+Stamp = tuple[tuple[str, int, int], ...]  # Of each file: path, time of the last change (ns), bytes
 
 
-@dataclass(frozen=True)
-class Document:
-    """One entry of a corpus."""
+def _plain(text: str) -> str:
+    """Replace lone surrogates, which JSON can hold and no tokenizer accepts."""
+    return SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
 
-    id: str
-    title: str
-    text: str
+
+Plain = Annotated[str, AfterValidator(_plain)]
+
+
+class Document(BaseModel):
+    """One entry of a corpus; ``id`` is the number of its line where it has none."""
+
+    model_config = ConfigDict(strict=True)
+
+    text: Plain
+    id: int | Plain | None = None
+    title: Plain | None = None
 
 
 class Search:
@@ -77,14 +86,13 @@ class Index:
     """The documents of a corpus in the order of their ids, and bm25s's scores of their words."""
 
     def __init__(self, documents: list[Document]):
-        import bm25s
-
+        bm25s = imported("bm25s", "tool search")
         self.documents = sorted(documents, key=_order)
         self.scores = bm25s.BM25(method="lucene", k1=1.5, b=0.75, backend="numpy")
-        self.scores.index([words(f"{d.title} {d.text}") for d in self.documents], show_progress=False)
+        self.scores.index([words(_full_text(document)) for document in self.documents], show_progress=False)
 
     def best(self, wanted: list[str], k: int) -> list[Document]:
-        """Up to ``k`` documents with any of the words, best first, of equal score by id."""
+        """Return up to ``k`` documents with any of the words, best first, of equal score by id."""
         import numpy as np
 
         known = [word for word in wanted if word in self.scores.vocab_dict]
@@ -102,9 +110,8 @@ _indices: dict[str, tuple[Stamp, Index]] = {}
 
 
 def _index(corpus: Path) -> Index:
-    """The process's index of ``corpus``, made anew when a file of it has changed."""
-    if not is_installed("bm25s"):
-        raise missing("tool search", "bm25s")
+    """Return the process's index of ``corpus``, made anew when a file of it has changed."""
+    imported("bm25s", "tool search")
     try:
         path = corpus.expanduser().resolve()
         files = _files(path, corpus)
@@ -116,28 +123,28 @@ def _index(corpus: Path) -> Index:
     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory for ~
         reason = (getattr(error, "strerror", None) or str(error)).lower()
         raise DataError(f"tool search: corpus {corpus} cannot be read: {reason}") from error
-    if not any(words(f"{document.title} {document.text}") for document in documents):
+    if not any(words(_full_text(document)) for document in documents):
         raise DataError(f"tool search: corpus {corpus} has no words")
     index = Index(documents)
     _indices[str(path)] = (stamp, index)
     return index
 
 
-def _files(path: Path, told: Path) -> list[Path]:
+def _files(path: Path, corpus: Path) -> list[Path]:
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
         if not files:
-            raise DataError(f"tool search: corpus {told} is a directory without .txt or .md files")
+            raise DataError(f"tool search: corpus {corpus} is a directory without .txt or .md files")
         return files
     if not path.exists():
-        raise DataError(f"tool search: corpus {told} does not exist: give a .jsonl file or a directory of .txt files")
+        raise DataError(f"tool search: corpus {corpus} does not exist: give a .jsonl file or a directory of .txt files")
     if path.suffix != ".jsonl":
-        raise DataError(f"tool search: corpus {told} is neither a .jsonl file nor a directory of .txt and .md files")
+        raise DataError(f"tool search: corpus {corpus} is neither a .jsonl file nor a directory of .txt and .md files")
     return [path]
 
 
 def _lines(path: Path) -> Iterator[Document]:
-    """The documents of a .jsonl file. Raises DataError at the first line that is none."""
+    """Read the documents of a .jsonl file. Raises DataError at the first line that is none."""
     seen: dict[str, int] = {}
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -145,55 +152,44 @@ def _lines(path: Path) -> Iterator[Document]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                document = Document.model_validate(json.loads(line))
+            except ValidationError as error:
+                (first, *_) = error.errors()
+                field = f'"{first["loc"][0]}": ' if first["loc"] else ""
+                raise DataError(f'{where} is no document such as {{"text": "…"}}: {field}{first["msg"]}') from None
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{where} is no JSON: {error}") from error
-            document = _document(row, number, where)
+            document.id = str(number if document.id is None else document.id)
             if document.id in seen:
                 raise DataError(f"{where} has the id {document.id!r} of line {seen[document.id]}")
             seen[document.id] = number
             yield document
 
 
-def _document(row: Any, number: int, where: str) -> Document:
-    if not isinstance(row, dict):
-        raise DataError(f'{where} is no object: write {{"text": "…"}}')
-    if not isinstance(row.get("text"), str):
-        raise DataError(f'{where} has no text under "text"')
-    name, title = row.get("id"), row.get("title")
-    name = number if name is None else name
-    if not isinstance(name, str | int) or isinstance(name, bool):
-        raise DataError(f'{where} has an "id" that is neither a text nor a whole number')
-    if title is not None and not isinstance(title, str):
-        raise DataError(f'{where} has a "title" that is no text')
-    return Document(_plain(str(name)), _plain(title or ""), _plain(row["text"]))
-
-
 def _whole(file: Path, directory: Path) -> Document:
     try:
-        return Document(_plain(str(file.relative_to(directory))), "", file.read_text(encoding="utf-8"))
+        return Document(id=str(file.relative_to(directory)), text=file.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is not UTF-8: {error}") from error
 
 
-def _plain(text: str) -> str:
-    """Half a character, which JSON can hold, would stop a tokenizer."""
-    return SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
 def _order(document: Document) -> tuple[bool, int, str]:
-    """Ids that are numbers by their size, before all others."""
-    number = document.id.isascii() and document.id.isdecimal() and len(document.id) < 20
-    return (not number, int(document.id) if number else 0, document.id)
+    """Return a key that sorts ids which are numbers by their size, before all others."""
+    id = str(document.id)
+    number = id.isascii() and id.isdecimal() and len(id) < 20
+    return (not number, int(id) if number else 0, id)
+
+
+def _full_text(document: Document) -> str:
+    return f"{document.title or ''} {document.text}"
 
 
 def words(text: str) -> list[str]:
-    """The words of a text as they are indexed and looked for."""
     return WORD.findall(text.lower())
 
 
 def passage(text: str, wanted: list[str], characters: int) -> str:
-    """The part of ``text``, at most so long, with the most of the wanted words: the first such, from a word on."""
+    """Return the part of ``text``, at most so long, with the most of the wanted words: the first such."""
     text = text.strip()
     if len(text) <= characters:
         return text

@@ -1,16 +1,13 @@
-"""Classes in the styles of other trainers become environments of ours; the cookbook's own types where installed."""
+"""Classes in the styles of Telescope and the Tinker cookbook become environments of ours."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-from toy_styles import Echo, Squares
 from toy_two_turns import GuessTwice
 
 from retrain.environments.providers.styles import adapt
@@ -26,11 +23,19 @@ def runner():
         yield
 
 
-def adapted(written, args):
+def adapted(written, **args):
     async def awaited(value):
         return await value
 
     return adapt(written, args, lambda value: run(awaited(value)) if inspect.isawaitable(value) else value)
+
+
+def begun(environment, index=0, split="train"):
+    return environment.start(environment.problems(split)[index], 0)
+
+
+def sizes(environment):
+    return [len(environment.problems(split)) for split in ("train", "test")]
 
 
 def move(episode, text, ids=(1,)):
@@ -38,73 +43,101 @@ def move(episode, text, ids=(1,)):
 
 
 def test_an_environment_of_ours_stays_as_it_is():
-    assert isinstance(adapted(GuessTwice, {"problems": [Problem("a", "guess", "")]}), GuessTwice)
+    assert isinstance(adapted(GuessTwice, problems=[Problem("a", "guess", "")]), GuessTwice)
+
+
+# Telescope: load_dataset and compute_reward.
+
+
+def reward(total, metrics=(), tags=()):
+    return SimpleNamespace(total_reward=total, sample_metrics=dict(metrics), sample_tags=dict(tags))
+
+
+class Squares:
+    """One turn."""
+
+    reward_min, reward_max = 0.0, 1.0
+    metrics_ranges = {"length": {"min": 0, "invert": True}}  # noqa: RUF012
+    system_prompt, instruction_prompt = "You square.", "Only a number."
+
+    def __init__(self, largest=20):
+        self.largest = largest
+
+    def load_dataset(self, num_samples=-1):
+        return [SimpleNamespace(prompt=f"{n}²?", answer=str(n * n), metadata={"n": n}) for n in range(self.largest)]
+
+    async def compute_reward(self, completion, sample, eos_token=""):
+        right = float(int(completion) == sample.metadata["n"] ** 2)
+        return reward(
+            right, {"length": len(completion)}, {"parity": "even" if sample.metadata["n"] % 2 == 0 else "odd"}
+        )
+
+
+class Echo:
+    """Several turns: say the word that was asked for, three tries, one tool."""
+
+    def load_dataset(self, num_samples=-1):
+        prompts = [[{"role": "user", "content": f"say w{n}"}] for n in range(4)]
+        return [SimpleNamespace(prompt=prompt, answer=f"w{n}", metadata={}) for n, prompt in enumerate(prompts)]
+
+    async def env_response(self, messages, state):
+        state.custom["said"] = messages[-1]["content"] == state.sample.answer
+        answer = {"role": "user", "content": f"no, {len(messages)}", "turn_type": "feedback"}
+        return [] if state.custom["said"] else [answer]
+
+    def is_done(self, state):
+        return state.custom["said"] or state.num_turns >= 3, "said" if state.custom["said"] else "max_turns"
+
+    def get_tool_metrics(self, state):
+        return {"total_tool_calls": float(state.num_turns)}
+
+    async def compute_reward(self, state, eos_token=""):
+        return reward(1 / state.num_turns if state.custom.get("said") else 0.0)
 
 
 def test_one_turn_that_is_graded():
-    environment = adapted(Squares, {"largest": 30})
-    assert (environment.reward_min, environment.reward_max) == (0.0, 1.0)
+    environment = adapted(Squares, largest=30)
+    assert (environment.reward_min, environment.reward_max, environment.exact) == (0.0, 1.0, False)
     assert environment.metrics_ranges == {"length": {"min": 0, "invert": True}}
-    assert not environment.exact
-    train, held = environment.problems("train"), environment.problems("test")
-    assert (len(train), len(held)) == (27, 3)
-    assert (train[4].prompt, train[4].answer, train[4].metadata["n"]) == ("4²?", "16", 4)
-    assert held == environment.problems("other")
-    episode = environment.start(train[4], 0)
-    system, user = episode.observe().messages
-    assert (system["content"], user["content"]) == ("You square.", "Only a number.\n\n4²?")
+    assert sizes(environment) == [27, 3]
+    problem = environment.problems("train")[4]
+    assert (problem.prompt, problem.answer, problem.metadata["n"]) == ("4²?", "16", 4)
+    episode, broken = begun(environment, 4), begun(environment, 4)
+    assert [message["content"] for message in episode.observe().messages] == ["You square.", "Only a number.\n\n4²?"]
     assert move(episode, "16").done
     result = episode.result()
     assert (result.total_reward, result.sample_metrics, result.tags) == (1.0, {"length": 2.0}, ("parity=even",))
-    broken = environment.start(train[4], 0)
     move(broken, "four")
     assert broken.result().total_reward is None
     assert "ValueError: invalid literal for int()" in (broken.result().error or "")
-    assert len(adapted(Squares, {"heldout": 5}).problems("train")) == 15
+    assert sizes(adapted(Squares, heldout=5)) == [15, 5]
     with pytest.raises(DataError, match="returned 1 samples"):
-        adapted(Squares, {"largest": 1}).problems("train")
+        adapted(Squares, largest=1).problems("train")
     with pytest.raises(DataError, match="heldout = 20 leaves none of 20 problems"):
-        adapted(Squares, {"heldout": 20}).problems("train")
+        adapted(Squares, heldout=20).problems("train")
 
 
 def test_several_turns_that_are_graded():
-    environment = adapted(Echo, {})
-    (held,) = environment.problems("test")
-    assert held.prompt == ({"role": "user", "content": "say w3"},)
-    episode, lost = environment.start(held, 0), environment.start(held, 0)
+    environment = adapted(Echo)
+    episode, lost = begun(environment, split="test"), begun(environment, split="test")
+    assert episode.observe().messages == ({"role": "user", "content": "say w3"},)
     first = move(episode, "w1")
     assert (first.done, first.messages) == (False, [{"role": "user", "content": "no, 2"}])
     assert move(lost, "w1").messages == first.messages
-    last = move(episode, "w3")
-    assert (last.done, last.logs) == (True, {"stop_reason": "said"})
-    assert episode.result().total_reward == 0.5
-    assert episode.result().sample_metrics == {"total_tool_calls": 2.0}
+    assert move(episode, "w3").logs == {"stop_reason": "said"}
+    assert (episode.result().total_reward, episode.result().sample_metrics) == (0.5, {"total_tool_calls": 2.0})
     assert move(lost, "w1").messages == [{"role": "user", "content": "no, 4"}]
     assert move(lost, "w1").logs == {"stop_reason": "max_turns"}
     assert lost.result().total_reward == 0
     limited = type("Limited", (Echo,), {"is_done": None, "max_turns": 2})
-    environment = adapted(limited, {})
-    episode = environment.start(environment.problems("train")[0], 0)
+    episode = begun(adapted(limited))
     assert [move(episode, "w9").done for _ in range(2)] == [False, True]
     limited.max_turns = None
     with pytest.raises(PluginError, match="neither is_done nor max_turns to end it"):
-        move(environment.start(environment.problems("train")[0], 0), "w9")
+        move(begun(adapted(limited)), "w9")
 
 
-@dataclass
-class StepResult:  # as tinker_cookbook.rl.types and message_env have it
-    reward: float
-    episode_done: bool
-    next_observation: Any
-    next_stop_condition: Any = None
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class MessageStepResult:
-    reward: float
-    episode_done: bool
-    next_messages: list[dict[str, Any]]
+# The Tinker cookbook: data sets of builders of environments, with its own types stood for.
 
 
 class Tokens:
@@ -137,23 +170,9 @@ class Counting:
 
     def step(self, action):
         right = action == str(self.at + 1)
-        self.at += 1
-        self.goal -= 1
-        return StepResult(float(right), self.goal == 0, f"after {self.at}?", metrics={"tries": 1.0})
-
-
-def test_text_that_is_not_async():
-    environment = adapted(Counting, {"goal": 2, "size": 3, "heldout": 2})
-    assert environment.exact
-    assert [len(environment.problems(split)) for split in ("train", "test")] == [3, 2]
-    episode = environment.start(environment.problems("train")[0], 9)
-    assert episode.observe().messages == ({"role": "user", "content": "after 2?"},)
-    step = move(episode, "3")
-    assert (step.done, step.reward, step.messages) == (False, 1.0, [{"role": "user", "content": "after 3?"}])
-    assert move(episode, "7").reward == 0
-    assert episode.result().total_reward == 1
-    assert episode.result().sample_metrics == {"tries": 2.0}
-    episode.close()
+        self.at, self.goal = self.at + 1, self.goal - 1
+        facts = {"next_observation": f"after {self.at}?", "metrics": {"tries": 1.0}}
+        return SimpleNamespace(reward=float(right), episode_done=self.goal == 0, **facts)
 
 
 class Talk:
@@ -171,7 +190,7 @@ class Talk:
             await asyncio.sleep(0)
         right = message["content"] == self.word
         self.said = [*self.said, message, {"role": "user", "content": "again"}]
-        return MessageStepResult(float(right), right, self.said)
+        return SimpleNamespace(reward=float(right), episode_done=right, next_messages=self.said)
 
 
 class TokenTalk:
@@ -186,7 +205,7 @@ class TokenTalk:
     async def step(self, action, *, extra=None):
         assert extra == {"stop_reason": "stop"}
         done = Letters().decode(action) == self.word
-        return StepResult(0.25, done, Tokens([8, 9, *action, 2]))
+        return SimpleNamespace(reward=0.25, episode_done=done, next_observation=Tokens([8, 9, *action, 2]))
 
 
 class Builder:
@@ -225,38 +244,48 @@ class WordsBuilder:
         return Words(), Words(words=("xy", "zz")) if self.held else None
 
 
+def test_text_that_is_not_async():
+    environment = adapted(Counting, goal=2, size=3, heldout=2)
+    assert environment.exact
+    assert sizes(environment) == [3, 2]
+    episode = begun(environment)
+    assert episode.observe().messages == ({"role": "user", "content": "after 2?"},)
+    step = move(episode, "3")
+    assert (step.done, step.reward, step.messages) == (False, 1.0, [{"role": "user", "content": "after 3?"}])
+    assert move(episode, "7").reward == 0
+    assert (episode.result().total_reward, episode.result().sample_metrics) == (1, {"tries": 2.0})
+    episode.close()
+
+
 def test_messages_of_a_data_set():
     data = Words()
-    environment = adapted(lambda: data, {})
-    assert [len(environment.problems(split)) for split in ("train", "test")] == [3, 1]
-    problem = environment.problems("test")[0]
-    episode = environment.start(problem, 0)
+    environment = adapted(lambda: data)
+    assert sizes(environment) == [3, 1]
+    episode = begun(environment, split="test")
     assert episode.observe().messages == ({"role": "user", "content": "say gh"},)
     step = move(episode, "hg")
     assert (step.done, step.messages) == (False, [{"role": "user", "content": "again"}])
     assert move(episode, "gh").done
-    assert episode.result().total_reward == 1 + 0.5 * 2
-    assert episode.result().sample_metrics == {"word": 2.0}
+    assert (episode.result().total_reward, episode.result().sample_metrics) == (1 + 0.5 * 2, {"word": 2.0})
     episode.close()
     episode.close()
     assert data.builders[3].cleaned == 1
 
 
 def test_a_builder_of_data_sets_has_its_own_held_out_one():
-    environment = adapted(WordsBuilder, {})
-    assert [len(environment.problems(split)) for split in ("train", "test")] == [4, 2]
-    begun = environment.start(environment.problems("test")[1], 0)
-    assert begun.observe().messages[0]["content"] == "say zz"
-    assert [len(adapted(WordsBuilder, {"held": False}).problems(split)) for split in ("train", "test")] == [3, 1]
+    environment = adapted(WordsBuilder)
+    assert sizes(environment) == [4, 2]
+    assert begun(environment, 1, "test").observe().messages[0]["content"] == "say zz"
+    assert sizes(adapted(WordsBuilder, held=False)) == [3, 1]
     with pytest.raises(UsageError, match="has held-out problems of its own, has no argument 'heldout'"):
-        adapted(WordsBuilder, {"heldout": 1})
+        adapted(WordsBuilder, heldout=1)
 
 
 def test_tokens_need_a_tokenizer():
-    environment = adapted(Words, {"make": TokenTalk})
+    environment = adapted(Words, make=TokenTalk)
     with pytest.raises(PluginError, match="its observations are tokens, which only a tokenizer reads"):
-        environment.start(environment.problems("train")[1], 0)
-    episode = environment.start(environment.problems("train")[0], 0)
+        begun(environment, 1)
+    episode = begun(environment)
     assert episode.observe().messages == ({"role": "user", "content": "hi"},)
     step = move(episode, "ba", [2, 1])
     assert (step.done, step.reward, step.conversation) == (False, 0.25, [{"role": "user", "content": "hibab"}])
@@ -272,11 +301,11 @@ def test_tokens_need_a_tokenizer():
         (lambda: Builder(Talk, "ab"), {}, PluginError, "is one problem .* with get_batch and __len__"),
         (Squares, {"largst": 3}, UsageError, "args: got an unexpected keyword argument 'largst'"),
         (Squares, {"size": 3}, UsageError, "Squares has no argument 'size'"),
+        (Squares, {"heldout": "x"}, UsageError, "Squares: heldout is 'x': Input should be a valid integer"),
         (GuessTwice, {}, UsageError, "args: missing a required argument: 'problems'"),
-        (lambda: 3, {}, PluginError, "is no environment"),
     ],
 )
 def test_what_is_no_environment_is_told(written, arguments, error, message):
     with pytest.raises(error, match=message) as raised:
-        adapted(written, arguments)
+        adapted(written, **arguments)
     assert "\n" not in str(raised.value)

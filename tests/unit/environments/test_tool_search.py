@@ -49,6 +49,12 @@ def test_what_fits_best_comes_first(corpus, tmp_path):
     assert ids(Search(corpus(ANIMALS), k=1)("the cat on the mat")) == ["cat"]
     assert find("unicorn") == "[Nothing found]"
     assert ids(find("cats")) == ["cat"]  # by its title
+    assert ids(find("mat " * 100_000)) == ["cat"]
+    assert ids(find("\0 \ud800 mat")) == ["cat"]
+    with pytest.raises(ToolError, match="query has no words"):
+        find(" ?! ")
+    with pytest.raises(ToolError, match="query must be a text, not list"):
+        find(["cat"])
     other = Search(corpus(['{"text": "Größe \\ud800 naïve Москва"}', {"text": "else"}]))
     assert other("москва") == "[1] 1\nGröße \N{REPLACEMENT CHARACTER} naïve Москва"
     (tmp_path / "below").mkdir()
@@ -83,21 +89,10 @@ def test_the_order_is_that_of_bm25(corpus):
 @needs_bm25s
 def test_documents_of_the_same_score_come_by_id(corpus):
     names = ["b", 10, "a", 9, "c", 2]
-    path = corpus([{"id": name, "text": "the same words"} for name in names])
-    assert ids(Search(path, k=10)("same")) == ["2", "9", "10", "a", "b", "c"]
-    assert ids(Search(path, k=4)("same")) == ["2", "9", "10", "a"]
-    again = corpus([{"id": name, "text": "the same words"} for name in reversed(names)], "again.jsonl")
-    assert ids(Search(again, k=4)("same")) == ["2", "9", "10", "a"]
-
-
-@needs_bm25s
-def test_only_a_part_of_a_long_document_is_shown(corpus):
-    text = "filler " * 500 + "the needle lies in the haystack here " + "filler " * 500
-    path = corpus([{"id": "long", "text": text}, {"id": "short", "text": "other"}])
-    answer = Search(path, characters=60)("needle haystack")
-    assert answer.startswith("[1] long\n… needle lies in the haystack here filler")
-    assert answer.endswith(" …")
-    assert len(answer.splitlines()[1]) <= 60 + len("…  …")
+    for order in (names, names[::-1]):
+        path = corpus([{"id": name, "text": "the same words"} for name in order], f"{order[0]}.jsonl")
+        assert ids(Search(path, k=10)("same")) == ["2", "9", "10", "a", "b", "c"]
+        assert ids(Search(path, k=4)("same")) == ["2", "9", "10", "a"]
 
 
 @pytest.mark.parametrize(
@@ -126,10 +121,10 @@ def test_the_index_is_made_once_and_again_when_the_file_changes(corpus):
     ("lines", "error"),
     [
         ([{"text": "a"}, "{"], r"corpus\.jsonl:2 is no JSON"),
-        ([{"text": "a"}, "", "[1]"], r"corpus\.jsonl:3 is no object"),
-        ([{"title": "a"}], r'corpus\.jsonl:1 has no text under "text"'),
-        ([{"text": "a", "id": True}], r'corpus\.jsonl:1 has an "id" that is neither'),
-        ([{"text": "a", "title": []}], r'corpus\.jsonl:1 has a "title" that is no text'),
+        ([{"text": "a"}, "", "[1]"], r"corpus\.jsonl:3 is no document .*valid dictionary"),
+        ([{"title": "a"}], r'corpus\.jsonl:1 is no document .*"text": Field required'),
+        ([{"text": "a", "id": True}], r'corpus\.jsonl:1 is no document .*"id": Input should be'),
+        ([{"text": "a", "title": []}], r'corpus\.jsonl:1 is no document .*"title": Input should be'),
         ([{"text": "a", "id": 2}, {"text": "b"}], r"corpus\.jsonl:2 has the id '2' of line 1"),
         ([{"text": "?!"}], "has no words"),
         (["[" * 100_000], r"corpus\.jsonl:1 is no JSON"),
@@ -156,17 +151,6 @@ def test_a_corpus_that_is_not_there(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
     with pytest.raises(DataError, match=r"latin\.jsonl:1 is no JSON"):
         Search(str(tmp_path / "latin.jsonl"))
-
-
-@needs_bm25s
-def test_queries_that_are_none(corpus):
-    find = Search(corpus(ANIMALS))
-    with pytest.raises(ToolError, match="query has no words"):
-        find(" ?! ")
-    with pytest.raises(ToolError, match="query must be a text, not list"):
-        find(["cat"])  # type: ignore[arg-type]
-    assert ids(find("mat " * 100_000)) == ["cat"]
-    assert ids(find("\0 \ud800 mat")) == ["cat"]
 
 
 def test_without_bm25s(monkeypatch, tmp_path):

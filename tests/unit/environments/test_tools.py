@@ -15,22 +15,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from retrain.environments.tool_use import ToolEpisode, ToolUse
+from retrain.environments.tool_use import ToolUse
 from retrain.environments.tools import ToolError
 from retrain.environments.tools.calculator import calculator
 from retrain.environments.tools.schema import tool_of
 from retrain.errors import PluginError
 from retrain.types import Action, Problem
 
-PROBLEM = Problem("1", "What is 12 + 34?", "46")
 
-
-def act(text: str) -> Action:
-    return Action([], text, np.zeros(0), None, "stop")
-
-
-def call(name: str, **arguments: Any) -> str:
+def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def send(episode, text):
+    return episode.step(Action([], text, np.zeros(0), None, "stop"))
+
+
+def begun(*tools, **options):
+    """An episode with functions and classes of this file, or with tools by name."""
+    entries = [f"{__name__}:{tool.__name__}" if callable(tool) else tool for tool in tools]
+    return ToolUse(entries, **options).start(Problem("1", "What is 12 + 34?", "46"), 0)
+
+
+def answers(episode, text):
+    return [message["content"] for message in send(episode, text).messages]
 
 
 # Tools of this test.
@@ -67,20 +75,9 @@ def move(to: Point, copy: int = 1) -> str:
     return f"{type(to).__name__} {to.x} {to.y} {copy}"
 
 
-def fails(how: str) -> str:
-    """Fail."""
-    match how:
-        case "value":
-            raise ValueError("no such thing")
-        case "tool":
-            raise ToolError("say it otherwise")
-        case "exit":
-            sys.exit(3)
-        case "deep":
-            return fails("deep")
-        case "mute":
-            raise Mute
-    raise KeyError(how)
+def odd_names(schema: int, model_config: str, copy: int = 7, json: str = "", _hidden: bool = False) -> str:
+    """Names that a pydantic model has for itself."""
+    return f"{schema} {model_config} {copy} {json} {_hidden}"
 
 
 class Mute(Exception):
@@ -88,10 +85,20 @@ class Mute(Exception):
         raise RuntimeError("no text")
 
 
-def gives(what: Literal["none", "list", "number", "surrogate", "long", "object", "text"]) -> Any:
+def fails(how: str) -> str:
+    """Fail."""
+    match how:
+        case "exit":
+            sys.exit(3)
+        case "deep":
+            return fails("deep")
+    raise {"value": ValueError("no such thing"), "tool": ToolError("say it otherwise"), "mute": Mute()}[how]
+
+
+def gives(what: Literal["none", "list", "surrogate", "long", "object"]) -> Any:
     """Give something."""
-    given = {"none": None, "list": [1, "é"], "number": 2.5, "surrogate": "\ud800!", "long": "x" * 5000}
-    return {**given, "object": {"at": Point(x=1)}, "text": "plain"}[what]
+    given = {"none": None, "list": [1, "é"], "surrogate": "\ud800!", "long": "x" * 5000}
+    return {**given, "object": {"at": Point(x=1)}}[what]
 
 
 class WordCount:
@@ -115,16 +122,20 @@ class WordCount:
         self.closed.append(self.count)
 
 
-def episode(*tools: Any, **options: Any) -> ToolEpisode:
-    """An episode with functions and classes of this file, or with tools by name."""
-    entries = [f"{__name__}:{each.__name__}" if callable(each) else each for each in tools]
-    return ToolUse(entries, **options).start(PROBLEM, 0)
+class Breaks:
+    """Cannot be made."""
+
+    def __init__(self):
+        sys.exit(1)
+
+    def __call__(self) -> str:
+        return ""
 
 
 # Schemas.
 
 
-def test_a_schema_is_that_of_transformers() -> None:
+def test_a_schema_is_that_of_transformers():
     from transformers.utils import get_json_schema
 
     theirs = get_json_schema(calculator)
@@ -152,7 +163,7 @@ def test_a_schema_is_that_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "fault"),
     [
         ("def f(a: int): return a", "no docstring"),
         ("def f(a): 'Do.'", "'a' of f has no type; write a: str"),
@@ -165,65 +176,39 @@ def test_a_schema_is_that_of_transformers() -> None:
         ("f = lambda a: a", "no name for a tool"),
     ],
 )
-def test_what_cannot_be_a_tool(source, says) -> None:
+def test_what_cannot_be_a_tool(source, fault):
     made: dict[str, Any] = {}
     exec(source, made)
     with pytest.raises(PluginError) as raised:
         tool_of(made["f"], what="tool 'mine:it'")
     assert str(raised.value).startswith("tool 'mine:it': ")
-    assert says in str(raised.value)
+    assert fault in str(raised.value)
 
 
-class Breaks:
-    """Cannot be made."""
-
-    def __init__(self):
-        sys.exit(1)
-
-    def __call__(self) -> str:
-        return ""
-
-
-def test_a_class_is_described_by_its_call_and_made_anew_for_each_episode() -> None:
+def test_a_class_is_described_by_its_call_and_made_anew_for_each_episode():
     words = tool_of(WordCount, {"start": 2})
     assert (words.name, words.schema["function"]["description"], words.exact) == ("word_count", "Counts words.", False)
     with pytest.raises(PluginError, match=r"unexpected keyword argument 'begin'.*those of WordCount are: start, log"):
         tool_of(WordCount, {"begin": 2})
-    name = f"{__name__}:WordCount"
-    environment = ToolUse([{"tool": name, "start": 10}])
-    assert (environment.exact, ToolUse(["calculator"]).exact) == (False, True)
+    assert (ToolUse([f"{__name__}:WordCount"]).exact, ToolUse(["calculator"]).exact) == (False, True)
     closed = sys.modules[__name__].WordCount.closed
     closed.clear()
-    first, second = environment.start(PROBLEM, 0), environment.start(PROBLEM, 0)
-    counted = [own.step(act(call("word_count", text="a b"))).messages[0]["content"] for own in (first, first, second)]
-    assert counted == ["12", "14", "12"]
-    first.close()
-    first.close()
-    second.close()
+    table = {"tool": f"{__name__}:WordCount", "start": 10}
+    first, second = begun(table), begun(table)
+    counted = [answers(episode, call("word_count", text="a b")) for episode in (first, first, second)]
+    assert counted == [["12"], ["14"], ["12"]]
+    for episode in (first, first, second):
+        episode.close()
     assert closed == [14, 12]
-    broken = ToolUse([name, f"{__name__}:Breaks"])
     with pytest.raises(PluginError, match=r"tool 'breaks' cannot be made: SystemExit: 1"):
-        broken.start(PROBLEM, 0)
+        begun(WordCount, Breaks)
     assert closed == [14, 12, 0], "what had been made before it is closed"
 
 
 # Arguments.
 
 
-def odd_names(schema: int, model_config: str, copy: int = 7, json: str = "", _hidden: bool = False) -> str:
-    """Names that a pydantic model has for itself."""
-    return f"{schema} {model_config} {copy} {json} {_hidden}"
-
-
-def test_arguments_may_have_any_name() -> None:
-    tool = tool_of(odd_names)
-    names = ["schema", "model_config", "copy", "json", "_hidden"]
-    assert list(tool.schema["function"]["parameters"]["properties"]) == names
-    given = tool.checked({"schema": "1", "model_config": "x", "_hidden": True})
-    assert odd_names(**given) == "1 x 7  True"
-
-
-def test_arguments_are_taken_as_models_write_them() -> None:
+def test_arguments_are_taken_as_models_write_them():
     given = {"a": "3", "b": 2, "c": 5, "d": "true", "e": "[1, 2]", "f": '{"k": 1}', "g": "x", "h": "1"}
     expected = {"a": 3, "b": 2.0, "c": "5", "d": True, "e": [1, 2], "f": {"k": 1.0}, "g": "x", "h": "1"}
     checked = tool_of(kinds).checked(given)
@@ -232,10 +217,14 @@ def test_arguments_are_taken_as_models_write_them() -> None:
     assert tool_of(search_flights).checked({"city": "[1]", "seats": 2.0}) == {"city": "[1]", "seats": 2}
     assert tool_of(search_flights).checked({"city": "Rome", "seats": 2, "days": None})["days"] is None
     assert tool_of(move).checked({"to": {"x": "1"}, "copy": 2}) == {"to": Point(x=1), "copy": 2}
+    odd = tool_of(odd_names)
+    names = ["schema", "model_config", "copy", "json", "_hidden"]
+    assert list(odd.schema["function"]["parameters"]["properties"]) == names
+    assert odd_names(**odd.checked({"schema": "1", "model_config": "x", "_hidden": True})) == "1 x 7  True"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "fault"),
     [
         ({}, "the argument 'city' is missing; the argument 'seats' is missing"),
         ({"seat": 3}, "there is no argument 'seat' (did you mean 'seats'?)"),
@@ -246,50 +235,43 @@ def test_arguments_are_taken_as_models_write_them() -> None:
         ({"days": "[" * 100_000}, "days: Input should be a valid list"),
     ],
 )
-def test_wrong_arguments_are_named(arguments, says) -> None:
+def test_wrong_arguments_are_named(arguments, fault):
     given = {"city": "Rome", "seats": 2} | arguments if arguments else {}
     with pytest.raises(ToolError) as raised:
         tool_of(search_flights).checked(given)
-    assert says in str(raised.value)
     takes = "It takes city (string), seats (integer), direct (boolean, optional), days (array, optional)"
+    assert fault in str(raised.value)
     assert takes in str(raised.value)
 
 
-def test_arguments_of_any_kind_are_checked_or_refused() -> None:
-    tool = tool_of(kinds)
-    values = st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
-        max_leaves=4,
-    )
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=4,
+)
+KINDS = tool_of(kinds)
 
-    @settings(max_examples=200, deadline=None)
-    @given(st.dictionaries(st.sampled_from("abcdefghi"), values))
-    def check(arguments) -> None:
-        try:
-            checked = tool.checked(arguments)
-        except ToolError:
-            return
-        assert set(checked) == set("abcdefgh")
-        assert type(checked["a"]) is int
-        assert type(checked["b"]) is float
-        assert checked["g"] in ("x", "y")
 
-    check()
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.sampled_from("abcdefghi"), VALUES))
+def test_arguments_of_any_kind_are_checked_or_refused(arguments):
+    try:
+        checked = KINDS.checked(arguments)
+    except ToolError:
+        return
+    assert set(checked) == set("abcdefgh")
+    assert (type(checked["a"]), type(checked["b"])) == (int, float)
+    assert checked["g"] in ("x", "y")
 
 
 # The calculator.
 
-VALUES = {
+RESULTS = {
     "0.1 + 0.2": "0.3",
-    "(3 + 4.5) * 2": "15",
     "-2 ** 2": "-4",
     "-7 // 2": "-4",
-    "7.5 % 2": "1.5",
     "2 ** -2": "0.25",
-    "-1 / 8": "-0.125",
     "-2 / 3": "-2/3 ≈ -0.666666666666667",
-    "1 / 3 * 3": "1",
     "10 ** 20 / 3": "100000000000000000000/3 ≈ 3.33333333333333E+19",
     "1 / 7 ** 60": "≈ 1.96841923011760E-51",
     "1e3 + 1.5e-2": "1000.015",
@@ -301,22 +283,17 @@ VALUES = {
 }
 FAULTS = {
     "1 % 0": "division by zero",
-    "0 ** -2": "division by zero",
     "2 ^ 3": "write ** for a power",
     "2 + 2 =": "without an equals sign",
     "1,5 + 1": "decimals with a point",
-    "12,34,567": "decimals with a point",
     "2(3 + 4)": "write * between factors",
     "__import__('os')": "is not part of arithmetic",
-    "0x10": "'x' is not part of arithmetic",
     "٣ + 1": "is not part of arithmetic",
     "1\0": "is not part of arithmetic",
     "50%": "cannot be read",
-    "...": "cannot be read",
     " \n": "is empty",
     "2 ** 0.5": "not a whole number",
     "9 ** 9 ** 9 ** 9": "more than 1000 digits",
-    "2 ** -(10 ** 9)": "more than 1000 digits",
     "1e-999999999": "more than 1000 digits",
     "1." + "1" * 1500: "more than 1000 digits",
     "1" * 2001: "more than 2000 characters",
@@ -325,8 +302,8 @@ FAULTS = {
 }
 
 
-def test_the_calculator() -> None:
-    assert {expression: calculator(expression) for expression in VALUES} == VALUES
+def test_the_calculator():
+    assert {expression: calculator(expression) for expression in RESULTS} == RESULTS
     for expression, fault in FAULTS.items():
         with pytest.raises(ToolError) as raised:
             calculator(expression)
@@ -344,9 +321,9 @@ EXPRESSIONS = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(EXPRESSIONS)
-def test_the_calculator_is_exact(expression) -> None:
+def test_the_calculator_is_exact(expression):
     """Against Python's own fractions."""
     try:
         fractions = expression.replace("(", "Fraction(")  # the // of two fractions is an int, whose / would be a float
@@ -365,29 +342,23 @@ def test_the_calculator_is_exact(expression) -> None:
 # Episodes.
 
 
-def test_the_numbers_of_an_episode_by_hand() -> None:
-    environment = ToolUse([f"{__name__}:kinds", f"{__name__}:fails", "calculator"])
-    own = environment.start(PROBLEM, 0)
-    assert own.observe().messages == ()
-    assert [tool["function"]["name"] for tool in own.observe().tools] == ["kinds", "fails", "calculator"]
-    step = own.step(act(call("calculator", expression="12 + 34") + '<tool_call>{"name": "calculator"'))
-    assert not step.done
-    assert step.metrics == {"tools/calls": 2.0, "tools/errors": 1.0}
+def test_the_numbers_of_an_episode_by_hand():
+    episode = begun(kinds, fails, "calculator")
+    assert episode.observe().messages == ()
+    assert [tool["function"]["name"] for tool in episode.observe().tools] == ["kinds", "fails", "calculator"]
+    step = send(episode, call("calculator", expression="12 + 34") + '<tool_call>{"name": "calculator"')
+    assert (step.done, step.metrics) == (False, {"tools/calls": 2.0, "tools/errors": 1.0})
     answer, fault = step.messages
     assert answer == {"role": "tool", "name": "calculator", "content": "46"}
     assert fault["content"].startswith("Error: A tool call could not be read: <tool_call> is not closed")
-    turns = [
-        call("kinds", a=1),  # 1, 1 error: arguments
-        call("nothing", x=1) + call("fails", how="value"),  # 2, 2 errors
-        call("calculator", expression="2"),  # 1
-    ]
-    for turn in turns:
-        own.step(act(turn))
-    last = own.step(act("Done."))
+    send(episode, call("kinds", a=1))  # 1 call, 1 error: arguments
+    send(episode, call("nothing", x=1) + call("fails", how="value"))  # 2 calls, 2 errors
+    send(episode, call("calculator", expression="2"))
+    last = send(episode, "Done.")
     assert (last.done, last.messages) == (True, ())
-    result = own.result()
+    result = episode.result()
     assert result.total_reward is None
-    assert set(result.sample_metrics) == set(environment.metrics_ranges)
+    assert set(result.sample_metrics) == set(episode.environment.metrics_ranges)
     assert (result.sample_metrics.pop("tools/tool_time") or 0) > 0
     assert result.sample_metrics == {
         "tools/total_tool_calls": 6.0,
@@ -397,24 +368,23 @@ def test_the_numbers_of_an_episode_by_hand() -> None:
         "tools/calls/fails": 1.0,
         "tools/calls/calculator": 2.0,
     }
-    idle = episode("calculator")
-    assert idle.step(act("46")).done
+    idle = begun("calculator")
+    assert send(idle, "46").done
     assert idle.result().sample_metrics["tools/tool_success_rate"] is None
 
 
-def test_whatever_a_tool_does_is_an_answer() -> None:
-    contents = {
+def test_whatever_a_tool_does_is_an_answer():
+    faults = {
         "value": "Error: ValueError: no such thing",
         "tool": "Error: say it otherwise",
         "exit": "Error: SystemExit: the tool tried to exit",
         "mute": "Error: Mute",
         "deep": "Error: RecursionError: maximum recursion depth exceeded",
     }
-    own = episode(fails)
-    for how, content in contents.items():
-        (message,) = own.step(act(call("fails", how=how))).messages
-        assert message["content"].startswith(content)
-    assert own.errors == len(contents)
+    episode = begun(fails)
+    for how, fault in faults.items():
+        assert answers(episode, call("fails", how=how))[0].startswith(fault)
+    assert episode.errors == len(faults)
     results = {
         "none": "(no result)",
         "list": '[1, "é"]',
@@ -422,31 +392,24 @@ def test_whatever_a_tool_does_is_an_answer() -> None:
         "object": '{"at": "x=1 y=0"}',
         "long": "x" * 4000 + "\n[cut: 1,000 more characters]",
     }
-    own = episode(gives)
-    assert {what: own.step(act(call("gives", what=what))).messages[0]["content"] for what in results} == results
-    (fault,) = episode(gives, result_characters=10).step(act("<tool_call>")).messages
-    assert fault["content"].startswith("Error: A t\n[cut: ")
-
-
-def test_an_unknown_tool_is_named_with_the_known_ones() -> None:
-    own = episode("calculator", move)
-    unknown = own.step(act(call("calculater", expression="1") + call("\ud800" + "x" * 500))).messages
+    episode = begun(gives)
+    assert {what: answers(episode, call("gives", what=what))[0] for what in results} == results
+    assert answers(begun(gives, result_characters=10), "<tool_call>")[0].startswith("Error: A t\n[cut: ")
+    episode = begun("calculator", move)
+    unknown = send(episode, call("calculater", expression="1") + call("\ud800" + "x" * 500)).messages
     assert unknown[0]["content"] == (
         "Error: there is no tool 'calculater' (did you mean 'calculator'?). The tools are: calculator, move"
     )
     assert unknown[1]["name"] == "?" + "x" * 63
     assert len(unknown[1]["content"]) < 200
     text = '[TOOL_CALLS] [{"name": "calculator", "arguments": {"expression": "1"}, "id": "abcdef123"}]'
-    assert own.step(act(text)).messages[0]["tool_call_id"] == "abcdef123"
+    assert send(episode, text).messages[0]["tool_call_id"] == "abcdef123"
 
 
 @pytest.mark.parametrize(
-    ("entry", "says"),
+    ("entry", "fault"),
     [
-        (
-            "calculater",
-            "tool 'calculater' is none of calculator, python, search (did you mean 'calculator'?); one of your own",
-        ),
+        ("calculater", "tool 'calculater' is none of calculator, python, search (did you mean 'calculator'?)"),
         ("nothing:here", "tool 'nothing:here': no module 'nothing'"),
         ("json:nothing", "has no function 'nothing'"),
         ({"start": 1}, 'write tool = "calculator" in its table'),
@@ -454,21 +417,20 @@ def test_an_unknown_tool_is_named_with_the_known_ones() -> None:
         ("retrain.environments.tools.calculator:calculator", "two tools are named 'calculator'"),
     ],
 )
-def test_tools_that_cannot_be_loaded(entry, says) -> None:
+def test_tools_that_cannot_be_loaded(entry, fault):
     with pytest.raises(PluginError) as raised:
         ToolUse(["calculator", entry])
-    assert says in str(raised.value)
+    assert fault in str(raised.value)
 
 
-def test_tools_are_looked_up_in_the_folders(tmp_path, monkeypatch) -> None:
+def test_tools_are_looked_up_in_the_folders(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))  # restores the path
     for number, folder in enumerate(("one", "two")):
         (tmp_path / folder).mkdir()
         source = f'def tool_{number}(n: int) -> int:\n    """Add {number}."""\n    return n + {number}\n'
         (tmp_path / folder / f"tools_of_{folder}.py").write_text(source)
     folders = [str(tmp_path / "one"), str(tmp_path / "two")]
-    own = ToolUse(["tools_of_one:tool_0", "tools_of_two:tool_1"], folders).start(PROBLEM, 0)
-    answers = own.step(act(call("tool_0", n=1) + call("tool_1", n=1))).messages
-    assert [message["content"] for message in answers] == ["1", "2"]
+    episode = begun("tools_of_one:tool_0", "tools_of_two:tool_1", folders=folders)
+    assert answers(episode, call("tool_0", n=1) + call("tool_1", n=1)) == ["1", "2"]
     for name in ("tools_of_one", "tools_of_two"):
         sys.modules.pop(name)

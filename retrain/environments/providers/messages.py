@@ -1,0 +1,41 @@
+"""Chat messages of other libraries as ours: a role and a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from retrain.errors import PluginError
+from retrain.types import Message
+
+
+def text_of(content: Any, placeholders: bool = False) -> str:
+    """Return the text of a message's content, its parts one a line.
+
+    Raises PluginError for images, audio and files; with ``placeholders`` their types stand in for them.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        fields = part if isinstance(part, Mapping) else getattr(part, "__dict__", {})
+        kind = fields.get("type", type(part).__name__)
+        text = fields.get("text") or fields.get("refusal")
+        if text is None and kind not in ("text", "refusal"):
+            if not placeholders:
+                raise PluginError(f'it shows the model something of type "{kind}"; only text is supported')
+            text = f"[{kind}]"
+        texts.append(str(text or ""))
+    return "\n".join(texts)
+
+
+def chat_messages(messages: Iterable[Any], keys: Sequence[str] = (), placeholders: bool = False) -> list[Message]:
+    """Return messages as role and text, with those of ``keys`` that they have. Raises PluginError for other things."""
+    chat: list[Message] = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise PluginError(f"a message is {message!r:.80}, not a role with a text")
+        kept = {key: message[key] for key in keys if message.get(key)}
+        chat.append(cast("Message", {"role": message["role"], "content": text_of(content, placeholders), **kept}))
+    return chat

@@ -1,0 +1,1 @@
+"""Isolated processes for code that a model writes."""
