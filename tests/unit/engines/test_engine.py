@@ -12,7 +12,6 @@ from lane_cases import adamw, decoded, fresh_logprobs, lane_of, publish, ref, re
 from toymodels import qwen3_directory, toy_base
 
 from retrain.engines import dense, slots
-from retrain.engines.graphs import StepGraphs
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.engines.step import compiled_decode_steps, decode_steps
@@ -194,25 +193,6 @@ def test_slots_of_finished_sequences_go_to_waiting_ones(base, lanes, monkeypatch
     assert sorted(request for request, _, _ in reported) == list(range(len(asked)))
     assert all(count == 3 for _, _, count in reported)
     assert reported[0][1] < len(steps) / 2  # the first was reported long before the last had ended
-
-
-def test_a_step_that_cannot_be_captured_goes_on_eagerly_and_says_so_once(base, lanes, monkeypatch):
-    monkeypatch.setattr(slots, "COLUMNS", {"cpu": 128})
-    tried = []
-
-    def capture(step):
-        tried.append(step)
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    told, adapter, asked = [], trained(lanes, 0), requests(max_tokens=12)
-    engine = LocalEngine(base, lanes, tell=told.append)
-    free = sample(engine, asked, [adapter])
-    engine.graphs = StepGraphs(lambda: capture, told.append)
-    for _ in range(2):
-        again = sample(engine, asked, [adapter])
-        assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in group] for group in free]
-    assert told == ["decode steps run without CUDA graphs: operation not permitted when stream is capturing"]
-    assert len(tried) == 1
 
 
 def test_the_device_is_asked_every_few_tokens_only_and_what_is_sampled_stays(base, lanes, monkeypatch):

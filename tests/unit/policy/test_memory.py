@@ -1,5 +1,4 @@
-"""What a cohort takes of a device's memory: counted on the meta device at the shapes of an 8B model, planned once, kept
-on resume, and never taken twice."""
+"""Memory of a cohort: counted on the meta device at the shapes of an 8B model, planned once and kept on resume."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from toycampaign import campaign
-from toymodels import toy_base
+from toymodels import Messages, toy_base
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from retrain.campaign.running.controller import launch
@@ -140,20 +139,10 @@ def test_rows_of_an_8b_cohort_on_80_gib_are_those_counted_by_hand(monkeypatch, t
     assert engine.affordable_rows(2048, truncated=True) < 167
 
 
-class Watched(NullObserver):
-    """An observer that remembers what it was told."""
-
-    def __init__(self):
-        self.told: list[str] = []
-
-    def message(self, text, level="info"):
-        self.told.append(text)
-
-
 @pytest.fixture
 def machine(monkeypatch):
-    """Makes this machine one with so much memory, whose micro-batches have so many tokens; what is free of its memory
-    is another number at every look. Notes the shapes of what is computed: rows at once, micro-batches of an update."""
+    """Give this machine a memory size and a micro-batch budget, with a free memory that differs at every call; record
+    how many rows are decoded at once and how many micro-batches an update has."""
     begin, attempt, free = SlotBatch.__init__, updating.Work._attempt, iter(range(10**9, 10**10, 10**8))
     shapes: list[tuple[str, int]] = []
 
@@ -178,7 +167,7 @@ def machine(monkeypatch):
 
 
 def results(out):
-    """What came out of a campaign or run: final adapters, and of every step the numbers of its update."""
+    """Return the final adapters, and the numbers of every update."""
     numbers = ("loss", "optim/grad_norm", "kl_sample_train_v2", "reward/total", "completion_tokens")
     adapters = [path.read_bytes() for path in sorted(out.rglob("final/adapter_model.safetensors"))]
     rows = [row for path in sorted(out.rglob("metrics.jsonl")) for row in read_jsonl(path)]
@@ -186,33 +175,33 @@ def results(out):
 
 
 def test_a_resumed_campaign_computes_in_the_same_shapes_on_any_machine(model, tmp_path, machine):
-    """As many rows at once and as many micro-batches where another process has twice the memory: bit by bit the same.
-    Where they do not fit, it says so and plans anew."""
-    alone = ["campaign.seeds=[1]", "squeeze.enabled=false", "evaluation.at_start=false"]
+    """Bit by bit the same results where another process has twice the memory. Shapes that do not fit are planned anew,
+    with a message."""
+    keys = ["campaign.seeds=[1]", "squeeze.enabled=false", "evaluation.problems=1", "training.eval_every=1"]
 
     def train(name, steps, observer):
-        loaded = load(campaign(tmp_path, model, name, steps=steps), alone)
+        loaded = load(campaign(tmp_path, model, name, steps=steps), keys)
         assert launch(loaded, tmp_path / name, observer).exit_status == 0
         return read_json(tmp_path / name / "manifest.json")["memory"]
 
     shapes = machine(500_000, 60)
-    train("whole", 3, NullObserver())
+    train("whole", 2, NullObserver())
     expected = list(shapes)
     assert {kind for kind, number in expected if number > 1} == {"rows", "micro-batches"}
     assert max(number for kind, number in expected if kind == "rows") < 12
     shapes = machine(500_000, 60)
-    kept, before = train("cut", 2, NullObserver()), list(shapes)
+    kept, before = train("cut", 1, NullObserver()), list(shapes)
     assert {each["micro_batch_tokens"] for each in kept.values()} == {60}
     assert len({each["decode_bytes"] for each in kept.values()}) == 1 < len(kept)
-    shapes, seen = machine(2_000_000, 1000), Watched()
-    assert train("cut", 3, seen) == kept
+    shapes, seen = machine(2_000_000, 1000), Messages()
+    assert train("cut", 2, seen) == kept
     assert before + shapes == expected
     assert results(tmp_path / "cut") == results(tmp_path / "whole")
-    assert not any("do not fit" in line for line in seen.told)
+    assert not any("do not fit" in line for line in seen.lines)
     shapes = machine(370_000, 40)
-    train("cut", 4, seen)
+    train("cut", 3, seen)
     assert {number for kind, number in shapes if kind == "rows"} == {1}
-    assert sum("decode batches of 0.0 GiB do not fit in this device's memory" in line for line in seen.told) == 1
+    assert sum("decode batches of 0.0 GiB do not fit in this device's memory" in line for line in seen.lines) == 1
     for run in kept:
         log = (tmp_path / f"cut/runs/{run}/run.log").read_text()
         assert "micro-batches of 60 tokens do not fit in this device's memory" in log
@@ -318,10 +307,11 @@ ERRORS = {
     "cuda": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     "driver": lambda: RuntimeError("CUDA error: out of memory"),
     "cublas": lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "cpu": lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
+    "python": MemoryError,
 }
 PLACES: dict[str, tuple[str, Any, str, int]] = {
-    "a first prefill": ("sample", DenseDecoder, "prefill", 1),
-    "a later prefill": ("sample", DenseDecoder, "prefill", 2),
+    "a prefill": ("sample", DenseDecoder, "prefill", 2),
     "decoding": ("sample", DenseDecoder, "decode_steps", 3),
     "compacting": ("sample", KVCache, "select", 1),
     "scoring": ("score", policy_scoring, "token_logprobs", 2),
@@ -331,11 +321,11 @@ PLACES: dict[str, tuple[str, Any, str, int]] = {
     "the second moment": ("update", torch, "zeros_like", 2),
 }
 """Where memory runs out: in which part of a step, in which function, and at which of its calls (of ``zeros_like``:
-those that make room beside a parameter)."""
+those for a parameter)."""
 
 
 def two_steps(lanes: Lanes, inside: Callable[[str], AbstractContextManager[Any]]):
-    """Tokens, log-probabilities and weights of two steps of sampling, scoring and learning, with what memory taught;
+    """Return tokens, log-probabilities, weights and learnt limits of two steps of sampling, scoring and updating;
     ``inside(part)`` is the context of each part."""
     policy = local_policy(lanes.base, lanes, training={"micro_batch_tokens": 100})
     engine, ids, logprobs, noise = LocalEngine(lanes.base, lanes), [], [], generator("drill")
@@ -362,15 +352,15 @@ def two_steps(lanes: Lanes, inside: Callable[[str], AbstractContextManager[Any]]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Lanes of a base in float64, and what two steps give."""
+    """Lanes of a base in float64, and the results of two steps."""
     lanes = Lanes(toy_base(tmp_path_factory.mktemp("toy"), "float64"))
     return lanes, two_steps(lanes, lambda part: nullcontext())
 
 
-@pytest.mark.parametrize(("place", "error"), list(zip(PLACES, 3 * list(ERRORS), strict=True)))
+@pytest.mark.parametrize(("place", "error"), list(zip(PLACES, 2 * list(ERRORS), strict=False)))
 def test_a_run_in_which_memory_runs_out_gives_what_it_would_have_given(undisturbed, place, error):
-    """Once in the first step. The optimizer's room is asked for again: bit by bit the same; elsewhere a smaller shape
-    takes over, which rounds differently."""
+    """Once in the first step. The optimizer allocates again: bit by bit the same; elsewhere a smaller shape takes over,
+    which rounds differently."""
     lanes, (ids, logprobs, weights, learnt) = undisturbed
     where, owner, name, at = PLACES[place]
     function, calls = getattr(owner, name), []
@@ -426,8 +416,8 @@ def test_a_step_that_has_begun_to_change_weights_is_not_made_again(base, lanes):
 
 
 def test_adamw_as_one_kernel_goes_on_from_a_checkpoint(base, lanes, monkeypatch, tmp_path):
-    """As on a GPU, where its step count lies on the device: the third update after saving and loading is the third of
-    three, bit by bit, and that of the plain optimizer up to rounding."""
+    """The third update after saving and loading is the third of three, bit by bit, and equals the plain optimizer's up
+    to rounding. On a GPU the step count is on the device."""
     plain, samples = local_policy(base, lanes), rollout(base, lanes, trained(lanes, 0))
     monkeypatch.setattr("retrain.policy.optimizer.FUSED", ("cpu",))
     fused, later = local_policy(base, lanes), local_policy(base, lanes, 1)
