@@ -48,8 +48,10 @@ def lane_of(request: SampleRequest) -> int:
     return int(request.policy.run_id)
 
 
-def requests(lane: int = 0, *, prompts: int = 3, samples: int = 4, max_tokens: int = 12, temperature: float = 1.0):
-    """Requests of one lane, with prompts of different lengths."""
+def requests(
+    lane: int = 0, *, prompts: int = 3, samples: int = 4, max_tokens: int = 12, temperature: float = 1.0, **cut: Any
+) -> list[SampleRequest]:
+    """Requests of one lane, with prompts of different lengths; ``cut`` truncates the distribution."""
     sizes = [3, 9, 5, 7, 4, 6]
     return [
         SampleRequest(
@@ -59,6 +61,7 @@ def requests(lane: int = 0, *, prompts: int = 3, samples: int = 4, max_tokens: i
             max_tokens,
             temperature,
             ("test", lane, p),
+            **cut,
         )
         for p in range(prompts)
     ]

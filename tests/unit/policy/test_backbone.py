@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.nn import functional as F
 from retrain.policy import head as heads
 from retrain.policy.backbone import backbone_of
 from retrain.policy.fused import adapted_linear, rms_norm, swiglu
-from retrain.policy.head import Head
+from retrain.policy.head import Head, Supports
 from retrain.policy.logprobs import collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Lanes
 from retrain.policy.packing import packed_layout
@@ -107,9 +109,9 @@ def test_an_output_layer_that_does_something_else_is_not_split_off(tiny):
     assert "cannot be split off" in backbone.notes[0]
 
 
+@pytest.mark.parametrize("truncated", [False, True])
 @pytest.mark.parametrize("head", [{}, {"bias_V": 1.0}, {"softcap": 1.5}, {"multiplier": 0.4}], ids=str)
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_the_output_layer_in_chunks_passes_gradcheck(head, temperature, monkeypatch):
+def test_the_output_layer_in_chunks_passes_gradcheck(head, truncated, monkeypatch):
     torch.manual_seed(0)
     hidden_NH = torch.randn(40, 4, dtype=torch.float64, requires_grad=True)
     weight_VH, targets_N = torch.randn(7, 4, dtype=torch.float64), torch.randint(0, 7, (40,))
@@ -119,8 +121,11 @@ def test_the_output_layer_in_chunks_passes_gradcheck(head, temperature, monkeypa
     monkeypatch.setitem(heads.CHUNK_BYTES, "cpu", 1)  # rows of 16
     made = Head(weight_VH, **options)
     assert made.chunk_rows() == 16
-    assert gradcheck(lambda h: made.logprobs(h, targets_N, temperature, entropy=True), (hidden_NH,))
-    assert gradcheck(lambda h: made.logprobs(h, targets_N, temperature)[0], (hidden_NH,))
+    kept = [sorted({int(target), 2, 5}) for target in targets_N]
+    rows, tokens = torch.tensor([(row, token) for row, tokens in enumerate(kept) for token in tokens]).unbind(1)
+    supports = Supports(rows, tokens, [0, *accumulate(map(len, kept))]) if truncated else None
+    assert gradcheck(lambda h: made.logprobs(h, targets_N, 0.6, entropy=True, supports=supports), (hidden_NH,))
+    assert gradcheck(lambda h: made.logprobs(h, targets_N, supports=supports)[0], (hidden_NH,))
 
 
 def test_a_certain_distribution_has_entropy_zero_and_finite_gradients():
