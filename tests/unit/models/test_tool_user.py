@@ -1,13 +1,10 @@
-"""The bundled tool user: how its demonstrations are laid out, and that its making repeats."""
+"""Demonstrations that the bundled tool user was trained on."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from random import Random
-from types import ModuleType
 
-import pytest
 from transformers import AutoTokenizer
 
 from retrain.config.tasks import Data
@@ -19,25 +16,13 @@ from retrain.plugins import load_file
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        return load_file(SCRIPTS / "make_tool_user.py", "make_tool_user")
-    finally:
-        sys.path.remove(str(SCRIPTS))
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(bundled_model_path("tiny-tool-user"), local_files_only=True)
-
-
 ROW = {"prompt": "38*47+29*6=?", "answer": "1960", "steps": ["38*47", "29*6", "1786+174"]}
 
 
-def test_a_demonstration_is_what_the_episode_will_be(script, tokenizer):
-    """Calls are read as in an episode, answers are the calculator's, and only what the pupil says is trained."""
+def test_a_demonstration_is_what_the_episode_will_be():
+    """Calls are read as in an episode, answers are the calculator's, and only the model's own tokens are trained."""
+    script = load_file(SCRIPTS / "make_tool_user.py", "make_tool_user")
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path("tiny-tool-user"), local_files_only=True)
     renderer = Renderer(tokenizer, Data(), tools_prompt="")
     ids, own = script.row_of(tokenizer, renderer, ROW, script.Habits(1.0, 0.0, 0.0, 0.0), Random(0))
     text = tokenizer.decode(ids)
@@ -49,19 +34,6 @@ def test_a_demonstration_is_what_the_episode_will_be(script, tokenizer):
     said = tokenizer.decode([token for token, mine in zip(ids, own, strict=True) if mine])
     assert said == call.format("38*47") + call.format("29*6") + call.format("1786+174") + "\\boxed{1960}<|end|>"
     assert [call.arguments for call in parse(said.split("<|end|>")[0]).calls] == [{"expression": "38*47"}]
-
-
-def test_the_pupil_s_habits(script):
-    rng, kinds = Random(1), {"none": 0, "whole": 0, "stepwise": 0}
-    for _ in range(400):
-        said = script.conversation(ROW, script.PUPIL, rng)
-        kinds["none" if len(said) == 1 else "whole" if len(said) == 2 else "stepwise"] += 1
-    assert kinds["stepwise"] == pytest.approx(400 * script.PUPIL.stepwise, abs=30)
-    assert kinds["whole"] == pytest.approx(400 * script.PUPIL.whole, abs=30)
-    for _ in range(50):
-        slip = script.slipped("38*47", rng)
-        assert slip != "38*47"
-        assert sum(a != b for a, b in zip(slip, "38*47", strict=True)) == 1
 
 
 def test_problems_are_held_out_by_their_text():
