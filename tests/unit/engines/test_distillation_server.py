@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 from lane_cases import in_turns, local_policy, rollout, trained
-from served_cases import TEXTS, served_world
+from served_cases import served_world
 from standin import StandIn
-from toymodels import TINY_RUN, campaign_head, qwen3_directory
+from toymodels import TINY_RUN, campaign_head
 from typer.testing import CliRunner
 
 from retrain.campaign.running.controller import launch, resume
@@ -110,22 +110,6 @@ def campaign(folder, model, keys: str, name: str, teacher: str = "base"):
 def rows_of(out):
     runs = [out / run["path"] for run in read_json(out / "manifest.json")["runs"]]
     return [[row["distillation/reverse_kl"] for row in read_jsonl(run / "metrics.jsonl")] for run in runs]
-
-
-def test_a_campaign_learns_from_it_what_it_learns_from_the_model_itself(model, tmp_path):
-    """From another model than the student's, so that the first step learns too."""
-    other = qwen3_directory(tmp_path / "other", TEXTS, seed=3)
-    here = campaign(tmp_path, model, "", "here", teacher=str(other))
-    assert launch(load(here), tmp_path / "here", NullObserver()).exit_status == 0
-    served = StandIn(other)
-    try:
-        there = campaign(tmp_path, model, f'url = "{served.url}"\nmax_in_flight = 4', "there")
-        assert launch(load(there), tmp_path / "there", NullObserver()).exit_status == 0
-    finally:
-        served.close()
-    for one, other in zip(rows_of(tmp_path / "here"), rows_of(tmp_path / "there"), strict=True):
-        assert len(one) == len(other) == 2
-        assert one == pytest.approx(other, abs=1e-4)
 
 
 def test_when_it_is_gone_everything_before_the_step_is_saved_and_goes_on_later(server, model, tmp_path):

@@ -135,26 +135,21 @@ def test_new_weights_forget_what_the_old_ones_computed(base, lanes, adapters):
     assert len(engine.kept) == 0
 
 
-def test_the_oldest_leave_first_and_other_tokens_are_not_found():
-    def put(*sequences: tuple[str, list[int]], width: int = 4) -> None:
-        rows = torch.zeros(len(sequences), 1, width, 2)  # 64 bytes a row
-        kept.put(ref, [((name,), ids) for name, ids in sequences], Batch([rows], [rows]))
+def test_a_sequence_is_found_by_its_name_weights_and_tokens_and_the_oldest_leave_first():
+    def put(*names: str, width: int = 4) -> None:
+        rows = torch.zeros(len(names), 1, width, 2)  # 64 bytes a row
+        kept.put(ref, [((name,), [1, place]) for place, name in enumerate(names)], Batch([rows], [rows]))
 
     ref, kept = PolicyRef("run", 1), KeptSequences(160)
-    put(("a", [1, 2]), ("b", [1, 3]))
-    put(("c", [1, 4]))
+    put("a", "b")
+    put("c")
+    put("large", width=99)  # never fits, and drives nothing out
     assert len(kept) == 2
-    assert kept.take(ref, ("a",), [1, 2, 3]) is None
-    assert kept.take(PolicyRef("run", 2), ("b",), [1, 3, 3]) is None
-    found = kept.take(ref, ("b",), [1, 3, 3])
-    assert (found.place, found.token_ids) == (1, (1, 3))
-    assert kept.take(ref, ("b",), [1, 3, 3]) is None  # it is taken once
-    assert kept.take(ref, ("c",), [1, 5, 6]) is None  # another sequence under its name
-    put(("c", [1, 4]))
-    assert kept.take(ref, ("c",), [1, 4]) is None  # nothing is new
-    put(("d", [1]), ("e", [1]))
-    put(("large", [1]), width=99)  # what can never fit drives nothing out
-    assert len(kept) == 2
+    assert kept.take(ref, ("a",), [1, 0, 9]) is None
+    assert kept.take(PolicyRef("run", 2), ("b",), [1, 1, 9]) is None
+    assert kept.take(ref, ("b",), [1, 1, 9]).place == 1
+    assert kept.take(ref, ("b",), [1, 1, 9]) is None  # it is taken once
+    assert kept.take(ref, ("c",), [1, 5, 9]) is None  # another sequence under its name
 
 
 # -- a completion drawn in pieces, as a server draws it ------------------------------------------------------------

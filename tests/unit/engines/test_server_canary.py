@@ -12,13 +12,10 @@ from served_cases import TEXTS, engine_of, publish, requests, served_world, weig
 from standin import StandIn
 from toymodels import qwen3_directory
 
-from retrain.engines.protocol import PolicyRef
 from retrain.engines.server import adapters, canary, own, pool
 from retrain.engines.server import engine as engine_module
 from retrain.engines.server.dialects import VLLM, Answer, Ask
 from retrain.errors import ModelError
-from retrain.policy.lora import LoraWeights
-from retrain.types import Sample
 
 model, base, lanes, standin, server = served_world()
 
@@ -147,38 +144,3 @@ def test_every_server_is_tried_also_one_that_comes_later(base, lanes, server, tm
     engine.close()
     for each in (sound, other):
         each.close()
-
-
-def test_a_stale_adapter_is_told_from_precision_where_versions_differ_little(engine, base, lanes):
-    """Also if rounding is as large as the difference between versions, and if one of two servers is stale."""
-    now = weights(lanes, 2)
-    old = LoraWeights(now.shapes, now.rank, now.scale, now.live_rank, now.flat * 1.01)
-    groups = [
-        engine.sample(requests(publish(engine, each, k), 4, 2, max_tokens=24)) for k, each in enumerate((now, old))
-    ]
-    noise = np.random.default_rng(0)
-
-    def diagnosis(stale_rollouts: int, rounding: float) -> str:
-        samples = []
-        for place, request in enumerate(requests(PolicyRef("run", 0), 4, 2)):
-            for sample in range(2):
-                action = groups[2 * place + sample < stale_rollouts][place][sample]
-                logprobs_T = action.logprobs_T + noise.normal(0, rounding, len(action))
-                zeros_T = np.zeros(len(action))
-                samples.append(Sample.single_turn(request.prompt_ids, action.token_ids, logprobs_T, zeros_T))
-        return own.likely_cause(base, lanes, samples, now, {"version 6": old}, 1.0)
-
-    assert diagnosis(8, 0.0).startswith("it looks like a stale adapter: version 6 (")
-    assert diagnosis(8, 0.03).startswith("it looks like a stale adapter: version 6 or an earlier one (")
-    half = diagnosis(4, 0.0)
-    assert half.startswith("it looks like a stale adapter: version 6 (")
-    assert "in 4 of 8 rollouts" in half
-    for _ in range(3):
-        assert diagnosis(0, 0.03).startswith("it looks like precision: the current version is nearest")
-    asked = requests(publish(engine, lanes.new_adapter(4, 8.0).frozen(), 2), 3, 2)
-    samples = [
-        Sample.single_turn(request.prompt_ids, action.token_ids, action.logprobs_T, np.zeros(len(action)))
-        for request, group in zip(asked, engine.sample(asked), strict=True)
-        for action in group
-    ]
-    assert "no adapter at all" in own.likely_cause(base, lanes, samples, now, {"version 0": old}, 1.0)

@@ -199,7 +199,7 @@ def test_the_record_holds_nothing_of_sequences_that_have_ended(base, lanes, monk
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_the_on_policy_ratio_is_one(base, lanes, cut):
     samples = rollout(base, lanes, trained(lanes, 0), asked=asked_for(**cut))
-    for loss, budget in (("ppo", 1), ("ppo", 16384), ("gspo", 16384)):
+    for loss, budget in (("ppo", 1), ("ppo", 16384), ("reinforce", 16384), ("gspo", 16384), ("cispo", 16384)):
         settings = {"loss": loss, "temperature": 0.7, "micro_batch_tokens": budget}
         metrics = update(lanes, trained(lanes, 0), samples, **settings)
         assert abs(metrics["val/ratio"] - 1) < 1e-5

@@ -253,67 +253,56 @@ def test_a_step_that_cannot_be_captured_goes_on_eagerly_and_says_so_once(base, l
     assert len(attempts) == 1
 
 
-class FakeCuda:
-    """The parts of ``torch.cuda`` that a capture uses; ``ending`` is raised at the end of every capture."""
-
-    def __init__(self, monkeypatch, ending=None):
-        self.current, self.stream, self.ended, self.ending, self.launches = 0, "default", [], ending, 0
-        self.replays = 0
-        fakes = {
-            "device": self._device,
-            "graph_pool_handle": lambda: (self.current, 7),
-            "Stream": lambda device: f"stream of {device}",
-            "CUDAGraph": lambda: SimpleNamespace(replay=self._replay),
-            "graph": self._graph,
-            "current_stream": lambda: self.stream,
-            "set_stream": lambda stream: setattr(self, "stream", stream),
-        }
-        for name, fake in fakes.items():
-            monkeypatch.setattr(torch.cuda, name, fake)
-        monkeypatch.setattr(torch.cuda.memory, "_cuda_endAllocateToPool", lambda *args: self.ended.append(args))
+@pytest.fixture
+def cuda(monkeypatch):
+    """The parts of ``torch.cuda`` that a capture uses. ``kernel`` is recorded if the capturing stream's device is
+    current; ``ending`` is raised at the end of a capture."""
+    state = SimpleNamespace(current=0, stream="default", recorded=0, ending=None, ended=[])
 
     @contextmanager
-    def _device(self, device):
-        before, self.current = self.current, device.index
+    def device(device):
+        before, state.current = state.current, device.index
+        yield
+        state.current = before
+
+    @contextmanager
+    def graph(graph, *, pool, stream, capture_error_mode):
+        before, state.stream, state.recorded = state.stream, stream, 0
         try:
             yield
         finally:
-            self.current = before
-
-    @contextmanager
-    def _graph(self, graph, *, pool, stream, capture_error_mode):
-        assert (pool, stream) == ((1, 7), "stream of cuda:1")
-        before, self.stream, launches = self.stream, stream, self.launches
-        try:
-            yield
-        finally:
-            if self.ending:
-                raise self.ending
-            if self.launches == launches:
+            if state.ending:
+                raise state.ending
+            state.stream = before
+            if not state.recorded:
                 warnings.warn("The CUDA Graph is empty. This usually means ...", stacklevel=1)
-            self.stream = before
 
-    def _replay(self):
-        self.replays += 1
+    def kernel():
+        state.recorded += (state.current, state.stream) == (1, "stream of cuda:1")
 
-    def kernel(self):
-        """Launch; captured if the capturing stream's device is current."""
-        self.launches += self.current == 1 and self.stream == "stream of cuda:1"
+    state.kernel = kernel
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (state.current, 7))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay="replay"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: state.stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(state, "stream", stream))
+    monkeypatch.setattr(torch.cuda.memory, "_cuda_endAllocateToPool", lambda *args: state.ended.append(args))
+    return state
 
 
-def test_captures_happen_on_the_device_of_the_base_and_on_their_own_stream(monkeypatch):
+def test_captures_happen_on_the_device_of_the_base_and_on_their_own_stream(cuda):
     """pytorch#87894: with cuda:0 current, a capture for cuda:1 records nothing."""
-    cuda = FakeCuda(monkeypatch)
-    replay = graphs.cuda_capture(torch.device("cuda:1"))(cuda.kernel)
-    replay()
-    assert (cuda.replays, cuda.current, cuda.stream, cuda.ended) == (1, 0, "default", [])
+    assert graphs.cuda_capture(torch.device("cuda:1"))(cuda.kernel) == "replay"
+    assert (cuda.current, cuda.stream, cuda.ended) == (0, "default", [])
     with pytest.raises(EmptyCapture):
         graphs.cuda_capture(torch.device("cuda:1"))(lambda: None)
 
 
-def test_a_capture_that_fails_leaves_neither_its_stream_nor_the_allocator_in_it(monkeypatch):
+def test_a_capture_that_fails_leaves_neither_its_stream_nor_the_allocator_in_it(cuda):
     """The reason is the step's error, not that the capture could then not be ended."""
-    cuda = FakeCuda(monkeypatch, RuntimeError("CUDA error: operation failed due to a previous error during capture"))
+    cuda.ending = RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     def step():
         raise torch.OutOfMemoryError("CUDA out of memory")

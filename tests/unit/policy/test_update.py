@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import time
+from itertools import product
 
 import numpy as np
 import pytest
@@ -107,11 +108,12 @@ def advantages_of(s: Sample) -> torch.Tensor:
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_all_losses_have_the_same_gradient_on_policy(base, lanes, temperature):
-    """The importance ratio is 1 at any temperature, and then all losses are REINFORCE."""
+    """The importance ratio is 1 at any temperature; then all losses are REINFORCE, and corrections weigh nothing."""
     samples = rollout(base, lanes, trained(lanes, 0), temperature)[::2]
+    corrections = (None, Correction("tis", high=2.0), Correction("icepop", 0.5, 2.0))
     gradients = []
-    for loss in LOSSES:
-        flat, metrics = gradient(lanes, samples, loss=loss, temperature=temperature)
+    for loss, correction in product(LOSSES, corrections):
+        flat, metrics = gradient(lanes, samples, loss=loss, correction=correction, temperature=temperature)
         assert abs(metrics["val/ratio"] - 1) < 1e-5
         assert metrics["val/ratio_var"] < 1e-9
         assert metrics["kl_sample_train_v2"] < 1e-6
@@ -156,21 +158,6 @@ def test_every_micro_batch_split_gives_the_same_gradient(lanes, off_policy, norm
         assert relative(split, whole) < 1e-5
         for key in ("loss", "kl", "objective/non_score_reward", "clip_ratio/low_mean", "clip_ratio/high_mean"):
             assert other.get(key) == pytest.approx(metrics.get(key), abs=1e-5)
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_mismatch_weight_of_one_is_an_exact_no_op(base, lanes, samples, loss):
-    samples = samples[:5]
-    with torch.no_grad(), lanes.single(trained(lanes, 0)):  # the sampler's are those of the update, to the last bit
-        fresh = [token_logprobs(base, collate([s], base), 1.0)[0][0].double().numpy() for s in samples]
-    samples = [with_tokens(s, logprobs=logprobs_T) for s, logprobs_T in zip(samples, fresh, strict=True)]
-    settings = {"loss": loss, "micro_batch_tokens": 1}
-    without, before = gradient(lanes, samples, **settings)
-    for correction in (Correction("tis", high=2.0), Correction("icepop", 0.5, 2.0)):
-        corrected, after = gradient(lanes, samples, **settings, correction=correction)
-        assert torch.equal(without, corrected)
-        assert before["val/ratio"] == after["val/ratio"] == 1.0
-        assert before["loss"] == after["loss"]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -318,9 +305,6 @@ def test_where_nothing_trains_sampler_and_trainer_are_compared_on_a_probe(lanes,
     for key in ("kl", "objective/non_score_reward"):
         assert other[key] == pytest.approx(with_kl[key], rel=1e-5)
         assert abs(other[key]) > 1e-4
-    logged = score(lanes, adapter, probe, log_kl=True)
-    assert logged["kl"] == other["kl"]
-    assert "objective/non_score_reward" not in logged  # the row says 0
 
 
 def test_groups_without_signal_change_no_bit_of_the_update(lanes, samples):
