@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from lane_cases import in_turns, local_policy, rollout, trained
 from served_cases import served_world
-from standin import StandIn
 from toymodels import TINY_RUN, campaign_head
 from typer.testing import CliRunner
 
@@ -76,11 +75,11 @@ def test_faults_are_asked_again_and_end_the_run_when_they_stay(server, base, lan
         teacher.score(policy, samples)
 
 
-def test_it_has_to_answer_under_its_name_and_with_its_key(model, monkeypatch):
+def test_it_has_to_answer_under_its_name_and_with_its_key(model, start, monkeypatch):
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     monkeypatch.setenv("TEACHERS_KEY", "a-key-of-ours")
     monkeypatch.setenv("ANOTHER_KEY", "another")
-    locked = StandIn(model, key="a-key-of-ours")
+    locked = start(model, key="a-key-of-ours")
 
     def connect(url=locked.url, key="TEACHERS_KEY", teacher="base", **keys):
         section = {"teacher": teacher, "url": url, "api_key_env": key, **keys}
@@ -93,7 +92,7 @@ def test_it_has_to_answer_under_its_name_and_with_its_key(model, monkeypatch):
         connect(key="NO_SUCH_KEY")
     with pytest.raises(UsageError, match=r'url = "http://127.*", teacher = "another": .*will not score another'):
         connect(teacher="another")
-    locked.close()
+    locked.stop()
     with pytest.raises(UsageError, match=r"\[distillation\] url = .*no connection|ConnectError|refused"):
         connect(patience_s=0.2)
 

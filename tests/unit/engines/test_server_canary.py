@@ -8,24 +8,14 @@ from itertools import count, repeat
 
 import numpy as np
 import pytest
-from served_cases import TEXTS, engine_of, publish, requests, served_world, weights
-from standin import StandIn
+from served_cases import TEXTS, publish, requests, served_world, weights
 from toymodels import qwen3_directory
 
-from retrain.engines.server import adapters, canary, own, pool
-from retrain.engines.server import engine as engine_module
+from retrain.engines.server import adapters, canary, own
 from retrain.engines.server.dialects import VLLM, Answer, Ask
 from retrain.errors import ModelError
 
 model, base, lanes, standin, server = served_world()
-
-
-@pytest.fixture
-def engine(base, server, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_module, "PAUSE_S", 0.01)
-    made = engine_of(base, [server.url], tmp_path / "adapters")
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize(("rank", "alpha", "temperature"), [(4, 8.0, 1.0), (16, 32.0, 0.7), (12, 6.0, 1.3)])
@@ -106,20 +96,17 @@ def test_a_server_that_answers_otherwise_is_refused_before_training(engine, base
         canary.canary(engine, base, lanes, 4, 8.0, 0.7, 2e-3)
 
 
-def test_every_server_is_tried_also_one_that_comes_later(base, lanes, server, tmp_path, monkeypatch):
-    monkeypatch.setattr(pool, "PROBE_S", (0.05, 0.1))
-    monkeypatch.setattr(engine_module, "START_PATIENCE_S", 0.6)
-    sound = StandIn(server.service.base.name)
-    other = StandIn(qwen3_directory(tmp_path / "other", TEXTS, seed=1))
-    urls, told, kinds = [server.url, sound.url, other.url], [], [(4, 8.0, 1.0, 2e-3), (16, 8.0, 0.7, 2e-3)]
-    engine = engine_of(base, urls, tmp_path / "adapters")
-    words = rf"{other.url} does not compute what is trained here.*Likely cause: another base model, or other weights"
-    with pytest.raises(ModelError, match=f"(?s){words}"):
+def test_every_server_is_tried_also_one_that_comes_later(base, lanes, server, connect, start, tmp_path):
+    sound, other = start(server.service.base.name), start(qwen3_directory(tmp_path / "other", TEXTS, seed=1))
+    urls, messages, kinds = [server.url, sound.url, other.url], [], [(4, 8.0, 1.0, 2e-3), (16, 8.0, 0.7, 2e-3)]
+    engine = connect(*urls)
+    fault = rf"{other.url} does not compute what is trained here.*Likely cause: another base model, or other weights"
+    with pytest.raises(ModelError, match=f"(?s){fault}"):
         list(canary.canaries(engine, base, lanes, kinds))
     engine.close()
     for each in (sound, other):
         each.stop()  # away when the others are tried
-    engine = engine_of(base, urls, tmp_path / "adapters", tell=lambda text, level: told.append(text))
+    engine = connect(*urls, tell=lambda text, level: messages.append(text))
     words = [found.words for found in canary.canaries(engine, base, lanes, kinds)]
     assert [each.partition(":")[0] for each in words] == ["canary at http"] * 2
     assert all(each.startswith(f"canary at {server.url}: base within") for each in words)
@@ -128,12 +115,12 @@ def test_every_server_is_tried_also_one_that_comes_later(base, lanes, server, tm
         each.start()
     ref = publish(engine, weights(lanes, 1))
     deadline = time.monotonic() + 30
-    while len([text for text in told if text.endswith("is back") or "stays left out" in text]) < 2:
+    while sum(text.endswith("is back") or "stays left out" in text for text in messages) < 2:
         assert time.monotonic() < deadline
         engine.sample(requests(ref, 3, 1))
         time.sleep(0.02)
-    assert f"{sound.url} is back" in told
-    (refused,) = [text for text in told if "stays left out" in text]
+    assert f"{sound.url} is back" in messages
+    (refused,) = [text for text in messages if "stays left out" in text]
     assert refused.startswith(f"{other.url} answers, and stays left out: {other.url} does not compute what is trained")
     assert len([body for body in sound.asked if body["max_tokens"] == 1]) == 4 * canary.AGAIN
     engine.forget_sequences()
@@ -141,6 +128,3 @@ def test_every_server_is_tried_also_one_that_comes_later(base, lanes, server, tm
     assert [body for body in sound.asked if body["max_tokens"] == 8]
     assert not [body for body in other.asked if body["max_tokens"] == 8]
     assert [name.partition("@")[0] for name in sound.adapters] == ["run"]
-    engine.close()
-    for each in (sound, other):
-        each.close()

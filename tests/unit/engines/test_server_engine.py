@@ -15,12 +15,10 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
-from served_cases import apart, engine_of, ids, publish, requests, served_world, weights
-from standin import StandIn
+from served_cases import apart, ids, publish, requests, served_world, weights
 
 from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.engines.server import engine as engine_module
-from retrain.engines.server import pool as pool_module
 from retrain.engines.server.client import Away, Server
 from retrain.engines.server.dialects import DIALECTS, Ask, Faulty
 from retrain.errors import ModelError, RunFailed, ServerFailed, UsageError
@@ -31,42 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*websockets.*:DeprecationWarnin
 
 
 model, base, lanes, standin, server = served_world()
-
-
-@pytest.fixture
-def connect(base, server, tmp_path, monkeypatch):
-    """Open an engine at these addresses, or at the one server; it is closed at the end."""
-    monkeypatch.setattr(engine_module, "PAUSE_S", 0.01)
-    monkeypatch.setattr(engine_module, "START_PATIENCE_S", 1.0)
-    monkeypatch.setattr(pool_module, "PROBE_S", (0.05, 0.1))
-    engines = []
-
-    def connect(*urls: str, **keys):
-        engines.append(engine_of(base, urls or [server.url], tmp_path / "adapters", **keys))
-        return engines[-1]
-
-    yield connect
-    for engine in engines:
-        engine.close()
-
-
-@pytest.fixture
-def engine(connect):
-    return connect()
-
-
-@pytest.fixture
-def start():
-    """Start another server; it is closed at the end."""
-    servers = []
-
-    def start(model, **keys) -> StandIn:
-        servers.append(StandIn(model, **keys))
-        return servers[-1]
-
-    yield start
-    for each in servers:
-        each.close()
 
 
 def until(is_true) -> None:
@@ -396,7 +358,6 @@ def test_a_server_with_a_shorter_context_than_the_model_is_reported(connect, sta
     with pytest.raises(ModelError, match=r"has 57 tokens, .* max_tokens = 8 .* the 64 that the server holds: lower"):
         engine.sample([SampleRequest(ref, (5,) * 57, 1, 8, 1.0, ("long",))])
     assert not small.asked
-    engine.close()
 
 
 def test_a_server_that_is_not_there(connect):
@@ -411,7 +372,6 @@ def test_a_key_is_sent(connect, start, lanes, model):
         connect(locked.url, key="wrong-key")
     engine = connect(locked.url, key="a-key-of-ours")
     assert engine.sample(requests(publish(engine, weights(lanes, 1))))
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -465,7 +425,6 @@ def test_several_servers_share_the_load_and_one_that_dies_comes_back(connect, st
     other.start()
     until(lambda: engine.pool.servers[0].alive)
     assert ids(engine.sample(asked)) == sound  # nothing stays broken
-    engine.close()
 
 
 def test_closing_does_not_wait_for_a_server_that_never_answers(engine, lanes, server, tmp_path, monkeypatch):
@@ -537,7 +496,6 @@ def test_turns_of_a_rollout_stay_at_one_address_and_go_as_tokens(connect, start,
             each.asked.clear()
     assert addresses[0] == addresses[1]
     assert set(addresses[0].values()) == {server, other}
-    engine.close()
 
 
 def test_requests_in_the_dialect_of_every_server():

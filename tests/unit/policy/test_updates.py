@@ -253,7 +253,7 @@ def train(folder, training: str) -> list[dict]:
 
 
 def test_a_target_ends_the_passes(tmp_path):
-    rows = train(tmp_path, "max_tokens = 16\nnum_iterations = 3\ntarget_kl = 1e-9")
+    rows = train(tmp_path, "max_tokens = 24\nnum_iterations = 3\ntarget_kl = 1e-9")
     assert [row["optim/updates"] for row in rows] == [2, 2]  # the second is the first that has moved
     for row in rows:
         assert row["kl_sample_train_v2"] < 1e-6  # before the first update sampler and trainer agree
