@@ -85,13 +85,11 @@ def decoded(base, lanes, adapters, asked):
 
 
 def fresh_logprobs(base, lanes, adapter, prompt_ids, token_ids, temperature):
-    """Return log-probabilities and entropies by one unpadded forward pass without a cache."""
-    ids = torch.tensor([list(prompt_ids) + list(token_ids)])
-    with torch.no_grad(), lanes.single(adapter):
-        logits = base.model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1]
-    logprobs = torch.log_softmax((logits.float() if logits.dtype == torch.bfloat16 else logits) / temperature, -1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].numpy(), entropy.numpy()
+    """Return log-probabilities and entropies of a completion by one unpadded forward pass without a cache."""
+    zeros = np.zeros(len(token_ids))
+    with torch.no_grad():
+        scores = fresh_scores(lanes, adapter, Sample.single_turn(prompt_ids, token_ids, zeros, zeros), temperature)
+    return scores[0].numpy(), scores[1].numpy()
 
 
 def rollout(base, lanes, adapter, temperature: float = 1.0, asked: Sequence[SampleRequest] = ()) -> list[Sample]:
@@ -141,6 +139,21 @@ def fresh_logits(lanes: Lanes, adapter: Adapter, of: Sample) -> torch.Tensor:
     with lanes.single(adapter):
         logits = lanes.base.model(input_ids=torch.from_numpy(of.token_ids)[None], use_cache=False).logits[0, :-1]
     return logits[torch.from_numpy(of.action_mask[1:])]
+
+
+def fresh_scores(lanes: Lanes, adapter: Adapter, of: Sample, temperature: float = 1.0):
+    """Return log-probabilities [T] and entropies [T] of the action tokens, with gradient, by one unpadded forward pass,
+    over the recorded sets of tokens if there are any."""
+    logits_TV = fresh_logits(lanes, adapter, of)
+    logits_TV = (logits_TV.float() if logits_TV.dtype == torch.bfloat16 else logits_TV) / temperature
+    if of.support is not None:
+        mask_TV = torch.full_like(logits_TV, -1e30)
+        rows = np.repeat(np.arange(len(mask_TV)), np.diff(of.support.offsets))
+        mask_TV[torch.from_numpy(rows), torch.from_numpy(of.support.ids).long()] = 0
+        logits_TV = logits_TV + mask_TV
+    logprobs_TV = torch.log_softmax(logits_TV, -1)
+    chosen_T = logprobs_TV.gather(1, torch.from_numpy(drawn(of))[:, None])[:, 0]
+    return chosen_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1)
 
 
 def objective(

@@ -279,7 +279,7 @@ def test_logprobs_are_fresh_after_every_update_and_free_of_dropout(tmp_path):
     adapter, engine = trained(lanes, 0), LocalEngine(dropping, lanes)
     optimizer, asked = adamw(adapter, 0.05), requests(samples=4)
     reference = reference_lanes.new_adapter(4, 8.0)
-    for step in range(2):
+    for step in range(3):
         reference.load(adapter.tensors())
         assert_fresh(plain, reference_lanes, [reference], asked, sample(engine, asked, [adapter]))
         samples, before, dropout = rollout(dropping, lanes, adapter), adapter.flat.detach().clone(), 0.5 * (step % 2)

@@ -18,7 +18,6 @@ from retrain.engines.kept import Batch, KeptSequences
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.errors import RunFailed
-from retrain.rng import uniforms
 from retrain.types import Action
 
 TURNS, TOKENS = 3, 6
@@ -159,13 +158,6 @@ PROMPT = (5, 9, 17, 30)
 
 def request(lane: int = 0) -> SampleRequest:
     return SampleRequest(ref_of(lane), PROMPT, 2, 24, 1.0, ("pieces",))
-
-
-def test_a_stream_goes_on_where_it_was():
-    asked = request()
-    assert asked.uniforms_T(1).tolist() == uniforms(24, "pieces", 1).tolist()
-    later = replace(asked, drawn=10, max_tokens=14, streams=(("pieces", 1),))
-    assert later.uniforms_T(0).tolist() == uniforms(24, "pieces", 1)[10:].tolist()
 
 
 @pytest.mark.parametrize("dense", [True, False])

@@ -9,7 +9,20 @@ import math
 import numpy as np
 import pytest
 import torch
-from lane_cases import decoded, drawn, fresh_logits, lane_of, ref, requests, rollout, sample, totals, trained, update
+from lane_cases import (
+    decoded,
+    drawn,
+    fresh_logits,
+    fresh_scores,
+    lane_of,
+    ref,
+    requests,
+    rollout,
+    sample,
+    totals,
+    trained,
+    update,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from toycampaign import campaign
 
@@ -210,15 +223,6 @@ def test_the_on_policy_ratio_is_one(base, lanes, cut):
     assert update(lanes, trained(lanes, 0), forgotten, **settings)["val/ratio"] < 0.99
 
 
-def masked_logprobs(lanes, adapter, s: Sample, temperature=0.7):
-    """Return log π(·|S) [T, V] by one unpadded forward pass and a mask made token by token."""
-    logits_TV = fresh_logits(lanes, adapter, s)
-    mask_TV = torch.full_like(logits_TV, -1e30)
-    for t in range(len(drawn(s))):
-        mask_TV[t, s.support.ids[s.support.offsets[t] : s.support.offsets[t + 1]].tolist()] = 0
-    return torch.log_softmax(logits_TV / temperature + mask_TV, -1)
-
-
 @pytest.mark.parametrize("apart", [True, False], ids=["output layer in chunks", "all logits at once"])
 def test_loss_kl_and_entropy_of_the_truncated_distribution_by_autograd(base, lanes, monkeypatch, apart):
     """Gradient and numbers of policy loss, KL to the base and entropy bonus, each over the recorded sets."""
@@ -231,12 +235,9 @@ def test_loss_kl_and_entropy_of_the_truncated_distribution_by_autograd(base, lan
     metrics, tokens = update(lanes, adapter, samples, micro_batch_tokens=60, **terms), totals(samples).tokens
     grad, adapter, loss, k3 = adapter.flat.grad.clone(), trained(lanes, 0), 0.0, 0.0
     for s in samples:
-        logprobs_TV = masked_logprobs(lanes, adapter, s)
-        chosen_T = logprobs_TV.gather(1, torch.from_numpy(drawn(s))[:, None])[:, 0]
+        chosen_T, entropy_T = fresh_scores(lanes, adapter, s, 0.7)
         with torch.no_grad():
-            reference_TV = masked_logprobs(lanes, lanes.new_adapter(4, 8.0), s)
-            reference_T = reference_TV.gather(1, torch.from_numpy(drawn(s))[:, None])[:, 0]
-        entropy_T = -(logprobs_TV.exp() * logprobs_TV.clamp(min=-1e9)).sum(-1)
+            reference_T, _ = fresh_scores(lanes, lanes.new_adapter(4, 8.0), s, 0.7)
         difference_T = chosen_T - reference_T
         terms_T = -torch.from_numpy(s.advantages[s.action_mask]).to(chosen_T) * chosen_T
         part = (terms_T + 0.4 * difference_T.square() / 2 - 0.3 * entropy_T).sum() / tokens
@@ -300,8 +301,8 @@ def test_every_action_of_several_turns_keeps_its_own_sets(base, lanes):
     (whole,) = samples_of_rollout(Rollout(prompt, turns, RewardResult(1.0), 1.0, token_advantages_T=np.ones(12)))
     sets = [support_of(action, t) for action in actions for t in range(len(action))]
     assert [support_of(whole, t) for t in range(len(drawn(whole)))] == sets
-    expected_TV = masked_logprobs(lanes, adapter, whole).detach()
-    expected_T = expected_TV.gather(1, torch.from_numpy(drawn(whole))[:, None])[:, 0]
+    with torch.no_grad():
+        expected_T, _ = fresh_scores(lanes, adapter, whole, 0.7)
     with torch.no_grad(), lanes.single(adapter):
         chosen_BT, _ = token_logprobs(base, collate([sample_of(asked[0], actions[0]), whole], base), 0.7)
     torch.testing.assert_close(chosen_BT[1, : len(sets)], expected_T, atol=1e-5, rtol=0)
@@ -340,9 +341,7 @@ def test_a_campaign_trains_and_evaluates_every_set_truncated_in_its_own_way(mode
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    ("", [(1.0, 0, 0.0), (1.0, 0, 0.0)]),
     ("[training]\ntop_k = -1", [(1.0, 0, 0.0), (1.0, 0, 0.0)]),
-    ("[training]\ntop_p = 0.8\n[evaluation]\ntop_p = 1", [(0.8, 1024, 0.0), (1.0, 0, 0.0)]),
     ("[training]\ntop_p = 0.8\n[evaluation]\ntemperature = 0", [(0.8, 1024, 0.0), (1.0, 0, 0.0)]),
     ("[evaluation]\ntop_k = 20", [(1.0, 0, 0.0), (1.0, 20, 0.0)]),
     (

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from lane_cases import drawn, fresh_logits, in_turns, local_policy, objective, rollout, totals, trained, with_tokens
+from lane_cases import fresh_scores, in_turns, local_policy, objective, rollout, totals, trained, with_tokens
 
 from retrain.errors import CheckpointError, ModelError, NonFinite, RunFailed, UsageError
 from retrain.policy.local import LocalPolicy
@@ -51,14 +51,11 @@ def test_scores_equal_a_fresh_forward_pass(policy, tokens):
     assert len(scores.logprobs) == len(scores.entropy) == len(scores.reference) == len(samples)
     for i, s in enumerate(samples):
         with torch.no_grad():
-            own, reference = (
-                torch.log_softmax(fresh_logits(policy.lanes, adapter, s) / 0.7, -1)
-                for adapter in (policy.adapter, untrained)
-            )
-        places = torch.from_numpy(drawn(s))[:, None]
-        np.testing.assert_allclose(scores.logprobs[i], own.gather(1, places)[:, 0], atol=1e-4)
-        np.testing.assert_allclose(scores.entropy[i], -(own.exp() * own).sum(1), atol=1e-4)
-        np.testing.assert_allclose(scores.reference[i], reference.gather(1, places)[:, 0], atol=1e-4)
+            logprobs, entropy = fresh_scores(policy.lanes, policy.adapter, s, 0.7)
+            reference, _ = fresh_scores(policy.lanes, untrained, s, 0.7)
+        np.testing.assert_allclose(scores.logprobs[i], logprobs, atol=1e-4)
+        np.testing.assert_allclose(scores.entropy[i], entropy, atol=1e-4)
+        np.testing.assert_allclose(scores.reference[i], reference, atol=1e-4)
         assert np.abs(scores.logprobs[i] - scores.reference[i]).max() > 1e-2
     first = samples_of(policy)[0]  # of one turn: the very distribution that it was drawn from
     np.testing.assert_allclose(scores.logprobs[0], first.logprobs[first.action_mask], atol=1e-4)

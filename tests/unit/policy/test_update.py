@@ -13,7 +13,7 @@ import torch
 from lane_cases import (
     adamw,
     drawn,
-    fresh_logits,
+    fresh_scores,
     in_turns,
     objective,
     rollout,
@@ -90,16 +90,11 @@ def by_autograd(lanes, samples, loss_of) -> tuple[torch.Tensor, float]:
     adapter.flat.grad.zero_()
     total = 0.0
     for s in samples:
-        logp = logprobs_of(lanes, adapter, s)
+        logp, _ = fresh_scores(lanes, adapter, s)
         loss = loss_of(s, logp) / totals(samples).tokens
         loss.backward()
         total += loss.item()
     return adapter.flat.grad.clone(), total
-
-
-def logprobs_of(lanes, adapter, s: Sample) -> torch.Tensor:
-    logp = torch.log_softmax(fresh_logits(lanes, adapter, s), -1)
-    return logp.gather(1, torch.from_numpy(drawn(s))[:, None])[:, 0]
 
 
 def advantages_of(s: Sample) -> torch.Tensor:
@@ -210,7 +205,7 @@ def test_kl_terms_against_autograd_and_what_is_recorded(lanes, samples):
 
     def k2(s, logp):
         with torch.no_grad():
-            difference = logp - logprobs_of(lanes, lanes.new_adapter(4, 8.0), s)
+            difference = logp - fresh_scores(lanes, lanes.new_adapter(4, 8.0), s)[0]
             k3.append(float((torch.exp(-difference) - 1 + difference).sum()))
         return 0.25 * (logp - logp.detach() + difference).square().sum()
 
