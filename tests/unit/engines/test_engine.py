@@ -96,7 +96,7 @@ def test_weights_that_were_not_published_are_named(base, lanes):
     with pytest.raises(RunFailed, match="there is None"):
         sample_as("a", 4)
     with pytest.raises(TypeError, match="LoRA adapters, not with int"):
-        engine.publish(PolicyRef("a", 5), 1)  # pyright: ignore[reportArgumentType]
+        engine.publish(PolicyRef("a", 5), 1)
 
 
 def test_batching_does_not_change_what_is_sampled(base, lanes):

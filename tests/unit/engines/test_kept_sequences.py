@@ -1,4 +1,3 @@
-# pyright: reportOptionalMemberAccess=false
 """Keys and values that are kept between the turns of an episode, or the pieces of a completion: only new tokens are
 computed, and results stay the same."""
 

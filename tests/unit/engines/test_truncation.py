@@ -1,4 +1,3 @@
-# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false, reportOptionalOperand=false, reportOperatorIssue=false
 """Top-p, top-k and min-p: the set that is kept and recorded, and updates over the same set."""
 
 from __future__ import annotations

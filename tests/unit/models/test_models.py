@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from toymodels import TINY_RUN
@@ -21,11 +22,7 @@ BUNDLED = bundled_model_path("tiny-reasoner")
 WEIGHTS = "model.safetensors"
 
 
-def cut(path: Path, size: int) -> None:
-    path.write_bytes(path.read_bytes()[:size])
-
-
-def set_config(folder: Path, **changes: object) -> None:
+def set_config(folder: Path, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
@@ -40,47 +37,33 @@ def sharded(folder: Path, *present: str) -> None:
         (folder / name).write_bytes(weights)
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (shutil.rmtree, "there is no such directory"),
-    "empty": (lambda folder: [path.unlink() for path in folder.iterdir()], "it is an empty directory"),
-    "no_config": (lambda folder: (folder / "config.json").unlink(), "it has no config.json"),
-    "unknown_kind": (
-        lambda folder: set_config(folder, model_type="qwen33"),
-        'its config.json has model_type "qwen33", of which this transformers has no language model; the nearest '
-        'that it has is "qwen3"',
-    ),
-    "own_code": (
-        lambda folder: set_config(folder, model_type="mine", auto_map={"AutoModelForCausalLM": "mine.Mine"}),
-        "it comes with its own code: read it, then set trust_remote_code = true",
-    ),
-    "no_weights": (lambda folder: (folder / WEIGHTS).unlink(), "it has no weights: neither model.safetensors nor"),
-    "weights_cut_off": (
-        lambda folder: cut(folder / WEIGHTS, 200_000),
-        "its model.safetensors is cut off: 200,000 of 2,569,056 bytes",
-    ),
-    "no_safetensors": (
-        lambda folder: (folder / WEIGHTS).write_bytes(b"x" * 999),
-        "its model.safetensors is not a safe",
-    ),
-    "lfs": (
-        lambda folder: (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
-        "it has only a Git LFS pointer in place of model.safetensors; type: git lfs pull",
-    ),
-    "shard_missing": (
-        lambda folder: sharded(folder, "a.safetensors"),
-        "it lacks 1 of the 2 files that model.safetensors.index.json names, such as b.safetensors",
-    ),
-    "no_tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "it has no tokenizer: none of tokenizer.js"),
-    "tokenizer_cut_off": (lambda folder: cut(folder / "tokenizer.json", 99), "its tokenizer.json is not JSON"),
-    "file": (lambda folder: (shutil.rmtree(folder), folder.write_text("hi")), "it is a file: a model is a directory"),
-}
+def truncate(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_model_that_cannot_be_loaded_is_refused_in_one_line(tmp_path, damage):
-    model = shutil.copytree(str(BUNDLED), tmp_path / "model")
-    work, fault = DAMAGE[damage]
-    work(Path(model))
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+OWN_CODE = {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}
+DAMAGE: list[tuple[str, Callable[[Path], object]]] = [
+    ("there is no such directory", shutil.rmtree),
+    ("it is an empty directory", lambda folder: [path.unlink() for path in folder.iterdir()]),
+    ("it is a file: a model is a directory", lambda folder: (shutil.rmtree(folder), folder.write_text("hi"))),
+    ("it has no config.json", lambda folder: (folder / "config.json").unlink()),
+    ('its config.json has model_type "qwen33"', lambda folder: set_config(folder, model_type="qwen33")),
+    ("it comes with its own code: read it, then set", lambda folder: set_config(folder, **OWN_CODE)),
+    ("it has no weights: neither model.safetensors", lambda folder: (folder / WEIGHTS).unlink()),
+    ("its model.safetensors is cut off: 200,000 of", lambda folder: truncate(folder / WEIGHTS, 200_000)),
+    ("its model.safetensors is not a safe", lambda folder: (folder / WEIGHTS).write_bytes(b"x" * 999)),
+    ("it has only a Git LFS pointer in place", lambda folder: (folder / WEIGHTS).write_text(LFS_POINTER)),
+    ("it lacks 1 of the 2 files that", lambda folder: sharded(folder, "a.safetensors")),
+    ("it has no tokenizer: none of", lambda folder: (folder / "tokenizer.json").unlink()),
+    ("its tokenizer.json is not JSON", lambda folder: truncate(folder / "tokenizer.json", 99)),
+]
+
+
+@pytest.mark.parametrize(("fault", "damage"), DAMAGE, ids=[fault for fault, _ in DAMAGE])
+def test_a_model_that_cannot_be_loaded_is_refused_in_one_line(tmp_path, fault, damage):
+    model = Path(shutil.copytree(str(BUNDLED), tmp_path / "model"))
+    damage(model)
     file = tmp_path / "run.toml"
     file.write_text(TINY_RUN.format(model=model))
     result = CliRunner().invoke(app, ["train", str(file), "--out", str(tmp_path / "out")])
@@ -128,5 +111,5 @@ def test_names(name, expected):
 def test_shards_and_code_of_their_own_are_fine_where_they_are_whole(tmp_path):
     model = Path(shutil.copytree(str(BUNDLED), tmp_path / "model"))
     sharded(model, "a.safetensors", "b.safetensors")
-    set_config(model, model_type="mine", auto_map={"AutoModelForCausalLM": "mine.Mine"})
+    set_config(model, **OWN_CODE)
     assert directory_fault(model, trust_remote_code=True) == ""

@@ -1,5 +1,3 @@
-# pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false, reportOptionalSubscript=false, reportArgumentType=false
-# (gradients are None only before the first backward pass)
 """Hidden states packed by group and the output layer in chunks, against whole logits of one sequence at a time."""
 
 from __future__ import annotations

@@ -82,33 +82,34 @@ def directories(tmp_path_factory):
 
 def test_the_next_cohort_finds_the_base_prepared(directories, loads):
     with Bases() as bases:
-        first = bases.take(config_of(directories[0]))
-        sample_and_update(first[1], first[2])
-        modules = [id(module) for module in first[0].model.modules()]
-        publish(first[2], [trained(first[1], 0)])
+        base, lanes, engine = first = bases.take(config_of(directories[0]))
+        sample_and_update(lanes, engine)
+        modules = [id(module) for module in base.model.modules()]
+        publish(engine, [trained(lanes, 0)])
         again = bases.take(config_of(directories[0], training={"lr": 0.5}))
         assert all(one is other for one, other in zip(first, again, strict=True))
-        assert [id(module) for module in again[0].model.modules()] == modules
-        with pytest.raises(RunFailed, match="no weights were published"):  # those of another cohort's runs are gone
-            again[2].sample(requests())
-        sample_and_update(again[1], again[2])
+        assert [id(module) for module in base.model.modules()] == modules
+        with pytest.raises(RunFailed, match="no weights were published"):  # those of the other cohort's runs are gone
+            engine.sample(requests())
+        sample_and_update(lanes, engine)
     assert loads == [str(directories[0])]
 
 
-def test_other_target_layers_take_the_lanes_off_and_keep_the_weights(directories, loads):
+def test_other_target_layers_remove_the_lanes_and_keep_the_weights(directories, loads):
+    fewer = {"target_modules": ["q_proj", "v_proj"]}
     with Bases() as bases:
         base, lanes, engine = bases.take(config_of(directories[0]))
         sample_and_update(lanes, engine)
-        same, fewer, other = bases.take(config_of(directories[0], lora={"target_modules": ["q_proj", "v_proj"]}))
-        assert same is base
-        assert other is not engine
-        assert sum(isinstance(module, LaneLinear) for module in base.model.modules()) == len(fewer.shapes) == 4
-        assert all(m.lanes is fewer for m in base.model.modules() if isinstance(m, LaneLinear))
-        sample_and_update(fewer, other)
-        with pytest.raises(ModelError, match="no linear layer"):  # which leaves no lanes behind
-            bases.take(config_of(directories[0], lora={"target_modules": ["nothing"]}))
-        back = bases.take(config_of(directories[0], lora={"target_modules": ["q_proj", "v_proj"]}))
-        sample_and_update(back[1], back[2])
+        for _ in range(2):
+            same, others, other_engine = bases.take(config_of(directories[0], lora=fewer))
+            assert same is base
+            assert other_engine is not engine
+            inserted = [module for module in base.model.modules() if isinstance(module, LaneLinear)]
+            assert len(inserted) == len(others.shapes) == 4
+            assert all(module.lanes is others for module in inserted)
+            sample_and_update(others, other_engine)
+            with pytest.raises(ModelError, match="no linear layer"):  # which leaves no lanes behind
+                bases.take(config_of(directories[0], lora={"target_modules": ["nothing"]}))
     assert loads == [str(directories[0])]
 
 

@@ -1,4 +1,3 @@
-# pyright: reportOptionalSubscript=false, reportOptionalIterable=false
 """The built-in policy behind its protocol: scores, versions, checkpoints."""
 
 from __future__ import annotations

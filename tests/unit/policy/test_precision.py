@@ -1,4 +1,3 @@
-# pyright: reportOptionalMemberAccess=false
 """Half precision: sampler and trainer round alike, logits keep the digits of their sums, a wrong decoder is refused,
 and no sum has an order that a GPU chooses."""
 

@@ -1,4 +1,3 @@
-# pyright: reportOptionalMemberAccess=false
 """Updates whose matrix products are in bfloat16 over a base in fp32 (``[training] update_dtype``)."""
 
 from __future__ import annotations

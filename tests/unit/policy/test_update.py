@@ -1,5 +1,3 @@
-# pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false, reportOptionalSubscript=false
-# (gradients are None only before the first backward pass)
 """One optimizer step: on-policy ratio, micro-batch independence, skipped groups, failure without damage."""
 
 from __future__ import annotations

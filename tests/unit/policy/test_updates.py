@@ -1,4 +1,3 @@
-# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalOperand=false
 """Several updates of a batch: how it is split, the denominator of the ratio, and the metrics of all of them."""
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def micro_batch(advantages, sampler, old) -> MicroBatch:
     mask = torch.ones(1, len(advantages), dtype=torch.bool)
     targets = torch.zeros(len(advantages), dtype=torch.int64)
     # There is no forward pass, and so no layout.
-    return MicroBatch(None, targets, mask, mask, table(advantages), table(sampler), None, table(old))  # type: ignore[arg-type]
+    return MicroBatch(None, targets, mask, mask, table(advantages), table(sampler), None, table(old))
 
 
 def test_ratio_and_clipping_are_against_the_trainer_before_and_the_mismatch_against_the_sampler():
