@@ -200,6 +200,19 @@ def update(
     return train_step(passes, adapter, optimizer, batch, objective(**keys), lr, grad_clip_norm=grad_clip_norm)
 
 
+def gradient(lanes: Lanes, samples: Sequence[Sample], seed: int = 0, **keys: Any):
+    """Return the gradient and the metrics of one update of a trained adapter."""
+    adapter = trained(lanes, seed)
+    metrics = update(lanes, adapter, samples, **keys)
+    assert adapter.flat.grad is not None
+    return adapter.flat.grad.clone(), metrics
+
+
+def relative_gap(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the norm of the difference, relative to ``other``."""
+    return float((one - other).detach().norm() / other.detach().norm())
+
+
 def local_policy(base: BaseModel, lanes: Lanes, seed: int = 0, **sections: dict[str, Any]) -> LocalPolicy:
     """Return a run's policy of rank 4; ``sections`` are those of its file."""
     sections["model"] = {"lora_rank": 4} | sections.get("model", {})

@@ -7,25 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from lane_cases import local_policy, objective, rollout, totals, trained, update
+from lane_cases import gradient, local_policy, objective, relative_gap, rollout, totals, trained
 from torch import nn
 
 from retrain.policy.budget import Budget
-from retrain.policy.lora import Lanes
 from retrain.policy.protocol import TrainBatch, Want
 from retrain.policy.rounded import NARROW, rounded_linear
 from retrain.policy.threads import Workers
-from retrain.types import Sample
-
-
-def gradient(lanes: Lanes, samples: list[Sample], seed: int = 0, **keys) -> tuple[torch.Tensor, dict]:
-    adapter = trained(lanes, seed)
-    metrics = update(lanes, adapter, samples, **keys)
-    return adapter.flat.grad.clone(), metrics
-
-
-def gap(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).detach().norm() / other.detach().norm())
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -41,13 +29,13 @@ def test_products_are_those_of_rounded_factors(bias):
 
     found, told = rounded_linear(layer, x, a, b, 0.5), plain(lambda t: t.to(NARROW).double())
     assert found.dtype == torch.float32
-    assert 0 < gap(found.double(), told) < 5e-3
+    assert 0 < relative_gap(found.double(), told) < 5e-3
     toward = torch.randn(2, 30, 48)
     own = torch.autograd.grad(found, (x, a, b), toward)
     others = torch.autograd.grad(plain(torch.Tensor.double), (x, a, b), toward.double())
     for one, other in zip(own, others, strict=True):
         assert one.dtype == torch.float32
-        assert 0 < gap(one, other) < 2e-2
+        assert 0 < relative_gap(one, other) < 2e-2
 
 
 def test_the_ratio_on_policy_stays_near_one_for_every_split(base, lanes):
@@ -56,14 +44,14 @@ def test_the_ratio_on_policy_stays_near_one_for_every_split(base, lanes):
     plain, exact = gradient(lanes, samples, **terms)
     whole, metrics = gradient(lanes, samples, bfloat16=True, **terms)
     assert whole.dtype == torch.float32
-    assert 1e-4 < gap(whole, plain) < 0.1
+    assert 1e-4 < relative_gap(whole, plain) < 0.1
     assert torch.equal(gradient(lanes, samples, **terms)[0], plain)  # nothing is left behind
     assert exact["kl_sample_train_v2"] < 1e-8
     assert 1e-8 < metrics["kl_sample_train_v2"] < 1e-3
     assert exact["val/ratio"] != metrics["val/ratio"] == pytest.approx(1, abs=5e-3)
     for tokens in (1, 100):
         split, others = gradient(lanes, samples, bfloat16=True, micro_batch_tokens=tokens, **terms)
-        assert gap(split, whole) < 0.02
+        assert relative_gap(split, whole) < 0.02
         assert others["loss"] == pytest.approx(metrics["loss"], abs=2e-3)
     workers = Workers(4)
     mixed = workers.map(lambda seed: gradient(lanes, samples, seed, bfloat16=seed % 2 == 1)[0], range(4))

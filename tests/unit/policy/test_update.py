@@ -12,8 +12,10 @@ from lane_cases import (
     adamw,
     drawn,
     fresh_scores,
+    gradient,
     in_turns,
     objective,
+    relative_gap,
     rollout,
     totals,
     trained,
@@ -70,18 +72,6 @@ def off_policy(on_policy) -> list[Sample]:
     ]
 
 
-def gradient(lanes, samples, **keys):
-    """Return the gradient and the metrics of one step of a trained adapter."""
-    adapter = trained(lanes, 0)
-    metrics = update(lanes, adapter, samples, **keys)
-    return adapter.flat.grad.clone(), metrics
-
-
-def relative(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the norm of the difference, relative to ``other``."""
-    return float((one - other).norm() / other.norm())
-
-
 def by_autograd(lanes, samples, loss_of) -> tuple[torch.Tensor, float]:
     """Return gradient and value of Σ ``loss_of(sample, logprobs [T])`` / tokens, one unpadded sequence at a time."""
     adapter = trained(lanes, 0)
@@ -123,7 +113,7 @@ def test_gradient_is_that_of_the_plain_formula(lanes, samples, turns):
         samples = [in_turns(s) for s in samples]
     flat, metrics = gradient(lanes, samples, loss="reinforce")
     expected, loss = by_autograd(lanes, samples, lambda s, logp: -(advantages_of(s) * logp).sum())
-    assert relative(flat, expected) < 1e-4
+    assert relative_gap(flat, expected) < 1e-4
     assert metrics["loss"] == pytest.approx(loss, rel=1e-3)
 
 
@@ -144,11 +134,11 @@ ALL_TERMS = {"correction": TIS, "kl_coef": 0.7, "entropy_coef": 0.3}
 def test_every_micro_batch_split_gives_the_same_gradient(lanes, off_policy, normalizer, options):
     settings = {"normalizer": normalizer, "max_tokens": 12}
     whole, metrics = gradient(lanes, off_policy, **settings, **options)
-    assert relative(gradient(lanes, off_policy, **settings)[0], whole) > 1e-3  # the terms do something
+    assert relative_gap(gradient(lanes, off_policy, **settings)[0], whole) > 1e-3  # the terms do something
     for budget in (1, 60):
         assert len(split_microbatches(off_policy, budget)) > 1
         split, other = gradient(lanes, off_policy, **settings, **options, micro_batch_tokens=budget)
-        assert relative(split, whole) < 1e-5
+        assert relative_gap(split, whole) < 1e-5
         for key in ("loss", "kl", "objective/non_score_reward", "clip_ratio/low_mean", "clip_ratio/high_mean"):
             assert other.get(key) == pytest.approx(metrics.get(key), abs=1e-5)
 
@@ -167,7 +157,7 @@ def test_truncated_importance_sampling_and_icepop_by_their_formulas(lanes, off_p
             return -(weight(ratio) * advantages_of(s) * logp).sum()
 
         flat, metrics = gradient(lanes, off_policy, loss=loss, correction=correction)
-        assert relative(flat, by_autograd(lanes, off_policy, weighted)[0]) < 1e-4
+        assert relative_gap(flat, by_autograd(lanes, off_policy, weighted)[0]) < 1e-4
         assert 0.1 < metrics["clip_ratio/high_mean"] < 0.9  # the share that the cap or the band cuts
         assert (metrics["clip_ratio/low_mean"] > 0.1) == (correction is ICEPOP)
         assert metrics["kl_sample_train_v2"] > 0.01  # still of the sampler, not of the corrected ratio
@@ -209,7 +199,7 @@ def test_kl_terms_against_autograd_and_what_is_recorded(lanes, samples):
 
     flat, metrics = gradient(lanes, samples, kl_coef=0.5)
     expected, loss = by_autograd(lanes, samples, k2)
-    assert relative(flat, expected) < 1e-4
+    assert relative_gap(flat, expected) < 1e-4
     assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
     assert metrics["kl"] == pytest.approx(sum(k3) / totals(samples).tokens, rel=1e-4)
     assert metrics["objective/non_score_reward"] == pytest.approx(-0.5 * sum(k3) / len(samples), rel=1e-4)
