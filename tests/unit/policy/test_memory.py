@@ -34,6 +34,7 @@ from retrain.policy import update as updating
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import Budget
 from retrain.policy.head import Head
+from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.memory import MemoryPlan, kept_bytes
 from retrain.policy.optimizer import apply_gradient
@@ -293,10 +294,9 @@ PLACES = {
 """The function in which memory runs out, at which of its calls (of ``zeros_like``: those for a parameter), and how."""
 
 
-def two_steps(lanes: Lanes):
+def two_steps(engine: LocalEngine, policy: LocalPolicy):
     """Return tokens, log-probabilities, weights and learnt limits of two steps of sampling, scoring and updating."""
-    policy = local_policy(lanes.base, lanes, training={"micro_batch_tokens": 100})
-    engine, ids, logprobs, noise = LocalEngine(lanes.base, lanes), [], [], generator("drill")
+    ids, logprobs, noise = [], [], generator("drill")
     with torch.no_grad():
         for b in policy.adapter.B.values():
             b.copy_(torch.linspace(-0.3, 0.3, b.numel()).view(b.shape))
@@ -319,7 +319,11 @@ def two_steps(lanes: Lanes):
 def undisturbed(tmp_path_factory):
     """Lanes of a base in float64, and the results of two steps."""
     lanes = Lanes(toy_base(tmp_path_factory.mktemp("toy"), "float64"))
-    return lanes, two_steps(lanes)
+    return lanes, two_steps(*engine_and_policy(lanes))
+
+
+def engine_and_policy(lanes: Lanes) -> tuple[LocalEngine, LocalPolicy]:
+    return LocalEngine(lanes.base, lanes), local_policy(lanes.base, lanes, training={"micro_batch_tokens": 100})
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -337,8 +341,9 @@ def test_a_run_in_which_memory_runs_out_gives_what_it_would_have_given(undisturb
                 raise error
         return function(*args, **options)
 
+    engine, policy = engine_and_policy(lanes)
     monkeypatch.setattr(owner, name, out_of_memory)
-    again_ids, again_logprobs, again_weights, taught = two_steps(lanes)
+    again_ids, again_logprobs, again_weights, taught = two_steps(engine, policy)
     assert len(calls) >= at
     assert again_ids == ids
     if "moment" in place:
