@@ -276,12 +276,14 @@ def test_a_sound_decoder_is_admitted_and_one_with_a_fault_is_refused(tiny, famil
 
 
 class Deterministic(TorchDispatchMode):
-    """Refuses what torch refuses on CUDA under ``use_deterministic_algorithms``, and sums into places that an index
-    names, whose order a GPU chooses."""
+    """Refuses what torch refuses on CUDA under ``use_deterministic_algorithms``, and sums into repeated places, whose
+    order a GPU chooses."""
 
-    REFUSED = ("cumsum", "histc", "bincount", "median", "put_", "kthvalue")
-    ADDING = ("index_add", "index_add_", "scatter_add", "scatter_add_", "embedding_dense_backward")
-    PUTTING = ("index_put", "index_put_", "_unsafe_index_put")
+    REFUSED = ("aten.cumsum.default", "aten.histc.default", "aten.bincount.default", "aten.median.dim",
+               "aten.put_.default", "aten.kthvalue.default")  # fmt: skip
+    ADDING = ("aten.index_add.default", "aten.index_add_.default", "aten.scatter_add.default",
+              "aten.scatter_add_.default", "aten.embedding_dense_backward.default",
+              "aten._unsafe_index_put.default", "aten.index_put_.default", "aten.index_put.default")  # fmt: skip
 
     def __init__(self):
         super().__init__()
@@ -289,13 +291,26 @@ class Deterministic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.operations += 1
-        name = func.overloadpacket.__name__
-        if next((arg.is_floating_point() for arg in args if isinstance(arg, torch.Tensor)), False):
-            if name in self.REFUSED:
-                raise RuntimeError(f"{name} does not have a deterministic implementation")
-            if name in self.ADDING or (name in self.PUTTING and len(args) > 3 and args[3]):
-                raise RuntimeError(f"{name} adds in any order")
+        name = str(func)
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        if name in self.REFUSED and tensors[0].is_floating_point():
+            raise RuntimeError(f"{name} does not have a deterministic implementation")
+        if name in self.ADDING and tensors[0].is_floating_point() and self._repeats(name, args):
+            raise RuntimeError(f"{name} adds into one place in any order")
         return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _repeats(name: str, args) -> bool:
+        if "index_put" in name:
+            if len(args) < 4 or not args[3]:
+                return False
+            index = torch.stack([part.flatten() for part in args[1] if part is not None], 1)
+            return len(index.unique(dim=0)) < len(index)
+        if "scatter" in name:
+            dim, index = args[1], args[2]
+            return any(len(row.unique()) < len(row) for row in index.movedim(dim, -1).flatten(0, -2))
+        index = args[2] if "index_add" in name else args[1]
+        return len(index.unique()) < index.numel()
 
 
 @pytest.fixture
@@ -308,7 +323,7 @@ def like_a_gpu(monkeypatch):
 
 def test_the_watch_sees_what_a_gpu_would_refuse():
     with Deterministic():
-        torch.ones(3, dtype=torch.long).cumsum(0)
+        torch.zeros(3).index_add_(0, torch.tensor([0, 2]), torch.ones(2))
         with pytest.raises(RuntimeError, match="deterministic"):
             torch.ones(3).cumsum(0)
         with pytest.raises(RuntimeError, match="any order"):

@@ -53,9 +53,15 @@ def eight_b(device: torch.device) -> BaseModel:
         hidden_size=4096, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
         intermediate_size=12288, vocab_size=VOCABULARY, tie_word_embeddings=False, max_position_embeddings=4096,
     )  # fmt: skip
-    with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=BF16, attn_implementation="sdpa")
-    model.eval().requires_grad_(False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=BF16, attn_implementation="sdpa").eval()
+    for module in model.modules():  # fake tensors cannot be swapped for those of meta
+        for name, tensor in module._parameters.items():
+            if tensor is not None:
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                module._parameters[name] = torch.nn.Parameter(empty, requires_grad=False)
+        for name, tensor in module._buffers.items():
+            module._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     base = BaseModel("8b", model, None, device, BF16, (1,), 0, "")
     register_attention()
     model.set_attn_implementation(NAME)
