@@ -244,8 +244,9 @@ class Live(TorchDispatchMode):
 
 
 def test_a_batch_is_compacted_with_one_layer_there_twice(base):
+    decoder = DenseDecoder(base)
     with Live() as live:
-        cache = KVCache(DenseDecoder(base), 16, 64)
+        cache = KVCache(decoder, 16, 64)
         whole, live.peak = live.peak, 0
         cache.select(torch.tensor([3, 1, 15, 15, 8]))
     one = cache.keys[0].nbytes
