@@ -1,4 +1,4 @@
-"""Adapters that do something, what is asked of them, what they sampled, and updates on it."""
+"""Trained adapters, sampling requests, the samples that they give, and updates on those."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ from retrain.policy.update import Passes, train_step
 from retrain.rng import generator
 from retrain.types import Action, Sample
 
-# -- sampling -----------------------------------------------------------------------------------------------------
-
 
 def trained(lanes: Lanes, seed: int, rank: int = 4, size: float = 0.3) -> Adapter:
-    """An adapter whose ΔW is not 0."""
+    """Return an adapter whose ΔW is not 0."""
     adapter = lanes.new_adapter(rank, 8.0).initialise(seed)
     noise = generator("noise", seed)
     with torch.no_grad():
@@ -39,17 +37,18 @@ def trained(lanes: Lanes, seed: int, rank: int = 4, size: float = 0.3) -> Adapte
 
 
 def ref(lane: int) -> PolicyRef:
-    """The name under which ``sample`` publishes the adapter of this lane."""
+    """Return the reference under which ``sample`` publishes the adapter of this lane."""
     return PolicyRef(str(lane), 0)
 
 
 def lane_of(request: SampleRequest) -> int:
-    """The lane that a request samples with."""
     return int(request.policy.run_id)
 
 
-def requests(lane: int = 0, *, prompts: int = 3, samples: int = 4, max_tokens: int = 12, temperature: float = 1.0):
-    """Requests of one lane, with prompts of different lengths."""
+def requests(
+    lane: int = 0, *, prompts: int = 3, samples: int = 4, max_tokens: int = 12, temperature: float = 1.0, **cut: Any
+) -> list[SampleRequest]:
+    """Return requests of one lane with prompts of different lengths; ``cut`` truncates the distribution."""
     sizes = [3, 9, 5, 7, 4, 6]
     return [
         SampleRequest(
@@ -59,13 +58,14 @@ def requests(lane: int = 0, *, prompts: int = 3, samples: int = 4, max_tokens: i
             max_tokens,
             temperature,
             ("test", lane, p),
+            **cut,
         )
         for p in range(prompts)
     ]
 
 
 def publish(engine: Engine, adapters: Sequence[Adapter]) -> None:
-    """Give the engine the weights of every lane as they are now."""
+    """Publish the weights of every lane as they are now."""
     for lane, adapter in enumerate(adapters):
         engine.publish(ref(lane), LocalSnapshot(adapter.frozen(), {}))
 
@@ -73,32 +73,27 @@ def publish(engine: Engine, adapters: Sequence[Adapter]) -> None:
 def sample(
     engine: Engine, asked: Sequence[SampleRequest], adapters: Sequence[Adapter], **options: Any
 ) -> list[list[Action]]:
-    """What these adapters, as they are now, answer to requests of lanes 0, 1, …"""
+    """Publish these adapters as lanes 0, 1, … and sample."""
     publish(engine, adapters)
     return engine.sample(asked, **options)
 
 
 def decoded(base, lanes, adapters, asked):
-    """Everything that is sampled, exactly."""
+    """Return tokens, log-probabilities and entropies of all completions, exactly."""
     groups = sample(LocalEngine(base, lanes), asked, adapters)
     return [(c.token_ids, c.logprobs_T.tolist(), c.entropy_T.tolist()) for group in groups for c in group]
 
 
 def fresh_logprobs(base, lanes, adapter, prompt_ids, token_ids, temperature):
-    """Log-probabilities and entropies by one unpadded forward pass, no cache, in the plainest way."""
-    ids = torch.tensor([list(prompt_ids) + list(token_ids)])
-    with torch.no_grad(), lanes.single(adapter):
-        logits = base.model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1]
-    logprobs = torch.log_softmax((logits.float() if logits.dtype == torch.bfloat16 else logits) / temperature, -1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].numpy(), entropy.numpy()
-
-
-# -- what is trained on -------------------------------------------------------------------------------------------
+    """Return log-probabilities and entropies of a completion by one unpadded forward pass without a cache."""
+    zeros = np.zeros(len(token_ids))
+    with torch.no_grad():
+        scores = fresh_scores(lanes, adapter, Sample.single_turn(prompt_ids, token_ids, zeros, zeros), temperature)
+    return scores[0].numpy(), scores[1].numpy()
 
 
 def rollout(base, lanes, adapter, temperature: float = 1.0, asked: Sequence[SampleRequest] = ()) -> list[Sample]:
-    """Samples with made-up, token-varying advantages."""
+    """Sample with this adapter and return samples with random advantages of every token."""
     asked, noise = asked or requests(prompts=5, samples=3, temperature=temperature), generator("advantages")
     return [
         Sample.single_turn(r.prompt_ids, c.token_ids, c.logprobs_T, noise.normal(size=len(c)), support=c.support)
@@ -108,22 +103,20 @@ def rollout(base, lanes, adapter, temperature: float = 1.0, asked: Sequence[Samp
 
 
 def drawn(of: Sample) -> np.ndarray:
-    """The tokens that the policy drew."""
+    """Return the action tokens."""
     return of.token_ids[of.action_mask]
 
 
 def with_tokens(of: Sample, **values: Any) -> Sample:
-    """The sample with other ``advantages``, ``logprobs`` or ``loss_mask`` of its drawn tokens: one value for all of
-    them, or an array [T]."""
-    changed = {}
+    """Replace ``advantages``, ``logprobs`` or ``loss_mask`` of the action tokens by one value or an array [T]."""
+    changed = {name: getattr(of, name).copy() for name in values}
     for name, value in values.items():
-        changed[name] = getattr(of, name).copy()
         changed[name][of.action_mask] = value
     return replace(of, **changed)
 
 
 def in_turns(of: Sample) -> Sample:
-    """The sample as if some of its drawn tokens had been read: two after each of its actions of three tokens."""
+    """Return the sample as several turns: after every three action tokens, two become tokens that were read."""
     place_T = np.arange(len(drawn(of)))
     read = np.zeros(len(of), dtype=bool)
     read[of.action_mask] = (place_T % 5 >= 3) & (place_T < place_T[-1])
@@ -138,27 +131,37 @@ def in_turns(of: Sample) -> Sample:
 
 
 def totals(samples: Sequence[Sample]) -> Denominators:
-    """What the losses of these samples are divided by."""
     return Denominators(sum(len(drawn(s)) for s in samples), len(samples))
 
 
 def fresh_logits(lanes: Lanes, adapter: Adapter, of: Sample) -> torch.Tensor:
-    """Logits [T, V] that the drawn tokens were drawn from, with gradient, by one unpadded forward pass: what stands
-    before a token predicts it."""
+    """Return the logits [T, V] of the action tokens, with gradient, by one unpadded forward pass."""
     with lanes.single(adapter):
         logits = lanes.base.model(input_ids=torch.from_numpy(of.token_ids)[None], use_cache=False).logits[0, :-1]
     return logits[torch.from_numpy(of.action_mask[1:])]
 
 
-# -- updates ------------------------------------------------------------------------------------------------------
+def fresh_scores(lanes: Lanes, adapter: Adapter, of: Sample, temperature: float = 1.0):
+    """Return log-probabilities [T] and entropies [T] of the action tokens, with gradient, by one unpadded forward pass,
+    over the recorded sets of tokens if there are any."""
+    logits_TV = fresh_logits(lanes, adapter, of)
+    logits_TV = (logits_TV.float() if logits_TV.dtype == torch.bfloat16 else logits_TV) / temperature
+    if of.support is not None:
+        mask_TV = torch.full_like(logits_TV, -1e30)
+        rows = np.repeat(np.arange(len(mask_TV)), np.diff(of.support.offsets))
+        mask_TV[torch.from_numpy(rows), torch.from_numpy(of.support.ids).long()] = 0
+        logits_TV = logits_TV + mask_TV
+    logprobs_TV = torch.log_softmax(logits_TV, -1)
+    chosen_T = logprobs_TV.gather(1, torch.from_numpy(drawn(of))[:, None])[:, 0]
+    return chosen_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1)
 
 
 def objective(
     *, normalizer: str = "tokens", temperature: float = 1.0, max_tokens: int = 256, kl_coef: float = 0.0,
     log_kl: bool = False, entropy_coef: float = 0.0, **policy: Any,
 ) -> Objective:  # fmt: skip
-    """The terms that these keys ask for; ``policy`` are those of the policy loss and its bounds."""
-    bounds = {each.name: policy.pop(each.name) for each in fields(LossBounds) if each.name in policy}
+    """Return the terms of these keys; ``policy`` are those of the policy loss and its bounds."""
+    bounds = {field.name: policy.pop(field.name) for field in fields(LossBounds) if field.name in policy}
     terms: list[Term] = [PolicyTerm(bounds=LossBounds(**{"clip_high": 0.2} | bounds), **policy)]
     if kl_coef or log_kl:
         terms.append(KLTerm(kl_coef))
@@ -168,7 +171,6 @@ def objective(
 
 
 def adamw(adapter: Adapter, lr: float = 1e-3, weight_decay: float = 0.0) -> torch.optim.AdamW:
-    """The optimizer of an adapter, with the usual constants."""
     return new_optimizer([adapter.flat], lr, (0.9, 0.999), 1e-8, weight_decay)
 
 
@@ -191,15 +193,27 @@ def update(
     bfloat16: bool = False,
     **keys: Any,
 ) -> dict[str, Any]:
-    """One optimizer step on these samples, its objective made of ``keys``; with a new optimizer and without clipping by
-    default."""
+    """Make one optimizer step on these samples with the objective of ``keys``, by default without clipping."""
     batch = TrainBatch(samples, denominators or totals(samples), step, stream, probe)
     passes = Passes(lanes, budget or Budget(micro_batch_tokens), workers or Workers(), dropout, bfloat16)
-    asked = objective(**keys)
-    return train_step(passes, adapter, optimizer or adamw(adapter), batch, asked, lr, grad_clip_norm=grad_clip_norm)
+    optimizer = optimizer or adamw(adapter)
+    return train_step(passes, adapter, optimizer, batch, objective(**keys), lr, grad_clip_norm=grad_clip_norm)
+
+
+def gradient(lanes: Lanes, samples: Sequence[Sample], seed: int = 0, **keys: Any):
+    """Return the gradient and the metrics of one update of a trained adapter."""
+    adapter = trained(lanes, seed)
+    metrics = update(lanes, adapter, samples, **keys)
+    assert adapter.flat.grad is not None
+    return adapter.flat.grad.clone(), metrics
+
+
+def relative_gap(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the norm of the difference, relative to ``other``."""
+    return float((one - other).detach().norm() / other.detach().norm())
 
 
 def local_policy(base: BaseModel, lanes: Lanes, seed: int = 0, **sections: dict[str, Any]) -> LocalPolicy:
-    """A run's policy of rank 4; ``sections`` are those of its file."""
+    """Return a run's policy of rank 4; ``sections`` are those of its file."""
     sections["model"] = {"lora_rank": 4} | sections.get("model", {})
     return LocalPolicy(base, lanes, parse_dict(sections), (0, seed), Workers())

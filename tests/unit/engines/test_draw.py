@@ -1,4 +1,4 @@
-"""Drawing from a real vocabulary: sums of blocks first, then inside one block. The distribution is the whole one's."""
+"""Drawing from a large vocabulary: sums of blocks first, then inside one block."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import torch
 
 from retrain.engines.draw import BLOCK, draw, inverse
 
-SIZES = (BLOCK, BLOCK + 1, 2 * BLOCK, 1000, 49_152, 50_257)
-
 
 def uniforms(count: int, seed: int = 0) -> torch.Tensor:
     return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("in_any_order", [False, True])
-@pytest.mark.parametrize("size", [BLOCK, BLOCK + 1, 1000, 50_257])
+@pytest.mark.parametrize("size", [BLOCK, BLOCK + 1, 50_257])
 def test_the_token_is_the_one_of_the_inverse_in_float64(size, in_any_order):
     """Up to rounding at the borders between tokens; log-probability and entropy are those of the softmax."""
     logits = 3 * torch.randn(100, size, generator=torch.Generator().manual_seed(size))
@@ -37,13 +35,15 @@ def test_the_token_is_the_one_of_the_inverse_in_float64(size, in_any_order):
 @pytest.mark.parametrize("in_any_order", [False, True])
 @pytest.mark.parametrize("size", [2 * BLOCK, 3 * BLOCK + 17])
 def test_tokens_without_mass_are_never_drawn(size, in_any_order):
-    """At the very ends of the interval, at every border of a block, and where whole blocks have no mass."""
+    """At the ends of the interval (the largest u below 1 is in fp32 times the total the total itself), at every border
+    of a block, and where whole blocks have no mass."""
     generator = torch.Generator().manual_seed(3)
     mass = torch.rand(300, size, generator=generator) ** 8
     mass[torch.rand(300, size, generator=generator) < 0.9] = 0
     mass[:100, :BLOCK] = 0
     mass[100:200, -BLOCK:] = 0
     mass[:, BLOCK + 3] = 1e-6
+    mass[:, 0] = mass[:, -1] = 0
     below = mass.double().cumsum(-1)
     edges = [below[:, place] / below[:, -1] for place in range(BLOCK - 1, size, BLOCK)]
     for share in (torch.zeros(300), torch.full((300,), 1 - 2.0**-53, dtype=torch.float64), *edges, uniforms(300, 4)):
@@ -52,16 +52,6 @@ def test_tokens_without_mass_are_never_drawn(size, in_any_order):
             token, total = inverse(mass, u[:, None], in_any_order)
             assert bool((mass.gather(1, token) > 0).all())
             torch.testing.assert_close(total[:, 0].double(), below[:, -1], rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("in_any_order", [False, True])
-def test_the_ends_of_the_unit_interval_draw_tokens_that_have_a_probability(in_any_order):
-    """u = 0, and the largest u below 1, which in fp32 times the total is the total: neither gives the impossible
-    tokens that stand first and last of a small vocabulary."""
-    ends = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
-    for dtype in (torch.float32, torch.float64):
-        logits = torch.tensor([[-math.inf, -math.inf, 0.3, 1.0, 0.7, -math.inf]], dtype=dtype).expand(2, -1)
-        assert draw(logits, ends, in_any_order=in_any_order)[0].tolist() == [2, 4]
 
 
 def test_rows_in_chunks_are_rows_at_once():

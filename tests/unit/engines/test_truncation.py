@@ -1,5 +1,4 @@
-# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false, reportOptionalOperand=false, reportOperatorIssue=false
-"""Top-p, top-k and min-p: what is kept, what is recorded, and that the update's distributions are over the same set."""
+"""Top-p, top-k and min-p: the set that is kept and recorded, and updates over the same set."""
 
 from __future__ import annotations
 
@@ -9,8 +8,20 @@ import math
 import numpy as np
 import pytest
 import torch
-from lane_cases import decoded, drawn, fresh_logits, lane_of, ref, sample, totals, trained, update
-from lane_cases import rollout as rolled_out
+from lane_cases import (
+    decoded,
+    drawn,
+    fresh_logits,
+    fresh_scores,
+    lane_of,
+    ref,
+    requests,
+    rollout,
+    sample,
+    totals,
+    trained,
+    update,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from toycampaign import campaign
 
@@ -21,16 +32,14 @@ from retrain.engines.draw import draw
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import SampleRequest
 from retrain.engines.step import decode_steps
-from retrain.engines.truncation import Keeper, cuts_of, remember
+from retrain.engines.truncation import cuts_of
 from retrain.files import read_jsonl
 from retrain.maths.losses import kl_terms
 from retrain.policy import logprobs as policy_logprobs
 from retrain.policy.backbone import backbone_of
-from retrain.policy.head import Head, Supports
 from retrain.policy.logprobs import collate, token_logprobs
 from retrain.record.observer import NullObserver
-from retrain.rng import generator
-from retrain.types import Problem, Prompt, RewardResult, Rollout, Sample, Support, Turn, samples_of_rollout
+from retrain.types import Problem, Prompt, RewardResult, Rollout, Sample, Turn, samples_of_rollout
 
 CUTS = {
     "top_p": {"top_p": 0.8},
@@ -42,7 +51,7 @@ CUTS = {
 
 
 def kept_by_hand(p: np.ndarray, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> set[int]:
-    """Min-p, then top-k, then top-p of what is left, in the plainest way."""
+    """Return the tokens that min-p, then top-k, then top-p of the rest keep, in the plainest way."""
     order = [int(i) for i in np.argsort(-p, kind="stable") if p[i] >= min_p * p.max()]
     order = order[: top_k or len(p)]
     left, found, held = sum(p[i] for i in order), set(), 0.0
@@ -54,36 +63,20 @@ def kept_by_hand(p: np.ndarray, top_p: float = 1.0, top_k: int = 0, min_p: float
     return found
 
 
-def logits_of(base, lanes, adapter, prompt_ids, token_ids):
-    """Logits [T, V] in float64 that the tokens were drawn from, by one unpadded forward pass."""
-    ids = torch.tensor([list(prompt_ids) + list(token_ids)])
-    with torch.no_grad(), lanes.single(adapter):
-        return base.model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1].double()
+def asked_for(lane: int = 0, **keys):
+    return requests(lane, **({"temperature": 0.7, "max_tokens": 10} | keys))
+
+
+def sample_of(request: SampleRequest, action, advantage: float = 1.0) -> Sample:
+    ones = np.ones(len(action))
+    return Sample.single_turn(
+        request.prompt_ids, action.token_ids, action.logprobs_T, advantage * ones, support=action.support
+    )
 
 
 def support_of(completion, t: int) -> list[int]:
     support = completion.support
     return support.ids[support.offsets[t] : support.offsets[t + 1]].tolist()
-
-
-def asked_for(lane: int = 0, *, prompts: int = 3, samples: int = 4, max_tokens: int = 10, temperature=0.7, **cut):
-    return [
-        SampleRequest(
-            ref(lane),
-            tuple(int(t) for t in generator("prompt", lane, p).integers(3, 200, 3 + 2 * p)),
-            samples,
-            max_tokens,
-            temperature,
-            ("cut", lane, p),
-            **cut,
-        )
-        for p in range(prompts)
-    ]
-
-
-def rollout(base, lanes, adapter, **cut) -> list[Sample]:
-    """Samples of a truncated sampler, with made-up, token-varying advantages."""
-    return rolled_out(base, lanes, adapter, asked=asked_for(**cut))
 
 
 # -- what is drawn ------------------------------------------------------------------------------------------------
@@ -92,8 +85,8 @@ def rollout(base, lanes, adapter, **cut) -> list[Sample]:
 @pytest.mark.parametrize("in_any_order", [False, True])
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_a_truncated_draw_by_enumeration(cut, in_any_order):
-    """All of a small vocabulary, at a fine grid of uniform numbers: the set kept, every token's share, log-probability
-    and entropy are those of the renormalised distribution, worked out by hand."""
+    """For a fine grid of uniform numbers, the set kept, every token's share, log-probability and entropy are those of
+    the renormalised distribution."""
     torch.manual_seed(3)
     logits_V, temperature, steps = torch.randn(12, dtype=torch.float64) * 2, 0.7, 20_000
     p_V = torch.softmax(logits_V / temperature, -1).numpy()
@@ -126,7 +119,8 @@ def test_engines_draw_from_and_record_the_kept_set(base, lanes, cut, dense_path)
     sizes = []
     for request, group in zip(asked, sample(LocalEngine(base, lanes, dense=dense_path), asked, adapters), strict=True):
         for completion in group:
-            logits_TV = logits_of(base, lanes, adapters[lane_of(request)], request.prompt_ids, completion.token_ids)
+            with torch.no_grad():
+                logits_TV = fresh_logits(lanes, adapters[lane_of(request)], sample_of(request, completion)).double()
             p_TV = torch.softmax(logits_TV / request.temperature, -1).numpy()
             assert len(completion.support.offsets) == len(completion) + 1
             for t, token in enumerate(completion.token_ids):
@@ -143,8 +137,8 @@ def test_engines_draw_from_and_record_the_kept_set(base, lanes, cut, dense_path)
 
 @pytest.mark.parametrize("dense_path", [True, False], ids=["dense", "plain"])
 def test_runs_with_other_settings_in_the_same_batch_change_nothing(base, lanes, monkeypatch, dense_path):
-    """Whole distributions, cut ones and a greedy one side by side: each as it is alone, the whole ones to the last
-    bit, and without a support."""
+    """Whole distributions, truncated ones and a greedy one in one batch give what each gives alone, the whole ones to
+    the last bit and without a support."""
     monkeypatch.setattr(base, "eos_ids", (10**6,))  # all of one length: the shape of the batch shows in the last bits
     adapters = [trained(lanes, lane, rank=2) for lane in range(4)]
     each = [asked_for(0), asked_for(1, top_p=0.8), asked_for(2, top_k=3, min_p=0.05)]
@@ -211,26 +205,12 @@ def test_the_record_holds_nothing_of_sequences_that_have_ended(base, lanes, monk
     assert made.numel < 2.5 * recorded
 
 
-def test_the_record_grows_and_keeps_what_it_holds():
-    keeper, want = Keeper(2, 50, 4, torch.device("cpu")), []
-    moved = 0
-    for step in range(50):
-        moved += keeper.make_room(2)
-        ids = torch.tensor([[step, 7, -1, -1], [step + 1, 3, 2, 1 if step % 2 else -1]])
-        want.append([[i for i in row if i >= 0] for row in ids.tolist()])
-        remember(keeper.kept, ids, torch.tensor([step, 50 + step]))
-    assert 3 < moved < 10
-    for row, support in enumerate(keeper.supports([0, 1], [50, 40])):
-        cut = np.split(support.ids, support.offsets[1:-1])
-        assert [part.tolist() for part in cut] == [kept[row] for kept in want][: 50 - 10 * row]
-
-
 # -- what the update makes of it ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_the_on_policy_ratio_is_one(base, lanes, cut):
-    samples = rollout(base, lanes, trained(lanes, 0), **cut)
+    samples = rollout(base, lanes, trained(lanes, 0), asked=asked_for(**cut))
     for loss, budget in (("ppo", 1), ("ppo", 16384), ("reinforce", 16384), ("gspo", 16384), ("cispo", 16384)):
         settings = {"loss": loss, "temperature": 0.7, "micro_batch_tokens": budget}
         metrics = update(lanes, trained(lanes, 0), samples, **settings)
@@ -242,15 +222,6 @@ def test_the_on_policy_ratio_is_one(base, lanes, cut):
     assert update(lanes, trained(lanes, 0), forgotten, **settings)["val/ratio"] < 0.99
 
 
-def masked_logprobs(base, lanes, adapter, s: Sample, temperature=0.7):
-    """log π(·|S) [T, V] by one unpadded forward pass and a mask made token by token."""
-    logits_TV = fresh_logits(lanes, adapter, s)
-    mask_TV = torch.full_like(logits_TV, -1e30)
-    for t in range(len(drawn(s))):
-        mask_TV[t, s.support.ids[s.support.offsets[t] : s.support.offsets[t + 1]].tolist()] = 0
-    return torch.log_softmax(logits_TV / temperature + mask_TV, -1)
-
-
 @pytest.mark.parametrize("apart", [True, False], ids=["output layer in chunks", "all logits at once"])
 def test_loss_kl_and_entropy_of_the_truncated_distribution_by_autograd(base, lanes, monkeypatch, apart):
     """Gradient and numbers of policy loss, KL to the base and entropy bonus, each over the recorded sets."""
@@ -258,20 +229,14 @@ def test_loss_kl_and_entropy_of_the_truncated_distribution_by_autograd(base, lan
         whole = dataclasses.replace(backbone_of(base), head=None)
         monkeypatch.setattr(policy_logprobs, "backbone_of", lambda base: whole)
     adapter = trained(lanes, 0)
-    samples = rollout(base, lanes, adapter, top_p=0.8, min_p=0.02)
+    samples = rollout(base, lanes, adapter, asked=asked_for(top_p=0.8, min_p=0.02))
     terms = {"loss": "reinforce", "temperature": 0.7, "kl_coef": 0.4, "entropy_coef": 0.3}
     metrics, tokens = update(lanes, adapter, samples, micro_batch_tokens=60, **terms), totals(samples).tokens
     grad, adapter, loss, k3 = adapter.flat.grad.clone(), trained(lanes, 0), 0.0, 0.0
-    fresh = lanes.new_adapter(4, 8.0).initialise(1)
-    with torch.no_grad():
-        fresh.flat.zero_()
     for s in samples:
-        logprobs_TV = masked_logprobs(base, lanes, adapter, s)
-        chosen_T = logprobs_TV.gather(1, torch.from_numpy(drawn(s))[:, None])[:, 0]
+        chosen_T, entropy_T = fresh_scores(lanes, adapter, s, 0.7)
         with torch.no_grad():
-            reference_TV = masked_logprobs(base, lanes, fresh, s)
-            reference_T = reference_TV.gather(1, torch.from_numpy(drawn(s))[:, None])[:, 0]
-        entropy_T = -(logprobs_TV.exp() * logprobs_TV.clamp(min=-1e9)).sum(-1)
+            reference_T, _ = fresh_scores(lanes, lanes.new_adapter(4, 8.0), s, 0.7)
         difference_T = chosen_T - reference_T
         terms_T = -torch.from_numpy(s.advantages[s.action_mask]).to(chosen_T) * chosen_T
         part = (terms_T + 0.4 * difference_T.square() / 2 - 0.3 * entropy_T).sum() / tokens
@@ -283,52 +248,18 @@ def test_loss_kl_and_entropy_of_the_truncated_distribution_by_autograd(base, lan
     assert metrics["kl"] == pytest.approx(k3, rel=1e-4)
 
 
-def test_slopes_of_the_head_by_hand():
-    """∂ log π(y|S)/∂z = onehot(y) − π(·|S), and 0 outside S; with a cap, a multiplier and rows in several chunks."""
-    torch.manual_seed(0)
-    weight_VH, hidden_NH = torch.eye(5, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
-    sets = [[0, 2, 4], [1], [0, 1, 2, 3, 4]]
-    rows = torch.tensor([row for row, kept in enumerate(sets) for _ in kept])
-    supports = Supports(rows, torch.tensor([token for kept in sets for token in kept]), [0, 3, 4, 9])
-    targets_N = torch.tensor([2, 1, 3])
-    for head in (Head(weight_VH), Head(weight_VH, softcap=1.5), Head(weight_VH, multiplier=0.4)):
-        object.__setattr__(head, "chunk_rows", lambda: 2)
-        h = hidden_NH.clone().requires_grad_()
-        chosen_N, entropy_N = head.logprobs(h, targets_N, 0.7, entropy=True, supports=supports)
-        (chosen_N + 0.6 * entropy_N).sum().backward()
-        z = hidden_NH.clone().requires_grad_()
-        made = head.softcap * torch.tanh(z / head.softcap) if head.softcap else z * head.multiplier
-        total = torch.zeros((), dtype=torch.float64)
-        for row, kept in enumerate(sets):
-            logprobs = torch.log_softmax(made[row, kept] / 0.7, -1)
-            chosen, entropy = logprobs[kept.index(int(targets_N[row]))], -(logprobs.exp() * logprobs).sum()
-            torch.testing.assert_close(chosen_N[row], chosen)
-            torch.testing.assert_close(entropy_N[row], entropy)
-            total = total + chosen + 0.6 * entropy
-        total.backward()
-        torch.testing.assert_close(h.grad, z.grad)
-
-
-def one_token(base, lanes, adapter, **cut):
-    """Every token that one draw could have given, each as a sequence with the recorded set and its probability."""
-    request = dataclasses.replace(asked_for(samples=1, max_tokens=1, prompts=1, **cut)[0])
-    completion = sample(LocalEngine(base, lanes), [request], [adapter])[0][0]
-    kept, one = support_of(completion, 0), np.ones(1)
-    logits = logits_of(base, lanes, adapter, request.prompt_ids, completion.token_ids)[0, kept] / 0.7
-    chances = torch.softmax(logits, -1)
-    support = Support(completion.support.ids, completion.support.offsets)
-    made = [
-        Sample.single_turn(request.prompt_ids, [token], np.log(one * float(q)), one, support=support)
-        for token, q in zip(kept, chances, strict=True)
-    ]
-    return made, chances
-
-
 def test_ratios_after_the_weights_have_moved_are_over_the_set_that_was_sampled_from(base, lanes):
-    """Σ over S of π_old(y|S)·ρ(y) = 1 whatever the new weights: no token loses its ratio, as it would over the set of
-    the new weights; and k3 against the base is the KL divergence of the truncated distributions."""
+    """Σ over S of π_old(y|S)·ρ(y) = 1 for any new weights: no token loses its ratio, as it would over the new weights'
+    set; and the expectation of k3 is the KL divergence of the truncated distributions."""
     adapter = trained(lanes, 0)
-    samples, chances = one_token(base, lanes, adapter, top_p=0.8)
+    (request,) = asked_for(samples=1, max_tokens=1, prompts=1, top_p=0.8)
+    ((action,),) = sample(LocalEngine(base, lanes), [request], [adapter])
+    kept = support_of(action, 0)
+    with torch.no_grad():
+        logits_V = fresh_logits(lanes, adapter, sample_of(request, action))[0].double()
+    chances = torch.softmax(logits_V[kept] / 0.7, -1)
+    actions = [dataclasses.replace(action, token_ids=[token]) for token in kept]  # every token that it could have drawn
+    samples = [sample_of(request, each) for each in actions]
     with torch.no_grad():
         for b in adapter.B.values():
             b.mul_(-1.0)
@@ -349,42 +280,35 @@ def test_ratios_after_the_weights_have_moved_are_over_the_set_that_was_sampled_f
 def test_dropout_takes_no_token_out_of_its_set(base, lanes):
     """Logits under dropout are others than the sampler's; the ratio of every token stays finite."""
     adapter = trained(lanes, 0)
-    samples = rollout(base, lanes, adapter, top_p=0.8)
+    samples = rollout(base, lanes, adapter, asked=asked_for(top_p=0.8))
     metrics = update(lanes, adapter, samples, temperature=0.7, dropout=0.5, stream=("d",))
     assert 0.3 < metrics["val/ratio"] < 3
     assert math.isfinite(metrics["loss"])
 
 
 def test_every_action_of_several_turns_keeps_its_own_sets(base, lanes):
-    """Three turns, the sets of the second after those of the first: what the update computes over them is what one
-    sampler gave and another."""
+    """The update computes over three turns what the engine sampled with three truncations."""
     adapter, engine = trained(lanes, 0), LocalEngine(base, lanes)
-    first, second, third = (
-        sample(engine, [dataclasses.replace(asked_for(samples=1, max_tokens=n, **cut)[0], stream=(n,))], [adapter])[0][
-            0
-        ]
-        for n, cut in ((4, {"top_p": 0.8}), (3, {"top_k": 3}), (5, {"min_p": 0.1}))
-    )
-    prompt = Prompt(Problem("p", "?", ""), "?", (5, 9, 17))
-    turns = [Turn((5, 9, 17), first), Turn((8, 30), second), Turn((61,), third)]
-    conversation = Rollout(prompt, turns, RewardResult(1.0), 1.0, token_advantages_T=np.ones(12))
-    whole = samples_of_rollout(conversation)[0]
-    places = [(action, t) for action in (first, second, third) for t in range(len(action))]
-    assert len(whole.support.offsets) == len(places) + 1 == len(drawn(whole)) + 1
-    for t, (action, own) in enumerate(places):
-        assert support_of(whole, t) == support_of(action, own)
-    expected_TV = masked_logprobs(base, lanes, adapter, whole).detach()
-    expected_T = expected_TV.gather(1, torch.from_numpy(drawn(whole))[:, None])[:, 0]
-    single = Sample.single_turn(
-        (5, 9, 17), first.token_ids, first.logprobs_T, np.ones(len(first)), support=first.support
-    )
+    asked = [
+        asked_for(prompts=1, samples=1, max_tokens=length, **cut)[0]
+        for length, cut in ((4, {"top_p": 0.8}), (3, {"top_k": 3}), (5, {"min_p": 0.1}))
+    ]
+    actions = [action for (action,) in sample(engine, asked, [adapter])]
+    reads = [asked[0].prompt_ids, (8, 30), (61,)]
+    turns = [Turn(read, action) for read, action in zip(reads, actions, strict=True)]
+    prompt = Prompt(Problem("p", "?", ""), "?", reads[0])
+    (whole,) = samples_of_rollout(Rollout(prompt, turns, RewardResult(1.0), 1.0, token_advantages_T=np.ones(12)))
+    sets = [support_of(action, t) for action in actions for t in range(len(action))]
+    assert [support_of(whole, t) for t in range(len(drawn(whole)))] == sets
+    with torch.no_grad():
+        expected_T, _ = fresh_scores(lanes, adapter, whole, 0.7)
     with torch.no_grad(), lanes.single(adapter):
-        chosen_BT, _ = token_logprobs(base, collate([single, whole], base), 0.7)
-    torch.testing.assert_close(chosen_BT[1, : len(places)], expected_T, atol=1e-5, rtol=0)
+        chosen_BT, _ = token_logprobs(base, collate([sample_of(asked[0], actions[0]), whole], base), 0.7)
+    torch.testing.assert_close(chosen_BT[1, : len(sets)], expected_T, atol=1e-5, rtol=0)
 
 
 def test_sequences_with_and_without_a_record_do_not_mix(base, lanes):
-    samples = rollout(base, lanes, trained(lanes, 0), top_p=0.8)
+    samples = rollout(base, lanes, trained(lanes, 0), asked=asked_for(top_p=0.8))
     samples[0] = dataclasses.replace(samples[0], support=None)
     with pytest.raises(ValueError, match="some samples"):
         collate(samples, base)
@@ -416,10 +340,7 @@ def test_a_campaign_trains_and_evaluates_every_set_truncated_in_its_own_way(mode
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    ("", [(1.0, 0, 0.0), (1.0, 0, 0.0)]),
     ("[training]\ntop_k = -1", [(1.0, 0, 0.0), (1.0, 0, 0.0)]),
-    ("[training]\ntop_p = 0.8", [(0.8, 1024, 0.0), (0.8, 1024, 0.0)]),
-    ("[training]\ntop_p = 0.8\n[evaluation]\ntop_p = 1", [(0.8, 1024, 0.0), (1.0, 0, 0.0)]),
     ("[training]\ntop_p = 0.8\n[evaluation]\ntemperature = 0", [(0.8, 1024, 0.0), (1.0, 0, 0.0)]),
     ("[evaluation]\ntop_k = 20", [(1.0, 0, 0.0), (1.0, 20, 0.0)]),
     (

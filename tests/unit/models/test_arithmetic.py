@@ -1,19 +1,14 @@
-"""The arithmetic problems and the pupil's way of working them."""
+"""The problems that bundled models are trained on."""
 
 from __future__ import annotations
 
-from random import Random
+from pathlib import Path
 
 import pytest
-from demonstrations import CAREFUL, PUPIL, demonstration, guess
 
-from retrain.data.arithmetic import LEVELS, evaluate, parse, problems, split_of
+from retrain.data.arithmetic import evaluate, parse, problems, split_of
 from retrain.errors import DataError
-from retrain.maths.planning import STRATEGIC_GRAMS, RegexDetector
-
-
-def boxed(text: str) -> str:
-    return text.rsplit("\\boxed{", 1)[1].split("}", 1)[0]
+from retrain.plugins import load_file
 
 
 def test_answers_agree_with_python_and_no_step_is_negative():
@@ -56,59 +51,17 @@ def test_unknown_levels_splits_and_expressions_are_errors():
         with pytest.raises(DataError, match="easy"):
             problems("train", 3, levels)
     with pytest.raises(DataError, match="use 'train' or 'heldout'"):
-        problems("test", 3)  # pyright: ignore[reportArgumentType]
+        problems("test", 3)
     for text in ("", "4x5", "-3+4", "12+", "1 + 2"):
         with pytest.raises(DataError, match="not an arithmetic expression"):
             parse(text)
 
 
-def test_a_careful_pupil_is_always_right():
-    rng = Random(0)
-    for problem in problems("train", 1000, seed=1):
-        text = demonstration(problem, rng, CAREFUL)
-        assert boxed(text) == problem.answer
-        for equation in text.replace("\n", ", ").split(", "):
-            left, equals, right = equation.rpartition(": ")[2].partition("=")
-            assert not equals or eval(left) == int(right), equation
-
-
-def test_demonstrations_depend_only_on_the_random_numbers():
-    chosen = problems("train", 300)
-    first, second = Random(5), Random(5)
-    assert [demonstration(p, first) for p in chosen] == [demonstration(p, second) for p in chosen]
-
-
-def test_a_guess_forgets_carries():
-    assert guess("+", 47, 38) == 75
-    assert guess("-", 52, 38) == 26
-    assert guess("*", 7, 46) == 282
-    assert guess("+", 123, 45) == 168
-
-
-def test_habits_leave_room_to_learn_and_checks_help():
-    rng = Random(4)
-    chosen = problems("train", 6000)
-    right: dict[str, list[bool]] = {level: [] for level in LEVELS}
-    for problem in chosen:
-        right[problem.tags[0]].append(boxed(demonstration(problem, rng)) == problem.answer)
-    rates = {level: sum(values) / len(values) for level, values in right.items()}
-    assert rates["easy"] > rates["hard"] + 0.2
-    assert 0.35 < sum(rates.values()) / 3 < 0.65
-
-    def rate(**changes: float) -> float:
-        pupil = type(PUPIL)(**{**PUPIL.__dict__, "guess": 0.0, **changes})
-        rng = Random(9)
-        return sum(boxed(demonstration(p, rng, pupil)) == p.answer for p in chosen) / len(chosen)
-
-    without = rate(repair=0.0, plan=0.0)
-    with_checks = rate(repair=1.0, plan=0.0)
-    with_plans = rate(repair=0.0, plan=1.0)
-    assert with_checks > without + 0.1
-    assert with_plans > without + 0.1
-
-
-def test_all_planning_phrases_of_the_detector_come_from_the_pupil():
-    rng = Random(1)
-    text = "\n".join(demonstration(p, rng) for p in problems("train", 9000)).lower()
-    phrases = {text[start:end] for start, end in RegexDetector().char_spans(text)}
-    assert phrases >= set(STRATEGIC_GRAMS), set(STRATEGIC_GRAMS) - phrases
+def test_calculations_are_right_and_held_out_by_their_text():
+    path = Path(__file__).parents[3] / "campaigns" / "calculations.py"
+    calculations = load_file(path, "calculations")
+    train, test = (calculations.problems(split) for split in ("train", "test"))
+    assert (len(train), len(test)) == (6000, 600)
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in test}
+    for row in (*train[:50], *test[:50]):
+        assert eval(row["prompt"].removesuffix("=?")) == int(row["answer"]) >= 0

@@ -1,116 +1,50 @@
-# pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false, reportOptionalSubscript=false, reportArgumentType=false
-# (gradients are None only before the first backward pass)
 """Hidden states packed by group and the output layer in chunks, against whole logits of one sequence at a time."""
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 import pytest
 import torch
-from lane_cases import drawn, fresh_logits, update
+from lane_cases import drawn, fresh_scores, in_turns, trained, update
 from torch.autograd import gradcheck
 from torch.nn import functional as F
 
+from retrain.policy import head as heads
 from retrain.policy.backbone import backbone_of
-from retrain.policy.base import BaseModel
 from retrain.policy.fused import adapted_linear, rms_norm, swiglu
-from retrain.policy.head import Head
+from retrain.policy.head import Head, Supports
 from retrain.policy.logprobs import collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Lanes
 from retrain.policy.packing import packed_layout
 from retrain.rng import generator
-from retrain.types import Action, Problem, Prompt, RewardResult, Rollout, Sample, Turn, samples_of_rollout
+from retrain.types import Sample
 
-SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "vocab_size": 60,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GEMMA = {"head_dim": 8, "final_logit_softcapping": 2.0, "sliding_window": 64}
-FAMILIES: dict[str, tuple[str, dict, bool, bool]] = {  # configuration, options, packs, output layer apart
-    "qwen3": ("Qwen3Config", {"head_dim": 8}, True, True),
-    "llama tied": ("LlamaConfig", {"tie_word_embeddings": True}, True, True),
-    "mistral": ("MistralConfig", {"sliding_window": 64}, True, True),
-    "mistral, window shorter than the sequence": ("MistralConfig", {"sliding_window": 7}, True, True),
-    "gemma2, capped logits": ("Gemma2Config", GEMMA, True, True),
-    "granite, scaled logits": ("GraniteConfig", {"logits_scaling": 3.0}, True, True),
-    "cohere, scaled logits": ("CohereConfig", {"logit_scale": 0.3}, True, True),
-    "phi, output bias": ("PhiConfig", {}, True, True),
-    "phi3, fused projections": ("Phi3Config", {"head_dim": 8}, True, True),
-    "gpt-neox": ("GPTNeoXConfig", {}, True, True),
-    "opt, learned positions": ("OPTConfig", {"ffn_dim": 24, "word_embed_proj_dim": 16}, True, True),
-    "qwen3 experts": (
-        "Qwen3MoeConfig",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8},
-        True,
-        True,
-    ),
-    "bloom, alibi": ("BloomConfig", {"n_head": 2, "n_layer": 2}, False, True),
-    "mamba, recurrent": ("MambaConfig", {"state_size": 4, "intermediate_size": 32}, False, True),
-}
-
-IN_FP32 = {"BloomConfig", "MambaConfig"}
+FAMILIES = [
+    "qwen3", "qwen3_moe", "tied llama", "mistral", "windowed mistral", "gemma2", "granite", "cohere", "phi", "phi3",
+    "gpt_neox", "opt", "bloom", "mamba",
+]  # fmt: skip
+NOT_PACKED = {"bloom", "mamba"}
+IN_FP32 = {"bloom", "mamba"}
 """Models that take their softmax or logits in fp32 whatever their own precision."""
 
 
-def family(name: str, dtype: torch.dtype = torch.float64) -> BaseModel:
-    import transformers
-
-    config_class, options, _, _ = FAMILIES[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, config_class)(**(SIZES | options))
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, experts_implementation="eager"
-    )  # the others take no fp64
-    model.eval().requires_grad_(False)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape) * 0.3 + (parameter.dim() == 1) * 0.5)
-    return BaseModel(name, model.to(dtype), None, torch.device("cpu"), dtype, (2,), 0, name)
-
-
-def ragged(vocab: int = 60) -> list[Sample]:
+def ragged() -> list[Sample]:
     """Three groups of 3, 1 and 2 completions, all lengths different."""
     noise, samples = generator("ragged"), []
     for width, lengths in ((4, (5, 1, 8)), (1, (3,)), (6, (7, 2))):
-        prompt = tuple(int(t) for t in noise.integers(3, vocab, width))
+        prompt = tuple(int(t) for t in noise.integers(3, 60, width))
         for length in lengths:
-            ids = [int(t) for t in noise.integers(3, vocab, length)]
+            ids = [int(t) for t in noise.integers(3, 60, length)]
             ones = np.ones(length)
             samples.append(Sample.single_turn(prompt, ids, -ones, ones))
     return samples
 
 
-def conversations(vocab: int = 60) -> list[Sample]:
-    """Two groups of rollouts of one to three turns; the first begins with the prompt of ``ragged``'s first."""
-    noise, prompts = generator("conversations"), [tuple(ragged(vocab)[0].token_ids[:4].tolist()), (7, 5)]
-    samples = []
-    for prompt, lengths in ((prompts[0], ((4, 2, 3), (2,), (1, 3, 5, 2, 1))), (prompts[1], ((2, 1, 1), (1, 4, 2)))):
-        for turns in lengths:  # actions and, between two of them, what was read
-            ids = [tuple(int(t) for t in noise.integers(3, vocab, length)) for length in turns]
-            read = [prompt, *ids[1::2]]
-            actions = [Action([*own], "", -np.ones(len(own)), None, "stop") for own in ids[::2]]
-            pairs = [Turn(observed, action) for observed, action in zip(read, actions, strict=True)]
-            rollout = Rollout(Prompt(Problem("p", "?", ""), "?", prompt), pairs, RewardResult(1.0), 1.0)
-            rollout.token_advantages_T = np.ones(len(rollout))
-            samples.append(samples_of_rollout(rollout)[0])
-    return samples
-
-
-def adapted(lanes: Lanes):
-    adapter = lanes.new_adapter(2, 4.0).initialise(0)
-    noise = generator("b")
-    with torch.no_grad():
-        for b in adapter.B.values():
-            b.copy_(torch.from_numpy(noise.normal(0, 0.3, b.shape)))
-    return adapter
+def with_conversations() -> list[Sample]:
+    """Some of the samples also as several turns after the same prompt."""
+    return ragged() + [in_turns(s) for s in ragged() if len(drawn(s)) > 4]
 
 
 def weights(sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,25 +55,24 @@ def weights(sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_equals_whole_logits_of_single_sequences(name):
+def test_every_family_equals_whole_logits_of_single_sequences(tiny, name):
     """Log-probabilities, entropies and their gradient; what was read between two actions is context and not scored."""
-    base, samples, temperature = family(name), [*ragged(), *conversations()], 0.7
+    base, samples, temperature = tiny(name, torch.float64), with_conversations(), 0.7
     lanes = Lanes(base, ["in_proj"] if "mamba" in name else "all-linear")  # its code reads the other layers' weights
-    adapter = adapted(lanes)
-    tolerance = 1e-5 if FAMILIES[name][0] in IN_FP32 else 1e-9
+    adapter = trained(lanes, 0, rank=2)
+    tolerance = 1e-5 if name in IN_FP32 else 1e-9
     within: dict = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
     expected = []
     for s in samples:
-        logp = torch.log_softmax(fresh_logits(lanes, adapter, s) / temperature, -1)
-        chosen, entropy = logp.gather(1, torch.from_numpy(drawn(s))[:, None])[:, 0], -(logp.exp() * logp).sum(1)
+        chosen, entropy = fresh_scores(lanes, adapter, s, temperature)
         one, two = weights(s)
         ((one * chosen).sum() + (two * entropy).sum()).backward()
         expected.append((chosen.detach(), entropy.detach()))
     gradient = adapter.flat.grad.clone()
     adapter.flat.grad.zero_()
     backbone = backbone_of(base)
-    assert (backbone.packs, backbone.head is not None) == FAMILIES[name][2:]
-    assert len(backbone.notes) == (not backbone.packs) + (backbone.head is None)
+    assert backbone.head is not None
+    assert backbone.packs == (name not in NOT_PACKED) == (not backbone.notes)
     for indices in split_microbatches(samples, 30, packed=backbone.packs):
         batch = collate([samples[i] for i in indices], base)
         with lanes.single(adapter):
@@ -158,8 +91,8 @@ def test_every_family_equals_whole_logits_of_single_sequences(name):
     assert error < max(1e-6, 10 * tolerance)  # gradients add up in fp32
 
 
-def test_an_output_layer_that_does_something_else_is_not_split_off():
-    base = family("qwen3")
+def test_an_output_layer_that_does_something_else_is_not_split_off(tiny):
+    base = tiny("qwen3", torch.float64)
     plain = base.model.forward
 
     def shifted(*args, **options):
@@ -173,20 +106,23 @@ def test_an_output_layer_that_does_something_else_is_not_split_off():
     assert "cannot be split off" in backbone.notes[0]
 
 
+@pytest.mark.parametrize("truncated", [False, True])
 @pytest.mark.parametrize("head", [{}, {"bias_V": 1.0}, {"softcap": 1.5}, {"multiplier": 0.4}], ids=str)
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_the_output_layer_in_chunks_passes_gradcheck(head, temperature, monkeypatch):
+def test_the_output_layer_in_chunks_passes_gradcheck(head, truncated, monkeypatch):
     torch.manual_seed(0)
     hidden_NH = torch.randn(40, 4, dtype=torch.float64, requires_grad=True)
     weight_VH, targets_N = torch.randn(7, 4, dtype=torch.float64), torch.randint(0, 7, (40,))
     options = dict(head)
     if "bias_V" in head:
         options["bias_V"] = torch.randn(7, dtype=torch.float64)
-    monkeypatch.setitem(__import__("retrain.policy.head", fromlist=["x"]).CHUNK_BYTES, "cpu", 1)  # rows of 16
+    monkeypatch.setitem(heads.CHUNK_BYTES, "cpu", 1)  # rows of 16
     made = Head(weight_VH, **options)
     assert made.chunk_rows() == 16
-    assert gradcheck(lambda h: made.logprobs(h, targets_N, temperature, entropy=True), (hidden_NH,))
-    assert gradcheck(lambda h: made.logprobs(h, targets_N, temperature)[0], (hidden_NH,))
+    kept = [sorted({int(target), 2, 5}) for target in targets_N]
+    rows, tokens = torch.tensor([(row, token) for row, tokens in enumerate(kept) for token in tokens]).unbind(1)
+    supports = Supports(rows, tokens, [0, *accumulate(map(len, kept))]) if truncated else None
+    assert gradcheck(lambda h: made.logprobs(h, targets_N, 0.6, entropy=True, supports=supports), (hidden_NH,))
+    assert gradcheck(lambda h: made.logprobs(h, targets_N, supports=supports)[0], (hidden_NH,))
 
 
 def test_a_certain_distribution_has_entropy_zero_and_finite_gradients():
@@ -202,9 +138,7 @@ def test_fused_layers_pass_gradcheck_and_equal_the_plain_formulas():
     torch.manual_seed(0)
     linear = torch.nn.Linear(5, 7, dtype=torch.float64).requires_grad_(False)
     x, a, b = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3, 5), (2, 5), (7, 2)))
-    torch.testing.assert_close(
-        adapted_linear(linear, x, a, b, 1.5), linear(x) + 1.5 * F.linear(F.linear(x, a), b), rtol=1e-12, atol=1e-12
-    )
+    torch.testing.assert_close(adapted_linear(linear, x, a, b, 1.5), linear(x) + 1.5 * x @ a.T @ b.T)
     assert gradcheck(lambda x, a, b: adapted_linear(linear, x, a, b, 1.5), (x, a, b))
     weight = torch.randn(5, dtype=torch.float64)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (5,), weight, 1e-5))
@@ -238,31 +172,28 @@ def test_packing_holds_each_prompt_once_and_no_padding():
 
 
 def test_packed_micro_batches_stay_within_the_budget_and_keep_groups_together():
-    samples = [*ragged(), *conversations()]
+    samples = with_conversations()
     for budget in (1, 20, 30, 1000):
         batches = split_microbatches(samples, budget, packed=True)
-        assert sorted(i for batch in batches for i in batch) == list(range(11))
+        assert sorted(i for batch in batches for i in batch) == list(range(len(samples)))
         for batch in batches:
             size = packed_layout([samples[i] for i in batch], torch.device("cpu")).ids_BL.numel() + len(batch)
             assert size <= budget or len(batch) == 1
-    assert [len(batch) for batch in split_microbatches(samples, 1, packed=True)] == [1] * 11
     assert len(split_microbatches(samples, 1000, packed=True)) == 1
 
 
-def test_a_half_precision_base_trains_with_masters_in_full_precision():
+def test_a_half_precision_base_trains_with_masters_in_full_precision(tiny):
     """bf16 products, fp32 log-probabilities, loss, gradient and weights; the same direction as in fp64."""
     gradients = []
     for dtype in (torch.bfloat16, torch.float64):
-        base, samples = family("qwen3", dtype), ragged()
+        base, samples = tiny("qwen3", dtype), ragged()
         lanes = Lanes(base)
-        adapter = adapted(lanes)
-        before = adapter.flat.detach().clone()
+        adapter = trained(lanes, 0)
         metrics = update(lanes, adapter, samples, loss="reinforce", kl_coef=0.1, entropy_coef=0.1)
         with torch.no_grad(), lanes.single(adapter):
             logprobs_BT, _ = token_logprobs(base, collate(samples, base), 1.0)
         assert logprobs_BT.dtype == (torch.float32 if dtype == torch.bfloat16 else torch.float64)
         assert adapter.flat.dtype == adapter.flat.grad.dtype == torch.float32
-        assert not torch.equal(before, adapter.flat)
         assert np.isfinite(metrics["loss"])
         gradients.append(adapter.flat.grad.clone())
     half, exact = gradients

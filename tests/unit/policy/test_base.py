@@ -1,4 +1,4 @@
-"""A base is prepared once, kept for the next cohort, undone by one call, and gone from memory when nobody wants it."""
+"""A base is prepared once, kept for the next cohort, restored by one call, and freed when it is no longer needed."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from retrain.policy.base import load_base, load_weights
 from retrain.policy.lora import LaneLinear, Lanes
 
 
-def _worked(lanes: Lanes, engine: LocalEngine | None = None) -> None:
+def sample_and_update(lanes: Lanes, engine: LocalEngine | None = None) -> None:
     adapter = trained(lanes, 0)
     sample(engine or LocalEngine(lanes.base, lanes), requests(), [adapter])
     update(lanes, adapter, rollout(lanes.base, lanes, adapter), lr=0.01)
 
 
-def _logits(base) -> torch.Tensor:
+def logits_of(base) -> torch.Tensor:
     with torch.no_grad():
         return base.model(input_ids=torch.arange(12).view(2, 6), use_cache=False).logits
 
 
 def test_one_call_takes_everything_off_the_model_again(tmp_path):
     base = toy_base(tmp_path)
-    before, attention = _logits(base), base.model.config._attn_implementation
+    before, attention = logits_of(base), base.model.config._attn_implementation
     kinds = [type(module) for module in base.model.modules()]
-    _worked(Lanes(base))
+    sample_and_update(Lanes(base))
     assert any(isinstance(module, LaneLinear) for module in base.model.modules())
     assert base.model.config._attn_implementation != attention
     assert any("forward" in module.__dict__ for module in base.model.modules())
@@ -45,9 +45,9 @@ def test_one_call_takes_everything_off_the_model_again(tmp_path):
     assert not any("forward" in module.__dict__ for module in base.model.modules())
     for weight in base.model.parameters():
         assert weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
-    assert torch.equal(_logits(base), before)
+    assert torch.equal(logits_of(base), before)
     base.release()  # nothing is left to take off
-    _worked(Lanes(base))
+    sample_and_update(Lanes(base))
 
 
 # -- one base for one cohort after another ------------------------------------------------------------------------
@@ -55,20 +55,23 @@ def test_one_call_takes_everything_off_the_model_again(tmp_path):
 
 @pytest.fixture
 def loads(monkeypatch):
-    """The names of the models that are loaded, in order."""
-    loaded = []
+    """The names of the models that are loaded, in order, and those of their weights that are still in memory."""
+    names, weights = [], []
 
-    def noted(files, *how):
-        loaded.append(files.name)
-        return load_weights(files, *how)
+    def recorded(files, *options):
+        gc.collect()
+        names.append(files.name)
+        assert not any(weight() is not None for weight in weights), "two bases in memory at once"
+        loaded = load_weights(files, *options)
+        weights.extend(weakref.ref(weight) for weight in loaded.model.parameters())
+        return loaded
 
-    monkeypatch.setattr(models, "load_weights", noted)
-    return loaded
+    monkeypatch.setattr(models, "load_weights", recorded)
+    return names
 
 
-def _config(directory, **sections):
-    rest = {"backend": {"devices": "cpu"}, "model": {"model": str(directory)}}
-    return parse_dict({key: {**rest.get(key, {}), **sections.get(key, {})} for key in {*rest, *sections}})
+def config_of(directory, **sections):
+    return parse_dict({"backend": {"devices": "cpu"}, "model": {"model": str(directory)}} | sections)
 
 
 @pytest.fixture(scope="module")
@@ -79,59 +82,47 @@ def directories(tmp_path_factory):
 
 def test_the_next_cohort_finds_the_base_prepared(directories, loads):
     with Bases() as bases:
-        first = bases.take(_config(directories[0]))
-        _worked(first[1], first[2])
-        modules = [id(module) for module in first[0].model.modules()]
-        publish(first[2], [trained(first[1], 0)])
-        again = bases.take(_config(directories[0], training={"lr": 0.5}, model={"lora_rank": 2}))
+        base, lanes, engine = first = bases.take(config_of(directories[0]))
+        sample_and_update(lanes, engine)
+        modules = [id(module) for module in base.model.modules()]
+        publish(engine, [trained(lanes, 0)])
+        again = bases.take(config_of(directories[0], training={"lr": 0.5}))
         assert all(one is other for one, other in zip(first, again, strict=True))
-        assert [id(module) for module in again[0].model.modules()] == modules
-        with pytest.raises(RunFailed, match="no weights were published"):  # those of another cohort's runs are gone
-            again[2].sample(requests())
-        _worked(again[1], again[2])
+        assert [id(module) for module in base.model.modules()] == modules
+        with pytest.raises(RunFailed, match="no weights were published"):  # those of the other cohort's runs are gone
+            engine.sample(requests())
+        sample_and_update(lanes, engine)
     assert loads == [str(directories[0])]
 
 
-def test_other_target_layers_take_the_lanes_off_and_keep_the_weights(directories, loads):
+def test_other_target_layers_remove_the_lanes_and_keep_the_weights(directories, loads):
+    fewer = {"target_modules": ["q_proj", "v_proj"]}
     with Bases() as bases:
-        base, lanes, engine = bases.take(_config(directories[0]))
-        _worked(lanes, engine)
-        same, fewer, other = bases.take(_config(directories[0], lora={"target_modules": ["q_proj", "v_proj"]}))
-        assert same is base
-        assert other is not engine
-        assert sum(isinstance(module, LaneLinear) for module in base.model.modules()) == len(fewer.shapes) == 4
-        assert all(m.lanes is fewer for m in base.model.modules() if isinstance(m, LaneLinear))
-        _worked(fewer, other)
-        with pytest.raises(ModelError, match="no linear layer"):  # which leaves no lanes behind
-            bases.take(_config(directories[0], lora={"target_modules": ["nothing"]}))
-        back = bases.take(_config(directories[0], lora={"target_modules": ["q_proj", "v_proj"]}))
-        _worked(back[1], back[2])
+        base, lanes, engine = bases.take(config_of(directories[0]))
+        sample_and_update(lanes, engine)
+        for _ in range(2):
+            same, others, other_engine = bases.take(config_of(directories[0], lora=fewer))
+            assert same is base
+            assert other_engine is not engine
+            inserted = [module for module in base.model.modules() if isinstance(module, LaneLinear)]
+            assert len(inserted) == len(others.shapes) == 4
+            assert all(module.lanes is others for module in inserted)
+            sample_and_update(others, other_engine)
+            with pytest.raises(ModelError, match="no linear layer"):  # which leaves no lanes behind
+                bases.take(config_of(directories[0], lora={"target_modules": ["nothing"]}))
     assert loads == [str(directories[0])]
 
 
-def test_another_base_is_loaded_when_the_first_is_gone(directories, loads, monkeypatch):
-    """Two in memory at once do not fit where one does."""
-    alive, load_other = [], models.load_weights
+def test_another_base_is_loaded_when_the_first_is_gone(directories, loads):
     with Bases() as bases:
-        base, lanes, engine = bases.take(_config(directories[0]))
-        _worked(lanes, engine)
-        weights = [weakref.ref(weight) for weight in base.model.parameters()]
-        del base, lanes, engine
-
-        def watched(*how):
-            gc.collect()
-            alive.append(sum(weight() is not None for weight in weights))
-            return load_other(*how)
-
-        monkeypatch.setattr(models, "load_weights", watched)
-        base, lanes, engine = bases.take(_config(directories[1], inference={"dtype": "float64"}))
-        _worked(lanes, engine)
-        assert alive == [0]
-        weights = [weakref.ref(weight) for weight in base.model.parameters()]
-        del base, lanes, engine
+        for directory, dtype in zip(directories, ("float32", "float64"), strict=True):
+            base, lanes, engine = bases.take(config_of(directory, inference={"dtype": dtype}))
+            sample_and_update(lanes, engine)
+            weights = [weakref.ref(weight) for weight in base.model.parameters()]
+            del base, lanes, engine
     gc.collect()
     assert not any(weight() is not None for weight in weights)
-    assert len(loads) == 2
+    assert loads == [str(directory) for directory in directories]
 
 
 def test_all_end_tokens_of_a_model_are_known(tmp_path):
@@ -146,6 +137,8 @@ def test_all_end_tokens_of_a_model_are_known(tmp_path):
     lanes = Lanes(base)
     asked = requests(prompts=4, samples=8, max_tokens=30)
     sampled = [c for group in sample(LocalEngine(base, lanes), asked, [trained(lanes, 0)]) for c in group]
-    stopped = [c for c in sampled if c.stop_reason == "stop"]
-    assert len(stopped) > len(sampled) / 2
-    assert len({c.token_ids[-1] for c in stopped}) > 1
+    for completion in sampled:
+        assert not set(completion.token_ids[:-1]) & set(base.eos_ids)
+        assert (completion.token_ids[-1] in base.eos_ids) == (completion.stop_reason == "stop")
+        assert completion.stop_reason == "stop" or len(completion) == 30
+    assert len({c.token_ids[-1] for c in sampled if c.stop_reason == "stop"}) > 1

@@ -1,12 +1,11 @@
-# pyright: reportOptionalSubscript=false, reportOptionalIterable=false
-"""The built-in policy behind its protocol: what it says of samples, what changes its version, what it goes on from."""
+"""The built-in policy behind its protocol: scores, versions, checkpoints."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from lane_cases import drawn, fresh_logits, in_turns, local_policy, objective, rollout, totals, trained, with_tokens
+from lane_cases import fresh_scores, in_turns, local_policy, objective, rollout, totals, trained, with_tokens
 
 from retrain.errors import CheckpointError, ModelError, NonFinite, RunFailed, UsageError
 from retrain.policy.local import LocalPolicy
@@ -18,7 +17,7 @@ SCALED = {"lora": {"alpha": 8.0}}
 
 @pytest.fixture
 def policy(base, lanes) -> LocalPolicy:
-    """A policy that has learnt something, at temperature 0.7."""
+    """A trained policy at temperature 0.7."""
     made = local_policy(base, lanes, training={"temperature": 0.7, "lr": 1e-2}, **SCALED)
     made.adapter.load(trained(lanes, 0).tensors())
     return made
@@ -51,33 +50,26 @@ def test_scores_equal_a_fresh_forward_pass(policy, tokens):
     assert len(scores.logprobs) == len(scores.entropy) == len(scores.reference) == len(samples)
     for i, s in enumerate(samples):
         with torch.no_grad():
-            own, reference = (
-                torch.log_softmax(fresh_logits(policy.lanes, adapter, s) / 0.7, -1)
-                for adapter in (policy.adapter, untrained)
-            )
-        places = torch.from_numpy(drawn(s))[:, None]
-        np.testing.assert_allclose(scores.logprobs[i], own.gather(1, places)[:, 0], atol=1e-4)
-        np.testing.assert_allclose(scores.entropy[i], -(own.exp() * own).sum(1), atol=1e-4)
-        np.testing.assert_allclose(scores.reference[i], reference.gather(1, places)[:, 0], atol=1e-4)
+            logprobs, entropy = fresh_scores(policy.lanes, policy.adapter, s, 0.7)
+            reference, _ = fresh_scores(policy.lanes, untrained, s, 0.7)
+        np.testing.assert_allclose(scores.logprobs[i], logprobs, atol=1e-4)
+        np.testing.assert_allclose(scores.entropy[i], entropy, atol=1e-4)
+        np.testing.assert_allclose(scores.reference[i], reference, atol=1e-4)
         assert np.abs(scores.logprobs[i] - scores.reference[i]).max() > 1e-2
     first = samples_of(policy)[0]  # of one turn: the very distribution that it was drawn from
     np.testing.assert_allclose(scores.logprobs[0], first.logprobs[first.action_mask], atol=1e-4)
 
 
-def test_only_what_is_asked_for_is_scored(policy):
+def test_only_what_is_asked_for_is_scored(policy, monkeypatch):
     samples = samples_of(policy)[:5]
     every = policy.score(samples, EVERYTHING)
-    for want in ({Want.LOGPROBS}, {Want.ENTROPY}, {Want.REFERENCE}, {Want.ENTROPY, Want.REFERENCE}):
+    for want in ({Want.LOGPROBS}, {Want.ENTROPY, Want.REFERENCE}):
         scores = policy.score(samples, frozenset(want))
         for kind in EVERYTHING:
             arrays = getattr(scores, kind)
             assert (arrays is None) == (kind not in want)
             for one, other in zip(arrays or (), getattr(every, kind), strict=arrays is not None):
                 np.testing.assert_allclose(one, other, atol=1e-5)
-
-
-def test_nothing_is_computed_where_nothing_is_wanted_and_values_need_a_critic(policy, monkeypatch):
-    samples = samples_of(policy)[:2]
     assert policy.score([], EVERYTHING) == Scores([], [], None, [])
     with pytest.raises(ModelError, match="no critic"):
         policy.score(samples, frozenset({Want.VALUES}))
@@ -90,7 +82,7 @@ def test_nothing_is_computed_where_nothing_is_wanted_and_values_need_a_critic(po
 
 
 def test_the_version_counts_changes_of_the_weights(base, lanes, policy, monkeypatch):
-    """Rollouts are named by it: two sets of weights must not have one name, nor one set two for nothing."""
+    """Rollouts are named by it: two sets of weights must not share a name."""
     samples = samples_of(policy)
     taught(policy, samples)
     assert policy.version == 1
@@ -120,7 +112,7 @@ def test_the_version_counts_changes_of_the_weights(base, lanes, policy, monkeypa
 
 
 def test_a_lower_rank_is_another_version_with_new_moments(base, lanes):
-    """Moments of rows that are no more would move them."""
+    """Moments of removed rows would move them."""
     policy = local_policy(base, lanes, lora={"anneal": [[1, 3], [2, 2]]}, training={"max_steps": 4})
     policy.adapter.load(trained(lanes, 0).tensors())
     samples = samples_of(policy)
@@ -136,11 +128,11 @@ def test_a_lower_rank_is_another_version_with_new_moments(base, lanes):
         assert not policy.adapter.B[name][:, 2:].any()
 
 
-# -- what a run goes on from ----------------------------------------------------------------------------------------
+# -- checkpoints ----------------------------------------------------------------------------------------------------
 
 
 def test_a_resumable_snapshot_gives_the_very_next_update(base, lanes, policy, tmp_path):
-    """Weights, moments, version, and what memory has taught: bit by bit; the weights alone go another way."""
+    """Weights, moments, version and the learnt budget, bit by bit; the weights alone give another update."""
     samples = samples_of(policy)
     for step in range(2):
         taught(policy, samples, step)

@@ -1,11 +1,11 @@
-"""Half precision: sampler and trainer round alike, logits keep the digits of their sums, a decoder that computes
-something else is refused, and no kernel that a GPU runs in any order decides a gradient."""
+"""Half precision: sampler and trainer round alike, logits keep the digits of their sums, a wrong decoder is refused,
+and no sum has an order that a GPU chooses."""
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,69 +20,27 @@ from retrain.engines.dense import DenseDecoder, dense_decoder
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import SampleRequest
 from retrain.policy import arithmetic, packing
-from retrain.policy.arithmetic import causal_attention, fp32_product, packed, rms, rotation
+from retrain.policy.arithmetic import causal_attention, fp32_product, packed
 from retrain.policy.backbone import backbone_of
-from retrain.policy.base import BaseModel, load_base
+from retrain.policy.base import load_base
 from retrain.policy.fused import attention, rms_norm
 from retrain.policy.head import Head
 from retrain.policy.logprobs import collate, token_logprobs
 from retrain.policy.lora import Adapter, Lanes
-from retrain.policy.packing import packed_layout, padded_layout, predicting
 from retrain.types import Sample
 
 BF16 = torch.bfloat16
 needs_packing = pytest.mark.skipif(not arithmetic.packs("cpu", BF16), reason="this torch cannot lay weights out anew")
 
 
-SIZES = {
-    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
-DENSE = {
-    "llama": {"attention_bias": True, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-    "qwen2": {},
-    "qwen3": {"head_dim": 16},
-    "mistral": {"sliding_window": None},
-}
-WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
-OTHERS = {
-    "gemma2": {"head_dim": 8, "final_logit_softcapping": 20.0, "sliding_window": 64},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 6, "layer_types": WINDOWS},
-    "granite": {"logits_scaling": 3.0},
-    "gpt_neox": {},
-    "phi": {},
-    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "windowed mistral": {"sliding_window": 6},
-}
-FAMILIES = {**DENSE, **OTHERS}
-FRESH, TRAINED = 0.0, 1.0
-"""Weights as transformers initialises them, and of the size that trained ones have."""
-
-
-def tiny(family: str, dtype: torch.dtype, size: float = TRAINED) -> BaseModel:
-    """A model with random weights; trained ones have small embeddings, and layers that change what they read."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    class Words:
-        def decode(self, ids, skip_special_tokens=True):
-            return " ".join(map(str, ids))
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family.split()[-1], **SIZES, **FAMILIES[family])
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval().requires_grad_(False)
-    for name, weight in model.named_parameters() if size else ():
-        noise = torch.randn(weight.shape)
-        if weight.dim() == 1:
-            weight.copy_(0.3 * noise + ("norm" in name and family != "gemma2"))
-        elif "embed" in name:
-            weight.copy_(0.01 * noise)
-        else:
-            weight.copy_(size * noise / math.sqrt(weight.shape[-1]))
-    return BaseModel("toy", model.to(dtype), Words(), torch.device("cpu"), dtype, (1,), 0, "")
+DENSE = ["llama", "qwen2", "qwen3", "mistral"]
+"""Families that the dense decoder takes."""
+OTHERS = ["llama", "gemma2", "granite", "phi", "qwen3_moe"]
+IN_FP32_ONLY = ["gemma3_text", "gpt_neox", "windowed mistral"]
 
 
 def trainer_minus_sampler(engine: LocalEngine, asked: list[SampleRequest], adapters: list[Adapter]) -> torch.Tensor:
-    """Differences of the log-probabilities of every token that is sampled."""
+    """Return the differences of the log-probabilities of all sampled tokens."""
     base, lanes, differences = engine.base, engine.lanes, []
     for request, group in zip(asked, sample(engine, asked, adapters), strict=True):
         own = [Sample.single_turn(request.prompt_ids, c.token_ids, c.logprobs_T, np.ones(len(c))) for c in group]
@@ -96,14 +54,13 @@ def trainer_minus_sampler(engine: LocalEngine, asked: list[SampleRequest], adapt
 # -- the same numbers on both sides --------------------------------------------------------------------------------
 
 
-IN_FP32_ONLY = {"gemma3_text", "gpt_neox", "windowed mistral"}
-SAMPLED = [(family, True, dtype) for family in DENSE for dtype in (BF16, torch.float32, torch.float64)]
-SAMPLED += [(family, False, torch.float32) for family in ("llama", *OTHERS)]
-SAMPLED += [(family, False, BF16) for family in ("llama", *OTHERS) if family not in IN_FP32_ONLY]
+SAMPLED = [(family, True, dtype) for family in DENSE for dtype in (BF16, torch.float32)]
+SAMPLED += [(family, False, BF16) for family in OTHERS]
+SAMPLED += [(family, False, torch.float32) for family in IN_FP32_ONLY]
 
 
 @pytest.mark.parametrize(("family", "dense_path", "dtype"), SAMPLED, ids=str)
-def test_every_family_trains_on_the_logprobs_that_it_sampled(family, dense_path, dtype):
+def test_every_family_trains_on_the_logprobs_that_it_sampled(tiny, family, dense_path, dtype):
     """Also where the model's own forward pass samples, and with a LoRA scale that is no power of two."""
     base = tiny(family, dtype)
     lanes = Lanes(base)
@@ -122,59 +79,39 @@ def test_every_family_trains_on_the_logprobs_that_it_sampled(family, dense_path,
     assert float(squares.mean()) / 2 < 5e-5
 
 
-@pytest.mark.parametrize("family", DENSE)
-def test_norm_and_rotation_round_as_transformers_does(family):
-    from importlib import import_module
-
-    code = import_module(f"transformers.models.{family}.modeling_{family}")
-    torch.manual_seed(0)
-    x, weight = torch.randn(3, 5, 32, dtype=BF16), 1 + 0.3 * torch.randn(32, dtype=BF16)
-    norm = next(getattr(code, name) for name in dir(code) if name.endswith("RMSNorm"))(32, 1e-5).to(BF16)
-    norm.weight.data.copy_(weight)
-    assert torch.equal(rms(x, weight, 1e-5), norm(x).detach())
-    assert torch.equal(rms_norm(x, weight, 1e-5), norm(x).detach())
-    angles = torch.arange(5)[:, None] / 10 ** (torch.arange(8) / 8).repeat(2)
-    cos, sin, x = angles.cos().to(BF16), angles.sin().to(BF16), x.view(1, 3, 5, 2, 16).select(0, 0).transpose(1, 2)
-    turned, _ = code.apply_rotary_pos_emb(x, x, cos[None], sin[None])
-    signed = torch.cat([-sin[:, :8], sin[:, 8:]], -1)
-    assert torch.equal(rotation(x, cos, signed), turned)
-
-
-def test_the_gradient_of_the_norm_is_computed_in_fp32():
-    torch.manual_seed(0)
-    x, weight, grad = torch.randn(40, 64), 1 + 0.3 * torch.randn(64), torch.randn(40, 64)
-    half = x.to(BF16).requires_grad_()
-    rms_norm(half, weight.to(BF16), 1e-6).backward(grad.to(BF16))
-    exact = half.detach().double().requires_grad_()
-    F.rms_norm(exact, (64,), weight.to(BF16).double(), 1e-6).backward(grad.to(BF16).double())
-    assert half.grad is not None
-    assert half.grad.dtype == BF16
-    torch.testing.assert_close(half.grad.double(), exact.grad, rtol=2**-8, atol=1e-6)  # one rounding, at the end
-
-
-@pytest.mark.parametrize("heads", [4, 2])
-def test_attention_in_half_precision_has_the_gradient_of_fp32(heads):
-    """Of the same output as the sampler's, with several heads of queries to one of keys and with one."""
-    torch.manual_seed(0)
-    sizes = ((2, 4, 30, 16), (2, heads, 30, 16), (2, heads, 30, 16))
-    half = [torch.randn(*size, dtype=BF16).requires_grad_() for size in sizes]
-    grad = torch.randn(2, 4, 30, 16, dtype=BF16)
-    out = attention(half[0], half[1], half[2], 0.3)
-    assert torch.equal(out, causal_attention(half[0], half[1], half[2], 0.3))
+def gradients(function, inputs, grad):
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
     out.backward(grad)
-    exact = [x.detach().double().requires_grad_() for x in half]
-    causal_attention(exact[0], exact[1], exact[2], 0.3).backward(grad.double())
-    for mine, wanted in zip(half, exact, strict=True):
-        assert mine.grad is not None
-        assert wanted.grad is not None
-        assert mine.grad.dtype == BF16
-        torch.testing.assert_close(mine.grad.double(), wanted.grad, rtol=2**-8, atol=1e-5)  # one rounding, at the end
+    return out.detach(), [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize(("fused", "plain", "shapes"), [
+    (
+        lambda x: rms_norm(x, torch.linspace(0.5, 2.0, 64).to(BF16), 1e-6),
+        lambda x: F.rms_norm(x, (64,), torch.linspace(0.5, 2.0, 64).to(BF16).to(x), 1e-6),
+        [(40, 64)],
+    ),
+    (partial(attention, scale=0.3), partial(causal_attention, scale=0.3), 3 * [(2, 4, 30, 16)]),
+    (partial(attention, scale=0.3), partial(causal_attention, scale=0.3), [(2, 4, 30, 16), *2 * [(2, 2, 30, 16)]]),
+], ids=["norm", "attention", "attention with shared heads"])  # fmt: skip
+def test_a_fused_layer_in_half_precision_has_the_gradient_of_the_plain_one_rounded_once(fused, plain, shapes):
+    """Its output is the sampler's, to the bit."""
+    torch.manual_seed(0)
+    inputs, grad = [torch.randn(shape, dtype=BF16) for shape in shapes], torch.randn(shapes[0], dtype=BF16)
+    out, half = gradients(fused, inputs, grad)
+    _, exact = gradients(plain, [x.double() for x in inputs], grad.double())
+    if len(shapes) > 1:
+        assert torch.equal(out, plain(*inputs))
+    for one, other in zip(half, exact, strict=True):
+        assert one.dtype == BF16
+        torch.testing.assert_close(one.double(), other, rtol=2**-8, atol=1e-5)
 
 
 # -- logits with all of their digits -------------------------------------------------------------------------------
 
 
-def test_logits_of_half_precision_products_are_not_rounded_to_half_precision(tmp_path):
+def test_logits_of_half_precision_products_are_not_rounded_to_half_precision(tiny, tmp_path):
     base = toy_base(tmp_path / "toy", "bfloat16")
     hidden = torch.randn(6, 32, generator=torch.Generator().manual_seed(0)).to(BF16)
     exact = hidden.double() @ base.model.lm_head.weight.double().t()
@@ -184,7 +121,6 @@ def test_logits_of_half_precision_products_are_not_rounded_to_half_precision(tmp
         assert logits.dtype == torch.float32
         torch.testing.assert_close(logits.double(), exact, rtol=2**-16, atol=2**-16)
     engine = LocalEngine(base, Lanes(base))
-    assert engine.decoder is not None
     assert engine.decoder.frame.head.weight is base.head_weight is head.product_VH  # one copy for all
     assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     for dtype in (torch.float32, torch.float64):  # where products are not rounded, the output layer is not copied
@@ -199,36 +135,19 @@ def no_memory_of_devices():
     arithmetic.multiplies_into_fp32.cache_clear()
 
 
-class Products(TorchDispatchMode):
-    """The products of matrices, by name and dtype of their result."""
-
-    def __init__(self):
-        super().__init__()
-        self.found: set[tuple[str, torch.dtype]] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if "mm" in str(func):
-            self.found.add((str(func), out.dtype))
-        return out
-
-
 def test_a_gpu_multiplies_bf16_into_fp32(no_memory_of_devices):
-    """On torch's device that holds no numbers, with the backward pass."""
+    """On torch's meta device, with the backward pass."""
     weight = torch.empty(50, 8, dtype=BF16, device="meta")
     hidden = torch.empty(4, 8, dtype=BF16, device="meta", requires_grad=True)
-    with Products() as products:
-        logits = Head(weight, product_VH=weight).logits(hidden)
-    assert products.found == {("aten.mm.dtype", torch.float32)}
-    assert logits.dtype == torch.float32
+    assert arithmetic.multiplies_into_fp32("meta")
+    assert Head(weight, product_VH=weight).logits(hidden).dtype == torch.float32
     chosen_N, _ = Head(weight).logprobs(hidden, torch.zeros(4, dtype=torch.long, device="meta"), entropy=True)
     chosen_N.sum().backward()
-    assert hidden.grad is not None
     assert hidden.grad.dtype == BF16
 
 
 def scripted(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The function as a decode step runs it on a CPU."""
+    """Return the function as a decode step runs it on a CPU."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return torch.jit.script(function)
@@ -254,15 +173,13 @@ def test_a_device_that_rounds_its_sums_gives_what_it_rounded_off_in_a_second_pro
 
 @needs_packing
 @pytest.mark.parametrize(("runs", "dtype"), [(1, BF16), (1, torch.float32), (3, torch.float32)], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_larger_model_decodes_from_packed_weights_what_the_update_sees(monkeypatch, family, runs, dtype):
-    """Merged for one adapter in fp32, beside the lanes' products else."""
+def test_a_larger_model_decodes_from_packed_weights_what_the_update_sees(tiny, monkeypatch, runs, dtype):
+    """The adapter is merged for one run in fp32, and a product of its own otherwise."""
     monkeypatch.setattr("retrain.policy.base.SMALL_MODEL_BYTES", 0)
-    base = tiny(family, dtype)
+    base = tiny("qwen3", dtype)
     lanes = Lanes(base)
     adapters = [trained(lanes, seed, rank=2 + seed, size=0.05) for seed in range(runs)]
     engine = LocalEngine(base, lanes)
-    assert engine.decoder is not None
     blocks = engine.decoder.blocks([adapter.frozen() for adapter in adapters])
     assert all(part.weight.is_mkldnn for block in blocks for part in block[:4])
     assert {block.qkv.a is None for block in blocks} == {runs == 1 and dtype == torch.float32}
@@ -291,7 +208,7 @@ def right_in_one_sequence_alone(q, k, v, scale):
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-def test_packing_that_computes_something_else_is_refused(dtype, monkeypatch):
+def test_packing_that_computes_something_else_is_refused(tiny, dtype, monkeypatch):
     assert backbone_of(tiny("qwen3", dtype)).packs
     for fault in (sees_what_follows, scaled_otherwise, right_in_one_sequence_alone):
         monkeypatch.setattr(packing, "attention", fault)
@@ -300,100 +217,67 @@ def test_packing_that_computes_something_else_is_refused(dtype, monkeypatch):
         assert "does not take packed sequences" in backbone.notes[0]
 
 
-# -- the probe -----------------------------------------------------------------------------------------------------
+# -- the probe of a decoder ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", DENSE)
-def test_every_sound_decoder_is_admitted(family):
-    for dtype in (BF16, torch.float32, torch.float64):
-        for size in (FRESH, TRAINED, 2.0):
-            assert dense_decoder(tiny(family, dtype, size)) is not None, (dtype, size)
+def rotated_otherwise(decoder: DenseDecoder) -> None:
+    """Rotation base 4e3 for 1e4."""
+    right = decoder.rotary.inv_freq.clone()
+    decoder.rotary.inv_freq.pow_(0.9)
+    decoder.frame = decoder.frame._replace(cos=decoder.frame.cos[:0])
+    decoder.turned(256)
+    decoder.rotary.inv_freq.copy_(right)
 
 
-def with_frame(**numbers: float) -> Callable[[DenseDecoder], None]:
-    def change(decoder: DenseDecoder) -> None:
-        given = {name: getattr(decoder.frame, name) * factor for name, factor in numbers.items()}
-        decoder.frame = decoder.frame._replace(**given)
-
-    return change
+def attention_scaled(decoder: DenseDecoder) -> None:
+    decoder.frame = decoder.frame._replace(scaling=1.1 * decoder.frame.scaling)
 
 
-def other_rotation(power: float) -> Callable[[DenseDecoder], None]:
-    """Another rotation base: θ^power for θ."""
-
-    def change(decoder: DenseDecoder) -> None:
-        right = decoder.rotary.inv_freq.clone()
-        decoder.rotary.inv_freq.pow_(power)
-        decoder.frame = decoder.frame._replace(cos=decoder.frame.cos[:0])
-        decoder.turned(256)
-        decoder.rotary.inv_freq.copy_(right)
-
-    return change
+def another_epsilon(decoder: DenseDecoder) -> None:
+    decoder.frame = decoder.frame._replace(eps=10 * decoder.frame.eps)
 
 
-def swapped_gate_and_up(*layers: int) -> Callable[[DenseDecoder], None]:
-    def change(decoder: DenseDecoder) -> None:
-        for layer in (decoder.layers[number] for number in layers):
-            layer.gate_up._joined = torch.cat(layer.gate_up.weight.chunk(2)[::-1])
-
-    return change
+def gate_and_up_swapped_in_one_layer(decoder: DenseDecoder) -> None:
+    layer = decoder.layers[-1]
+    layer.gate_up._joined = torch.cat(layer.gate_up.weight.chunk(2)[::-1])
 
 
-def other_head_norms(function: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[DenseDecoder], None]:
-    def change(decoder: DenseDecoder) -> None:
-        for layer in decoder.layers:
-            assert layer.head_norms is not None
-            layer.head_norms = function(layer.head_norms)
-
-    return change
+def head_norms_without_weights(decoder: DenseDecoder) -> None:
+    for layer in decoder.layers:
+        layer.head_norms = torch.ones_like(layer.head_norms)
 
 
-FAULTS = {
-    "rotation base 1e5 for 1e4": other_rotation(1.25),
-    "rotation base 4e3 for 1e4": other_rotation(0.9),
-    "attention scaled by 1.1": with_frame(scaling=1.1),
-    "attention scaled by 1/sqrt(2)": with_frame(scaling=0.7071),
-    "eps 1e-5 for 1e-6": with_frame(eps=10.0),
-    "eps 1e-6 for 1e-5": with_frame(eps=0.1),
-    "gate and up swapped": swapped_gate_and_up(0, 1, 2),
-    "swapped in one layer": swapped_gate_and_up(-1),
-    "no head norms": other_head_norms(lambda norms: None),
-    "head norms without weights": other_head_norms(torch.ones_like),
-}
-
-
-def assert_refused(base: BaseModel, faults: Iterable[str]) -> None:
-    assert dense._reproduces(sound := DenseDecoder(base), base)
-    for fault in faults:
-        decoder = DenseDecoder(base)
-        FAULTS[fault](decoder)
-        assert not dense._reproduces(decoder, base), fault
-    base.model.lm_head.register_forward_hook(lambda layer, given, made: made * 1.02)
-    assert not dense._reproduces(sound, base), "another output layer"
+FAULTS = [
+    rotated_otherwise, attention_scaled, another_epsilon, gate_and_up_swapped_in_one_layer, head_norms_without_weights,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize("family", DENSE)
-def test_a_decoder_with_a_fault_is_refused(family, dtype, monkeypatch):
-    faults = [fault for fault in FAULTS if "head norm" not in fault or family == "qwen3"]
-    small = "eps 1e-6 for 1e-5"
-    assert_refused(tiny(family, dtype), [fault for fault in faults if fault != small])
-    monkeypatch.setitem(SIZES, "rms_norm_eps", 1e-5)
-    assert_refused(tiny(family, dtype), [small])
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_faults_of_the_bundled_models_decoder_are_refused(dtype):
-    base = load_base("tiny-reasoner", devices="cpu", dtype=dtype)
-    assert_refused(base, [fault for fault in FAULTS if not fault.startswith("eps")])
+@pytest.mark.parametrize("family", [*DENSE, "tiny-reasoner"])
+def test_a_sound_decoder_is_admitted_and_one_with_a_fault_is_refused(tiny, family, dtype):
+    is_bundled = family == "tiny-reasoner"
+    name = str(dtype).removeprefix("torch.")
+    base = load_base(family, devices="cpu", dtype=name) if is_bundled else tiny(family, dtype)
+    assert is_bundled or dense_decoder(tiny(family, dtype, 0.0)) is not None  # weights of a fresh model
+    assert dense._reproduces(sound := DenseDecoder(base), base)
+    for fault in FAULTS:
+        decoder = DenseDecoder(base)
+        if fault is another_epsilon and is_bundled:
+            continue
+        if fault is head_norms_without_weights and decoder.layers[0].head_norms is None:
+            continue
+        fault(decoder)
+        assert not dense._reproduces(decoder, base), fault
+    base.model.lm_head.register_forward_hook(lambda layer, given, made: made * 1.02)
+    assert not dense._reproduces(sound, base), "another output layer"
 
 
 # -- no sum in any order -------------------------------------------------------------------------------------------
 
 
 class Deterministic(TorchDispatchMode):
-    """Refuses what torch refuses on CUDA under ``use_deterministic_algorithms`` of the kind that we could use, and sums
-    into repeated places, whose order a GPU chooses where it is not asked for another."""
+    """Refuses what torch refuses on CUDA under ``use_deterministic_algorithms``, and sums into repeated places, whose
+    order a GPU chooses."""
 
     REFUSED = ("aten.cumsum.default", "aten.histc.default", "aten.bincount.default", "aten.median.dim",
                "aten.put_.default", "aten.kthvalue.default")  # fmt: skip
@@ -431,7 +315,7 @@ class Deterministic(TorchDispatchMode):
 
 @pytest.fixture
 def like_a_gpu(monkeypatch):
-    """Sums of masses as on a GPU that is to be deterministic; steps as Python."""
+    """Sums of probabilities as on a deterministic GPU; steps as Python."""
     for module in (dense, grid):
         monkeypatch.setattr(module, "adds_in_any_order", lambda device: True)
     monkeypatch.setattr(dense, "compiled_decode_steps", lambda: dense.decode_steps)
@@ -439,24 +323,17 @@ def like_a_gpu(monkeypatch):
 
 def test_the_watch_sees_what_a_gpu_would_refuse():
     with Deterministic():
-        torch.ones(3, dtype=torch.long).cumsum(0)
         torch.zeros(3).index_add_(0, torch.tensor([0, 2]), torch.ones(2))
         with pytest.raises(RuntimeError, match="deterministic"):
             torch.ones(3).cumsum(0)
         with pytest.raises(RuntimeError, match="any order"):
             torch.zeros(3).index_add_(0, torch.tensor([0, 0]), torch.ones(2))
-        x = torch.ones(3, 2, requires_grad=True)
         with pytest.raises(RuntimeError, match="any order"):
-            x.index_select(0, torch.tensor([1, 1])).sum().backward()
-        with pytest.raises(RuntimeError, match="any order"):
-            x[torch.tensor([1, 1])].sum().backward()
+            torch.ones(3, 2, requires_grad=True)[torch.tensor([1, 1])].sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("family", "truncated"),
-    [("qwen3", False), ("qwen3", True), ("qwen3_moe", True), ("gemma2", False), ("phi", False)],
-)
-def test_sampling_and_update_run_no_kernel_that_a_deterministic_gpu_refuses(family, truncated, like_a_gpu):
+@pytest.mark.parametrize(("family", "truncated"), [("qwen3", True), ("qwen3_moe", True), ("gemma2", False)])
+def test_sampling_and_update_run_no_kernel_that_a_deterministic_gpu_refuses(tiny, family, truncated, like_a_gpu):
     base = tiny(family, torch.float32)
     lanes = Lanes(base)
     adapter, cut = trained(lanes, 0, size=0.05), {"top_k": 9, "top_p": 0.9} if truncated else {}
@@ -465,7 +342,6 @@ def test_sampling_and_update_run_no_kernel_that_a_deterministic_gpu_refuses(fami
         for dense_path in {True, False} if family in DENSE else {False}:
             groups = sample(LocalEngine(base, lanes, dense=dense_path), asked, [adapter])
             sampled = watch.operations
-            assert sampled > 100
             samples = [
                 Sample.single_turn(
                     r.prompt_ids, c.token_ids, c.logprobs_T, np.linspace(-1, 1, len(c)), support=c.support
@@ -478,27 +354,3 @@ def test_sampling_and_update_run_no_kernel_that_a_deterministic_gpu_refuses(fami
                 update(lanes, adapter, samples, temperature=0.9, kl_coef=0.1, entropy_coef=0.1)
             base.backbone = None
             assert watch.operations > sampled + 100
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-def test_the_gradient_of_a_shared_prompts_end_is_the_sum_over_its_samples(dtype):
-    ones = np.ones(3)
-    samples = [Sample.single_turn((3, 1, 4), (i, 5, 9), -ones, ones) for i in range(20)]
-    samples += [Sample.single_turn((2, 7), (1, 8, 2), -ones, ones)]
-    layout = packed_layout(samples, torch.device("cpu"))
-    places, rows = layout.ids_BL.numel(), len(layout.rows_M)
-    states = torch.randn(1, places, 6, dtype=dtype, requires_grad=True)
-    grad = torch.randn(rows, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
-    taken = predicting(states, layout)
-    assert torch.equal(taken, states.detach()[0].index_select(0, layout.rows_M))
-    taken.backward(grad)
-    exact = torch.zeros(places, 6, dtype=torch.float64).index_add_(0, layout.rows_M, grad.double())
-    assert states.grad is not None
-    within = {"rtol": 2**-8, "atol": 0.0} if dtype == BF16 else {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(states.grad[0].double(), exact, **within)  # in bf16, too, one rounding of the whole sum
-    apart = padded_layout(samples, torch.device("cpu"), 0)
-    wide = torch.randn(len(samples), apart.ids_BL.shape[1], 6, dtype=dtype, requires_grad=True)
-    predicting(wide, apart).backward(grad)
-    assert wide.grad is not None
-    expected = torch.zeros(wide[..., 0].numel(), 6, dtype=dtype).index_copy_(0, apart.rows_M, grad)
-    assert torch.equal(wide.grad.flatten(0, 1), expected)

@@ -1,10 +1,9 @@
-# pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false, reportOptionalSubscript=false
-# (gradients are None only before the first backward pass)
 """One optimizer step: on-policy ratio, micro-batch independence, skipped groups, failure without damage."""
 
 from __future__ import annotations
 
 import time
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,9 +11,11 @@ import torch
 from lane_cases import (
     adamw,
     drawn,
-    fresh_logits,
+    fresh_scores,
+    gradient,
     in_turns,
     objective,
+    relative_gap,
     rollout,
     totals,
     trained,
@@ -22,7 +23,6 @@ from lane_cases import (
     with_tokens,
 )
 from record_cases import group
-from toymodels import toy_base
 
 from retrain.algorithms.standard import assign_credit, fill_advantages
 from retrain.config import parse_dict
@@ -43,13 +43,6 @@ from retrain.types import Sample
 LOSSES = ("ppo", "reinforce", "gspo", "cispo")
 TIS = Correction("tis", high=1.05)
 ICEPOP = Correction("icepop", 0.9, 1.2)
-in_both_precisions = pytest.mark.parametrize("base", ["float32", "float64"], indirect=True)
-
-
-@pytest.fixture(scope="module")
-def base(request, tmp_path_factory):
-    """A toy base in float32, and in float64 too for a test that is marked ``in_both_precisions``."""
-    return toy_base(tmp_path_factory.mktemp("toy"), getattr(request, "param", "float32"))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +53,7 @@ def lanes(base):
 
 @pytest.fixture(scope="module")
 def on_policy(base, lanes):
-    """What the adapter that ``gradient`` trains has sampled: five prompts, three completions each."""
+    """Samples of the adapter that ``gradient`` trains: five prompts, three completions each."""
     return tuple(rollout(base, lanes, trained(lanes, 0)))
 
 
@@ -79,26 +72,31 @@ def off_policy(on_policy) -> list[Sample]:
     ]
 
 
-def gradient(lanes, samples, **keys):
-    """The gradient of one step of a trained adapter, and the metrics of the step."""
+def by_autograd(lanes, samples, loss_of) -> tuple[torch.Tensor, float]:
+    """Return gradient and value of Σ ``loss_of(sample, logprobs [T])`` / tokens, one unpadded sequence at a time."""
     adapter = trained(lanes, 0)
-    metrics = update(lanes, adapter, samples, **keys)
-    return adapter.flat.grad.clone(), metrics
+    adapter.flat.grad.zero_()
+    total = 0.0
+    for s in samples:
+        logp, _ = fresh_scores(lanes, adapter, s)
+        loss = loss_of(s, logp) / totals(samples).tokens
+        loss.backward()
+        total += loss.item()
+    return adapter.flat.grad.clone(), total
 
 
-def relative(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The norm of the difference, relative to ``other``."""
-    return float((one - other).norm() / other.norm())
+def advantages_of(s: Sample) -> torch.Tensor:
+    return torch.from_numpy(s.advantages[s.action_mask])
 
 
-@in_both_precisions
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_all_losses_have_the_same_gradient_on_policy(base, lanes, temperature):
-    """The importance ratio is 1 at any temperature, and then all losses are REINFORCE."""
+    """The importance ratio is 1 at any temperature; then all losses are REINFORCE, and corrections weigh nothing."""
     samples = rollout(base, lanes, trained(lanes, 0), temperature)[::2]
+    corrections = (None, Correction("tis", high=2.0), Correction("icepop", 0.5, 2.0))
     gradients = []
-    for loss in LOSSES:
-        flat, metrics = gradient(lanes, samples, loss=loss, temperature=temperature)
+    for loss, correction in product(LOSSES, corrections):
+        flat, metrics = gradient(lanes, samples, loss=loss, correction=correction, temperature=temperature)
         assert abs(metrics["val/ratio"] - 1) < 1e-5
         assert metrics["val/ratio_var"] < 1e-9
         assert metrics["kl_sample_train_v2"] < 1e-6
@@ -108,76 +106,61 @@ def test_all_losses_have_the_same_gradient_on_policy(base, lanes, temperature):
         assert torch.allclose(gradients[0], other, atol=1e-5 * float(gradients[0].abs().max()), rtol=1e-3)
 
 
+@pytest.mark.parametrize("turns", [False, True], ids=["one turn", "several turns"])
+def test_gradient_is_that_of_the_plain_formula(lanes, samples, turns):
+    """Tokens that were read between two actions are context and not trained on."""
+    if turns:
+        samples = [in_turns(s) for s in samples]
+    flat, metrics = gradient(lanes, samples, loss="reinforce")
+    expected, loss = by_autograd(lanes, samples, lambda s, logp: -(advantages_of(s) * logp).sum())
+    assert relative_gap(flat, expected) < 1e-4
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-3)
+
+
 ALL_TERMS = {"correction": TIS, "kl_coef": 0.7, "entropy_coef": 0.3}
-TERMS = [
-    ("tokens", {}),
-    ("sequences", {}),
-    ("constant", {}),
-    ("tokens", {"dual_clip": 1.5, "clip_high": 0.1}),
-    ("tokens", {"correction": ICEPOP}),
-    ("tokens", ALL_TERMS),
-    ("sequences", ALL_TERMS),
-    ("constant", ALL_TERMS),
-]
 
 
-@in_both_precisions
-@pytest.mark.parametrize(("normalizer", "options"), TERMS, ids=str)
-def test_every_micro_batch_split_gives_the_same_gradient(base, lanes, off_policy, normalizer, options):
+@pytest.mark.parametrize(
+    ("normalizer", "options"),
+    [
+        ("tokens", {"dual_clip": 1.5, "clip_high": 0.1}),
+        ("tokens", {"correction": ICEPOP}),
+        ("tokens", ALL_TERMS),
+        ("sequences", ALL_TERMS),
+        ("constant", ALL_TERMS),
+    ],
+    ids=str,
+)
+def test_every_micro_batch_split_gives_the_same_gradient(lanes, off_policy, normalizer, options):
     settings = {"normalizer": normalizer, "max_tokens": 12}
     whole, metrics = gradient(lanes, off_policy, **settings, **options)
-    if options:  # the term does something
-        assert relative(gradient(lanes, off_policy, **settings)[0], whole) > 1e-3
+    assert relative_gap(gradient(lanes, off_policy, **settings)[0], whole) > 1e-3  # the terms do something
     for budget in (1, 60):
         assert len(split_microbatches(off_policy, budget)) > 1
         split, other = gradient(lanes, off_policy, **settings, **options, micro_batch_tokens=budget)
-        assert relative(split, whole) < (1e-6 if base.dtype == torch.float64 else 1e-5)
+        assert relative_gap(split, whole) < 1e-5
         for key in ("loss", "kl", "objective/non_score_reward", "clip_ratio/low_mean", "clip_ratio/high_mean"):
             assert other.get(key) == pytest.approx(metrics.get(key), abs=1e-5)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_mismatch_weight_of_one_is_an_exact_no_op(base, lanes, samples, loss):
-    samples = samples[:5]
-    with torch.no_grad(), lanes.single(trained(lanes, 0)):  # the sampler's are those of the update, to the last bit
-        fresh = [token_logprobs(base, collate([s], base), 1.0)[0][0].double().numpy() for s in samples]
-    samples = [with_tokens(s, logprobs=logprobs_T) for s, logprobs_T in zip(samples, fresh, strict=True)]
-    settings = {"loss": loss, "micro_batch_tokens": 1}
-    without, before = gradient(lanes, samples, **settings)
-    for correction in (Correction("tis", high=2.0), Correction("icepop", 0.5, 2.0)):
-        corrected, after = gradient(lanes, samples, **settings, correction=correction)
-        assert torch.equal(without, corrected)
-        assert before["val/ratio"] == after["val/ratio"] == 1.0
-        assert before["loss"] == after["loss"]
-
-
-def corrected_gradient(base, lanes, samples, weight):
-    """Autograd, one sequence at a time, of −Σ weight(ρ)·A·log π / tokens with ρ = π/π_sampler held constant."""
-    adapter = trained(lanes, 0)
-    adapter.flat.grad.zero_()
-    for s in samples:
-        with lanes.single(adapter):
-            logp = token_logprobs(base, collate([s], base), 1.0)[0][0]
-            ratio = (logp.detach() - torch.from_numpy(s.logprobs[s.action_mask]).to(logp)).exp()
-            terms = weight(ratio) * torch.from_numpy(s.advantages[s.action_mask]).to(logp) * logp
-            (-terms.sum() / totals(samples).tokens).backward()
-    return adapter.flat.grad.clone()
-
-
-def test_truncated_importance_sampling_and_icepop_by_their_formulas(base, lanes, off_policy):
+def test_truncated_importance_sampling_and_icepop_by_their_formulas(lanes, off_policy, loss):
     """w·A·∇log π with w = min(ρ, C), or ρ inside the band and 0 outside: the ratio counts once, not twice."""
     weights = {
         TIS: lambda ratio: ratio.clamp(max=1.05),
         ICEPOP: lambda ratio: ratio * ((ratio >= 0.9) & (ratio <= 1.2)),
     }
     for correction, weight in weights.items():
-        expected = corrected_gradient(base, lanes, off_policy, weight)
-        for loss in LOSSES:
-            flat, metrics = gradient(lanes, off_policy, loss=loss, correction=correction)
-            assert relative(flat, expected) < 1e-4
-            assert 0.1 < metrics["clip_ratio/high_mean"] < 0.9  # the share that the cap or the band cuts
-            assert (metrics["clip_ratio/low_mean"] > 0.1) == (correction is ICEPOP)
-            assert metrics["kl_sample_train_v2"] > 0.01  # still of the sampler, not of the corrected ratio
+
+        def weighted(s, logp, weight=weight):
+            ratio = (logp.detach() - torch.from_numpy(s.logprobs[s.action_mask])).exp()
+            return -(weight(ratio) * advantages_of(s) * logp).sum()
+
+        flat, metrics = gradient(lanes, off_policy, loss=loss, correction=correction)
+        assert relative_gap(flat, by_autograd(lanes, off_policy, weighted)[0]) < 1e-4
+        assert 0.1 < metrics["clip_ratio/high_mean"] < 0.9  # the share that the cap or the band cuts
+        assert (metrics["clip_ratio/low_mean"] > 0.1) == (correction is ICEPOP)
+        assert metrics["kl_sample_train_v2"] > 0.01  # still of the sampler, not of the corrected ratio
 
 
 def test_the_weight_of_a_sequence_counts_tokens_that_do_not_train(lanes, on_policy):
@@ -204,55 +187,27 @@ def test_the_kl_of_a_fresh_adapter_is_zero_with_zero_gradient(base, lanes):
     assert float(adapter.flat.grad.norm()) == 0
 
 
-def test_kl_terms_against_autograd_and_what_is_recorded(base, lanes, samples):
+def test_kl_terms_against_autograd_and_what_is_recorded(lanes, samples):
     """k2 = ½(log π − log ref)² in the loss, k3 in the records; the reference is the base with no adapter."""
-    samples = [with_tokens(s, advantages=0) for s in samples]
-    flat, metrics = gradient(lanes, samples, kl_coef=0.5)
-    adapter = trained(lanes, 0)
-    adapter.flat.grad.zero_()
-    tokens, k2, k3 = totals(samples).tokens, 0.0, 0.0
-    for s in samples:
-        batch = collate([s], base)
+    samples, k3 = [with_tokens(s, advantages=0) for s in samples], []
+
+    def k2(s, logp):
         with torch.no_grad():
-            reference = token_logprobs(base, batch, 1.0)[0]
-        with lanes.single(adapter):
-            difference = token_logprobs(base, batch, 1.0)[0] - reference
-            (0.25 * difference.square().sum() / tokens).backward()
-        k2 += 0.25 * float(difference.detach().square().sum()) / tokens
-        k3 += float((torch.exp(-difference.detach()) - 1 + difference.detach()).sum())
-    assert relative(adapter.flat.grad, flat) < 1e-4
-    assert metrics["loss"] == pytest.approx(k2, rel=1e-4)
-    assert metrics["kl"] == pytest.approx(k3 / tokens, rel=1e-4)
-    assert metrics["objective/non_score_reward"] == pytest.approx(-0.5 * k3 / len(samples), rel=1e-4)
+            difference = logp - fresh_scores(lanes, lanes.new_adapter(4, 8.0), s)[0]
+            k3.append(float((torch.exp(-difference) - 1 + difference).sum()))
+        return 0.25 * (logp - logp.detach() + difference).square().sum()
+
+    flat, metrics = gradient(lanes, samples, kl_coef=0.5)
+    expected, loss = by_autograd(lanes, samples, k2)
+    assert relative_gap(flat, expected) < 1e-4
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
+    assert metrics["kl"] == pytest.approx(sum(k3) / totals(samples).tokens, rel=1e-4)
+    assert metrics["objective/non_score_reward"] == pytest.approx(-0.5 * sum(k3) / len(samples), rel=1e-4)
     _, logged = gradient(lanes, samples, log_kl=True)
-    assert logged["kl"] == metrics["kl"]
-    assert logged["loss"] == 0
-
-
-@in_both_precisions
-@pytest.mark.parametrize("turns", [False, True], ids=["one turn", "several turns"])
-def test_gradient_is_that_of_the_plain_formula(base, lanes, samples, turns):
-    """Against autograd through one unpadded sequence at a time; tokens that were read between two actions count in the
-    context and nowhere else."""
-    if turns:
-        samples = [in_turns(s) for s in samples]
-        assert any(np.diff(s.action_mask.astype(int)).tolist().count(1) > 1 for s in samples)
-    flat, metrics = gradient(lanes, samples, loss="reinforce")
-    adapter = trained(lanes, 0)
-    adapter.flat.grad.zero_()
-    tokens, total = totals(samples).tokens, 0.0
-    for s in samples:
-        logp = torch.log_softmax(fresh_logits(lanes, adapter, s), -1)
-        logp = logp.gather(1, torch.from_numpy(drawn(s))[:, None])[:, 0]
-        loss = -(torch.from_numpy(s.advantages[s.action_mask]).to(logp) * logp).sum() / tokens
-        loss.backward()
-        total += loss.item()
-    assert relative(adapter.flat.grad, flat) < 1e-4
-    assert metrics["loss"] == pytest.approx(total, rel=1e-3)
+    assert (logged["kl"], logged["loss"]) == (metrics["kl"], 0)
 
 
 CONFIGURED = [
-    ({}, {}),
     (
         {"algorithm": {"loss": "cispo", "cispo_cap": 3.0, "loss_normalizer": "constant"},
          "training": {"max_tokens": 33, "temperature": 0.7}},
@@ -262,40 +217,29 @@ CONFIGURED = [
     ({"logging": {"log_kl": True}}, {"log_kl": True}),
     ({"algorithm": {"entropy_coef": 0.1, "dual_clip": 3.0}}, {"entropy_coef": 0.1, "dual_clip": 3.0}),
     ({"algorithm": {"icepop_band": [0.5, 2.0]}}, {"correction": Correction("icepop", 0.5, 2.0)}),
-    ({"algorithm": {"correction": "seq_mis"}}, {"correction": Correction("seq_mis", 0.0, 2.0)}),
-    ({"algorithm": {"correction": "decoupled"}}, {"correction": Correction("decoupled")}),
-    (
-        {"algorithm": {"loss": "sapo", "sapo_tau_positive": 2.0, "sapo_tau_negative": 3.0}},
-        {"loss": "sapo", "gate": (2.0, 3.0)},
-    ),
-    (
-        {"algorithm": {"loss": "vespo", "vespo_positive": [1, 2], "vespo_negative": [4, 5]}},
-        {"loss": "vespo", "positive": (1.0, 2.0), "negative": (4.0, 5.0)},
-    ),
+    ({"algorithm": {"loss": "sapo", "sapo_tau_positive": 2, "sapo_tau_negative": 3}}, {"loss": "sapo", "gate": (2, 3)}),
     ({"training": {"clip_eps": 0.1, "clip_eps_high": 0.3}}, {"clip_low": 0.1, "clip_high": 0.3}),
 ]  # fmt: skip
 
 
-def test_a_configuration_asks_for_the_terms_of_its_keys():
-    for sections, keys in CONFIGURED:
-        config = parse_dict(sections)
-        expected = {"max_tokens": config.training.max_tokens, **keys}
-        assert objective_of(config, expected.get("loss", "ppo")) == objective(**expected)
+@pytest.mark.parametrize(("sections", "keys"), CONFIGURED)
+def test_a_configuration_asks_for_the_terms_of_its_keys(sections, keys):
+    config = parse_dict(sections)
+    expected = {"max_tokens": config.training.max_tokens, **keys}
+    assert objective_of(config, expected.get("loss", "ppo")) == objective(**expected)
 
 
-def test_an_objective_asks_for_what_its_terms_read():
-    """What is not needed is not computed; a term that pulls where no advantage does has every sequence scored."""
-    for keys, needs, every in (
-        ({}, set(), False),
-        ({"log_kl": True}, {Want.REFERENCE}, False),
-        ({"kl_coef": 0.1}, {Want.REFERENCE}, True),
-        ({"entropy_coef": 0.1}, {Want.ENTROPY}, True),
-        ({"loss": lambda *_: None}, set(), True),
-    ):
-        asked = objective(**keys)
-        assert (asked.needs, asked.every_sequence) == (frozenset(needs) | {Want.LOGPROBS}, every)
-        assert asked.without_gradient().needs == asked.needs & {Want.REFERENCE, Want.LOGPROBS}
-        assert not asked.without_gradient().every_sequence
+@pytest.mark.parametrize(("keys", "needs", "every_sequence"), [
+    ({}, set(), False),
+    ({"log_kl": True}, {Want.REFERENCE}, False),
+    ({"kl_coef": 0.1}, {Want.REFERENCE}, True),
+    ({"entropy_coef": 0.1}, {Want.ENTROPY}, True),
+])  # fmt: skip
+def test_an_objective_needs_what_its_terms_read(keys, needs, every_sequence):
+    """A term that pulls where no advantage does has every sequence scored."""
+    terms = objective(**keys)
+    assert (terms.needs, terms.every_sequence) == (needs | {Want.LOGPROBS}, every_sequence)
+    assert terms.without_gradient().needs == terms.needs & {Want.REFERENCE, Want.LOGPROBS}
 
 
 def test_clipping_and_the_first_adamw_step(lanes, samples):
@@ -313,18 +257,16 @@ def test_clipping_and_the_first_adamw_step(lanes, samples):
 
 
 def score(lanes, adapter, probe, **keys):
-    """The metrics of a step without samples, with these to compare; sees that neither weights nor optimizer move."""
+    """Return the metrics of a step that has no samples and this probe, which must not change weights or optimizer."""
     before, optimizer = adapter.flat.detach().clone(), adamw(adapter, weight_decay=0.1)
-    version = adapter.flat._version
     metrics = update(lanes, adapter, [], **keys, optimizer=optimizer, denominators=Denominators(7, 2), probe=probe)
     assert torch.equal(before, adapter.flat)
-    assert adapter.flat._version == version
     assert not optimizer.state
     return metrics
 
 
 def test_where_nothing_trains_sampler_and_trainer_are_compared_on_a_probe(lanes, off_policy):
-    """The same numbers as of training these samples; a user's loss is not called, and no ratio or clipping is told."""
+    """The same numbers as of training these samples; a user's loss is not called, and no ratio is recorded."""
     adapter = trained(lanes, 0)
     assert score(lanes, adapter, [])["val/ratio"] is None
     probe = [with_tokens(s, advantages=0) for s in off_policy[:4]]
@@ -335,8 +277,6 @@ def test_where_nothing_trains_sampler_and_trainer_are_compared_on_a_probe(lanes,
         assert metrics[key] > 1e-3 or key == "kl_sample_train_v1"
     assert {metrics[key] for key in RATIO_METRICS if key not in MISMATCH_METRICS} == {None}
     assert (metrics["num_datums"], metrics["loss"], "kl" in metrics) == (0, 0.0, False)
-    assert metrics["timing_microbatches"] == 1
-    assert metrics["timing_forward_total"] > 0
 
     def user_loss(*_):
         raise AssertionError("a user's loss is for what trains")
@@ -348,15 +288,10 @@ def test_where_nothing_trains_sampler_and_trainer_are_compared_on_a_probe(lanes,
     for key in ("kl", "objective/non_score_reward"):
         assert other[key] == pytest.approx(with_kl[key], rel=1e-5)
         assert abs(other[key]) > 1e-4
-    logged = score(lanes, adapter, probe, log_kl=True)
-    assert logged["kl"] == other["kl"]
-    assert "objective/non_score_reward" not in logged  # the row says 0
 
 
-@in_both_precisions
-def test_groups_without_signal_change_no_bit_of_the_update(base, lanes, samples):
-    """What ``discard_group_zero_advantage`` decides: they are counted and scored, or not; the gradient is the same.
-    Nor does a completion whose tokens are all masked cost anything."""
+def test_groups_without_signal_change_no_bit_of_the_update(lanes, samples):
+    """Nor do completions whose tokens are all masked."""
     silent = [with_tokens(s, advantages=0) for s in samples[:6]]
     masked = [with_tokens(s, loss_mask=False) for s in samples[:6]]
     for settings in ({}, {"normalizer": "sequences", "micro_batch_tokens": 1}):
@@ -391,7 +326,6 @@ def test_sequence_means_count_the_tokens_that_the_denominator_names(base, lanes,
 
 @pytest.mark.parametrize("mode", ["none", "gtpo"])
 def test_an_advantage_of_zero_is_trained_on(lanes, mode):
-    """A zero advantage is no mask for "not trained"."""
     groups = [group([0.0, 0.5, 1.0], [6, 6, 6])]
     fill_advantages(groups, "dr_grpo")
     assert groups[0].advantages_N[1] == 0
@@ -455,106 +389,49 @@ def test_updates_side_by_side_equal_one_after_the_other(lanes, samples):
 
 
 @pytest.mark.parametrize(
-    ("options", "workers", "zero"),
-    [
-        ({}, 1, {"compute_kl", "compute_entropy"}),
-        ({"log_kl": True}, 2, {"compute_entropy"}),
-        ({"entropy_coef": 0.1, "kl_coef": 0.1}, 1, set()),
-    ],
+    ("options", "zero"), [({}, {"compute_kl", "compute_entropy"}), ({"entropy_coef": 0.1, "kl_coef": 0.1}, set())]
 )
-def test_every_part_of_the_update_is_timed(base, lanes, samples, options, workers, zero):
-    """Each is in the catalogue, and 0 exactly where there is no such work; together they are within the step."""
+def test_every_part_of_the_update_is_timed(base, lanes, samples, options, zero):
+    """It is 0 exactly where there is no such work; all parts together are within the step."""
     begin = time.perf_counter()
-    _, metrics = gradient(lanes, samples, micro_batch_tokens=60, workers=Workers(workers), **options)
+    _, metrics = gradient(lanes, samples, micro_batch_tokens=60, **options)
     seconds = time.perf_counter() - begin
     parts = {key[7:-6]: value for key, value in metrics.items() if key.startswith("timing_") and key.endswith("_total")}
     assert set(parts) == set(TIMED_PARTS) - {"weight_sync_inference"}
     assert {part for part, value in parts.items() if value == 0} == zero
     assert sum(parts.values()) < 1.05 * seconds
-    expected = len(split_microbatches(samples, 60, packed=backbone_of(base).packs))
-    assert metrics["timing_microbatches"] == expected > 1
+    assert metrics["timing_microbatches"] == len(split_microbatches(samples, 60, packed=backbone_of(base).packs)) > 1
 
 
 # -- memory -------------------------------------------------------------------------------------------------------
 
 
-class SmallMemory(torch.nn.Module):
-    """A base whose first layer runs out of memory above so many tokens."""
-
-    def __init__(self, embedding, most: int, error: Exception):
-        super().__init__()
-        self.embedding, self.most, self.error, self.asked = embedding, most, error, []
-
-    def forward(self, ids):
-        self.asked.append(ids.numel())
-        if ids.numel() > self.most:
-            raise self.error
-        return self.embedding(ids)
-
-    @property
-    def weight(self):
-        return self.embedding.weight
-
-
-CUDA_ERROR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-CPU_ERROR = RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to")
-
-
-@pytest.fixture
-def small_memory(base):
-    backbone_of(base)  # which packs two sequences by way of trial
-    plain = base.model.get_input_embeddings()
-
-    def shrink(most: int, error: Exception) -> SmallMemory:
-        small = SmallMemory(plain, most, error)
-        base.model.set_input_embeddings(small)
-        return small
-
-    yield shrink
-    base.model.set_input_embeddings(plain)
-
-
 @pytest.mark.parametrize(
-    ("error", "workers"), [(CUDA_ERROR, 1), (CPU_ERROR, 2), (MemoryError(), 1)], ids=["gpu", "cpu", "python"]
+    ("error", "kind", "message", "is_retried"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), RunFailed, r"one sequence .* not fit .* max_tokens", True),
+        (RuntimeError("shapes cannot be multiplied"), RuntimeError, "shapes cannot be multiplied", False),
+    ],
 )
-def test_a_step_out_of_memory_is_made_again_with_half_the_tokens_and_remembered(
-    lanes, samples, small_memory, error, workers
+def test_one_sequence_at_a_time_then_layers_twice_then_a_clear_end(
+    base, lanes, samples, error, kind, message, is_retried
 ):
-    expected, metrics = gradient(lanes, samples, micro_batch_tokens=1000)
-    small = small_memory(70, error)
-    adapter, budget, pool = trained(lanes, 0), Budget(1000), Workers(workers)
-    settings = {"optimizer": adamw(adapter), "lr": 0.0, "budget": budget, "workers": pool}
-    again = update(lanes, adapter, samples, **settings)
-    assert relative(adapter.flat.grad, expected) < 1e-5
-    assert again["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
-    assert budget.tokens <= 70 * 2
-    assert not budget.checkpointing
-    assert "made again with" in budget.take_notes()[0]
-    failed, small.asked[:] = max(small.asked), []
-    update(lanes, adapter, samples, **settings)
-    pool.close()
-    assert failed > 70 >= max(small.asked)  # remembered: no second failure
-    assert budget.take_notes() == []
-    for tokens, expected_tokens in ((1000, budget.tokens), (8, 8)):
-        later = Budget(tokens)
-        later.restore(budget.state())
-        assert later.tokens == expected_tokens
-
-
-def test_one_sequence_at_a_time_then_layers_twice_then_a_clear_end(lanes, samples, small_memory):
     """Another error is no reason to try again."""
-    small_memory(3, CUDA_ERROR)
-    adapter, budget = trained(lanes, 0), Budget(1000)
+    backbone_of(base)  # whose probes run the model
+    failures, adapter, budget = [], trained(lanes, 0), Budget(1000)
+
+    def fail(module, inputs):
+        failures.append(inputs)
+        raise error
+
+    hook = base.model.get_input_embeddings().register_forward_pre_hook(fail)
     before = adapter.flat.detach().clone()
-    with pytest.raises(RunFailed, match=r"one sequence of \d+ tokens does not fit .* max_tokens"):
+    with pytest.raises(kind, match=message):
         update(lanes, adapter, samples, budget=budget)
-    assert budget.checkpointing
+    hook.remove()
     assert torch.equal(before, adapter.flat)
-    assert any("computed twice" in note for note in budget.take_notes())
-    small = small_memory(3, RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    with pytest.raises(RuntimeError, match="shapes cannot"):
-        update(lanes, adapter, samples)
-    assert len(small.asked) == 1
+    assert (len(failures) > 1) == is_retried
+    assert budget.checkpointing == any("computed twice" in note for note in budget.take_notes()) == is_retried
 
 
 @pytest.mark.parametrize(

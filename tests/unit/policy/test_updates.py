@@ -1,15 +1,15 @@
-"""Several updates of a batch: how it is split, what the ratio is taken against, what the row says of all of them."""
+"""Several updates of a batch: how it is split, the denominator of the ratio, and the metrics of all of them."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from lane_cases import drawn, local_policy, objective, rollout, trained, update
-from toymodels import train_quietly
+from record_cases import group
+from toymodels import TINY_RUN, train_quietly
 
 from retrain.algorithms.protocol import Credit
 from retrain.config import parse_dict
@@ -19,25 +19,23 @@ from retrain.maths.losses import loss_metrics
 from retrain.policy.logprobs import MicroBatch
 from retrain.policy.objective import PolicyTerm, TokenScores
 from retrain.policy.protocol import Denominators, TrainBatch, Want
-from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Turn
+from retrain.types import Group, RewardResult, Sample
 from retrain.updates import Taken, far_enough, note_old_logprobs, passes, together
 
 STREAM = (0, 0)
 
 
 def groups_of(*sizes: tuple[int, ...]) -> list[Group]:
-    """Groups whose rollouts have so many tokens, each with its advantage."""
-    made = []
-    for number, lengths in enumerate(sizes):
-        prompt = Prompt(Problem(str(number), "1 + 1", "2"), "1 + 1", (1, 2))
-        rollouts = []
-        for length in lengths:
-            action = Action([7] * length, "", np.full(length, -1.0), None, "stop")
-            one = Rollout(prompt, [Turn(prompt.token_ids, action)], RewardResult(1.0), advantage=1.0)
-            one.token_advantages_T, one.loss_mask_T = np.ones(length), np.ones(length, dtype=bool)
-            rollouts.append(one)
-        made.append(Group(prompt, rollouts))
-    return made
+    """Groups whose rollouts have these numbers of tokens."""
+    groups = [group([1.0] * len(lengths), list(lengths)) for lengths in sizes]
+    for one in [one for made in groups for one in made.rollouts]:
+        one.token_advantages_T, one.loss_mask_T = np.ones(len(one)), np.ones(len(one), dtype=bool)
+    return groups
+
+
+def sample_of(length: int) -> Sample:
+    ((batch,),) = split(groups_of((length,)))
+    return batch.samples[0]
 
 
 def credit_of(groups: list[Group]) -> Credit:
@@ -98,8 +96,8 @@ def test_denominators_are_those_of_a_minibatch_groups_without_signal_included():
 
 def test_what_has_nothing_to_train_on_is_left_out_and_where_all_is_quiet_a_probe_is_scored():
     groups = groups_of(*SIZES)
-    for group in groups[1:]:
-        group.discarded = "zero_advantage"
+    for quiet in groups[1:]:
+        quiet.discarded = "zero_advantage"
     three = split(groups, num_iterations=3, minibatches=4)
     assert [[lengths_of(batch) for batch in each] for each in three] == [[[1, 2]]] * 3
     groups[0].discarded = "zero_advantage"
@@ -110,20 +108,14 @@ def test_what_has_nothing_to_train_on_is_left_out_and_where_all_is_quiet_a_probe
 # -- against what the ratio is taken ------------------------------------------------------------------------------
 
 
-def micro_batch(advantages, sampler, old=None) -> MicroBatch:
+def micro_batch(advantages, sampler, old) -> MicroBatch:
     def table(values):
         return torch.tensor(np.array([values]), dtype=torch.float64)
 
     mask = torch.ones(1, len(advantages), dtype=torch.bool)
-    return MicroBatch(
-        layout=None,  # type: ignore[arg-type]  # no forward pass here
-        targets_M=torch.zeros(len(advantages), dtype=torch.int64),
-        action_BT=mask,
-        loss_mask_BT=mask,
-        advantages_BT=table(advantages),
-        sampler_logprobs_BT=table(sampler),
-        old_logprobs_BT=None if old is None else table(old),
-    )
+    targets = torch.zeros(len(advantages), dtype=torch.int64)
+    # There is no forward pass, and so no layout.
+    return MicroBatch(None, targets, mask, mask, table(advantages), table(sampler), None, table(old))
 
 
 def test_ratio_and_clipping_are_against_the_trainer_before_and_the_mismatch_against_the_sampler():
@@ -132,7 +124,6 @@ def test_ratio_and_clipping_are_against_the_trainer_before_and_the_mismatch_agai
     batch = micro_batch(advantages, np.log(mu), np.log(p))
     logprobs = torch.tensor(np.log(p * ratio)[None], requires_grad=True)
     loss_BT, sums = PolicyTerm().per_token(batch, TokenScores(logprobs))
-    assert loss_BT is not None
     numbers = loss_metrics(sums)
     assert loss_BT.tolist()[0] == pytest.approx([-1.2, 0.8, -1.1, -0.7])
     assert (numbers["clip_ratio/high_mean"], numbers["clip_ratio/low_mean"]) == (0.25, 0.25)
@@ -150,76 +141,50 @@ def test_ratio_and_clipping_are_against_the_trainer_before_and_the_mismatch_agai
 
 @pytest.mark.parametrize(("now", "expected"), [(0.33, -1.65), (0.4, -1.8)])
 def test_decoupled_ppo(now, expected):
-    """−w·min(rA, clip(r)A) with w = p/μ (arXiv 2505.24298; algorithms2 §6): μ .2, p .3, A 1, ε .2."""
+    """−w·min(rA, clip(r)A) with w = p/μ (arXiv 2505.24298): μ .2, p .3, A 1, ε .2."""
     batch = micro_batch([1.0], [math.log(0.2)], [math.log(0.3)])
     scores = TokenScores(torch.tensor([[math.log(now)]], dtype=torch.float64, requires_grad=True))
     loss_BT, sums = PolicyTerm(correction=Correction("tis", high=10.0)).per_token(batch, scores)
-    assert loss_BT is not None
     assert loss_BT.item() == pytest.approx(expected)
     assert loss_metrics(sums)["clip_ratio/high_mean"] == (now > 0.36)
-    if now == 0.33:  # p = μ: plain PPO
-        batch = micro_batch([1.0], [math.log(0.3)], [math.log(0.3)])
-        corrected, _ = PolicyTerm(correction=Correction("tis", high=10.0)).per_token(batch, scores)
-        plain, _ = PolicyTerm().per_token(batch, scores)
-        assert corrected is not None
-        assert plain is not None
-        assert corrected.item() == pytest.approx(plain.item())
 
 
-def test_how_far_dppo_has_moved_is_told_from_where_it_was():
+@pytest.mark.parametrize("now", [0.3, 0.33])
+def test_dppo_measures_how_far_it_has_moved_from_the_trainer_before(now):
     """Its ratio is from the sampler, which may be far; ``target_kl`` is about the updates of this batch."""
     batch = micro_batch([1.0], [math.log(0.2)], [math.log(0.3)])
-    for now in (0.3, 0.33):
-        scores = TokenScores(torch.tensor([[math.log(now)]], dtype=torch.float64, requires_grad=True))
-        _, sums = PolicyTerm(loss="dppo").per_token(batch, scores)
-        metrics = loss_metrics(sums)
-        assert metrics["policy/approxkl_avg"] == pytest.approx(0.5 * math.log(now / 0.3) ** 2)
-        assert metrics["val/ratio"] == pytest.approx(now / 0.2)
-        assert metrics["kl_sample_train_v2"] == pytest.approx(0.5 * math.log(0.3 / 0.2) ** 2)
+    scores = TokenScores(torch.tensor([[math.log(now)]], dtype=torch.float64, requires_grad=True))
+    _, sums = PolicyTerm(loss="dppo").per_token(batch, scores)
+    metrics = loss_metrics(sums)
+    assert metrics["policy/approxkl_avg"] == pytest.approx(0.5 * math.log(now / 0.3) ** 2)
+    assert metrics["val/ratio"] == pytest.approx(now / 0.2)
+    assert metrics["kl_sample_train_v2"] == pytest.approx(0.5 * math.log(0.3 / 0.2) ** 2)
 
 
 def test_old_log_probabilities_are_the_trainers_own_of_every_action(base, lanes):
     policy = local_policy(base, lanes)
-    with torch.no_grad():
-        policy.adapter.flat.copy_(trained(lanes, 2).flat)
-    samples = rollout(base, lanes, policy.adapter)
-    prompt = Prompt(Problem("0", "", ""), "", tuple(samples[0].token_ids[: samples[0].prefix].tolist()))
-    tokens = drawn(samples[0]).tolist()
-    first, second = tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
-    turns = [
-        Turn(prompt.token_ids, Action(first, "", np.zeros(len(first)), None, "stop")),
-        Turn((5, 6, 7), Action(second, "", np.zeros(len(second)), None, "stop")),
-    ]
-    kept = Rollout(prompt, turns, RewardResult(1.0), advantage=1.0, token_advantages_T=np.ones(len(tokens)))
-    ungraded = Rollout(prompt, turns[:1], RewardResult(None))
-    note_old_logprobs(policy, [Group(prompt, [kept, ungraded])])
+    policy.adapter.load(trained(lanes, 2).tensors())
+    groups = groups_of((6, 4))
+    ungraded = groups[0].rollouts[1]
+    ungraded.token_advantages_T, ungraded.result = None, RewardResult(None)
+    note_old_logprobs(policy, groups)
     assert ungraded.old_logprobs_T is None
-    assert kept.old_logprobs_T is not None
-    assert len(kept.old_logprobs_T) == len(tokens)
-    sample = passes_of(kept)
-    assert sample.old_logprobs is not None
+    ((batch,),) = split(groups)
+    (sample,) = batch.samples
     assert not sample.old_logprobs[~sample.action_mask].any()
     scored = policy.score([sample], frozenset({Want.LOGPROBS})).logprobs
-    assert scored is not None
-    assert kept.old_logprobs_T == pytest.approx(scored[0], abs=1e-6)
+    assert groups[0].rollouts[0].old_logprobs_T == pytest.approx(scored[0], abs=1e-6)
     first, second = (update(lanes, policy.adapter, [sample], lr=1e-2) for _ in range(2))
     assert first["val/ratio"] == pytest.approx(1, abs=1e-5)  # π_old is π then
     assert second["policy/approxkl_avg"] > 1e-4
     assert second["kl_sample_train_v2"] == pytest.approx(first["kl_sample_train_v2"], abs=1e-8)
 
 
-def passes_of(one: Rollout):
-    ((batch,),) = passes(
-        [Group(one.prompt, [one])], credit_of([Group(one.prompt, [one])]), parse_dict({}).training, 0, STREAM
-    )
-    return batch.samples[0]
-
-
 # -- the row of all of them ---------------------------------------------------------------------------------------
 
 
 def test_the_row_of_several_updates_is_that_of_all_their_tokens():
-    """Against the same statistics over the tokens of all updates laid side by side."""
+    """Against the same statistics over the tokens of all updates."""
     noise, taken, everything = np.random.default_rng(3), [], []
     for number, count in enumerate((3, 8, 5)):
         log_ratio_BT = torch.from_numpy(noise.normal(scale=0.3, size=(2, count)))
@@ -230,8 +195,7 @@ def test_the_row_of_several_updates_is_that_of_all_their_tokens():
         numbers = {**loss_metrics(sums), "loss": float(number), "optim/lr": 0.1 * number,
                    "optim/grad_norm": 2.0 - number, "optim/grad_clipped": number == 1, "optim/skipped": False,
                    "timing_forward_total": 1.0, "num_datums": 2}  # fmt: skip
-        samples = [s for g in groups_of((count, count)) for r in g.rollouts for s in [passes_of(r)]]
-        taken.append(Taken(TrainBatch(samples, Denominators(0, 0), 0, STREAM), numbers))
+        taken.append(Taken(TrainBatch(2 * [sample_of(count)], Denominators(0, 0), 0, STREAM), numbers))
     row = together(taken, 1)
     log_ratio_T = np.concatenate([each.numpy().ravel() for each, _ in everything])
     advantages_T = np.concatenate([each.numpy().ravel() for _, each in everything])
@@ -251,62 +215,44 @@ def test_the_row_of_several_updates_is_that_of_all_their_tokens():
     assert (row["optim/updates"], row["timing_forward_total"], row["num_datums"]) == (3, 3.0, 6)
 
 
+def made(numbers: dict, *lengths: int) -> Taken:
+    """An update on completions of these lengths, with these numbers."""
+    samples = [sample_of(length) for length in lengths]
+    return Taken(TrainBatch(samples, Denominators(4, 1), 0, STREAM), {"optim/skipped": False} | numbers)
+
+
 def test_the_extremes_are_those_of_all_updates_and_an_update_left_out_counts_in_nothing():
-    samples = [passes_of(groups_of((4,))[0].rollouts[0])]
-    batch = TrainBatch(samples, Denominators(4, 1), 0, STREAM)
-    given = [
-        {"clip_ratio/low_min": 0.5, "clip_ratio/high_max": 0.1, "loss": 1.0, "optim/skipped": False},
-        {"clip_ratio/low_min": 0.2, "clip_ratio/high_max": 0.9, "loss": 3.0, "optim/skipped": False},
-        {"clip_ratio/low_min": None, "clip_ratio/high_max": None, "loss": None, "optim/skipped": True},
-    ]
-    row = together([Taken(batch, {"val/ratio": None, **each}) for each in given], 3)
-    assert (row["clip_ratio/low_min"], row["clip_ratio/high_max"]) == (0.2, 0.9)
-    assert (row["loss"], row["optim/skipped"], row["optim/updates"], row["val/ratio"]) == (2.0, True, 2, None)
-    samples = [passes_of(rollout) for rollout in groups_of((2, 8, 8))[0].rollouts]
-    taken = [  # means over completions do not depend on the split
-        Taken(TrainBatch(part, Denominators(0, 0), 0, STREAM), {"objective/non_score_reward": value, "val/ratio": value,
-                                                                "val/ratio_var": 0.0, "optim/skipped": False})
-        for part, value in ((samples[:1], 1.0), (samples[1:], 4.0))
-    ]  # fmt: skip
-    row = together(taken, 1)
-    assert row["objective/non_score_reward"] == pytest.approx(3.0)
-    assert row["val/ratio"] == pytest.approx((2 * 1 + 16 * 4) / 18)
+    keys = ("clip_ratio/low_min", "clip_ratio/high_max", "loss", "optim/skipped", "val/ratio")
+    rows = [(0.5, 0.1, 1.0, False, None), (0.2, 0.9, 3.0, False, None), (None, None, None, True, None)]
+    row = together([made(dict(zip(keys, values, strict=True)), 4) for values in rows], 3)
+    assert [row[key] for key in keys] == [0.2, 0.9, 2.0, True, None]
+    assert row["optim/updates"] == 2
+    means = ("objective/non_score_reward", "val/ratio", "val/ratio_var")
+    first, second = (dict(zip(means, values, strict=True)) for values in ((1.0, 1.0, 0.0), (4.0, 4.0, 0.0)))
+    row = together([made(first, 2), made(second, 8, 8)], 1)
+    assert row["objective/non_score_reward"] == pytest.approx(3.0)  # a mean over completions
+    assert row["val/ratio"] == pytest.approx((2 * 1 + 16 * 4) / 18)  # over tokens
 
 
-def test_passes_end_early_once_the_policy_has_moved_far_enough():
-    samples = [passes_of(groups_of((4,))[0].rollouts[0])]
-    batch = TrainBatch(samples, Denominators(4, 1), 0, STREAM)
-    taken = [Taken(batch, {"policy/approxkl_avg": kl}) for kl in (0.0, 0.3)]
-    assert far_enough(taken, 0.1)
-    assert not far_enough(taken, 0.15)
-    assert not far_enough(taken, None)
-    assert not far_enough(taken[:1], 1e-9)
-    assert not far_enough([Taken(batch, {"policy/approxkl_avg": None})], 1e-9)
+@pytest.mark.parametrize(
+    ("moved", "target", "expected"),
+    [((0.0, 0.3), 0.1, True), ((0.0, 0.3), 0.15, False), ((0.0, 0.3), None, False), ((None,), 1e-9, False)],
+)
+def test_passes_end_early_once_the_policy_has_moved_far_enough(moved, target, expected):
+    assert far_enough([made({"policy/approxkl_avg": kl}, 4) for kl in moved], target) == expected
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------------
 
-TOML = """
-[training]
-max_steps = 2
-batch_size = 4
-group_size = 4
-lr = 1e-2
-{training}
-[model]
-lora_rank = 4
-[backend]
-devices = "cpu"
-"""
 
-
-def train(folder: Path, training: str) -> list[dict]:
-    training = training if "max_tokens" in training else f"max_tokens = 24\n{training}"
-    return train_quietly(folder, TOML.format(training=training))
+def train(folder, training: str) -> list[dict]:
+    return train_quietly(
+        folder, TINY_RUN.format(model="tiny-reasoner").replace("batch_size = 2", "batch_size = 4") + training
+    )
 
 
 def test_a_target_ends_the_passes(tmp_path):
-    rows = train(tmp_path, "num_iterations = 4\ntarget_kl = 1e-9")
+    rows = train(tmp_path, "max_tokens = 24\nnum_iterations = 3\ntarget_kl = 1e-9")
     assert [row["optim/updates"] for row in rows] == [2, 2]  # the second is the first that has moved
     for row in rows:
         assert row["kl_sample_train_v2"] < 1e-6  # before the first update sampler and trainer agree
@@ -314,7 +260,6 @@ def test_a_target_ends_the_passes(tmp_path):
 
 
 def test_sampler_and_trainer_are_compared_where_no_group_has_signal(tmp_path):
-    """As with one update: a probe of a few completions, and what the base says of them."""
     rows = train(tmp_path, "num_iterations = 4\nminibatches = 2\nmax_tokens = 2\n[logging]\nlog_kl = true")
     for row in rows:
         assert (row["num_datums"], row["optim/updates"], row["loss"]) == (0, 0, None)
@@ -324,16 +269,16 @@ def test_sampler_and_trainer_are_compared_where_no_group_has_signal(tmp_path):
 
 
 def test_an_objective_of_one_loss_reads_old_log_probabilities_where_there_are_some(base, lanes):
-    """Plug-in losses, too, get what the ratio is taken against as their second argument."""
+    """Plug-in losses get them as their second argument."""
     seen = []
 
-    def own(logprobs_BT, old_BT, advantages_BT, mask_BT):
+    def plugin(logprobs_BT, old_BT, advantages_BT, mask_BT):
         seen.append(old_BT)
         return -(logprobs_BT - old_BT).exp() * advantages_BT
 
     samples = rollout(base, lanes, trained(lanes, 0))
     for sample in samples:
         sample.old_logprobs = np.where(sample.action_mask, -7.0, 0.0)
-    update(lanes, trained(lanes, 0), samples, loss=own)
+    update(lanes, trained(lanes, 0), samples, loss=plugin)
     assert {float(value) for table in seen for value in table.unique()} <= {0.0, -7.0}
-    assert objective(loss=own).every_sequence
+    assert objective(loss=plugin).every_sequence

@@ -1,0 +1,46 @@
+"""Servers and engines that tests of one module open; the modules define ``base`` and ``server`` by ``served_world``."""
+
+from __future__ import annotations
+
+import pytest
+from served_cases import engine_of
+from standin import StandIn
+
+from retrain.engines.server import engine as engine_module
+from retrain.engines.server import pool as pool_module
+
+
+@pytest.fixture
+def start():
+    """Start another server; it is closed at the end."""
+    servers = []
+
+    def start(model, **keys) -> StandIn:
+        servers.append(StandIn(model, **keys))
+        return servers[-1]
+
+    yield start
+    for each in servers:
+        each.close()
+
+
+@pytest.fixture
+def connect(base, server, start, tmp_path, monkeypatch):
+    """Open an engine at these addresses, or at the one server; it is closed at the end."""
+    monkeypatch.setattr(engine_module, "PAUSE_S", 0.01)
+    monkeypatch.setattr(engine_module, "START_PATIENCE_S", 1.0)
+    monkeypatch.setattr(pool_module, "PROBE_S", (0.05, 0.1))
+    engines = []
+
+    def connect(*urls: str, **keys):
+        engines.append(engine_of(base, urls or [server.url], tmp_path / "adapters", **keys))
+        return engines[-1]
+
+    yield connect
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def engine(connect):
+    return connect()
