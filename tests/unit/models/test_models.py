@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from retrain.cli import app
 from retrain.errors import ModelError
 from retrain.models import bundled_model_path
-from retrain.models.directory import causal_types, directory_fault, model_fault
+from retrain.models.directory import directory_fault, model_fault, model_types
 from retrain.policy.base import load_base
 
 BUNDLED = bundled_model_path("tiny-reasoner")
@@ -133,4 +133,4 @@ def test_shards_and_code_of_their_own_are_fine_where_they_are_whole(tmp_path):
 def test_the_types_of_the_installed_transformers_are_all_known():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    assert causal_types() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert model_types("CAUSAL_LM") == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
