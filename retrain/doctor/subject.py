@@ -302,16 +302,3 @@ class Subject:
     def synchronize(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize(self.base.device)
-
-
-@contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    attributes = dict(vars(owner))
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if name in attributes:
-            setattr(owner, name, attributes[name])
-        else:
-            delattr(owner, name)  # the class has it

@@ -42,6 +42,5 @@ class AuditedReward(Reward):
         return results
 
     def close(self) -> None:
-        """Close both."""
         self.reward.close()
         self.audit.close()

@@ -24,7 +24,6 @@ class CompletionText(str):
     token_ids: Sequence[int]
 
     def __new__(cls, text: str, token_ids: Sequence[int] = ()) -> CompletionText:
-        """Return the text with its tokens."""
         made = super().__new__(cls, text)
         made.token_ids = token_ids
         return made
@@ -116,20 +115,16 @@ def checked(value: Any) -> RewardResult:
     numbers beyond ±1e30, None and other types give ``total_reward=None`` with the reason. A sample metric or component
     may be None.
     """
-    if isinstance(value, RewardResult):
-        result = value
-        if fault := _faulty_numbers(result):
-            return failed(fault)
-        result.tags = tuple(str(tag) for tag in result.tags)
-        if result.total_reward is None:
-            result.error = printable(result.error or "the reward returned no total_reward")
-            return result
-        total = _number(result.total_reward)
-    else:
-        result, total = RewardResult(total_reward=None), _number(value)
+    result = value if isinstance(value, RewardResult) else RewardResult(value)
+    if fault := _faulty_numbers(result):
+        return failed(fault)
+    result.tags = tuple(str(tag) for tag in result.tags)
+    if result.total_reward is None and result is value:
+        result.error = printable(result.error or "the reward returned no total_reward")
+        return result
+    total = _number(result.total_reward)
     if total is None:
-        returned = value.total_reward if isinstance(value, RewardResult) else value
-        return failed(f"the reward returned {type(returned).__name__}, not a number or a RewardResult")
+        return failed(f"the reward returned {type(result.total_reward).__name__}, not a number or a RewardResult")
     if not abs(total) <= LARGEST_REWARD:
         result.total_reward, result.error = None, f"the reward returned {total:g}, not a number within ±1e30"
         return result

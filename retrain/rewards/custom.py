@@ -86,7 +86,6 @@ class CustomReward(Reward):
         return results
 
     def close(self) -> None:
-        """Kill the workers."""
         self.pool.close()
 
     def _result(self, value: dict[str, Any]) -> RewardResult:

@@ -148,7 +148,6 @@ class Endpoint:
             return r.status_code, r.headers, received.decode("utf-8", "replace")
 
     def _without_key(self, text: str) -> str:
-        """``text`` without the key, which some servers repeat in their errors."""
         return text.replace(self._key, "***") if self._key else text
 
 

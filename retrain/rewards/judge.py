@@ -24,19 +24,17 @@ _THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 
 
 class JudgeReward(Reward):
-    """Asks the model of ``endpoint`` for a score."""
-
     name = "judge"
 
     def __init__(self, endpoint: Endpoint):
         self.endpoint = endpoint
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Results in order, each a score in [0, 1] or null with the reason."""
-        return [_graded(answer) for answer in self.endpoint.ask_all([question(*item) for item in items])]
+        return [score_of(answer) for answer in self.endpoint.ask_all([question(*item) for item in items])]
 
 
-def _graded(answer: Answer) -> RewardResult:
+def score_of(answer: Answer) -> RewardResult:
+    """Return the score that the judge replied, or its fault."""
     if answer.fault:
         return failed(answer.fault)
     score = parse_score(answer.text)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from retrain.errors import ModelError
 from retrain.models.directory import files_digest, local_directory, reward_model_fault
@@ -72,10 +73,8 @@ class RewardModelReward(Reward):
         return [result or failed("not graded") for result in results]
 
     def close(self) -> None:
-        """Let the weights go, if no other grader has them."""
-        if self._weights is not None:
-            give_back(self._weights)
-            self._weights = None
+        """Let the weights go; they stay until another model is wanted, as cohorts may follow each other."""
+        self._weights = None
 
     def token_ids(self, problem: Problem, completion: str) -> list[int]:
         """The conversation as the reward model reads it. Raises ModelError when it is longer than the model's context,
@@ -116,7 +115,6 @@ class RewardModelReward(Reward):
 
 
 def conversation(problem: Problem, completion: str) -> list[dict[str, str]]:
-    """The problem's messages and the completion as the assistant's."""
     prompt = [{"role": "user", "content": problem.prompt}] if isinstance(problem.prompt, str) else problem.prompt
     messages = [{key: _whole(value) for key, value in message.items()} for message in prompt]
     return [*messages, {"role": "assistant", "content": _whole(completion)}]
@@ -150,7 +148,6 @@ class Weights:
 
     model: Any
     pad: int | None
-    users: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def scores(self, rows: Sequence[list[int]]) -> list[float]:
@@ -174,27 +171,22 @@ class Weights:
             return logits_B1[:, 0].float().tolist()
 
 
-_KEPT: dict[tuple[str, str, str], Weights] = {}
+_LOADED: WeakValueDictionary[tuple[str, str, str], Weights] = WeakValueDictionary()
+_LATEST: list[Weights] = []
 _LOCK = threading.Lock()
 
 
 def take(directory: Path, device: str) -> Weights:
-    """The weights of these very files, loaded where this process does not have them yet; models that no grader has any
-    more make room. Raises ModelError, or what loading raises."""
+    """Return the weights of these very files, loaded unless this process has them. Raises ModelError, or what loading
+    raises."""
     with _LOCK:
         key = (str(directory), device, files_digest(directory))
-        if key not in _KEPT:
-            for unused in [other for other, weights in _KEPT.items() if not weights.users]:
-                del _KEPT[unused]
-            _KEPT[key] = _load(directory, device)
-        _KEPT[key].users += 1
-        return _KEPT[key]
-
-
-def give_back(weights: Weights) -> None:
-    """A grader is done with them; they stay until another model is wanted, as cohorts may follow each other."""
-    with _LOCK:
-        weights.users -= 1
+        weights = _LOADED.get(key)
+        if weights is None:
+            _LATEST.clear()  # a model that no grader has any more makes room
+            weights = _LOADED[key] = _load(directory, device)
+        _LATEST[:] = [weights]
+        return weights
 
 
 def _load(directory: Path, device: str) -> Weights:

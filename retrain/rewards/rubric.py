@@ -22,7 +22,7 @@ from typing import Any
 from retrain.config.tasks import RUBRIC_WEIGHTS
 from retrain.rewards.base import Item, Reward, failed
 from retrain.rewards.endpoint import Answer, Endpoint
-from retrain.rewards.judge import parse_score, question, without_thinking
+from retrain.rewards.judge import question, score_of, without_thinking
 from retrain.types import Problem, RewardResult
 
 EXPLICIT = (
@@ -70,7 +70,7 @@ class RubricReward(Reward):
         faults: dict[int, str] = {}
         for index, item in enumerate(items):
             try:
-                asked.append((item, self._criteria_of(item[0])))
+                asked.append((item, criteria_of(item[0], self.criteria, self.column)))
             except ValueError as error:
                 faults[index] = str(error)
         instruction = EXPLICIT if self.explicit else IMPLICIT
@@ -78,28 +78,20 @@ class RubricReward(Reward):
         grades = zip(self.endpoint.ask_all(questions), [criteria for _, criteria in asked], strict=True)
         return [failed(faults[i]) if i in faults else self._graded(*next(grades)) for i in range(len(items))]
 
-    def _criteria_of(self, problem: Problem) -> tuple[Criterion, ...]:
-        return criteria_of(problem, self.criteria, self.column)
-
     def _listed(self, criteria: Sequence[Criterion]) -> str:
         weights = ["" if self.explicit else f" (weight {each.weight:g})" for each in criteria]
         lines = [f"{n}. {each.text}{w}" for n, (each, w) in enumerate(zip(criteria, weights, strict=True), start=1)]
         return "Criteria:\n" + "\n".join(lines)
 
     def _graded(self, answer: Answer, criteria: Sequence[Criterion]) -> RewardResult:
-        if answer.fault:
-            return failed(answer.fault)
-        if not self.explicit:
-            score = parse_score(answer.text)
-            words = f"the judge replied {answer.text[:80]!r}, not a number between 0 and 1"
-            return failed(words) if score is None else RewardResult(score)
+        if answer.fault or not self.explicit:
+            return score_of(answer)
         try:
             met = parse_met(answer.text, criteria)
         except ValueError as error:
             return failed(str(error))
-        grades: dict[str, float | None] = {
-            f"rubric/{each.name}": value for each, value in zip(criteria, met, strict=True)
-        }
+        names = [f"rubric/{each.name}" for each in criteria]
+        grades: dict[str, float | None] = dict(zip(names, met, strict=True))
         return RewardResult(share_met([each.weight for each in criteria], met), sample_metrics=grades)
 
 

@@ -8,15 +8,7 @@ neither a worker nor a time limit is needed.
 from __future__ import annotations
 
 from retrain.rewards.base import Reward
-from retrain.rewards.extract import (
-    final_line,
-    has_box,
-    last_boxed,
-    last_line,
-    last_number,
-    normalise,
-    plain_number,
-)
+from retrain.rewards.extract import final_line, has_box, last_boxed, last_line, last_number, normalise, plain_number
 from retrain.types import Problem, RewardResult
 
 
@@ -64,7 +56,6 @@ class MatchReward(Reward):
         self.strict = strict
 
     def grade(self, problem: Problem, completion: str) -> RewardResult:
-        """Total 0 or 1, ``correct`` and ``format_ok`` set; linear in the completion's length."""
         correct = same_text(answer_text(completion, problem, self.strict), problem.answer)
         format_ok = has_answer_format(completion, problem, self.strict)
         return RewardResult(float(correct), correct=correct, format_ok=format_ok)
@@ -80,6 +71,5 @@ class FormatReward(Reward):
     name = "format"
 
     def grade(self, problem: Problem, completion: str) -> RewardResult:
-        """Total 0 or 1 and ``format_ok``; linear in the completion's length."""
         ok = has_answer_format(completion, problem)
         return RewardResult(float(ok), format_ok=ok)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -37,13 +38,8 @@ class MathReward(Reward):
         if not is_installed("math_verify"):
             raise missing(f'[{table}] type = "math"', "math_verify")
         self.strict = strict
-        self.pool = WorkerPool(
-            "retrain.rewards.symbolic:verifier",
-            {},
-            workers=workers,
-            timeout_s=timeout_s,
-            memory_bytes=MEMORY_BYTES,
-        )
+        entry = "retrain.rewards.symbolic:verifier"
+        self.pool = WorkerPool(entry, {}, workers=workers, timeout_s=timeout_s, memory_bytes=MEMORY_BYTES)
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
         """Results in order; only answers that text alone cannot decide go to the workers, each pair once."""
@@ -56,15 +52,12 @@ class MathReward(Reward):
         for pair, (problem, completion) in zip(pairs, items, strict=True):
             verdict, format_ok = verdicts[pair], has_answer_format(completion, problem, self.strict)
             if isinstance(verdict, str):
-                result = failed(verdict)
-                result.format_ok = format_ok
+                results.append(replace(failed(verdict), format_ok=format_ok))
             else:
-                result = RewardResult(float(verdict is True), correct=verdict is True, format_ok=format_ok)
-            results.append(result)
+                results.append(RewardResult(float(verdict is True), correct=verdict is True, format_ok=format_ok))
         return results
 
     def close(self) -> None:
-        """Kill the workers."""
         self.pool.close()
 
 

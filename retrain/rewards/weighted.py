@@ -46,7 +46,6 @@ class WeightedReward(Reward):
         return [self._sum(list(parts)) for parts in zip(*columns, strict=True)]
 
     def close(self) -> None:
-        """Close every component."""
         for component in self.components:
             component.reward.close()
 

@@ -39,7 +39,6 @@ class Served:
 
 
 def base_weights(base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
-    """An adapter of zeros, which is the base itself."""
     return LoraWeights(shapes, 1, 1.0, 1, torch.zeros(_size(shapes, 1), device=base.device))
 
 
@@ -100,13 +99,7 @@ class Names:
         self._adapters: dict[str, Served] = {}
         self._numbers = itertools.count(1)
 
-    @staticmethod
-    def first_ref(name: str) -> PolicyRef:
-        """The base's reference."""
-        return PolicyRef(name, 0)
-
     def all(self) -> list[Served]:
-        """The base first, then the adapters in the order of their loading."""
         return [self.base, *self._adapters.values()]
 
     def find(self, name: str | None) -> Served:
@@ -134,12 +127,10 @@ class Names:
             raise Refusal(400, f"{MAX_ADAPTERS} adapters are loaded: unload one first", "lora_name")
 
     def new_ref(self, name: str) -> PolicyRef:
-        """A reference that nothing has had before."""
         number = next(self._numbers)
         return PolicyRef(f"{name}\x1f{number}", number)
 
     def put(self, served: Served) -> Served | None:
-        """Serve it from now on; what its name has meant before, if anything."""
         before = self._adapters.get(served.name)
         self._adapters[served.name] = served
         return before

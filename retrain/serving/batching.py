@@ -85,12 +85,10 @@ class Generation:
     number: int = field(default_factory=itertools.count().__next__)
 
     def cancel(self) -> None:
-        """Nobody waits for it any more; from any thread."""
         self.cancelled = True
 
     @property
     def left(self) -> int:
-        """Tokens that it may still have."""
         return self.sampling.max_tokens - len(self.token_ids)
 
 
@@ -116,7 +114,6 @@ class Batcher:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -128,7 +125,6 @@ class Batcher:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Generations under way, and those that wait."""
         return len(self._active), len(self._waiting)
 
     def submit(self, generations: Sequence[Generation]) -> None:
@@ -146,7 +142,6 @@ class Batcher:
             self._changed.notify()
 
     def publish(self, ref: PolicyRef, weights: LoraWeights) -> Future[None]:
-        """Make weights available to generations."""
         return self.call(lambda: self.engine.publish(ref, LocalSnapshot(weights, {})))
 
     def retire(self, ref: PolicyRef) -> None:
@@ -236,7 +231,6 @@ class Batcher:
             self.engine.retire(ref)
 
     def _draw(self) -> None:
-        """One piece of every generation."""
         for batch in self._batches():
             try:
                 asked = list(self._requests(batch))

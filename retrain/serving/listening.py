@@ -61,12 +61,10 @@ class TimedProtocol(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Expect the first request."""
         super().connection_made(transport)
         self._expect_request()
 
     def data_received(self, data: bytes) -> None:
-        """Read a part of a request."""
         if not self._received:
             self._began = self.loop.time()
         self._received += len(data)
@@ -74,12 +72,10 @@ class TimedProtocol(H11Protocol):
         self._update_deadline()
 
     def on_response_complete(self) -> None:
-        """Go on to the next request, of which parts may be here already."""
         super().on_response_complete()
         self._update_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Expect nothing any more."""
         self._expect_nothing()
         super().connection_lost(exc)
 
@@ -120,7 +116,6 @@ class Server(uvicorn.Server):
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
         await super().startup(sockets)
         self._ready()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from retrain.engines.local import LocalEngine
+from retrain.engines.protocol import PolicyRef
 from retrain.errors import ModelError
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes, LoraWeights
@@ -39,15 +40,12 @@ JSON_BYTES = 6
 
 @dataclass(eq=False)
 class Drawn:
-    """All that came of one generation."""
-
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
     def add(self, piece: Piece) -> None:
-        """What is new."""
         self.token_ids += piece.token_ids
         self.logprobs += piece.logprobs
         self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
@@ -67,7 +65,7 @@ class Service:
         workers: Workers | None = None,
         tell: Callable[[str], None] = lambda line: None,
     ):
-        self.base, self.timeout_s, self.created = base, timeout_s, int(time.time())
+        self.base, self.timeout_s = base, timeout_s
         self.lanes = Lanes(base)
         self._workers = workers or workers_for(base)
         self.engine = LocalEngine(base, self.lanes, workers=self._workers, tell=tell)
@@ -78,7 +76,7 @@ class Service:
         self._encoder: Any = copy.deepcopy(base.tokenizer)
         self._encoder_thread = ThreadPoolExecutor(1, "tokenizer")
         name = name or base.name
-        first = Served(name, Names.first_ref(name), base_weights(base, self.lanes.shapes), base.name)
+        first = Served(name, PolicyRef(name, 0), base_weights(base, self.lanes.shapes), base.name)
         self.names = Names(first)
         self.batcher.start()
         self.batcher.publish(first.ref, first.weights).result()
@@ -98,23 +96,21 @@ class Service:
         self._put(name, str(directory), read_weights(directory, self.base, self.lanes.shapes)).result()
 
     async def load(self, name: str, path: str | None, files: Mapping[str, str] | None, load_inplace: bool) -> None:
-        """Serve an adapter under this name. Raises Refusal."""
         self.names.check_new(name, load_inplace)
         if (path is None) == (files is None):
             raise Refusal(400, "give either lora_path or files", "lora_path")
         if path is not None and ("\0" in path or not await asyncio.to_thread(Path(path).is_dir)):
             raise Refusal(404, f"{path[:1000]!r} is not a directory of this machine", "lora_path")
+        base, shapes = self.base, self.lanes.shapes
         try:
-            weights = await asyncio.to_thread(self._read, path, files)
+            if files is not None:
+                weights = await asyncio.to_thread(uploaded_weights, files, base, shapes)
+            else:
+                weights = await asyncio.to_thread(read_weights, Path(path or ""), base, shapes)
         except ModelError as error:
             raise Refusal(400, str(error), "lora_path" if files is None else "files") from error
         self.names.check_new(name, load_inplace)  # there may be one of this name by now
         await asyncio.wrap_future(self._put(name, path or "upload", weights))
-
-    def _read(self, path: str | None, files: Mapping[str, str] | None) -> LoraWeights:
-        if files is not None:
-            return uploaded_weights(files, self.base, self.lanes.shapes)
-        return read_weights(Path(path or ""), self.base, self.lanes.shapes)
 
     def _put(self, name: str, root: str, weights: LoraWeights) -> Any:
         served = Served(name, self.names.new_ref(name), weights, root, self.names.base.name)
@@ -131,13 +127,11 @@ class Service:
     # -- generations ---------------------------------------------------------------------------------------------
 
     def sampling(self, body: Sampled, max_tokens: int) -> Sampling:
-        """How a request wants to be drawn."""
-        top_k = body.top_k or 0
         return Sampling(
             max_tokens=max_tokens,
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=max(0, top_k),
+            top_k=max(0, body.top_k or 0),
             min_p=body.min_p or 0.0,
             stops=body.stops,
             stop_token_ids=frozenset(body.stop_token_ids or ()),
@@ -216,12 +210,11 @@ class Drawing:
         self.pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
 
     def cancel(self) -> None:
-        """Nobody waits for them any more."""
         for each in self.generations:
             each.cancel()
 
     async def each(self) -> AsyncIterator[tuple[int, Piece]]:
-        """The pieces, up to the last one of the last generation. Raises Refusal when one has failed."""
+        """Yield the pieces, up to the last one of the last generation. Raises Refusal when one has failed."""
         left = len(self.generations)
         try:
             while left:
@@ -234,11 +227,7 @@ class Drawing:
             self.cancel()
 
     async def all(self) -> list[Drawn]:
-        """All of every generation. Raises Refusal."""
         drawn = [Drawn() for _ in self.generations]
-        try:
-            async for number, piece in self.each():
-                drawn[number].add(piece)
-        finally:
-            self.cancel()
+        async for number, piece in self.each():
+            drawn[number].add(piece)
         return drawn

@@ -44,7 +44,6 @@ class Events(StreamingResponse):
         super().__init__(_events(chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         try:
             await super().__call__(scope, receive, send)
         finally:

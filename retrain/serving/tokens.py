@@ -14,7 +14,6 @@ from retrain.serving.service import Service
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """The tokens of a text, or of a conversation as a chat reads it. Raises Refusal."""
     body = read(TokenizeBody, await request.body())
     service.names.find(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -41,7 +40,6 @@ def encoded(tokenizer: Any, text: str, add_special_tokens: bool) -> tuple[int, .
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """The text of tokens. Raises Refusal."""
     body = read(DetokenizeBody, await request.body())
     service.names.find(body.model)
     if any(token >= service.base.vocab_size for token in body.tokens):
