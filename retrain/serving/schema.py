@@ -124,17 +124,15 @@ class CompletionBody(Sampled):
 
     def prompts(self) -> list[Any]:
         """Return the prompts: all of them texts, or all of them lists of token ids. Raises Refusal."""
-        given = self.prompt if isinstance(self.prompt, list) else [self.prompt]
-        if _are_all(given, int):
-            given = [given]
+        given = [self.prompt] if isinstance(self.prompt, str) or _are_all(self.prompt, int) else self.prompt
         if _are_all(given, str) or (_are_all(given, list) and all(_are_all(each, int) or not each for each in given)):
             return given
         raise Refusal(400, "prompt must be a text, token ids, or a list of texts or of lists of token ids", "prompt")
 
 
-def _are_all(values: list[Any], kind: type) -> bool:
-    """Return whether there are values, all of this very type (a bool is no int)."""
-    return bool(values) and all(type(each) is kind for each in values)
+def _are_all(values: Any, kind: type) -> bool:
+    """Return whether this is a list with values, all of this very type (a bool is no int)."""
+    return isinstance(values, list) and bool(values) and all(type(each) is kind for each in values)
 
 
 class ChatBody(Sampled):

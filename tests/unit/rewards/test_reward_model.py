@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 from retrain.campaign.planning.changes import version_changes
 from retrain.campaign.planning.plan import Plan
 from retrain.cli import app
-from retrain.config import load, parse_dict, tasks
-from retrain.errors import ConfigError, ModelError
+from retrain.config import load, tasks
+from retrain.errors import ModelError
 from retrain.files import read_json, read_jsonl
 from retrain.models import bundled_model_path
 from retrain.models.directory import files_digest, reward_model_fault
@@ -226,21 +226,6 @@ def test_a_model_of_the_hub_comes_from_its_cache_or_not_at_all(scorer, tmp_path,
     (repository / "snapshots" / "c0ffee" / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="it has no weights"):
         grader(Path("owner/scorer"))
-
-
-@pytest.mark.parametrize(
-    ("reward", "key", "words"),
-    [
-        ({"type": "reward_model"}, "reward.reward_model", 'is missing: type = "reward_model" needs it'),
-        ({"type": "reward_model", "reward_model_path": "x"}, "reward.reward_model_path", "reward_model = "),
-        ({"type": "weighted", "components": [{"type": "reward_model"}]}, "reward.components[1].reward_model", "needs"),
-    ],
-)
-def test_mistakes_in_the_keys(reward, key, words):
-    with pytest.raises(ConfigError) as caught:
-        parse_dict({"reward": reward})
-    (problem, *_) = [problem for problem in caught.value.problems if problem.key == key]
-    assert words in str(problem)
 
 
 RUN = TINY_RUN + 'max_tokens = 8\n[evaluation]\nproblems = 4\n[squeeze]\nenabled = false\n[reward]\ntype = "{type}"\n'
