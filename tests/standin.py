@@ -47,7 +47,7 @@ class StandIn:
 
     @property
     def adapters(self) -> list[str]:
-        return [each.name for each in self.service.names.all() if each.name != "base"]
+        return [name for name in self.service.served if name != "base"]
 
     def start(self) -> None:
         """Listen, where it listened before."""

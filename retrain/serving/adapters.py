@@ -1,10 +1,9 @@
-"""Names and weights: the base and the adapters over it that are served."""
+"""Weights of the base and of the adapters over it that are served."""
 
 from __future__ import annotations
 
 import base64
 import binascii
-import itertools
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -19,10 +18,6 @@ from retrain.errors import ModelError
 from retrain.policy.adapter_stream import CONFIG, WEIGHTS, AdapterFile
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import LayerShape, LoraWeights
-from retrain.serving.refusal import Refusal
-
-MAX_ADAPTERS = 256
-"""Adapters in memory at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,54 +84,3 @@ def uploaded_weights(files: Mapping[str, str], base: BaseModel, shapes: Sequence
             except (binascii.Error, ValueError) as error:
                 raise ModelError(f"{name} is not base64: {error}") from error
         return read_weights(Path(folder), base, shapes)
-
-
-class Names:
-    """What is served under which name. Used by one thread, that of the event loop."""
-
-    def __init__(self, base: Served):
-        self.base = base
-        self._adapters: dict[str, Served] = {}
-        self._numbers = itertools.count(1)
-
-    def all(self) -> list[Served]:
-        return [self.base, *self._adapters.values()]
-
-    def find(self, name: str | None) -> Served:
-        """What this name means; None is the base. Raises Refusal (404)."""
-        if name is None or name == self.base.name:
-            return self.base
-        served = self._adapters.get(name)
-        if served is None:
-            raise Refusal(404, f"The model `{name[:200]}` does not exist.", "model")
-        return served
-
-    def check_new(self, name: str, load_inplace: bool) -> None:
-        """Raise Refusal (400) for a name that is taken."""
-        if name == self.base.name:
-            raise Refusal(400, f"The lora adapter '{name}' conflicts with a served base model.", "lora_name")
-        if name in self._adapters and not load_inplace:
-            raise Refusal(
-                400,
-                f"The lora adapter '{name}' has already been loaded. "
-                "If you want to load the adapter in place, set 'load_inplace' to True.",
-                "lora_name",
-            )
-
-        if len(self._adapters) >= MAX_ADAPTERS and name not in self._adapters:
-            raise Refusal(400, f"{MAX_ADAPTERS} adapters are loaded: unload one first", "lora_name")
-
-    def new_ref(self, name: str) -> PolicyRef:
-        number = next(self._numbers)
-        return PolicyRef(f"{name}\x1f{number}", number)
-
-    def put(self, served: Served) -> Served | None:
-        before = self._adapters.get(served.name)
-        self._adapters[served.name] = served
-        return before
-
-    def take(self, name: str) -> Served:
-        """Serve it no longer. Raises Refusal (404)."""
-        if name not in self._adapters:
-            raise Refusal(404, f"The lora adapter '{name[:200]}' cannot be found.", "lora_name")
-        return self._adapters.pop(name)

@@ -138,7 +138,7 @@ async def version(service: Service, request: Request) -> Response:
 
 
 async def models(service: Service, request: Request) -> Response:
-    cards = [model_card(served, service.base.context_length) for served in service.names.all()]
+    cards = [model_card(served, service.base.context_length) for served in service.served.values()]
     return JSONResponse({"object": "list", "data": cards})
 
 

@@ -30,7 +30,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 async def answer(service: Service, request: Request) -> Response:
     body = read(ChatBody, await request.body())
     body.check()
-    service.names.find(body.model)
+    service.find(body.model)
     prompt_ids = await service.with_tokenizer(
         lambda tokenizer: rendered(tokenizer, body.messages, body.offered, body.chat_template_kwargs or {})
     )

@@ -33,7 +33,7 @@ class Echo:
 async def answer(service: Service, request: Request) -> Response:
     body = read(CompletionBody, await request.body())
     body.check()
-    service.names.find(body.model)
+    service.find(body.model)
     given = body.prompts()
     special = body.add_special_tokens is not False
     if isinstance(given[0], str):
@@ -46,7 +46,7 @@ async def answer(service: Service, request: Request) -> Response:
     how = service.sampling(body, max_tokens)
     if not max_tokens:  # the prompts alone
         drawn = [Drawn(finish_reason="length") for _ in range(len(prompts) * (body.n or 1))]
-        served = service.names.find(body.model)
+        served = service.find(body.model)
         return await unless_gone(request, _response(service, body, given, prompts, served, drawn))
     drawing = service.begin(body.model, prompts, [how] * len(prompts), body)
     if body.stream:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,13 +21,15 @@ from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.threads import Workers, workers_for
 from retrain.rng import stream_key
-from retrain.serving.adapters import Names, Served, base_weights, read_weights, uploaded_weights
+from retrain.serving.adapters import Served, base_weights, read_weights, uploaded_weights
 from retrain.serving.batching import MAX_ROWS, Batcher, Generation, Piece, Sampling
 from retrain.serving.refusal import Refusal
 from retrain.serving.schema import Sampled
 from retrain.serving.scoring import Tops, score
 
 T = TypeVar("T")
+MAX_ADAPTERS = 256
+"""Adapters in memory at once."""
 MAX_QUEUE = 4096
 """Generations that may wait."""
 TIMEOUT_S = 3600.0
@@ -76,8 +79,10 @@ class Service:
         self._encoder: Any = copy.deepcopy(base.tokenizer)
         self._encoder_thread = ThreadPoolExecutor(1, "tokenizer")
         name = name or base.name
+        self.name = name
         first = Served(name, PolicyRef(name, 0), base_weights(base, self.lanes.shapes), base.name)
-        self.names = Names(first)
+        self.served = {name: first}  # the base, then the adapters; used by the event loop's thread alone
+        self._numbers = itertools.count(1)
         self.batcher.start()
         self.batcher.publish(first.ref, first.weights).result()
 
@@ -92,11 +97,11 @@ class Service:
 
     def load_at_start(self, name: str, directory: Path) -> None:
         """Serve an adapter before the server listens. Raises ModelError, Refusal."""
-        self.names.check_new(name, False)
+        self._check_new(name, False)
         self._put(name, str(directory), read_weights(directory, self.base, self.lanes.shapes)).result()
 
     async def load(self, name: str, path: str | None, files: Mapping[str, str] | None, load_inplace: bool) -> None:
-        self.names.check_new(name, load_inplace)
+        self._check_new(name, load_inplace)
         if (path is None) == (files is None):
             raise Refusal(400, "give either lora_path or files", "lora_path")
         if path is not None and ("\0" in path or not await asyncio.to_thread(Path(path).is_dir)):
@@ -109,20 +114,45 @@ class Service:
                 weights = await asyncio.to_thread(read_weights, Path(path or ""), base, shapes)
         except ModelError as error:
             raise Refusal(400, str(error), "lora_path" if files is None else "files") from error
-        self.names.check_new(name, load_inplace)  # there may be one of this name by now
+        self._check_new(name, load_inplace)  # there may be one of this name by now
         await asyncio.wrap_future(self._put(name, path or "upload", weights))
 
-    def _put(self, name: str, root: str, weights: LoraWeights) -> Any:
-        served = Served(name, self.names.new_ref(name), weights, root, self.names.base.name)
+    def _check_new(self, name: str, load_inplace: bool) -> None:
+        """Raise Refusal (400) for a name that is taken."""
+        if name == self.name:
+            raise Refusal(400, f"The lora adapter '{name}' conflicts with a served base model.", "lora_name")
+        if name in self.served and not load_inplace:
+            raise Refusal(
+                400,
+                f"The lora adapter '{name}' has already been loaded. "
+                "If you want to load the adapter in place, set 'load_inplace' to True.",
+                "lora_name",
+            )
+        if len(self.served) > MAX_ADAPTERS and name not in self.served:
+            raise Refusal(400, f"{MAX_ADAPTERS} adapters are loaded: unload one first", "lora_name")
+
+    def _put(self, name: str, root: str, weights: LoraWeights) -> Future[None]:
+        number = next(self._numbers)
+        served = Served(name, PolicyRef(f"{name}\x1f{number}", number), weights, root, self.name)
         published = self.batcher.publish(served.ref, weights)  # before any generation of it, in the same queue
-        before = self.names.put(served)
+        before = self.served.get(name)
+        self.served[name] = served
         if before is not None:
             self.batcher.retire(before.ref)
         return published
 
     def unload(self, name: str) -> None:
-        """Serve it no longer; generations under way end with it. Raises Refusal."""
-        self.batcher.retire(self.names.take(name).ref)
+        """Serve it no longer; generations under way end with it. Raises Refusal (404)."""
+        if name == self.name or name not in self.served:
+            raise Refusal(404, f"The lora adapter '{name[:200]}' cannot be found.", "lora_name")
+        self.batcher.retire(self.served.pop(name).ref)
+
+    def find(self, name: str | None) -> Served:
+        """Return the base or adapter of this name; None is the base. Raises Refusal (404)."""
+        served = self.served.get(self.name if name is None else name)
+        if served is None:
+            raise Refusal(404, f"The model `{str(name)[:200]}` does not exist.", "model")
+        return served
 
     # -- generations ---------------------------------------------------------------------------------------------
 
@@ -176,7 +206,7 @@ class Service:
         """
         loop = asyncio.get_running_loop()
         deadline = time.monotonic() + self.timeout_s
-        served = self.names.find(model)  # and submitted at once: what is found is not retired in between
+        served = self.find(model)  # and submitted at once: what is found is not retired in between
         drawing = Drawing(served)
         for prompt_ids, how in zip(prompts, sampling, strict=True):
             seed = secrets.randbits(63) if body.seed is None else body.seed

@@ -117,12 +117,9 @@ from retrain.rewards import RewardResult
 
 print("garbage on stdout", flush=True)
 sys.stderr.write("garbage on stderr\\n")
-calls = 0
 
 def by_completion(completion, answer):
     """What the completion says is what happens."""
-    global calls
-    calls += 1
     os.write(1, b"\\x00\\x00\\xff\\xffgarbage")
     print("\\x1b[2J" * 1000)
     if completion == "raise":

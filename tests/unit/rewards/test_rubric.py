@@ -1,4 +1,4 @@
-"""Rubrics: the weighted share of criteria, replies that are no grade, and runs whose every criterion is recorded."""
+"""Rubrics: the weighted share of criteria, replies that are no grade, and criteria of data sets."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ from typing import Any
 
 import pytest
 from judge_cases import CAPITAL, Server, chat, judging, says
-from toycampaign import WORLD, toy_world
-from toymodels import campaign_head, config_errors
+from toymodels import config_errors
 
 from retrain.campaign.planning.asked import data_of
 from retrain.campaign.planning.changes import world_changes
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
-from retrain.campaign.running.controller import launch
 from retrain.config import load, parse_dict
 from retrain.config.rules import maxrl_rules
 from retrain.data.dataset import column_values
 from retrain.errors import ConfigError
-from retrain.files import read_jsonl
-from retrain.record.observer import NullObserver
 from retrain.rewards import build_grader
 from retrain.rewards.rubric import Criterion, parse_met, read_criteria, share_met, weight_of
 from retrain.types import Problem
@@ -245,36 +241,3 @@ def test_another_rubric_is_another_task(tmp_path):
     first, again, other = (graded_as(rows) for rows in (rows_of(6), rows_of(6), rows_of(6, "Is polite.")))
     assert first == again != other
     assert world_changes({"rubrics": first[0]}, {"rubrics": other[0]})[0].startswith("rubrics of the data: ")
-
-
-# -- training ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_records_every_criterion(tmp_path, server):
-    """The judge pays for even digits and finds a fault in odd ones."""
-
-    def respond(handler: Any, request: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
-        answer = request["messages"][-1]["content"].rpartition("<response>\n")[2].rpartition("\n</response>")[0]
-        even, odd = any(c in "02468" for c in answer), any(c in "13579" for c in answer)
-        return 200, chat(json.dumps({"1": int(even), "2": int(odd)})), {}
-
-    server.respond = respond
-    head = campaign_head(("grpo", "none"), seeds=[1], max_steps=3)
-    toml = head + WORLD.format(model=toy_world(tmp_path), module="toyrewards", dtype="float32").replace(
-        'type = "custom"\ncustom_module = "toyrewards"',
-        f'type = "rubric"\njudge_model = "j"\njudge_url = "{server.url}"\n'
-        'criteria = [{ name = "even", text = "Even." }, { name = "odd", text = "Odd.", weight = -1.0 }]',
-    )
-    file = tmp_path / "rubric.toml"
-    file.write_text(
-        toml + "[training]\nbatch_size = 3\ngroup_size = 4\nmax_tokens = 10\nlr = 0.01\n[squeeze]\nenabled = false\n"
-        "[evaluation]\nproblems = 4\n"
-    )
-    assert launch(load(file), tmp_path / "out", NullObserver()).exit_status == 0
-    (run,) = (tmp_path / "out/runs").iterdir()
-    rows = read_jsonl(run / "metrics.jsonl")
-    for row in rows:
-        even, odd = row["rewards/rubric/even/mean"], row["rewards/rubric/odd/mean"]
-        assert row["mean_reward"] == pytest.approx((even - odd) / 2)
-        assert row["reward_failed"] == 0
-    assert len({row["rewards/rubric/odd/mean"] for row in rows}) > 1
