@@ -93,15 +93,13 @@ class Generation:
 
 
 class Batcher:
-    """The thread that owns the engine. ``max_waiting`` generations may wait; ``piece_tokens`` as ``PIECE_TOKENS``."""
+    """The thread that owns the engine. ``max_waiting`` generations may wait."""
 
-    def __init__(
-        self, engine: LocalEngine, max_waiting: int, max_rows: int = MAX_ROWS, piece_tokens: int | None = None
-    ):
+    def __init__(self, engine: LocalEngine, max_waiting: int, max_rows: int = MAX_ROWS):
         self.engine, self.max_waiting, self.max_rows = engine, max_waiting, max_rows
         # What is not kept from piece to piece would be computed again for each.
         usual = PIECE_TOKENS.get(engine.base.device.type, PIECE_TOKENS["cuda"])
-        self.piece_tokens = (piece_tokens or usual) if engine.fast else 1 << 30
+        self.piece_tokens = usual if engine.fast else 1 << 30
         engine.keeps_blocks = True
         self.failure: str = ""
         """Why the engine's thread has ended, if it has."""

@@ -19,7 +19,7 @@ from retrain.engines.protocol import PolicyRef
 from retrain.errors import ModelError
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes, LoraWeights
-from retrain.policy.threads import Workers, workers_for
+from retrain.policy.threads import workers_for
 from retrain.rng import stream_key
 from retrain.serving.adapters import Served, base_weights, read_weights, uploaded_weights
 from retrain.serving.batching import MAX_ROWS, Batcher, Generation, Piece, Sampling
@@ -65,12 +65,11 @@ class Service:
         max_queue: int = MAX_QUEUE,
         max_rows: int = MAX_ROWS,
         timeout_s: float = TIMEOUT_S,
-        workers: Workers | None = None,
         tell: Callable[[str], None] = lambda line: None,
     ):
         self.base, self.timeout_s = base, timeout_s
         self.lanes = Lanes(base)
-        self._workers = workers or workers_for(base)
+        self._workers = workers_for(base)
         self.engine = LocalEngine(base, self.lanes, workers=self._workers, tell=tell)
         self.batcher = Batcher(self.engine, max_queue, max_rows)
         # Copies, because a tokenizer belongs to one thread: base.tokenizer to the engine's, this one to the event
