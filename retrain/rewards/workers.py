@@ -79,8 +79,12 @@ class _Worker:
         try:
             self.connection.send_bytes(payload)
             reply = json.loads(self.connection.recv_bytes(MAX_REPLY_BYTES))
-        except (EOFError, ConnectionError):
-            raise TimeoutError if expired.is_set() else EOFError from None
+        except (EOFError, OSError) as error:
+            if expired.is_set():
+                raise TimeoutError from None
+            if isinstance(error, ConnectionError):
+                raise EOFError from None
+            raise
         finally:
             timer.cancel()
         if not isinstance(reply, dict):
@@ -163,7 +167,7 @@ class WorkerPool:
                 except BaseException:  # interrupted between frames: no worker may answer the next call's jobs
                     with self._starting:
                         self._fatal = "interrupted"
-                        for worker in self._alive:
+                        for worker in list(self._alive):
                             worker.kill()
                     raise
 
