@@ -51,7 +51,6 @@ class _Worker:
 
     def __init__(self, python: str, path: Sequence[str]):
         self.socket, theirs = socket.socketpair()
-        self.connection = Connection(self.socket.fileno())
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         with theirs:
             self.process = subprocess.Popen(
@@ -63,6 +62,7 @@ class _Worker:
                 start_new_session=True,  # Ctrl-C reaches the trainer only; killpg reaches the worker's children too
                 env=environment,
             )
+        self.connection = Connection(self.socket.fileno())
 
     def ask(self, payload: bytes, limit_s: float) -> dict[str, Any]:
         """Return the reply to a frame. Raises TimeoutError after ``limit_s`` seconds, EOFError if the process has
@@ -89,7 +89,7 @@ class _Worker:
             timer.cancel()
         if not isinstance(reply, dict):
             raise ValueError("not an object")
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError, ConnectionError):
             if self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):  # empty: the process has ended since
                 raise ValueError("more than one reply")
         return reply
