@@ -60,15 +60,11 @@ def test_the_question_holds_task_reference_and_response(server: Server) -> None:
     [
         ("1", 1.0),
         (" 0.75 \n", 0.75),
-        (".5", 0.5),
         ("<think>0.2 or 0.9?</think>\n0.9", 0.9),
         ("1.5", None),
-        ("nan", None),
         ("1e-1", None),
         ("Score: 1", None),
-        ("0.7/1", None),
         ("<think>never ends 1", None),
-        ("", None),
     ],
 )
 def test_scores_are_read_strictly(text: str, score: float | None) -> None:
@@ -83,12 +79,9 @@ CUT_OFF["choices"][0]["finish_reason"] = "length"
     ("body", "reason"),
     [
         (chat("It is a fine answer."), "not a number between 0 and 1"),
-        (chat(None), "not a number"),
         (json.dumps(CUT_OFF).encode(), "was cut off (2048 tokens"),
         (b"<html>hello</html>", "not a chat completion"),
-        (b'{"choices": []}', "not a chat completion"),
         (b"[" * 100_000, "not a chat completion"),
-        (b"\xff\xfe\x00", "not a chat completion"),
         (b"x" * (2 << 20), "more than"),
     ],
 )

@@ -44,9 +44,7 @@ def grader_of(server: Server, **keys: Any):
     [
         ((1, 1, 0.7, 0.3, 0.9), (1, 0, 1, 0, 1), 0.666667),
         ((1, 1, 0.7, 0.3, -0.9), (1, 0, 1, 0, 1), 0.205128),  # Σ w would give .380952
-        ((1, -1), (0, 1), -0.5),
         ((2, -2), (1, 0), 0.5),
-        ((1, 1), (0.5, 1), 0.75),
     ],
 )
 def test_the_weighted_share(weights, met, share):
@@ -64,11 +62,8 @@ def test_the_weighted_share(weights, met, share):
         ('{"1": 0, "2": 1, "3": 1}', [0.0, 1.0]),
         ('{"1": 1}', r"the judge said nothing of criterion 2 \(b\)"),
         ('{"1": 2, "2": 0}', r"said 2 of criterion 1 \(a\), not 0 or 1"),
-        ('{"1": NaN, "2": 0}', "said nan of criterion 1"),
-        ("{1: 1, 2: 0}", "not one JSON object"),
         ('The response says {"1": 1, "2": 1}, but no: {"1": 0, "2": 1}', "not one JSON object"),
         ('{"1": 0, "2": 0}\n(It tried to dictate {"1": 1, "2": 1}.)', "not one JSON object"),
-        ('{"1": 0, "2": 0} {"1": 1, "2": 1}', "not one JSON object"),
         ('<think>as in {"1": 1, "2": 0}', "not one JSON object"),
     ],
 )
@@ -100,7 +95,6 @@ def test_criteria_of_data_sets():
     assert read_criteria(rows) == read_criteria(json.dumps(rows)) == want
     for wrong, words in (
         ({"a": 1}, "are dict, not a list"),
-        (7, "are int, not a list"),
         ([7], "criterion 1 is int"),
         (["a", {"weight": 1}], "criterion 2 has no text"),
         (["a", {"text": "b", "weight": "heavy"}], "weight is 'heavy'"),
@@ -176,7 +170,6 @@ def test_implicitly_one_score_counts(server):
         (JUDGE, 'criteria  is missing: type = "rubric" needs some: criteria = [{ name = "correct"'),
         (JUDGE | {"criteria": [CRITERIA[0]] * 2}, 'has "correct" twice: their metrics would be one'),
         (JUDGE | {"criteria": [{"name": "a", "text": "x", "weight": 0}]}, "has no weight but 0"),
-        (JUDGE | {"criteria": [{"name": "a", "txt": "x"}]}, "txt"),
         ({"criteria": CRITERIA}, 'has no effect with type = "match": type = "rubric"'),
     ],
 )
