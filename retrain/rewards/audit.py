@@ -28,7 +28,7 @@ class AuditedReward(Reward):
         self.ranges = {**reward.ranges, **own}
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        """What ``reward`` gives, each with the audit's numbers; None with the reason where the audit has none."""
+        """Return the results of ``reward``, each with the audit's numbers; None with the reason where it has none."""
         results = self.reward.grade_all(items)
         try:
             audited = self.audit.grade_all(items)

@@ -58,7 +58,7 @@ class RewardModelReward(Reward):
         self.vocabulary = int(text.vocab_size)
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Scores in order; a conversation that cannot be scored whole has the reason."""
+        """Return scores in order; a conversation that cannot be scored whole has the reason."""
         results: list[RewardResult | None] = [None] * len(items)
         rows: dict[int, list[int]] = {}
         for index, (problem, completion) in enumerate(items):
@@ -77,8 +77,8 @@ class RewardModelReward(Reward):
         self._weights = None
 
     def token_ids(self, problem: Problem, completion: str) -> list[int]:
-        """The conversation as the reward model reads it. Raises ModelError when it is longer than the model's context,
-        or has tokens that the model does not know; else what the chat template raises."""
+        """Return the conversation as the reward model reads it. Raises ModelError when it is longer than the model's
+        context, or has tokens that the model does not know; else what the chat template raises."""
         if getattr(self.tokenizer, "chat_template", None):
             messages = conversation(problem, completion)
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
@@ -96,13 +96,13 @@ class RewardModelReward(Reward):
         return list(ids)
 
     def _batches(self, items: Sequence[Item], rows: dict[int, list[int]]) -> Iterator[list[int]]:
-        """Indices of rows to score together: answers to one problem that follow each other, by length."""
+        """Yield the indices of rows to score together: answers to one problem that follow each other, by length."""
         for _, same in groupby(rows, key=lambda index: items[index][0].id):
             ordered = sorted(same, key=lambda index: len(rows[index]))
             yield from (ordered[start : start + self.batch] for start in range(0, len(ordered), self.batch))
 
     def _scored(self, rows: Sequence[list[int]]) -> list[RewardResult]:
-        """One result for each row; where they fail together, each by itself."""
+        """Return one result for each row; where they fail together, each is scored by itself."""
         try:
             if self._weights is None:
                 self._weights = take(self.directory, self.device)
@@ -121,8 +121,8 @@ def conversation(problem: Problem, completion: str) -> list[dict[str, str]]:
 
 
 def located(model: str, base_dir: Path | None) -> Path:
-    """The directory of a reward model whose files are all there; one of the hub's is downloaded unless it is in the
-    cache. Raises ModelError, which says what to type."""
+    """Return the directory of a reward model whose files are all there; one of the hub's is downloaded unless it is in
+    the cache. Raises ModelError, which says what to type."""
     folders = search_folders(base_dir)
     if fault := reward_model_fault(model, *folders):
         raise _refused(model, fault)
@@ -151,7 +151,7 @@ class Weights:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def scores(self, rows: Sequence[list[int]]) -> list[float]:
-        """The score of each row of token ids, padded on the right to the longest and read in one forward pass."""
+        """Return the score of each row of token ids, padded on the right to the longest, from one forward pass."""
         import torch
 
         with self.lock, torch.no_grad():
@@ -190,7 +190,7 @@ def take(directory: Path, device: str) -> Weights:
 
 
 def _load(directory: Path, device: str) -> Weights:
-    """In float32 on a CPU, on a GPU in the number format of the files."""
+    """Load in float32 on a CPU, on a GPU in the number format of the files."""
     import torch
     from transformers import AutoModelForSequenceClassification
     from transformers.utils.logging import disable_progress_bar
@@ -230,5 +230,5 @@ def _first_line(error: Exception) -> str:
 
 
 def _whole(text: str) -> str:
-    """``text`` with half surrogate pairs, which no tokenizer takes, as U+FFFD."""
+    """Return ``text`` with half surrogate pairs, which no tokenizer takes, as U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

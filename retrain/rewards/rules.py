@@ -13,7 +13,7 @@ from retrain.types import Problem, RewardResult
 
 
 def answer_text(completion: str, problem: Problem, strict: bool = True) -> str | None:
-    r"""What a completion answers: its last ``\boxed{…}``, else its last line ``#### …`` where the problem's own
+    r"""Return what a completion answers: its last ``\boxed{…}``, else its last line ``#### …`` where the problem's own
     solution has one; None without either.
 
     A box that is never closed is no answer (None), nor is an empty one (""). Not ``strict``: where nothing is marked,
@@ -31,7 +31,7 @@ def answer_text(completion: str, problem: Problem, strict: bool = True) -> str |
 
 
 def same_text(answer: str | None, reference: str) -> bool:
-    """Equality after ``normalise``; nothing equals an empty reference, and an empty answer equals nothing."""
+    """Return whether both are equal after ``normalise``; an empty text equals nothing."""
     if answer is None or len(answer) > 4 * len(reference) + 1000:  # normalising removes less than that
         return False
     given = normalise(answer)
@@ -39,8 +39,8 @@ def same_text(answer: str | None, reference: str) -> bool:
 
 
 def has_answer_format(completion: str, problem: Problem, strict: bool = True) -> bool:
-    r"""Whether the completion has an answer that is not blank: a closed ``\boxed{…}``, or the data set's ``####``; not
-    ``strict``: anything that ``answer_text`` takes for one."""
+    r"""Return whether the completion has an answer that is not blank: a closed ``\boxed{…}``, or the data set's
+    ``####``; not ``strict``: anything that ``answer_text`` takes for one."""
     return bool((answer_text(completion, problem, strict) or "").strip())
 
 

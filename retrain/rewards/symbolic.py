@@ -42,7 +42,7 @@ class MathReward(Reward):
         self.pool = WorkerPool(entry, {}, workers=workers, timeout_s=timeout_s, memory_bytes=MEMORY_BYTES)
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Results in order; only answers that text alone cannot decide go to the workers, each pair once."""
+        """Return results in order; only answers that text alone cannot decide go to the workers, each pair once."""
         pairs = [(problem.answer, answer_text(completion, problem, self.strict) or "") for problem, completion in items]
         verdicts: dict[tuple[str, str], bool | str | None] = {pair: decided(*pair) for pair in pairs}
         open_pairs = [pair for pair, verdict in verdicts.items() if verdict is None]
@@ -62,7 +62,7 @@ class MathReward(Reward):
 
 
 def decided(reference: str, answer: str) -> bool | None:
-    """The verdict where text alone decides it, else None."""
+    """Return the verdict where text alone decides it, else None."""
     if not answer.strip() or not reference.strip():
         return False
     if same_text(answer, reference):
@@ -76,7 +76,7 @@ def decided(reference: str, answer: str) -> bool | None:
 
 
 def verifier() -> Callable[[Sequence[str]], bool]:
-    """The worker's entry: a function of (reference, answer) that says whether they are equal."""
+    """Return the worker's function of (reference, answer): whether they are equal."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     logging.disable(logging.WARNING)  # math-verify warns that its own, cooperative time limits are off

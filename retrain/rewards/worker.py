@@ -91,7 +91,7 @@ def _ignore_endings() -> None:
 
 
 def _reply(grade: Any, frame: bytes, what: str) -> tuple[dict[str, Any], bool]:
-    """The reply to one job, and whether this process should be replaced."""
+    """Return the reply to one job, and whether this process should be replaced."""
     try:
         value = grade(pickle.loads(frame))
         json.dumps(value)

@@ -38,7 +38,7 @@ def base_weights(base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
 
 
 def read_weights(directory: Path, base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
-    """The LoRA adapter in a PEFT directory; layers that it leaves alone have zeros.
+    """Read the LoRA adapter in a PEFT directory; layers that it leaves alone have zeros.
 
     Raises ModelError when it is no such adapter, or not of this base.
     """
@@ -74,7 +74,7 @@ def _size(shapes: Sequence[LayerShape], rank: int) -> int:
 
 
 def uploaded_weights(files: Mapping[str, str], base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
-    """The adapter in these files, by name, in base64. Raises ModelError as ``read_weights``."""
+    """Read the adapter in these files, by name, in base64. Raises ModelError as ``read_weights``."""
     if set(files) != {CONFIG, WEIGHTS}:
         raise ModelError(f"files must be {CONFIG} and {WEIGHTS}, not {', '.join(sorted(files))[:200] or 'nothing'}")
     with tempfile.TemporaryDirectory(prefix="retrain-serve-") as folder:

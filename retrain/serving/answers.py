@@ -45,7 +45,7 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
+    """Return a log-probability that JSON can hold."""
     return max(float(logprob), LEAST_LOGPROB) if math.isfinite(logprob) else LEAST_LOGPROB
 
 

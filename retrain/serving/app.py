@@ -27,7 +27,7 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
 def app_of(service: Service, api_key: str | None = None) -> Starlette:
-    """The application. ``api_key``: what a request's Bearer token must be; None: only this machine asks."""
+    """Return the application. ``api_key``: what a request's Bearer token must be; None: only this machine asks."""
 
     def route(path: str, handler: Handler, method: str = "GET") -> Route:
         async def endpoint(request: Request) -> Response:
@@ -129,7 +129,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def health(service: Service, request: Request) -> Response:
-    """200 as long as the engine runs."""
+    """Answer 200 as long as the engine runs."""
     return Response(status_code=503 if service.batcher.failure else 200)
 
 

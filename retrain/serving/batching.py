@@ -52,7 +52,7 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are drawn from less than the whole vocabulary."""
+        """Return whether tokens are drawn from less than the whole vocabulary."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
@@ -126,7 +126,7 @@ class Batcher:
         return len(self._active), len(self._waiting)
 
     def submit(self, generations: Sequence[Generation]) -> None:
-        """Take them all. Raises Refusal: 400 for more than ever fit, 503 when too many wait, or the server stops."""
+        """Queue all of them. Raises Refusal: 400 for more than ever fit, 503 when too many wait or the server stops."""
         if len(generations) > self.max_waiting:
             raise Refusal(
                 400, f"{len(generations)} completions in one request; this server takes {self.max_waiting}", "n"
@@ -149,7 +149,7 @@ class Batcher:
             self._changed.notify()
 
     def call(self, task: Callable[[], T]) -> Future[T]:
-        """Do this on the engine's thread, between two pieces."""
+        """Run ``task`` on the engine's thread, between two pieces."""
         future: Future[T] = Future()
         with self._changed:
             if self._stopping or self.failure:
@@ -181,7 +181,7 @@ class Batcher:
                     future.set_exception(Refusal(500, "the engine has failed"))
 
     def _admit(self) -> bool:
-        """Wait until there is something to do; do the tasks and admit generations. False: the end."""
+        """Wait until there is something to do, run the tasks and admit generations. Return False at the end."""
         with self._changed:
             while not (self._active or self._waiting or self._tasks or self._retired):
                 if self._stopping:
@@ -201,7 +201,7 @@ class Batcher:
         return True
 
     def _drop(self) -> None:
-        """Let go of what nobody waits for, or has waited for too long."""
+        """Drop generations that were cancelled or have passed their deadline."""
         now = time.monotonic()
         with self._changed:  # also of those that have not begun
             late = [each for each in self._waiting if each.cancelled or each.deadline < now]
@@ -253,7 +253,7 @@ class Batcher:
             self._leave(ended)
 
     def _batches(self) -> list[list[Generation]]:
-        """The generations under way in batches whose lanes are about equally full."""
+        """Return the generations under way in batches whose lanes are about equally full."""
         lanes: dict[PolicyRef, list[Generation]] = {}
         for generation in self._active:
             lanes.setdefault(generation.served.ref, []).append(generation)
@@ -268,7 +268,7 @@ class Batcher:
         return batches
 
     def _requests(self, batch: Sequence[Generation]) -> Iterable[tuple[SampleRequest, list[Generation]]]:
-        """What to ask the engine; generations that begin with the same prompt and are drawn alike are one request."""
+        """Yield the engine's requests; generations that begin with the same prompt and are drawn alike share one."""
         alike: dict[Any, list[Generation]] = {}
         for each in batch:
             how = each.sampling
@@ -298,7 +298,7 @@ class Batcher:
             yield request, generations
 
     def _piece(self, generation: Generation, action: Action) -> Piece:
-        """What this action is of the generation, cut where it ends."""
+        """Append an action to its generation and return the piece, cut where the generation ends."""
         how, before = generation.sampling, len(generation.token_ids)
         generation.token_ids += action.token_ids
         reason: str | None = None
@@ -317,7 +317,7 @@ class Batcher:
         return Piece(new, action.logprobs_T[: len(new)].tolist(), reason, stop)
 
     def _stopped(self, generation: Generation, before: int, stops: Sequence[str]) -> str | None:
-        """The stop that the new tokens complete, if any; what follows the token that does so is cut off."""
+        """Return the stop that the new tokens complete, if any, and cut off what follows the token that does so."""
         decode = self.engine.base.text.decode
         text = decode(generation.token_ids)
         if not any(stop in text for stop in stops):

@@ -46,8 +46,8 @@ async def answer(service: Service, request: Request) -> Response:
 def rendered(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], more: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """The conversation in tokens, up to where the answer begins. ``more``: variables of the template. Raises Refusal
-    for messages or tools of a wrong form, and for what the template refuses."""
+    """Return the conversation in tokens, up to where the answer begins. ``more``: variables of the template. Raises
+    Refusal for messages or tools of a wrong form, and for what the template refuses."""
     plain = [_message(message, f"messages.{place}") for place, message in enumerate(messages)]
     for place, tool in enumerate(tools):
         _check_tool(tool, f"tools.{place}")
@@ -63,7 +63,7 @@ def rendered(
 
 
 def _message(message: Mapping[str, Any], where: str) -> Any:
-    """The message as templates take it: all text, the arguments of calls as JSON values."""
+    """Return the message as templates take it: all text, the arguments of calls as JSON values."""
     role = message.get("role")
     if role not in ROLES:
         raise Refusal(400, f"{where}.role must be one of {', '.join(ROLES)}", "messages")

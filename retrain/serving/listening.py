@@ -24,7 +24,7 @@ ARRIVAL_S, ARRIVAL_RATE = 30.0, 100_000
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket of this address, which nobody can connect to yet; port 0 is any that is free. Raises UsageError."""
+    """Return a socket bound to this address, not yet listening; port 0 is any that is free. Raises UsageError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -43,7 +43,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """What clients take as base_url."""
+    """Return what clients take as base_url."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
@@ -121,7 +121,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Hear signals while it serves; none of them is raised again."""
+        """Handle signals while it serves; none of them is raised again."""
         before = {each: signal.signal(each, self._heard) for each in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield

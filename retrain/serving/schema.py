@@ -198,7 +198,7 @@ class DetokenizeBody(Body):
 
 
 def read(kind: type[Model], raw: bytes) -> Model:
-    """The body as this kind. Raises Refusal (400)."""
+    """Return the body as this kind. Raises Refusal (400)."""
     try:
         content = json.loads(raw, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8, and of endless numbers
@@ -221,7 +221,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def plain_text(text: str, param: str) -> str:
-    """The text. Raises Refusal for one that no tokenizer takes: half of a surrogate pair."""
+    """Return the text. Raises Refusal for one that no tokenizer takes: half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -174,8 +174,8 @@ class Service:
 
     @property
     def max_body(self) -> int:
-        """Bytes of the longest request body that is read. Every prompt that fits into the context fits into it: as
-        many of the longest tokens as the context holds, each character escaped in JSON."""
+        """Return the bytes of the longest request body that is read. Every prompt that fits into the context fits into
+        it: as many of the longest tokens as the context holds, each character escaped in JSON."""
         longest = max(map(len, self.tokenizer.get_vocab()), default=1)
         return min(MAX_BODY, MIN_BODY + self.base.context_length * longest * JSON_BYTES)
 
@@ -224,7 +224,7 @@ class Service:
     async def score(
         self, served: Served, token_ids: Sequence[int], begin: int, how: Sampling | None, top: int
     ) -> tuple[list[float], list[Tops]]:
-        """What the weights say of ``token_ids[begin:]``, by a fresh forward pass: see ``scoring.score``."""
+        """Return ``scoring.score`` of these weights, run on the engine's thread."""
         return await asyncio.wrap_future(
             self.batcher.call(lambda: score(self.base, self.lanes, served.weights, token_ids, begin, how, top))
         )

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What the work comes to. Raises ClientDisconnect, with the work cancelled, when the client has left before."""
+    """Return the result of ``work``. Raises ClientDisconnect, with the work cancelled, if the client leaves first."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)

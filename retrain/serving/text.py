@@ -21,7 +21,7 @@ class Writer:
         self._said = 0
 
     def add(self, token_ids: Sequence[int], stop_reason: int | str | None = None, last: bool = False) -> str:
-        """What is new and certain; all of the rest with the ``last`` tokens."""
+        """Return text that is new and certain; all of the rest with the ``last`` tokens."""
         self._token_ids += token_ids
         shown = self._token_ids
         if last and isinstance(stop_reason, int) and not self._keep_stop:

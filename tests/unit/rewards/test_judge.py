@@ -14,7 +14,7 @@ from judge_cases import CAPITAL, Server, chat, judging, says
 from retrain.config import tasks
 from retrain.errors import UsageError
 from retrain.rewards import RewardResult, build_grader
-from retrain.rewards.endpoint import AWAY_IN_A_ROW, Endpoint
+from retrain.rewards.endpoint import FAILURES_IN_A_ROW, Endpoint
 from retrain.rewards.judge import JudgeReward, parse_score, question
 from retrain.types import Problem
 
@@ -159,7 +159,7 @@ def test_when_nobody_is_there_the_batch_is_given_up_quickly(server: Server) -> N
         results = reward.grade_all([(CAPITAL, "Paris")] * 500)
     assert all(result.total_reward is None for result in results)
     assert "failed 3 times, last: ConnectError" in (results[0].error or "")
-    assert f"not tried after {AWAY_IN_A_ROW} failures in a row" in (results[-1].error or "")
+    assert f"not tried after {FAILURES_IN_A_ROW} failures in a row" in (results[-1].error or "")
 
 
 def test_the_key_goes_to_the_server_and_nowhere_else(server: Server, monkeypatch, capfd, caplog) -> None:
