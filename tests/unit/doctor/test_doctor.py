@@ -40,6 +40,9 @@ dtype = "{dtype}"
 """
 
 
+FAST = {"bandwidth": 1e14, "matrix": 1e14}
+
+
 def run(*arguments: object):
     return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
 
@@ -232,13 +235,12 @@ def test_a_checkpoint_without_the_optimizer_fails(subject, monkeypatch):
 
 
 def test_a_machine_far_from_its_roofline_fails(subject, monkeypatch):
-    """By faster copies the decoding is too slow, by faster products the update."""
+    """On a machine with fast products the update is too slow, with fast copies also decoding."""
     slow = {"bandwidth": 1e7, "matrix": 1e8}
-    for rates, exceeded in ((slow, set()), (slow | {"matrix": 1e14}, "update"), (slow | {"bandwidth": 1e14}, "decode")):
+    for rates, too_slow in ((slow, None), (slow | {"matrix": 1e14}, "update_share"), (FAST, "decode_share")):
         monkeypatch.setattr(subject, "rates", rates)
-        measures = {measure["name"]: measure["ok"] for measure in CHECKS["speed"](subject).measures}
-        assert not exceeded or not measures[f"{exceeded}_share"]
-        assert exceeded or all(measures.values())
+        exceeded = {measure["name"] for measure in CHECKS["speed"](subject).measures if not measure["ok"]}
+        assert too_slow in exceeded if too_slow else not exceeded
     assert machine.union_length([(0.0, 2.0), (1.0, 3.0), (1.5, 2.5), (5.0, 6.0)]) == 4.0
 
 
