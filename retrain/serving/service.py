@@ -105,16 +105,17 @@ class Service:
             raise Refusal(400, "give either lora_path or files", "lora_path")
         if path is not None and ("\0" in path or not await asyncio.to_thread(Path(path).is_dir)):
             raise Refusal(404, f"{path[:1000]!r} is not a directory of this machine", "lora_path")
-        base, shapes = self.base, self.lanes.shapes
         try:
-            if files is not None:
-                weights = await asyncio.to_thread(uploaded_weights, files, base, shapes)
-            else:
-                weights = await asyncio.to_thread(read_weights, Path(path or ""), base, shapes)
+            weights = await asyncio.to_thread(self._read, path, files)
         except ModelError as error:
             raise Refusal(400, str(error), "lora_path" if files is None else "files") from error
         self._check_new(name, load_inplace)  # there may be one of this name by now
         await asyncio.wrap_future(self._put(name, path or "upload", weights))
+
+    def _read(self, path: str | None, files: Mapping[str, str] | None) -> LoraWeights:
+        if files is not None:
+            return uploaded_weights(files, self.base, self.lanes.shapes)
+        return read_weights(Path(path or ""), self.base, self.lanes.shapes)
 
     def _check_new(self, name: str, load_inplace: bool) -> None:
         """Raise Refusal (400) for a name that is taken."""
