@@ -20,37 +20,37 @@ from retrain.serving.service import Service
 
 T = TypeVar("T")
 NAMES = ("base", "one", "two")
-HERE = "http://127.0.0.1"
 
 
 class World:
     """The service, its application, and the adapters that it serves, by name, as they are trained and on disk."""
 
     def __init__(self, folder: Path, **options: Any):
-        self.service = Service(toy_base(folder / "model"), "base", **options)
-        self.app = app_of(self.service)
-        self.adapters: dict[str, Adapter] = {}
-        self.directories: dict[str, Path] = {}
-        lanes = self.service.lanes
+        self.serve(Service(toy_base(folder / "model"), "base", **options))
         for seed, name in enumerate(NAMES):
-            self.adapters[name] = trained(lanes, seed, size=0.3 if seed else 0.0)
+            self.adapters[name] = trained(self.service.lanes, seed, size=0.3 if seed else 0.0)
             if seed:
-                self.directories[name] = self.saved(folder / name, self.adapters[name])
+                self.directories[name] = folder / name
+                self.directories[name].mkdir()
+                save_adapter(self.directories[name], self.adapters[name], self.service.base.name)
                 self.service.load_at_start(name, self.directories[name])
 
-    def saved(self, directory: Path, adapter: Adapter) -> Path:
-        directory.mkdir()
-        save_adapter(directory, adapter, self.service.base.name)
-        return directory
+    @classmethod
+    def of(cls, service: Service) -> World:
+        world = cls.__new__(cls)
+        world.serve(service)
+        return world
 
-    def client(self, app: Any = None) -> httpx.AsyncClient:
-        # A mistake of the server is an answer here, as it is to a client over a network.
-        transport = httpx.ASGITransport(app or self.app, raise_app_exceptions=False, client=("127.0.0.1", 1))
-        return httpx.AsyncClient(transport=transport, base_url=HERE, timeout=60)
+    def serve(self, service: Service) -> None:
+        self.service, self.app = service, app_of(service)
+        self.adapters: dict[str, Adapter] = {}
+        self.directories: dict[str, Path] = {}
 
     def run(self, work: Callable[[httpx.AsyncClient], Awaitable[T]], app: Any = None) -> T:
         async def main() -> T:
-            async with self.client(app) as client:
+            # A mistake of the server is an answer here, as it is to a client over a network.
+            transport = httpx.ASGITransport(app or self.app, raise_app_exceptions=False, client=("127.0.0.1", 1))
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as client:
                 return await work(client)
 
         return asyncio.run(main())

@@ -13,6 +13,8 @@ from typing import Any
 
 import httpx
 import uvicorn
+from starlette.requests import Request
+from starlette.responses import Response
 
 from retrain.policy.base import load_base
 from retrain.serving.app import app_of
@@ -45,7 +47,7 @@ class StandIn:
 
     @property
     def adapters(self) -> list[str]:
-        return [each.name for each in self.service.names.all() if each.name != "base"]
+        return [name for name in self.service.served if name != "base"]
 
     def start(self) -> None:
         """Listen, where it listened before."""
@@ -76,21 +78,14 @@ class StandIn:
         if scope["path"] in ("/sleep", "/wake_up") and self.naps is not None:
             query = scope["query_string"].decode()
             self.naps.append(f"{scope['path']}?{query}" if query else scope["path"])
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
+            await Response()(scope, receive, send)
             return
         if scope["path"] not in ("/v1/completions", "/generate"):
             path = scope["path"]
             path = f"/v1{path}" if path.endswith("lora_adapter") and not path.startswith("/v1") else path
             await self.app({**scope, "path": path, "raw_path": path.encode()}, receive, send)
             return
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-        asked = json.loads(body)
+        asked = await Request(scope, receive).json()
         self.asked.append(asked)
         generate = scope["path"] == "/generate"
         async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url=self.url) as inner:
@@ -113,40 +108,33 @@ class StandIn:
             return
         status, payload = changed
         content = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-        await send(
-            {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]}
-        )
-        await send({"type": "http.response.body", "body": content})
+        await Response(content, status, media_type="application/json")(scope, receive, send)
 
 
 def _as_completion(asked: dict[str, Any]) -> dict[str, Any]:
     """SGLang's request in vLLM's words."""
     how = asked["sampling_params"]
-    if how["max_new_tokens"] == 0:
-        assert asked["return_logprob"]
-        assert asked["logprob_start_len"] == 0
-        named = asked.get("lora_path", "base")
-        scored = {"max_tokens": 0, "echo": True, "logprobs": 0, "return_token_ids": True}
-        return {"model": named, "prompt": asked["input_ids"], **scored}
-    same = {key: how[key] for key in ("temperature", "top_p", "top_k", "min_p", "n", "stop_token_ids")}
-    return {
+    body = {
         "model": asked.get("lora_path", "base"),
         "prompt": asked["input_ids"],
         "max_tokens": how["max_new_tokens"],
-        "seed": how["sampling_seed"],
         "logprobs": 0,
         "return_token_ids": True,
-        **same,
     }
+    if how["max_new_tokens"] == 0:
+        assert asked["return_logprob"]
+        assert asked["logprob_start_len"] == 0
+        return body | {"echo": True}
+    same = ("temperature", "top_p", "top_k", "min_p", "n", "stop_token_ids")
+    return body | {"seed": how["sampling_seed"]} | {key: how[key] for key in same}
 
 
 def _as_generated(payload: dict[str, Any]) -> dict[str, Any]:
     """vLLM's answer in SGLang's words."""
     choice = payload["choices"][0]
-    drawn = zip(choice["logprobs"]["token_logprobs"], choice["token_ids"], strict=True)
     about = {
         "finish_reason": {"type": choice["finish_reason"]},
-        "output_token_logprobs": [[logprob, token, None] for logprob, token in drawn],
+        "output_token_logprobs": _triples(choice, "token_ids"),
         "prompt_tokens": len(choice["prompt_token_ids"]),
     }
     return {"text": choice["text"], "meta_info": about}
@@ -154,6 +142,9 @@ def _as_generated(payload: dict[str, Any]) -> dict[str, Any]:
 
 def _as_scored(payload: dict[str, Any]) -> dict[str, Any]:
     """What vLLM says of a prompt's tokens in SGLang's words."""
-    choice = payload["choices"][0]
-    said = zip(choice["logprobs"]["token_logprobs"], choice["prompt_token_ids"], strict=True)
-    return {"text": "", "meta_info": {"input_token_logprobs": [[logprob, token, None] for logprob, token in said]}}
+    return {"text": "", "meta_info": {"input_token_logprobs": _triples(payload["choices"][0], "prompt_token_ids")}}
+
+
+def _triples(choice: dict[str, Any], tokens: str) -> list[list[Any]]:
+    pairs = zip(choice["logprobs"]["token_logprobs"], choice[tokens], strict=True)
+    return [[logprob, token, None] for logprob, token in pairs]

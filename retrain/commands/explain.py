@@ -36,6 +36,11 @@ CONDITION_COLUMNS = (
 
 FILE_COLUMNS = ("file", "what it holds")
 
+MACHINE_FILES = (
+    ("environment.json", "machine, GPUs, Python, all installed packages"),
+    ("code.diff", "uncommitted changes of the repositories that the code comes from"),
+)
+
 CAMPAIGN_FILES = (
     ("manifest.json", "every run and its state, the comparison, the recommended rank"),
     ("plan.json", "the file as it was given, every run as it was resolved"),
@@ -47,8 +52,7 @@ CAMPAIGN_FILES = (
     ("squeeze/verification.json", "held-out accuracy at every rank beside the full adapter, paired by problem"),
     ("squeeze/rank_<r>/", "an adapter compressed to the recommended rank, if that is known"),
     ("config.json", "every key as it was resolved, package versions, git revision"),
-    ("environment.json", "machine, GPUs, Python, all installed packages"),
-    ("code.diff", "uncommitted changes of the repositories that the code comes from"),
+    *MACHINE_FILES,
 )
 
 ONLY_OF_CAMPAIGNS = ("comparison.json", "report.html", "base/evaluation_<how>.npz")
@@ -56,8 +60,7 @@ ONLY_OF_CAMPAIGNS = ("comparison.json", "report.html", "base/evaluation_<how>.np
 RUN_FILES = (
     ("retrain.json", "which run owns this directory; also in every checkpoint and adapter"),
     ("config.json", "every key resolved for this run, seeds, data hash, base model"),
-    ("environment.json", "machine, GPUs, Python, all installed packages"),
-    ("code.diff", "uncommitted changes of the repositories that the code comes from"),
+    *MACHINE_FILES,
     ("metrics.jsonl", "one row per step"),
     ("metrics.f32", "the same numbers as columns, from 64 steps on"),
     ("evals.jsonl", "one row per held-out evaluation"),
@@ -102,14 +105,7 @@ def explain(
 def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | None = None) -> None:
     """Print the conditions and seeds of a file's plan, what can be detected, and what it takes."""
     from retrain.campaign.planning.estimate import work_of
-    from retrain.commands.formulas import (
-        credit_formula,
-        critic_words,
-        distillation_words,
-        environment_words,
-        loss_words,
-        reward_words,
-    )
+    from retrain.commands import formulas
 
     loaded, specs = plan.source, plan.specs
     assert loaded is not None
@@ -119,13 +115,13 @@ def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | Non
     print(f"{loaded.path}: {counts[0]} × {counts[1]} = {counts[2]}\n")
     print_table(CONDITION_COLUMNS, [condition_row(spec, conditions[0]) for spec in conditions], left=CONDITION_COLUMNS)
     print()
-    print_by_words("token credit", credit_formula, conditions)
-    print_by_words("critic", critic_words, conditions)
-    print_by_words("distillation", distillation_words, conditions)
-    print_by_words("loss", loss_words, conditions)
-    print_by_words("reward", reward_words, conditions)
+    print_by_words("token credit", formulas.credit_formula, conditions)
+    print_by_words("critic", formulas.critic_words, conditions)
+    print_by_words("distillation", formulas.distillation_words, conditions)
+    print_by_words("loss", formulas.loss_words, conditions)
+    print_by_words("reward", formulas.reward_words, conditions)
     if conditions[0].config.environment.hosted:
-        print(f"environment   {environment_words(conditions[0].config)}")
+        print(f"environment   {formulas.environment_words(conditions[0].config)}")
     problems = print_problems(plan)
     print(f"seeds         {' '.join(map(str, seeds))}")
     print_sets(specs[0].config, problems)
@@ -137,7 +133,6 @@ def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | Non
 
 
 def conditions_of(specs: Sequence[RunSpec]) -> list[RunSpec]:
-    """Return the first run of each condition."""
     return [spec for spec in specs if spec.seed == specs[0].seed]
 
 
@@ -165,7 +160,6 @@ def print_problems(plan: Plan) -> Problems:
 
 
 def condition_row(spec: RunSpec, first: RunSpec) -> tuple[str, str, str, str]:
-    """Label, the two formulas in words, and the differences from the first condition."""
     from retrain.campaign.planning.changes import differences
     from retrain.commands.formulas import advantage_words, credit_words
     from retrain.config.campaign import condition_name
@@ -183,7 +177,6 @@ def condition_row(spec: RunSpec, first: RunSpec) -> tuple[str, str, str, str]:
 
 
 def print_sets(config: Config, problems: Problems) -> None:
-    """Print the held-out sets that have names of their own, and how each is sampled."""
     from retrain.campaign.planning.estimate import held_out_sets
 
     for i, each in enumerate(held_out_sets(config, problems.sizes) if config.evaluation.sets else ()):
@@ -200,7 +193,6 @@ def print_sets(config: Config, problems: Problems) -> None:
 
 
 def print_design(specs: list[RunSpec], pilot: Path | None, detect: float | None) -> None:
-    """Print which difference the comparison can detect, and warnings about its design."""
     from retrain.campaign.judging.design import verdict_lines, warnings_of
 
     for name, lines in (("verdict", verdict_lines(specs, pilot, detect)), ("careful", warnings_of(specs))):
@@ -209,7 +201,6 @@ def print_design(specs: list[RunSpec], pilot: Path | None, detect: float | None)
 
 
 def print_work(specs: list[RunSpec], works: list[Work], problems: Problems) -> None:
-    """Print how much each run samples and trains, and all of them together."""
     from retrain.campaign.planning.estimate import sampled_evaluations, work_of
 
     def training_words(config: Config) -> str:
@@ -236,7 +227,6 @@ def print_work(specs: list[RunSpec], works: list[Work], problems: Problems) -> N
 
 
 def evaluation_words(config: Config, problems: Problems) -> str:
-    """Return how often a run is evaluated, on how many problems, and what that samples."""
     from retrain.campaign.planning.estimate import held_out_sets, work_of
     from retrain.config.schedule import part_evaluations, whole_evaluations
 
@@ -257,7 +247,6 @@ def evaluation_words(config: Config, problems: Problems) -> str:
 
 
 def print_squeeze_plan(config: Config, problems: Problems) -> None:
-    """Print when squeeze analyses adapters and how many completions it samples."""
     from retrain.campaign.planning.estimate import verified_ranks
 
     squeeze, held_out = config.squeeze, config.decisive
@@ -363,7 +352,6 @@ def idle_words(specs: Sequence[RunSpec], groups: Sequence[Sequence[RunSpec]], wo
 
 
 def model_words(config: Config, architecture: Architecture) -> str:
-    """Return the model with its frozen and trained parameter counts."""
     from retrain.campaign.planning.estimate import trained_parameters
 
     adapter, critic = trained_parameters(config, architecture)
@@ -376,7 +364,6 @@ def model_words(config: Config, architecture: Architecture) -> str:
 def memory_words(
     groups: Sequence[Sequence[RunSpec]], architecture: Architecture, device: Device, prompt_tokens: int | None
 ) -> str:
-    """Return the memory of the largest cohort and its parts."""
     from retrain.campaign.planning.estimate import cohort_memory, number_bytes, run_memory
 
     known: dict[str, Memory] = {}  # by label: runs of a condition take the same
@@ -436,7 +423,6 @@ def time_words(plan: Plan, works: Sequence[Work], device: Device, cohorts: int, 
 
 
 def print_files(plan: Plan) -> None:
-    """Print every file that training would write, with a phrase for each."""
     specs = plan.specs
     print(f"\nwrites        {plan.directory}/")
     if not specs[0].is_campaign:

@@ -25,7 +25,6 @@ DIVISORS = {
 
 
 def advantage_words(config: Config) -> str:
-    """The credit of a completion with reward r."""
     mode = config.algorithm.advantage_mode
     if config.algorithm.critic:
         return _critic_advantage(config)
@@ -36,7 +35,6 @@ WHITENED = ", then whitened over the batch"
 
 
 def _critic_advantage(config: Config) -> str:
-    """The advantage of a token, with the numbers of this run."""
     critic = config.critic
     lam = f"λ = {critic.policy_lambda:g}" if critic.lam_length is None else f"λ = 1 − 1/({critic.lam_length:g}·length)"
     if critic.lam_length is not None or critic.value_lambda != critic.policy_lambda:
@@ -46,7 +44,6 @@ def _critic_advantage(config: Config) -> str:
 
 
 def critic_words(config: Config) -> str:
-    """What gives the values and how it is trained; empty without a critic."""
     critic, training = config.critic, config.training
     if not config.algorithm.critic:
         return ""
@@ -84,7 +81,6 @@ def distillation_words(config: Config) -> str:
 
 
 def credit_words(config: Config) -> str:
-    """How a completion's credit is spread over its tokens."""
     mode = config.algorithm.transform_mode
     if config.algorithm.critic and mode == "none":
         return "every token its own"
@@ -109,7 +105,6 @@ def credit_formula(config: Config) -> str:
 
 
 def _ramp(sepa: Sepa) -> str:
-    """When λ rises."""
     words = f"λ 0 → 1 in {sepa.steps} steps" if sepa.schedule == "linear" else f"λ by variance and {sepa.steps} steps"
     if sepa.delay_steps:
         words += f" after {sepa.delay_steps}"
@@ -173,7 +168,6 @@ def _mismatch_words(config: Config) -> str:
 
 
 def _rejection_words(algorithm: Algorithm) -> list[str]:
-    """What is left out of the loss before the update, and what then counts in its divisor."""
     low, high = algorithm.rejection_bounds
     words = {
         "geometric": f"completions left out whose mean ratio to the sampler is outside {low:g} to {high:g}",
@@ -187,7 +181,6 @@ def _rejection_words(algorithm: Algorithm) -> list[str]:
 
 
 def _update_words(training: Training) -> str:
-    """How often a batch is trained on."""
     made = training.num_iterations
     words = f"{made} {'pass' if made == 1 else 'passes'}"
     if training.minibatches > 1:
@@ -200,7 +193,6 @@ def _update_words(training: Training) -> str:
 
 
 def environment_words(config: Config) -> str:
-    """What the model acts in, and for how long at most."""
     section = config.environment
     names = [each if isinstance(each, str) else str(each.get("tool", "?")) for each in section.tools]
     what = f"tools {', '.join(names)}" if names else section.provider or ""
@@ -213,7 +205,6 @@ def environment_words(config: Config) -> str:
 
 
 def reward_words(config: Config) -> str:
-    """What a completion is worth: the kind of reward, or the sum of them, with its limits where it has any."""
     reward = config.reward
     if config.environment.provider is not None:
         return f"that of {config.environment.provider}"

@@ -14,22 +14,11 @@ if TYPE_CHECKING:
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> None:
     """Print rows under headings; columns not named in ``left`` are set to the right."""
-    if not sys.stdout.isatty():
-        from retrain.record.tables import aligned
-
-        print(*aligned(headings, rows, left), sep="\n")
-        return
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in left else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+    from retrain.record.tables import ResultTable
+
+    _print(lambda width: ResultTable("", headings, [list(map(Text, row)) for row in rows], left))
 
 
 def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
@@ -37,7 +26,6 @@ def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
     failures and paths."""
     from retrain.record.tables import accuracy_line, squeeze_line
 
-    plain = plain or not sys.stdout.isatty()
     print()
     if summary["comparison"]:
         print_comparison(summary["comparison"], plain)
@@ -62,19 +50,19 @@ def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
 
 def print_comparison(report: Mapping[str, Any], plain: bool, secondary: bool = False) -> None:
     """Print the conditions against the baseline and the verdicts, with the ``secondary`` measures if asked for."""
-    from retrain.record import tables
+    from retrain.record.tables import SECONDARY_COLUMNS, comparison_table, secondary_rows
 
-    _print_results(tables.comparison_table, report, plain)
+    _print(lambda width: comparison_table(report, width), plain)
     if secondary and report["secondary"]:
         print("\nAlso measured, without a verdict and without correction for their number")
-        print_table(tables.SECONDARY_COLUMNS, tables.secondary_rows(report), left=("metric", "condition"))
+        print_table(SECONDARY_COLUMNS, secondary_rows(report), left=("metric", "condition"))
 
 
 def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
     """Print the rank table, the recommended rank, and where the compressed adapter is."""
-    from retrain.record import tables
+    from retrain.record.tables import squeeze_table
 
-    _print_results(tables.squeeze_table, report, plain or not sys.stdout.isatty())
+    _print(lambda width: squeeze_table(report, width), plain)
     if report.get("compressed"):
         print(f"compressed  {report['compressed']}")
     enough = (report.get("verified") or {}).get("enough")
@@ -82,15 +70,17 @@ def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
         print(f"for rank {enough}  retrain squeeze {report['run']} --to {enough}")
 
 
-def _print_results(table_of: Callable[..., ResultTable], report: Mapping[str, Any], plain: bool) -> None:
-    """Print a table of results in plain text, or in the width of the terminal."""
+def _print(table_of: Callable[[int], ResultTable], plain: bool = False) -> None:
+    """Print a table in plain text, or in the width of the terminal."""
     from rich.console import Console
 
-    if plain:
-        print(table_of(report).text())
+    from retrain.record.tables import WIDE
+
+    if plain or not sys.stdout.isatty():
+        print(table_of(WIDE).text())
     else:
         console = Console()
-        console.print(table_of(report, console.width).rich())
+        console.print(table_of(console.width).rich())
 
 
 def count(number: float) -> str:
@@ -133,7 +123,6 @@ def visible(text: str) -> str:
 
 
 def note(text: str) -> None:
-    """Say something beside the result."""
     print(f"note: {visible(text)}", file=sys.stderr)
 
 

@@ -73,7 +73,7 @@ def serve(
         try:
             for name, directory in given.adapters.items():
                 service.load_at_start(name, directory)
-            names = ",".join(served.name for served in service.names.all())
+            names = ",".join(service.served)
 
             def ready() -> None:
                 print(f"serving {names} at {url_of(bound)}", flush=True)

@@ -42,7 +42,7 @@ def run_checks(
     """Run all checks; one that raises has failed. ``begins`` is called with the name of each before it runs."""
     for name, check in checks.items():
         begins(name)
-        clock, processor = time.perf_counter(), _processor_seconds()
+        clock, processor = time.perf_counter(), os.times()
         try:
             result = check(subject)
         except Exception as error:
@@ -51,12 +51,8 @@ def run_checks(
             if subject.on_gpu:
                 torch.cuda.empty_cache()
         seconds = time.perf_counter() - clock
-        yield replace(result, name=name, seconds=seconds, processor_seconds=_processor_seconds() - processor)
-
-
-def _processor_seconds() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+        used = sum(after - before for before, after in zip(processor[:4], os.times()[:4], strict=True))
+        yield replace(result, name=name, seconds=seconds, processor_seconds=used)
 
 
 def report(subject: Subject, results: Sequence[Result]) -> dict[str, Any]:

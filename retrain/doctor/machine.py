@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from retrain.doctor.results import Result, judged
-from retrain.doctor.subject import Sizes, Subject, replaced
+from retrain.doctor.subject import Sizes, Subject
 from retrain.engines.dense import is_supported
 from retrain.engines.protocol import SampleRequest
 from retrain.gpus import build_fault, nvidia_gpus
@@ -113,7 +114,7 @@ def paths(subject: Subject) -> Result:
     policy = subject.trained(0, clipped=False)
     policy.workers = Workers()
     requests = subject.requests(subject.publish([policy]), sizes=Sizes(2, 2, 6))
-    with replaced(subject.engine, "workers", Workers()):  # the profiler sees this thread only
+    with patch.object(subject.engine, "workers", Workers()):  # the profiler sees this thread only
         sampling, groups = _attention_kernels(lambda: subject.engine.sample(requests))
     samples = subject.samples(requests, groups)
     updating, _ = _attention_kernels(lambda: subject.update(policy, samples))

@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from retrain.doctor.results import SKIP, Result, judged
 from retrain.doctor.sampling import Agreement, agreement
-from retrain.doctor.subject import Sizes, Subject, replaced
+from retrain.doctor.subject import Sizes, Subject
 from retrain.engines.protocol import SampleRequest
 from retrain.policy.backbone import backbone_of
 from retrain.policy.budget import Budget
@@ -67,7 +68,7 @@ def predicted_against_measured(subject: Subject) -> Result:
 def _sampling_peak(subject: Subject, tokens: int, sequences: int) -> int:
     refs = subject.publish([subject.trained(0)])
     request = subject.requests(refs, sizes=Sizes(1, sequences // 2, tokens))[0]
-    with replaced(subject.engine, "workers", Workers()):
+    with patch.object(subject.engine, "workers", Workers()):
         return peak(subject, lambda: subject.engine.sample([request] * 2, max_rows=sequences))
 
 
@@ -151,7 +152,7 @@ def _drill(
     """Compare samples from a batch that shrank in the shortage with those of a batch of that size; None if the engine
     did not notice the shortage."""
     engine, messages = subject.engine, len(subject.messages)
-    with replaced(engine, "fitting", None):
+    with patch.object(engine, "fitting", None):
         with shortage:
             sampled = engine.sample(requests)
         rows, engine.fitting = engine.fitting, None
@@ -170,7 +171,7 @@ def fails_at(owner: object, name: str, call: int) -> Iterator[None]:
             raise torch.OutOfMemoryError("out of memory (a drill)")
         return method(*args, **options)
 
-    with replaced(owner, name, short_of_memory):
+    with patch.object(owner, name, short_of_memory):
         yield
 
 

@@ -135,8 +135,12 @@ def judged(
     measures, texts, fixes = [], [], [fault] if fault else []
     for key, value in values.items():
         limit = LIMITS[key]
-        bounds = {"least": _bound(limit.least, kinds), "most": _bound(limit.most, kinds)}
-        ends = {name: bound for name, bound in bounds.items() if bound is not None}
+        ends = {}
+        for name, bound in (("least", limit.least), ("most", limit.most)):
+            if isinstance(bound, Mapping):
+                bound = next((bound[kind] for kind in kinds if kind in bound), None)
+            if bound is not None:
+                ends[name] = bound
         ok = ends.get("least", -math.inf) <= value <= ends.get("most", math.inf)
         measures.append({"name": key, "value": float(value), **ends, "unit": limit.unit, "ok": ok})
         unit = f" {limit.unit}" if limit.unit else ""
@@ -146,9 +150,3 @@ def judged(
             fixes.append(limit.fix)
     status = FAIL if fixes else PASS
     return Result(status, words, ", ".join(texts), measures, "; ".join(dict.fromkeys(fixes)), facts)
-
-
-def _bound(bound: Bound, kinds: tuple[str, ...]) -> float | None:
-    if not isinstance(bound, Mapping):
-        return bound
-    return next((bound[kind] for kind in kinds if kind in bound), None)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 
 from retrain.doctor.results import SKIP, Result, judged
-from retrain.doctor.subject import Sizes, Subject, replaced
+from retrain.doctor.subject import Sizes, Subject
 from retrain.engines.graphs import StepGraphs
 from retrain.policy.protocol import Want
 from retrain.types import Action
@@ -59,7 +60,7 @@ def graph_equals_eager(subject: Subject) -> Result:
     captures = graphs.captures
     with_graphs = engine.sample(requests)
     captures = graphs.captures - captures if graphs.new_capture is not None else 0
-    with replaced(engine, "graphs", StepGraphs(None, subject.messages.append)):
+    with patch.object(engine, "graphs", StepGraphs(None, subject.messages.append)):
         agreed = agreement(with_graphs, engine.sample(requests))
     values = {"captures": captures, "graph_parted": agreed.parted_per_token, "graph_gap": agreed.largest}
     return judged(subject.kinds, values, agreed.words, messages=list(subject.messages))

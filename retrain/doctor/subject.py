@@ -30,7 +30,7 @@ from retrain.errors import ModelError, UsageError
 from retrain.files import read_json
 from retrain.maths.advantages import grpo
 from retrain.models import find_file
-from retrain.models.directory import INDEX, WHOLE, local_directory, model_fault
+from retrain.models.directory import directory_fault, local_directory, model_fault
 from retrain.policy.base import BaseModel
 from retrain.policy.device import resolve_device, resolve_dtype, set_up
 from retrain.policy.local import LocalPolicy
@@ -87,7 +87,9 @@ class Source:
         model = config.model
         # A faulty directory is loaded too, so that its fault is reported as in training.
         fault = model_fault(model.model, trust_remote_code=model.trust_remote_code)
-        has_weights = fault or local_directory(model.model) or _weights_cached(model.model, model.revision)
+        cached = find_file(model.model, "config.json", model.revision)
+        is_cached = cached is not None and not directory_fault(cached.parent, trust_remote_code=model.trust_remote_code)
+        has_weights = fault or local_directory(model.model) or is_cached
         return cls(_on_device(config, devices), None if has_weights else shapes_of(config), device)
 
 
@@ -107,15 +109,6 @@ def _on_device(config: Config, devices: str) -> Config:
     data["backend"]["devices"] = devices
     data["model"]["local_files_only"] = True
     return parse_dict(data)
-
-
-def _weights_cached(model: str, revision: str | None) -> bool:
-    if find_file(model, WHOLE, revision):
-        return True
-    index = find_file(model, INDEX, revision)
-    return index is not None and all(
-        find_file(model, shard, revision) for shard in set(read_json(index)["weight_map"].values())
-    )
 
 
 def shapes_of(config: Config) -> dict[str, Any]:
@@ -302,16 +295,3 @@ class Subject:
     def synchronize(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize(self.base.device)
-
-
-@contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    attributes = dict(vars(owner))
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if name in attributes:
-            setattr(owner, name, attributes[name])
-        else:
-            delattr(owner, name)  # the class has it

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import os
 import pickle
 import re
@@ -39,10 +38,7 @@ COPIES_SHARE, PROCESS_SHARE = 0.5, 0.8
 """Shares of the available memory that copies for the gradient, and the model in a new process, may take."""
 LANES, STEPS, SAVED = 2, 4, 2
 PROCESS_SECONDS = 300.0
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from retrain.doctor.training import resume; resume(sys.argv[1])"
-)
+_RESUME = "import sys; from retrain.doctor.training import resume; resume(sys.argv[1])"
 
 
 def gradient(subject: Subject) -> Result:
@@ -167,16 +163,19 @@ def resumed_equals_uninterrupted(subject: Subject) -> Result:
         train(subject, policies, range(SAVED))
         for lane, policy in enumerate(policies):
             state = dumps({"policy": policy.state()}) + "\n"
-            write_checkpoint(_checkpoint(folder, lane), Snapshot(SAVED, policy.snapshot(resumable=True), state))
+            write_checkpoint(
+                checkpoint_directory(folder / f"lane_{lane}", SAVED),
+                Snapshot(SAVED, policy.snapshot(resumable=True), state),
+            )
         ours = train(subject, policies, range(SAVED, STEPS))
         (folder / "source.pickle").write_bytes(pickle.dumps(subject.source))
         if subject.on_gpu:
             torch.cuda.empty_cache()  # for the other process
-        paths = [str(Path(retrain.__file__).parents[1]), *sys.path]
+        path = os.pathsep.join([str(Path(retrain.__file__).parents[1]), *filter(None, sys.path)])
         done = subprocess.run(
-            [sys.executable, "-c", _BOOT, str(folder), json.dumps(paths)],
+            [sys.executable, "-P", "-c", _RESUME, str(folder)],
             capture_output=True, encoding="utf-8", errors="replace", timeout=PROCESS_SECONDS, check=False,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path},
         )  # fmt: skip
         if done.returncode != 0 or not (folder / "digests.json").is_file():
             last = (done.stderr.strip().splitlines() or ["no word of it"])[-1]
@@ -194,7 +193,7 @@ def resume(place: str) -> None:
     with Subject.open(source) as subject:
         policies = [subject.policy(lane) for lane in range(LANES)]
         for lane, policy in enumerate(policies):
-            policy.restore(load_checkpoint(_checkpoint(folder, lane), policy)["policy"])
+            policy.restore(load_checkpoint(checkpoint_directory(folder / f"lane_{lane}", SAVED), policy)["policy"])
         write_json(folder / "digests.json", train(subject, policies, range(SAVED, STEPS)))
 
 
@@ -225,10 +224,6 @@ def train(subject: Subject, policies: Sequence[LocalPolicy], steps: range) -> di
         for name, tensor in optimizer_tensors(policy.optimizer).items():
             digests[f"lane {lane} {name}"] = _digest(tensor.numpy().tobytes())
     return digests
-
-
-def _checkpoint(folder: Path, lane: int) -> Path:
-    return checkpoint_directory(folder / f"lane_{lane}", SAVED)
 
 
 def _digest(data: bytes) -> str:

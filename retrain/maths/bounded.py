@@ -45,14 +45,6 @@ def bounded_mean_interval(values: Values, low: float, high: float, level: float 
     return Interval(estimate, low + float(left[1]), high - float(left[0]))
 
 
-def tango_interval(gained: int, lost: int, n: int, level: float = 0.95) -> Interval:
-    """(gained − lost)/n with Tango's (1998) score interval: of n problems that two models answered once each,
-    ``gained`` only the first one solved and ``lost`` only the second one. Raises ValueError for impossible counts."""
-    if min(gained, lost) < 0 or n < 1 or gained + lost > n:
-        raise ValueError(f"gained and lost are parts of n ≥ 1 problems: got {gained}, {lost} and {n}")
-    return same_problems_interval(np.repeat([1.0, -1.0, 0.0], [gained, lost, n - gained - lost]), level)
-
-
 def same_problems_interval(gains: Values, level: float = 0.95) -> Interval:
     """Mean difference of two models' scores on the same problems, each in [−1, 1], with its score interval: Tango's
     for one sample of each problem. Ends are None with one problem; raises as ``bounded_mean_interval``."""

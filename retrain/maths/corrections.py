@@ -57,14 +57,6 @@ class Correction:
         return torch.where((ratio_BT >= self.low) & (ratio_BT <= self.high), ratio_BT, 0.0)
 
 
-def correction_weights(
-    correction: Correction, old_logprobs_BT: Floats_BT, sampler_logprobs_BT: Floats_BT, mask_BT: Mask_BT
-) -> Floats_BT:
-    """The weights of the policy loss, constants [B, T], 0 in the padding."""
-    ratio_BT = correction.ratio(old_logprobs_BT, sampler_logprobs_BT, mask_BT)
-    return torch.where(mask_BT, correction.weights(ratio_BT), 0.0)
-
-
 def kept_sequences(
     kind: str, old_logprobs_BT: Floats_BT, sampler_logprobs_BT: Floats_BT, mask_BT: Mask_BT, low: float, high: float
 ) -> Mask_B1:

@@ -65,11 +65,6 @@ def log_ratio(logprobs_BT: Floats_BT, sampler_logprobs_BT: Floats_BT, mask_BT: M
     return difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def importance_ratio(logprobs_BT: Floats_BT, sampler_logprobs_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
-    """ρ = π_train/π_sampler of every token, 1 in the padding."""
-    return log_ratio(logprobs_BT, sampler_logprobs_BT, mask_BT).exp()
-
-
 def sequence_log_ratio(log_ratio_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_B1:
     """Mean of log ρ over each completion's trained tokens, [B, 1]; 0 for an empty one."""
     return (log_ratio_BT * mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)

@@ -148,11 +148,6 @@ def _config_fault(directory: Path, trust_remote_code: bool, task: Task) -> str:
     return f'its {CONFIG} has model_type "{kind}", of which this transformers has no {TASK_WORDS[task]}{hint}'
 
 
-def causal_types() -> frozenset[str] | None:
-    """Every model_type of which the installed transformers has a causal language model."""
-    return model_types("CAUSAL_LM")
-
-
 @cache
 def model_types(task: Task) -> frozenset[str] | None:
     """Every model_type of which the installed transformers has a model for ``task``, by its source; None where the

@@ -142,11 +142,6 @@ def laid_out(layout: Layout | None) -> Iterator[None]:
         _active.layout = before
 
 
-def active_layout() -> Layout | None:
-    """The packed layout of this thread's forward pass; None outside of one."""
-    return _active.layout
-
-
 def register_attention() -> None:
     """Make ``NAME`` known to transformers: its own SDPA attention and masks, unless a layout is active."""
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -114,19 +114,16 @@ class PlainConsole(Board):
         self._steps = self._unreported = 0  # since the start, and since the last progress line
 
     def plan(self, specs: Sequence[SpecLike]) -> None:
-        """Print ``plan runs=…``."""
         super().plan(specs)
         labels = dict.fromkeys(spec.label for spec in specs)
         seeds = dict.fromkeys(str(spec.seed) for spec in specs)
         self._event("plan", {"runs": len(specs), "conditions": ",".join(labels), "seeds": ",".join(seeds)})
 
     def placed(self, spec: SpecLike, worker: str) -> None:
-        """Print ``worker run=… worker=…``."""
         super().placed(spec, worker)
         self._event("worker", {"run": spec.run_id, "worker": worker.replace(" ", "_")})
 
     def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
-        """Print ``start run=… step=… max_steps=…``."""
         super().run_started(spec, step, max_steps)
         if self._began is None:
             self._began = self._last_line = self.clock()
@@ -157,7 +154,6 @@ class PlainConsole(Board):
         self._event("step", pairs)
 
     def evaluated(self, spec: SpecLike, name: str, row: Mapping[str, Any]) -> None:
-        """Print ``eval run=… name=… step=… reward=… correct=… low=… high=… before=… problems=…``."""
         super().evaluated(spec, name, row)
         prefix = f"eval/{name}"
         pairs = {"run": spec.run_id, "name": name, "step": row.get(f"{prefix}/step", "-")}

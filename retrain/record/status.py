@@ -139,7 +139,6 @@ def read_status(directory: Path) -> dict[str, Any]:
 
 
 def recommended_rank(manifest: Mapping[str, Any] | None) -> int | None:
-    """What the squeeze of a campaign recommends, where there was one."""
     return ((manifest or {}).get("squeeze") or {}).get("recommended_rank")
 
 
@@ -207,7 +206,6 @@ def homes_of_runs(directory: Path) -> list[Path]:
 
 
 def is_held(lock: Path) -> bool:
-    """Whether a process holds the lock of this run or campaign."""
     try:
         with open(lock) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -28,18 +28,17 @@ BY_ENERGY = "Accuracy was not measured: 95 % of the energy (squared singular val
 
 
 class ResultTable(NamedTuple):
-    """Table for a terminal or for plain text, with the lines that follow it."""
+    """Table for a terminal or plain text, with the lines that follow it. ``gap``: terminal columns between cells."""
 
     title: str
     headings: Sequence[str]
     rows: Sequence[Sequence[Text]]
     left: Sequence[str]
-    lines: Sequence[Text]
-    gap: int
-    """Terminal columns between cells."""
+    lines: Sequence[Text] = ()
+    gap: int = 2
 
     def rich(self) -> RenderableType:
-        if not self.rows:
+        if self.title and not self.rows:
             return Group(*self.lines)
         table = Table(box=None, padding=(0, self.gap, 0, 0), pad_edge=False, header_style="bold")
         for heading in self.headings:
@@ -48,12 +47,17 @@ class ResultTable(NamedTuple):
             table.add_column(heading, justify=justify, no_wrap=not wraps, overflow=overflow)
         for row in self.rows:
             table.add_row(*row)
-        return Group(Text(self.title, style="bold"), table, *self.lines)
+        return Group(*([Text(self.title, style="bold")] if self.title else []), table, *self.lines)
 
     def text(self) -> str:
-        rows = [[cell.plain for cell in row] for row in self.rows]
-        table = aligned(self.headings, rows, self.left) if rows else []
-        return "\n".join([self.title, *table, *(line.plain for line in self.lines)])
+        rows = [self.headings, *([cell.plain for cell in row] for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        is_left = [heading in self.left or not heading for heading in self.headings]
+        lines = [self.title] if self.title else []
+        for row in rows if self.rows or not self.title else ():
+            cells = zip(row, widths, is_left, strict=True)
+            lines.append("  ".join(cell.ljust(n) if to_left else cell.rjust(n) for cell, n, to_left in cells).rstrip())
+        return "\n".join([*lines, *(line.plain for line in self.lines)])
 
 
 def comparison_table(report: Report, width: int = WIDE) -> ResultTable:
@@ -116,7 +120,6 @@ def comparison_cells(condition: Report, baseline: str, share: bool = True) -> li
 
 
 def secondary_rows(report: Report) -> list[list[str]]:
-    """Return the secondary measures of a comparison, one row for each measure and condition."""
     return [
         [
             f"{measure['summary']} {visible(short_metric(measure['metric']))}",
@@ -142,7 +145,6 @@ def _levels_and_difference(condition: Report, baseline: str, share: bool) -> tup
 
 
 def accuracy_name(metric: str) -> str:
-    """Return the name of the accuracy on a held-out set; "" for any other metric."""
     parts = metric.split("/")
     if len(parts) != 3 or (parts[0], parts[2]) != ("eval", "correct_rate"):
         return ""
@@ -218,22 +220,10 @@ def squeeze_cells(row: Report, report: Report) -> dict[str, str]:
 
 
 def squeeze_words(report: Report) -> list[str]:
-    """Return the recommended rank and the smallest rank that is sufficient on held-out problems, in words."""
     lines = [visible(report["message"])] if report.get("message") else []
     if report.get("recommended_rank") is not None:
         lines.append(f"recommended rank by energy: {report['recommended_rank']} of {report['source_rank']}")
         lines.append(report["verified"]["sentence"] if report.get("verified") else BY_ENERGY)
-    return lines
-
-
-def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> list[str]:
-    """Return the lines of a plain table; columns are right-aligned unless named in ``left`` or without a heading."""
-    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
-    is_left = [heading in left or not heading for heading in headings]
-    lines = []
-    for row in [headings, *rows]:
-        cells = zip(row, widths, is_left, strict=True)
-        lines.append("  ".join(cell.ljust(n) if to_left else cell.rjust(n) for cell, n, to_left in cells).rstrip())
     return lines
 
 

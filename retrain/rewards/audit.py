@@ -28,7 +28,7 @@ class AuditedReward(Reward):
         self.ranges = {**reward.ranges, **own}
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        """What ``reward`` gives, each with the audit's numbers; None with the reason where the audit has none."""
+        """Return the results of ``reward``, each with the audit's numbers; None with the reason where it has none."""
         results = self.reward.grade_all(items)
         try:
             audited = self.audit.grade_all(items)
@@ -42,6 +42,5 @@ class AuditedReward(Reward):
         return results
 
     def close(self) -> None:
-        """Close both."""
         self.reward.close()
         self.audit.close()

@@ -24,7 +24,6 @@ class CompletionText(str):
     token_ids: Sequence[int]
 
     def __new__(cls, text: str, token_ids: Sequence[int] = ()) -> CompletionText:
-        """Return the text with its tokens."""
         made = super().__new__(cls, text)
         made.token_ids = token_ids
         return made
@@ -44,11 +43,11 @@ class Reward:
     """Columns of the data that it cannot do without."""
 
     def grade(self, problem: Problem, completion: str) -> float | RewardResult:
-        """The reward of one completion, as a number or a RewardResult. May raise: the completion gets null."""
+        """Return the reward of one completion, as a number or a RewardResult. May raise: the completion gets null."""
         raise TypeError(f"{type(self).__name__} defines neither grade nor grade_all")
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        """One checked result for each item, in order."""
+        """Return one checked result for each item, in order."""
         return [guarded(self.grade, problem, completion) for problem, completion in items]
 
     def close(self) -> None:
@@ -70,7 +69,7 @@ class Grader:
             self.ranges.setdefault(self.names[0], self.ranges["reward"])
 
     def grade(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Results in the order of ``items``; a completion that cannot be graded has ``total_reward=None``."""
+        """Return results in order; a completion that cannot be graded has ``total_reward=None``."""
         results = self.reward.grade_all(list(items))
         for result in results:
             if not result.components:
@@ -91,18 +90,18 @@ class Grader:
 
 
 def failed(error: str) -> RewardResult:
-    """The record of a completion that could not be graded, with the reason in words."""
+    """Return the record of a completion that could not be graded, with the reason in words."""
     return RewardResult(total_reward=None, error=printable(error))
 
 
 def printable(text: str) -> str:
-    """``text`` on one line without control characters, at most 300 of them: safe for a terminal and a log."""
+    """Return ``text`` on one line without control characters, at most 300 characters: safe for a terminal and a log."""
     line = "".join(c if c.isprintable() else " " for c in text[:1200]).strip()
     return line if len(line) <= 300 else line[:299] + "…"
 
 
 def guarded(grade: Callable[..., Any], *arguments: Any) -> RewardResult:
-    """``checked(grade(*arguments))``; what it raises becomes the record of a failed grading."""
+    """Return ``checked(grade(*arguments))``; what it raises becomes the record of a failed grading."""
     try:
         return checked(grade(*arguments))
     except Exception as error:  # a reward's fault costs one completion, never the run
@@ -110,26 +109,22 @@ def guarded(grade: Callable[..., Any], *arguments: Any) -> RewardResult:
 
 
 def checked(value: Any) -> RewardResult:
-    """What a reward returned, as a RewardResult with a finite total.
+    """Return what a reward returned as a RewardResult with a finite total.
 
     Numbers are anything with ``__float__`` that is not text (bool, numpy and torch scalars too). NaN, infinities,
     numbers beyond ±1e30, None and other types give ``total_reward=None`` with the reason. A sample metric or component
     may be None.
     """
-    if isinstance(value, RewardResult):
-        result = value
-        if fault := _faulty_numbers(result):
-            return failed(fault)
-        result.tags = tuple(str(tag) for tag in result.tags)
-        if result.total_reward is None:
-            result.error = printable(result.error or "the reward returned no total_reward")
-            return result
-        total = _number(result.total_reward)
-    else:
-        result, total = RewardResult(total_reward=None), _number(value)
+    result = value if isinstance(value, RewardResult) else RewardResult(value)
+    if fault := _faulty_numbers(result):
+        return failed(fault)
+    result.tags = tuple(str(tag) for tag in result.tags)
+    if result.total_reward is None and result is value:
+        result.error = printable(result.error or "the reward returned no total_reward")
+        return result
+    total = _number(result.total_reward)
     if total is None:
-        returned = value.total_reward if isinstance(value, RewardResult) else value
-        return failed(f"the reward returned {type(returned).__name__}, not a number or a RewardResult")
+        return failed(f"the reward returned {type(result.total_reward).__name__}, not a number or a RewardResult")
     if not abs(total) <= LARGEST_REWARD:
         result.total_reward, result.error = None, f"the reward returned {total:g}, not a number within ±1e30"
         return result
@@ -151,7 +146,7 @@ def _faulty_numbers(result: RewardResult) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """``value`` as a float, None if it is no number."""
+    """Return ``value`` as a float, None if it is no number."""
     if value is None or isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         return None
     try:

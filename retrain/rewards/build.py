@@ -36,7 +36,7 @@ def build_grader(
     device: Callable[[], object] = lambda: "cpu",
     audit: tasks.Audit | None = None,
 ) -> Grader:
-    """The grader of a valid ``[reward]`` section, with the ``[audit]`` where one is wanted.
+    """Build the grader of a valid ``[reward]`` section, with the ``[audit]`` where one is wanted.
 
     ``base_dir`` is the folder of the TOML: relative paths and modules are looked up there, then in the current
     directory. ``device`` is asked for the torch device of a reward model, where there is one. Raises MissingExtra,
@@ -57,8 +57,8 @@ def build_grader(
 def _reward(
     section: tasks.Reward | tasks.RewardComponent | tasks.Audit, shared: _Shared, table: str = "reward"
 ) -> Reward:
-    """A reward that is not ``weighted``. A component has its name, and what [reward] says for all; ``table`` is what
-    the file calls it."""
+    """Build a reward that is not ``weighted``. A component has its name, and what [reward] says for all; ``table`` is
+    what the file calls it."""
     limits, base_dir = {**shared.limits, "table": table}, shared.base_dir
     if section.type == "format":
         reward = FormatReward()

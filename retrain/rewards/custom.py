@@ -63,7 +63,7 @@ class CustomReward(Reward):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its components: itself, or each of several functions."""
+        """Return the components: the function itself, or each of several."""
         return self._functions if len(self._functions) > 1 else (self.name,)
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
@@ -86,7 +86,6 @@ class CustomReward(Reward):
         return results
 
     def close(self) -> None:
-        """Kill the workers."""
         self.pool.close()
 
     def _result(self, value: dict[str, Any]) -> RewardResult:
@@ -97,14 +96,14 @@ class CustomReward(Reward):
 
 
 def located(module: str, base_dir: Path | None, table: str = "reward") -> str:
-    """``custom_module``, a file by its absolute path. Raises PluginMissing when there is no such file."""
+    """Return ``custom_module``, a file by its absolute path. Raises PluginMissing when there is no such file."""
     if not is_path(module):
         return module
     return str(existing_file(module, base_dir, f"[{table}] custom_module =", PluginMissing).resolve())
 
 
 def _plain(problem: Problem) -> Problem:
-    """``problem`` as something every worker can unpickle: metadata of other types than JSON's become text."""
+    """Return a problem that every worker can unpickle: metadata of other types than JSON's become text."""
     prompt = problem.prompt if isinstance(problem.prompt, str) else tuple(dict(message) for message in problem.prompt)
     return Problem(problem.id, prompt, problem.answer, problem.tags, _json(problem.metadata))
 

@@ -26,7 +26,7 @@ DEFAULT_URL = "https://api.openai.com/v1"
 MAX_BODY = 1 << 20
 MAX_TOKENS = 2048
 REQUESTS_PER_WORKER = 8  # requests wait on a network, not on a core
-AWAY_IN_A_ROW = 4
+FAILURES_IN_A_ROW = 4
 RETRIED_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 
 Messages = list[dict[str, str]]
@@ -40,7 +40,7 @@ class Answer:
     fault: str = ""
 
 
-class Away(Exception):
+class Unavailable(Exception):
     """The endpoint could not be reached or did not answer properly, after all attempts."""
 
 
@@ -49,7 +49,7 @@ class _Batch:
     """What the requests of one ``ask_all`` share."""
 
     slots: asyncio.Semaphore
-    away_in_a_row: int = 0
+    failures_in_a_row: int = 0
     last_reason: str = ""
 
 
@@ -81,7 +81,7 @@ class Endpoint:
             raise UsageError(f"[{table}] judge_api_key_env: ${api_key_env} is not set: export {api_key_env}=…")
 
     def ask_all(self, questions: Sequence[Messages]) -> list[Answer]:
-        """The answers, in order. None of them holds the key, which some servers repeat."""
+        """Return the answers, in order. None of them holds the key, which some servers repeat."""
         if not questions:
             return []
         with ThreadPoolExecutor(1, "judge") as pool:  # the caller may run in an event loop (a notebook)
@@ -98,21 +98,21 @@ class Endpoint:
 
     async def _one(self, client: httpx.AsyncClient, batch: _Batch, question: Messages) -> Answer:
         async with batch.slots:
-            if batch.away_in_a_row >= AWAY_IN_A_ROW:
-                return Answer(fault=f"not tried after {AWAY_IN_A_ROW} failures in a row: {batch.last_reason}")
+            if batch.failures_in_a_row >= FAILURES_IN_A_ROW:
+                return Answer(fault=f"not tried after {FAILURES_IN_A_ROW} failures in a row: {batch.last_reason}")
             try:
                 text = await self._reply(client, question)
-            except Away as error:
-                batch.away_in_a_row += 1
+            except Unavailable as error:
+                batch.failures_in_a_row += 1
                 batch.last_reason = str(error)
                 return Answer(fault=batch.last_reason)
             except Exception as error:  # of this question alone: HTTP 400, a reply that is not a chat completion
                 return Answer(fault=self._without_key(described(error)))
-            batch.away_in_a_row = 0
+            batch.failures_in_a_row = 0
             return Answer(self._without_key(text))
 
     async def _reply(self, client: httpx.AsyncClient, messages: Messages) -> str:
-        """The text of the judge's reply. Raises Away after the last attempt, ValueError when retrying is no use."""
+        """Return the text of the reply. Raises Unavailable after the last attempt, ValueError for a refusal."""
         import httpx
 
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
@@ -135,7 +135,7 @@ class Endpoint:
             if status not in RETRIED_STATUS:
                 raise ValueError(f"the judge at {self.url} answered {reason}")
             pause = min(_seconds(headers.get("retry-after", "")), self.timeout_s)
-        raise Away(self._without_key(f"the judge at {self.url} failed {self.attempts} times, last: {reason}"))
+        raise Unavailable(self._without_key(f"the judge at {self.url} failed {self.attempts} times, last: {reason}"))
 
     async def _post(self, client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[int, httpx.Headers, str]:
         content = json.dumps(body)  # ASCII, so that lone surrogates in a completion travel too
@@ -148,12 +148,11 @@ class Endpoint:
             return r.status_code, r.headers, received.decode("utf-8", "replace")
 
     def _without_key(self, text: str) -> str:
-        """``text`` without the key, which some servers repeat in their errors."""
         return text.replace(self._key, "***") if self._key else text
 
 
 def _content(body: str) -> str:
-    """The text of the first choice of a chat completion. Raises ValueError if the body is none, or the text was cut."""
+    """Return the first choice's text. Raises ValueError if the body is no chat completion, or the text was cut."""
     try:
         choice = json.loads(body)["choices"][0]
         content, ended = choice["message"]["content"], choice.get("finish_reason")

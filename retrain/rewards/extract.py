@@ -19,12 +19,12 @@ _MINUS_SIGNS = str.maketrans({"−": "-", "–": "-", "﹣": "-", "－": "-"})
 
 
 def has_box(text: str) -> bool:
-    r"""Whether ``\boxed`` occurs anywhere in ``text``, closed or not."""
+    r"""Return whether ``\boxed`` occurs anywhere in ``text``, closed or not."""
     return _BOX.search(text) is not None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Contents of the last ``\boxed{…}`` (or ``\fbox{…}``), braces balanced; "" for an empty box.
+    r"""Return the contents of the last ``\boxed{…}`` (or ``\fbox{…}``), braces balanced; "" for an empty box.
 
     The last box decides alone: None when there is none or when it is never closed (a truncated completion has
     no answer, even if it had boxed an earlier one). ``\boxed 5``, as some reference solutions write, gives "5".
@@ -51,24 +51,24 @@ def last_boxed(text: str) -> str | None:
 
 
 def final_line(text: str) -> str | None:
-    """What the last line ``#### …`` holds, GSM8K's way of marking an answer; None without such a line."""
+    """Return what the last line ``#### …`` holds, GSM8K's way of marking an answer; None without such a line."""
     lines = deque(_FINAL_LINE.finditer(text), maxlen=1)
     return lines[0].group(1).strip() if lines else None
 
 
 def last_number(text: str) -> str | None:
-    """The last number written in digits, with its sign, thousands commas and decimals; None without one."""
+    """Return the last number written in digits, with its sign, thousands commas and decimals; None without one."""
     numbers = deque(_NUMBER.finditer(text), maxlen=1)
     return numbers[0].group() if numbers else None
 
 
 def last_line(text: str) -> str:
-    """The last line that is not blank, stripped; "" without one."""
+    """Return the last line that is not blank, stripped; "" without one."""
     return text.rstrip().rpartition("\n")[2].strip()
 
 
 def reference_answer(text: str) -> str:
-    r"""The answer that a data set's answer column holds.
+    r"""Return the answer that a data set's answer column holds.
 
     GSM8K writes a solution that ends in a line ``#### 1,234`` (→ "1234": commas between digits go), MATH one
     that contains ``\boxed{…}`` (→ its contents); anything else is the answer itself, stripped.
@@ -81,7 +81,7 @@ def reference_answer(text: str) -> str:
 
 
 def plain_number(text: str) -> str | None:
-    """Canonical spelling of a plain decimal number, or None: "+1,234.50" → "1234.5", "-0" → "0", ".5" → "0.5"."""
+    """Return the canonical spelling of a decimal number, or None: "+1,234.50" → "1234.5", "-0" → "0", ".5" → "0.5"."""
     number = _PLAIN_NUMBER.fullmatch(text.strip().translate(_MINUS_SIGNS))
     if number is None:
         return None
@@ -95,7 +95,7 @@ def plain_number(text: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    r"""One spelling for answers that differ only in notation.
+    r"""Return one spelling for answers that differ only in notation.
 
     Removed: spaces and LaTeX spacing, ``$`` and ``\$``, one final period, ``\left``/``\right``; ``\dfrac`` becomes
     ``\frac``, a number its ``plain_number``. Letter case, units and commas between elements stay.

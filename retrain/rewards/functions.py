@@ -78,11 +78,9 @@ class Logged:
     extra: dict[str, list[Any]] = field(default_factory=dict)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Record a number of the batch."""
         self.metrics[str(name)] = float(value)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Record one value for each completion."""
         self.extra.setdefault(str(column), []).extend(values)
 
     def of(self, index: int) -> dict[str, float | None]:
@@ -134,7 +132,6 @@ def scorer(
 
 
 def is_path(module: str) -> bool:
-    """Whether ``custom_module`` names a file rather than a module."""
     return module.endswith(".py") or "/" in module
 
 
@@ -273,7 +270,6 @@ def _tried(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 async def _await_all(waiting: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Return what all of these return, or raise, awaited side by side."""
     return await asyncio.gather(*waiting, return_exceptions=True)
 
 
@@ -302,7 +298,6 @@ def _result(value: Any) -> RewardResult:
 
 
 def _plain(result: RewardResult) -> dict[str, Any]:
-    """Return the result as JSON."""
     return {
         "total_reward": result.total_reward,
         "sample_metrics": result.sample_metrics,

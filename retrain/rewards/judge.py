@@ -24,19 +24,17 @@ _THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 
 
 class JudgeReward(Reward):
-    """Asks the model of ``endpoint`` for a score."""
-
     name = "judge"
 
     def __init__(self, endpoint: Endpoint):
         self.endpoint = endpoint
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Results in order, each a score in [0, 1] or null with the reason."""
-        return [_graded(answer) for answer in self.endpoint.ask_all([question(*item) for item in items])]
+        return [score_of(answer) for answer in self.endpoint.ask_all([question(*item) for item in items])]
 
 
-def _graded(answer: Answer) -> RewardResult:
+def score_of(answer: Answer) -> RewardResult:
+    """Return the score that the judge replied, or its fault."""
     if answer.fault:
         return failed(answer.fault)
     score = parse_score(answer.text)
@@ -46,7 +44,7 @@ def _graded(answer: Answer) -> RewardResult:
 
 
 def question(problem: Problem, completion: str, instruction: str = INSTRUCTION, criteria: str = "") -> Messages:
-    """The chat messages that ask for a verdict on ``completion``; ``criteria`` are shown before it."""
+    """Return the chat messages that ask for a verdict on ``completion``; ``criteria`` are shown before it."""
     parts = [f"Task:\n{prompt_text(problem)}"]
     if problem.answer:
         parts.append(f"Reference answer:\n{problem.answer}")
@@ -58,11 +56,11 @@ def question(problem: Problem, completion: str, instruction: str = INSTRUCTION, 
 
 
 def parse_score(text: str) -> float | None:
-    """The reply as a number in [0, 1]; None for anything else. A leading ``<think>…</think>`` is ignored."""
+    """Return the reply as a number in [0, 1]; None for anything else. A leading ``<think>…</think>`` is ignored."""
     number = _SCORE.fullmatch(without_thinking(text))
     return float(number.group()) if number else None
 
 
 def without_thinking(text: str) -> str:
-    """A reply without a leading ``<think>…</think>`` and without blanks around."""
+    """Return a reply without a leading ``<think>…</think>`` and without blanks around."""
     return _THINKING.sub("", text, count=1).strip()

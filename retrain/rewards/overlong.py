@@ -14,8 +14,8 @@ METRIC = "overlong_penalty"
 
 
 def overlong_penalty(tokens: int, longest: int, soft: int) -> float:
-    """What an answer of so many tokens loses: 0 up to ``longest`` − ``soft``, then one more part in ``soft`` with every
-    token, down to −1. Raises ValueError unless 0 < soft ≤ longest."""
+    """Return what an answer of so many tokens loses: 0 up to ``longest`` − ``soft``, then one more part in ``soft``
+    with every token, down to −1. Raises ValueError unless 0 < soft ≤ longest."""
     if not 0 < soft <= longest:
         raise ValueError(f"the soft part must lie between 1 and the longest answer, {longest} tokens: got {soft}")
     return max(-1.0, min(0.0, (longest - soft - tokens) / soft))

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from retrain.errors import ModelError
 from retrain.models.directory import files_digest, local_directory, reward_model_fault
@@ -57,7 +58,7 @@ class RewardModelReward(Reward):
         self.vocabulary = int(text.vocab_size)
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Scores in order; a conversation that cannot be scored whole has the reason."""
+        """Return scores in order; a conversation that cannot be scored whole has the reason."""
         results: list[RewardResult | None] = [None] * len(items)
         rows: dict[int, list[int]] = {}
         for index, (problem, completion) in enumerate(items):
@@ -72,14 +73,12 @@ class RewardModelReward(Reward):
         return [result or failed("not graded") for result in results]
 
     def close(self) -> None:
-        """Let the weights go, if no other grader has them."""
-        if self._weights is not None:
-            give_back(self._weights)
-            self._weights = None
+        """Let the weights go; they stay until another model is wanted, as cohorts may follow each other."""
+        self._weights = None
 
     def token_ids(self, problem: Problem, completion: str) -> list[int]:
-        """The conversation as the reward model reads it. Raises ModelError when it is longer than the model's context,
-        or has tokens that the model does not know; else what the chat template raises."""
+        """Return the conversation as the reward model reads it. Raises ModelError when it is longer than the model's
+        context, or has tokens that the model does not know; else what the chat template raises."""
         if getattr(self.tokenizer, "chat_template", None):
             messages = conversation(problem, completion)
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
@@ -97,13 +96,13 @@ class RewardModelReward(Reward):
         return list(ids)
 
     def _batches(self, items: Sequence[Item], rows: dict[int, list[int]]) -> Iterator[list[int]]:
-        """Indices of rows to score together: answers to one problem that follow each other, by length."""
+        """Yield the indices of rows to score together: answers to one problem that follow each other, by length."""
         for _, same in groupby(rows, key=lambda index: items[index][0].id):
             ordered = sorted(same, key=lambda index: len(rows[index]))
             yield from (ordered[start : start + self.batch] for start in range(0, len(ordered), self.batch))
 
     def _scored(self, rows: Sequence[list[int]]) -> list[RewardResult]:
-        """One result for each row; where they fail together, each by itself."""
+        """Return one result for each row; where they fail together, each is scored by itself."""
         try:
             if self._weights is None:
                 self._weights = take(self.directory, self.device)
@@ -116,15 +115,14 @@ class RewardModelReward(Reward):
 
 
 def conversation(problem: Problem, completion: str) -> list[dict[str, str]]:
-    """The problem's messages and the completion as the assistant's."""
     prompt = [{"role": "user", "content": problem.prompt}] if isinstance(problem.prompt, str) else problem.prompt
     messages = [{key: _whole(value) for key, value in message.items()} for message in prompt]
     return [*messages, {"role": "assistant", "content": _whole(completion)}]
 
 
 def located(model: str, base_dir: Path | None) -> Path:
-    """The directory of a reward model whose files are all there; one of the hub's is downloaded unless it is in the
-    cache. Raises ModelError, which says what to type."""
+    """Return the directory of a reward model whose files are all there; one of the hub's is downloaded unless it is in
+    the cache. Raises ModelError, which says what to type."""
     folders = search_folders(base_dir)
     if fault := reward_model_fault(model, *folders):
         raise _refused(model, fault)
@@ -150,11 +148,10 @@ class Weights:
 
     model: Any
     pad: int | None
-    users: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def scores(self, rows: Sequence[list[int]]) -> list[float]:
-        """The score of each row of token ids, padded on the right to the longest and read in one forward pass."""
+        """Return the score of each row of token ids, padded on the right to the longest, from one forward pass."""
         import torch
 
         with self.lock, torch.no_grad():
@@ -174,31 +171,26 @@ class Weights:
             return logits_B1[:, 0].float().tolist()
 
 
-_KEPT: dict[tuple[str, str, str], Weights] = {}
+_LOADED: WeakValueDictionary[tuple[str, str, str], Weights] = WeakValueDictionary()
+_LATEST: list[Weights] = []
 _LOCK = threading.Lock()
 
 
 def take(directory: Path, device: str) -> Weights:
-    """The weights of these very files, loaded where this process does not have them yet; models that no grader has any
-    more make room. Raises ModelError, or what loading raises."""
+    """Return the weights of these very files, loaded unless this process has them. Raises ModelError, or what loading
+    raises."""
     with _LOCK:
         key = (str(directory), device, files_digest(directory))
-        if key not in _KEPT:
-            for unused in [other for other, weights in _KEPT.items() if not weights.users]:
-                del _KEPT[unused]
-            _KEPT[key] = _load(directory, device)
-        _KEPT[key].users += 1
-        return _KEPT[key]
-
-
-def give_back(weights: Weights) -> None:
-    """A grader is done with them; they stay until another model is wanted, as cohorts may follow each other."""
-    with _LOCK:
-        weights.users -= 1
+        weights = _LOADED.get(key)
+        if weights is None:
+            _LATEST.clear()  # a model that no grader has any more makes room
+            weights = _LOADED[key] = _load(directory, device)
+        _LATEST[:] = [weights]
+        return weights
 
 
 def _load(directory: Path, device: str) -> Weights:
-    """In float32 on a CPU, on a GPU in the number format of the files."""
+    """Load in float32 on a CPU, on a GPU in the number format of the files."""
     import torch
     from transformers import AutoModelForSequenceClassification
     from transformers.utils.logging import disable_progress_bar
@@ -238,5 +230,5 @@ def _first_line(error: Exception) -> str:
 
 
 def _whole(text: str) -> str:
-    """``text`` with half surrogate pairs, which no tokenizer takes, as U+FFFD."""
+    """Return ``text`` with half surrogate pairs, which no tokenizer takes, as U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

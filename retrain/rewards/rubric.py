@@ -22,7 +22,7 @@ from typing import Any
 from retrain.config.tasks import RUBRIC_WEIGHTS
 from retrain.rewards.base import Item, Reward, failed
 from retrain.rewards.endpoint import Answer, Endpoint
-from retrain.rewards.judge import parse_score, question, without_thinking
+from retrain.rewards.judge import question, score_of, without_thinking
 from retrain.types import Problem, RewardResult
 
 EXPLICIT = (
@@ -65,12 +65,12 @@ class RubricReward(Reward):
         self.ranges = own if explicit else {}
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Results in order, each with what became of every criterion, or null with the reason."""
+        """Return results in order, each with the grade of every criterion, or null with the reason."""
         asked: list[tuple[Item, tuple[Criterion, ...]]] = []
         faults: dict[int, str] = {}
         for index, item in enumerate(items):
             try:
-                asked.append((item, self._criteria_of(item[0])))
+                asked.append((item, criteria_of(item[0], self.criteria, self.column)))
             except ValueError as error:
                 faults[index] = str(error)
         instruction = EXPLICIT if self.explicit else IMPLICIT
@@ -78,33 +78,25 @@ class RubricReward(Reward):
         grades = zip(self.endpoint.ask_all(questions), [criteria for _, criteria in asked], strict=True)
         return [failed(faults[i]) if i in faults else self._graded(*next(grades)) for i in range(len(items))]
 
-    def _criteria_of(self, problem: Problem) -> tuple[Criterion, ...]:
-        return criteria_of(problem, self.criteria, self.column)
-
     def _listed(self, criteria: Sequence[Criterion]) -> str:
         weights = ["" if self.explicit else f" (weight {each.weight:g})" for each in criteria]
         lines = [f"{n}. {each.text}{w}" for n, (each, w) in enumerate(zip(criteria, weights, strict=True), start=1)]
         return "Criteria:\n" + "\n".join(lines)
 
     def _graded(self, answer: Answer, criteria: Sequence[Criterion]) -> RewardResult:
-        if answer.fault:
-            return failed(answer.fault)
-        if not self.explicit:
-            score = parse_score(answer.text)
-            words = f"the judge replied {answer.text[:80]!r}, not a number between 0 and 1"
-            return failed(words) if score is None else RewardResult(score)
+        if answer.fault or not self.explicit:
+            return score_of(answer)
         try:
             met = parse_met(answer.text, criteria)
         except ValueError as error:
             return failed(str(error))
-        grades: dict[str, float | None] = {
-            f"rubric/{each.name}": value for each, value in zip(criteria, met, strict=True)
-        }
+        names = [f"rubric/{each.name}" for each in criteria]
+        grades: dict[str, float | None] = dict(zip(names, met, strict=True))
         return RewardResult(share_met([each.weight for each in criteria], met), sample_metrics=grades)
 
 
 def criteria_of(problem: Problem, common: Sequence[Criterion], column: str | None) -> tuple[Criterion, ...]:
-    """The criteria of all problems, and its own. Raises ValueError where there is none, or one cannot be read."""
+    """Return a problem's criteria: those of all, and its own. Raises ValueError if there is none, or one is faulty."""
     if column is not None and column not in problem.metadata:
         raise ValueError(f"the problem has no column {column!r}")
     own = problem.metadata.get(column) if column else None
@@ -116,7 +108,7 @@ def criteria_of(problem: Problem, common: Sequence[Criterion], column: str | Non
 
 
 def share_met(weights: Sequence[float], met: Sequence[float]) -> float:
-    """Σ w·c / Σ |w|, in [−1, 1]; ``met`` are the c, in [0, 1]. Raises ValueError when all weights are 0."""
+    """Return Σ w·c / Σ |w|, in [−1, 1]; ``met`` are the c, in [0, 1]. Raises ValueError when all weights are 0."""
     total = sum(abs(weight) for weight in weights)
     if total == 0:
         raise ValueError("all weights are 0")
@@ -124,9 +116,8 @@ def share_met(weights: Sequence[float], met: Sequence[float]) -> float:
 
 
 def parse_met(text: str, criteria: Sequence[Criterion]) -> list[float]:
-    """What a reply says of every criterion, in [0, 1]: one JSON object by numbers from 1, perhaps in a fence, and
-    nothing beside it, where the judge might quote the response. Raises ValueError when it leaves one out or says
-    something else."""
+    """Return the grade of every criterion, in [0, 1], from a reply: one JSON object by numbers from 1, perhaps in a
+    fence, and nothing else, where the judge might quote the response. Raises ValueError for anything else."""
     reply = without_thinking(text)
     fenced = _FENCED.fullmatch(reply)
     try:
@@ -146,9 +137,8 @@ def parse_met(text: str, criteria: Sequence[Criterion]) -> list[float]:
 
 
 def read_criteria(value: Any) -> list[Criterion]:
-    """The criteria that a data set has for one problem: a list, or JSON of one, of texts or tables with a text, and
-    perhaps a name and a weight, a number or a word. Without a name they are ``own_1``, ``own_2``, … Raises ValueError.
-    """
+    """Read the criteria that a data set has for one problem: a list, or JSON of one, of texts or tables with a text,
+    and perhaps a name and a weight, a number or a word; without a name ``own_1``, ``own_2``, … Raises ValueError."""
     rows = json.loads(value) if isinstance(value, str) else value
     if isinstance(rows, Mapping) or not hasattr(rows, "__iter__"):
         raise ValueError(f"the problem's criteria are {type(rows).__name__}, not a list")
@@ -165,7 +155,7 @@ def read_criteria(value: Any) -> list[Criterion]:
 
 
 def weight_of(value: Any) -> float:
-    """A weight as a number. Raises ValueError for what is neither a finite number nor one of the words."""
+    """Return a weight as a number. Raises ValueError for what is neither a finite number nor one of the words."""
     if isinstance(value, str) and value.lower() in RUBRIC_WEIGHTS:
         return RUBRIC_WEIGHTS[value.lower()]
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e9:

@@ -8,20 +8,12 @@ neither a worker nor a time limit is needed.
 from __future__ import annotations
 
 from retrain.rewards.base import Reward
-from retrain.rewards.extract import (
-    final_line,
-    has_box,
-    last_boxed,
-    last_line,
-    last_number,
-    normalise,
-    plain_number,
-)
+from retrain.rewards.extract import final_line, has_box, last_boxed, last_line, last_number, normalise, plain_number
 from retrain.types import Problem, RewardResult
 
 
 def answer_text(completion: str, problem: Problem, strict: bool = True) -> str | None:
-    r"""What a completion answers: its last ``\boxed{…}``, else its last line ``#### …`` where the problem's own
+    r"""Return what a completion answers: its last ``\boxed{…}``, else its last line ``#### …`` where the problem's own
     solution has one; None without either.
 
     A box that is never closed is no answer (None), nor is an empty one (""). Not ``strict``: where nothing is marked,
@@ -39,7 +31,7 @@ def answer_text(completion: str, problem: Problem, strict: bool = True) -> str |
 
 
 def same_text(answer: str | None, reference: str) -> bool:
-    """Equality after ``normalise``; nothing equals an empty reference, and an empty answer equals nothing."""
+    """Return whether both are equal after ``normalise``; an empty text equals nothing."""
     if answer is None or len(answer) > 4 * len(reference) + 1000:  # normalising removes less than that
         return False
     given = normalise(answer)
@@ -47,8 +39,8 @@ def same_text(answer: str | None, reference: str) -> bool:
 
 
 def has_answer_format(completion: str, problem: Problem, strict: bool = True) -> bool:
-    r"""Whether the completion has an answer that is not blank: a closed ``\boxed{…}``, or the data set's ``####``; not
-    ``strict``: anything that ``answer_text`` takes for one."""
+    r"""Return whether the completion has an answer that is not blank: a closed ``\boxed{…}``, or the data set's
+    ``####``; not ``strict``: anything that ``answer_text`` takes for one."""
     return bool((answer_text(completion, problem, strict) or "").strip())
 
 
@@ -64,7 +56,6 @@ class MatchReward(Reward):
         self.strict = strict
 
     def grade(self, problem: Problem, completion: str) -> RewardResult:
-        """Total 0 or 1, ``correct`` and ``format_ok`` set; linear in the completion's length."""
         correct = same_text(answer_text(completion, problem, self.strict), problem.answer)
         format_ok = has_answer_format(completion, problem, self.strict)
         return RewardResult(float(correct), correct=correct, format_ok=format_ok)
@@ -80,6 +71,5 @@ class FormatReward(Reward):
     name = "format"
 
     def grade(self, problem: Problem, completion: str) -> RewardResult:
-        """Total 0 or 1 and ``format_ok``; linear in the completion's length."""
         ok = has_answer_format(completion, problem)
         return RewardResult(float(ok), format_ok=ok)

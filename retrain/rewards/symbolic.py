@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -37,16 +38,11 @@ class MathReward(Reward):
         if not is_installed("math_verify"):
             raise missing(f'[{table}] type = "math"', "math_verify")
         self.strict = strict
-        self.pool = WorkerPool(
-            "retrain.rewards.symbolic:verifier",
-            {},
-            workers=workers,
-            timeout_s=timeout_s,
-            memory_bytes=MEMORY_BYTES,
-        )
+        entry = "retrain.rewards.symbolic:verifier"
+        self.pool = WorkerPool(entry, {}, workers=workers, timeout_s=timeout_s, memory_bytes=MEMORY_BYTES)
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Results in order; only answers that text alone cannot decide go to the workers, each pair once."""
+        """Return results in order; only answers that text alone cannot decide go to the workers, each pair once."""
         pairs = [(problem.answer, answer_text(completion, problem, self.strict) or "") for problem, completion in items]
         verdicts: dict[tuple[str, str], bool | str | None] = {pair: decided(*pair) for pair in pairs}
         open_pairs = [pair for pair, verdict in verdicts.items() if verdict is None]
@@ -56,20 +52,17 @@ class MathReward(Reward):
         for pair, (problem, completion) in zip(pairs, items, strict=True):
             verdict, format_ok = verdicts[pair], has_answer_format(completion, problem, self.strict)
             if isinstance(verdict, str):
-                result = failed(verdict)
-                result.format_ok = format_ok
+                results.append(replace(failed(verdict), format_ok=format_ok))
             else:
-                result = RewardResult(float(verdict is True), correct=verdict is True, format_ok=format_ok)
-            results.append(result)
+                results.append(RewardResult(float(verdict is True), correct=verdict is True, format_ok=format_ok))
         return results
 
     def close(self) -> None:
-        """Kill the workers."""
         self.pool.close()
 
 
 def decided(reference: str, answer: str) -> bool | None:
-    """The verdict where text alone decides it, else None."""
+    """Return the verdict where text alone decides it, else None."""
     if not answer.strip() or not reference.strip():
         return False
     if same_text(answer, reference):
@@ -83,7 +76,7 @@ def decided(reference: str, answer: str) -> bool | None:
 
 
 def verifier() -> Callable[[Sequence[str]], bool]:
-    """The worker's entry: a function of (reference, answer) that says whether they are equal."""
+    """Return the worker's function of (reference, answer): whether they are equal."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     logging.disable(logging.WARNING)  # math-verify warns that its own, cooperative time limits are off

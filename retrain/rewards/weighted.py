@@ -41,12 +41,11 @@ class WeightedReward(Reward):
         }
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Every component grades the whole batch, one after the other."""
+        """Grade the whole batch with one component after the other."""
         columns = [component.reward.grade_all(items) for component in self.components]
         return [self._sum(list(parts)) for parts in zip(*columns, strict=True)]
 
     def close(self) -> None:
-        """Close every component."""
         for component in self.components:
             component.reward.close()
 

@@ -1,7 +1,7 @@
 """The inside of a worker process: one loop that answers jobs over a socket until the trainer closes it.
 
 The process is started by ``workers.WorkerPool`` with stdin, stdout and stderr on the null device, so that nothing
-a reward prints reaches the terminal or the protocol. Frames are a 4-byte big-endian length and a payload: jobs
+a reward prints reaches the terminal or the protocol. Frames are those of ``multiprocessing.connection``: jobs
 are pickled (they come from the trainer), replies are JSON (they come from code that is not trusted).
 """
 
@@ -14,15 +14,14 @@ import os
 import pickle
 import resource
 import signal
-import socket
 import struct
-from typing import Any, BinaryIO
+from multiprocessing.connection import Connection
+from typing import Any
 
 from retrain.errors import RetrainError
 from retrain.plugins import described
 from retrain.rewards.base import printable
 
-HEADER = struct.Struct(">I")
 LIMIT = struct.Struct(">d")
 """Seconds that a job may take, at the beginning of its frame."""
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -36,9 +35,8 @@ def main(descriptor: int) -> None:
     ``{"value": …}`` or ``{"error": text}`` for each job; ``"retire"`` asks to be replaced (memory ran out).
     """
     _leave_the_end_to_the_trainer()
-    connection = socket.socket(fileno=descriptor)
-    frames = connection.makefile("rb")
-    first = _receive(frames)
+    connection = Connection(descriptor)
+    first = _receive(connection)
     if not first:  # the trainer ended meanwhile
         return
     setup = pickle.loads(first)
@@ -53,7 +51,7 @@ def main(descriptor: int) -> None:
     _ignore_endings()  # again: a module that was imported may have put its own handlers there
     # If the trainer is killed while a job hangs, the alarm's default action kills this process.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    while frame := _receive(frames):
+    while frame := _receive(connection):
         signal.setitimer(signal.ITIMER_REAL, 2 * LIMIT.unpack_from(frame)[0] + 5)
         reply, retire = _reply(grade, frame[LIMIT.size :], setup["what"])
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -93,7 +91,7 @@ def _ignore_endings() -> None:
 
 
 def _reply(grade: Any, frame: bytes, what: str) -> tuple[dict[str, Any], bool]:
-    """The reply to one job, and whether this process should be replaced."""
+    """Return the reply to one job, and whether this process should be replaced."""
     try:
         value = grade(pickle.loads(frame))
         json.dumps(value)
@@ -114,14 +112,13 @@ def _limit(memory_bytes: int, memory_kind: str) -> None:
             resource.setrlimit(getattr(resource, kind), (allowed, hard))
 
 
-def _receive(frames: BinaryIO) -> bytes:
-    """The payload of the next frame; b"" when the trainer closed the socket."""
-    header = frames.read(HEADER.size)
-    size = HEADER.unpack(header)[0] if len(header) == HEADER.size else 0
-    payload = frames.read(size)
-    return payload if len(payload) == size else b""
+def _receive(connection: Connection) -> bytes:
+    """Return the payload of the next frame; b"" when the trainer closed the connection."""
+    try:
+        return connection.recv_bytes()
+    except (EOFError, OSError):
+        return b""
 
 
-def _send(connection: socket.socket, reply: dict[str, Any]) -> None:
-    payload = json.dumps(reply).encode()
-    connection.sendall(HEADER.pack(len(payload)) + payload)
+def _send(connection: Connection, reply: dict[str, Any]) -> None:
+    connection.send_bytes(json.dumps(reply).encode())

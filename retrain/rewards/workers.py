@@ -11,22 +11,21 @@ import contextlib
 import json
 import os
 import pickle
-import selectors
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
 from retrain.errors import PluginError
-from retrain.rewards.worker import HEADER, LIMIT
+from retrain.rewards.worker import LIMIT
 
 START_SECONDS = 60.0  # imports of a worker on a slow or busy machine
 MAX_REPLY_BYTES = 16 << 20
@@ -38,50 +37,79 @@ _BOOT = (
 )
 
 
-class Flooded(ValueError):
-    """A reply of more than ``MAX_REPLY_BYTES``."""
-
-
 @dataclass
 class Reply:
-    """What became of a job: ``value`` as the worker returned it, or ``error`` in words with its ``kind``."""
+    """Result of a job: ``value`` as the worker returned it, or ``error`` in words with its ``kind``."""
 
     value: Any = None
     error: str | None = None
     kind: Literal["raised", "timeout", "died", "flooded"] | None = None
 
 
-@dataclass(eq=False)
 class _Worker:
-    """One process: ``job`` is the index that it works on, ``deadline`` (monotonic seconds) when it is killed."""
+    """One process with the connection to it."""
 
-    process: subprocess.Popen[bytes]
-    connection: socket.socket
-    deadline: float
-    ready: bool = False
-    job: int | None = None
-    received: bytearray = field(default_factory=bytearray)
+    def __init__(self, python: str, path: Sequence[str]):
+        self.socket, theirs = socket.socketpair()
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        with theirs:
+            self.process = subprocess.Popen(
+                [python, "-c", _BOOT, str(theirs.fileno()), json.dumps(path)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C reaches the trainer only; killpg reaches the worker's children too
+                env=environment,
+            )
+        self.connection = Connection(self.socket.fileno())
 
-    def frame(self) -> dict[str, Any] | None:
-        """The reply, None while it is incomplete. Raises ValueError for anything else."""
-        if len(self.received) < HEADER.size:
-            return None
-        (length,) = HEADER.unpack_from(self.received)
-        if length > MAX_REPLY_BYTES:
-            raise Flooded(f"reply of {length} bytes")
-        if len(self.received) < HEADER.size + length:
-            return None
-        if len(self.received) > HEADER.size + length:
-            raise ValueError("more than one reply")
-        reply = json.loads(bytes(self.received[HEADER.size :]))
-        self.received.clear()
+    def ask(self, payload: bytes, limit_s: float) -> dict[str, Any]:
+        """Return the reply to a frame. Raises TimeoutError after ``limit_s`` seconds, EOFError if the process has
+        ended, OSError or ValueError for anything else than one reply."""
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            self.kill()
+
+        timer = threading.Timer(limit_s, expire)
+        timer.daemon = True
+        timer.start()
+        try:
+            self.connection.send_bytes(payload)
+            reply = json.loads(self.connection.recv_bytes(MAX_REPLY_BYTES))
+        except (EOFError, OSError) as error:
+            if expired.is_set():
+                raise TimeoutError from None
+            if isinstance(error, ConnectionError):
+                raise EOFError from None
+            raise
+        finally:
+            timer.cancel()
         if not isinstance(reply, dict):
             raise ValueError("not an object")
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            if self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):  # empty: the process has ended since
+                raise ValueError("more than one reply")
         return reply
+
+    def kill(self) -> None:
+        """Kill the process and its children, which ends an ``ask`` of another thread."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is gone already
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        with contextlib.suppress(OSError):  # a child that has left the group may have the other end too
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.kill()
+        self.connection.close()
+        self.socket.detach()
 
 
 class WorkerPool:
-    """Runs jobs in up to ``workers`` processes.
+    """Runs jobs in up to ``workers`` processes, each of which a thread waits for.
 
     ``what`` does the work, in messages; ``python`` is another interpreter than this process's, which then sees this
     package and ``folders`` alone of what this one can import. ``entry`` is ``module:function``: called in the worker
@@ -108,194 +136,119 @@ class WorkerPool:
         self.workers, self.timeout_s, self.what = max(1, workers), timeout_s, what
         self.python = python or sys.executable
         self.path = [str(Path(__file__).parents[2]), *folders] if python else sys.path
-        self._setup = pickle.dumps(
-            {
-                "entry": entry,
-                "arguments": dict(arguments),
-                "memory_bytes": memory_bytes,
-                "memory_kind": memory_kind,
-                "what": what,
-            }
-        )
-        self._limit_s = timeout_s
+        limits = {"memory_bytes": memory_bytes, "memory_kind": memory_kind}
+        self._setup = pickle.dumps({"entry": entry, "arguments": dict(arguments), "what": what, **limits})
         self.facts: dict[str, Any] = {}
         """The attribute ``facts`` of the entry's function; known after ``start``."""
         self._alive: list[_Worker] = []
+        self._idle: list[_Worker] = []
         self._failed_starts = self._timeouts = 0
         self._fatal: str | None = None  # why no further job of this batch is given out
         self._lock = threading.Lock()
-        self._finalizer = weakref.finalize(self, _kill_all, self._alive)
+        self._starting = threading.Lock()
+        self._finalizer = weakref.finalize(self, _close_all, self._alive)
 
     def start(self) -> None:
         """Start one worker and wait until it can take jobs. Raises PluginError with the reason if it cannot."""
         with self._lock:
             self._failed_starts, self._fatal = 0, None
-            if not self._alive:
-                self._spawn()
-            while not any(worker.ready for worker in self._alive):
-                self._wait([])
-                if self._fatal is not None:
-                    raise PluginError(self._fatal)
-                if not self._alive:
-                    self._spawn()
+            self._idle.append(self._ready_worker())
 
     def map(self, jobs: Sequence[Any], timeout_s: float | None = None) -> list[Reply]:
-        """One reply for each job, in order, of which each may take ``timeout_s``. Never raises for what a job does."""
+        """Return one reply for each job, in order, of which each may take ``timeout_s``. Never raises for what a job
+        does."""
+        limit_s = timeout_s or self.timeout_s
         with self._lock:
-            self._limit_s = timeout_s or self.timeout_s
-            replies = [Reply(error="not graded") for _ in jobs]
-            waiting = deque(range(len(jobs)))
             self._failed_starts, self._timeouts, self._fatal = 0, 0, None
-            try:
-                while waiting or any(worker.job is not None for worker in self._alive):
-                    if self._fatal is not None:
-                        for index in waiting:
-                            replies[index] = Reply(error=self._fatal)
-                        waiting.clear()
-                        continue
-                    busy = sum(worker.job is not None for worker in self._alive)
-                    for _ in range(min(self.workers, busy + len(waiting)) - len(self._alive)):
-                        self._spawn()
-                    for worker in [worker for worker in self._alive if worker.ready and worker.job is None]:
-                        if waiting:
-                            self._assign(worker, waiting, jobs)
-                    self._wait(replies)
-            except BaseException:  # interrupted between frames: no worker may answer the next call's jobs
-                _kill_all(self._alive)
-                raise
-            return replies
+            with ThreadPoolExecutor(min(self.workers, max(1, len(jobs)))) as threads:
+                futures = [threads.submit(self._answer, job, limit_s) for job in jobs]
+                try:
+                    return [future.result() for future in futures]
+                except BaseException:  # interrupted between frames: no worker may answer the next call's jobs
+                    with self._starting:
+                        self._fatal = "interrupted"
+                        for worker in list(self._alive):
+                            worker.kill()
+                    raise
 
     def close(self) -> None:
         """Kill the workers; a later ``map`` starts new ones."""
         with self._lock:
-            _kill_all(self._alive)
+            self._idle.clear()
+            _close_all(self._alive)
 
-    def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        with theirs:
-            process = subprocess.Popen(
-                [self.python, "-c", _BOOT, str(theirs.fileno()), json.dumps(self.path)],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C reaches the trainer only; killpg reaches the worker's children too
-                env=environment,
-            )
-        worker = _Worker(process, ours, time.monotonic() + self.start_s)
-        self._alive.append(worker)
-        if not self._post(worker, self._setup):
-            self._failed_start(worker, "it ended at once")
-
-    def _assign(self, worker: _Worker, waiting: deque[int], jobs: Sequence[Any]) -> None:
-        """Give the next job to an idle worker; one that died meanwhile is replaced, and the job stays in line."""
-        if not self._post(worker, LIMIT.pack(self._limit_s) + pickle.dumps(jobs[waiting[0]])):
+    def _answer(self, job: Any, limit_s: float) -> Reply:
+        payload = LIMIT.pack(limit_s) + pickle.dumps(job)
+        try:
+            worker = self._ready_worker()
+        except PluginError as error:
+            return Reply(error=str(error))
+        try:
+            reply = worker.ask(payload, limit_s)
+        except TimeoutError:
+            self._timeouts += 1
+            if self._timeouts >= MAX_TIMEOUTS_IN_A_ROW:
+                self._fatal = f"not tried after {self._timeouts} time-outs of {self.timeout_s:g} s in a row"
             self._discard(worker)
-            return
-        worker.job = waiting.popleft()
-        worker.deadline = time.monotonic() + self._limit_s
+            return Reply(error=f"{self.what} took longer than {limit_s:g} s (timeout_s)", kind="timeout")
+        except (EOFError, OSError, ValueError, RecursionError) as error:
+            kind = "flooded" if "message length" in str(error) else "died"  # as Connection says it
+            return Reply(error=self._ending(worker, error), kind=kind)
+        self._timeouts = 0
+        if reply.get("retire"):
+            self._discard(worker)
+        else:
+            self._idle.append(worker)
+        error = reply.get("error")
+        kind = None if error is None else "died" if reply.get("retire") else "raised"
+        return Reply(reply.get("value"), None if error is None else str(error), kind)
 
-    def _post(self, worker: _Worker, payload: bytes) -> bool:
-        """Send a frame; False when the worker is dead or does not take it."""
-        if worker.process.poll() is not None:
-            return False
-        worker.connection.settimeout(self.timeout_s)
-        try:
-            worker.connection.sendall(HEADER.pack(len(payload)) + payload)
-        except OSError:
-            return False
-        return True
-
-    def _wait(self, replies: list[Reply]) -> None:
-        """Wait for the next reply or deadline, and handle both."""
-        pending = [worker for worker in self._alive if worker.job is not None or not worker.ready]
-        if not pending:
-            return
-        timeout = max(0.0, min(worker.deadline for worker in pending) - time.monotonic())
-        with selectors.DefaultSelector() as selector:
-            for worker in pending:
-                selector.register(worker.connection, selectors.EVENT_READ, worker)
-            for key, _ in selector.select(timeout):
-                self._read(key.data, replies)
-        now = time.monotonic()
-        for worker in [worker for worker in pending if worker in self._alive and worker.deadline <= now]:
-            if not worker.ready:
-                self._failed_start(worker, f"it was not ready after {self.start_s:g} s")
-            elif worker.job is not None:
-                self._give_up(
-                    worker, replies, f"{self.what} took longer than {self._limit_s:g} s (timeout_s)", "timeout"
-                )
-                self._timeouts += 1
-                if self._timeouts >= MAX_TIMEOUTS_IN_A_ROW:
-                    self._fatal = f"not tried after {self._timeouts} time-outs of {self.timeout_s:g} s in a row"
-
-    def _read(self, worker: _Worker, replies: list[Reply]) -> None:
-        try:
-            worker.connection.settimeout(0)
-            part = worker.connection.recv(1 << 20)
-            worker.received += part
-            reply = worker.frame() if part else None
-        except (OSError, ValueError, RecursionError) as error:
-            kind = "flooded" if isinstance(error, Flooded) else "died"
-            self._give_up(worker, replies, f"{self.what}'s worker sent an invalid reply ({error})", kind)
-            return
-        if not part:
-            self._give_up(worker, replies, f"{self.what}'s worker ended", "died")
-        elif reply is None:
-            return
-        elif not worker.ready:
-            if "fatal" in reply:
+    def _ready_worker(self) -> _Worker:
+        """Return an idle worker or start one. Raises PluginError if no more jobs of this batch are to be given out."""
+        while True:
+            with self._starting:
+                if self._fatal is not None:
+                    raise PluginError(self._fatal)
+                while self._idle:
+                    worker = self._idle.pop()
+                    if worker.process.poll() is None:
+                        return worker
+                    self._discard(worker)  # it died since
+                worker = _Worker(self.python, self.path)
+                self._alive.append(worker)
+            try:
+                reply = worker.ask(self._setup, self.start_s)
+            except TimeoutError:
+                reason = f"it was not ready after {self.start_s:g} s"
+                self._discard(worker)
+            except (EOFError, OSError, ValueError, RecursionError) as error:
+                reason = self._ending(worker, error)
+            else:
+                if "fatal" not in reply:
+                    self._failed_starts, self.facts = 0, dict(reply.get("facts") or {})
+                    return worker
                 self._fatal = str(reply["fatal"])
                 self._discard(worker)
-            else:
-                worker.ready, self._failed_starts = True, 0
-                self.facts = dict(reply.get("facts") or {})
-        elif worker.job is not None:
-            error = reply.get("error")
-            kind = None if error is None else "died" if reply.get("retire") else "raised"
-            replies[worker.job] = Reply(reply.get("value"), None if error is None else str(error), kind)
-            worker.job, self._timeouts = None, 0
-            if reply.get("retire"):
-                self._discard(worker)
+                continue
+            self._failed_starts += 1
+            if self._failed_starts >= MAX_FAILED_STARTS:
+                self._fatal = f"{self.what}'s worker process cannot start: {reason}"
 
-    def _give_up(
-        self, worker: _Worker, replies: list[Reply], reason: str, kind: Literal["timeout", "died", "flooded"]
-    ) -> None:
-        """Kill a worker; its job, if it has one, gets the reason and how the process ended."""
-        if not worker.ready:
-            self._failed_start(worker, reason)
-            return
-        ending = self._discard(worker)
-        if worker.job is not None:
-            replies[worker.job] = Reply(error=reason + ending, kind=kind)
-
-    def _failed_start(self, worker: _Worker, reason: str) -> None:
-        ending = self._discard(worker)
-        self._failed_starts += 1
-        if self._failed_starts >= MAX_FAILED_STARTS:
-            self._fatal = f"{self.what}'s worker process cannot start: {reason}{ending}"
-
-    def _discard(self, worker: _Worker) -> str:
-        """Kill a worker and its children; returns how it had ended by itself, "" if it had not."""
-        self._alive.remove(worker)
-        if worker.deadline > time.monotonic():  # its socket closed: let it finish dying, to learn how
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(0.1)
+    def _ending(self, worker: _Worker, error: Exception) -> str:
+        """Discard a worker after a fault; return the fault, and how the process had ended by itself."""
+        fault = "ended" if isinstance(error, EOFError) else f"sent an invalid reply ({error})"
+        with contextlib.suppress(subprocess.TimeoutExpired):  # let it finish dying, to learn how
+            worker.process.wait(0.1)
         status = worker.process.poll()
-        _kill(worker)
-        if status is None:
-            return ""
-        return f" (exit status {status})" if status >= 0 else f" (signal {-status})"
+        self._discard(worker)
+        ending = "" if status is None else f" (exit status {status})" if status >= 0 else f" (signal {-status})"
+        return f"{self.what}'s worker {fault}{ending}"
+
+    def _discard(self, worker: _Worker) -> None:
+        self._alive.remove(worker)
+        worker.close()
 
 
-def _kill(worker: _Worker) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is gone already
-        os.killpg(worker.process.pid, signal.SIGKILL)
-    worker.process.wait()
-    worker.connection.close()
-
-
-def _kill_all(workers: list[_Worker]) -> None:
+def _close_all(workers: list[_Worker]) -> None:
     while workers:
-        _kill(workers.pop())
+        workers.pop().close()

@@ -1,10 +1,9 @@
-"""Names and weights: the base and the adapters over it that are served."""
+"""Weights of the base and of the adapters over it that are served."""
 
 from __future__ import annotations
 
 import base64
 import binascii
-import itertools
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -19,10 +18,6 @@ from retrain.errors import ModelError
 from retrain.policy.adapter_stream import CONFIG, WEIGHTS, AdapterFile
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import LayerShape, LoraWeights
-from retrain.serving.refusal import Refusal
-
-MAX_ADAPTERS = 256
-"""Adapters in memory at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +34,11 @@ class Served:
 
 
 def base_weights(base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
-    """An adapter of zeros, which is the base itself."""
     return LoraWeights(shapes, 1, 1.0, 1, torch.zeros(_size(shapes, 1), device=base.device))
 
 
 def read_weights(directory: Path, base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
-    """The LoRA adapter in a PEFT directory; layers that it leaves alone have zeros.
+    """Read the LoRA adapter in a PEFT directory; layers that it leaves alone have zeros.
 
     Raises ModelError when it is no such adapter, or not of this base.
     """
@@ -80,7 +74,7 @@ def _size(shapes: Sequence[LayerShape], rank: int) -> int:
 
 
 def uploaded_weights(files: Mapping[str, str], base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
-    """The adapter in these files, by name, in base64. Raises ModelError as ``read_weights``."""
+    """Read the adapter in these files, by name, in base64. Raises ModelError as ``read_weights``."""
     if set(files) != {CONFIG, WEIGHTS}:
         raise ModelError(f"files must be {CONFIG} and {WEIGHTS}, not {', '.join(sorted(files))[:200] or 'nothing'}")
     with tempfile.TemporaryDirectory(prefix="retrain-serve-") as folder:
@@ -90,62 +84,3 @@ def uploaded_weights(files: Mapping[str, str], base: BaseModel, shapes: Sequence
             except (binascii.Error, ValueError) as error:
                 raise ModelError(f"{name} is not base64: {error}") from error
         return read_weights(Path(folder), base, shapes)
-
-
-class Names:
-    """What is served under which name. Used by one thread, that of the event loop."""
-
-    def __init__(self, base: Served):
-        self.base = base
-        self._adapters: dict[str, Served] = {}
-        self._numbers = itertools.count(1)
-
-    @staticmethod
-    def first_ref(name: str) -> PolicyRef:
-        """The base's reference."""
-        return PolicyRef(name, 0)
-
-    def all(self) -> list[Served]:
-        """The base first, then the adapters in the order of their loading."""
-        return [self.base, *self._adapters.values()]
-
-    def find(self, name: str | None) -> Served:
-        """What this name means; None is the base. Raises Refusal (404)."""
-        if name is None or name == self.base.name:
-            return self.base
-        served = self._adapters.get(name)
-        if served is None:
-            raise Refusal(404, f"The model `{name[:200]}` does not exist.", "model")
-        return served
-
-    def check_new(self, name: str, load_inplace: bool) -> None:
-        """Raise Refusal (400) for a name that is taken."""
-        if name == self.base.name:
-            raise Refusal(400, f"The lora adapter '{name}' conflicts with a served base model.", "lora_name")
-        if name in self._adapters and not load_inplace:
-            raise Refusal(
-                400,
-                f"The lora adapter '{name}' has already been loaded. "
-                "If you want to load the adapter in place, set 'load_inplace' to True.",
-                "lora_name",
-            )
-
-        if len(self._adapters) >= MAX_ADAPTERS and name not in self._adapters:
-            raise Refusal(400, f"{MAX_ADAPTERS} adapters are loaded: unload one first", "lora_name")
-
-    def new_ref(self, name: str) -> PolicyRef:
-        """A reference that nothing has had before."""
-        number = next(self._numbers)
-        return PolicyRef(f"{name}\x1f{number}", number)
-
-    def put(self, served: Served) -> Served | None:
-        """Serve it from now on; what its name has meant before, if anything."""
-        before = self._adapters.get(served.name)
-        self._adapters[served.name] = served
-        return before
-
-    def take(self, name: str) -> Served:
-        """Serve it no longer. Raises Refusal (404)."""
-        if name not in self._adapters:
-            raise Refusal(404, f"The lora adapter '{name[:200]}' cannot be found.", "lora_name")
-        return self._adapters.pop(name)

@@ -17,7 +17,6 @@ LEAST_LOGPROB = -9999.0
 
 
 def model_card(served: Served, context: int) -> dict[str, Any]:
-    """One of ``/v1/models``."""
     return {
         "id": served.name,
         "object": "model",
@@ -30,17 +29,14 @@ def model_card(served: Served, context: int) -> dict[str, Any]:
 
 
 def new_id(kind: str) -> str:
-    """An answer's name: ``cmpl-…`` or ``chatcmpl-…``."""
     return f"{kind}-{secrets.token_hex(16)}"
 
 
 def head(kind: str, name: str, model: str) -> dict[str, Any]:
-    """What every answer begins with."""
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    """The count of tokens."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -49,12 +45,11 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
+    """Return a log-probability that JSON can hold."""
     return max(float(logprob), LEAST_LOGPROB) if math.isfinite(logprob) else LEAST_LOGPROB
 
 
 def token_text(tokenizer: Any, token_id: int, as_id: bool) -> str:
-    """How a token is called in log-probabilities."""
     return f"token_id:{token_id}" if as_id else tokenizer.decode([token_id], skip_special_tokens=False)
 
 
@@ -90,8 +85,6 @@ def completion_logprobs(
 def chat_logprobs(
     tokenizer: Any, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Tops] | None, as_ids: bool
 ) -> dict[str, Any]:
-    """``logprobs`` of a chat's choice."""
-
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         name = token_text(tokenizer, token_id, as_ids)
         text = token_text(tokenizer, token_id, False)
@@ -105,7 +98,6 @@ def chat_logprobs(
 
 
 def event(content: dict[str, Any]) -> bytes:
-    """One server-sent event."""
     return b"data: " + json.dumps(content, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
 
 

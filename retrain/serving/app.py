@@ -27,7 +27,7 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
 def app_of(service: Service, api_key: str | None = None) -> Starlette:
-    """The application. ``api_key``: what a request's Bearer token must be; None: only this machine asks."""
+    """Return the application. ``api_key``: what a request's Bearer token must be; None: only this machine asks."""
 
     def route(path: str, handler: Handler, method: str = "GET") -> Route:
         async def endpoint(request: Request) -> Response:
@@ -61,7 +61,6 @@ class Gate:
         self.app, self.api_key, self.max_body = app, api_key, max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -102,7 +101,6 @@ class Gate:
 
 
 def declared(scope: Scope) -> int:
-    """Bytes of the body, where the request says it."""
     length = dict(scope["headers"]).get(b"content-length", b"")
     return int(length) if length.isdigit() else 0
 
@@ -131,30 +129,26 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def health(service: Service, request: Request) -> Response:
-    """200 as long as the engine runs."""
+    """Answer 200 as long as the engine runs."""
     return Response(status_code=503 if service.batcher.failure else 200)
 
 
 async def version(service: Service, request: Request) -> Response:
-    """The version of retrain."""
     return JSONResponse({"version": __version__})
 
 
 async def models(service: Service, request: Request) -> Response:
-    """The base and the adapters."""
-    cards = [model_card(served, service.base.context_length) for served in service.names.all()]
+    cards = [model_card(served, service.base.context_length) for served in service.served.values()]
     return JSONResponse({"object": "list", "data": cards})
 
 
 async def load_adapter(service: Service, request: Request) -> Response:
-    """Serve an adapter: of a directory, or of the request itself."""
     body = read(LoadBody, await request.body())
     await service.load(body.lora_name, body.lora_path, body.files, body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
 async def unload_adapter(service: Service, request: Request) -> Response:
-    """Serve an adapter no longer."""
     body = read(UnloadBody, await request.body())
     service.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

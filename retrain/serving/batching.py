@@ -52,7 +52,7 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are drawn from less than the whole vocabulary."""
+        """Return whether tokens are drawn from less than the whole vocabulary."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
@@ -85,25 +85,21 @@ class Generation:
     number: int = field(default_factory=itertools.count().__next__)
 
     def cancel(self) -> None:
-        """Nobody waits for it any more; from any thread."""
         self.cancelled = True
 
     @property
     def left(self) -> int:
-        """Tokens that it may still have."""
         return self.sampling.max_tokens - len(self.token_ids)
 
 
 class Batcher:
-    """The thread that owns the engine. ``max_waiting`` generations may wait; ``piece_tokens`` as ``PIECE_TOKENS``."""
+    """The thread that owns the engine. ``max_waiting`` generations may wait."""
 
-    def __init__(
-        self, engine: LocalEngine, max_waiting: int, max_rows: int = MAX_ROWS, piece_tokens: int | None = None
-    ):
+    def __init__(self, engine: LocalEngine, max_waiting: int, max_rows: int = MAX_ROWS):
         self.engine, self.max_waiting, self.max_rows = engine, max_waiting, max_rows
         # What is not kept from piece to piece would be computed again for each.
         usual = PIECE_TOKENS.get(engine.base.device.type, PIECE_TOKENS["cuda"])
-        self.piece_tokens = (piece_tokens or usual) if engine.fast else 1 << 30
+        self.piece_tokens = usual if engine.fast else 1 << 30
         engine.keeps_blocks = True
         self.failure: str = ""
         """Why the engine's thread has ended, if it has."""
@@ -116,7 +112,6 @@ class Batcher:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -128,11 +123,10 @@ class Batcher:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Generations under way, and those that wait."""
         return len(self._active), len(self._waiting)
 
     def submit(self, generations: Sequence[Generation]) -> None:
-        """Take them all. Raises Refusal: 400 for more than ever fit, 503 when too many wait, or the server stops."""
+        """Queue all of them. Raises Refusal: 400 for more than ever fit, 503 when too many wait or the server stops."""
         if len(generations) > self.max_waiting:
             raise Refusal(
                 400, f"{len(generations)} completions in one request; this server takes {self.max_waiting}", "n"
@@ -146,7 +140,6 @@ class Batcher:
             self._changed.notify()
 
     def publish(self, ref: PolicyRef, weights: LoraWeights) -> Future[None]:
-        """Make weights available to generations."""
         return self.call(lambda: self.engine.publish(ref, LocalSnapshot(weights, {})))
 
     def retire(self, ref: PolicyRef) -> None:
@@ -156,7 +149,7 @@ class Batcher:
             self._changed.notify()
 
     def call(self, task: Callable[[], T]) -> Future[T]:
-        """Do this on the engine's thread, between two pieces."""
+        """Run ``task`` on the engine's thread, between two pieces."""
         future: Future[T] = Future()
         with self._changed:
             if self._stopping or self.failure:
@@ -188,7 +181,7 @@ class Batcher:
                     future.set_exception(Refusal(500, "the engine has failed"))
 
     def _admit(self) -> bool:
-        """Wait until there is something to do; do the tasks and admit generations. False: the end."""
+        """Wait until there is something to do, run the tasks and admit generations. Return False at the end."""
         with self._changed:
             while not (self._active or self._waiting or self._tasks or self._retired):
                 if self._stopping:
@@ -208,7 +201,7 @@ class Batcher:
         return True
 
     def _drop(self) -> None:
-        """Let go of what nobody waits for, or has waited for too long."""
+        """Drop generations that were cancelled or have passed their deadline."""
         now = time.monotonic()
         with self._changed:  # also of those that have not begun
             late = [each for each in self._waiting if each.cancelled or each.deadline < now]
@@ -236,7 +229,6 @@ class Batcher:
             self.engine.retire(ref)
 
     def _draw(self) -> None:
-        """One piece of every generation."""
         for batch in self._batches():
             try:
                 asked = list(self._requests(batch))
@@ -261,7 +253,7 @@ class Batcher:
             self._leave(ended)
 
     def _batches(self) -> list[list[Generation]]:
-        """The generations under way in batches whose lanes are about equally full."""
+        """Return the generations under way in batches whose lanes are about equally full."""
         lanes: dict[PolicyRef, list[Generation]] = {}
         for generation in self._active:
             lanes.setdefault(generation.served.ref, []).append(generation)
@@ -276,7 +268,7 @@ class Batcher:
         return batches
 
     def _requests(self, batch: Sequence[Generation]) -> Iterable[tuple[SampleRequest, list[Generation]]]:
-        """What to ask the engine; generations that begin with the same prompt and are drawn alike are one request."""
+        """Yield the engine's requests; generations that begin with the same prompt and are drawn alike share one."""
         alike: dict[Any, list[Generation]] = {}
         for each in batch:
             how = each.sampling
@@ -306,7 +298,7 @@ class Batcher:
             yield request, generations
 
     def _piece(self, generation: Generation, action: Action) -> Piece:
-        """What this action is of the generation, cut where it ends."""
+        """Append an action to its generation and return the piece, cut where the generation ends."""
         how, before = generation.sampling, len(generation.token_ids)
         generation.token_ids += action.token_ids
         reason: str | None = None
@@ -325,7 +317,7 @@ class Batcher:
         return Piece(new, action.logprobs_T[: len(new)].tolist(), reason, stop)
 
     def _stopped(self, generation: Generation, before: int, stops: Sequence[str]) -> str | None:
-        """The stop that the new tokens complete, if any; what follows the token that does so is cut off."""
+        """Return the stop that the new tokens complete, if any, and cut off what follows the token that does so."""
         decode = self.engine.base.text.decode
         text = decode(generation.token_ids)
         if not any(stop in text for stop in stops):

@@ -28,10 +28,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 async def answer(service: Service, request: Request) -> Response:
-    """The answer to one request. Raises Refusal."""
     body = read(ChatBody, await request.body())
     body.check()
-    service.names.find(body.model)
+    service.find(body.model)
     prompt_ids = await service.with_tokenizer(
         lambda tokenizer: rendered(tokenizer, body.messages, body.offered, body.chat_template_kwargs or {})
     )
@@ -47,8 +46,8 @@ async def answer(service: Service, request: Request) -> Response:
 def rendered(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], more: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """The conversation in tokens, up to where the answer begins. ``more``: variables of the template. Raises Refusal
-    for messages or tools of a wrong form, and for what the template refuses."""
+    """Return the conversation in tokens, up to where the answer begins. ``more``: variables of the template. Raises
+    Refusal for messages or tools of a wrong form, and for what the template refuses."""
     plain = [_message(message, f"messages.{place}") for place, message in enumerate(messages)]
     for place, tool in enumerate(tools):
         _check_tool(tool, f"tools.{place}")
@@ -64,7 +63,7 @@ def rendered(
 
 
 def _message(message: Mapping[str, Any], where: str) -> Any:
-    """The message as templates take it: all text, the arguments of calls as JSON values."""
+    """Return the message as templates take it: all text, the arguments of calls as JSON values."""
     role = message.get("role")
     if role not in ROLES:
         raise Refusal(400, f"{where}.role must be one of {', '.join(ROLES)}", "messages")
@@ -123,24 +122,20 @@ def _check_tool(tool: Mapping[str, Any], where: str) -> None:
 
 
 async def _whole(service: Service, body: ChatBody, prompt_ids: tuple[int, ...], drawing: Drawing) -> Response:
-    try:
-        drawn = await drawing.all()
-        choices = []
-        for index, each in enumerate(drawn):
-            text = _writer(service, body).add(each.token_ids, each.stop_reason, last=True)
-            message, called = said(text, body.offered)
-            choice: dict[str, Any] = {
-                "index": index,
-                "message": {"role": "assistant", "refusal": None} | message,
-                "logprobs": await _logprobs(service, body, drawing.served, prompt_ids, each, len(each.token_ids)),
-                "finish_reason": "tool_calls" if called and each.finish_reason == "stop" else each.finish_reason,
-                "stop_reason": each.stop_reason,
-            }
-            if body.return_token_ids:
-                choice["token_ids"] = each.token_ids
-            choices.append(choice)
-    finally:
-        drawing.cancel()
+    drawn, choices = await drawing.all(), []
+    for index, each in enumerate(drawn):
+        text = _writer(service, body).add(each.token_ids, each.stop_reason, last=True)
+        message, called = said(text, body.offered)
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": {"role": "assistant", "refusal": None} | message,
+            "logprobs": await _logprobs(service, body, drawing.served, prompt_ids, each, len(each.token_ids)),
+            "finish_reason": "tool_calls" if called and each.finish_reason == "stop" else each.finish_reason,
+            "stop_reason": each.stop_reason,
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = each.token_ids
+        choices.append(choice)
     counts = usage(len(prompt_ids), sum(len(each.token_ids) for each in drawn))
     top = head("chat.completion", new_id("chatcmpl"), drawing.served.name)
     more = {"prompt_token_ids": list(prompt_ids)} if body.return_token_ids else {}
@@ -188,7 +183,7 @@ async def _chunks(
 
 
 def said(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """Content and calls of a message, and whether there are calls; without tools all of it is content."""
+    """Return the content and calls of a message, and whether there are calls; without tools all of it is content."""
     content, calls = read_calls(text, tools) if tools else (text, [])
     if not calls:
         return {"content": text}, False
@@ -210,7 +205,6 @@ def _writer(service: Service, body: ChatBody) -> Writer:
 async def _logprobs(
     service: Service, body: ChatBody, served: Served, prompt_ids: tuple[int, ...], drawn: Drawn, count: int
 ) -> dict[str, Any] | None:
-    """Of the last ``count`` tokens."""
     if not body.logprobs:
         return None
     begin, tops = len(drawn.token_ids) - count, None

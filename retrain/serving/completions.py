@@ -22,7 +22,7 @@ from retrain.serving.tokens import encoded
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt as the answer repeats it: its text, its tokens with what the model says of each but the first."""
+    """A prompt as the answer repeats it, with the log-probabilities of all tokens but the first."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -31,10 +31,9 @@ class Echo:
 
 
 async def answer(service: Service, request: Request) -> Response:
-    """The answer to one request. Raises Refusal."""
     body = read(CompletionBody, await request.body())
     body.check()
-    service.names.find(body.model)
+    service.find(body.model)
     given = body.prompts()
     special = body.add_special_tokens is not False
     if isinstance(given[0], str):
@@ -45,8 +44,10 @@ async def answer(service: Service, request: Request) -> Response:
     for prompt_ids in prompts:
         service.check_prompt(prompt_ids, max_tokens)
     how = service.sampling(body, max_tokens)
-    if not max_tokens:
-        return await unless_gone(request, _echoed(service, body, given, prompts))
+    if not max_tokens:  # the prompts alone
+        drawn = [Drawn(finish_reason="length") for _ in range(len(prompts) * (body.n or 1))]
+        served = service.find(body.model)
+        return await unless_gone(request, _response(service, body, given, prompts, served, drawn))
     drawing = service.begin(body.model, prompts, [how] * len(prompts), body)
     if body.stream:
         return Events(drawing, _chunks(service, body, given, prompts, drawing))
@@ -56,20 +57,25 @@ async def answer(service: Service, request: Request) -> Response:
 async def _whole(
     service: Service, body: CompletionBody, given: list[Any], prompts: list[tuple[int, ...]], drawing: Drawing
 ) -> Response:
-    try:
-        drawn = await drawing.all()
-        echoes = await _echoes(service, body, given, prompts, drawing.served)
-        choices = []
-        for index, each in enumerate(drawn):
-            place = index // (body.n or 1)
-            piece = Piece(each.token_ids, each.logprobs, each.finish_reason, each.stop_reason)
-            text = _writer(service, body).add(each.token_ids, each.stop_reason, last=True)
-            echo, prompt_ids = echoes[place], prompts[place]
-            choices.append(await _choice(service, body, drawing.served, index, prompt_ids, each, piece, text, echo))
-    finally:
-        drawing.cancel()
+    return await _response(service, body, given, prompts, drawing.served, await drawing.all())
+
+
+async def _response(
+    service: Service,
+    body: CompletionBody,
+    given: list[Any],
+    prompts: list[tuple[int, ...]],
+    served: Served,
+    drawn: list[Drawn],
+) -> Response:
+    echoes = await _echoes(service, body, given, prompts, served)
+    choices = []
+    for index, each in enumerate(drawn):
+        place = index // (body.n or 1)
+        text = _writer(service, body).add(each.token_ids, each.stop_reason, last=True)
+        choices.append(await _choice(service, body, served, index, prompts[place], each, each, text, echoes[place]))
     counts = usage(sum(map(len, prompts)), sum(len(each.token_ids) for each in drawn))
-    top = head("text_completion", new_id("cmpl"), drawing.served.name)
+    top = head("text_completion", new_id("cmpl"), served.name)
     return JSONResponse(top | {"choices": choices, "usage": counts})
 
 
@@ -97,24 +103,9 @@ async def _chunks(
         yield top | {"choices": [], "usage": counts}
 
 
-async def _echoed(service: Service, body: CompletionBody, given: list[Any], prompts: list[tuple[int, ...]]) -> Response:
-    """The prompts alone, with what the model says of them."""
-    served, choices = service.names.find(body.model), []
-    echoes = await _echoes(service, body, given, prompts, served)
-    for index in range(len(prompts) * (body.n or 1)):
-        place = index // (body.n or 1)
-        piece = Piece((), (), "length")
-        drawn = Drawn(finish_reason="length")
-        prompt_ids, echo = prompts[place], echoes[place]
-        choices.append(await _choice(service, body, served, index, prompt_ids, drawn, piece, "", echo))
-    top = head("text_completion", new_id("cmpl"), served.name)
-    return JSONResponse(top | {"choices": choices, "usage": usage(sum(map(len, prompts)), 0)})
-
-
 async def _echoes(
     service: Service, body: CompletionBody, given: list[Any], prompts: list[tuple[int, ...]], served: Served
 ) -> list[Echo | None]:
-    """The prompts as the choices repeat them, where they shall."""
     echoes: list[Echo | None] = []
     for each, prompt_ids in zip(given, prompts, strict=True):
         if not body.echo:
@@ -142,13 +133,13 @@ async def _choice(
     index: int,
     prompt_ids: tuple[int, ...],
     drawn: Drawn,
-    piece: Piece,
+    piece: Piece | Drawn,
     text: str,
     echo: Echo | None,
     offset: int = 0,
     first: bool = True,
 ) -> dict[str, Any]:
-    """A choice of an answer, or the part of one that a piece is; ``drawn`` is all that there is of it so far."""
+    """Return a choice, or the part of one that ``piece`` is; ``drawn`` is all that there is of it so far."""
     logprobs = None
     if body.logprobs is not None:
         token_ids, own = list(piece.token_ids), list[float | None](piece.logprobs)

@@ -24,7 +24,7 @@ ARRIVAL_S, ARRIVAL_RATE = 30.0, 100_000
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket of this address, which nobody can connect to yet; port 0 is any that is free. Raises UsageError."""
+    """Return a socket bound to this address, not yet listening; port 0 is any that is free. Raises UsageError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -43,7 +43,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """What clients take as base_url."""
+    """Return what clients take as base_url."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
@@ -61,12 +61,10 @@ class TimedProtocol(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Expect the first request."""
         super().connection_made(transport)
         self._expect_request()
 
     def data_received(self, data: bytes) -> None:
-        """Read a part of a request."""
         if not self._received:
             self._began = self.loop.time()
         self._received += len(data)
@@ -74,12 +72,10 @@ class TimedProtocol(H11Protocol):
         self._update_deadline()
 
     def on_response_complete(self) -> None:
-        """Go on to the next request, of which parts may be here already."""
         super().on_response_complete()
         self._update_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Expect nothing any more."""
         self._expect_nothing()
         super().connection_lost(exc)
 
@@ -120,13 +116,12 @@ class Server(uvicorn.Server):
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
         await super().startup(sockets)
         self._ready()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Hear signals while it serves; none of them is raised again."""
+        """Handle signals while it serves; none of them is raised again."""
         before = {each: signal.signal(each, self._heard) for each in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield

@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_local(host: str) -> bool:
-    """Whether an address or name is the loopback's."""
+    """Return whether an address or name is the loopback's."""
     if host == "localhost":
         return True
     try:

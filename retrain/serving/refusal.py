@@ -26,11 +26,9 @@ class Refusal(Exception):
         self.status, self.message, self.param, self.retry_after = status, message, param, retry_after
 
     def body(self) -> dict[str, Any]:
-        """``{"error": {"message", "type", "param", "code"}}``."""
         kind = KINDS.get(self.status, "Error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
     @property
     def headers(self) -> dict[str, str]:
-        """What the answer's head says besides."""
         return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}

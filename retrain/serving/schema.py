@@ -19,15 +19,24 @@ MAX_LOGPROBS = 20
 """Of ``logprobs`` and ``top_logprobs``, as vLLM's default is."""
 MAX_STOPS = 64
 
-NOT_SUPPORTED = (
-    "logit_bias",
-    "bad_words",
-    "allowed_token_ids",
-    "structured_outputs",
-    "use_beam_search",
-    "logprob_token_ids",
-)
-"""Fields that may only be empty."""
+NOT_SUPPORTED = {
+    "frequency_penalty": [0],
+    "presence_penalty": [0],
+    "repetition_penalty": [1],
+    "min_tokens": [0],
+    "logit_bias": [{}],
+    "bad_words": [[]],
+    "allowed_token_ids": [[]],
+    "structured_outputs": [{}],
+    "use_beam_search": [False],
+    "logprob_token_ids": [[]],
+    "prompt_logprobs": [],  # 0 asks for something
+    "truncate_prompt_tokens": [],
+    "suffix": [""],
+    "chat_template": [""],
+    "continue_final_message": [False],
+}
+"""Fields that may be left out, or have a value that changes nothing."""
 
 Model = TypeVar("Model", bound="Body")
 Name = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
@@ -45,8 +54,6 @@ class StreamOptions(Body):
 
 
 class Sampled(Body):
-    """What completions and chats have in common."""
-
     model: Name | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
     seed: Seed | None = None
@@ -80,20 +87,12 @@ class Sampled(Body):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The strings that end a completion."""
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def check(self) -> None:
-        """Raise Refusal for what is well formed and makes no sense, or is not supported."""
-        plain = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_tokens": 0}
-        for name, neutral in plain.items():
-            if getattr(self, name) not in (None, neutral):
-                raise Refusal(400, f"{name} is not supported: leave it out", name)
-        for name in NOT_SUPPORTED:
-            if getattr(self, name) not in (None, False, {}, []):
-                raise Refusal(400, f"{name} is not supported: leave it out", name)
-        for name in ("prompt_logprobs", "truncate_prompt_tokens"):
-            if getattr(self, name) is not None:  # 0 asks for something
+        for name, neutral in NOT_SUPPORTED.items():
+            value = getattr(self, name, None)
+            if value is not None and value not in neutral:
                 raise Refusal(400, f"{name} is not supported: leave it out", name)
         if self.response_format is not None and self.response_format.get("type") != "text":
             raise Refusal(400, "only response_format of type text is supported", "response_format")
@@ -118,29 +117,22 @@ class CompletionBody(Sampled):
 
     def check(self) -> None:
         super().check()
-        if self.suffix:
-            raise Refusal(400, "suffix is not supported: leave it out", "suffix")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise Refusal(400, "best_of is not supported: leave it out", "best_of")
         if self.max_tokens == 0 and not self.echo:
             raise Refusal(400, "max_tokens must be at least 1, unless echo is true", "max_tokens")
 
     def prompts(self) -> list[Any]:
-        """The prompts: all of them texts, or all of them lists of token ids."""
-        given: Any = self.prompt
-        if isinstance(given, str) or (isinstance(given, list) and given and all(type(each) is int for each in given)):
-            given = [given]
-        if not isinstance(given, list) or not given:
-            _wrong_prompt()
-        if all(isinstance(each, str) for each in given):
+        """Return the prompts: all of them texts, or all of them lists of token ids. Raises Refusal."""
+        given = [self.prompt] if isinstance(self.prompt, str) or _are_all(self.prompt, int) else self.prompt
+        if _are_all(given, str) or (_are_all(given, list) and all(_are_all(each, int) or not each for each in given)):
             return given
-        if all(isinstance(each, list) and all(type(token) is int for token in each) for each in given):
-            return given
-        _wrong_prompt()
+        raise Refusal(400, "prompt must be a text, token ids, or a list of texts or of lists of token ids", "prompt")
 
 
-def _wrong_prompt() -> NoReturn:
-    raise Refusal(400, "prompt must be a text, token ids, or a list of texts or of lists of token ids", "prompt")
+def _are_all(values: Any, kind: type) -> bool:
+    """Return whether this is a list with values, all of this very type (a bool is no int)."""
+    return isinstance(values, list) and bool(values) and all(type(each) is kind for each in values)
 
 
 class ChatBody(Sampled):
@@ -164,15 +156,13 @@ class ChatBody(Sampled):
             raise Refusal(400, "top_logprobs needs logprobs = true", "top_logprobs")
         if self.tool_choice not in (None, "none", "auto"):
             raise Refusal(400, 'tool_choice must be "none" or "auto": no call can be forced', "tool_choice")
-        for name in ("chat_template", "continue_final_message", "echo"):
-            if getattr(self, name):
-                raise Refusal(400, f"{name} is not supported: leave it out", name)
+        if self.echo:
+            raise Refusal(400, "echo is not supported: leave it out", "echo")
         if self.add_generation_prompt is False:
             raise Refusal(400, "add_generation_prompt must be true", "add_generation_prompt")
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """The tools that may be called."""
         return [] if self.tool_choice == "none" else self.tools or []
 
 
@@ -208,7 +198,7 @@ class DetokenizeBody(Body):
 
 
 def read(kind: type[Model], raw: bytes) -> Model:
-    """The body as this kind. Raises Refusal (400)."""
+    """Return the body as this kind. Raises Refusal (400)."""
     try:
         content = json.loads(raw, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8, and of endless numbers
@@ -216,27 +206,22 @@ def read(kind: type[Model], raw: bytes) -> Model:
     if not isinstance(content, dict):
         raise Refusal(400, f"the body must be a JSON object, not {type(content).__name__}")
     try:
-        body = kind.model_validate(content)
-    except (ValidationError, RecursionError) as error:
-        raise _invalid(error) from error
-    return body
+        return kind.model_validate(content)
+    except RecursionError as error:
+        raise Refusal(400, "the body is nested too deeply") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "body"
+        field = str(first["loc"][0]) if first["loc"] else None
+        raise Refusal(400, f"{where}: {first['msg']}"[:500], field) from error
 
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _invalid(error: ValidationError | RecursionError) -> Refusal:
-    if isinstance(error, RecursionError):
-        return Refusal(400, "the body is nested too deeply")
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    field = str(first["loc"][0]) if first["loc"] else None
-    return Refusal(400, f"{where or 'body'}: {first['msg']}"[:500], field)
-
-
 def plain_text(text: str, param: str) -> str:
-    """The text. Raises Refusal for one that no tokenizer takes: half of a surrogate pair."""
+    """Return the text. Raises Refusal for one that no tokenizer takes: half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

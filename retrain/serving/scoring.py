@@ -31,7 +31,7 @@ def score(
     how: Sampling | None,
     top: int,
 ) -> tuple[list[float], list[Tops]]:
-    """The log-probability of each of ``token_ids[begin:]`` after those before it, and the ``top`` likeliest there.
+    """Return the log-probability of each of ``token_ids[begin:]`` after those before it, and the ``top`` likeliest.
 
     ``how``: of the distribution that is sampled from so (temperature 0 counts as 1); None: of the model's own.
     ``begin`` is at least 1.
@@ -53,7 +53,7 @@ def score(
 
 
 def _logits(base: BaseModel, layout: Layout) -> Iterator[tuple[int, torch.Tensor]]:
-    """The first of some places, and their logits."""
+    """Yield the first of some places, and their logits."""
     backbone = backbone_of(base)
     if backbone.head is None:
         yield 0, whole_logits(base, layout)
@@ -64,7 +64,7 @@ def _logits(base: BaseModel, layout: Layout) -> Iterator[tuple[int, torch.Tensor
 
 
 def _processed(logits_RV: torch.Tensor, how: Sampling | None) -> torch.Tensor:
-    """Probabilities, fp32 at least, as they are sampled from; 0 for what is cut off."""
+    """Return probabilities, fp32 at least, as they are sampled from; 0 for what is cut off."""
     real = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
     x_RV = logits_RV.to(real)
     if how is not None and how.temperature:

@@ -5,27 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from retrain.engines.local import LocalEngine
+from retrain.engines.protocol import PolicyRef
 from retrain.errors import ModelError
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes, LoraWeights
-from retrain.policy.threads import Workers, workers_for
+from retrain.policy.threads import workers_for
 from retrain.rng import stream_key
-from retrain.serving.adapters import Names, Served, base_weights, read_weights, uploaded_weights
+from retrain.serving.adapters import Served, base_weights, read_weights, uploaded_weights
 from retrain.serving.batching import MAX_ROWS, Batcher, Generation, Piece, Sampling
 from retrain.serving.refusal import Refusal
 from retrain.serving.schema import Sampled
 from retrain.serving.scoring import Tops, score
 
 T = TypeVar("T")
+MAX_ADAPTERS = 256
+"""Adapters in memory at once."""
 MAX_QUEUE = 4096
 """Generations that may wait."""
 TIMEOUT_S = 3600.0
@@ -39,15 +43,12 @@ JSON_BYTES = 6
 
 @dataclass(eq=False)
 class Drawn:
-    """All that came of one generation."""
-
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
     def add(self, piece: Piece) -> None:
-        """What is new."""
         self.token_ids += piece.token_ids
         self.logprobs += piece.logprobs
         self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
@@ -64,12 +65,11 @@ class Service:
         max_queue: int = MAX_QUEUE,
         max_rows: int = MAX_ROWS,
         timeout_s: float = TIMEOUT_S,
-        workers: Workers | None = None,
         tell: Callable[[str], None] = lambda line: None,
     ):
-        self.base, self.timeout_s, self.created = base, timeout_s, int(time.time())
+        self.base, self.timeout_s = base, timeout_s
         self.lanes = Lanes(base)
-        self._workers = workers or workers_for(base)
+        self._workers = workers_for(base)
         self.engine = LocalEngine(base, self.lanes, workers=self._workers, tell=tell)
         self.batcher = Batcher(self.engine, max_queue, max_rows)
         # Copies, because a tokenizer belongs to one thread: base.tokenizer to the engine's, this one to the event
@@ -78,8 +78,10 @@ class Service:
         self._encoder: Any = copy.deepcopy(base.tokenizer)
         self._encoder_thread = ThreadPoolExecutor(1, "tokenizer")
         name = name or base.name
-        first = Served(name, Names.first_ref(name), base_weights(base, self.lanes.shapes), base.name)
-        self.names = Names(first)
+        self.name = name
+        first = Served(name, PolicyRef(name, 0), base_weights(base, self.lanes.shapes), base.name)
+        self.served = {name: first}  # the base, then the adapters; used by the event loop's thread alone
+        self._numbers = itertools.count(1)
         self.batcher.start()
         self.batcher.publish(first.ref, first.weights).result()
 
@@ -94,12 +96,11 @@ class Service:
 
     def load_at_start(self, name: str, directory: Path) -> None:
         """Serve an adapter before the server listens. Raises ModelError, Refusal."""
-        self.names.check_new(name, False)
+        self._check_new(name, False)
         self._put(name, str(directory), read_weights(directory, self.base, self.lanes.shapes)).result()
 
     async def load(self, name: str, path: str | None, files: Mapping[str, str] | None, load_inplace: bool) -> None:
-        """Serve an adapter under this name. Raises Refusal."""
-        self.names.check_new(name, load_inplace)
+        self._check_new(name, load_inplace)
         if (path is None) == (files is None):
             raise Refusal(400, "give either lora_path or files", "lora_path")
         if path is not None and ("\0" in path or not await asyncio.to_thread(Path(path).is_dir)):
@@ -108,7 +109,7 @@ class Service:
             weights = await asyncio.to_thread(self._read, path, files)
         except ModelError as error:
             raise Refusal(400, str(error), "lora_path" if files is None else "files") from error
-        self.names.check_new(name, load_inplace)  # there may be one of this name by now
+        self._check_new(name, load_inplace)  # there may be one of this name by now
         await asyncio.wrap_future(self._put(name, path or "upload", weights))
 
     def _read(self, path: str | None, files: Mapping[str, str] | None) -> LoraWeights:
@@ -116,28 +117,51 @@ class Service:
             return uploaded_weights(files, self.base, self.lanes.shapes)
         return read_weights(Path(path or ""), self.base, self.lanes.shapes)
 
-    def _put(self, name: str, root: str, weights: LoraWeights) -> Any:
-        served = Served(name, self.names.new_ref(name), weights, root, self.names.base.name)
+    def _check_new(self, name: str, load_inplace: bool) -> None:
+        """Raise Refusal (400) for a name that is taken."""
+        if name == self.name:
+            raise Refusal(400, f"The lora adapter '{name}' conflicts with a served base model.", "lora_name")
+        if name in self.served and not load_inplace:
+            raise Refusal(
+                400,
+                f"The lora adapter '{name}' has already been loaded. "
+                "If you want to load the adapter in place, set 'load_inplace' to True.",
+                "lora_name",
+            )
+        if len(self.served) > MAX_ADAPTERS and name not in self.served:
+            raise Refusal(400, f"{MAX_ADAPTERS} adapters are loaded: unload one first", "lora_name")
+
+    def _put(self, name: str, root: str, weights: LoraWeights) -> Future[None]:
+        number = next(self._numbers)
+        served = Served(name, PolicyRef(f"{name}\x1f{number}", number), weights, root, self.name)
         published = self.batcher.publish(served.ref, weights)  # before any generation of it, in the same queue
-        before = self.names.put(served)
+        before = self.served.get(name)
+        self.served[name] = served
         if before is not None:
             self.batcher.retire(before.ref)
         return published
 
     def unload(self, name: str) -> None:
-        """Serve it no longer; generations under way end with it. Raises Refusal."""
-        self.batcher.retire(self.names.take(name).ref)
+        """Serve it no longer; generations under way end with it. Raises Refusal (404)."""
+        if name == self.name or name not in self.served:
+            raise Refusal(404, f"The lora adapter '{name[:200]}' cannot be found.", "lora_name")
+        self.batcher.retire(self.served.pop(name).ref)
+
+    def find(self, name: str | None) -> Served:
+        """Return the base or adapter of this name; None is the base. Raises Refusal (404)."""
+        served = self.served.get(self.name if name is None else name)
+        if served is None:
+            raise Refusal(404, f"The model `{str(name)[:200]}` does not exist.", "model")
+        return served
 
     # -- generations ---------------------------------------------------------------------------------------------
 
     def sampling(self, body: Sampled, max_tokens: int) -> Sampling:
-        """How a request wants to be drawn."""
-        top_k = body.top_k or 0
         return Sampling(
             max_tokens=max_tokens,
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=max(0, top_k),
+            top_k=max(0, body.top_k or 0),
             min_p=body.min_p or 0.0,
             stops=body.stops,
             stop_token_ids=frozenset(body.stop_token_ids or ()),
@@ -151,8 +175,8 @@ class Service:
 
     @property
     def max_body(self) -> int:
-        """Bytes of the longest request body that is read. Every prompt that fits into the context fits into it: as
-        many of the longest tokens as the context holds, each character escaped in JSON."""
+        """Return the bytes of the longest request body that is read. Every prompt that fits into the context fits into
+        it: as many of the longest tokens as the context holds, each character escaped in JSON."""
         longest = max(map(len, self.tokenizer.get_vocab()), default=1)
         return min(MAX_BODY, MIN_BODY + self.base.context_length * longest * JSON_BYTES)
 
@@ -182,7 +206,7 @@ class Service:
         """
         loop = asyncio.get_running_loop()
         deadline = time.monotonic() + self.timeout_s
-        served = self.names.find(model)  # and submitted at once: what is found is not retired in between
+        served = self.find(model)  # and submitted at once: what is found is not retired in between
         drawing = Drawing(served)
         for prompt_ids, how in zip(prompts, sampling, strict=True):
             seed = secrets.randbits(63) if body.seed is None else body.seed
@@ -201,7 +225,7 @@ class Service:
     async def score(
         self, served: Served, token_ids: Sequence[int], begin: int, how: Sampling | None, top: int
     ) -> tuple[list[float], list[Tops]]:
-        """What the weights say of ``token_ids[begin:]``, by a fresh forward pass: see ``scoring.score``."""
+        """Return ``scoring.score`` of these weights, run on the engine's thread."""
         return await asyncio.wrap_future(
             self.batcher.call(lambda: score(self.base, self.lanes, served.weights, token_ids, begin, how, top))
         )
@@ -216,12 +240,11 @@ class Drawing:
         self.pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
 
     def cancel(self) -> None:
-        """Nobody waits for them any more."""
         for each in self.generations:
             each.cancel()
 
     async def each(self) -> AsyncIterator[tuple[int, Piece]]:
-        """The pieces, up to the last one of the last generation. Raises Refusal when one has failed."""
+        """Yield the pieces, up to the last one of the last generation. Raises Refusal when one has failed."""
         left = len(self.generations)
         try:
             while left:
@@ -234,11 +257,7 @@ class Drawing:
             self.cancel()
 
     async def all(self) -> list[Drawn]:
-        """All of every generation. Raises Refusal."""
         drawn = [Drawn() for _ in self.generations]
-        try:
-            async for number, piece in self.each():
-                drawn[number].add(piece)
-        finally:
-            self.cancel()
+        async for number, piece in self.each():
+            drawn[number].add(piece)
         return drawn

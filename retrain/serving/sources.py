@@ -26,7 +26,8 @@ class Sources:
 
 
 def sources(what: str, more: Sequence[str] = (), base: str | None = None) -> Sources:
-    """What there is to serve. ``more``: further adapters, each NAME=DIR; ``base`` replaces the one that adapters name.
+    """Return what there is to serve. ``more``: further adapters, each NAME=DIR; ``base`` replaces the one that adapters
+    name.
 
     Raises UsageError for what is nothing that can be served, and for names that are given twice.
     """
@@ -65,7 +66,7 @@ def sources(what: str, more: Sequence[str] = (), base: str | None = None) -> Sou
 
 
 def _is_model(path: Path) -> bool:
-    """Whether this is a model's directory: its configuration names a family of models, as no run's does."""
+    """Return whether this is a model's directory: its configuration names a family of models, as no run's does."""
     try:
         content = read_json(path / "config.json")
     except (OSError, ValueError):
@@ -74,7 +75,7 @@ def _is_model(path: Path) -> bool:
 
 
 def _runs(campaign: Path) -> list[tuple[str, Path]]:
-    """The finished runs of a campaign, or the run that it is."""
+    """Return the finished runs of a campaign, or the run that it is."""
     runs = read_manifest(campaign)["runs"]
     paths = [campaign / run["path"] for run in runs if run["state"] == "done"]
     if not paths:
@@ -83,7 +84,7 @@ def _runs(campaign: Path) -> list[tuple[str, Path]]:
 
 
 def _name_of(directory: Path) -> str:
-    """The name of the run that an adapter's directory belongs to."""
+    """Return the name of the run that an adapter's directory belongs to."""
     folder = directory.resolve()
     if not (folder / "adapter_config.json").is_file():
         find_adapter(directory)
@@ -92,5 +93,5 @@ def _name_of(directory: Path) -> str:
 
 
 def _model_name(model: str) -> str:
-    """A hub's or bundled model's name as it is, a directory's own name."""
+    """Return a hub's or bundled model's name as it is, and of a directory its name."""
     return bundled_name(model) or (Path(model).name if Path(model).is_dir() else model)

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What the work comes to. Raises ClientDisconnect, with the work cancelled, when the client has left before."""
+    """Return the result of ``work``. Raises ClientDisconnect, with the work cancelled, if the client leaves first."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -44,7 +44,6 @@ class Events(StreamingResponse):
         super().__init__(_events(chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         try:
             await super().__call__(scope, receive, send)
         finally:

@@ -11,8 +11,8 @@ BROKEN = "�"
 
 
 class Writer:
-    """Says the text of tokens piece by piece. ``stops``: texts that end it; what may be the beginning of one is held
-    back, and none is said, unless ``keep_stop``. All pieces together are ``whole``'s text."""
+    """Decodes tokens piece by piece. ``stops``: texts that end it; the possible beginning of one is held back, and none
+    is returned, unless ``keep_stop``."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), keep_stop: bool = False):
         self._tokenizer, self._stops, self._keep_stop = tokenizer, tuple(stops), keep_stop
@@ -21,7 +21,7 @@ class Writer:
         self._said = 0
 
     def add(self, token_ids: Sequence[int], stop_reason: int | str | None = None, last: bool = False) -> str:
-        """What is new and certain; all of the rest with the ``last`` tokens."""
+        """Return text that is new and certain; all of the rest with the ``last`` tokens."""
         self._token_ids += token_ids
         shown = self._token_ids
         if last and isinstance(stop_reason, int) and not self._keep_stop:
@@ -36,14 +36,3 @@ class Writer:
         new = text[self._said : end]
         self._said += len(new)
         return new
-
-
-def whole(
-    tokenizer: Tokenizer,
-    token_ids: Sequence[int],
-    stops: Sequence[str] = (),
-    stop_reason: int | str | None = None,
-    keep_stop: bool = False,
-) -> str:
-    """The text of all tokens of a generation that has ended."""
-    return Writer(tokenizer, stops, keep_stop).add(token_ids, stop_reason, last=True)

@@ -14,9 +14,8 @@ from retrain.serving.service import Service
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """The tokens of a text, or of a conversation as a chat reads it. Raises Refusal."""
     body = read(TokenizeBody, await request.body())
-    service.names.find(body.model)
+    service.find(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise Refusal(400, "give either prompt or messages", "prompt")
     context = service.base.context_length
@@ -41,9 +40,8 @@ def encoded(tokenizer: Any, text: str, add_special_tokens: bool) -> tuple[int, .
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """The text of tokens. Raises Refusal."""
     body = read(DetokenizeBody, await request.body())
-    service.names.find(body.model)
+    service.find(body.model)
     if any(token >= service.base.vocab_size for token in body.tokens):
         raise Refusal(400, "a token is out of vocabulary", "tokens")
     return JSONResponse({"prompt": await service.with_tokenizer(lambda tokenizer: tokenizer.decode(body.tokens))})

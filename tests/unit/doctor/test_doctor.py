@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -15,10 +16,10 @@ from typer.testing import CliRunner
 
 from retrain.cli import app
 from retrain.doctor import machine, memory, results, training
-from retrain.doctor.checks import CHECKS, report, run_checks
+from retrain.doctor.checks import CHECKS, run_checks
 from retrain.doctor.results import FAIL, LIMITS, PASS, SKIP, Result, judged
 from retrain.doctor.sampling import agreement
-from retrain.doctor.subject import Source, Subject, random_base, shapes_of
+from retrain.doctor.subject import Sizes, Source, Subject, random_base, shapes_of
 from retrain.engines import slots
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.graphs import StepGraphs
@@ -37,7 +38,9 @@ max_tokens = 24
 [inference]
 dtype = "{dtype}"
 """
-SLOW_RATES = {"bandwidth": 1e7, "matrix": 1e8}
+
+
+FAST = {"bandwidth": 1e14, "matrix": 1e14}
 
 
 def run(*arguments: object):
@@ -105,28 +108,35 @@ def an_engine_weight_that_is_not_the_trainers(subject: Subject, monkeypatch) -> 
 def mixed_up_lanes(subject: Subject, monkeypatch) -> None:
     """In a batch of more than two lanes."""
     blocks = DenseDecoder.blocks
-    monkeypatch.setattr(
-        DenseDecoder, "blocks", lambda self, lanes: blocks(self, lanes[::-1] if len(lanes) > 2 else lanes)
-    )
+
+    def mixed_up(self, lanes):
+        return blocks(self, lanes[::-1] if len(lanes) > 2 else lanes)
+
+    monkeypatch.setattr(DenseDecoder, "blocks", mixed_up)
 
 
-def a_scaled_gradient(subject: Subject, monkeypatch) -> None:
-    after_update(monkeypatch, lambda gradient: gradient.mul_(1.01))
+def after_update(change: Callable[[torch.Tensor], object]) -> Callable[[Subject, Any], None]:
+    """Return a fault that changes the gradient after every update."""
+
+    def fault(subject: Subject, monkeypatch) -> None:
+        update = LocalPolicy.update
+
+        def changed(policy: LocalPolicy, *arguments: Any) -> dict[str, Any]:
+            metrics = update(policy, *arguments)
+            change(policy.adapter.flat.grad)
+            return metrics
+
+        monkeypatch.setattr(LocalPolicy, "update", changed)
+
+    return fault
 
 
-def a_turned_gradient(subject: Subject, monkeypatch) -> None:
-    after_update(monkeypatch, lambda gradient: gradient[: len(gradient) // 9].neg_())
+a_scaled_gradient = after_update(lambda gradient: gradient.mul_(1.01))
+a_turned_gradient = after_update(lambda gradient: gradient[: len(gradient) // 9].neg_())
 
 
-def after_update(monkeypatch, change: Callable[[torch.Tensor], object]) -> None:
-    update = LocalPolicy.update
-
-    def changed(policy: LocalPolicy, *arguments: Any) -> dict[str, Any]:
-        metrics = update(policy, *arguments)
-        change(policy.adapter.flat.grad)
-        return metrics
-
-    monkeypatch.setattr(LocalPolicy, "update", changed)
+def no_dense_decoder(subject: Subject, monkeypatch) -> None:
+    monkeypatch.setattr(subject.engine, "decoder", None)
 
 
 def no_bandwidth(subject: Subject, monkeypatch) -> None:
@@ -135,10 +145,6 @@ def no_bandwidth(subject: Subject, monkeypatch) -> None:
 
 def a_gpu_that_torch_cannot_use(subject: Subject, monkeypatch) -> None:
     monkeypatch.setattr(machine, "build_fault", lambda devices: "this machine has a GPU (NVIDIA H100)")
-
-
-def no_dense_decoder(subject: Subject, monkeypatch) -> None:
-    monkeypatch.setattr(subject.engine, "decoder", None)
 
 
 def sizes_planned_too_small(subject: Subject, monkeypatch) -> None:
@@ -154,11 +160,10 @@ def unnoticed_shortages(subject: Subject, monkeypatch) -> None:
 
 def another_lane_after_a_shortage(subject: Subject, monkeypatch) -> None:
     """Decoding continues with other weights than before."""
-    decode, rows_of_calls = type(subject.engine)._decode, []
+    decode, calls = type(subject.engine)._decode, itertools.count(1)
 
     def damaged(engine: Any, requests: Any, work: Any, weights: Any, rows: int, keep: Any) -> None:
-        rows_of_calls.append(rows)
-        decode(engine, requests, work, weights[::-1] if len(rows_of_calls) == 2 else weights, rows, keep)
+        decode(engine, requests, work, weights[::-1] if next(calls) == 2 else weights, rows, keep)
 
     monkeypatch.setattr(type(subject.engine), "_decode", damaged)
 
@@ -177,7 +182,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "name", "exceeded"), FAULTS, ids=[fault.__name__ for fault, *_ in FAULTS])
+@pytest.mark.parametrize(("fault", "name", "exceeded"), FAULTS)
 def test_a_check_fails_on_its_fault(subject, monkeypatch, quick, fault, name, exceeded):
     fault(subject, monkeypatch)
     (result,) = run_checks(subject, lambda name: None, {name: CHECKS[name]})
@@ -230,30 +235,40 @@ def test_a_checkpoint_without_the_optimizer_fails(subject, monkeypatch):
 
 
 def test_a_machine_far_from_its_roofline_fails(subject, monkeypatch):
-    slow_cpu = {"update_share": SLOW_RATES | {"matrix": 1e14}, "decode_share": {"bandwidth": 1e14, "matrix": 1e14}}
-    monkeypatch.setattr(subject, "rates", SLOW_RATES)
-    assert CHECKS["speed"](subject).status == PASS
-    for key, rates in slow_cpu.items():
+    """On a machine with fast products the update is too slow, with fast copies also decoding."""
+    slow = {"bandwidth": 1e7, "matrix": 1e8}
+    for rates, too_slow in ((slow, None), (slow | {"matrix": 1e14}, "update_share"), (FAST, "decode_share")):
         monkeypatch.setattr(subject, "rates", rates)
-        assert not next(measure for measure in CHECKS["speed"](subject).measures if measure["name"] == key)["ok"]
+        exceeded = {measure["name"] for measure in CHECKS["speed"](subject).measures if not measure["ok"]}
+        assert too_slow in exceeded if too_slow else not exceeded
     assert machine.union_length([(0.0, 2.0), (1.0, 3.0), (1.5, 2.5), (5.0, 6.0)]) == 4.0
 
 
-def test_a_check_that_raises_has_failed_and_the_others_run(subject):
+def test_a_check_that_raises_has_failed_and_the_others_run(monkeypatch, tmp_path):
     def broken(subject: Subject) -> Result:
         raise ValueError("no such kernel\nand more")
 
-    found = list(run_checks(subject, lambda name: None, {"broken": broken, "rates": lambda subject: Result(PASS)}))
-    assert [result.status for result in found] == [FAIL, PASS]
-    assert found[0].line == "ValueError: no such kernel → report it with --json"
-    assert report(subject, found)["failed"] == ["broken"]
+    checks = {
+        "broken": broken,
+        "wrong": lambda subject: judged(subject.kinds, {"k3": 0.5}),
+        "right": lambda subject: Result(PASS),
+    }
+    monkeypatch.setattr(run_checks, "__defaults__", (checks,))
+    done = run("--device", "cpu", "--json", tmp_path / "report.json")
+    assert done.exit_code == 1
+    assert "FAIL  broken             ValueError: no such kernel → report it with --json" in done.stdout
+    assert (
+        "FAIL  wrong              k3 0.5 (at most 1e-08) → sampler and trainer compute different things" in done.stdout
+    )
+    assert "PASS  right" in done.stdout
+    assert "2 failed, none skipped" in done.stdout.splitlines()[-1]
+    assert json.loads((tmp_path / "report.json").read_text())["failed"] == ["broken", "wrong"]
 
 
 def test_the_reference_gradient_equals_central_differences(subject):
     """Of the loss, along the gradient itself."""
     policy = subject.trained(3)
-    requests = subject.requests(subject.publish([policy]))[:1]
-    samples = subject.samples(requests, subject.engine.sample(requests))
+    samples = subject.sampled(policy, Sizes(1, 4, 24))
     model = training.plain_copy(subject.base, subject.lanes, 2, torch.float64)
     weights = policy.adapter.frozen()
     gradient = training.plain_gradient(model, weights, samples, torch.float64)
@@ -320,27 +335,25 @@ def test_a_model_without_weights_is_checked_at_its_shapes(tmp_path):
 def test_a_model_that_is_unknown_or_does_not_fit_is_one_line(tmp_path):
     with pytest.raises(ModelError, match="nothing is downloaded"):
         Source.of(write(tmp_path, '[model]\nmodel = "somebody/unheard-of"'), "cpu")
+    with pytest.raises(UsageError, match=r"trains with mine:Backend"):
+        Source.of(write(tmp_path, '[backend]\nbackend = "mine:Backend"'), "cpu")
     huge = Source.of(write(tmp_path, '[model]\nmodel = "Qwen/Qwen3-32B"'), "cpu")
     with pytest.raises(ModelError, match=r"take [\d.]+ GiB of"):
         random_base(dict(huge.shapes or {}, hidden_size=1 << 16), huge.config)
     with pytest.raises(ModelError, match="no random weights can be made"):
         random_base({"model_type": "no-such-type", "vocab_size": 3}, huge.config)
-    with pytest.raises(UsageError, match=r"trains with mine:Backend"):
-        Source.of(write(tmp_path, '[backend]\nbackend = "mine:Backend"'), "cpu")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--file", "a.toml"], "--file belongs to the self-check; type: retrain doctor --device auto --file a.toml"),
-        (["--json", "a.json"], "--json belongs to the self-check"),
         (["--device", "gpu:seven"], "is none of auto, cpu"),
         (["--device", "gpu:99"], 'type devices = "auto" or "cpu"'),
         (["--device", "cpu", "--file", "missing.toml"], "missing.toml: no such file or directory"),
         (["--device", "cpu", "--file", "faulty.toml"], "faulty.toml:2"),
         (["--device", "cpu", "--json", "."], "is a directory"),
         (["--device", "cpu", "--json", "not/there.json"], "is no directory that can be written to"),
-        (["--device", "cpu", "--json", "faulty.toml"], "is no report of retrain doctor"),
         (["--device", "cpu", "--json", "other.json"], "is no report of retrain doctor"),
     ],
 )
@@ -354,14 +367,3 @@ def test_bad_input_is_one_line_and_status_2(arguments, words, tmp_path, monkeypa
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert {name: (tmp_path / name).read_text() for name in contents} == contents
-
-
-def test_a_failed_check_is_exit_status_1(monkeypatch):
-    wrong = {"wrong": lambda subject: judged(subject.kinds, {"k3": 0.5})}
-    monkeypatch.setattr(run_checks, "__defaults__", (wrong,))
-    done = run("--device", "cpu")
-    assert done.exit_code == 1
-    assert (
-        "FAIL  wrong              k3 0.5 (at most 1e-08) → sampler and trainer compute different things" in done.stdout
-    )
-    assert done.stdout.splitlines()[-1].endswith("1 failed, none skipped")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from standin import StandIn
+from starlette.responses import JSONResponse
 from toymodels import qwen3_directory
 from typer.testing import CliRunner
 
@@ -64,21 +65,19 @@ class RankSixteen(StandIn):
     """Takes adapters of rank 16 at most, and refuses others in vLLM's words."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        message = await receive() if scope["path"].endswith("/load_lora_adapter") else None
-        if message is not None:
+        if scope["path"].endswith("/load_lora_adapter"):
+            message = await receive()
             directory = Path(json.loads(message["body"])["lora_path"])
             rank = json.loads((directory / "adapter_config.json").read_text())["r"]
             if rank > 16:
                 text = f"Worker failed with error 'LoRA rank {rank} is greater than max_lora_rank 16.'"
-                content = json.dumps({"error": {"message": text}}).encode()
-                await send({"type": "http.response.start", "status": 500, "headers": []})
-                await send({"type": "http.response.body", "body": content})
+                await JSONResponse({"error": {"message": text}}, 500)(scope, receive, send)
                 return
 
-        async def again() -> Any:
-            return message if message is not None else await receive()
+            async def receive() -> Any:
+                return message
 
-        await super().__call__(scope, again, send)
+        await super().__call__(scope, receive, send)
 
 
 def test_a_server_that_takes_smaller_adapters_is_checked_with_those(model, tmp_path):

@@ -13,8 +13,8 @@ from judge_cases import CAPITAL, Server, chat, judging, says
 
 from retrain.config import tasks
 from retrain.errors import UsageError
-from retrain.rewards import Grader, build_grader
-from retrain.rewards.endpoint import AWAY_IN_A_ROW, Endpoint
+from retrain.rewards import RewardResult, build_grader
+from retrain.rewards.endpoint import FAILURES_IN_A_ROW, Endpoint
 from retrain.rewards.judge import JudgeReward, parse_score, question
 from retrain.types import Problem
 
@@ -22,9 +22,10 @@ KEY = "sk-secret-0123456789"
 server = judging
 
 
-def judge(server: Server, **options: Any) -> Grader:
+def judged(server: Server, *completions: str, problem: Problem = CAPITAL, **options: Any) -> list[RewardResult]:
     options = {"timeout_s": 5.0, "pause_s": 0.01, **options}
-    return Grader(JudgeReward(Endpoint("judge-1", server.url, **options)))
+    reward = JudgeReward(Endpoint("judge-1", server.url, **options))
+    return reward.grade_all([(problem, completion) for completion in completions or ("Paris",)])
 
 
 def test_scores_come_back_in_order(server: Server) -> None:
@@ -34,10 +35,8 @@ def test_scores_come_back_in_order(server: Server) -> None:
         return 200, chat(f" 0.{number:02d}\n"), {}
 
     server.respond = respond
-    with judge(server) as grader:
-        results = grader.grade([(CAPITAL, str(number)) for number in range(40)])
+    results = judged(server, *map(str, range(40)))
     assert [result.total_reward for result in results] == [number / 100 for number in range(40)]
-    assert results[0].components == {"judge": 0.0}
     assert {request["model"] for request in server.requests} == {"judge-1"}
     assert all(request["temperature"] == 0 for request in server.requests)
     assert "Authorization" not in server.headers[0]
@@ -46,8 +45,7 @@ def test_scores_come_back_in_order(server: Server) -> None:
 def test_the_question_holds_task_reference_and_response(server: Server) -> None:
     server.respond = says("1")
     nasty = Problem("p", ({"role": "user", "content": "Capital of France?"},), "Paris")
-    with judge(server) as grader:
-        (result,) = grader.grade([(nasty, "It is Paris\x00\ud800" + "x" * 50)])
+    (result,) = judged(server, "It is Paris\x00\ud800" + "x" * 50, problem=nasty)
     assert result.total_reward == 1.0
     text = server.requests[0]["messages"][-1]["content"]
     assert "Capital of France?" in text
@@ -62,37 +60,34 @@ def test_the_question_holds_task_reference_and_response(server: Server) -> None:
     [
         ("1", 1.0),
         (" 0.75 \n", 0.75),
-        (".5", 0.5),
         ("<think>0.2 or 0.9?</think>\n0.9", 0.9),
         ("1.5", None),
-        ("nan", None),
         ("1e-1", None),
         ("Score: 1", None),
-        ("0.7/1", None),
         ("<think>never ends 1", None),
-        ("", None),
     ],
 )
 def test_scores_are_read_strictly(text: str, score: float | None) -> None:
     assert parse_score(text) == score
 
 
+CUT_OFF = json.loads(chat("1"))
+CUT_OFF["choices"][0]["finish_reason"] = "length"
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
         (chat("It is a fine answer."), "not a number between 0 and 1"),
-        (chat(None), "not a number"),
+        (json.dumps(CUT_OFF).encode(), "was cut off (2048 tokens"),
         (b"<html>hello</html>", "not a chat completion"),
-        (b'{"choices": []}', "not a chat completion"),
         (b"[" * 100_000, "not a chat completion"),
-        (b"\xff\xfe\x00", "not a chat completion"),
         (b"x" * (2 << 20), "more than"),
     ],
 )
 def test_nonsense_is_null_and_not_asked_again(server: Server, body: bytes, reason: str) -> None:
     server.respond = lambda handler, request: (200, body, {})
-    with judge(server) as grader:
-        (result,) = grader.grade([(CAPITAL, "Paris")])
+    (result,) = judged(server)
     assert result.total_reward is None
     assert reason in (result.error or "")
     assert len(server.requests) == 1
@@ -101,7 +96,7 @@ def test_nonsense_is_null_and_not_asked_again(server: Server, body: bytes, reaso
 @pytest.mark.parametrize("fault", [500, 429, "hangs up"])
 def test_a_busy_or_broken_server_is_asked_again(server: Server, fault: int | str) -> None:
     def respond(handler: Any, request: Any) -> tuple[int, bytes, dict[str, str]] | None:
-        if len(server.requests) == 3:
+        if len(server.requests) % 3 == 0:
             return 200, chat("1"), {}
         if fault == "hangs up":
             handler.connection.shutdown(socket.SHUT_RDWR)
@@ -109,22 +104,17 @@ def test_a_busy_or_broken_server_is_asked_again(server: Server, fault: int | str
         return fault, b"try later", {"Retry-After": "0"}
 
     server.respond = respond
-    with judge(server) as grader:
-        assert grader.grade([(CAPITAL, "Paris")])[0].total_reward == 1.0
-    server.respond = lambda handler, request: (500, b"broken", {})
-    server.requests.clear()
-    with judge(server) as grader:
-        (result,) = grader.grade([(CAPITAL, "Paris")])
+    assert judged(server)[0].total_reward == 1.0
+    (result,) = judged(server, attempts=2)
     assert result.total_reward is None
-    assert "failed 3 times, last: HTTP 500 broken" in (result.error or "")
-    assert len(server.requests) == 3
+    assert "failed 2 times, last: " in (result.error or "")
+    assert len(server.requests) == 5
 
 
 def test_a_long_retry_after_does_not_hold_the_run(server: Server) -> None:
     server.respond = lambda handler, request: (429, b"", {"Retry-After": "86400"})
     start = time.monotonic()
-    with judge(server, timeout_s=0.3, attempts=2) as grader:
-        grader.grade([(CAPITAL, "Paris")])
+    judged(server, timeout_s=0.3, attempts=2)
     assert time.monotonic() - start < 5
 
 
@@ -134,8 +124,7 @@ def test_a_refusal_is_final_and_does_not_stop_the_others(server: Server) -> None
         return (400, b"context length exceeded", {}) if long else (200, chat("1"), {})
 
     server.respond = respond
-    with judge(server) as grader:
-        results = grader.grade([(CAPITAL, "too long")] * 8 + [(CAPITAL, "Paris")])
+    results = judged(server, *["too long"] * 8, "Paris")
     assert [result.total_reward for result in results] == [None] * 8 + [1.0]
     assert "HTTP 400 context length exceeded" in (results[0].error or "")
     assert len(server.requests) == 9
@@ -157,46 +146,35 @@ def test_a_slow_or_dripping_server_does_not_hold_the_run(server: Server, part: s
 
     server.respond = respond
     start = time.monotonic()
-    with judge(server, timeout_s=0.5, attempts=1) as grader:
-        (result,) = grader.grade([(CAPITAL, "Paris")])
-    assert result.total_reward is None
+    (result,) = judged(server, timeout_s=0.5, attempts=1)
     assert "no answer within 0.5 s" in (result.error or "")
     assert time.monotonic() - start < 10
 
 
-def test_when_nobody_is_there_the_batch_is_given_up_quickly() -> None:
+def test_when_nobody_is_there_the_batch_is_given_up_quickly(server: Server) -> None:
     with socket.socket() as taken:  # bound and never listening: connections are refused
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
-        start = time.monotonic()
-        with Grader(JudgeReward(Endpoint("m", url, workers=1, timeout_s=2.0, pause_s=0.05))) as grader:
-            results = grader.grade([(CAPITAL, "Paris")] * 500)
-    assert time.monotonic() - start < 20
+        reward = JudgeReward(Endpoint("m", url, workers=1, timeout_s=2.0, pause_s=0.05))
+        results = reward.grade_all([(CAPITAL, "Paris")] * 500)
     assert all(result.total_reward is None for result in results)
     assert "failed 3 times, last: ConnectError" in (results[0].error or "")
-    assert f"not tried after {AWAY_IN_A_ROW} failures in a row" in (results[-1].error or "")
+    assert f"not tried after {FAILURES_IN_A_ROW} failures in a row" in (results[-1].error or "")
 
 
-def test_the_key_goes_to_the_server_and_nowhere_else(
-    server: Server,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_key_goes_to_the_server_and_nowhere_else(server: Server, monkeypatch, capfd, caplog) -> None:
     caplog.set_level(0)
-    monkeypatch.setenv("JUDGE_KEY", KEY)
     server.respond = lambda handler, request: (401, f"wrong key {handler.headers['Authorization']}".encode(), {})
-    section = {"type": "judge", "judge_model": "m", "judge_url": server.url, "judge_api_key_env": "JUDGE_KEY"}
-    with build_grader(tasks.Reward.model_validate(section)) as grader:
+    keys = {"type": "judge", "judge_model": "m", "judge_url": server.url, "judge_api_key_env": "JUDGE_KEY"}
+    section = tasks.Reward.model_validate(keys)
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pytest.raises(UsageError, match=r"export JUDGE_KEY="):
+        build_grader(section)
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with build_grader(section) as grader:
         (result,) = grader.grade([(CAPITAL, "Paris")])
         assert KEY not in repr(vars(grader)) + repr(grader.reward)
     assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
+    assert result.components == {"judge": None}
     assert "HTTP 401 wrong key Bearer ***" in (result.error or "")
     assert KEY not in json.dumps(server.requests) + caplog.text + "".join(capfd.readouterr())
-
-
-def test_a_key_that_is_named_and_not_set_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("JUDGE_KEY", raising=False)
-    section = {"type": "judge", "judge_model": "m", "judge_api_key_env": "JUDGE_KEY"}
-    with pytest.raises(UsageError, match=r"export JUDGE_KEY="):
-        build_grader(tasks.Reward.model_validate(section))

@@ -7,7 +7,6 @@ import math
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,8 +25,8 @@ from typer.testing import CliRunner
 from retrain.campaign.planning.changes import version_changes
 from retrain.campaign.planning.plan import Plan
 from retrain.cli import app
-from retrain.config import load, parse_dict, tasks
-from retrain.errors import ConfigError, ModelError
+from retrain.config import load, tasks
+from retrain.errors import ModelError
 from retrain.files import read_json, read_jsonl
 from retrain.models import bundled_model_path
 from retrain.models.directory import files_digest, reward_model_fault
@@ -47,14 +46,10 @@ def classifier(path: Path, *, pad: int | None = 0, labels: int = 1, seed: int = 
     """A classifier of random weights with the tokenizer of the bundled model, as ``save_pretrained`` writes it."""
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-    }
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 160, "num_labels": labels}
-    config = (LlamaConfig if llama else Qwen2Config)(**sizes, pad_token_id=pad)
+    config = (LlamaConfig if llama else Qwen2Config)(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=160, num_labels=labels, pad_token_id=pad,
+    )  # fmt: skip
     model = (LlamaForSequenceClassification if llama else Qwen2ForSequenceClassification)(config)
     with torch.no_grad():
         for weight in model.parameters():
@@ -78,44 +73,44 @@ def graded(path: Path, items: list[Item], **keys) -> list[float | None]:
         return [result.total_reward for result in made.grade(items)]
 
 
-def by_hand(path: Path, messages: list[dict[str, str]]) -> float:
-    """The score by transformers alone: one row, nothing padded."""
+def by_hand(path: Path, *texts: str) -> list[float]:
+    """Scores by transformers alone: one row at a time, nothing padded."""
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     model.eval()
-    read = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
     with torch.no_grad():
-        return float(model(input_ids=read["input_ids"]).logits[0, 0])
+        rows = [tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"] for text in texts]
+        return [float(model(input_ids=row).logits[0, 0]) for row in rows]
 
 
 @pytest.mark.parametrize(("pad", "llama", "problem"), [(0, False, ADD), (None, True, TALK), (1, False, TALK)])
 def test_a_batch_scores_what_transformers_scores_row_by_row(tmp_path, pad, llama, problem):
     path = classifier(tmp_path / "model", pad=pad, llama=llama)
+    tokenizer = AutoTokenizer.from_pretrained(path)
     prompt = [{"role": "user", "content": problem.prompt}] if isinstance(problem.prompt, str) else list(problem.prompt)
-    expected = [by_hand(path, [*prompt, {"role": "assistant", "content": answer}]) for answer in ANSWERS]
+    talks = [[*prompt, {"role": "assistant", "content": answer}] for answer in ANSWERS]
+    expected = by_hand(path, *(tokenizer.apply_chat_template(talk, tokenize=False) for talk in talks))
     items = [(problem, answer) for answer in ANSWERS]
     assert len({round(score, 3) for score in expected}) == len(ANSWERS)
     for batch in (1, 4):
         assert graded(path, items, reward_batch=batch) == pytest.approx(expected, abs=1e-5)
 
 
-def test_scores_do_not_depend_on_what_arrives_together(scorer):
+def test_scores_do_not_depend_on_what_arrives_together_and_change_with_the_files(tmp_path):
+    path = classifier(tmp_path / "model")
     mine = [(ADD, answer) for answer in ANSWERS]
     others = [(TALK, answer * 2 + "!") for answer in ANSWERS]
-    alone = graded(scorer, mine)
-    assert graded(scorer, others + mine)[len(others) :] == alone  # bit by bit
-    assert graded(scorer, mine) == alone
+    alone = graded(path, mine)
+    assert graded(path, others + mine)[len(others) :] == alone  # bit by bit
+    assert graded(path, mine) == alone
+    classifier(path, seed=1)
+    assert graded(path, mine) != alone
 
 
 def test_without_a_template_the_problem_stands_above_the_answer(tmp_path):
     path = classifier(tmp_path / "model")
     (path / "chat_template.jinja").unlink()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    assert tokenizer.chat_template is None
-    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
-    with torch.no_grad():
-        ids = tokenizer("Be brief.\n\n2 * 3?\n\nIt is 6.", return_tensors="pt")["input_ids"]
-        expected = float(model(input_ids=ids).logits[0, 0])
-    assert graded(path, [(TALK, "It is 6.")]) == [pytest.approx(expected, abs=1e-5)]
+    expected = by_hand(path, "Be brief.\n\n2 * 3?\n\nIt is 6.")
+    assert graded(path, [(TALK, "It is 6.")]) == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_row_may_end_with_any_token(tmp_path):
@@ -123,8 +118,7 @@ def test_a_row_may_end_with_any_token(tmp_path):
     path = classifier(tmp_path / "model", pad=None)
     (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     answers = ["<|pad|>", "<|end|><|pad|>", "<|end|>", "7" * 20, ""]
-    messages = [[{"role": "user", "content": ADD.prompt}, {"role": "assistant", "content": text}] for text in answers]
-    expected = [by_hand(path, each) for each in messages]
+    expected = by_hand(path, *(f"{ADD.prompt}{answer}" for answer in answers))
     assert graded(path, [(ADD, answer) for answer in answers]) == pytest.approx(expected, abs=1e-5)
     assert expected[0] != pytest.approx(expected[-1], abs=1e-3)
 
@@ -168,33 +162,20 @@ def test_beside_match_the_answer_decides_what_is_correct(scorer):
         {"type": "reward_model", "reward_model": str(scorer), "name": "taste", "weight": 0.1},
     ]
     section = tasks.Reward.model_validate({"type": "weighted", "components": components, "reward_batch": 2})
-    answers = ["\\boxed{7}", "\\boxed{8}", "7 " * 400]
+    items = [(ADD, answer) for answer in ("\\boxed{7}", "\\boxed{8}", "7 " * 400)]
     with build_grader(section) as made:
         assert made.names == ("right", "taste")
-        right, wrong, long = made.grade([(ADD, answer) for answer in answers])
-    tastes = graded(scorer, [(ADD, answer) for answer in answers])
-    with grader(scorer) as made:
-        for result in made.grade([(ADD, answer) for answer in ANSWERS]):
-            assert result.components == {"reward_model": result.total_reward}
-            assert result.correct is (float(str(result.total_reward)) > 0.5)  # without another reward
-    for result, value, taste in ((right, 1.0, tastes[0]), (wrong, 0.0, tastes[1])):
-        assert taste is not None
+        *results, long = made.grade(items)
+    for result, value, taste in zip(results, (1.0, 0.0), graded(scorer, items), strict=False):
         assert result.components == {"right": value, "taste": pytest.approx(taste, abs=1e-5)}
-        assert result.total_reward == pytest.approx(value + 0.1 * taste, abs=1e-6)
+        assert result.total_reward == pytest.approx(value + 0.1 * float(str(taste)), abs=1e-6)
         assert result.is_correct == bool(value)
     assert long.total_reward is None
     assert str(long.error).startswith("taste: the conversation has")
-
-
-def test_other_files_are_other_scores(tmp_path):
-    path = classifier(tmp_path / "model")
-    before = graded(path, [(ADD, "7")])
-    classifier(path, seed=1)
-    assert graded(path, [(ADD, "7")]) != before
-
-
-def without(path: Path, name: str) -> None:
-    (path / name).unlink()
+    with grader(scorer) as made:  # without another reward
+        for result in made.grade([(ADD, answer) for answer in ANSWERS]):
+            assert result.components == {"reward_model": result.total_reward}
+            assert result.correct is (float(str(result.total_reward)) > 0.5)
 
 
 def with_config(path: Path, **keys) -> None:
@@ -205,9 +186,9 @@ def with_config(path: Path, **keys) -> None:
 BROKEN = {
     "labels": (lambda path: classifier(path, labels=2), "it has 2 labels, and a reward model has one, its score"),
     "language": (lambda path: qwen3_directory(path, ["3 + 4"]), "it is a Qwen3ForCausalLM"),
-    "weights": (lambda path: without(path, "model.safetensors"), "it has no weights"),
-    "config": (lambda path: without(path, "config.json"), "it has no config.json"),
-    "tokenizer": (lambda path: without(path, "tokenizer.json"), "it has no tokenizer"),
+    "weights": (lambda path: (path / "model.safetensors").unlink(), "it has no weights"),
+    "config": (lambda path: (path / "config.json").unlink(), "it has no config.json"),
+    "tokenizer": (lambda path: (path / "tokenizer.json").unlink(), "it has no tokenizer"),
     "code": (lambda path: with_config(path, model_type="mine", auto_map={"A": "b.C"}), "comes with its own code"),
     "gone": (shutil.rmtree, "there is no such directory"),
     "damaged": (lambda path: (path / "tokenizer.json").write_text("{}"), "it cannot be read"),
@@ -247,63 +228,43 @@ def test_a_model_of_the_hub_comes_from_its_cache_or_not_at_all(scorer, tmp_path,
         grader(Path("owner/scorer"))
 
 
-@pytest.mark.parametrize(
-    ("reward", "key", "words"),
-    [
-        ({"type": "reward_model"}, "reward.reward_model", 'is missing: type = "reward_model" needs it'),
-        ({"type": "reward_model", "reward_model_path": "x"}, "reward.reward_model_path", "reward_model = "),
-        ({"type": "weighted", "components": [{"type": "reward_model"}]}, "reward.components[1].reward_model", "needs"),
-    ],
-)
-def test_mistakes_in_the_keys(reward, key, words):
-    with pytest.raises(ConfigError) as caught:
-        parse_dict({"reward": reward})
-    (problem, *_) = [problem for problem in caught.value.problems if problem.key == key]
-    assert words in str(problem)
-
-
 RUN = TINY_RUN + 'max_tokens = 8\n[evaluation]\nproblems = 4\n[squeeze]\nenabled = false\n[reward]\ntype = "{type}"\n'
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory, scorer) -> Path:
-    """A directory with a policy, a reward model beside the file, and runs that use it alone and in a sum."""
-    path = tmp_path_factory.mktemp("home")
-    qwen3_directory(path / "policy", ["What is 3 + 4? 7", "Compute 12 * 3."])
-    shutil.copytree(scorer, path / "taste")
-    text = RUN.replace("{model}", str(path / "policy"))
-    (path / "alone.toml").write_text(text.format(type="reward_model") + 'reward_model = "taste"\nreward_batch = 2\n')
+@pytest.fixture
+def home(tmp_path, scorer) -> Path:
+    """A directory with a policy, a reward model beside the file, and a run that uses it in a sum."""
+    qwen3_directory(tmp_path / "policy", ["What is 3 + 4? 7", "Compute 12 * 3."])
+    shutil.copytree(scorer, tmp_path / "taste")
+    text = RUN.replace("{model}", str(tmp_path / "policy")).format(type="weighted")
     parts = '[[reward.components]]\ntype = "match"\n[[reward.components]]\ntype = "reward_model"\nname = "taste"\n'
-    (path / "sum.toml").write_text(text.format(type="weighted") + parts + 'reward_model = "./taste"\nweight = 0.5\n')
-    return path
+    (tmp_path / "sum.toml").write_text(text + parts + 'reward_model = "./taste"\nweight = 0.5\n')
+    return tmp_path
 
 
 def command(*arguments: object):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_a_run_trains_on_the_scores(home, tmp_path):
-    assert command("check", home / "sum.toml").exit_code == 0
+def test_a_run_trains_on_the_scores(home):
     words = command("explain", home / "sum.toml")
     assert words.exit_code == 0
     assert "score that the reward model" in words.output
-    result = command("train", home / "sum.toml", "--out", tmp_path / "out")
+    result = command("train", home / "sum.toml", "--out", home / "out")
     assert result.exit_code == 0, result.output
-    rows = read_jsonl(tmp_path / "out/metrics.jsonl")
+    rows = read_jsonl(home / "out/metrics.jsonl")
     assert len(rows) == 2
     for row in rows:
         assert row["reward_failed"] == 0
         assert row["reward_std"] > 0
         assert math.isfinite(row["rewards/match/mean"])
         assert math.isfinite(row["rewards/taste/mean"])
-    assert list(read_json(tmp_path / "out/config.json")["modules"]) == [str(home / "taste")]
+    assert list(read_json(home / "out/config.json")["modules"]) == [str(home / "taste")]
 
 
 def test_other_files_of_a_reward_model_are_another_run(home, tmp_path):
-    shutil.copytree(home, tmp_path / "home")
-    loaded = load(tmp_path / "home" / "alone.toml")
-    (spec,) = Plan.of(loaded).specs
-    taste = tmp_path / "home" / "taste"
+    (spec,) = Plan.of(load(home / "sum.toml")).specs
+    taste = home / "taste"
     before = module_hashes(spec.config, tmp_path)
     assert before == {str(taste): files_digest(taste)}
     (tmp_path / "config.json").write_text(json.dumps({"modules": before}))
@@ -313,17 +274,14 @@ def test_other_files_of_a_reward_model_are_another_run(home, tmp_path):
     assert line.startswith(f"files of the reward model {taste}: {before[str(taste)][:12]} → ")
 
 
-def test_commands_refuse_a_reward_model_that_cannot_be_used(home, tmp_path):
-    shutil.copytree(home, tmp_path / "home")
+def test_commands_refuse_a_reward_model_that_cannot_be_used(home):
     breaks, words = BROKEN["labels"]
-    breaks(tmp_path / "home" / "taste")
-    file = tmp_path / "home" / "sum.toml"
+    breaks(home / "taste")
+    file = home / "sum.toml"
     checked = command("check", file)
     assert checked.exit_code == 2
     assert re.search(r"sum\.toml:\d+ +reward\.components\[2\]\.reward_model +is ", checked.stderr)
     assert words in checked.stderr
-    trained = command("train", file, "--out", tmp_path / "out")
-    assert trained.exit_code == 2
-    assert words in trained.stderr
-    assert "Traceback" not in trained.output
-    assert not list((tmp_path / "out").rglob("metrics.jsonl"))
+    trained = command("train", file, "--out", home / "out")
+    assert (trained.exit_code, words in trained.stderr, "Traceback" in trained.output) == (2, True, False)
+    assert not list((home / "out").rglob("metrics.jsonl"))

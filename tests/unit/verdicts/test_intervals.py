@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from retrain.maths.bounded import bounded_mean_interval, same_problems_interval, smallest_room, tango_interval
+from retrain.maths.bounded import bounded_mean_interval, same_problems_interval, smallest_room
 from retrain.maths.crossed import new_problems_interval
 from retrain.maths.intervals import SIMULATED_SEEDS, iqm_interval, mean_interval
 from retrain.maths.sequential import sequential_looks
@@ -105,6 +105,10 @@ def test_coverage_with_few_seeds_where_bootstrap_and_t_are_too_narrow():
 # Between bounds
 
 
+def tango_interval(gained: int, lost: int, n: int):
+    return same_problems_interval(np.repeat([1.0, -1.0, 0.0], [gained, lost, n - gained - lost]))
+
+
 def tango_z(gained: int, lost: int, n: int, difference: float) -> float:
     """Tango's statistic as his paper has it, with the closed form of the constrained estimate."""
     a, b, c = 2 * n, -gained - lost + (2 * n - gained + lost) * difference, -lost * difference * (1 - difference)
@@ -128,9 +132,6 @@ def test_published_intervals_and_answers_that_all_agree():
     assert found.high == -found.low == pytest.approx(Z**2 / (128 + Z**2))
     assert found == same_problems_interval([0.0] * 128)
     assert same_problems_interval([0.5]).low is None
-    for wrong in ((-1, 0, 5), (3, 3, 5), (0, 0, 0)):
-        with pytest.raises(ValueError, match="parts of n"):
-            tango_interval(*wrong)
     with pytest.raises(ValueError, match=r"\[-1, 1\]"):
         same_problems_interval([1.5, 0.0])
 
