@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
-import fsdp_cases
 import numpy as np
 import pytest
 import torch
 from lane_cases import requests, totals, trained
-from rank_cases import CASES, config_of, facts_of, samples_of, updated
+from programs import fsdp_rank
 from safetensors.torch import load_file, save_file
-from shard_cases import anywhere_free
 from toymodels import qwen3_directory, word_tokenizer
 
 from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.running.models import Bases
 from retrain.campaign.running.team import Team
-from retrain.config import load, parse_dict
+from retrain.config import parse_dict
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef
-from retrain.errors import ConfigError, ModelError, RunFailed
+from retrain.errors import ModelError, RunFailed
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalPolicy, LocalSnapshot
 from retrain.policy.objective import objective_of
 from retrain.policy.protocol import TrainBatch, Want
 from retrain.policy.threads import Workers
+from tests.system.rank_updates import CASES, check_equal, config_of, facts_of, samples_of, scores_of, updated
 
 TEXTS = ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"]
 SHARED_CASES = {name: sections for name, sections in CASES.items() if name != "update_dtype"}
@@ -68,12 +68,7 @@ def test_an_update_has_the_bits_of_one_process(whole, shared, folder, sections):
     assert base.fingerprint == whole[0].fingerprint
     alone = updated(*whole[:2], config, folder, None)
     together = updated(base, lanes, config, folder, shared.ranks, whole[:2])
-    assert together[1] == alone[1]
-    assert together[1][0]["optim/grad_norm"] > 0
-    assert torch.equal(together[0].adapter.flat, alone[0].adapter.flat)
-    if alone[0].critic is not None:
-        for own, other in zip(together[0].critic.weights, alone[0].critic.weights, strict=True):
-            assert torch.equal(own, other)
+    check_equal(together, alone)
     if "large" in config.algorithm.loss:
         assert together[0].budget.tokens < 60
 
@@ -91,21 +86,21 @@ def test_layers_computed_twice_find_their_weights(whole, shared, folder):
 
 def test_scores_are_those_of_one_process(whole, shared, folder):
     config = config_of({"algorithm": {"advantage_mode": "gae"}, "critic": {"lora_rank": 2}})
-    samples, found, want = samples_of(*whole[:2], True)[:5], [], frozenset(Want) - {Want.TEACHER}
+    samples, scores = samples_of(*whole[:2], True)[:5], []
     for base, lanes, ranks in ((*whole[:2], None), (*taken(shared, config, folder)[:2], shared.ranks)):
-        policy = LocalPolicy(base, lanes, config, (0, 0), Workers(), ranks=ranks)
-        with torch.no_grad():
-            policy.adapter.flat += 0.01
-        found.append(vars(policy.score(samples, want)))
+        policy, found = scores_of(base, lanes, config, ranks, samples)
         few = policy.score(samples[:1], frozenset({Want.LOGPROBS})).logprobs  # two ranks have nothing to do
-        np.testing.assert_allclose(few[0], found[-1]["logprobs"][0], rtol=1e-5)
-    for kind in want:
-        assert all(np.array_equal(*pair) for pair in zip(*(each[kind] for each in found), strict=True))
+        np.testing.assert_allclose(few[0], found["logprobs"][0], rtol=1e-5)
+        scores.append(found)
+    for mine, theirs in zip(*(found.values() for found in scores), strict=True):
+        assert all(np.array_equal(*pair) for pair in zip(mine or (), theirs or (), strict=True))
 
 
-@pytest.mark.parametrize("lanes_there", [1, 2])
-def test_ranks_sample_what_one_process_samples(whole, shared, folder, lanes_there):
-    asked = [each for lane in range(lanes_there) for each in requests(lane, prompts=6, samples=8, max_tokens=6)]
+@pytest.mark.parametrize(("lanes_there", "prompts"), [(1, 6), (2, 6), (1, 1)])
+def test_ranks_sample_what_one_process_samples(whole, shared, folder, lanes_there, prompts):
+    """Also so few sequences that a rank has nothing to do but to gather weights."""
+    sizes = {"prompts": prompts, "samples": 8 if prompts > 1 else 2, "max_tokens": 6}
+    asked = [each for lane in range(lanes_there) for each in requests(lane, **sizes)]
     found = []
     for _, lanes, engine in (
         (*whole[:2], LocalEngine(*whole[:2], Workers(3))),
@@ -118,16 +113,6 @@ def test_ranks_sample_what_one_process_samples(whole, shared, folder, lanes_ther
         assert engine.fast
         engine.forget()
     assert found[0] == found[1]
-
-
-def test_few_sequences_leave_ranks_nothing_but_to_keep_company(whole, shared, folder):
-    _, lanes, engine = taken(shared, config_of({}), folder)
-    asked, adapter = requests(prompts=2, samples=3, max_tokens=8), trained(lanes, 1, size=0.05)
-    engine.publish(PolicyRef("0", 0), LocalSnapshot(adapter.frozen(), {}))
-    own = LocalEngine(*whole[:2])
-    own.publish(PolicyRef("0", 0), LocalSnapshot(adapter.frozen(), {}))
-    tokens = [[[one.token_ids for one in group] for group in each.sample(asked)] for each in (engine, own)]
-    assert tokens[0] == tokens[1]
 
 
 def test_what_one_rank_raises_is_raised_here_and_the_others_are_in_step(whole, shared, folder):
@@ -148,7 +133,7 @@ def test_between_requests_no_rank_holds_a_matrix_and_rank_0_cannot_use_one_alone
     base, _, _ = taken(shared, config_of({}), folder)
     small = sum(weight.nbytes for weight in base.model.parameters() if weight.dim() < 2)
     rows = [weight for weight in base.model.parameters() if weight.dim() >= 2]
-    assert fsdp_cases.storages(base) <= small + sum(4 * -(-len(each) // 3) * each.shape[1] for each in rows)
+    assert fsdp_rank.storages(base) <= small + sum(4 * -(-len(each) // 3) * each.shape[1] for each in rows)
     assert base.presence.own_bytes < 0.4 * base.weight_bytes
     assert base.weight_bytes == whole[0].weight_bytes
     assert not base.copies
@@ -203,24 +188,17 @@ def test_a_model_that_cannot_be_read_in_parts_is_refused_by_all(shared, folder, 
     taken(shared, config_of({}), folder)
 
 
-def test_copies_of_every_weight_are_refused(tmp_path):
-    file = tmp_path / "wrong.toml"
-    file.write_text('[backend]\nshard = "fsdp2"\n[training]\nupdate_dtype = "bfloat16"\n')
-    with pytest.raises(ConfigError, match=r'shard  is "fsdp2", and update_dtype = "bfloat16" keeps a copy') as raised:
-        load(file)
-    assert 'update_dtype = "model", or shard = "dp"' in str(raised.value)
-    file.write_text('[backend]\nshard = "dp"\n[training]\nupdate_dtype = "bfloat16"\n')
-    load(file)
-
-
 def test_no_rank_ever_holds_the_whole_base(tmp_path):
     """Two processes, each by itself: what they hold while loading, sampling and training."""
     path = qwen3_directory(tmp_path / "large", TEXTS, hidden=512, layers=12)
-    port, processes = anywhere_free(), []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
     for rank in range(2):
         words = [str(rank), "2", str(port), str(path), str(tmp_path / f"{rank}.json")]
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "GLOO_SOCKET_IFNAME": "lo"}
-        processes.append(subprocess.Popen([sys.executable, fsdp_cases.__file__, *words], env=environment))
+        processes.append(subprocess.Popen([sys.executable, fsdp_rank.__file__, *words], env=environment))
     assert [process.wait(300) for process in processes] == [0, 0]
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for each in found:

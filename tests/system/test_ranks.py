@@ -7,9 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from lane_cases import drawn, ref, requests, totals, trained
-from rank_cases import CASES, config_of, facts_of, loaded, samples_of, updated
+from lane_cases import drawn, requests, totals, trained
 
 from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.running import assemble
@@ -26,10 +24,20 @@ from retrain.policy import ranks as ranks_module
 from retrain.policy import shares, update
 from retrain.policy.local import LocalPolicy, LocalSnapshot
 from retrain.policy.objective import objective_of
-from retrain.policy.protocol import TrainBatch, Want
+from retrain.policy.protocol import TrainBatch
 from retrain.policy.ranks import Answers, Ranks, follow
 from retrain.policy.shares import dealt
 from retrain.policy.threads import Workers
+from tests.system.rank_updates import (
+    CASES,
+    check_equal,
+    config_of,
+    facts_of,
+    loaded,
+    samples_of,
+    scores_of,
+    updated,
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +67,7 @@ def test_an_update_of_ranks_is_that_of_one_process(base_and_lanes, ranks, folder
     config = config_of(sections)
     alone = updated(*base_and_lanes, config, folder, None)
     together = updated(*base_and_lanes, config, folder, loaded(ranks, config, folder))
-    assert torch.equal(together[0].adapter.flat, alone[0].adapter.flat)
-    assert together[1] == alone[1]
-    assert together[1][0]["optim/grad_norm"] > 0
-    for mine, theirs in zip(together[2], alone[2], strict=True):
-        assert all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    if alone[0].critic is not None:
-        for own, other in zip(together[0].critic.weights, alone[0].critic.weights, strict=True):
-            assert torch.equal(own, other)
-    assert together[0].budget.state() == alone[0].budget.state()
+    check_equal(together, alone)
     if "large" in config.algorithm.loss:
         assert together[0].budget.tokens < 60
         assert together[0].notes() == alone[0].notes()
@@ -79,8 +79,7 @@ def test_few_large_micro_batches_are_cut_so_that_every_rank_has_one(base_and_lan
     _, rows, _ = updated(*base_and_lanes, config, folder, None)
     policy = LocalPolicy(*base_and_lanes, config, (0, 0), Workers(), ranks=loaded(ranks, config, folder))
     samples = samples_of(*base_and_lanes, False)
-    objective = objective_of(config, "ppo")
-    numbers = policy.update(TrainBatch(samples, totals(samples), 0, (0, 0)), objective, 0.01)
+    numbers = policy.update(TrainBatch(samples, totals(samples), 0, (0, 0)), objective_of(config, "ppo"), 0.01)
     assert numbers["timing_microbatches"] >= 3
     assert policy.budget.tokens == 4096
     assert numbers["optim/grad_norm"] == pytest.approx(rows[0]["optim/grad_norm"], rel=2e-6)
@@ -116,21 +115,20 @@ def test_what_a_loss_raises_on_another_rank_is_raised_here(base_and_lanes, ranks
 
 
 def test_scores_are_those_of_one_process(base_and_lanes, ranks, folder):
-    base, lanes = base_and_lanes
     config = config_of({"algorithm": {"advantage_mode": "gae"}, "critic": {"lora_rank": 2}})
-    samples = samples_of(base, lanes, True)
-    want = frozenset(Want) - {Want.TEACHER}
-    found = []
-    for each in (None, loaded(ranks, config, folder)):
-        policy = LocalPolicy(base, lanes, config, (0, 0), Workers(), ranks=each)
-        with torch.no_grad():
-            policy.adapter.flat += 0.01
-            policy.critic.head.flat += 0.1
-        found.append(vars(policy.score(samples, want)))
-    for kind in want:
-        for mine, theirs, sample in zip(*(each[kind] for each in found), samples, strict=True):
+    samples = samples_of(*base_and_lanes, True)
+    alone = scores_of(*base_and_lanes, config, None, samples)[1]
+    together = scores_of(*base_and_lanes, config, loaded(ranks, config, folder), samples)[1]
+    for kind in together:
+        for mine, theirs, sample in zip(together[kind] or (), alone[kind] or (), samples, strict=False):
             assert np.array_equal(mine, theirs)
             assert len(mine) == len(drawn(sample))
+
+
+def published(engine, *adapters):
+    for lane, adapter in enumerate(adapters):
+        engine.publish(PolicyRef(str(lane), 0), LocalSnapshot(adapter.frozen(), {}))
+    return engine
 
 
 def test_ranks_sample_what_as_many_workers_sample(base_and_lanes, ranks, folder):
@@ -138,73 +136,56 @@ def test_ranks_sample_what_as_many_workers_sample(base_and_lanes, ranks, folder)
     loaded(ranks, config_of({}), folder)
     adapters = [trained(lanes, seed, size=0.05) for seed in (1, 2)]
     asked = [each for lane in (0, 1) for each in requests(lane, prompts=6, samples=8, max_tokens=6)]
-    found = []
+    sampled = []
     for engine in (LocalEngine(base, lanes, Workers(3)), SharedEngine(base, lanes, ranks)):
-        for lane, adapter in enumerate(adapters):
-            engine.publish(PolicyRef(str(lane), 0), LocalSnapshot(adapter.frozen(), {}))
+        published(engine, *adapters)
         heard = []
-        actions = engine.sample(asked, finished=lambda index, own, heard=heard: heard.append((index, len(own))))
+        groups = engine.sample(asked, finished=lambda index, group, heard=heard: heard.append((index, len(group))))
         assert sorted(heard) == [(index, 8) for index in range(len(asked))]
-        found.append([[facts_of(each) for each in own] for own in actions])
-    assert found[0] == found[1]
+        sampled.append([[facts_of(action) for action in group] for group in groups])
+    assert sampled[0] == sampled[1]
     assert engine.side_by_side == 3
-    engine.retire(PolicyRef("0", 0))
-    engine.publish(PolicyRef("0", 0), LocalSnapshot(adapters[0].frozen(), {}))
     engine.forget()
+    one_row = DecodingAsked([LaneRequest(**vars(asked[0]), lane=0)], [[Row(0, 0)]], [PolicyRef("0", 0)], [0], 1)
     with pytest.raises(RunFailed, match="no weights were published"):
-        ranks.ask("decode", [(one_row(asked),), None], lambda: None).whole()
+        ranks.ask("decode", [(one_row,), None], lambda: None).whole()
 
 
 class Beside:
-    """A second rank that lives in this process: its engine does what it is asked, and ``asked`` keeps it."""
+    """A second rank that lives in this process: its engine does what it is asked."""
 
     count, places = 2, ("cpu",)
 
     def __init__(self, base, lanes):
-        self.engine, self.asked = LocalEngine(base, lanes), []
+        self.engine = LocalEngine(base, lanes)
 
     def tell(self, name, *args):
         if name == "publish":
             self.engine.publish(args[0], LocalSnapshot(args[1].frozen(self.engine.lanes), {}))
 
     def ask(self, name, args, own):
-        self.asked += [each[0] for each in args if each is not None]
         result = own()
         return Answers(result, [each and each[0].done(self.engine) for each in args])
 
 
 def test_what_one_rank_has_sampled_is_kept_when_another_runs_out_of_memory(base_and_lanes):
     base, lanes = base_and_lanes
-    beside = Beside(base, lanes)
-    engine, adapter = SharedEngine(base, lanes, beside), trained(lanes, 1, size=0.05)
-    engine.publish(ref(0), LocalSnapshot(adapter.frozen(), {}))
-    asked, heard, whole = requests(prompts=6, samples=16, max_tokens=4), [], beside.ask
+    beside, adapter = Beside(base, lanes), trained(lanes, 1, size=0.05)
+    engine = published(SharedEngine(base, lanes, beside), adapter)
+    asked, heard, ask = requests(prompts=6, samples=16, max_tokens=4), [], beside.ask
 
     def short(name, args, own):
-        beside.ask = whole
-        answers = whole(name, args, lambda: None)
+        beside.ask = ask
+        answers = ask(name, args, lambda: None)
         return Answers(None, answers.others, RuntimeError("not enough memory"))
 
     beside.ask = short
     groups = engine.sample(asked, finished=lambda index, actions: heard.append(index))
     assert sorted(heard) == list(range(6))
     assert heard[0] == 3  # the other rank's first
-    assert [[each.token_ids for each in group] for group in groups] == [
-        [each.token_ids for each in group] for group in sample_here(base, lanes, adapter, asked)
-    ]
+    expected = published(LocalEngine(base, lanes), adapter).sample(asked)
+    assert [[a.token_ids for a in group] for group in groups] == [[a.token_ids for a in group] for group in expected]
     assert engine.state()["fitting"] == 48
-
-
-def sample_here(base, lanes, adapter, asked):
-    engine = LocalEngine(base, lanes)
-    engine.publish(ref(0), LocalSnapshot(adapter.frozen(), {}))
-    return engine.sample(asked)
-
-
-def one_row(asked):
-    """The first sequence of these requests, as a rank is asked for it."""
-    request = LaneRequest(**vars(asked[0]), lane=0)
-    return DecodingAsked([request], [[Row(0, 0)]], [PolicyRef("0", 0)], [0], 1)
 
 
 def test_dealing_is_even_and_complete():
@@ -220,19 +201,23 @@ def test_dealing_is_even_and_complete():
     assert dealt([4], 3) == [[0], [], []]
 
 
-class Posts:
-    """Messages between rank 0 and one other without processes: what rank 0 sends is done at once."""
-
-    def __init__(self, monkeypatch, desk):
-        self.desk, self.inbox, self.outbox = desk, [], []
-        monkeypatch.setattr(ranks_module, "send", lambda item, to: self.outbox.append(item))
-        monkeypatch.setattr(ranks_module, "receive", lambda of, seconds=0.0: self.inbox.pop(0))
+# -- messages between ranks -------------------------------------------------------------------------------------------
 
 
-class Told:
+@pytest.fixture
+def posts(monkeypatch):
+    """Messages between rank 0 and others without processes."""
+    made = SimpleNamespace(inbox=[], outbox=[])
+    monkeypatch.setattr(ranks_module, "send", lambda item, to: made.outbox.append(item))
+    monkeypatch.setattr(ranks_module, "receive", lambda of, seconds=0.0: made.inbox.pop(0))
+    return made
+
+
+class NoteDesk:
+    work = nullcontext
+
     def __init__(self):
         self.said = []
-        self.work = nullcontext
 
     def note(self, word):
         if word == "bad":
@@ -241,8 +226,8 @@ class Told:
         return word.upper()
 
 
-def test_a_rank_does_what_it_is_asked_in_order_and_tells_of_faults_once(monkeypatch):
-    posts, desk = Posts(monkeypatch, None), Told()
+def test_a_rank_does_what_it_is_asked_in_order_and_tells_of_faults_once(posts):
+    desk = NoteDesk()
     posts.inbox = [
         ("note", ("a",), False), ("note", ("b",), True), ("note", ("bad",), False), ("note", ("c",), False),
         ("note", ("d",), True), ("note", ("e",), True), ("end", (), False),
@@ -255,9 +240,9 @@ def test_a_rank_does_what_it_is_asked_in_order_and_tells_of_faults_once(monkeypa
     assert "in note" in posts.outbox[1][1].__notes__[0]
 
 
-def test_all_answers_are_taken_whoever_raises_and_what_is_told_meanwhile_waits(monkeypatch):
-    posts, ranks = Posts(monkeypatch, None), Ranks(["cpu", "cpu", "cpu"])
-    posts.inbox = [(True, "one"), (False, KeyError("three"))]
+def test_all_answers_are_taken_whoever_raises_and_what_is_told_meanwhile_waits(posts):
+    ranks = Ranks(["cpu", "cpu", "cpu"])
+    posts.inbox = [(True, "one"), (False, KeyError("three"))] * 2
 
     def own():
         ranks.tell("forget")
@@ -270,7 +255,6 @@ def test_all_answers_are_taken_whoever_raises_and_what_is_told_meanwhile_waits(m
     assert answers.others == ["one", None, None]
     with pytest.raises(ZeroDivisionError, match="mine"):
         answers.whole()
-    posts.inbox = [(True, "one"), (False, KeyError("three"))]
     with pytest.raises(KeyError, match="three"):
         ranks.ask("note", [(1,), None, (3,)], lambda: 0).whole()
 
@@ -294,8 +278,7 @@ def test_a_rank_with_another_base_is_refused(bases, folder):
 
     class Other(Ranks):
         def ask(self, name, args, own):
-            assert name == "load"
-            assert [place for _, _, place in args] == ["gpu:1", "gpu:2"]
+            assert [name, *(place for _, _, place in args)] == ["load", "gpu:1", "gpu:2"]
             return Answers(own(), [base.fingerprint, "another"])
 
     model = SimpleNamespace(identity=base.fingerprint, name=base.name)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wandb_server import wandb_server
+from programs.wandb_server import wandb_server
 
 from retrain.files import read_jsonl
 

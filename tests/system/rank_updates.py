@@ -1,10 +1,11 @@
-"""What ranks are asked to compute, and what one process computes of the same."""
+"""Updates that ranks and one process compute, to be compared."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
+import torch
 from lane_cases import drawn, rollout, totals, trained, with_tokens
 
 from retrain.algorithms.standard import load_modes
@@ -12,7 +13,7 @@ from retrain.campaign.planning.plan import RunSpec
 from retrain.config import parse_dict
 from retrain.policy.local import LocalPolicy
 from retrain.policy.objective import objective_of
-from retrain.policy.protocol import TrainBatch
+from retrain.policy.protocol import TrainBatch, Want
 from retrain.policy.ranks import Ranks
 from retrain.policy.threads import Workers
 
@@ -92,6 +93,29 @@ def updated(base, lanes, config, folder, ranks: Ranks | None, sampler=None):
         rows.append({key: value for key, value in numbers.items() if not key.startswith("timing_")})
         left.append([sample.trainer_logprobs for sample in samples])
     return policy, rows, left
+
+
+def check_equal(together, alone) -> None:
+    """Two results of ``updated`` have the same bits."""
+    (policy, rows, logprobs), (policy_alone, rows_alone, logprobs_alone) = together, alone
+    assert rows == rows_alone
+    assert rows[0]["optim/grad_norm"] > 0
+    assert torch.equal(policy.adapter.flat, policy_alone.adapter.flat)
+    for pair in zip(logprobs, logprobs_alone, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(*pair, strict=True))
+    if policy_alone.critic is not None:
+        for pair in zip(policy.critic.weights, policy_alone.critic.weights, strict=True):
+            assert torch.equal(*pair)
+    assert policy.budget.state() == policy_alone.budget.state()
+
+
+def scores_of(base, lanes, config, ranks: Ranks | None, samples) -> tuple[LocalPolicy, dict]:
+    """A policy that has moved away from its reference, and all that it says of these samples."""
+    policy = LocalPolicy(base, lanes, config, (0, 0), Workers(), ranks=ranks)
+    with torch.no_grad():
+        policy.adapter.flat += 0.01
+        policy.critic.head.flat += 0.1
+    return policy, vars(policy.score(samples, frozenset(Want) - {Want.TEACHER}))
 
 
 def facts_of(action):

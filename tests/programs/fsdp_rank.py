@@ -1,4 +1,4 @@
-"""One of several processes that hold a model together, by itself: what it holds when, in bytes."""
+"""One of several processes that hold a model together: the bytes that it holds while it loads, samples and trains."""
 
 from __future__ import annotations
 

@@ -1,0 +1,108 @@
+"""Kill training again and again, at random and in the worst places, and compare with a run that nobody disturbed.
+
+    python -m tests.soak --kills 100 --minutes 30
+    python -m tests.soak --kills 100 --minutes 60 --executor processes
+    python -m tests.soak --kills 100 --minutes 60 --executor ray
+
+Without ``--executor``, one process trains critics beside policies, single runs, several updates per batch, campaigns
+and episodes with a tool in turn. With it, a controller and two workers train a campaign of eight runs; the workers are
+killed as well, and the actors and nodes of a Ray cluster of three nodes in this machine.
+
+Compared are, time fields aside, every row of every record, the checkpoints' lines, the bytes of the tensors in the last
+checkpoint and in ``final/``, the states, cohorts and verdicts in the manifest. What happens is drawn from ``--seed``;
+which moment of training it hits is up to the clock. Prints one JSON line; exit status 1 at the first difference, with
+the directories left as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tests.soak.campaigns import KINDS, differences, prepare, records
+from tests.soak.traps import FOLDER
+from tests.soak.trial import Trial
+
+MOST_KILLS = 15
+"""Of one campaign; then it is left to end."""
+
+
+def soak(folder: Path, executor: str, kills: int, minutes: float, seed: int, **cluster: Any) -> dict[str, Any]:
+    """Disturb campaigns until there were ``kills`` or ``minutes`` are over; ``wrong`` should be empty."""
+    chance, begin, kinds = random.Random(seed), time.monotonic(), KINDS if executor == "inprocess" else ("workers",)
+    killed, besides, tried, finished = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
+    prepare(folder)
+    wrong: list[str] = []
+    while not wrong and killed.total() < kills and time.monotonic() - begin < 60 * minutes:
+        kind = kinds[finished.total() % len(kinds)]
+        toml, out, reference = (folder / name for name in (f"{kind}.toml", f"{kind}_out", f"{kind}_reference"))
+        if not reference.exists():
+            one_process = [] if executor == "inprocess" else ["campaign.executor=inprocess", 'campaign.workers="auto"']
+            undisturbed = Trial(toml, reference, "", chance, tried, 0, one_process)
+            undisturbed.run()
+            wrong = undisturbed.wrong
+        trial = Trial(toml, out, executor, chance, tried, min(MOST_KILLS, kills - killed.total()), **cluster)
+        if not wrong:
+            trial.run()
+            killed, besides, wrong = killed + trial.killed, besides + trial.besides, trial.wrong
+        if not wrong:
+            exact = executor == "inprocess" and not trial.besides
+            found = differences(records(out, exact), records(reference, exact))
+            wrong = [f"{out}: {text}" for text in found]
+        if not wrong:
+            finished[kind] += 1
+            shutil.rmtree(out)
+    return {
+        "executor": executor,
+        "kills": killed.total(),
+        "of": dict(sorted(killed.items())),
+        "besides": dict(sorted(besides.items())),
+        "finished": dict(finished),
+        "minutes": round((time.monotonic() - begin) / 60, 1),
+        "seed": seed,
+        "wrong": wrong,
+    }
+
+
+def main() -> int:
+    """Parse, soak, print one JSON line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=100, help="stop after so many kills")
+    parser.add_argument("--minutes", type=float, default=30.0, help="begin no further campaign after so many minutes")
+    parser.add_argument("--seed", type=int, default=0, help="of what is killed where")
+    executors = ("inprocess", "processes", "ray")
+    parser.add_argument("--executor", choices=executors, default="inprocess", help="who trains")
+    parser.add_argument("--dir", type=Path, default=None, help="where to work; kept when something is wrong")
+    options = parser.parse_args()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    folder = Path(tempfile.mkdtemp(prefix="soak_", dir=options.dir))
+    cluster: dict[str, Any] = {}
+    with ExitStack() as stack:
+        if options.executor == "ray":
+            from tests.system.clusters import cluster_of
+
+            nodes = stack.enter_context(cluster_of(*[{"num_cpus": 1}] * 3))
+            environment = f'ray.runtime_env={{ env_vars = {{ {FOLDER} = "{folder}" }} }}'
+            sets = ["campaign.executor=ray", f"ray.address={nodes.address}", environment]
+            cluster = {"nodes": nodes, "sets": sets}
+        report = soak(folder, options.executor, options.kills, options.minutes, options.seed, **cluster)
+    print(json.dumps(report))
+    if report["wrong"]:
+        print(f"see {folder}", file=sys.stderr)
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
