@@ -1,59 +1,71 @@
-"""The learning benchmark in its quick form: its tables, its file, and what it is known to show."""
+"""The benchmarks in their quick form: the tables that they print, equal work on all sides, and numbers by hand."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from retrain.files import read_json
-from retrain.plugins import load_file
-
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks" / "maxrl_digits.py"
+BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def digits():
-    yield load_file(SCRIPT, "maxrl_digits")
-    del sys.modules["maxrl_digits"]
+def benchmark():
+    """Imports a benchmark by its name."""
+    sys.path.insert(0, str(BENCHMARKS))
+    before = {*sys.modules}
+    yield importlib.import_module
+    sys.path.remove(str(BENCHMARKS))
+    for name in {*sys.modules} - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
+            del sys.modules[name]
 
 
-def test_quick_run_prints_its_tables_and_orders_the_methods(tmp_path):
-    file = tmp_path / "digits.json"
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--quick", "--json", file],
-        check=True,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert "sgd: held-out pass@1" in done.stdout
-    assert "maxrl - rloo" in done.stdout
-    found = read_json(file)
+@pytest.fixture(scope="module")
+def models(benchmark, tmp_path_factory):
+    """The directory of random-weight models."""
+    root = tmp_path_factory.mktemp("models")
+    benchmark("workload").model_directory(root, "tiny")
+    return root
+
+
+@pytest.fixture
+def script(tmp_path, request):
+    """Runs a benchmark and returns what it printed and wrote."""
+
+    def run(name: str, *arguments: object) -> tuple[str, dict]:
+        words = [sys.executable, BENCHMARKS / f"{name}.py", "--quick", *map(str, arguments), "--json", tmp_path / "out"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(words, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, json.loads((tmp_path / "out").read_text())
+
+    return run
+
+
+# -- learning ---------------------------------------------------------------------------------------------------------
+
+
+def test_maxrl_digits_prints_its_tables_and_orders_the_methods(script):
+    out, found = script("maxrl_digits")
+    assert "sgd: held-out pass@1" in out
+    assert "maxrl - rloo" in out
     rows = {row["method"]: row for row in found["rows"]}
     assert list(rows) == ["maxrl", "grpo", "rloo", "cross_entropy"]
     assert all(row["before_training"] == pytest.approx(1 / 200, rel=0.2) for row in rows.values())
-    assert all(len(row["by_seed"]) == 2 and row["low"] <= row["pass_at_1"] <= row["high"] for row in rows.values())
     assert rows["rloo"]["pass_at_1"] < rows["maxrl"]["pass_at_1"] < rows["cross_entropy"]["pass_at_1"] + 0.02
-    for difference in found["differences"]:
-        a, b = rows[difference["better"]], rows[difference["than"]]
-        assert difference["mean"] == pytest.approx(a["pass_at_1"] - b["pass_at_1"])
 
 
-def test_a_run_depends_on_its_job_alone(digits):
-    job = digits.Job("adam", "grpo", 8, 1e-3, seed=4, steps=20)
-    first = digits.train(job)
-    torch.rand(3)
-    again = digits.train(job)
-    assert (again.start, again.pass_at_1, again.by_digit) == (first.start, first.pass_at_1, first.by_digit)
-
-
-def test_tuning_never_sees_the_held_out_images(digits):
+def test_tuning_never_sees_the_held_out_images(benchmark):
+    digits = benchmark("maxrl_digits")
     x, _, x_test, _ = digits.images(tuning=False)
     x_tuning, _, x_validation, _ = digits.images(tuning=True)
     assert len(x) + len(x_test) == 1797
@@ -63,8 +75,9 @@ def test_tuning_never_sees_the_held_out_images(digits):
 
 
 @pytest.mark.parametrize("method", ["maxrl", "rloo"])
-def test_the_step_climbs_the_right_objective(digits, method):
+def test_the_step_climbs_the_right_objective(benchmark, method):
     """With many samples the gradient is that of log p (MaxRL) and of p (RLOO), p the probability of the right class."""
+    digits = benchmark("maxrl_digits")
     start = torch.linspace(-1.0, 1.0, digits.CLASSES).repeat(3, 1)
     labels = torch.tensor([199, 150, 120])
     job = digits.Job("sgd", method, 200_000, 1.0, seed=0, steps=1)
@@ -73,5 +86,181 @@ def test_the_step_climbs_the_right_objective(digits, method):
     exact = start.clone().requires_grad_()
     p = exact.softmax(-1).gather(1, labels[:, None])
     (-(p.log() if method == "maxrl" else p).mean()).backward()
-    error = (logits.grad - exact.grad).norm() / exact.grad.norm()
-    assert float(error) < 0.05
+    assert float((logits.grad - exact.grad).norm() / exact.grad.norm()) < 0.05
+
+
+# -- speed ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_compared_with_the_limit_on_equal_work(script, models):
+    out, found = script("step", "--only", "ours,limit", "--models", models)
+    assert "| tinyx8 | limit |" in out
+    steps = found["settings"]["tinyx8"]
+    assert {m["tokens"] for side in ("ours", "limit") for m in steps[side]} == {8 * 8 * 8}
+    assert all(m["sampling_s"] > 0 and m["update_s"] > 0 for side in steps.values() for m in side)
+
+
+def test_the_limit_is_the_same_model_and_the_same_gradient(benchmark, models):
+    """Log-probabilities equal transformers', the adapter's gradient that of autograd through it."""
+    from transformers import AutoModelForCausalLM
+
+    limit, workload = benchmark("limit"), benchmark("workload")
+    setting = workload.Setting("tiny", 6, prompts=2, samples=3, prompt_tokens=5)
+    side = limit.Limit(workload.model_directory(models, "tiny"), workload.SHAPES["tiny"], torch.float32)
+    side.flat.data += 0.05 * torch.randn(side.flat.shape, generator=torch.Generator().manual_seed(1))  # B is zero
+    tokens, logprobs = side.sample(setting, seed=3)
+    assert logprobs.shape == (6, 6)
+
+    model = AutoModelForCausalLM.from_pretrained(workload.model_directory(models, "tiny"), attn_implementation="eager")
+    weights = {}
+    for i, layer in enumerate(side.layers):
+        for part, names in limit.PARTS.items():
+            product = layer[part]
+            parts = (product.a.split(limit.RANK), product.b.split(product.sizes), product.frozen.split(product.sizes))
+            for name, a, b, w in zip(names, *parts, strict=True):
+                weights[f"model.layers.{i}.{name}.weight"] = w + limit.ALPHA / limit.RANK * b @ a
+    logits = torch.func.functional_call(model, weights, (tokens[:, :-1],)).logits[:, -6:]
+    fresh = logits.log_softmax(-1).gather(-1, tokens[:, -6:, None]).squeeze(-1)
+    torch.testing.assert_close(fresh, logprobs, atol=1e-5, rtol=1e-5)
+
+    advantage = torch.tensor(workload.advantages(setting)) / logprobs.numel()
+    loss = -((fresh - logprobs).exp() * advantage[:, None]).sum()
+    views = [view for layer in side.layers for p in layer.values() for view in (p.a, p.b)]
+    expected = torch.cat([grad.reshape(-1) for grad in torch.autograd.grad(loss, views)])
+    pieces = zip(tokens.split(3), logprobs.split(3), advantage.split(3), strict=True)
+    gradient, worst = side._gradient(list(pieces), setting)
+    torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-4)
+    assert worst < 1e-4
+
+
+def test_five_lanes_are_compared_with_five_runs_on_equal_tokens(script, models):
+    out, found = script("campaign", "--models", models)
+    assert "tinyx8: decode" in out
+    found = found["settings"]["tinyx8"]
+    tokens = {name: steps[0]["tokens"] for name, steps in found["steps"].items()}
+    assert tokens == {"five lanes": 5 * 512} | {f"alone {i}": 512 for i in range(5)}
+    assert found["decode"] == pytest.approx(found["alone"]["sampling_s"] / found["lanes"]["sampling_s"])
+
+
+def test_turns_are_measured_in_three_ways(benchmark, script, models):
+    out, found = script("turns", "--threads=1", "--models", models)
+    assert "read again" in out
+    (own,) = found["shapes"].values()
+    assert set(own) == {"one", "kept", "again"}
+    for kept, verdict in ((1.19, "met"), (1.21, "missed")):
+        found = {"shapes": {"a": {"one": 1.0, "kept": kept, "again": 2.0}}}
+        assert verdict in benchmark("turns").report(found)
+
+
+def test_decoding_is_set_against_roofline_and_prediction(script, models, tmp_path):
+    out, found = script("decode", "--threads", 1, "--models", models, "--plots", tmp_path / "plots")
+    assert "share of the roofline" in out
+    assert all(p["predicted_s"] >= p["roofline_s"] > 0 and p["tokens_per_s"] > 0 for p in found["grid"])
+    assert {path.stem for path in (tmp_path / "plots").iterdir()} >= {"decode-lanes", "decode-group", "decode-rank"}
+
+
+def test_the_roofline_counts_what_a_step_reads_and_computes(benchmark):
+    """By hand for one layer: every weight once, every row's two operations per weight."""
+    decode, workload = benchmark("decode"), benchmark("workload")
+    shape = workload.Shape(hidden=8, layers=1, vocab=16, inner=12, heads=2, kv_heads=1, head_dim=4)
+    case = decode.Case(lanes=3, group=1, prompts=2, new_tokens=4, prompt_tokens=8, rank=2)
+    weights = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 12 + 8 * 16
+    adapter = 2 * (16 + 2 * 12 + 16 + 3 * 20)
+    read = 4 * (weights + 3 * adapter + 6 * 10 * 2 * 4)
+    operations = 6 * 2 * (weights + adapter + 2 * 8 * 10)
+    assert decode.roofline(shape, case, decode.Machine(1.0, 1e9, 4)) == pytest.approx(read)
+    assert decode.roofline(shape, case, decode.Machine(1e9, 1.0, 4)) == pytest.approx(operations)
+
+
+def test_an_update_is_set_beside_the_limit(script, models):
+    out, found = script("update", "--only", "plain,ragged", "--models", models)
+    assert "| ours to limit |" in out
+    assert {name: set(sides) for name, sides in found["cpu_s"].items()} == {
+        "plain": {"ours", "limit"},
+        "ragged": {"ours"},
+    }
+
+
+def test_records_cost_a_small_part_of_a_step(script, models):
+    """In a step of a few milliseconds they are a larger part than the bar; what they cost at all is bounded here."""
+    out, found = script("records", "--models", models)
+    assert "records take" in out
+    assert len(found["steps"]) == 3
+    assert min(row["making"] + row["writing"] for row in found["steps"]) < 0.1
+
+
+def test_overhead_counts_what_is_outside_sampling_and_update(benchmark):
+    def step(at):
+        spans = [("rollout", at, at + 5), ("credit", at + 5, at + 6), ("update", at + 6, at + 9)]
+        return [{"name": n, "wall_start": a, "wall_end": b, "duration": b - a} for n, a, b in spans]
+
+    steps = [step(0.0), step(10.0), step(20.0)]
+    record = {"name": "record", "wall_start": 19.2, "wall_end": 19.7, "duration": 0.5}
+    steps[2].insert(0, record)  # of step 1, told by the next line
+    shares = [{"total": 10.0, "model": 8.0, "other": 2.0, "credit": 1.0, "record": 0.5}]
+    assert benchmark("overhead").shares(steps) == shares
+
+
+# -- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def test_sample_sizes_are_those_of_the_textbook(benchmark):
+    cost = benchmark("verdict_cost")
+    assert cost.unpaired_runs(1.0, 1.0) == 34  # Cohen: 17 in each group for d = 1
+    assert cost.unpaired_runs(0.5, 1.0) == 128
+    assert cost.t_test_pairs(1.0) == 10
+    planned, different, alike = cost.rule_runs(2.0)
+    assert 4 <= planned <= 6
+    assert alike < different <= 2 * planned
+
+
+def test_the_calibration_sees_a_broken_interval(benchmark):
+    calibration = benchmark("calibration")
+    draw, step = calibration.SPREADS["normal"]
+    found = calibration.coverage(draw, step, 5, (400, 60), np.random.default_rng(0))
+    assert found["level_percentile"] < 0.92 < found["level"]
+    rates = calibration.false_positives(draw, 8, 200, np.random.default_rng(0))
+    assert rates["declared"] <= 0.10
+    assert rates["declared_in_family"] <= 0.10
+    assert 6 <= rates["pairs_used"] <= 8
+
+
+def test_squeeze_modes_are_compared_at_equal_updates_by_seed_and_corrected_for_their_number(benchmark):
+    modes = benchmark("squeeze_modes")
+    assert modes.anneal_stages(48, 12) == [[9, 8], [18, 4], [27, 2], [36, 1]]
+    noise = np.array([0.00, 0.02, -0.01, 0.03, 0.01, -0.02, 0.015, -0.005])
+    found = {mode: (0.7 + noise).tolist() for mode in (*modes.MODES, "full")}
+    found["anneal"] = (0.8 + noise + 0.001 * np.arange(8)).tolist()
+    rows = {row["difference"]: row for row in modes.compare(found)}
+    assert len(rows) == 6
+    assert rows["continue − post"]["mean"] == 0.0
+    ahead = rows["anneal − post"]
+    assert (ahead["p"], ahead["holm"]) == (2 / 2**8, 6 * 2 / 2**8)
+    assert 0.1 < ahead["low"] < ahead["mean"] < ahead["high"]
+
+
+def test_the_factor_in_seeds_is_that_of_what_varies(benchmark):
+    """Policies that jump about from evaluation to evaluation: three of them average it out. Where they only differ by
+    seed, and answers are all that varies besides, the last three are worth what one evaluation is."""
+    last3 = benchmark("last3")
+    rng = np.random.default_rng(0)
+    steps = list(range(3, 31, 3))
+    assert [part.step for part in last3.parts("last3", steps)] == [24, 27, 30]
+
+    def measured(jumps: float, level: float) -> dict[str, dict]:
+        conditions = []
+        for shift in (0.0, 0.05):
+            runs = []
+            for _ in range(200):
+                at = rng.normal(0.5 + shift, level)
+                rates = {step: np.clip(at + rng.normal(0, jumps), 0, 1) for step in steps}
+                runs.append({step: (rng.random((200, 3)) < rate).astype(float) for step, rate in rates.items()})
+            conditions.append(runs)
+        return {row["metric"]: row for row in last3.measured(conditions)["metrics"]}
+
+    jumping, steady = measured(0.1, 0.0), measured(0.0, 0.1)
+    assert jumping["final"]["paired_factor"] == 1.0
+    assert 2.2 < jumping["last3"]["paired_factor"] < 4.0
+    assert jumping["last3"]["difference"] == pytest.approx(-0.05, abs=0.03)
+    assert 0.9 < steady["last3"]["paired_factor"] < 1.1
+    assert steady["final"]["noise"] == pytest.approx(0.24 / 600, rel=0.1)
