@@ -87,8 +87,6 @@ def measure(rank: int, count: int, port: int, model: str, out: str) -> None:
             sample = Sample.single_turn([3, 4, 5], tokens, zeros, zeros)
             logprobs, _ = token_logprobs(base, collate([sample], base), 1.0)
             logprobs.sum().backward()
-    largest = max(sum(w.numel() for w in layer.parameters()) for layer in base.model.model.layers)
-    ends = sum(w.numel() for w in (base.model.model.embed_tokens.weight, base.model.lm_head.weight))
     assert adapter.flat.grad is not None
     found = {
         "fast": engine.fast,
@@ -97,8 +95,7 @@ def measure(rank: int, count: int, port: int, model: str, out: str) -> None:
         "after": storages(base),
         "held": base.held_bytes,
         "own": base.held_bytes - base.presence.passing_bytes,
-        "layer": 4 * largest,
-        "ends": 4 * ends,
+        "layer": 4 * max(sum(w.numel() for w in layer.parameters()) for layer in base.model.model.layers),
         "loading": loading.bytes,
         "working": working.bytes,
         "logprobs": logprobs.sum().item(),
@@ -110,4 +107,4 @@ def measure(rank: int, count: int, port: int, model: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    measure(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    measure(*map(int, sys.argv[1:4]), *sys.argv[4:])

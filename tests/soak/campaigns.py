@@ -13,56 +13,40 @@ TOML = """
 model = "{model}"
 lora_rank = 2
 [training]
-{training}batch_size = 2
-group_size = 3
-max_tokens = 6
-lr = 0.01
+batch_size = 2
 save_every = 2
 eval_every = 3
 keep_every = 4
+{training}
 [sepa]
 steps = 4
 [evaluation]
 problems = 3
-[data]
-source = "soakproblems:problems"
-[reward]
-type = "custom"
-custom_module = "{module}"
-workers = 1
 [squeeze]
 enabled = {squeeze}
 verify = "off"
+{rest}
 """
-EPISODES = """
-{head}
-[model]
-model = "tiny-tool-user"
-lora_rank = 2
+TOOLS = """
 [environment]
 tools = ["calculator"]
 tools_prompt = ""
 max_turns = 3
 [data]
-source = "{data}"
+source = "calculations:problems"
 tags_column = "kind"
-[training]
-batch_size = 2
-group_size = 4
-max_tokens = 48
-lr = 0.001
-save_every = 2
-eval_every = 3
-keep_every = 4
-[evaluation]
-problems = 4
-[squeeze]
-enabled = false
 """
-"""Episodes of several turns with a tool."""
-SEVERAL = "num_iterations = 2\nminibatches = 2\n"
-SINGLE = '[algorithm]\nadvantage_mode = "maxrl"\ntransform_mode = "gtpo_sepa"\n'
+FUNCTIONS = """
+[data]
+source = "soakproblems:problems"
+[reward]
+type = "custom"
+custom_module = "soakreward.py"
+workers = 1
+"""
 CONDITION = '[[campaign.conditions]]\nadvantage_mode = "{}"\ntransform_mode = "{}"\n{}\n'
+SINGLE = '[algorithm]\nadvantage_mode = "maxrl"\ntransform_mode = "gtpo_sepa"\n'
+SEVERAL = "num_iterations = 2\nminibatches = 2\n"
 TWO = CONDITION.format("grpo", "none", "") + CONDITION.format("rloo", "gtpo_sepa", "")
 CRITICS = CONDITION.format(
     "gae", "none", 'kl_coef = 0.05\nkl_in_reward = "k1"\ncritic = {warmup_steps = 2, lr = 0.02, lora_rank = 3}'
@@ -79,6 +63,12 @@ def problems():
 """A data source, which every job runs in its worker before it reads or writes anything of its runs."""
 KINDS = ("critics", "single", "updates", "campaign", "episodes")
 """What one process trains; workers train the kind ``workers``."""
+
+
+def episodes(head: str) -> str:
+    """A campaign of several turns with a tool."""
+    training = "group_size = 4\nmax_tokens = 48\nlr = 0.001"
+    return TOML.format(head=head, model="tiny-tool-user", training=training, squeeze="false", rest=TOOLS)
 
 
 def prepare(folder: Path) -> None:
@@ -99,11 +89,10 @@ def prepare(folder: Path) -> None:
         ("campaign", head.format([1, 2], 6) + TWO, ""),
         ("workers", head.format([1, 2, 3, 4], 6) + workers + TWO, SEVERAL),
     ):
-        squeeze = str(kind == "workers").lower()
-        paths = {"model": folder / "model", "module": folder / "soakreward.py"}
-        (folder / f"{kind}.toml").write_text(TOML.format(head=top, training=training, squeeze=squeeze, **paths))
-    episodes = EPISODES.format(head=head.format([1], 5) + TURN_CREDIT, data="calculations:problems")
-    (folder / "episodes.toml").write_text(episodes)
+        sizes = "group_size = 3\nmax_tokens = 6\nlr = 0.01\n"
+        keys = {"model": folder / "model", "squeeze": str(kind == "workers").lower(), "rest": FUNCTIONS}
+        (folder / f"{kind}.toml").write_text(TOML.format(head=top, training=sizes + training, **keys))
+    (folder / "episodes.toml").write_text(episodes(head.format([1], 5) + TURN_CREDIT))
 
 
 def records(out: Path, exact: bool) -> dict[str, Any]:
@@ -145,11 +134,11 @@ def records(out: Path, exact: bool) -> dict[str, Any]:
 
 def differences(disturbed: dict[str, Any], reference: dict[str, Any]) -> list[str]:
     """Name what is not equal."""
-    lines = [f"{name} is only in one of them" for name in sorted(disturbed.keys() ^ reference.keys())]
-    for name in sorted(disturbed.keys() & reference.keys()):
-        if repr(disturbed[name]) != repr(reference[name]):
-            pairs = zip(disturbed[name], reference[name], strict=False)
-            where = next((i for i, (a, b) in enumerate(pairs) if repr(a) != repr(b)), "the end")
-            counts = f"{len(disturbed[name])} and {len(reference[name])} entries"
-            lines.append(f"{name}: {counts}, first different at {where}")
+    lines = []
+    for name in sorted(disturbed.keys() | reference.keys()):
+        one, other = disturbed.get(name, []), reference.get(name, [])
+        if one != other:
+            pairs = enumerate(zip(one, other, strict=False))
+            where = next((number for number, (a, b) in pairs if a != b), "the end")
+            lines.append(f"{name}: {len(one)} and {len(other)} entries, first different at {where}")
     return lines

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,11 @@ _place = ""
 
 def take_trap(name: str) -> None:
     """Set the trap that lies ready, unless another process has just taken it."""
-    if FOLDER not in os.environ:
-        return
     folder = Path(os.environ[FOLDER])
     taken = folder / f"taken_{os.getpid()}"
-    try:
+    with suppress(FileNotFoundError):
         (folder / name).rename(taken)
-    except FileNotFoundError:
-        return
-    set_trap(*json.loads(taken.read_text()))
+        set_trap(*json.loads(taken.read_text()))
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -61,14 +58,11 @@ def set_trap(place: str, moment: float) -> None:
 
     late = moment * 101 % 1 > 0.5
 
-    def at(
-        owner: Any, name: str, times: int, act: Callable[..., None] = die, after: bool = False,
-        when: Callable[..., bool] = lambda *_, **__: True,
-    ) -> None:  # fmt: skip
+    def at(owner: Any, name: str, times: int, act: Any = die, after: bool = False, when: Any = None) -> None:
         original, left = getattr(owner, name), [1 + int(moment * times)]
 
         def trapped(*arguments: Any, **named: Any) -> Any:
-            counts = when(*arguments, **named)
+            counts = when is None or when(*arguments, **named)
             left[0] -= counts
             due = counts and left[0] == 0
             if due and not after:
@@ -80,17 +74,18 @@ def set_trap(place: str, moment: float) -> None:
 
         setattr(owner, name, trapped)
 
-    def torn(path: Path, rows: Any) -> None:
-        data = "".join(files.dumps(row) + "\n" for row in rows).encode()
+    def cut(path: Path, data: bytes, size: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
-            file.write(data[: int(moment * 7919) % max(1, len(data))])
+            file.write(data[:size])
         die()
 
+    def torn(path: Path, rows: Any) -> None:
+        data = "".join(files.dumps(row) + "\n" for row in rows).encode()
+        cut(path, data, int(moment * 7919) % max(1, len(data)))
+
     def half(path: Path, data: bytes, *_: Any) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data[: len(data) // 2])
-        die()
+        cut(path, data, len(data) // 2)
 
     def soon(*_: Any, **__: Any) -> None:
         threading.Timer(0.04 * (moment * 1009 % 1), die).start()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.soak.traps import CONTROLLER, FOLDER, IN_CONTROLLERS, IN_TRAINING, TR
 
 ROOT = Path(__file__).parents[2]
 ACTS_ON_ONE = {"controller": 2, "controller, terminated": 1}
-"""What happens to a campaign that its controller trains, and how often in proportion."""
+"""What happens to a campaign that its controller trains, and how often in proportion; it starts with a trap."""
 ACTS_ON_WORKERS = {
     "trap": 14, "worker": 6, "worker, suspended": 2, "worker, terminated": 2, "controller": 4,
     "controller, suspended": 2, "controller, worker suspended": 3, "controller and worker": 3, "all": 1,
@@ -30,11 +30,8 @@ ACTS_ON_WORKERS = {
 ACTS_ON_CLUSTER = ACTS_ON_WORKERS | {"actor": 4, "node": 5, "node, suspended": 2}
 SUSPENDED_SECONDS = {"worker": 6.0, "controller": 6.0, "node": 45.0}
 """The most that a process stands still; Ray takes a node for dead that has not answered for about 20 s."""
-LIFE_SECONDS = 300.0
-"""How long a campaign may take that is not disturbed any more."""
-END_SECONDS = 15.0
-"""How long after its controller the last process of a campaign may run."""
-STOPPED = (130, -signal.SIGTERM)
+LIFE_SECONDS, END_SECONDS = 300.0, 15.0
+"""How long a campaign may take that is not disturbed any more, and its last process after that."""
 
 
 def processes_of(folder: Path, words: str = "") -> list[int]:
@@ -67,26 +64,17 @@ class Trial:
     """When each suspended process is continued."""
     _deaths: int = 0
 
-    @property
-    def pace(self) -> float:
-        """The most seconds between two acts; a single process starts with a trap, which it usually reaches before."""
-        return 30.0 if self.executor == "inprocess" else 8.0
-
-    @property
-    def acts(self) -> Mapping[str, int]:
-        return {"inprocess": ACTS_ON_ONE, "ray": ACTS_ON_CLUSTER}.get(self.executor, ACTS_ON_WORKERS)
-
     def run(self) -> None:
         """Train to the end, with about ``most_kills`` on the way."""
+        acts = {"inprocess": ACTS_ON_ONE, "ray": ACTS_ON_CLUSTER}.get(self.executor, ACTS_ON_WORKERS)
+        pace = 30.0 if self.executor == "inprocess" else 8.0  # one process usually dies in its trap before
         self._start("train", self.toml, "--out", self.out)
-        undisturbed = 0.0
         while not self.wrong:
-            if self.killed.total() < self.most_kills:
-                if self._lives_on(self.chance.uniform(0.0, self.pace)):
-                    self._act(self.chance.choices([*self.acts], [*self.acts.values()])[0])
-            elif self._lives_on(self.pace) and (undisturbed := undisturbed + self.pace) > LIFE_SECONDS:
-                self.wrong.append(f"{self.out}: no end after {LIFE_SECONDS:g} s without any kill")
-                self._act("all")
+            disturbs = self.killed.total() < self.most_kills
+            if self._lives_on(self.chance.uniform(0.0, pace) if disturbs else LIFE_SECONDS):
+                self._act(self.chance.choices([*acts], [*acts.values()])[0] if disturbs else "all")
+                if not disturbs:
+                    self.wrong.append(f"{self.out}: no end after {LIFE_SECONDS:g} s without any kill")
             self._count()
             status = self.controller.poll()
             if status == 0:
@@ -173,11 +161,11 @@ class Trial:
             with suppress(psutil.Error):
                 raylet = psutil.Process(self.nodes.raylet(number).pid)
                 self._suspend("node, suspended", *[each.pid for each in (raylet, *raylet.children(recursive=True))])
-            return
-        self.nodes.remove(number)
-        self.killed["node"] += 1
-        self._lives_on(self.chance.uniform(0.0, 2.0))
-        self.nodes.add(num_cpus=1)
+        else:
+            self.nodes.remove(number)
+            self.killed["node"] += 1
+            self._lives_on(self.chance.uniform(0.0, 2.0))
+            self.nodes.add(num_cpus=1)
 
     def _count(self) -> None:
         """Count the deaths in places since the last time, and that of the controller."""
@@ -187,7 +175,7 @@ class Trial:
         self._deaths, status = len(rows), self.controller.poll()
         if status == -signal.SIGKILL:
             self.killed["controller, " + places.pop(self.controller.pid, "any moment")] += 1
-        elif status and not (status in STOPPED and self.besides["controller, terminated"]):
+        elif status and not (status in (130, -signal.SIGTERM) and self.besides["controller, terminated"]):
             self.wrong.append(f"{self.out}: the controller ended with {status}")
         self.killed += Counter(f"worker, {place}" for place in places.values())
         for number in range(len(self.nodes.members) if self.nodes and not self._suspended else 0):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from retrain.errors import RankLost, RunFailed
+from retrain.errors import RankLost
 from retrain.policy import company as company_module
 from retrain.policy.company import LOST, Company, NotReady
 
@@ -231,11 +231,3 @@ def test_a_base_that_one_rank_could_not_take_no_rank_takes(ranks):
     found = made.do(takes, fails(ZeroDivisionError("no such file")), takes)
     assert [type(error) for error in found] == [NotReady, ZeroDivisionError, NotReady]
     assert made.do(takes, takes, takes) == [None, None, None]
-
-
-def test_weights_are_there_for_what_all_do_together_alone(ranks):
-    made = ranks(1)
-    for _ in range(2):
-        with pytest.raises(RunFailed, match="needed outside of what the ranks do together"):
-            made.companies[0].need(0)
-        assert made.do(walk(0)) == [1]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from toycampaign import campaign
+from toymodels import TINY_RUN
 from typer.testing import CliRunner
 
 from retrain.campaign.planning.changes import Approval
@@ -28,17 +29,8 @@ from retrain.files import read_json, read_jsonl
 from retrain.record.observer import NullObserver
 from tests.system.clusters import eventually
 
-SINGLE = """
-[model]
-model = "{model}"
-lora_rank = 2
-[training]
-max_steps = {steps}
-batch_size = 2
-group_size = 3
+SINGLE = """save_every = 2
 max_tokens = 6
-lr = 0.01
-save_every = 2
 [evaluation]
 problems = 3
 [squeeze]
@@ -66,7 +58,9 @@ class At(NullObserver):
 
 def single(folder: Path, model: Path, steps: int = 4, rewards: Path | None = None) -> Path:
     path = folder / "single.toml"
-    path.write_text(SINGLE.format(model=model, module=rewards or model.parent / "toyrewards.py", steps=steps))
+    module = rewards or model.parent / "toyrewards.py"
+    text = TINY_RUN.format(model=model).replace("max_steps = 2", f"max_steps = {steps}")
+    path.write_text(text + SINGLE.format(module=module))
     return path
 
 

@@ -148,7 +148,7 @@ def test_between_requests_no_rank_holds_a_matrix_and_rank_0_cannot_use_one_alone
 def test_a_second_base_and_another_kind_of_decoder(shared, folder, tmp_path):
     from transformers import MistralConfig, MistralForCausalLM
 
-    tokenizer = word_tokenizer(TEXTS)
+    tokenizer, ids = word_tokenizer(TEXTS), torch.tensor([[3, 4, 5]])
     torch.manual_seed(0)
     config = MistralConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
@@ -163,15 +163,14 @@ def test_a_second_base_and_another_kind_of_decoder(shared, folder, tmp_path):
         own = load_base(str(tmp_path / name), devices="cpu", dtype="bfloat16")
         base, lanes, engine = taken(shared, parse_dict(section), folder)
         assert (engine.fast, base.fingerprint) == (fast, own.fingerprint)
-        assert {key: each.dtype for key, each in base.model.named_buffers()} == {
-            key: each.dtype for key, each in own.model.named_buffers()
-        }
-        adapter, asked = trained(lanes, 1, size=0.05), requests(prompts=3, samples=4, max_tokens=5)
+        buffers = [{key: each.dtype for key, each in model.named_buffers()} for model in (base.model, own.model)]
+        assert buffers[0] == buffers[1]
+        adapter = trained(lanes, 1, size=0.05)
         engine.publish(PolicyRef("0", 0), LocalSnapshot(adapter.frozen(), {}))
-        assert [len(group) for group in engine.sample(asked)] == [4, 4, 4]
+        groups = engine.sample(requests(prompts=3, samples=4, max_tokens=5))
+        assert [len(group) for group in groups] == [4, 4, 4]
         with base.presence.alone(), torch.no_grad():
-            found = base.model(input_ids=torch.tensor([[3, 4, 5]])).logits
-        assert torch.equal(found, own.model(input_ids=torch.tensor([[3, 4, 5]])).logits)
+            assert torch.equal(base.model(input_ids=ids).logits, own.model(input_ids=ids).logits)
     taken(shared, config_of({}), folder)  # the first one again
 
 

@@ -19,7 +19,7 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef
 from retrain.engines.rows import LaneRequest, Row
 from retrain.engines.shared import DecodingAsked, SharedEngine
-from retrain.errors import ModelError, NonFinite, RankLost, RunFailed
+from retrain.errors import ModelError, NonFinite, RunFailed
 from retrain.policy import ranks as ranks_module
 from retrain.policy import shares, update
 from retrain.policy.local import LocalPolicy, LocalSnapshot
@@ -194,10 +194,7 @@ def test_dealing_is_even_and_complete():
         parts = dealt(sizes, count)
         assert sorted(place for part in parts for place in part) == list(range(len(sizes)))
         assert all(part == sorted(part) for part in parts)
-        loads = [sum(sizes[place] for place in part) for part in parts]
-        assert max(loads) <= sum(sizes) / count + max(sizes)
-        assert parts[0]
-    assert [sum(sizes[place] for place in part) for part in dealt(sizes, 2)] == [16, 15]
+        assert max(sum(sizes[place] for place in part) for part in parts) <= sum(sizes) / count + max(sizes)
     assert dealt([4], 3) == [[0], [], []]
 
 
@@ -238,36 +235,6 @@ def test_a_rank_does_what_it_is_asked_in_order_and_tells_of_faults_once(posts):
     assert (posts.outbox[0][1], posts.outbox[2][1]) == ("B", "E")
     assert str(posts.outbox[1][1]) == "a bad word"
     assert "in note" in posts.outbox[1][1].__notes__[0]
-
-
-def test_all_answers_are_taken_whoever_raises_and_what_is_told_meanwhile_waits(posts):
-    ranks = Ranks(["cpu", "cpu", "cpu"])
-    posts.inbox = [(True, "one"), (False, KeyError("three"))] * 2
-
-    def own():
-        ranks.tell("forget")
-        assert len(posts.outbox) == 2
-        raise ZeroDivisionError("mine")
-
-    answers = ranks.ask("note", [(1,), None, (3,)], own)
-    assert ranks.owing == set()
-    assert posts.outbox == [("note", (1,), True), ("note", (3,), True), *[("forget", (), False)] * 3]
-    assert answers.others == ["one", None, None]
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        answers.whole()
-    with pytest.raises(KeyError, match="three"):
-        ranks.ask("note", [(1,), None, (3,)], lambda: 0).whole()
-
-
-def test_a_rank_that_is_gone_is_named(monkeypatch):
-    def gone(*args):
-        raise RankLost("rank 2 is gone (closed)")
-
-    monkeypatch.setattr(ranks_module, "send", gone)
-    with pytest.raises(RankLost, match=r"^rank 1 was eaten$"):
-        Ranks(["cpu"], lambda rank: "was eaten").tell("forget")
-    with pytest.raises(RankLost, match=r"^rank 2 is gone \(closed\)$"):
-        Ranks(["cpu"]).tell("forget")
 
 
 def test_a_rank_with_another_base_is_refused(bases, folder):

@@ -11,14 +11,13 @@ from toycampaign import campaign, toy_world
 from worker_cases import Heard
 
 import retrain.campaign.running.raycluster as raycluster
-from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.controller import launch
-from retrain.campaign.running.protocol import JobStarted, StepDone, Tick
-from retrain.campaign.running.raycluster import ray_workers, slots_in
+from retrain.campaign.running.protocol import JobStarted, StepDone
+from retrain.campaign.running.raycluster import slots_in
 from retrain.config import load, parse_dict
 from retrain.errors import UsageError
 from retrain.files import read_json, write_json
-from retrain.ownership import MARK, claim, process_start
+from retrain.ownership import MARK, process_start
 from tests.system.clusters import (
     SERVE,
     Nodes,
@@ -37,10 +36,15 @@ pytestmark = pytest.mark.timeout(600)
 NODE = {"num_cpus": 1, "num_gpus": 1}
 
 
+@pytest.fixture(autouse=True)
+def disconnected():
+    yield
+    assert not ray.is_initialized()
+
+
 @pytest.fixture
 def workers(stub_workers):
-    yield lambda *sets, count="auto": stub_workers("ray", count if count != "auto" else '"auto"', *sets)
-    assert not ray.is_initialized()
+    return lambda *sets, count='"auto"': stub_workers("ray", count, *sets)
 
 
 @pytest.fixture
@@ -48,30 +52,34 @@ def out(tmp_path):
     return tmp_path / "out"
 
 
-def test_each_gpu_of_the_cluster_has_a_worker_and_on_cpus_each_cpu(out, workers, monkeypatch):
+def all_waiting(handles, count, heard):
+    """Stop the jobs once ``count`` workers have begun; ``heard`` collects the rows of their steps."""
+
+    def on_event(event):
+        if isinstance(event, StepDone):
+            heard.append(event.row)
+        if len({row["pid"] for row in heard}) == count:
+            for handle in handles:
+                handle.stop()
+
+    return on_event
+
+
+@pytest.mark.parametrize("device", ["gpu:0", "cpu"])
+def test_each_gpu_of_the_cluster_has_a_worker_or_each_cpu(out, workers, monkeypatch, device):
     monkeypatch.delenv("OMP_NUM_THREADS")
-    for sets, gpus in (([], True), (["backend.devices=cpu"], False)):
-        made = workers(*sets)
-        assert (made.slots, made.has_gpu()) == (2, gpus)
-        handles = [made.submit(job(out, name)) for name in ("wait-a", "wait-b")]
-        steps = []
-
-        def stop(event, steps=steps, handles=handles):
-            steps += [event.row] if isinstance(event, StepDone) else []
-            if len({row["pid"] for row in steps}) == 2:
-                for handle in handles:
-                    handle.stop()
-
-        events = events_of(made, stop)
-        address = ray.util.get_node_ip_address()
-        device = "gpu:0" if gpus else "cpu"
-        names = {event.worker for event in of_kind(events, JobStarted)}
-        assert names == {f"{number} {address} {device}" for number in (1, 2)}
-        keys = ("CUDA_VISIBLE_DEVICES", "RETRAIN_OWN_GPU", "OMP_NUM_THREADS")[0 if gpus else 1 :]
-        expected = ("0", "1", "1") if gpus else (None, "1")
-        assert {tuple(row[key] for key in keys) for row in steps} == {expected}
-        assert sorted(path.name for path in (out / "workers").iterdir()) == ["worker_1.log", "worker_2.log"]
-        made.close()
+    made = workers(*(["backend.devices=cpu"] if device == "cpu" else []))
+    assert (made.slots, made.has_gpu()) == (2, device != "cpu")
+    handles, rows = [made.submit(job(out, name)) for name in ("wait-a", "wait-b")], []
+    events = events_of(made, all_waiting(handles, 2, rows))
+    address = ray.util.get_node_ip_address()
+    names = {event.worker for event in of_kind(events, JobStarted)}
+    assert names == {f"{number} {address} {device}" for number in (1, 2)}
+    assert {(row["RETRAIN_OWN_GPU"], row["OMP_NUM_THREADS"]) for row in rows} == {
+        (None if device == "cpu" else "1", "1")
+    }
+    assert device == "cpu" or {row["CUDA_VISIBLE_DEVICES"] for row in rows} == {"0"}
+    assert sorted(path.name for path in (out / "workers").iterdir()) == ["worker_1.log", "worker_2.log"]
 
 
 def test_an_actor_that_dies_takes_its_worker_along(out, workers):
@@ -107,13 +115,6 @@ def test_who_waits_for_room_is_told_once_and_needs_none_where_others_are_free(ou
     (told,) = texts(events)
     assert "waits for room in the Ray cluster: it asks for 1 GPU and 1 CPU, and of what the cluster has" in told
     assert told.endswith("are free: 0 of 2 GPUs, 0 of 2 CPUs")
-
-
-def test_what_waits_for_room_can_be_stopped(out, workers):
-    made = workers("ray.cpus=64", count=1)
-    handle = made.submit(job(out, "a"))
-    events = events_of(made, lambda event: isinstance(event, Tick) and handle.stop())
-    assert ends(events)[handle.id].status == "stopped"
 
 
 def test_nodes_that_do_not_share_the_directory_are_named(out, workers):
@@ -161,17 +162,8 @@ def test_workers_have_a_part_of_a_gpu_or_several(out, workers, nodes):
     ):
         made = workers(*sets, count=count)
         handles, rows = [made.submit(job(out, f"wait-{number}")) for number in range(count)], []
-
-        def stop(event, rows=rows, handles=handles):
-            if isinstance(event, StepDone):
-                rows.append((event.row["CUDA_VISIBLE_DEVICES"], event.row["RETRAIN_MEMORY_SHARE"]))
-            if len(rows) == len(handles):
-                for handle in handles:
-                    handle.stop()
-
-        events_of(made, stop)
-        assert set(rows) <= seen
-        assert len(rows) == count
+        events_of(made, all_waiting(handles, count, rows))
+        assert {(row["CUDA_VISIBLE_DEVICES"], row["RETRAIN_MEMORY_SHARE"]) for row in rows} <= seen
         made.close()
     nodes.remove(len(nodes.members) - 1)
 
@@ -259,22 +251,6 @@ def test_servers_and_workers_share_a_cluster_that_loses_a_node(out, load_served,
 def test_a_command_that_does_not_exist_ends_the_campaign(out, load_served):
     with pytest.raises(UsageError, match=r"^\[inference\] launch: there is no program 'no-such-program'; give its"):
         launch(load_served("no-such-program", 2, "inference.patience_s=60"), out, Heard())
-
-
-def test_no_room_for_a_server_is_said(out, load_served, monkeypatch):
-    monkeypatch.setattr("retrain.campaign.running.rayfleet.ROOM_SECONDS", 1.0)
-    plan = Plan.of(load_served(SERVE, 2, "ray.server_cpus=64", "inference.replicas=2"), out)
-    claim(plan.directory)
-    made, said = ray_workers(plan), []
-    try:
-        assert made.fleet is not None
-        fleet = made.fleet(lambda text, level: said.append(text))
-        eventually(lambda: len(said) == 2)
-        assert sorted(said)[0] == "server 1 waits for room in the Ray cluster: it asks for 64 CPUs"
-        assert (fleet.urls, fleet.gave_up) == ([], "")
-        fleet.close()
-    finally:
-        made.close()
 
 
 def test_workers_have_the_room_that_servers_leave():

@@ -3,9 +3,6 @@ come, go and move."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -24,8 +21,6 @@ from retrain.engines.server import engine as engine_module
 from retrain.engines.server import launch as launching
 from retrain.engines.server import pool as pooling
 from retrain.engines.server.canary import canaries
-from retrain.engines.server.client import Server, Unreached
-from retrain.engines.server.dialects import DIALECTS
 from retrain.engines.server.fleet import Launches, Told, shares
 from retrain.engines.server.launch import Launched
 from retrain.errors import ServerFailed, UsageError
@@ -121,17 +116,6 @@ def test_a_command_that_dies_is_given_up_with_what_it_said(tmp_path, launched, t
     assert (server.port, len(told)) == (1234, 3)
 
 
-def test_a_server_that_cannot_be_started_again_is_given_up(tmp_path, launched):
-    program = tmp_path / "server"
-    program.write_text("#!/bin/sh\nsleep 600\n")
-    program.chmod(0o755)
-    server = launched(str(program))
-    program.unlink()
-    os.killpg(pid_in(tmp_path), signal.SIGKILL)
-    eventually(lambda: server.gave_up)
-    assert "died (signal 9) and cannot be started again: [inference] launch: " in server.gave_up
-
-
 def test_a_server_whose_owner_was_killed_is_ended_at_the_next_start(tmp_path, launched, told):
     first = launched(SLEEPER)
     first._closing.set()  # as if its process were gone
@@ -159,20 +143,6 @@ def test_a_server_listens_where_it_is_told(tmp_path, launched):
     for command, words in (("no-such-program --x", "there is no program 'no-such-program'"), ("a 'b", "No closing")):
         with pytest.raises(UsageError, match=words):
             launched(command)
-
-
-def test_a_server_that_was_let_go_of_is_away():
-    """For a request that waited for its turn while its node was lost."""
-
-    async def asked() -> bool:
-        server = Server("http://127.0.0.1:9", DIALECTS["vllm"], "", 5.0, 4)
-        await server.open()
-        await server.close()
-        with pytest.raises(Unreached):
-            await server.get("/health")
-        return await server.check()
-
-    assert not asyncio.run(asked())
 
 
 def test_a_server_ends_with_its_minder_and_a_minder_as_its_command_does(tmp_path, launched):

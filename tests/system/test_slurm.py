@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,6 @@ from retrain.campaign.running.workers import Workers
 from retrain.config import load, parse_dict
 from retrain.errors import MissingExtra, UsageError, WorkersLost
 from retrain.files import read_json, write_json
-from retrain.ownership import process_start
 from tests.system.clusters import FAST, STUB_BOOT, ends, events_of, eventually, job, of_kind, pids, texts
 
 pytest.importorskip("submitit")
@@ -40,10 +40,7 @@ def workers(stub_workers, out):
     """Makes executors, with a job submitted for each name."""
 
     def make(count: int, *names: str, executor: str = "slurm", **keys) -> Workers:
-        made = stub_workers(executor, count, **keys)
-        for name in names:
-            made.submit(job(out, name))
-        return made
+        return submit(stub_workers(executor, count, **keys), out, names)
 
     return make
 
@@ -54,6 +51,12 @@ def cluster_of(executor: Workers) -> Cluster:
 
 def statuses(events) -> list[str]:
     return [end.status for end in ends(events).values()]
+
+
+def submit(executor: Workers, out: Path, names: Iterable[str]) -> Workers:
+    for name in names:
+        executor.submit(job(out, name))
+    return executor
 
 
 def at_start(run: str, act):
@@ -166,8 +169,7 @@ def test_a_signal_before_the_time_limit_ends_a_job_and_the_worker_comes_back(out
 
     events = events_of(executor, signal_once)
     assert statuses(events) == ["died"]  # the stub ends at once when there are no more commands
-    executor.submit(job(out, "b"))
-    later = events_of(executor)
+    later = events_of(submit(executor, out, "b"))
     assert statuses(later) == ["done"]
     assert any("was told to make room: all is saved" in text for text in texts([*events, *later]))
     assert cluster_of(executor).places[0].job.job_id == sent[0]
@@ -202,21 +204,18 @@ def test_all_workers_are_one_array_with_what_was_asked_for(out, workers, standin
     eventually(lambda: {standin.state(f"4711_{index}") for index in range(3)} == {"COMPLETED"})
 
 
-@pytest.mark.parametrize(
-    ("devices", "ranks", "keys", "gpus"),
-    [
-        ("auto", None, {}, 1),
-        ("auto", 4, {"gpu_type": "h100"}, "h100:4"),
-        ("cpu", None, {}, None),
-        ("auto", None, {"extra": {"gres": "gpu:1"}}, None),  # another option for GPUs stands alone
-    ],
-)
-def test_gpus_that_are_asked_for(devices, ranks, keys, gpus):
-    campaign = {"executor": "slurm", "workers": 2} | ({"gpus_per_cohort": ranks} if ranks else {})
-    backend = {"devices": devices} | ({"shard": "dp"} if ranks else {})
-    options = slurm.sbatch_options(parse_dict({"campaign": campaign, "backend": backend, "slurm": keys}), "x")
-    assert options.get("gpus_per_node") == gpus
-    assert options["additional_parameters"] == {"requeue": True, "signal": "USR1@90"} | keys.get("extra", {})
+def test_gpus_that_are_asked_for():
+    def options(devices="auto", ranks=None, **keys):
+        campaign = {"executor": "slurm", "workers": 2} | ({"gpus_per_cohort": ranks} if ranks else {})
+        backend = {"devices": devices} | ({"shard": "dp"} if ranks else {})
+        return slurm.sbatch_options(parse_dict({"campaign": campaign, "backend": backend, "slurm": keys}), "x")
+
+    assert options()["gpus_per_node"] == 1
+    assert options(ranks=4, gpu_type="h100")["gpus_per_node"] == "h100:4"
+    assert "gpus_per_node" not in options("cpu")
+    own = options(extra={"gres": "gpu:1"})  # another option for GPUs stands alone
+    assert "gpus_per_node" not in own
+    assert own["additional_parameters"] == {"requeue": True, "signal": "USR1@90", "gres": "gpu:1"}
 
 
 def test_a_job_goes_to_a_worker_that_runs_and_what_waits_is_cancelled(workers, standin, monkeypatch):
@@ -233,36 +232,6 @@ def test_a_job_goes_to_a_worker_that_runs_and_what_waits_is_cancelled(workers, s
     eventually(lambda: sorted(standin.state(f"4711_{n}") for n in range(3)) == ["CANCELLED by 0"] * 2 + ["COMPLETED"])
 
 
-def test_a_stop_needs_no_worker(out, workers, standin):
-    standin.room(0)
-    executor, ticks = workers(2), []
-    handles = [executor.submit(job(out, name)) for name in "ab"]
-
-    def stop(event):
-        ticks.append(event)
-        if len(ticks) == 5:
-            for handle in handles:
-                handle.stop()
-
-    assert statuses(events_of(executor, stop)) == ["stopped", "stopped"]
-
-
-def test_before_its_time_limit_a_job_is_put_back_and_goes_on(out, workers, standin):
-    executor, sent = workers(2, "wait", "b"), []
-
-    def at_the_limit(task):
-        sent.append(task)
-        os.system(f"scancel --signal=USR1 {task}")
-
-    events_of(executor, at_start("wait", at_the_limit))
-    eventually(lambda: standin.calls("scontrol") == [["requeue", sent[0]]])
-    eventually(lambda: standin.state(sent[0]) == "RUNNING")
-    for name in "cdef":
-        executor.submit(job(out, name))
-    assert statuses(events_of(executor)) == ["done"] * 4
-    assert len(standin.calls("sbatch")) == 1
-
-
 def test_a_worker_that_somebody_cancels_is_not_asked_for_again(out, workers, standin):
     executor, cancelled = workers(2, "wait-a", "b"), []
 
@@ -272,9 +241,7 @@ def test_a_worker_that_somebody_cancels_is_not_asked_for_again(out, workers, sta
 
     events = events_of(executor, at_start("wait-a", cancel))
     assert statuses(events).count("died") == 1
-    for name in "cde":
-        executor.submit(job(out, name))
-    later = events_of(executor)
+    later = events_of(submit(executor, out, "cde"))
     assert statuses(later) == ["done"] * 3
     assert {int(event.worker.split()[0]) for event in of_kind(later, JobStarted)} == {3 - cancelled[0]}
     (told,) = [text for text in texts([*events, *later]) if "was cancelled" in text]
@@ -293,9 +260,7 @@ def test_a_worker_that_ends_otherwise_is_asked_for_again(out, workers, standin):
     (end,) = [end for end in ends(events).values() if end.status == "died"]
     assert f"(job {tasks[0]}) was ended: Slurm says FAILED; what it printed is in" in end.reason
     assert end.reason.endswith(f"slurm_1/{tasks[0]}_0_log.out")
-    for name in "cd":
-        executor.submit(job(out, name))
-    assert statuses(events_of(executor)) == ["done"] * 2
+    assert statuses(events_of(submit(executor, out, "cd"))) == ["done"] * 2
     assert len(standin.calls("sbatch")) == 2
     assert read_json(out / "workers/slurm_2/jobs.json")["jobs"] == {str(int(tasks[0][-1]) + 1): "4712"}
 
@@ -329,16 +294,6 @@ def test_what_an_earlier_controller_left_is_cancelled(out, workers, standin):
     assert newest(out / "workers/slurm_2/worker_1") == 1
 
 
-def test_what_is_given_up_is_killed_and_its_jobs_cancelled(workers, standin):
-    executor = workers(2, "wait", "wait-too")
-    events = executor.events()
-    pid = next(event.row["pid"] for event in events if isinstance(event, StepDone))
-    events.close()
-    executor.close()
-    assert process_start(pid) is None
-    assert ["4711_0", "4711_1"] in standin.calls("scancel")
-
-
 def test_a_worker_that_falls_silent_is_given_up(out, workers, standin, monkeypatch):
     executor = workers(1, "wait")
 
@@ -351,8 +306,7 @@ def test_a_worker_that_falls_silent_is_given_up(out, workers, standin, monkeypat
     assert end.status == "died"
     assert "has said nothing for 2 s" in end.reason
     eventually(lambda: standin.state("4711") == "CANCELLED by 0")
-    executor.submit(job(out, "b"))
-    assert statuses(events_of(executor)) == ["done"]
+    assert statuses(events_of(submit(executor, out, "b"))) == ["done"]
 
 
 def test_without_slurm_or_submitit_it_says_what_to_type(tmp_path, monkeypatch):
