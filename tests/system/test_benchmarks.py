@@ -154,18 +154,6 @@ def test_the_roofline_counts_what_a_step_reads_and_computes(benchmark):
     assert decode.roofline(shape, case, decode.Machine(1e9, 1.0, 4)) == pytest.approx(operations)
 
 
-def test_overhead_counts_what_is_outside_sampling_and_update(benchmark):
-    def step(at):
-        spans = [("rollout", at, at + 5), ("credit", at + 5, at + 6), ("update", at + 6, at + 9)]
-        return [{"name": n, "wall_start": a, "wall_end": b, "duration": b - a} for n, a, b in spans]
-
-    steps = [step(0.0), step(10.0), step(20.0)]
-    record = {"name": "record", "wall_start": 19.2, "wall_end": 19.7, "duration": 0.5}
-    steps[2].insert(0, record)  # of step 1, told by the next line
-    shares = [{"total": 10.0, "model": 8.0, "other": 2.0, "credit": 1.0, "record": 0.5}]
-    assert benchmark("overhead").shares(steps) == shares
-
-
 # -- verdicts ---------------------------------------------------------------------------------------------------------
 
 
@@ -188,20 +176,6 @@ def test_the_calibration_sees_a_broken_interval(benchmark):
     assert rates["declared"] <= 0.10
     assert rates["declared_in_family"] <= 0.10
     assert 6 <= rates["pairs_used"] <= 8
-
-
-def test_squeeze_modes_are_compared_at_equal_updates_by_seed_and_corrected_for_their_number(benchmark):
-    modes = benchmark("squeeze_modes")
-    assert modes.anneal_stages(48, 12) == [[9, 8], [18, 4], [27, 2], [36, 1]]
-    noise = np.array([0.00, 0.02, -0.01, 0.03, 0.01, -0.02, 0.015, -0.005])
-    found = {mode: (0.7 + noise).tolist() for mode in (*modes.MODES, "full")}
-    found["anneal"] = (0.8 + noise + 0.001 * np.arange(8)).tolist()
-    rows = {row["difference"]: row for row in modes.compare(found)}
-    assert len(rows) == 6
-    assert rows["continue − post"]["mean"] == 0.0
-    ahead = rows["anneal − post"]
-    assert (ahead["p"], ahead["holm"]) == (2 / 2**8, 6 * 2 / 2**8)
-    assert 0.1 < ahead["low"] < ahead["mean"] < ahead["high"]
 
 
 def test_the_factor_in_seeds_is_that_of_what_varies(benchmark):

@@ -13,7 +13,7 @@ import torch
 
 from retrain.errors import RankLost
 from retrain.policy import company as company_module
-from retrain.policy.company import LOST, Company, NotReady
+from retrain.policy.company import LOST, Company
 
 PATIENCE = 20.0
 ENDS = 4
@@ -219,15 +219,3 @@ def test_a_rank_that_runs_out_of_memory_while_all_gather_lets_no_rank_wait(ranks
     assert [type(error) for error in found] == [RankLost, RankLost]
     assert str(found[0]) == f"{LOST} (no room in the middle of it)"
     assert made.companies[0].lost
-
-
-def test_a_base_that_one_rank_could_not_take_no_rank_takes(ranks):
-    def takes(own, units):
-        with own.work():
-            own.share(units)
-            own.need(0)
-
-    made = ranks(3)
-    found = made.do(takes, fails(ZeroDivisionError("no such file")), takes)
-    assert [type(error) for error in found] == [NotReady, ZeroDivisionError, NotReady]
-    assert made.do(takes, takes, takes) == [None, None, None]

