@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -19,15 +18,6 @@ from retrain.campaign.running.workers import Workers
 from retrain.config import load, parse_dict
 from retrain.ownership import claim
 from tests.system.clusters import FAST, STUB_BOOT, Nodes, SlurmStandin, StubHost, cluster_of
-from tests.system.rank_updates import LOSSES
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A directory with the loss functions of ``rank_updates``."""
-    folder = tmp_path_factory.mktemp("losses")
-    (folder / "ranklosses.py").write_text(LOSSES)
-    return folder
 
 
 @pytest.fixture
