@@ -4,14 +4,11 @@
     python -m tests.soak --kills 100 --minutes 60 --executor processes
     python -m tests.soak --kills 100 --minutes 60 --executor ray
 
-Without ``--executor``, one process trains critics beside policies, single runs, several updates per batch, campaigns
-and episodes with a tool in turn. With it, a controller and two workers train a campaign of eight runs; the workers are
-killed as well, and the actors and nodes of a Ray cluster of three nodes in this machine.
-
-Compared are, time fields aside, every row of every record, the checkpoints' lines, the bytes of the tensors in the last
-checkpoint and in ``final/``, the states, cohorts and verdicts in the manifest. What happens is drawn from ``--seed``;
-which moment of training it hits is up to the clock. Prints one JSON line; exit status 1 at the first difference, with
-the directories left as they are.
+One process trains single runs, campaigns, critics and episodes in turn; or a controller and two workers train a
+campaign of eight runs, and are all killed, in a Ray cluster of three nodes the actors and nodes too. In the end every
+row of every record, the last checkpoints, adapters, states and verdicts have to be equal, time fields aside. What
+happens is drawn from ``--seed``; which moment of training it hits is up to the clock. Prints one JSON line; exit status
+1 at the first difference, with the directories left as they are.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +29,7 @@ from tests.soak.campaigns import KINDS, differences, prepare, records
 from tests.soak.traps import FOLDER
 from tests.soak.trial import Trial
 
-MOST_KILLS = 15
-"""Of one campaign; then it is left to end."""
+MOST_KILLS = 15  # of one campaign
 
 
 def soak(folder: Path, executor: str, kills: int, minutes: float, seed: int, **cluster: Any) -> dict[str, Any]:
@@ -62,16 +57,9 @@ def soak(folder: Path, executor: str, kills: int, minutes: float, seed: int, **c
         if not wrong:
             finished[kind] += 1
             shutil.rmtree(out)
-    return {
-        "executor": executor,
-        "kills": killed.total(),
-        "of": dict(sorted(killed.items())),
-        "besides": dict(sorted(besides.items())),
-        "finished": dict(finished),
-        "minutes": round((time.monotonic() - begin) / 60, 1),
-        "seed": seed,
-        "wrong": wrong,
-    }
+    counts = {"of": dict(sorted(killed.items())), "besides": dict(sorted(besides.items())), "finished": dict(finished)}
+    figures = {"kills": killed.total(), "minutes": round((time.monotonic() - begin) / 60, 1), "seed": seed}
+    return {"executor": executor, **figures, **counts, "wrong": wrong}
 
 
 def main() -> int:
@@ -80,22 +68,21 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100, help="stop after so many kills")
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no further campaign after so many minutes")
     parser.add_argument("--seed", type=int, default=0, help="of what is killed where")
-    executors = ("inprocess", "processes", "ray")
-    parser.add_argument("--executor", choices=executors, default="inprocess", help="who trains")
+    parser.add_argument("--executor", choices=("inprocess", "processes", "ray"), default="inprocess", help="who trains")
     parser.add_argument("--dir", type=Path, default=None, help="where to work; kept when something is wrong")
     options = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     folder = Path(tempfile.mkdtemp(prefix="soak_", dir=options.dir))
-    cluster: dict[str, Any] = {}
-    with ExitStack() as stack:
-        if options.executor == "ray":
-            from tests.system.clusters import cluster_of
+    figures = (folder, options.executor, options.kills, options.minutes, options.seed)
+    if options.executor == "ray":
+        from tests.system.clusters import cluster_of
 
-            nodes = stack.enter_context(cluster_of(*[{"num_cpus": 1}] * 3))
+        with cluster_of(*[{"num_cpus": 1}] * 3) as nodes:
             environment = f'ray.runtime_env={{ env_vars = {{ {FOLDER} = "{folder}" }} }}'
             sets = ["campaign.executor=ray", f"ray.address={nodes.address}", environment]
-            cluster = {"nodes": nodes, "sets": sets}
-        report = soak(folder, options.executor, options.kills, options.minutes, options.seed, **cluster)
+            report = soak(*figures, nodes=nodes, sets=sets)
+    else:
+        report = soak(*figures)
     print(json.dumps(report))
     if report["wrong"]:
         print(f"see {folder}", file=sys.stderr)

@@ -138,7 +138,6 @@ def differences(disturbed: dict[str, Any], reference: dict[str, Any]) -> list[st
     for name in sorted(disturbed.keys() | reference.keys()):
         one, other = disturbed.get(name, []), reference.get(name, [])
         if one != other:
-            pairs = enumerate(zip(one, other, strict=False))
-            where = next((number for number, (a, b) in pairs if a != b), "the end")
-            lines.append(f"{name}: {len(one)} and {len(other)} entries, first different at {where}")
+            place = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), "the end")
+            lines.append(f"{name}: {len(one)} and {len(other)} entries, first different at {place}")
     return lines

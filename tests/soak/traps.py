@@ -22,7 +22,6 @@ IN_TRAINING = (
 """Places: ``scoring`` while the policy or the critic scores a batch, ``critic`` when the policy has been updated and
 its critic has not, ``any rename`` and ``any sync`` before or after that call for any file."""
 IN_CONTROLLERS = ("event", "manifest", "any rename", "any sync")
-
 _place = ""
 
 

@@ -28,8 +28,7 @@ ACTS_ON_WORKERS = {
     "controller, suspended": 2, "controller, worker suspended": 3, "controller and worker": 3, "all": 1,
 }  # fmt: skip
 ACTS_ON_CLUSTER = ACTS_ON_WORKERS | {"actor": 4, "node": 5, "node, suspended": 2}
-SUSPENDED_SECONDS = {"worker": 6.0, "controller": 6.0, "node": 45.0}
-"""The most that a process stands still; Ray takes a node for dead that has not answered for about 20 s."""
+SUSPENDED_SECONDS = {"worker": 6.0, "controller": 6.0, "node": 45.0}  # Ray gives a node up after about 20 s
 LIFE_SECONDS, END_SECONDS = 300.0, 15.0
 """How long a campaign may take that is not disturbed any more, and its last process after that."""
 
@@ -61,7 +60,6 @@ class Trial:
     besides: Counter[str] = field(default_factory=Counter[str])
     wrong: list[str] = field(default_factory=list)
     _suspended: dict[int, float] = field(default_factory=dict)
-    """When each suspended process is continued."""
     _deaths: int = 0
 
     def run(self) -> None:
@@ -115,7 +113,8 @@ class Trial:
             self._lay_trap(TRAINING, IN_TRAINING)
             self._lay_trap(CONTROLLER, IN_CONTROLLERS)
         elif what == "actor":
-            self._kill("actor", self.chance.choice(processes_of(self.toml.parent, "ray::Host") or [0]))
+            actor = self.chance.choice(processes_of(self.toml.parent, "ray::Host") or [0])
+            self.killed["actor"] += self._send(actor, signal.SIGKILL)
         elif who == "node":
             self._disturb_node(workers, how)
         elif how == "suspended":
@@ -129,18 +128,13 @@ class Trial:
                 self._suspend("worker, suspended", worker)
             both = {"all": [pid, *workers], "controller and worker": [pid, worker]}.get(who, [pid])
             for victim in self.chance.sample(both, len(both)):
-                self._kill("worker, any moment", victim)
-
-    def _kill(self, name: str, pid: int) -> None:
-        """Kill a process; the controller's death is counted when it has ended."""
-        self.killed[name] += self._send(pid, signal.SIGKILL) and pid != self.controller.pid
+                sent = self._send(victim, signal.SIGKILL)
+                self.killed["worker, any moment"] += sent and victim != self.controller.pid  # which _count counts
 
     def _send(self, pid: int, number: signal.Signals) -> bool:
         """Send a signal; return whether there was such a process (none has the number 0)."""
-        if pid == self.controller.pid:
-            running = self.controller.poll() is None
-            self.controller.send_signal(number)
-            return running
+        if pid == self.controller.pid and self.controller.poll() is not None:
+            return False
         with suppress(ProcessLookupError):
             if pid:
                 os.kill(pid, number)
@@ -162,10 +156,14 @@ class Trial:
                 raylet = psutil.Process(self.nodes.raylet(number).pid)
                 self._suspend("node, suspended", *[each.pid for each in (raylet, *raylet.children(recursive=True))])
         else:
-            self.nodes.remove(number)
             self.killed["node"] += 1
-            self._lives_on(self.chance.uniform(0.0, 2.0))
-            self.nodes.add(num_cpus=1)
+            self._replace("node, replaced", number)
+
+    def _replace(self, name: str, number: int) -> None:
+        self.besides[name] += 1
+        self.nodes.remove(number)
+        self._lives_on(self.chance.uniform(0.0, 2.0))
+        self.nodes.add(num_cpus=1)
 
     def _count(self) -> None:
         """Count the deaths in places since the last time, and that of the controller."""
@@ -180,9 +178,7 @@ class Trial:
         self.killed += Counter(f"worker, {place}" for place in places.values())
         for number in range(len(self.nodes.members) if self.nodes and not self._suspended else 0):
             if self.nodes.raylet(number).poll() is not None:  # one that Ray gave up ends when it comes back
-                self.besides["node, given up"] += 1
-                self.nodes.remove(number)
-                self.nodes.add(num_cpus=1)
+                self._replace("node, given up", number)
 
     def _end(self) -> None:
         """Continue what is suspended; no process of the campaign may run some seconds later."""

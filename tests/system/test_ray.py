@@ -248,11 +248,6 @@ def test_servers_and_workers_share_a_cluster_that_loses_a_node(out, load_served,
     assert (out / "server.log").is_file()
 
 
-def test_a_command_that_does_not_exist_ends_the_campaign(out, load_served):
-    with pytest.raises(UsageError, match=r"^\[inference\] launch: there is no program 'no-such-program'; give its"):
-        launch(load_served("no-such-program", 2, "inference.patience_s=60"), out, Heard())
-
-
 def test_workers_have_the_room_that_servers_leave():
     def slots(*resources, replicas=2, each=1, **ray):
         inference = {"engine": "vllm", "launch": "vllm serve", "replicas": replicas}

@@ -145,21 +145,6 @@ def test_a_server_listens_where_it_is_told(tmp_path, launched):
             launched(command)
 
 
-def test_a_server_ends_with_its_minder_and_a_minder_as_its_command_does(tmp_path, launched):
-    owner = launched(SLEEPER)
-    minder = psutil.Process(pid_in(tmp_path))
-    eventually(minder.children)
-    (server,) = minder.children()
-    eventually(lambda: "time.sleep(600)" in " ".join(server.cmdline()))
-    owner._closing.set()  # so that nobody starts it again
-    minder.kill()
-    eventually(lambda: not server.is_running())
-    for end, status in (("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", -9)):
-        words = [sys.executable, launching.minder.__file__, sys.executable, "-c", end]
-        with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as process:
-            assert process.wait(20) == status
-
-
 # -- several ----------------------------------------------------------------------------------------------------------
 
 

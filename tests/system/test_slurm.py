@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -15,7 +14,7 @@ import pytest
 
 import retrain.campaign.running.slurm as slurm
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.exchange import Tail, answers_of, append, commands_of, newest
+from retrain.campaign.running.exchange import Tail, answers_of, append, newest
 from retrain.campaign.running.executors import executor_of
 from retrain.campaign.running.lease import LEASE
 from retrain.campaign.running.protocol import JobStarted, StepDone
@@ -117,42 +116,20 @@ def said(tmp_path: Path) -> list[bytes]:
     return Tail(answers_of(tmp_path / "worker_1", 1)).lines()
 
 
-def test_a_task_ends_when_its_controller_is_gone(tmp_path, keeper):
-    made = keeper(patience=1.0)
+@pytest.mark.parametrize("how", ["silent", "token", "removed"])
+def test_a_task_ends_when_its_controller_is_gone_and_when_it_is_no_longer_wanted(tmp_path, keeper, how):
+    made = keeper(patience=1.0 if how == "silent" else 1000.0)
     for count in range(2, 8):  # renewed, it goes on
         write_json(tmp_path / LEASE, {"token": "mine", "count": count})
         time.sleep(0.3)
         assert not made.over
-    eventually(lambda: made.over, 20)
-    assert b'"ended"' in said(tmp_path)[-1]
-
-
-@pytest.mark.parametrize("how", ["token", "closed", "removed"])
-def test_a_task_ends_when_it_is_no_longer_wanted(tmp_path, keeper, how):
-    made = keeper(patience=1000.0)
-    append(commands_of(tmp_path / "worker_1", 1), {"id": "1", "job": {"runs": [], "directory": str(tmp_path)}})
-    eventually(lambda: any(b"JobEnded" in line for line in said(tmp_path)))
     if how == "token":
         write_json(tmp_path / LEASE, {"token": "another's", "count": 1})
-    elif how == "closed":
-        (tmp_path / "worker_1/closed").touch()
-    else:
+    elif how == "removed":
         (tmp_path / "worker_1").rename(tmp_path / "elsewhere")
     eventually(lambda: made.over, 20)
     assert newest(tmp_path / "worker_1") == (0 if how == "removed" else 1)
-
-
-def test_an_idle_task_says_that_it_lives_and_its_worker_ignores_signals_for_the_task(tmp_path, keeper, monkeypatch):
-    """Slurm may send them to all processes of a job."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    keeper()
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        os.kill(json.loads(said(tmp_path)[0])["process"], number)
-    append(commands_of(tmp_path / "worker_1", 1), {"id": "1", "job": {"runs": [{"run_id": "a"}], "directory": "."}})
-    eventually(lambda: b"beat" in said(tmp_path)[-1] and any(b"JobEnded" in line for line in said(tmp_path)))
-    (row,) = [line for line in said(tmp_path) if b'"step": 0, "pid"' in line]
-    assert b'"OMP_NUM_THREADS": "3", "RETRAIN_OWN_GPU": "1"' in row
-    assert newest(tmp_path / "worker_1") == 1
+    assert how == "removed" or b'"ended"' in Tail(answers_of(tmp_path / "worker_1", 1)).lines()[-1]
 
 
 # -- jobs of this machine, by submitit --------------------------------------------------------------------------------
@@ -181,7 +158,8 @@ def test_a_signal_before_the_time_limit_ends_a_job_and_the_worker_comes_back(out
 # -- the stand-in for Slurm -------------------------------------------------------------------------------------------
 
 
-def test_all_workers_are_one_array_with_what_was_asked_for(out, workers, standin):
+def test_all_workers_are_one_array_with_what_was_asked_for(out, workers, standin, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     executor = workers(
         3, "a", "b", "c", devices="auto", partition="gpu", time="2-12:00:00", notice_s=120, account="lab", qos="long",
         constraint="a100&nvlink", gpu_type="h100", cpus=2, memory="64G", setup=["export ASKED=yes"],
@@ -189,6 +167,8 @@ def test_all_workers_are_one_array_with_what_was_asked_for(out, workers, standin
     )  # fmt: skip
     events = events_of(executor)
     assert statuses(events) == ["done"] * 3
+    rows = [event.row for event in of_kind(events, StepDone)]
+    assert {(row["RETRAIN_OWN_GPU"], row["OMP_NUM_THREADS"]) for row in rows} == {("1", "2")}
     assert len(standin.calls("sbatch")) == 1
     options = {line.removeprefix("#SBATCH --") for line in standin.script() if line.startswith("#SBATCH")}
     folder = out / "workers/slurm_1"
