@@ -5,24 +5,18 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from standin import StandIn
-from toy_two_turns import GuessTwice
 from toycampaign import StopAfter, campaign
 
-from retrain.campaign.running import assemble
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
-from retrain.config.rules import RULES, off_policy_rules
-from retrain.environments.protocol import Limits
 from retrain.files import read_jsonl
 from retrain.record.observer import NullObserver
-from retrain.run import Run
 from tests.system.clusters import rows_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*websockets.*:DeprecationWarning")
@@ -112,36 +106,6 @@ def test_sampling_goes_on_during_updates_and_a_stopped_run_goes_on(tmp_path, mod
         "need not equal one that was not interrupted bit for bit" in text for text in logs_of(tmp_path / "parts")
     )
     assert not any("disagree" in text for text in logs_of(tmp_path / "parts"))
-
-
-@pytest.mark.parametrize("swap", ["in_flight", "between"])
-def test_later_turns_are_drawn_by_the_newest_weights_where_that_is_asked_for(
-    tmp_path, model, server, monkeypatch, swap
-):
-    """Each token keeps the version that drew it, and a rollout is as old as its oldest."""
-    monkeypatch.setattr(assemble, "environments_of", lambda config, data, *_: {"train": GuessTwice(data.train)})
-    monkeypatch.setattr(Limits, "of", lambda config, context: Limits(2))
-    monkeypatch.setattr("retrain.config.root.RULES", [each for each in RULES if each is not off_policy_rules])
-    taken: list[list[set[int]]] = []
-    take = Run.take
-
-    def noting(self: Run, groups: Any) -> Any:
-        taken.append([{turn.action.policy_version for turn in one.turns} for group in groups for one in group.rollouts])
-        return take(self, groups)
-
-    def slow(status: int, payload: Any) -> tuple[int, Any]:
-        time.sleep(0.03)  # so that updates end between turns
-        return status, payload
-
-    monkeypatch.setattr(Run, "take", noting)
-    server.always = slow
-    sets = settings(server, *AHEAD, f"inference.swap='{swap}'", "campaign.seeds=[1]")
-    out = tmp_path / "out"
-    assert launch(load(campaign(tmp_path, model, steps=5), sets), out, NullObserver()).exit_status == 0
-    versions = [each for step in taken for each in step]
-    assert any(len(each) == 2 for each in versions) == (swap == "in_flight")
-    rows = [row for own in rows_of(out).values() for row in own]
-    assert all(row["off_policy_steps_max"] <= 1 and row["discarded_max_async_pct"] == 0 for row in rows)
 
 
 @pytest.mark.parametrize("ahead", [(), AHEAD])

@@ -112,10 +112,6 @@ def keeper(tmp_path):
         thread.join()
 
 
-def said(tmp_path: Path) -> list[bytes]:
-    return Tail(answers_of(tmp_path / "worker_1", 1)).lines()
-
-
 @pytest.mark.parametrize("how", ["silent", "token", "removed"])
 def test_a_task_ends_when_its_controller_is_gone_and_when_it_is_no_longer_wanted(tmp_path, keeper, how):
     made = keeper(patience=1.0 if how == "silent" else 1000.0)
