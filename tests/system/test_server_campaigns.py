@@ -27,7 +27,7 @@ from retrain.files import read_json
 from retrain.record.observer import NullObserver
 from tests.system.clusters import SERVE, check_complete, recorded, rows_of
 
-QUIET = ("training.save_every=2", "squeeze.enabled=false")
+QUIET = ("training.save_every=2", "squeeze.enabled=false", "campaign.lanes=4")
 SERVED = ('inference.engine="vllm"', "inference.patience_s=1.0", "inference.timeout_s=20.0")
 WORKERS = (
     "training.save_every=1", "squeeze.enabled=false", "training.eval_every=0", "campaign.executor=processes",
@@ -126,7 +126,7 @@ def test_a_server_stays_for_adapters_of_another_rank(tmp_path, model, server):
     assert engines[0] is engines[1]
 
 
-def test_a_launched_server_that_is_killed_is_started_again(tmp_path, model, quick):
+def test_a_launched_server_that_is_killed_is_started_again(tmp_path, model):
     out, killed = tmp_path / "out", []
 
     def kill(spec, count):
