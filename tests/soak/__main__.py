@@ -52,8 +52,7 @@ def soak(folder: Path, executor: str, kills: int, minutes: float, seed: int, **c
             killed, besides, wrong = killed + trial.killed, besides + trial.besides, trial.wrong
         if not wrong:
             exact = executor == "inprocess" and not trial.besides
-            found = differences(records(out, exact), records(reference, exact))
-            wrong = [f"{out}: {text}" for text in found]
+            wrong = [f"{out}: {text}" for text in differences(records(out, exact), records(reference, exact))]
         if not wrong:
             finished[kind] += 1
             shutil.rmtree(out)
@@ -63,7 +62,6 @@ def soak(folder: Path, executor: str, kills: int, minutes: float, seed: int, **c
 
 
 def main() -> int:
-    """Parse, soak, print one JSON line."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=100, help="stop after so many kills")
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no further campaign after so many minutes")

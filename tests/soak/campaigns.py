@@ -51,7 +51,6 @@ TWO = CONDITION.format("grpo", "none", "") + CONDITION.format("rloo", "gtpo_sepa
 CRITICS = CONDITION.format(
     "gae", "none", 'kl_coef = 0.05\nkl_in_reward = "k1"\ncritic = {warmup_steps = 2, lr = 0.02, lora_rank = 3}'
 ) + CONDITION.format("gae", "gtpo_sepa", "critic = {share_adapter = true}")
-"""A critic with an adapter of its own that trains alone at first, and one that shares the policy's."""
 TURN_CREDIT = "".join(CONDITION.format("grpo", "none", f'turn_credit = "{kind}"') for kind in ("episode", "turn"))
 REWARD = "def score(completion, answer):\n    return len(completion) % 5 / 4\n"
 PROBLEMS = """from tests.soak.traps import TRAINING, take_trap
@@ -61,8 +60,7 @@ def problems():
     return [{"prompt": f"{a}+{a % 7}=?", "answer": str(a + a % 7)} for a in range(11, 61)]
 """
 """A data source, which every job runs in its worker before it reads or writes anything of its runs."""
-KINDS = ("critics", "single", "updates", "campaign", "episodes")
-"""What one process trains; workers train the kind ``workers``."""
+KINDS = ("critics", "single", "updates", "campaign", "episodes")  # that one process trains
 
 
 def episodes(head: str) -> str:

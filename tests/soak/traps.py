@@ -19,8 +19,7 @@ IN_TRAINING = (
     "sampling", "scoring", "update", "between updates", "critic", "record", "torn record", "torn checkpoint",
     "before rename", "after rename", "before line", "final", "pruning", "resuming", "any rename", "any sync",
 )  # fmt: skip
-"""Places: ``scoring`` while the policy or the critic scores a batch, ``critic`` when the policy has been updated and
-its critic has not, ``any rename`` and ``any sync`` before or after that call for any file."""
+"""``critic`` is when the policy has been updated and its critic has not, ``any`` before or after the call."""
 IN_CONTROLLERS = ("event", "manifest", "any rename", "any sync")
 _place = ""
 

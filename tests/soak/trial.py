@@ -29,8 +29,7 @@ ACTS_ON_WORKERS = {
 }  # fmt: skip
 ACTS_ON_CLUSTER = ACTS_ON_WORKERS | {"actor": 4, "node": 5, "node, suspended": 2}
 SUSPENDED_SECONDS = {"worker": 6.0, "controller": 6.0, "node": 45.0}  # Ray gives a node up after about 20 s
-LIFE_SECONDS, END_SECONDS = 300.0, 15.0
-"""How long a campaign may take that is not disturbed any more, and its last process after that."""
+LIFE_SECONDS, END_SECONDS = 300.0, 15.0  # most of an undisturbed campaign, and of its processes after that
 
 
 def processes_of(folder: Path, words: str = "") -> list[int]:
@@ -51,8 +50,7 @@ class Trial:
     out: Path
     executor: str
     chance: random.Random
-    tried: Counter[str]
-    """How often each place had a trap, over all campaigns: the next is one of those with the fewest."""
+    tried: Counter[str]  # how often each place had a trap, over all campaigns
     most_kills: int
     sets: Sequence[str] = ()
     nodes: Any = None
@@ -68,14 +66,12 @@ class Trial:
         pace = 30.0 if self.executor == "inprocess" else 8.0  # one process usually dies in its trap before
         self._start("train", self.toml, "--out", self.out)
         while not self.wrong:
-            disturbs = self.killed.total() < self.most_kills
-            if self._lives_on(self.chance.uniform(0.0, pace) if disturbs else LIFE_SECONDS):
-                self._act(self.chance.choices([*acts], [*acts.values()])[0] if disturbs else "all")
-                if not disturbs:
-                    self.wrong.append(f"{self.out}: no end after {LIFE_SECONDS:g} s without any kill")
-            self._count()
-            status = self.controller.poll()
-            if status == 0:
+            if self.killed.total() < self.most_kills:
+                if self._lives_on(self.chance.uniform(0.0, pace)):
+                    self._act(self.chance.choices([*acts], [*acts.values()])[0])
+            elif self._lives_on(LIFE_SECONDS):
+                self.wrong.append(f"{self.out}: no end after {LIFE_SECONDS:g} s without any kill")
+            if (status := self._count()) == 0:
                 break
             if status is not None:  # both commands continue a campaign
                 begun = (self.out / "plan.json").is_file() and self.chance.random() < 0.5
@@ -132,13 +128,12 @@ class Trial:
                 self.killed["worker, any moment"] += sent and victim != self.controller.pid  # which _count counts
 
     def _send(self, pid: int, number: signal.Signals) -> bool:
-        """Send a signal; return whether there was such a process (none has the number 0)."""
-        if pid == self.controller.pid and self.controller.poll() is not None:
+        """Send a signal; return whether there was such a process."""
+        if not pid or (pid == self.controller.pid and self.controller.poll() is not None):
             return False
         with suppress(ProcessLookupError):
-            if pid:
-                os.kill(pid, number)
-            return bool(pid)
+            os.kill(pid, number)
+            return True
         return False
 
     def _suspend(self, name: str, *pids: int) -> None:
@@ -148,25 +143,22 @@ class Trial:
         self._suspended |= {pid: end for pid in pids if self._send(pid, signal.SIGSTOP)}
 
     def _disturb_node(self, workers: Sequence[int], how: str) -> None:
-        """Suspend a node, or have it vanish and another come; a node with a worker, where there is one."""
         busy = [number for pid in workers for number in self.nodes.that_have(pid)]
         number = self.chance.choice(busy or range(len(self.nodes.members)))
         if how == "suspended":
-            with suppress(psutil.Error):
-                raylet = psutil.Process(self.nodes.raylet(number).pid)
-                self._suspend("node, suspended", *[each.pid for each in (raylet, *raylet.children(recursive=True))])
+            raylet = psutil.Process(self.nodes.raylet(number).pid)
+            self._suspend("node, suspended", *[each.pid for each in (raylet, *raylet.children(recursive=True))])
         else:
-            self.killed["node"] += 1
-            self._replace("node, replaced", number)
+            self._replace(self.killed, "node", number)
 
-    def _replace(self, name: str, number: int) -> None:
-        self.besides[name] += 1
+    def _replace(self, counts: Counter[str], name: str, number: int) -> None:
+        counts[name] += 1
         self.nodes.remove(number)
         self._lives_on(self.chance.uniform(0.0, 2.0))
         self.nodes.add(num_cpus=1)
 
-    def _count(self) -> None:
-        """Count the deaths in places since the last time, and that of the controller."""
+    def _count(self) -> int | None:
+        """Count the deaths since the last time; return how the controller has ended, None where it runs."""
         path = self.toml.parent / "deaths"
         rows = [line.split(" ", 1) for line in path.read_text().splitlines()] if path.exists() else []
         places = {int(pid): place for pid, place in rows[self._deaths :]}
@@ -178,7 +170,8 @@ class Trial:
         self.killed += Counter(f"worker, {place}" for place in places.values())
         for number in range(len(self.nodes.members) if self.nodes and not self._suspended else 0):
             if self.nodes.raylet(number).poll() is not None:  # one that Ray gave up ends when it comes back
-                self._replace("node, given up", number)
+                self._replace(self.besides, "node, given up", number)
+        return status
 
     def _end(self) -> None:
         """Continue what is suspended; no process of the campaign may run some seconds later."""
