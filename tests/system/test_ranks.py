@@ -157,7 +157,7 @@ def facts_of(action):
 @pytest.mark.parametrize("sections", CASES.values(), ids=CASES)
 def test_an_update_has_the_bits_of_one_process(whole, shared, folder, sections):
     config = config_of(sections)
-    if config.training.update_dtype == "bfloat16" and shared.take(config_of({}))[0].presence.shared:
+    if config.training.update_dtype == "bfloat16" and shared.company is not None:
         pytest.skip("a copy of every weight is refused")
     base, lanes, _ = taken(shared, config, folder)
     policy_alone, rows_alone, logprobs_alone = updated(*whole[:2], config, folder, None)
@@ -201,7 +201,7 @@ def published(engine, lanes, count: int = 1):
 @pytest.mark.parametrize("count", [1, 2])
 def test_ranks_sample_what_as_many_workers_sample(whole, shared, folder, count):
     asked = [each for lane in range(count) for each in requests(lane, prompts=6, samples=8, max_tokens=6)]
-    base, lanes, engine = taken(shared, config_of({}), folder)
+    _, lanes, engine = taken(shared, config_of({}), folder)
     sampled = []
     for each, own in ((LocalEngine(*whole[:2], Workers(3)), whole[1]), (engine, lanes)):
         heard = []
@@ -218,7 +218,7 @@ def test_ranks_sample_what_as_many_workers_sample(whole, shared, folder, count):
     ]
     assert tokens[0] == tokens[1]
     engine.forget()
-    if not base.presence.shared:
+    if shared.company is None:
         one_row = DecodingAsked([LaneRequest(**vars(asked[0]), lane=0)], [[Row(0, 0)]], [PolicyRef("0", 0)], [0], 1)
         with pytest.raises(RunFailed, match="no weights were published"):
             shared.ranks.ask("decode", [(one_row,), None], lambda: None).whole()
