@@ -319,43 +319,27 @@ def test_dealing_is_even_and_complete():
     assert dealt([4], 3) == [[0], [], []]
 
 
-# -- messages between ranks -------------------------------------------------------------------------------------------
+def test_a_rank_does_what_it_is_asked_in_order_and_tells_of_faults_once(monkeypatch):
+    said, answers = [], []
 
-
-@pytest.fixture
-def posts(monkeypatch):
-    """Messages between rank 0 and others without processes."""
-    made = SimpleNamespace(inbox=[], outbox=[])
-    monkeypatch.setattr(ranks_module, "send", lambda item, to: made.outbox.append(item))
-    monkeypatch.setattr(ranks_module, "receive", lambda of, seconds=0.0: made.inbox.pop(0))
-    return made
-
-
-class NoteDesk:
-    work = nullcontext
-
-    def __init__(self):
-        self.said = []
-
-    def note(self, word):
+    def note(word):
         if word == "bad":
             raise ValueError("a bad word")
-        self.said.append(word)
+        said.append(word)
         return word.upper()
 
-
-def test_a_rank_does_what_it_is_asked_in_order_and_tells_of_faults_once(posts):
-    desk = NoteDesk()
-    posts.inbox = [
+    asked = [
         ("note", ("a",), False), ("note", ("b",), True), ("note", ("bad",), False), ("note", ("c",), False),
         ("note", ("d",), True), ("note", ("e",), True), ("end", (), False),
     ]  # fmt: skip
-    follow(desk)
-    assert desk.said == ["a", "b", "e"]  # after a fault nothing is done until it has been told
-    assert [done for done, _ in posts.outbox] == [True, False, True]
-    assert (posts.outbox[0][1], posts.outbox[2][1]) == ("B", "E")
-    assert str(posts.outbox[1][1]) == "a bad word"
-    assert "in note" in posts.outbox[1][1].__notes__[0]
+    monkeypatch.setattr(ranks_module, "send", lambda item, to: answers.append(item))
+    monkeypatch.setattr(ranks_module, "receive", lambda of, seconds=0.0: asked.pop(0))
+    follow(SimpleNamespace(note=note, work=nullcontext))
+    assert said == ["a", "b", "e"]  # after a fault nothing is done until it has been told
+    assert [done for done, _ in answers] == [True, False, True]
+    assert (answers[0][1], answers[2][1]) == ("B", "E")
+    assert str(answers[1][1]) == "a bad word"
+    assert "in note" in answers[1][1].__notes__[0]
 
 
 def test_a_rank_with_another_base_is_refused(whole, folder):
