@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -37,9 +38,13 @@ def nodes() -> Iterator[Nodes]:
 
 
 @pytest.fixture
-def stub_workers(request, tmp_path, monkeypatch):
+def out(tmp_path) -> Path:
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def stub_workers(request, tmp_path, out, monkeypatch):
     """Makes executors of workers that train nothing, for the directory ``out``."""
-    out = tmp_path / "out"
     out.mkdir()
     monkeypatch.setattr(spawning, "BOOT", STUB_BOOT)
     monkeypatch.setattr(raycluster, "Host", StubHost)

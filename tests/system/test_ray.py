@@ -47,11 +47,6 @@ def workers(stub_workers):
     return lambda *sets, count='"auto"': stub_workers("ray", count, *sets)
 
 
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "out"
-
-
 def all_waiting(handles, count, heard):
     """Stop the jobs once ``count`` workers have begun; ``heard`` collects the rows of their steps."""
 

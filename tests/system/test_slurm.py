@@ -30,11 +30,6 @@ pytest.importorskip("submitit")
 
 
 @pytest.fixture
-def out(tmp_path) -> Path:
-    return tmp_path / "out"
-
-
-@pytest.fixture
 def workers(stub_workers, out):
     """Makes executors, with a job submitted for each name."""
 

@@ -34,11 +34,6 @@ def executor(request):
     return request.param
 
 
-@pytest.fixture
-def out(tmp_path) -> Path:
-    return tmp_path / "out"
-
-
 def test_jobs_go_to_as_many_workers_as_there_are_and_those_are_kept(out, stub_workers, executor):
     workers = stub_workers(executor)
     handles = [workers.submit(job(out, *names)) for names in (("wait-a", "b"), ("wait-c",), ("d",), ("e",))]
