@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -198,4 +197,4 @@ def test_a_command_that_is_no_server_ends_the_campaign_with_what_it_said(tmp_pat
     dies = f"{sys.executable} -c 'raise SystemExit(\"no such option\")'"
     sets = [*WORKERS, "inference.engine=openai", f'inference.launch="""{dies}"""', "inference.patience_s=120"]
     with pytest.raises(UsageError, match=r"(?s)launch: the server died 4 times in a row.*no such option"):
-        launch(load(campaign(tmp_path, model, steps=3), sets), Path(tmp_path / "out"), NullObserver())
+        launch(load(campaign(tmp_path, model, steps=3), sets), tmp_path / "out", NullObserver())
