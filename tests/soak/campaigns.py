@@ -18,8 +18,6 @@ save_every = 2
 eval_every = 3
 keep_every = 4
 {training}
-[sepa]
-steps = 4
 [evaluation]
 problems = 3
 [squeeze]
@@ -37,6 +35,8 @@ source = "calculations:problems"
 tags_column = "kind"
 """
 FUNCTIONS = """
+[sepa]
+steps = 4
 [data]
 source = "soakproblems:problems"
 [reward]
