@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import soak
 from snippets import blocks
 
 from retrain.record.tokens import TokenFile
+from tests.soak.campaigns import episodes
 
 ROOT = Path(__file__).parents[2]
 SIZES = ("training.max_steps=2", "training.batch_size=3", "training.group_size=6", "evaluation.problems=6")
@@ -34,8 +34,7 @@ def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("episodes")
     shutil.copy(ROOT / "campaigns" / "calculations.py", folder)
     head = '[algorithm]\nturn_credit = "turn"\n'
-    text = soak.EPISODES.format(head=head, data="calculations:problems")
-    (folder / "run.toml").write_text(text, encoding="utf-8")
+    (folder / "run.toml").write_text(episodes(head), encoding="utf-8")
     sets = [word for size in SIZES for word in ("--set", size)]
     done = retrain("train", "run.toml", *sets, "--out", "out", "--plain", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr

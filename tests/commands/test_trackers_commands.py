@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 import wandb
+from programs.wandb_server import wandb_server
 from toycampaign import campaign
 from typer.testing import CliRunner
-from wandb_server import wandb_server
 
 from retrain.cli import app
 from retrain.files import read_json

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,10 +16,10 @@ import httpx
 import numpy as np
 import pytest
 from lane_cases import in_turns, local_policy, rollout, trained
-from ray_cases import cluster_of
 from served_cases import apart, engine_of, ids, publish, requests, weights
 from standin import StandIn
 from toycampaign import StopAfter
+from worker_cases import Heard
 
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
@@ -36,6 +34,7 @@ from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
 from retrain.policy.teacher import AdapterTeacher, ModelTeacher
 from retrain.record.observer import NullObserver
+from tests.system.clusters import SERVE, cluster_of, eventually, rows_of
 
 VLLM = os.environ.get("RETRAIN_VLLM", "")
 ADAPTERS = "--enable-lora --max-loras 4 --max-lora-rank 16"
@@ -50,28 +49,22 @@ MODEL = str(bundled_model_path("tiny-reasoner"))
 real = pytest.mark.skipif(not VLLM, reason="no vLLM here: make test-servers")
 TOML = """\
 [campaign]
-seeds = [1]
+seeds = {seeds}
 max_steps = {steps}
 [[campaign.conditions]]
 advantage_mode = "grpo"
 transform_mode = "none"
-[[campaign.conditions]]
-advantage_mode = "maxrl"
-transform_mode = "none"
+{more}
 [model]
 model = "tiny-reasoner"
 lora_rank = 16
 [reward]
 type = "match"
-[inference]
-engine = "vllm"
-patience_s = 600.0
-{server}
 [training]
-batch_size = 8
-group_size = 8
-max_tokens = 80
-lr = 2e-3
+batch_size = {batch}
+group_size = {batch}
+max_tokens = {max_tokens}
+lr = {lr}
 eval_every = 0
 save_every = 2
 [evaluation]
@@ -79,32 +72,15 @@ problems = {problems}
 [squeeze]
 enabled = false
 """
-DISTILLED = """\
-[campaign]
-seeds = [1, 2]
-max_steps = 4
+SERVED = """\
 [[campaign.conditions]]
-advantage_mode = "grpo"
+advantage_mode = "maxrl"
 transform_mode = "none"
-[distillation]
-teacher = "base"
-reward_weight = 1.0
-{keys}
-[model]
-model = "tiny-reasoner"
-lora_rank = 16
-[reward]
-type = "match"
-[training]
-batch_size = 4
-group_size = 4
-max_tokens = 60
-lr = 1e-2
-[evaluation]
-problems = 0
-[squeeze]
-enabled = false
+[inference]
+engine = "vllm"
+patience_s = 600.0
 """
+DISTILLED = '[distillation]\nteacher = "base"\nreward_weight = 1.0\n'
 
 
 @contextmanager
@@ -115,7 +91,7 @@ def serving(kind: str, command: str, folder: Path) -> Iterator[str]:
     else:
         made = Launched(command, MODEL, folder, None, False, lambda text, level: print(text))
     try:
-        wait_for(made.url)
+        eventually(lambda: answers(made.url), 400)
         yield made.url
     finally:
         made.close()
@@ -135,15 +111,11 @@ def teaching(request, tmp_path_factory):
         yield url
 
 
-def wait_for(url: str) -> None:
-    deadline = time.monotonic() + 400
-    while time.monotonic() < deadline:
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.5)
-    raise TimeoutError(url)
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -199,10 +171,10 @@ def test_students_learn_from_a_teacher_behind_it_as_from_the_model_itself(tmp_pa
     """Paid for answers too, so that students leave the teacher and are pulled back."""
     learned = []
     for place, keys in (("here", ""), ("there", f'url = "{teaching}"\n')):
-        path = tmp_path / f"{place}.toml"
-        path.write_text(DISTILLED.format(keys=keys))
-        assert launch(load(path), tmp_path / place, NullObserver()).exit_status == 0
-        rows = [row for file in sorted((tmp_path / place).glob("runs/*/metrics.jsonl")) for row in read_jsonl(file)]
+        sizes = {"seeds": [1, 2], "steps": 4, "problems": 0, "batch": 4, "max_tokens": 60, "lr": 1e-2}
+        (tmp_path / f"{place}.toml").write_text(TOML.format(more=DISTILLED + keys, **sizes))
+        assert launch(load(tmp_path / f"{place}.toml"), tmp_path / place, NullObserver()).exit_status == 0
+        rows = [row for own in rows_of(tmp_path / place).values() for row in own]
         learned.append([row["distillation/reverse_kl"] for row in rows])
     assert len(learned[0]) == 2 * 4
     assert max(learned[0]) > 1e-3
@@ -223,10 +195,7 @@ def test_versions_are_swapped_and_none_is_mistaken_for_another(base, lanes, engi
     assert len(names_at(server)) == 4
     for ref in refs:
         engine.retire(ref)
-    deadline = time.monotonic() + 30
-    while names_at(server) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert names_at(server) == []
+    eventually(lambda: names_at(server) == [], 30)
 
 
 def test_the_canary_passes(base, lanes, engine):
@@ -253,15 +222,15 @@ def test_what_is_sampled_does_not_depend_on_the_batch(lanes, engine):
     assert ids(engine.sample(asked, max_rows=1)) == ids(engine.sample(asked))
 
 
-def file_of(tmp_path: Path, server: str, steps: int, problems: int) -> Path:
+def file_of(tmp_path: Path, server: str, steps: int, problems: int = 0) -> Path:
     path = tmp_path / "served.toml"
-    path.write_text(TOML.format(server=server, steps=steps, problems=problems))
+    sizes = {"seeds": [1], "steps": steps, "problems": problems, "batch": 8, "max_tokens": 80, "lr": 2e-3}
+    path.write_text(TOML.format(more=SERVED + server, **sizes))
     return path
 
 
 def mismatches(directory: Path) -> list[float]:
-    rows = [row for path in sorted(directory.glob("runs/*/metrics.jsonl")) for row in read_jsonl(path)]
-    return [row["kl_sample_train_v2"] for row in rows]
+    return [row["kl_sample_train_v2"] for own in rows_of(directory).values() for row in own]
 
 
 @real
@@ -275,24 +244,20 @@ def test_two_lanes_learn_arithmetic(tmp_path, server):
         assert after - before > 0.3
 
 
-class Adapters:
-    """Looks all the time how many adapters a server has; ``most`` is the largest number."""
+@contextmanager
+def numbers_of_adapters(url: str) -> Iterator[list[int]]:
+    """How many adapters a server has, looked at all the time."""
+    seen, over = [0], threading.Event()
 
-    def __init__(self, url: str):
-        self.url, self.most, self._over = url, 0, threading.Event()
-        self._thread = threading.Thread(target=self._look)
+    def look() -> None:
+        while not over.wait(0.1):
+            seen.append(len(names_at(url)))
 
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *raised):
-        self._over.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while not self._over.wait(0.1):
-            self.most = max(self.most, len(names_at(self.url)))
+    thread = threading.Thread(target=look)
+    thread.start()
+    yield seen
+    over.set()
+    thread.join()
 
 
 @real
@@ -301,14 +266,14 @@ def test_two_conditions_and_two_seeds_end_in_a_report(tmp_path, server, behind):
     """Four adapters in one server; where rollouts may be behind, it samples while the update goes on."""
     sets = ["campaign.seeds=[1, 2]", f"training.max_off_policy_steps={behind}", "algorithm.correction='tis'"]
     path = file_of(tmp_path, f'url = "{server}"', 4, 16)
-    with Adapters(server) as watched:
+    with numbers_of_adapters(server) as seen:
         outcome = launch(load(path, [*sets, "training.max_tokens=40"]), tmp_path / "out", NullObserver())
     assert outcome.exit_status == 0, outcome.summary
-    assert watched.most >= 4
+    assert max(seen) >= 4
     assert names_at(server) == []
-    rows = [read_jsonl(run / "metrics.jsonl") for run in sorted((tmp_path / "out/runs").iterdir())]
-    assert [len(own) for own in rows] == [4] * 4
-    for own in rows:
+    rows = rows_of(tmp_path / "out")
+    assert [len(own) for own in rows.values()] == [4] * 4
+    for own in rows.values():
         assert [row["off_policy_steps_max"] for row in own] == [min(step, behind) for step in range(4)]
         assert own[0]["kl_sample_train_v2"] < 1e-4
         assert not behind or sum(row["time/overlap"] for row in own) > 0
@@ -316,37 +281,32 @@ def test_two_conditions_and_two_seeds_end_in_a_report(tmp_path, server, behind):
     assert len(read_json(tmp_path / "out/comparison.json")["conditions"]) == 2
 
 
-class KillInTheMiddle(NullObserver):
+def kill_in_the_middle(identity: Path) -> Heard:
     """Kills the launched server a moment after the first step, while the second is being sampled."""
 
-    def __init__(self, identity: Path):
-        self.identity, self.killed, self.lines = identity, 0, []
+    def kill(spec, count):
+        if count == 1:
+            threading.Timer(1.0, os.killpg, (read_json(identity)["pid"], signal.SIGKILL)).start()
 
-    def step(self, spec, row):
-        if not self.killed:
-            self.killed = read_json(self.identity)["pid"]
-            threading.Timer(1.0, lambda: os.killpg(self.killed, signal.SIGKILL)).start()
-
-    def message(self, text, level="info"):
-        self.lines.append(text)
+    return Heard(kill)
 
 
-LAUNCHES = {"standin": f"{sys.executable} -m retrain serve {{model}} --port {{port}}", "vllm": COMMAND}
+LAUNCHES = {"standin": SERVE, "vllm": COMMAND}
 
 
 @real
 @pytest.mark.parametrize("kind", list(LAUNCHES))
 def test_a_server_that_is_killed_in_the_middle_of_a_step(tmp_path, kind):
-    path = file_of(tmp_path, f"launch = '{LAUNCHES[kind]}'", 4, 0)
+    path = file_of(tmp_path, f"launch = '{LAUNCHES[kind]}'", 4)
     undisturbed = tmp_path / "undisturbed"
     assert launch(load(path), undisturbed, NullObserver()).exit_status == 0
-    told = KillInTheMiddle(tmp_path / "out/server.json")
+    told = kill_in_the_middle(tmp_path / "out/server.json")
     assert launch(load(path), tmp_path / "out", told).exit_status == 0
-    assert any("has died (signal 9) and is started again" in line for line in told.lines)
+    assert any("has died (signal 9) and is started again" in line for line in told.messages)
     assert max(mismatches(tmp_path / "out")) < 1e-4
-    for run in (undisturbed / "runs").iterdir():
-        twice = [read_jsonl(folder / "runs" / run.name / "metrics.jsonl") for folder in (undisturbed, tmp_path / "out")]
-        assert [row["mean_reward"] for row in twice[0]] == [row["mean_reward"] for row in twice[1]]
+    again = rows_of(tmp_path / "out")
+    for run, own in rows_of(undisturbed).items():
+        assert [row["mean_reward"] for row in own] == [row["mean_reward"] for row in again[run]]
 
 
 @real
@@ -356,22 +316,22 @@ def test_two_workers_share_two_servers(tmp_path, executor):
     sets = ["campaign.seeds=[1,2]", "campaign.workers=2", "campaign.lanes=2", "backend.devices=cpu"]
     sets += ["inference.replicas=2", f"campaign.executor={executor}"]
     command = COMMAND if executor == "processes" else COMMAND.replace("127.0.0.1", "{host}")
-    told, out = KillInTheMiddle(tmp_path / "out/server_1.json"), tmp_path / "out"
+    told, out = kill_in_the_middle(tmp_path / "out/server_1.json"), tmp_path / "out"
     with ExitStack() as stack:
         if executor == "ray":
             nodes = stack.enter_context(cluster_of({"num_cpus": 2}, {"num_cpus": 2}))
             sets.append(f"ray.address={nodes.address}")
-        assert launch(load(file_of(tmp_path, f"launch = '{command}'", 3, 0), sets), out, told).exit_status == 0
-    assert any("has died (signal 9) and is started again" in line for line in told.lines)
+        assert launch(load(file_of(tmp_path, f"launch = '{command}'", 3), sets), out, told).exit_status == 0
+    assert any("has died (signal 9) and is started again" in line for line in told.messages)
     assert len(mismatches(out)) == 12
     assert max(mismatches(out)) < 1e-4
-    assert len([line for line in told.lines if line.startswith("canary")]) >= 2
+    assert len([line for line in told.messages if line.startswith("canary")]) >= 2
     assert {run["state"] for run in read_json(out / "manifest.json")["runs"]} == {"done"}
 
 
 @real
 def test_a_stopped_campaign_goes_on(tmp_path, server):
-    path = file_of(tmp_path, f'url = "{server}"', 4, 0)
+    path = file_of(tmp_path, f'url = "{server}"', 4)
     assert launch(load(path), tmp_path / "out", StopAfter(4)).exit_status == 130
     assert resume(tmp_path / "out", NullObserver()).exit_status == 0
     assert len(mismatches(tmp_path / "out")) == 8

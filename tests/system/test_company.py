@@ -1,4 +1,4 @@
-"""Ranks that gather weights together, as threads: whatever each of them does, nobody waits for ever."""
+"""Ranks that gather weights together, as threads: whatever each of them does, no rank waits for ever."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from retrain.errors import RankLost, RunFailed
+from retrain.errors import RankLost
 from retrain.policy import company as company_module
-from retrain.policy.company import LOST, Company, NotReady
+from retrain.policy.company import LOST, Company
 
 PATIENCE = 20.0
 ENDS = 4
@@ -21,15 +21,12 @@ ENDS = 4
 
 
 class Table:
-    """Where so many ranks meet: each hears what all have brought. One that is closed lets nobody meet any more."""
-
-    last: Table
+    """Where so many ranks meet: each hears what all have brought. After ``barrier.abort()`` no ranks meet any more."""
 
     def __init__(self, count: int):
         self.count, self.barrier = count, threading.Barrier(count, timeout=PATIENCE)
         self.brought: dict[int, object] = {}
         self.met: list[object] = []
-        Table.last = self
 
     def meet(self, rank: int, what: object) -> list[object]:
         try:
@@ -45,7 +42,7 @@ class Table:
 
 
 class Weights:
-    """A unit that all gather or none; ``scarce`` is what there is no room for."""
+    """A unit that all gather or none; ``scarce`` is how often there is no room for it."""
 
     def __init__(self, place: int, rank: int, table: Table):
         self.place, self.rank, self.table, self.stays = place, rank, table, place == ENDS
@@ -69,110 +66,111 @@ class Weights:
         self.whole = False
 
 
+class Ranks:
+    """So many ranks, each a company with its units."""
+
+    def __init__(self, count: int):
+        self.table = Table(count)
+        self.companies = [Company((rank, self.table), (rank, self.table)) for rank in range(count)]
+        self.units = [[Weights(place, rank, self.table) for place in range(ENDS + 1)] for rank in range(count)]
+        self.do(*[lambda own, units: own.share(units)] * count)
+        self.table.met.clear()
+
+    def do(self, *works):
+        """What each rank's work raises or returns, all being done at the same time."""
+        found = [None] * len(works)
+
+        def do(rank):
+            try:
+                found[rank] = works[rank](self.companies[rank], self.units[rank])
+            except BaseException as error:
+                found[rank] = error
+                if isinstance(error, RankLost):  # its process ends
+                    self.table.barrier.abort()
+
+        threads = [threading.Thread(target=do, args=(rank,), daemon=True) for rank in range(len(works))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert not any(thread.is_alive() for thread in threads), "a rank waits for ever"
+        return found
+
+
 @pytest.fixture
 def ranks(monkeypatch):
-    """Makes so many ranks, each its company and its units."""
-
     def all_gather(into, own, group):
         rank, table = group
         for tensor, each in zip(into, table.meet(rank, int(own)), strict=True):
             tensor.fill_(each)
 
-    fake = SimpleNamespace(
-        all_gather=all_gather,
-        get_world_size=lambda group: group[1].count,
-    )
+    fake = SimpleNamespace(all_gather=all_gather, get_world_size=lambda group: group[1].count)
     monkeypatch.setattr(company_module, "dist", fake)
-
-    def make(count: int):
-        table, made = Table(count), []
-        for rank in range(count):
-            own = Company((rank, table), (rank, table))
-            made.append((own, [Weights(place, rank, table) for place in range(ENDS + 1)]))
-        at_once(*(lambda own=own, units=units: own.share(units) for own, units in made))
-        table.met.clear()
-        return table, made
-
-    return make
+    return Ranks
 
 
-def at_once(*works):
-    """What each raises, or gives, all being done at the same time."""
-    found = [None] * len(works)
-
-    def do(place):
-        try:
-            found[place] = works[place]()
-        except BaseException as error:
-            found[place] = error
-            if isinstance(error, RankLost):  # its process ends
-                Table.last.barrier.abort()
-
-    threads = [threading.Thread(target=do, args=(place,), daemon=True) for place in range(len(works))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert not any(thread.is_alive() for thread in threads), "somebody waits for ever"
-    return found
-
-
-def walk(own, units, script):
+def walk(*script):
     """Need the units of a script, one after another, and see each time what is there."""
-    with own.work():
-        stays = False
-        for place in script:
-            own.need(place)
-            assert units[place].whole
-            stays = stays or place == ENDS
-            assert sum(unit.whole for unit in units[:ENDS]) <= 1
-            assert units[ENDS].whole >= stays
-    assert not any(unit.whole for unit in units)
-    return len(script)
+
+    def work(own, units):
+        with own.work():
+            stays = False
+            for place in script:
+                own.need(place)
+                assert units[place].whole
+                stays = stays or place == ENDS
+                assert sum(unit.whole for unit in units[:ENDS]) <= 1
+                assert units[ENDS].whole >= stays
+        assert not any(unit.whole for unit in units)
+        return len(script)
+
+    return work
+
+
+def fails(error, *places):
+    """Need some units, then raise."""
+
+    def work(own, units):
+        with own.work():
+            for place in places:
+                own.need(place)
+            raise error
+
+    return work
 
 
 def test_ranks_that_do_the_same_gather_everything_once(ranks):
-    table, made = ranks(3)
+    made = ranks(3)
     script = [ENDS, 0, 1, 2, 3, 3, 2, 2, 1, 0]  # a forward and a backward pass
-    assert at_once(*(lambda one=one: walk(*one, script) for one in made)) == [len(script)] * 3
-    gathered = [what for what in table.met if isinstance(what, tuple)]
+    assert made.do(*[walk(*script)] * 3) == [len(script)] * 3
+    gathered = [what for what in made.table.met if isinstance(what, tuple)]
     assert gathered == [("gather", place) for place in [ENDS, 0, 1, 2, 3, 2, 1, 0]]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_each_needs_all_come_to_an_end(ranks, seed):
-    draw = random.Random(seed)
-    _, made = ranks(3)
+    draw, made = random.Random(seed), ranks(3)
     for _ in range(3):  # one request after another
-        scripts = [[draw.randrange(ENDS + 1) for _ in range(draw.choice([0, 1, 5, 30]))] for _ in made]
-        works = [lambda one=one, script=script: walk(*one, script) for one, script in zip(made, scripts, strict=True)]
-        assert at_once(*works) == [len(script) for script in scripts]
+        scripts = [[draw.randrange(ENDS + 1) for _ in range(draw.choice([0, 1, 5, 30]))] for _ in range(3)]
+        assert made.do(*(walk(*script) for script in scripts)) == [len(script) for script in scripts]
 
 
 def test_an_error_stays_one_ranks_own_and_the_next_request_works(ranks):
-    _, made = ranks(3)
-
-    def fails(own, units):
-        with own.work():
-            own.need(1)
-            raise ZeroDivisionError("mine")
-
-    works = [lambda one=one: walk(*one, [ENDS, 0, 1, 2, 3] * 3) for one in made[1:]]
-    found = at_once(lambda: fails(*made[0]), *works)
+    made = ranks(3)
+    found = made.do(fails(ZeroDivisionError("mine"), 1), *[walk(*[ENDS, 0, 1, 2, 3] * 3)] * 2)
     assert isinstance(found[0], ZeroDivisionError)
     assert found[1:] == [15, 15]
-    assert not any(unit.whole for _, units in made for unit in units)
-    assert at_once(*(lambda one=one: walk(*one, [2, 3]) for one in made)) == [2, 2, 2]
+    assert not any(unit.whole for units in made.units for unit in units)
+    assert made.do(*[walk(2, 3)] * 3) == [2, 2, 2]
 
 
-def test_without_room_for_a_unit_a_rank_asks_nobody_for_it_and_frees_what_it_holds(ranks):
-    table, made = ranks(2)
-    held = []
+def test_without_room_for_a_unit_a_rank_asks_no_other_for_it_and_frees_what_it_holds(ranks):
+    made, held = ranks(2), []
 
     class Activations:
         pass
 
-    def pass_of(own, units):
+    def needs_room(own):
         big = Activations()
         held.append(weakref.ref(big))
         own.need(2)
@@ -180,7 +178,7 @@ def test_without_room_for_a_unit_a_rank_asks_nobody_for_it_and_frees_what_it_hol
     def runs_out(own, units):
         units[2].scarce = 1
         with own.work():
-            pass_of(own, units)
+            needs_room(own)
 
     def looks(own, units):
         with own.work():
@@ -189,62 +187,35 @@ def test_without_room_for_a_unit_a_rank_asks_nobody_for_it_and_frees_what_it_hol
             gc.collect()
             return held[0]() is None
 
-    found = at_once(lambda: runs_out(*made[0]), lambda: looks(*made[1]))
+    found = made.do(runs_out, looks)
     assert isinstance(found[0], torch.OutOfMemoryError)
     assert found[1] is True
-    assert ("gather", 2) not in table.met
-    assert at_once(*(lambda one=one: walk(*one, [2]) for one in made)) == [1, 1]
+    assert ("gather", 2) not in made.table.met
+    assert made.do(walk(2), walk(2)) == [1, 1]
 
 
 def test_a_rank_that_is_lost_in_the_middle_ends_the_others(ranks):
-    table, made = ranks(3)
+    made = ranks(3)
 
     def dies(own, units):
         with own.work():
             own.need(0)
-            table.barrier.abort()
+            made.table.barrier.abort()
             raise KeyboardInterrupt
 
-    found = at_once(lambda: dies(*made[0]), *(lambda one=one: walk(*one, [0, 1, 2]) for one in made[1:]))
+    found = made.do(dies, walk(0, 1, 2), walk(0, 1, 2))
     assert isinstance(found[0], KeyboardInterrupt)
     for error in found[1:]:
         assert isinstance(error, RankLost)
         assert str(error) == f"{LOST} (Connection closed by peer)"
-    with pytest.raises(RankLost, match=LOST), made[1][0].work():
-        made[1][0].need(0)
+    with pytest.raises(RankLost, match=LOST), made.companies[1].work():
+        made.companies[1].need(0)
 
 
-def test_who_runs_out_of_memory_while_all_gather_lets_nobody_wait(ranks):
-    _, made = ranks(2)
-    made[0][1][1].broken = 1
-    found = at_once(*(lambda one=one: walk(*one, [0, 1, 2]) for one in made))
+def test_a_rank_that_runs_out_of_memory_while_all_gather_lets_no_rank_wait(ranks):
+    made = ranks(2)
+    made.units[0][1].broken = 1
+    found = made.do(walk(0, 1, 2), walk(0, 1, 2))
     assert [type(error) for error in found] == [RankLost, RankLost]
     assert str(found[0]) == f"{LOST} (no room in the middle of it)"
-    assert made[0][0].lost
-
-
-def test_a_base_that_a_rank_could_not_take_is_nobodys(ranks):
-    _, made = ranks(3)
-
-    def takes(own, units):
-        with own.work():
-            own.share(units)
-            own.need(0)
-
-    def fails(own, units):
-        with own.work():
-            raise ZeroDivisionError("no such file")
-
-    found = at_once(lambda: takes(*made[0]), lambda: fails(*made[1]), lambda: takes(*made[2]))
-    assert [type(error) for error in found] == [NotReady, ZeroDivisionError, NotReady]
-    assert at_once(*(lambda one=one: takes(*one) for one in made)) == [None, None, None]
-
-
-def test_weights_are_there_for_what_all_do_together_alone(ranks):
-    _, made = ranks(1)
-    own, units = made[0]
-    with pytest.raises(RunFailed, match="needed outside of what the ranks do together"):
-        own.need(0)
-    assert walk(own, units, [0]) == 1
-    with pytest.raises(RunFailed):
-        own.need(0)
+    assert made.companies[0].lost

@@ -12,12 +12,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from toycampaign import campaign
+from toymodels import TINY_RUN
 from typer.testing import CliRunner
 
 from retrain.campaign.planning.changes import Approval
@@ -27,18 +27,10 @@ from retrain.config import load
 from retrain.errors import LeaseLost, RetrainError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.record.observer import NullObserver
+from tests.system.clusters import eventually
 
-SINGLE = """
-[model]
-model = "{model}"
-lora_rank = 2
-[training]
-max_steps = {steps}
-batch_size = 2
-group_size = 3
+SINGLE = """save_every = 2
 max_tokens = 6
-lr = 0.01
-save_every = 2
 [evaluation]
 problems = 3
 [squeeze]
@@ -64,9 +56,11 @@ class At(NullObserver):
             self.action()
 
 
-def single(folder: Path, model: Path, steps: int = 4) -> Path:
+def single(folder: Path, model: Path, steps: int = 4, rewards: Path | None = None) -> Path:
     path = folder / "single.toml"
-    path.write_text(SINGLE.format(model=model, module=model.parent / "toyrewards.py", steps=steps))
+    module = rewards or model.parent / "toyrewards.py"
+    text = TINY_RUN.format(model=model).replace("max_steps = 2", f"max_steps = {steps}")
+    path.write_text(text + SINGLE.format(module=module))
     return path
 
 
@@ -77,15 +71,12 @@ def has_recorded(run: Path, step: int) -> bool:
     return step in pages and step in [row["batch"] for row in read_jsonl(run / "checkpoints.jsonl")]
 
 
-def wait_for_records(run: Path, step: int) -> None:
-    end = time.monotonic() + 60
-    while not has_recorded(run, step):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def steps_of(run: Path) -> list[int]:
+    return [row["step"] for row in read_jsonl(run / "metrics.jsonl")]
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -97,11 +88,13 @@ def contents(directory: Path) -> dict[str, bytes]:
     }
 
 
-def refused(work: Callable[[], object]) -> str:
-    """The message of a command that is refused with exit status 2."""
+def refused(work: Callable[[], object], unchanged: Path | None = None) -> str:
+    """The message of a command that is refused with exit status 2 and leaves a directory as it is."""
+    before = contents(unchanged) if unchanged else {}
     with pytest.raises(RetrainError) as caught:
         work()
     assert caught.value.exit_status == 2
+    assert not unchanged or contents(unchanged) == before
     return str(caught.value)
 
 
@@ -129,7 +122,7 @@ def interrupted(model, public) -> Path:
     shutil.copy(model.parent / "toyrewards.py", public)
     loaded = load(single(public, public / "model", 8), ["training.keep_last=5"])
     assert launch(loaded, public / "interrupted", At(4, interrupt)).exit_status == 130
-    assert [row["step"] for row in read_jsonl(public / "interrupted/metrics.jsonl")] == [0, 1, 2, 3, 4]
+    assert steps_of(public / "interrupted") == [0, 1, 2, 3, 4]
     return public / "interrupted"
 
 
@@ -139,14 +132,13 @@ def run(interrupted, tmp_path) -> Path:
     return Path(shutil.copytree(interrupted, tmp_path / "out"))
 
 
-# -- a directory that is not this process's any more -------------------------------------------------------------
+# -- a directory that is not this process's any more -----------------------------------------------------------------
 
 
 def test_a_suspended_process_whose_directory_was_taken_over_stops_without_writing(tmp_path, model):
-    path, out = single(tmp_path, model, steps=100_000), tmp_path / "out"
-    slow = "import time\n\ndef score(completion, answer):\n    time.sleep(0.2)\n    return 0.5\n"
-    (tmp_path / "slow.py").write_text(slow)
-    path.write_text(re.sub("custom_module = .*", 'custom_module = "slow.py"', path.read_text()))
+    out, slow = tmp_path / "out", tmp_path / "slow.py"
+    slow.write_text("import time\n\ndef score(completion, answer):\n    time.sleep(0.2)\n    return 0.5\n")
+    path = single(tmp_path, model, 100_000, slow)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     retrain = [sys.executable, "-m", "retrain"]
     first = subprocess.Popen(
@@ -154,9 +146,7 @@ def test_a_suspended_process_whose_directory_was_taken_over_stops_without_writin
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        while not has_recorded(out, 2):
-            assert first.poll() is None
-            time.sleep(0.05)
+        eventually(lambda: has_recorded(out, 2) or first.poll() is not None, 200)
         first.send_signal(signal.SIGSTOP)
         for name in OWNER_FILES:  # as on a file system without shared locks
             (out / name).unlink(missing_ok=True)
@@ -179,7 +169,7 @@ def test_another_directory_in_the_place_of_a_moved_one_stays_as_it_is(tmp_path, 
     out, moved = tmp_path / "out", tmp_path / "moved"
 
     def swap() -> None:
-        wait_for_records(out, 4)
+        eventually(lambda: has_recorded(out, 4))
         out.rename(moved)
         shutil.copytree(finished, out)
 
@@ -188,108 +178,70 @@ def test_another_directory_in_the_place_of_a_moved_one_stays_as_it_is(tmp_path, 
     assert caught.value.exit_status == 1
     assert contents(out) == contents(finished)
     assert resume(moved, NullObserver()).exit_status == 0  # what was moved is whole
-    assert [row["step"] for row in read_jsonl(moved / "metrics.jsonl")] == list(range(8))
+    assert steps_of(moved) == list(range(8))
 
 
 def test_a_run_of_a_campaign_whose_directory_was_replaced_is_not_written(tmp_path, model):
-    out = tmp_path / "out"
-    loaded = load(campaign(tmp_path, model), ["campaign.seeds=[1]"])
-    victim = out / "runs/grpo+none_s1"
+    victim = tmp_path / "out/runs/grpo+none_s1"
+    before: dict[str, bytes] = {}
 
     def swap() -> None:
-        wait_for_records(victim, 2)
+        eventually(lambda: has_recorded(victim, 2))
         victim.rename(tmp_path / "moved")
         shutil.copytree(tmp_path / "moved", victim)
         before.update(contents(victim))
 
-    before: dict[str, bytes] = {}
+    loaded = load(campaign(tmp_path, model), ["campaign.seeds=[1]"])
     with pytest.raises(LeaseLost, match=r"grpo\+none_s1 is another directory"):
-        launch(loaded, out, At(2, swap))  # no checkpoint is due at this step
+        launch(loaded, tmp_path / "out", At(2, swap))  # no checkpoint is due at this step
     assert contents(victim) == before
 
 
-# -- rows that are missing ------------------------------------------------------------------------------------------
+# -- rows that are missing --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "evals.jsonl", "emergence/generations.jsonl"])
 def test_an_interrupted_run_whose_records_were_emptied_is_refused(run, name):
     (run / name).write_text("")
-    before = contents(run)
-    message = refused(lambda: resume(run, NullObserver()))
+    message = refused(lambda: resume(run, NullObserver()), run)
     assert f"{name} has 0 of its " in message
     assert "cannot be restored" in message
-    assert contents(run) == before
 
 
 def test_an_earlier_checkpoint_restores_what_a_shortened_record_lacks(run, interrupted, tmp_path):
     rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(rows[1:]))
+    assert "metrics.jsonl has 4 of its 5 rows" in refused(lambda: resume(run, NullObserver()))
     (run / "metrics.jsonl").write_text("".join(rows[:3]))
     assert resume(run, NullObserver()).exit_status == 0
     log = (run / "run.log").read_text()
     assert "went back to step 2, the newest with all rows: metrics.jsonl has 3 of its 5 rows" in log
     assert "continues at step 2" in log
-    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == list(range(8))
+    assert steps_of(run) == list(range(8))
     whole = Path(shutil.copytree(interrupted, tmp_path / "whole"))
     assert resume(whole, NullObserver()).exit_status == 0
     final = "final/adapter_model.safetensors"
     assert (run / final).read_bytes() == (whole / final).read_bytes()
 
 
-def test_a_row_missing_in_the_middle_is_noticed(run):
-    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(rows[1:]))
-    assert "metrics.jsonl has 4 of its 5 rows" in refused(lambda: resume(run, NullObserver()))
-
-
 def test_missing_rows_that_were_accepted_are_asked_about_once(run):
     (run / "metrics.jsonl").write_text("")
     assert resume(run, At(6, interrupt), approval=Approval(accept=True)).exit_status == 130
     assert resume(run, NullObserver()).exit_status == 0
-    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [5, 6, 7]
+    assert steps_of(run) == [5, 6, 7]
 
 
-# -- refused commands -----------------------------------------------------------------------------------------------
+# -- refused commands -------------------------------------------------------------------------------------------------
 
 
-def test_a_refused_resume_leaves_a_finished_run_finished(finished, tmp_path, monkeypatch):
+def test_a_refused_resume_leaves_a_finished_run_finished(finished, tmp_path):
     """The data have changed since, which is found once they are loaded."""
     out = Path(shutil.copytree(finished, tmp_path / "out"))
     facts = read_json(out / "config.json")
     (out / "config.json").write_text(json.dumps(facts | {"data_hash": "another"}))
-    before = contents(out)
-    message = refused(lambda: resume(out, NullObserver(), sets=["training.max_steps=6"]))
+    message = refused(lambda: resume(out, NullObserver(), sets=["training.max_steps=6"]), out)
     assert "data: another → " in message
-    assert contents(out) == before
     assert read_json(out / "manifest.json")["runs"][0]["state"] == "done"
-
-
-def test_a_refused_extension_of_a_campaign_changes_none_of_its_records(tmp_path, model):
-    path, out = campaign(tmp_path, model, steps=2), tmp_path / "out"
-    assert launch(load(path, ["campaign.seeds=[1]"]), out, NullObserver()).exit_status == 0
-    weights = model / "model.safetensors"
-    before, weights_before = contents(out), weights.read_bytes()
-    weights.write_bytes(weights_before[:-64])
-    try:
-        more = ["campaign.seeds=[1, 2]", "training.max_steps=4"]
-        assert refused(lambda: launch(load(path, more), out, NullObserver()))
-    finally:
-        weights.write_bytes(weights_before)
-    assert contents(out) == before
-
-
-def test_a_refused_command_leaves_no_new_directory(tmp_path, model):
-    weights = model / "model.safetensors"
-    weights_before = weights.read_bytes()
-    weights.write_bytes(weights_before[:-64])
-    try:
-        for path in (single(tmp_path, model), campaign(tmp_path, model)):
-            assert refused(lambda path=path: launch(load(path), tmp_path / "out", NullObserver()))
-            assert not (tmp_path / "out").exists()
-    finally:
-        weights.write_bytes(weights_before)
-
-
-# -- a manifest or plan that is gone ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -300,6 +252,25 @@ def two_runs(model, tmp_path_factory) -> tuple[Path, Path]:
     path.write_text(path.read_text().replace("seeds = [1, 2]", "seeds = [1]"))
     assert launch(load(path), folder / "out", NullObserver()).exit_status == 0
     return path, folder / "out"
+
+
+def test_a_command_that_is_refused_late_changes_no_record_and_leaves_no_new_directory(two_runs, tmp_path, model):
+    path, finished = two_runs
+    out = Path(shutil.copytree(finished, tmp_path / "finished"))
+    weights = model / "model.safetensors"
+    weights_before = weights.read_bytes()
+    weights.write_bytes(weights_before[:-64])
+    try:
+        more = ["campaign.seeds=[1, 2]", "training.max_steps=4"]
+        assert refused(lambda: launch(load(path, more), out, NullObserver()), out)
+        for file in (single(tmp_path, model), path):
+            assert refused(lambda file=file: launch(load(file), tmp_path / "out", NullObserver()))
+            assert not (tmp_path / "out").exists()
+    finally:
+        weights.write_bytes(weights_before)
+
+
+# -- a manifest or plan that is gone ----------------------------------------------------------------------------------
 
 
 def test_a_campaign_without_its_manifest_is_refused_and_can_be_accepted(two_runs, tmp_path):
@@ -325,20 +296,15 @@ def test_a_campaign_without_its_plan_continues_with_the_same_settings_only(two_r
     path, whole = two_runs
     out = Path(shutil.copytree(whole, tmp_path / "out"))
     (out / "plan.json").unlink()
-    more = ["training.max_steps=3", "training.lr=0.5"]
-    message = refused(lambda: launch(load(path, more), out, NullObserver()))
+    message = refused(lambda: launch(load(path, ["training.max_steps=3", "training.lr=0.5"]), out, NullObserver()))
     assert "plan.json is missing, and grpo+none_s1 did not begin with these settings" in message
     assert launch(load(path), out, NullObserver()).exit_status == 0
-
-
-def test_a_finished_run_whose_records_are_gone_is_named(two_runs, tmp_path):
-    out = Path(shutil.copytree(two_runs[1], tmp_path / "out"))
     shutil.rmtree(out / "runs/grpo+none_s1")
     with pytest.raises(UsageError, match=r"runs/grpo\+none_s1/metrics.jsonl is missing, and the run counts as done"):
         resume(out, NullObserver())
 
 
-# -- files that may not be read -----------------------------------------------------------------------------------
+# -- files that may not be read ---------------------------------------------------------------------------------------
 
 
 def as_other_user(work: Callable[[], object]) -> str:

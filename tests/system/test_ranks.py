@@ -1,16 +1,26 @@
-"""What ranks compute of an update, of scores and of a decode batch is what one process computes, to the last bit."""
+"""What ranks compute of an update, of scores and of a decode batch is what one process computes, to the last bit,
+whether each holds the whole base (dp) or a part of it (fsdp2); and with parts no rank ever holds the whole."""
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from lane_cases import drawn, ref, requests, totals, trained
-from rank_cases import CASES, config_of, facts_of, loaded, samples_of, updated
+from lane_cases import drawn, requests, rollout, totals, trained, with_tokens
+from programs import fsdp_rank
+from safetensors.torch import load_file, save_file
+from toymodels import qwen3_directory, word_tokenizer
 
+from retrain.algorithms.standard import load_modes
 from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.running import assemble
 from retrain.campaign.running.following import Desk
@@ -21,9 +31,10 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef
 from retrain.engines.rows import LaneRequest, Row
 from retrain.engines.shared import DecodingAsked, SharedEngine
-from retrain.errors import ModelError, NonFinite, RankLost, RunFailed
+from retrain.errors import ModelError, NonFinite, RunFailed
 from retrain.policy import ranks as ranks_module
 from retrain.policy import shares, update
+from retrain.policy.base import load_base
 from retrain.policy.local import LocalPolicy, LocalSnapshot
 from retrain.policy.objective import objective_of
 from retrain.policy.protocol import TrainBatch, Want
@@ -31,180 +42,271 @@ from retrain.policy.ranks import Answers, Ranks, follow
 from retrain.policy.shares import dealt
 from retrain.policy.threads import Workers
 
+TEXTS = ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"]
+LOSSES = """
+import torch
+
+def plain(logprobs, old_logprobs, advantages, mask):
+    return -(logprobs - old_logprobs).exp() * advantages
+
+def broken(logprobs, old_logprobs, advantages, mask):
+    raise ZeroDivisionError("no loss today")
+
+def large(logprobs, old_logprobs, advantages, mask):
+    if len(logprobs) > 1:
+        raise RuntimeError("out of memory, says the allocator")
+    return plain(logprobs, old_logprobs, advantages, mask)
+
+def elsewhere(logprobs, old_logprobs, advantages, mask):
+    if torch.distributed.get_rank() == 2:
+        raise ZeroDivisionError("no loss on this rank")
+    return plain(logprobs, old_logprobs, advantages, mask)
+
+def steep(logprobs, old_logprobs, advantages, mask):
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+        logprobs = logprobs + (logprobs - logprobs.detach()).sqrt()
+    return plain(logprobs, old_logprobs, advantages, mask)
+"""
+CASES = {
+    "plain": {},
+    "kl and entropy": {"algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}},
+    "dropout": {"lora": {"dropout": 0.2}},
+    "update_dtype": {"training": {"update_dtype": "bfloat16"}},
+    "own critic": {"algorithm": {"advantage_mode": "gae"}, "critic": {"lora_rank": 2}},
+    "shared critic": {"algorithm": {"advantage_mode": "gae"}, "critic": {"share_adapter": True}},
+    "custom loss": {"algorithm": {"loss": "ranklosses:plain"}},
+    "out of memory": {"algorithm": {"loss": "ranklosses:large"}},
+}
+
+
+def config_of(sections):
+    sections = {name: dict(keys) for name, keys in sections.items()}
+    sections["model"] = {"lora_rank": 4}
+    sections["training"] = {"micro_batch_tokens": 60, "lr": 0.01} | sections.get("training", {})
+    return parse_dict(sections)
+
 
 @pytest.fixture(scope="module")
-def bases():
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("losses")
+    (folder / "ranklosses.py").write_text(LOSSES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Base, lanes and engine of one process."""
     with Bases() as bases:
-        yield bases
+        yield bases.take(config_of({}))
 
 
-@pytest.fixture(scope="module")
-def base_and_lanes(bases):
-    base, lanes, _ = bases.take(config_of({}))
-    return base, lanes
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """Two other ranks, which have nothing loaded yet."""
-    team = Team(parse_dict({"backend": {"shard": "dp", "ranks": 3, "devices": "cpu"}}))
+@pytest.fixture(scope="module", params=["dp", "fsdp2"])
+def shared(request):
+    """The bases of rank 0, beside two other ranks."""
+    team = Team(parse_dict({"backend": {"shard": request.param, "ranks": 3, "devices": "cpu"}}))
     try:
-        yield team.ranks()
+        with Bases(ranks=team.ranks()) as bases:
+            yield bases
     finally:
         team.close()
 
 
+only_dp, only_fsdp2 = (pytest.mark.parametrize("shared", [shard], indirect=True) for shard in ("dp", "fsdp2"))
+
+
+def taken(bases: Bases, config, folder: Path):
+    """Base, lanes and engine of this configuration, once all ranks have them."""
+    spec = RunSpec("run", "label", 1, 0, {}, False, config)
+    found, prints = bases.with_ranks([spec], folder, lambda: bases.take(config))
+    assert prints == [found[0].fingerprint] * 2
+    return found
+
+
+def samples_of(base, lanes, critic: bool):
+    noise = np.random.default_rng(3)
+    samples = [with_tokens(each) for each in rollout(base, lanes, trained(lanes, 1, size=0.05))]
+    samples[4] = with_tokens(samples[4], advantages=0.0)
+    for sample in samples if critic else ():
+        sample.values, sample.value_targets = np.zeros(len(sample)), np.zeros(len(sample))
+        sample.value_targets[sample.action_mask] = noise.normal(size=len(drawn(sample)))
+        sample.values[sample.action_mask] = noise.normal(size=len(drawn(sample)))
+    return samples
+
+
+def updated(base, lanes, config, folder, ranks: Ranks | None, sampler=None):
+    """The policy after two updates, their numbers, and what the passes left on the samples; ``sampler``: base and lanes
+    that these were drawn with, where it is not the same."""
+    policy = LocalPolicy(base, lanes, config, (0, 0), Workers(), ranks=ranks)
+    objective = objective_of(config, load_modes(config.algorithm, folder).loss)
+    rows, left = [], []
+    for step in range(2):
+        samples = samples_of(*(sampler or (base, lanes)), config.algorithm.critic)
+        counts = totals(samples)
+        counts = type(counts)(counts.tokens, counts.sequences, action_tokens=counts.tokens)
+        batch = TrainBatch(samples, counts, step, (0, 0), keep_logprobs=True)
+        numbers = policy.update(batch, objective, 0.01)
+        rows.append({key: value for key, value in numbers.items() if not key.startswith("timing_")})
+        left.append([sample.trainer_logprobs for sample in samples])
+    return policy, rows, left
+
+
+def facts_of(action):
+    return action.token_ids, action.logprobs_T.tolist(), action.entropy_T.tolist(), action.policy_version
+
+
 @pytest.mark.parametrize("sections", CASES.values(), ids=CASES)
-def test_an_update_of_ranks_is_that_of_one_process(base_and_lanes, ranks, folder, sections):
+def test_an_update_has_the_bits_of_one_process(whole, shared, folder, sections):
     config = config_of(sections)
-    alone = updated(*base_and_lanes, config, folder, None)
-    together = updated(*base_and_lanes, config, folder, loaded(ranks, config, folder))
-    assert torch.equal(together[0].adapter.flat, alone[0].adapter.flat)
-    assert together[1] == alone[1]
-    assert together[1][0]["optim/grad_norm"] > 0
-    for mine, theirs in zip(together[2], alone[2], strict=True):
-        assert all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    if alone[0].critic is not None:
-        for own, other in zip(together[0].critic.weights, alone[0].critic.weights, strict=True):
-            assert torch.equal(own, other)
-    assert together[0].budget.state() == alone[0].budget.state()
+    if config.training.update_dtype == "bfloat16" and shared.company is not None:
+        pytest.skip("a copy of every weight is refused")
+    base, lanes, _ = taken(shared, config, folder)
+    policy_alone, rows_alone, logprobs_alone = updated(*whole[:2], config, folder, None)
+    policy, rows, logprobs = updated(base, lanes, config, folder, shared.ranks, whole[:2])
+    assert rows == rows_alone
+    assert rows[0]["optim/grad_norm"] > 0
+    assert torch.equal(policy.adapter.flat, policy_alone.adapter.flat)
+    for pair in zip(logprobs, logprobs_alone, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(*pair, strict=True))
+    if policy_alone.critic is not None:
+        assert all(torch.equal(*pair) for pair in zip(policy.critic.weights, policy_alone.critic.weights, strict=True))
+    assert policy.budget.state() == policy_alone.budget.state()
     if "large" in config.algorithm.loss:
-        assert together[0].budget.tokens < 60
-        assert together[0].notes() == alone[0].notes()
+        assert policy.budget.tokens < 60
+        assert policy.notes() == policy_alone.notes()
 
 
-def test_few_large_micro_batches_are_cut_so_that_every_rank_has_one(base_and_lanes, ranks, folder, monkeypatch):
+def test_scores_are_those_of_one_process(whole, shared, folder):
+    config = config_of({"algorithm": {"advantage_mode": "gae"}, "critic": {"lora_rank": 2}})
+    samples, scores, want = samples_of(*whole[:2], True), [], frozenset(Want) - {Want.TEACHER}
+    for base, lanes, ranks in ((*whole[:2], None), (*taken(shared, config, folder)[:2], shared.ranks)):
+        policy = LocalPolicy(base, lanes, config, (0, 0), Workers(), ranks=ranks)
+        with torch.no_grad():
+            policy.adapter.flat += 0.01
+            policy.critic.head.flat += 0.1
+        scores.append(vars(policy.score(samples, want)))
+        few = policy.score(samples[:1], frozenset({Want.LOGPROBS})).logprobs  # two ranks have nothing to do
+        np.testing.assert_allclose(few[0], scores[-1]["logprobs"][0], rtol=1e-5)
+    for kind in want:
+        assert [len(row) for row in scores[0][kind]] == [len(drawn(sample)) for sample in samples]
+        assert all(np.array_equal(*pair) for pair in zip(*(each[kind] for each in scores), strict=True))
+
+
+def published(engine, lanes, count: int = 1):
+    for lane in range(count):
+        adapter = trained(lanes, lane, size=0.05)
+        engine.publish(PolicyRef(str(lane), 0), LocalSnapshot(adapter.frozen(), {}))
+    return engine
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ranks_sample_what_as_many_workers_sample(whole, shared, folder, count):
+    asked = [each for lane in range(count) for each in requests(lane, prompts=6, samples=8, max_tokens=6)]
+    _, lanes, engine = taken(shared, config_of({}), folder)
+    sampled = []
+    for each, own in ((LocalEngine(*whole[:2], Workers(3)), whole[1]), (engine, lanes)):
+        heard = []
+        note = lambda index, group, heard=heard: heard.append((index, len(group)))  # noqa: E731
+        groups = published(each, own, count).sample(asked, finished=note)
+        assert sorted(heard) == [(index, 8) for index in range(len(asked))]
+        sampled.append([[facts_of(action) for action in group] for group in groups])
+        assert each.fast
+    assert sampled[0] == sampled[1]
+    few = requests(prompts=2, samples=3, max_tokens=8)  # with parts of the base, ranks with nothing to do gather it
+    tokens = [
+        [[action.token_ids for action in group] for group in each.sample(few)]
+        for each in (engine, published(LocalEngine(*whole[:2]), whole[1]))
+    ]
+    assert tokens[0] == tokens[1]
+    engine.forget()
+    if shared.company is None:
+        one_row = DecodingAsked([LaneRequest(**vars(asked[0]), lane=0)], [[Row(0, 0)]], [PolicyRef("0", 0)], [0], 1)
+        with pytest.raises(RunFailed, match="no weights were published"):
+            shared.ranks.ask("decode", [(one_row,), None], lambda: None).whole()
+
+
+def test_what_a_loss_raises_on_another_rank_is_raised_here_and_all_are_in_step(whole, shared, folder):
+    def failure(name, kind):
+        config = config_of({"algorithm": {"loss": f"ranklosses:{name}"}})
+        base, lanes, _ = taken(shared, config, folder)
+        with pytest.raises(kind) as raised:
+            updated(base, lanes, config, folder, shared.ranks, whole[:2])
+        return raised.value
+
+    assert str(failure("broken", ZeroDivisionError)) == "no loss today"
+    other = failure("elsewhere", ZeroDivisionError)
+    assert str(other) == "no loss on this rank"
+    assert "on another rank:" in other.__notes__[0]
+    assert "in elsewhere" in other.__notes__[0]
+    assert "the update was not applied" in str(failure("steep", NonFinite))
+    config = config_of({})
+    base, lanes, _ = taken(shared, config, folder)
+    assert updated(base, lanes, config, folder, shared.ranks, whole[:2])[1]
+
+
+# -- ranks with the whole base ----------------------------------------------------------------------------------------
+
+
+@only_dp
+def test_few_large_micro_batches_are_cut_so_that_every_rank_has_one(whole, shared, folder, monkeypatch):
     monkeypatch.setattr(update, "LEAST_SHARED_TOKENS", 40)
     config = config_of({"training": {"micro_batch_tokens": 4096}})
-    _, rows, _ = updated(*base_and_lanes, config, folder, None)
-    policy = LocalPolicy(*base_and_lanes, config, (0, 0), Workers(), ranks=loaded(ranks, config, folder))
-    samples = samples_of(*base_and_lanes, False)
-    objective = objective_of(config, "ppo")
-    numbers = policy.update(TrainBatch(samples, totals(samples), 0, (0, 0)), objective, 0.01)
+    _, rows, _ = updated(*whole[:2], config, folder, None)
+    base, lanes, _ = taken(shared, config, folder)
+    policy = LocalPolicy(base, lanes, config, (0, 0), Workers(), ranks=shared.ranks)
+    samples = samples_of(*whole[:2], False)
+    numbers = policy.update(TrainBatch(samples, totals(samples), 0, (0, 0)), objective_of(config, "ppo"), 0.01)
     assert numbers["timing_microbatches"] >= 3
     assert policy.budget.tokens == 4096
     assert numbers["optim/grad_norm"] == pytest.approx(rows[0]["optim/grad_norm"], rel=2e-6)
 
 
-def test_sums_of_shares_differ_by_rounding_alone(base_and_lanes, ranks, folder, monkeypatch):
+@only_dp
+def test_sums_of_shares_differ_by_rounding_alone(whole, shared, folder, monkeypatch):
     monkeypatch.setattr(shares, "APART_BYTES", 0)
     config = config_of({})
-    alone, mine, _ = updated(*base_and_lanes, config, folder, None)
-    together, theirs, _ = updated(*base_and_lanes, config, folder, loaded(ranks, config, folder))
+    alone, mine, _ = updated(*whole[:2], config, folder, None)
+    base, lanes, _ = taken(shared, config, folder)
+    together, theirs, _ = updated(base, lanes, config, folder, shared.ranks, whole[:2])
     assert theirs[0] == pytest.approx(mine[0], rel=2e-7)
-    start = LocalPolicy(*base_and_lanes, config, (0, 0)).adapter.flat
-    change = (alone.adapter.flat - start).norm()
+    change = (alone.adapter.flat - LocalPolicy(*whole[:2], config, (0, 0)).adapter.flat).norm()
     assert (together.adapter.flat - alone.adapter.flat).norm() < 1e-4 * change  # AdamW: rounding near 0 shows
 
 
-def test_what_a_loss_raises_on_another_rank_is_raised_here(base_and_lanes, ranks, folder):
-    def failure(name, kind, each):
-        config = config_of({"algorithm": {"loss": f"ranklosses:{name}"}})
-        with pytest.raises(kind) as raised:
-            updated(*base_and_lanes, config, folder, each and loaded(ranks, config, folder))
-        return raised.value
-
-    alone, together = (failure("broken", ZeroDivisionError, each) for each in (None, ranks))
-    assert str(alone) == str(together) == "no loss today"
-    other = failure("elsewhere", ZeroDivisionError, ranks)
-    assert str(other) == "no loss on this rank"
-    assert "on another rank:" in other.__notes__[0]
-    assert "in elsewhere" in other.__notes__[0]
-    assert "the update was not applied" in str(failure("steep", NonFinite, ranks))
-    config = config_of({})
-    assert updated(*base_and_lanes, config, folder, loaded(ranks, config, folder))[1]  # they are still in step
-
-
-def test_scores_are_those_of_one_process(base_and_lanes, ranks, folder):
-    base, lanes = base_and_lanes
-    config = config_of({"algorithm": {"advantage_mode": "gae"}, "critic": {"lora_rank": 2}})
-    samples = samples_of(base, lanes, True)
-    want = frozenset(Want) - {Want.TEACHER}
-    found = []
-    for each in (None, loaded(ranks, config, folder)):
-        policy = LocalPolicy(base, lanes, config, (0, 0), Workers(), ranks=each)
-        with torch.no_grad():
-            policy.adapter.flat += 0.01
-            policy.critic.head.flat += 0.1
-        found.append(vars(policy.score(samples, want)))
-    for kind in want:
-        for mine, theirs, sample in zip(*(each[kind] for each in found), samples, strict=True):
-            assert np.array_equal(mine, theirs)
-            assert len(mine) == len(drawn(sample))
-
-
-def test_ranks_sample_what_as_many_workers_sample(base_and_lanes, ranks, folder):
-    base, lanes = base_and_lanes
-    loaded(ranks, config_of({}), folder)
-    adapters = [trained(lanes, seed, size=0.05) for seed in (1, 2)]
-    asked = [each for lane in (0, 1) for each in requests(lane, prompts=6, samples=8, max_tokens=6)]
-    found = []
-    for engine in (LocalEngine(base, lanes, Workers(3)), SharedEngine(base, lanes, ranks)):
-        for lane, adapter in enumerate(adapters):
-            engine.publish(PolicyRef(str(lane), 0), LocalSnapshot(adapter.frozen(), {}))
-        heard = []
-        actions = engine.sample(asked, finished=lambda index, own, heard=heard: heard.append((index, len(own))))
-        assert sorted(heard) == [(index, 8) for index in range(len(asked))]
-        found.append([[facts_of(each) for each in own] for own in actions])
-    assert found[0] == found[1]
-    assert engine.side_by_side == 3
-    engine.retire(PolicyRef("0", 0))
-    engine.publish(PolicyRef("0", 0), LocalSnapshot(adapters[0].frozen(), {}))
-    engine.forget()
-    with pytest.raises(RunFailed, match="no weights were published"):
-        ranks.ask("decode", [(one_row(asked),), None], lambda: None).whole()
-
-
 class Beside:
-    """A second rank that lives in this process: its engine does what it is asked, and ``asked`` keeps it."""
+    """A second rank that lives in this process: its engine does what it is asked."""
 
     count, places = 2, ("cpu",)
 
     def __init__(self, base, lanes):
-        self.engine, self.asked = LocalEngine(base, lanes), []
+        self.engine = LocalEngine(base, lanes)
 
     def tell(self, name, *args):
         if name == "publish":
             self.engine.publish(args[0], LocalSnapshot(args[1].frozen(self.engine.lanes), {}))
 
     def ask(self, name, args, own):
-        self.asked += [each[0] for each in args if each is not None]
         result = own()
         return Answers(result, [each and each[0].done(self.engine) for each in args])
 
 
-def test_what_one_rank_has_sampled_is_kept_when_another_runs_out_of_memory(base_and_lanes):
-    base, lanes = base_and_lanes
+def test_what_one_rank_has_sampled_is_kept_when_another_runs_out_of_memory(whole):
+    base, lanes, _ = whole
     beside = Beside(base, lanes)
-    engine, adapter = SharedEngine(base, lanes, beside), trained(lanes, 1, size=0.05)
-    engine.publish(ref(0), LocalSnapshot(adapter.frozen(), {}))
-    asked, heard, whole = requests(prompts=6, samples=16, max_tokens=4), [], beside.ask
+    engine = published(SharedEngine(base, lanes, beside), lanes)
+    asked, heard, ask = requests(prompts=6, samples=16, max_tokens=4), [], beside.ask
 
     def short(name, args, own):
-        beside.ask = whole
-        answers = whole(name, args, lambda: None)
+        beside.ask = ask
+        answers = ask(name, args, lambda: None)
         return Answers(None, answers.others, RuntimeError("not enough memory"))
 
     beside.ask = short
     groups = engine.sample(asked, finished=lambda index, actions: heard.append(index))
     assert sorted(heard) == list(range(6))
     assert heard[0] == 3  # the other rank's first
-    assert [[each.token_ids for each in group] for group in groups] == [
-        [each.token_ids for each in group] for group in sample_here(base, lanes, adapter, asked)
-    ]
+    expected = published(LocalEngine(base, lanes), lanes).sample(asked)
+    assert [[a.token_ids for a in group] for group in groups] == [[a.token_ids for a in group] for group in expected]
     assert engine.state()["fitting"] == 48
-
-
-def sample_here(base, lanes, adapter, asked):
-    engine = LocalEngine(base, lanes)
-    engine.publish(ref(0), LocalSnapshot(adapter.frozen(), {}))
-    return engine.sample(asked)
-
-
-def one_row(asked):
-    """The first sequence of these requests, as a rank is asked for it."""
-    request = LaneRequest(**vars(asked[0]), lane=0)
-    return DecodingAsked([request], [[Row(0, 0)]], [PolicyRef("0", 0)], [0], 1)
 
 
 def test_dealing_is_even_and_complete():
@@ -213,92 +315,148 @@ def test_dealing_is_even_and_complete():
         parts = dealt(sizes, count)
         assert sorted(place for part in parts for place in part) == list(range(len(sizes)))
         assert all(part == sorted(part) for part in parts)
-        loads = [sum(sizes[place] for place in part) for part in parts]
-        assert max(loads) <= sum(sizes) / count + max(sizes)
-        assert parts[0]
-    assert [sum(sizes[place] for place in part) for part in dealt(sizes, 2)] == [16, 15]
+        assert max(sum(sizes[place] for place in part) for part in parts) <= sum(sizes) / count + max(sizes)
     assert dealt([4], 3) == [[0], [], []]
 
 
-class Posts:
-    """Messages between rank 0 and one other without processes: what rank 0 sends is done at once."""
+def test_a_rank_does_what_it_is_asked_in_order_and_tells_of_faults_once(monkeypatch):
+    said, answers = [], []
 
-    def __init__(self, monkeypatch, desk):
-        self.desk, self.inbox, self.outbox = desk, [], []
-        monkeypatch.setattr(ranks_module, "send", lambda item, to: self.outbox.append(item))
-        monkeypatch.setattr(ranks_module, "receive", lambda of, seconds=0.0: self.inbox.pop(0))
-
-
-class Told:
-    def __init__(self):
-        self.said = []
-        self.work = nullcontext
-
-    def note(self, word):
+    def note(word):
         if word == "bad":
             raise ValueError("a bad word")
-        self.said.append(word)
+        said.append(word)
         return word.upper()
 
-
-def test_a_rank_does_what_it_is_asked_in_order_and_tells_of_faults_once(monkeypatch):
-    posts, desk = Posts(monkeypatch, None), Told()
-    posts.inbox = [
+    asked = [
         ("note", ("a",), False), ("note", ("b",), True), ("note", ("bad",), False), ("note", ("c",), False),
         ("note", ("d",), True), ("note", ("e",), True), ("end", (), False),
     ]  # fmt: skip
-    follow(desk)
-    assert desk.said == ["a", "b", "e"]  # after a fault nothing is done until it has been told
-    assert [done for done, _ in posts.outbox] == [True, False, True]
-    assert (posts.outbox[0][1], posts.outbox[2][1]) == ("B", "E")
-    assert str(posts.outbox[1][1]) == "a bad word"
-    assert "in note" in posts.outbox[1][1].__notes__[0]
+    monkeypatch.setattr(ranks_module, "send", lambda item, to: answers.append(item))
+    monkeypatch.setattr(ranks_module, "receive", lambda of, seconds=0.0: asked.pop(0))
+    follow(SimpleNamespace(note=note, work=nullcontext))
+    assert said == ["a", "b", "e"]  # after a fault nothing is done until it has been told
+    assert [done for done, _ in answers] == [True, False, True]
+    assert (answers[0][1], answers[2][1]) == ("B", "E")
+    assert str(answers[1][1]) == "a bad word"
+    assert "in note" in answers[1][1].__notes__[0]
 
 
-def test_all_answers_are_taken_whoever_raises_and_what_is_told_meanwhile_waits(monkeypatch):
-    posts, ranks = Posts(monkeypatch, None), Ranks(["cpu", "cpu", "cpu"])
-    posts.inbox = [(True, "one"), (False, KeyError("three"))]
-
-    def own():
-        ranks.tell("forget")
-        assert len(posts.outbox) == 2
-        raise ZeroDivisionError("mine")
-
-    answers = ranks.ask("note", [(1,), None, (3,)], own)
-    assert ranks.owing == set()
-    assert posts.outbox == [("note", (1,), True), ("note", (3,), True), *[("forget", (), False)] * 3]
-    assert answers.others == ["one", None, None]
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        answers.whole()
-    posts.inbox = [(True, "one"), (False, KeyError("three"))]
-    with pytest.raises(KeyError, match="three"):
-        ranks.ask("note", [(1,), None, (3,)], lambda: 0).whole()
-
-
-def test_a_rank_that_is_gone_is_named(monkeypatch):
-    def gone(*args):
-        raise RankLost("rank 2 is gone (closed)")
-
-    monkeypatch.setattr(ranks_module, "send", gone)
-    with pytest.raises(RankLost, match=r"^rank 1 was eaten$"):
-        Ranks(["cpu"], lambda rank: "was eaten").tell("forget")
-    with pytest.raises(RankLost, match=r"^rank 2 is gone \(closed\)$"):
-        Ranks(["cpu"]).tell("forget")
-
-
-def test_a_rank_with_another_base_is_refused(bases, folder):
+def test_a_rank_with_another_base_is_refused(whole, folder):
     config = config_of({})
     spec = RunSpec("run", "label", 1, 0, {}, False, config)
-    base, _, _ = bases.take(config)
+    base = whole[0]
     assert Desk(Bases()).load([spec.to_json()], str(folder), "cpu") == base.fingerprint
 
     class Other(Ranks):
         def ask(self, name, args, own):
-            assert name == "load"
-            assert [place for _, _, place in args] == ["gpu:1", "gpu:2"]
+            assert [name, *(place for _, _, place in args)] == ["load", "gpu:1", "gpu:2"]
             return Answers(own(), [base.fingerprint, "another"])
 
     model = SimpleNamespace(identity=base.fingerprint, name=base.name)
     with pytest.raises(ModelError, match=f"rank 2 has other weights of {base.name} than rank 0"):
         assemble._on_all_ranks([spec], folder, Bases(ranks=Other(["gpu:1", "gpu:2"])), lambda: model)
     assert assemble._on_all_ranks([spec], folder, Bases(), lambda: model) is model
+
+
+# -- ranks with parts of the base -------------------------------------------------------------------------------------
+
+
+@only_fsdp2
+def test_layers_computed_twice_find_their_weights(whole, shared, folder):
+    config, found = config_of({}), []
+    for base, lanes, ranks in ((*whole[:2], None), (*taken(shared, config, folder)[:2], shared.ranks)):
+        policy = LocalPolicy(base, lanes, config, (0, 0), Workers(), ranks=ranks)
+        policy.budget.checkpointing = True
+        samples = samples_of(*whole[:2], False)
+        policy.update(TrainBatch(samples, totals(samples), 0, (0, 0)), objective_of(config, "ppo"), 0.01)
+        found.append(policy.adapter.flat)
+    assert torch.equal(*found)
+
+
+@only_fsdp2
+def test_between_requests_no_rank_holds_a_matrix_and_rank_0_cannot_use_one_alone(whole, shared, folder):
+    base, _, _ = taken(shared, config_of({}), folder)
+    small = sum(weight.nbytes for weight in base.model.parameters() if weight.dim() < 2)
+    rows = [weight for weight in base.model.parameters() if weight.dim() >= 2]
+    assert fsdp_rank.storages(base) <= small + sum(4 * -(-len(each) // 3) * each.shape[1] for each in rows)
+    assert base.presence.own_bytes < 0.4 * base.weight_bytes
+    assert base.weight_bytes == whole[0].weight_bytes
+    assert not base.copies
+    ids = torch.tensor([[3, 4, 5]])
+    with pytest.raises(RunFailed, match="outside of what the ranks do together"):
+        base.model(input_ids=ids)
+    with base.presence.alone(), torch.no_grad():
+        found = base.model(input_ids=ids).logits
+    assert torch.equal(found, whole[0].model(input_ids=ids).logits)
+
+
+@only_fsdp2
+def test_a_second_base_and_another_kind_of_decoder(shared, folder, tmp_path):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    tokenizer, ids = word_tokenizer(TEXTS), torch.tensor([[3, 4, 5]])
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=8, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    MistralForCausalLM(config).save_pretrained(tmp_path / "windows", max_shard_size="30KB")
+    tokenizer.save_pretrained(tmp_path / "windows")
+    assert (tmp_path / "windows/model.safetensors.index.json").exists()
+    qwen3_directory(tmp_path / "plain", TEXTS, hidden=40, layers=2)
+    for name, fast in (("windows", False), ("plain", True)):
+        section = {"model": {"model": str(tmp_path / name), "lora_rank": 4}, "inference": {"dtype": "bfloat16"}}
+        own = load_base(str(tmp_path / name), devices="cpu", dtype="bfloat16")
+        base, lanes, engine = taken(shared, parse_dict(section), folder)
+        assert (engine.fast, base.fingerprint) == (fast, own.fingerprint)
+        buffers = [{key: each.dtype for key, each in model.named_buffers()} for model in (base.model, own.model)]
+        assert buffers[0] == buffers[1]
+        adapter = trained(lanes, 1, size=0.05)
+        engine.publish(PolicyRef("0", 0), LocalSnapshot(adapter.frozen(), {}))
+        groups = engine.sample(requests(prompts=3, samples=4, max_tokens=5))
+        assert [len(group) for group in groups] == [4, 4, 4]
+        with base.presence.alone(), torch.no_grad():
+            assert torch.equal(base.model(input_ids=ids).logits, own.model(input_ids=ids).logits)
+    taken(shared, config_of({}), folder)  # the first one again
+
+
+@only_fsdp2
+def test_a_model_that_cannot_be_read_in_parts_is_refused_by_all(shared, folder, tmp_path):
+    path = qwen3_directory(tmp_path / "model", TEXTS)
+    tensors = path / "model.safetensors"
+    named = load_file(tensors)
+    named["model.layers.1.mlp.other.weight"] = named.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(named, tensors, {"format": "pt"})
+    config = parse_dict({"model": {"model": str(path)}})
+    words = r'cannot load model .*: model\.layers\.1\.mlp\.up_proj\.weight is under no such name .* shard = "dp"'
+    with pytest.raises(ModelError, match=words):
+        taken(shared, config, folder)
+    taken(shared, config_of({}), folder)
+
+
+def test_no_rank_ever_holds_the_whole_base(tmp_path):
+    """Two processes, each by itself: what they hold while loading, sampling and training."""
+    path = qwen3_directory(tmp_path / "large", TEXTS, hidden=512, layers=12)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(2):
+        words = [str(rank), "2", str(port), str(path), str(tmp_path / f"{rank}.json")]
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "GLOO_SOCKET_IFNAME": "lo"}
+        processes.append(subprocess.Popen([sys.executable, fsdp_rank.__file__, *words], env=environment))
+    assert [process.wait(300) for process in processes] == [0, 0]
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for each in found:
+        whole, layer = each["whole"], each["layer"]
+        assert each["fast"]
+        assert 0.49 * whole < each["between"] < 0.52 * whole
+        assert each["after"] == each["between"]
+        assert each["own"] + layer < each["held"] < 0.8 * whole
+        slack = 20 * 2**20
+        assert each["loading"] < each["own"] + 2 * layer + slack < 0.85 * whole
+        assert each["working"] < each["held"] - each["own"] + 2 * layer + slack
+    assert found[0]["logprobs"] == found[1]["logprobs"]
+    assert found[0]["gradient"] == found[1]["gradient"]
+    assert found[0]["sampled"] == pytest.approx(found[0]["logprobs"], rel=1e-5)

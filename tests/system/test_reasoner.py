@@ -6,10 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from retrain.data.arithmetic import LEVELS, problems
@@ -22,7 +20,7 @@ DIRECTORY = bundled_model_path("tiny-reasoner") or Path()
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
+def script():
     return load_file(SCRIPT, "make_reasoner")
 
 
@@ -36,31 +34,26 @@ def model():
     return AutoModelForCausalLM.from_pretrained(DIRECTORY, local_files_only=True, dtype="float32").eval()
 
 
-def test_only_bundled_names_have_a_directory():
-    assert bundled_model_path("Qwen/Qwen3-8B") is None
-    assert bundled_model_path("../models") is None
-
-
-def test_the_directory_is_complete_small_and_licensed():
+def test_the_directory_is_complete_small_and_licensed(model):
     names = {path.name for path in DIRECTORY.iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
     assert sum(path.stat().st_size for path in DIRECTORY.iterdir()) <= 4_000_000
     assert "license: apache-2.0" in (DIRECTORY / "README.md").read_text(encoding="utf-8")
-
-
-def test_it_is_a_qwen3_of_half_to_two_million_parameters(model):
     assert type(model).__name__ == "Qwen3ForCausalLM"
     assert 500_000 <= sum(p.numel() for p in model.parameters()) <= 2_000_000
+    assert bundled_model_path("Qwen/Qwen3-8B") is None
+    assert bundled_model_path("../models") is None
 
 
-def test_the_prompt_ends_where_the_answer_begins(tokenizer):
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "47+38-19=?"}], tokenize=False, add_generation_prompt=True
-    )
+def test_prompts_are_short_and_end_where_the_answer_begins(script, tokenizer):
+    question = [{"role": "user", "content": "47+38-19=?"}]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     assert text == "<|user|>47+38-19=?<|assistant|>"
     assert len(tokenizer(text)["input_ids"]) == 12
+    assert max(map(len, script.prompt_ids(tokenizer, problems("train", 300)))) <= 20
     assert tokenizer.eos_token == "<|end|>"
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
+    assert tokenizer.tokenize("1234567890") == list("1234567890")
 
 
 @pytest.mark.parametrize(
@@ -70,15 +63,10 @@ def test_the_prompt_ends_where_the_answer_begins(tokenizer):
         "Wait, let me check: that's not right!  Two  spaces, a\ttab.\n\n",
         "\\frac{1}{2} naïve 数学 🙂 \x00\x7f",
         " leading and trailing ",
-        *STRATEGIC_GRAMS,
     ],
 )
 def test_every_text_comes_back(tokenizer, text):
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
-
-
-def test_every_digit_is_a_token_of_its_own(tokenizer):
-    assert tokenizer.tokenize("1234567890") == list("1234567890")
 
 
 @pytest.mark.parametrize("phrase", STRATEGIC_GRAMS)
@@ -89,8 +77,6 @@ def test_the_detector_marks_exactly_the_words_of_a_phrase(tokenizer, phrase):
     start = text.index(phrase)
     for (left, right), marked in zip(encoded["offset_mapping"], mask, strict=True):
         assert bool(marked) == (left < start + len(phrase) and right > start)
-    marked_ids = [token for token, marked in zip(encoded["input_ids"], mask, strict=True) if marked]
-    assert tokenizer.decode(marked_ids).strip() == phrase
 
 
 def test_accuracy_at_the_start_leaves_room_to_learn(script, model, tokenizer):
@@ -102,23 +88,13 @@ def test_accuracy_at_the_start_leaves_room_to_learn(script, model, tokenizer):
     assert greedy["hard"]["accuracy"] <= 0.85
 
 
-def test_prompts_are_short(script, tokenizer):
-    assert max(map(len, script.prompt_ids(tokenizer, problems("train", 300)))) <= 20
-
-
-def test_two_short_makings_in_different_processes_give_the_same_bytes(script, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent), "PYTHONHASHSEED": "7"}
-    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path / "other"), "--steps", "3", "--problems", "0"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-        deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-        try:
-            script.make(tmp_path / "here", steps=3, seed=0, count=0)
-        finally:
-            torch.use_deterministic_algorithms(deterministic)
-            torch.set_num_threads(threads)
-        _, errors = process.communicate()
-    assert process.returncode == 0, errors.decode()
-    here, other = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("here", "other"))
-    assert here == other
-    assert set(here) == {path.name for path in DIRECTORY.iterdir()}
-    assert here["tokenizer.json"] == (DIRECTORY / "tokenizer.json").read_bytes()
+def test_two_short_makings_in_different_processes_give_the_same_bytes(tmp_path):
+    made = []
+    for seed in ("1", "7"):
+        environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent), "PYTHONHASHSEED": seed}
+        words = [sys.executable, str(SCRIPT), "--out", str(tmp_path / seed), "--steps", "3", "--problems", "0"]
+        subprocess.run(words, env=environment, check=True, capture_output=True)
+        made.append({path.name: path.read_bytes() for path in (tmp_path / seed).iterdir()})
+    assert made[0] == made[1]
+    assert set(made[0]) == {path.name for path in DIRECTORY.iterdir()}
+    assert made[0]["tokenizer.json"] == (DIRECTORY / "tokenizer.json").read_bytes()

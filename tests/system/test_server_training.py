@@ -1,28 +1,23 @@
-"""Runs that sample from servers: rows as with our own engine, rollouts ahead of the updates, and a sampler that goes
-wrong while it trains."""
+"""Runs that sample from servers: rollouts ahead of the updates, and a sampler that goes wrong while it trains."""
 
 from __future__ import annotations
 
 import json
 import random
 import shutil
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from standin import StandIn
-from toy_two_turns import GuessTwice
 from toycampaign import StopAfter, campaign
 
-from retrain.campaign.running import assemble
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
-from retrain.config.rules import RULES, off_policy_rules
-from retrain.environments.protocol import Limits
 from retrain.files import read_jsonl
 from retrain.record.observer import NullObserver
-from retrain.run import Run
+from tests.system.clusters import rows_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*websockets.*:DeprecationWarning")
 QUIET = ("squeeze.enabled=false", "evaluation.problems=0", "training.eval_every=0")
@@ -68,49 +63,29 @@ def settings(server: StandIn, *more: str) -> list[str]:
     return [*QUIET, "inference.engine='vllm'", f"inference.url='{server.url}'", *more]
 
 
-def rows_of(out: Path) -> dict[str, list[dict]]:
-    return {place.name: read_jsonl(place / "metrics.jsonl") for place in sorted((out / "runs").iterdir())}
-
-
 def logs_of(out: Path) -> list[str]:
     return [(place / "run.log").read_text() for place in sorted((out / "runs").iterdir())]
 
 
-def test_a_campaign_through_one_server(tmp_path, model, server):
-    """Two conditions and two seeds, four adapters at once; everything is unloaded and removed at the end."""
-    out = tmp_path / "out"
-    sets = [each for each in settings(server) if "evaluation" not in each]
-    outcome = launch(load(campaign(tmp_path, model, steps=3), sets), out, NullObserver())
-    assert outcome.exit_status == 0, outcome.summary
-    rows = rows_of(out)
-    assert len(rows) == 4
-    for own in rows.values():
-        assert [row["step"] for row in own] == [0, 1, 2]
-        assert all(row["kl_sample_train_v2"] < 1e-9 for row in own)
-        assert all(row["val/ratio"] == pytest.approx(1.0, abs=1e-4) for row in own)
-        assert all(row["entropy"] is None for row in own)
-        assert all("queue_depth" not in row for row in own)
-    assert (out / "report.html").is_file()
-    assert server.adapters == []
-    assert not [path for path in out.rglob("*@*")]
-    used = {body["model"].partition("@")[0] for body in server.asked if "@" in body["model"]}
-    assert set(rows) <= used
+def with_logprobs(change: Callable[[float, random.Random], float]) -> Callable[[int, Any], tuple[int, Any]]:
+    """An answer whose log-probabilities are changed, by the same noise for the same answer."""
+
+    def changed(status: int, payload: Any) -> tuple[int, Any]:
+        noise, logprobs = random.Random(json.dumps(payload)), payload["choices"][0]["logprobs"]
+        logprobs["token_logprobs"] = [change(each, noise) for each in logprobs["token_logprobs"]]
+        return status, payload
+
+    return changed
 
 
-def test_prompts_are_drawn_again_from_a_server_too(tmp_path, model, server):
-    """In rounds beside the updates, by the weights that drew the first one."""
-    rewards = tmp_path / "rare.py"
-    rewards.write_text("def score(completion, answer):\n    return float(sum(map(ord, completion)) % 4 == 0)\n")
-    sets = settings(
-        server, *AHEAD, "training.dynamic_sampling=3", "training.group_size=3", f"reward.custom_module='{rewards}'"
-    )
-    assert launch(load(campaign(tmp_path, model, steps=3), sets), tmp_path / "out", NullObserver()).exit_status == 0
-    every = [row for own in rows_of(tmp_path / "out").values() for row in own]
-    assert len(every) == 12
-    assert {row["batch_size"] for row in every} == {3}
-    assert max(row["dynamic/rounds"] for row in every) > 0
-    assert all(row["off_policy_steps_max"] == min(row["step"], 1) for row in every)
-    assert all(row["kl_sample_train_v2"] < 1e-9 for row in every if row["step"] == 0)
+class AfterStep(NullObserver):
+    """Calls ``act`` with the number of each step."""
+
+    def __init__(self, act: Callable[[int], None]):
+        self.act = act
+
+    def step(self, spec, row):
+        self.act(row["step"])
 
 
 def test_sampling_goes_on_during_updates_and_a_stopped_run_goes_on(tmp_path, model, server):
@@ -133,46 +108,11 @@ def test_sampling_goes_on_during_updates_and_a_stopped_run_goes_on(tmp_path, mod
     assert not any("disagree" in text for text in logs_of(tmp_path / "parts"))
 
 
-@pytest.mark.parametrize("swap", ["in_flight", "between"])
-def test_later_turns_are_drawn_by_the_newest_weights_where_that_is_asked_for(
-    tmp_path, model, server, monkeypatch, swap
-):
-    """Each token keeps the version that drew it, and a rollout is as old as its oldest."""
-    monkeypatch.setattr(assemble, "environments_of", lambda config, data, *_: {"train": GuessTwice(data.train)})
-    monkeypatch.setattr(Limits, "of", lambda config, context: Limits(2))
-    monkeypatch.setattr("retrain.config.root.RULES", [each for each in RULES if each is not off_policy_rules])
-    taken: list[list[set[int]]] = []
-    take = Run.take
-
-    def noting(self: Run, groups: Any) -> Any:
-        taken.append([{turn.action.policy_version for turn in one.turns} for group in groups for one in group.rollouts])
-        return take(self, groups)
-
-    def slow(status: int, payload: Any) -> tuple[int, Any]:
-        time.sleep(0.03)  # so that updates end between turns
-        return status, payload
-
-    monkeypatch.setattr(Run, "take", noting)
-    server.always = slow
-    sets = settings(server, *AHEAD, f"inference.swap='{swap}'", "campaign.seeds=[1]")
-    out = tmp_path / "out"
-    assert launch(load(campaign(tmp_path, model, steps=5), sets), out, NullObserver()).exit_status == 0
-    versions = [each for step in taken for each in step]
-    assert any(len(each) == 2 for each in versions) == (swap == "in_flight")
-    rows = [row for own in rows_of(out).values() for row in own]
-    assert all(row["off_policy_steps_max"] <= 1 and row["discarded_max_async_pct"] == 0 for row in rows)
-
-
 @pytest.mark.parametrize("ahead", [(), AHEAD])
 def test_a_server_that_keeps_an_old_adapter_is_found_out(tmp_path, model, server, ahead):
-    class Stick(NullObserver):
-        def step(self, spec, row):
-            server.stuck = row["step"] >= 1
-
-    out = tmp_path / "out"
-    path = campaign(tmp_path, model, steps=8)
-    outcome = launch(load(path, settings(server, *ahead, "training.lr=0.05")), out, Stick())
-    assert outcome.exit_status == 1
+    out, stick = tmp_path / "out", AfterStep(lambda step: setattr(server, "stuck", step >= 1))
+    loaded = load(campaign(tmp_path, model, steps=8), settings(server, *ahead, "training.lr=0.05"))
+    assert launch(loaded, out, stick).exit_status == 1
     for own, text in zip(rows_of(out).values(), logs_of(out), strict=True):
         assert 2 < len(own) < 8
         assert text.count("sampler and trainer disagree about the same tokens") >= 2
@@ -185,20 +125,15 @@ def test_an_adapter_that_is_many_versions_old_is_not_called_precision(tmp_path, 
     """Each update changes little, so that the limit is passed some versions after the server has stopped taking new
     ones: what it says is nearer to the last version, but not by much."""
 
-    def rounded(status: int, payload: Any) -> tuple[int, Any]:
-        noise = random.Random(json.dumps(payload))
-        logprobs = payload["choices"][0]["logprobs"]
-        logprobs["token_logprobs"] = [min(0.0, each + noise.gauss(0, rounding)) for each in logprobs["token_logprobs"]]
-        return status, payload
+    rounded = with_logprobs(lambda logprob, noise: min(0.0, logprob + noise.gauss(0, rounding)))
 
-    class Stick(NullObserver):
-        def step(self, spec, row):
-            server.stuck = row["step"] >= 1
-            server.always = rounded if server.stuck else None
+    def stick(step: int) -> None:
+        server.stuck = step >= 1
+        server.always = rounded if server.stuck else None
 
     out = tmp_path / "out"
     sets = settings(server, "training.lr=0.004", "campaign.seeds=[1]", "inference.mismatch_limit=5e-4")
-    assert launch(load(campaign(tmp_path, model, steps=20), sets), out, Stick()).exit_status == 1
+    assert launch(load(campaign(tmp_path, model, steps=20), sets), out, AfterStep(stick)).exit_status == 1
     for text in logs_of(out):
         assert "sampler and trainer disagree about the same tokens" in text
         assert "it looks like a stale adapter: version" in text
@@ -208,19 +143,11 @@ def test_an_adapter_that_is_many_versions_old_is_not_called_precision(tmp_path, 
 def test_a_server_that_computes_otherwise_is_found_out(tmp_path, model, server):
     """One bad step is only told; what is saved of a run that fails is what it was before the second."""
 
-    def imprecise(status, payload):
-        noise = random.Random(json.dumps(payload))
-        logprobs = payload["choices"][0]["logprobs"]
-        logprobs["token_logprobs"] = [each - abs(noise.gauss(0, 0.1)) for each in logprobs["token_logprobs"]]
-        return status, payload
-
-    class Worsen(NullObserver):
-        def step(self, spec, row):
-            server.always = imprecise if row["step"] in (0, 2, 3) else None
-
+    imprecise = with_logprobs(lambda logprob, noise: logprob - abs(noise.gauss(0, 0.1)))
+    worsen = AfterStep(lambda step: setattr(server, "always", imprecise if step in (0, 2, 3) else None))
     out = tmp_path / "out"
     sets = settings(server, "campaign.seeds=[1]", "training.save_every=1", "training.keep_last=0")
-    assert launch(load(campaign(tmp_path, model, steps=8), sets), out, Worsen()).exit_status == 1
+    assert launch(load(campaign(tmp_path, model, steps=8), sets), out, worsen).exit_status == 1
     for place, text in zip(sorted((out / "runs").iterdir()), logs_of(out), strict=True):
         assert len(read_jsonl(place / "metrics.jsonl")) == 4
         assert "step 1: sampler and trainer disagree" in text
@@ -237,21 +164,12 @@ def test_the_mismatch_of_sampler_and_trainer_is_half_the_mean_square(tmp_path, m
     """A difference of 0.01 nats per token is half of the limit in fp32 and is not reported; one of 0.1 nats is reported
     as 0.005 nats²."""
 
-    def lowered(by: float):
-        def fault(status, payload):
-            logprobs = payload["choices"][0]["logprobs"]
-            logprobs["token_logprobs"] = [each - by for each in logprobs["token_logprobs"]]
-            return status, payload
-
-        return fault
-
-    class Lower(NullObserver):
-        def step(self, spec, row):
-            server.always = lowered((0.01, 0.1, 0.0)[row["step"]])
+    def lower(step: int) -> None:
+        server.always = with_logprobs(lambda logprob, noise: logprob - (0.01, 0.1, 0.0)[step])
 
     out = tmp_path / "out"
     sets = settings(server, "campaign.seeds=[1]")
-    assert launch(load(campaign(tmp_path, model, steps=3), sets), out, Lower()).exit_status == 0
+    assert launch(load(campaign(tmp_path, model, steps=3), sets), out, AfterStep(lower)).exit_status == 0
     for text in logs_of(out):
         assert "nats² for version 1" not in text
         assert "step 2: sampler and trainer disagree about the same tokens: 0.005 nats² for version 2" in text

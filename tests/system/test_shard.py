@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -9,27 +10,113 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 import pytest
-from shard_cases import distance, left_by, on_ranks, planned
 from standin import StandIn
 from toycampaign import StopAfter, campaign
-from worker_cases import Heard
+from toymodels import config_errors
+from worker_cases import Heard, contents
 
 from retrain.campaign.planning.manifest import read_plan
+from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running import team
 from retrain.campaign.running.controller import execute, launch
-from retrain.config import load
-from retrain.errors import ConfigError, RetrainError, UsageError
+from retrain.config import load, parse_dict
+from retrain.errors import RetrainError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.policy.ranks import Ranks
 from retrain.record.observer import NullObserver
 
+TOML = """
+[campaign]
+seeds = [1]
+max_steps = 3
+lanes = 2
+[[campaign.conditions]]
+advantage_mode = "grpo"
+transform_mode = "none"
+kl_coef = 0.01
+[[campaign.conditions]]
+advantage_mode = "gae"
+transform_mode = "none"
+num_iterations = 2
+critic = { lora_rank = 2 }
+[model]
+lora_rank = 4
+[training]
+batch_size = 8
+group_size = 8
+max_tokens = 16
+lr = 0.002
+save_every = 1
+eval_every = 1
+micro_batch_tokens = 400
+[evaluation]
+problems = 40
+[squeeze]
+enabled = false
+"""
+"""Two lanes, one with a reference model, one with a critic and several updates; 128 rollouts a step, which decode in
+several pieces, and more micro-batches than ranks."""
 EQUAL = 2e-6
 """Relative difference of metrics and weights that is rounding, in fp32."""
-"""Of tests that train whole campaigns again, for minutes."""
+SMALL = 0.01
+"""Numbers below are compared with this one: some metrics measure rounding."""
+INTERRUPTED = "interrupted; everything up to the last finished step is saved. Type: retrain resume"
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+
+
+def on_ranks(count: int, shard: str = "dp") -> list[str]:
+    return [f'backend.shard="{shard}"', f"backend.ranks={count}"] if count > 1 else ['backend.shard="none"']
+
+
+def planned(out: Path, sets: list[str]) -> Plan:
+    file = out.parent / f"{out.name}.toml"
+    file.write_text(TOML)
+    return check(Plan.of(load(file, sets), out))
+
+
+def left_by(out: Path) -> dict[str, Any]:
+    """Return the files that do not depend on the clock or on the number of ranks."""
+    files = {name: value for name, value in contents(out).items() if not name.endswith("config.json")}
+    return {name.removeprefix("runs/"): value for name, value in files.items() if name != "cohorts"}
+
+
+def trained(out: Path, *sets: str) -> dict[str, Any]:
+    assert execute(planned(out, [*sets]), NullObserver()).exit_status == 0
+    return left_by(out)
+
+
+def distance(one: Any, other: Any) -> float:
+    """The largest relative difference of numbers at the same place, infinite where anything else differs; of tensors
+    that of their norms."""
+    if one == other:
+        return 0.0
+    if isinstance(one, float) and isinstance(other, float | int) and not isinstance(other, bool):
+        return abs(one - other) / max(abs(one), abs(other), SMALL)
+    if isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], bytes):
+        return max(distance(*pair) for pair in zip(_tensors(one), _tensors(other), strict=True))
+    if isinstance(one, np.ndarray):
+        return float(np.linalg.norm(one - other) / np.linalg.norm(other))
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return max((distance(value, other[key]) for key, value in one.items()), default=0.0)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        return max((distance(*pair) for pair in zip(one, other, strict=True)), default=0.0)
+    return math.inf
+
+
+def _tensors(file: tuple[dict[str, Any], bytes]) -> list[list[Any]]:
+    """Name, type and values of every tensor of a safetensors file; bytes of what is not F32."""
+    rows = []
+    for name, facts in sorted((name, facts) for name, facts in file[0].items() if name != "__metadata__"):
+        data = file[1][slice(*facts["data_offsets"])]
+        values = np.frombuffer(data, np.float32).astype(np.float64) if facts["dtype"] == "F32" else data
+        rows.append([name, facts["dtype"], values])
+    return rows
 
 
 @pytest.fixture(scope="module")
@@ -39,45 +126,42 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(folder) -> dict:
-    """What one process makes of it."""
-    assert execute(planned(folder / "one", []), NullObserver()).exit_status == 0
-    return left_by(folder / "one")
+    """What one process leaves."""
+    return trained(folder / "one")
 
 
 @pytest.fixture(scope="module")
 def two(folder) -> dict:
-    """What two ranks make of it."""
-    assert execute(planned(folder / "two", on_ranks(2)), NullObserver()).exit_status == 0
-    return left_by(folder / "two")
-
-
-@pytest.fixture(scope="module")
-def parted(folder) -> dict:
-    """What two ranks make of it that hold a part of the base each."""
-    assert execute(planned(folder / "parted", on_ranks(2, "fsdp2")), NullObserver()).exit_status == 0
-    return left_by(folder / "parted")
+    """What two ranks leave."""
+    return trained(folder / "two", *on_ranks(2))
 
 
 @pytest.fixture(scope="module")
 def stopped(folder) -> Path:
-    """What two ranks have done when they are asked to stop in the second step."""
+    """The directory of two ranks that were asked to stop in the second step."""
     assert execute(planned(folder / "stopped", on_ranks(2)), StopAfter(3)).exit_status == 130
     return folder / "stopped"
 
 
-def resumed(stopped: Path, name: str, *sets: str) -> Path:
-    """A copy of it that goes on with these settings; nothing has to be accepted."""
+def resumed(stopped: Path, name: str, *sets: str) -> dict[str, Any]:
+    """What a copy leaves that goes on with these settings; nothing has to be accepted."""
     out = stopped.with_name(name)
     shutil.copytree(stopped, out)
     assert execute(check(read_plan(out, sets)), NullObserver()).exit_status == 0
-    return out
+    return left_by(out)
 
 
-def test_two_ranks_leave_what_one_process_leaves(one, two, folder):
+def test_ranks_leave_what_one_process_leaves(one, two, folder):
+    """Whether they hold all of the base or parts of it."""
     assert distance(two, one) <= EQUAL
     for name, count in (("one", 1), ("two", 2)):
         configs = [read_json(path) for path in (folder / name / "runs").glob("*/config.json")]
         assert [config["built"]["ranks"] for config in configs] == [count, count]
+    assert trained(folder / "parted", *on_ranks(2, "fsdp2")) == two
+    assert trained(folder / "alone", 'backend.shard="dp"', "backend.ranks=1") == one
+    three = trained(folder / "three", *on_ranks(3))
+    assert distance(three, one) <= EQUAL
+    assert trained(folder / "three_parted", *on_ranks(3, "fsdp2")) == three
 
 
 def test_a_difference_is_seen(one):
@@ -89,50 +173,23 @@ def test_a_difference_is_seen(one):
         assert distance({**one, **changed}, one) > EQUAL
 
 
-def test_three_ranks_leave_what_one_process_leaves(one, folder):
-    found = {}
-    for shard in ("dp", "fsdp2"):
-        out = folder / f"three_{shard}"
-        assert execute(planned(out, on_ranks(3, shard)), NullObserver()).exit_status == 0
-        found[shard] = left_by(out)
-    assert distance(found["dp"], one) <= EQUAL
-    assert found["fsdp2"] == found["dp"]
-
-
-def test_ranks_with_parts_of_the_base_leave_what_ranks_with_the_whole_leave(one, two, parted):
-    assert parted == two
-    assert distance(parted, one) <= EQUAL
-
-
-def test_one_rank_is_one_process(one, folder):
-    sets = ['backend.shard="dp"', "backend.ranks=1"]
-    assert execute(planned(folder / "alone", sets), NullObserver()).exit_status == 0
-    assert left_by(folder / "alone") == one
-
-
-def test_stopped_ranks_have_saved_their_step_and_go_on_to_the_last_bit(stopped, two):
+def test_stopped_ranks_have_saved_their_step_and_go_on_on_any_number_of_ranks(stopped, one, two):
     assert {len(read_jsonl(run / "metrics.jsonl")) for run in (stopped / "runs").iterdir()} == {2}
-    out = resumed(stopped, "again")
-    assert left_by(out) == two
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_another_number_of_ranks_goes_on(stopped, one, ranks):
-    out = resumed(stopped, f"on_{ranks}", *on_ranks(ranks))
-    assert distance(left_by(out), one) <= EQUAL
-    for log in (out / "runs").glob("*/run.log"):
-        assert "continues at step 2" in log.read_text()
+    assert resumed(stopped, "again") == two
+    for ranks in (1, 3):
+        assert distance(resumed(stopped, f"on_{ranks}", *on_ranks(ranks)), one) <= EQUAL
+        for log in (stopped.with_name(f"on_{ranks}") / "runs").glob("*/run.log"):
+            assert "continues at step 2" in log.read_text()
 
 
 def test_parts_of_the_base_go_on_to_the_last_bit_and_a_run_goes_from_parts_to_wholes_and_back(folder, two, stopped):
     out = folder / "halted"
     assert execute(planned(out, on_ranks(2, "fsdp2")), StopAfter(3)).exit_status == 130
     assert {len(read_jsonl(run / "metrics.jsonl")) for run in (out / "runs").iterdir()} == {2}
-    assert left_by(resumed(out, "halted_again")) == two
-    assert left_by(resumed(out, "halted_whole", 'backend.shard="dp"')) == two
-    assert left_by(resumed(stopped, "stopped_parted", 'backend.shard="fsdp2"')) == two
-    elsewhere = resumed(out, "halted_on_3", *on_ranks(3, "fsdp2"))
-    assert distance(left_by(elsewhere), two) <= EQUAL
+    assert resumed(out, "halted_again") == two
+    assert resumed(out, "halted_whole", 'backend.shard="dp"') == two
+    assert resumed(stopped, "stopped_parted", 'backend.shard="fsdp2"') == two
+    assert distance(resumed(out, "halted_on_3", *on_ranks(3, "fsdp2")), two) <= EQUAL
 
 
 @pytest.mark.parametrize("shard", ["dp", "fsdp2"])
@@ -153,8 +210,8 @@ def test_a_rank_that_dies_ends_the_others_and_costs_steps_alone(folder, two, mon
     with pytest.raises(RetrainError) as raised:
         execute(planned(out, on_ranks(3, shard)), killer)
     assert raised.value.exit_status == 1
-    pid = started[0].pid
-    assert f"rank 1 (process {pid}) was ended by SIGKILL, as when memory runs out" in str(raised.value)
+    dead = f"rank 1 (process {started[0].pid}) was ended by SIGKILL, as when memory runs out"
+    assert dead in str(raised.value)
     assert f"See what ended it, then type: retrain resume {out}" in str(raised.value)
     assert time.monotonic() - begin < 240
     assert [process.poll() is not None for process in started] == [True, True]
@@ -163,12 +220,15 @@ def test_a_rank_that_dies_ends_the_others_and_costs_steps_alone(folder, two, mon
     assert distance(left_by(out), two) <= EQUAL
 
 
-def started_here(
-    out: Path, *before: str, sets: str = "campaign.max_steps=3", shard: str = "dp"
-) -> subprocess.Popen[str]:
-    """``retrain train`` of this campaign in a process group of its own, ``before`` it words for Python."""
+# -- programs ---------------------------------------------------------------------------------------------------------
+
+
+def started_here(out: Path, before: tuple[str, ...] = (), shard: str = "dp") -> subprocess.Popen[str]:
+    """``retrain train`` of this campaign in a process group of its own, ``before`` it words for Python; without them
+    it starts two ranks itself."""
     planned(out, [])
     words = [*before, "-m", "retrain", "train", str(out.parent / f"{out.name}.toml"), "--out", str(out), "--verbose"]
+    sets = "campaign.max_steps=3" if before else "backend.ranks=2"
     return subprocess.Popen(
         [sys.executable, *words, "--set", f'backend.shard="{shard}"', "--set", sets],
         env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"},  # on a busy machine a step takes its time
@@ -179,61 +239,42 @@ def started_here(
     )
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-
-
-def until_step(process: subprocess.Popen[str], count: int) -> None:
-    """Read on until so many steps have been printed."""
+def until_step(process: subprocess.Popen[str]) -> None:
+    """Read on until a step has been printed."""
     assert process.stdout is not None
-    for line in process.stdout:
-        count -= line.startswith("step ")
-        if count == 0:
-            return
-    raise AssertionError("it ended before")
+    assert any(line.startswith("step ") for line in process.stdout), "it ended before"
 
 
 @pytest.mark.parametrize("shard", ["dp", "fsdp2"])
 def test_torchrun_starts_the_ranks(folder, two, shard):
     out = folder / f"torchrun_{shard}"
-    process = started_here(out, *TORCHRUN, shard=shard)
+    process = started_here(out, TORCHRUN, shard)
     said, _ = process.communicate()
     assert process.returncode == 0, said
     assert said.count(f"directory   {out}") == 1
     assert left_by(out) == two
-    again = started_here(out, *TORCHRUN, shard=shard)  # nothing is left to do, and nobody waits for anybody
+    again = started_here(out, TORCHRUN, shard)  # nothing is left to do, and nobody waits for anybody
     said, _ = again.communicate(timeout=400)
     assert again.returncode == 0, said
     assert f"every run in {out} is done" in said
 
 
-def test_ctrl_c_under_torchrun_saves_and_says_so_once(folder, two):
-    out = folder / "interrupted"
-    process = started_here(out, *TORCHRUN)
-    until_step(process, 1)
+@pytest.mark.parametrize(("before", "shard"), [(TORCHRUN, "dp"), ((), "dp"), ((), "fsdp2")])
+def test_ctrl_c_saves_and_says_so_once(folder, two, before, shard):
+    out = folder / f"interrupted_{len(before)}_{shard}"
+    process = started_here(out, before, shard)
+    until_step(process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to torchrun and to both ranks
     said, _ = process.communicate(timeout=400)
-    assert said.count("interrupted; everything up to the last finished step is saved. Type: retrain resume") == 1, said
-    assert process.returncode != 0
-    assert execute(check(read_plan(out, on_ranks(2))), NullObserver()).exit_status == 0
-    assert left_by(out) == two
-
-
-@pytest.mark.parametrize("shard", ["dp", "fsdp2"])
-def test_ctrl_c_saves_and_says_so_once(folder, two, shard):
-    out = folder / f"by_hand_{shard}"
-    process = started_here(out, sets="backend.ranks=2", shard=shard)
-    until_step(process, 1)
-    os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=400)
-    assert process.returncode == 130
-    assert said.count("interrupted; everything up to the last finished step is saved. Type: retrain resume") == 1, said
-    assert execute(check(read_plan(out, [])), NullObserver()).exit_status == 0
+    assert process.returncode == 130 if not before else process.returncode != 0
+    assert said.count(INTERRUPTED) == 1, said
+    assert execute(check(read_plan(out, on_ranks(2) if before else [])), NullObserver()).exit_status == 0
     assert left_by(out) == two
 
 
 def test_ranks_end_with_rank_0(folder):
-    process = started_here(folder / "headless", sets="backend.ranks=2")
-    until_step(process, 1)
+    process = started_here(folder / "headless")
+    until_step(process)
     (other,) = psutil.Process(process.pid).children()
     process.kill()
     said, _ = process.communicate(timeout=100)  # until nobody writes there any more
@@ -244,7 +285,7 @@ def test_ranks_end_with_rank_0(folder):
 
 @pytest.mark.filterwarnings("ignore:.*websockets.*:DeprecationWarning")
 def test_with_servers_ranks_share_the_update_alone(tmp_path, model, monkeypatch):
-    server, found, asked, ask = StandIn(model), [], [], Ranks.ask
+    server, rows, asked, ask = StandIn(model), [], [], Ranks.ask
     monkeypatch.setattr(Ranks, "ask", lambda self, name, *args: (asked.append(name), ask(self, name, *args))[1])
     served = ["inference.engine='vllm'", f"inference.url='{server.url}'", "training.micro_batch_tokens=40"]
     quiet = ["squeeze.enabled=false", "evaluation.problems=0", "training.eval_every=0"]
@@ -252,71 +293,52 @@ def test_with_servers_ranks_share_the_update_alone(tmp_path, model, monkeypatch)
         for name, sets in (("alone", on_ranks(1)), ("together", on_ranks(2)), ("parted", on_ranks(2, "fsdp2"))):
             loaded = load(campaign(tmp_path, model, steps=2), [*quiet, *served, *sets])
             assert launch(loaded, tmp_path / name, NullObserver()).exit_status == 0
-            found.append({key: rows for key, rows in left_by(tmp_path / name).items() if "metrics" in key})
+            rows.append({key: rows for key, rows in left_by(tmp_path / name).items() if "metrics" in key})
     finally:
         server.close()
     assert set(asked) == {"load", "scores", "passes", "share_weights"}
     assert asked.count("passes") == 2 * 8
-    assert (
-        max(distance(each, found[0]) for each in found) < 1e-3
-    )  # what is sampled depends on what reaches the server together
+    apart = max(distance(each, rows[0]) for each in rows)
+    assert apart < 1e-3  # what is sampled depends on what reaches the server together
 
 
-def test_what_does_not_go_with_ranks_is_refused_with_its_line(tmp_path):
-    file = tmp_path / "wrong.toml"
-    launched = '[inference]\nengine = "vllm"\nlaunch = "vllm serve {model} --enable-lora"'
-    file.write_text(f'{launched}\n[backend]\nshard = "dp"\n')
-    with pytest.raises(ConfigError, match=r'backend\.shard .*servers that are launched here.*shard = "none"'):
-        load(file)
+# -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_a_backend_of_the_users_has_no_ranks(tmp_path):
-    file = tmp_path / "wrong.toml"
-    file.write_text('[backend]\nbackend = "own:Own"\nshard = "dp"\n')
-    with pytest.raises(ConfigError, match=r"backend\.shard  is \"dp\", and own:Own computes its updates itself"):
-        load(file)
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        (
+            {"inference": {"engine": "vllm", "launch": "vllm serve"}, "backend": {"shard": "dp"}},
+            'backend.shard  is "dp", and servers that are launched here',
+        ),
+        ({"backend": {"backend": "own:Own", "shard": "dp"}}, "own:Own computes its updates itself"),
+        ({"backend": {"devices": "gpu:0-1"}}, "one process trains on one device"),
+        (
+            {"backend": {"shard": "fsdp2"}, "training": {"update_dtype": "bfloat16"}},
+            'update_dtype = "model", or shard = "dp"',
+        ),
+    ],
+)
+def test_what_does_not_go_with_ranks(sections, says):
+    parse_dict({"backend": {"devices": "gpu:0-1", "shard": "dp"}, "training": {"update_dtype": "bfloat16"}})
+    assert says in config_errors(sections)
 
 
-def test_several_gpus_are_for_ranks(tmp_path):
-    file = tmp_path / "gpus.toml"
-    file.write_text('[backend]\ndevices = "gpu:0-1"\n')
-    with pytest.raises(ConfigError, match="one process trains on one device"):
-        load(file)
-    file.write_text('[backend]\ndevices = "gpu:0-1"\nshard = "dp"\n')
-    assert load(file).config.backend.named_gpus == ["gpu:0", "gpu:1"]
-
-
-def torchrun(monkeypatch, count: int) -> None:
-    """As the first of so many processes that torchrun has started."""
-    there = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+def test_what_torchrun_has_started_has_to_be_what_is_asked_for(tmp_path, monkeypatch):
+    there = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for name, value in there.items():
         monkeypatch.setenv(name, value)
-
-
-def test_torchrun_without_shard_is_refused(tmp_path, monkeypatch):
-    torchrun(monkeypatch, 2)
     with pytest.raises(UsageError, match=r'started 2 process\(es\), .* type --set backend.shard="dp"'):
         execute(planned(tmp_path / "out", []), NullObserver())
-    assert not (tmp_path / "out").exists()
-
-
-def test_torchrun_with_workers_is_refused(tmp_path, monkeypatch):
-    torchrun(monkeypatch, 2)
     with pytest.raises(UsageError, match=r'of executor = "processes" start their ranks themselves: start retrain with'):
         execute(planned(tmp_path / "out", [*on_ranks(2), "campaign.executor=processes"]), NullObserver())
     assert not (tmp_path / "out").exists()
-
-
-def test_torchrun_counts(tmp_path, monkeypatch):
-    torchrun(monkeypatch, 2)
     config = planned(tmp_path / "out", on_ranks(3)).specs[0].config
     with pytest.raises(UsageError, match=r"ranks = 3, and torchrun has started 2: type --set backend\.ranks=2"):
         team.Team(config).ranks()
-
-
-def test_every_rank_has_a_gpu_for_itself(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    config = planned(tmp_path / "out", on_ranks(3)).specs[0].config
     with pytest.raises(UsageError, match=r"3 ranks, .* means 2 GPU\(s\).*type --set backend\.ranks=2"):
         team.Team(config).ranks()

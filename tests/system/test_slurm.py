@@ -1,4 +1,4 @@
-"""Workers as jobs of Slurm, with workers that train nothing: submitit's local jobs, and a stand-in for Slurm itself."""
+"""Workers as jobs of Slurm, with workers that train nothing: the task on the node, and a stand-in for Slurm itself."""
 
 from __future__ import annotations
 
@@ -6,93 +6,64 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slurm_cases import FAST, STUB_BOOT, eventually
 
 import retrain.campaign.running.slurm as slurm
-import retrain.campaign.running.spawning as boot
-import retrain.campaign.running.workers as waiting
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.exchange import Tail, answers_of, append, commands_of, newest
+from retrain.campaign.running.exchange import Tail, answers_of, append, newest
 from retrain.campaign.running.executors import executor_of
-from retrain.campaign.running.lease import LEASE, DirectoryLock
-from retrain.campaign.running.protocol import CohortJob, JobEnded, JobStarted, Message, StepDone, Tick
+from retrain.campaign.running.lease import LEASE
+from retrain.campaign.running.protocol import JobStarted, StepDone
 from retrain.campaign.running.slurm import Cluster
 from retrain.campaign.running.slurm_task import Keeper, Task
 from retrain.campaign.running.workers import Workers
-from retrain.config import parse_dict
+from retrain.config import load, parse_dict
 from retrain.errors import MissingExtra, UsageError, WorkersLost
 from retrain.files import read_json, write_json
-from retrain.ownership import process_start
+from tests.system.clusters import FAST, STUB_BOOT, ends, events_of, eventually, job, of_kind, pids, texts
 
 pytest.importorskip("submitit")
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(boot, "BOOT", STUB_BOOT)
-    monkeypatch.setattr(waiting, "TICK_SECONDS", 0.05)
-    monkeypatch.setattr(slurm, "LOOK_SECONDS", 0.2)
-
-
 @pytest.fixture
-def locked(tmp_path):
-    with DirectoryLock(tmp_path, beat=0.5) as lock:
-        yield lock
+def workers(stub_workers, out):
+    """Makes executors, with a job submitted for each name."""
 
+    def make(count: int, *names: str, executor: str = "slurm", **keys) -> Workers:
+        return submit(stub_workers(executor, count, **keys), out, names)
 
-@pytest.fixture
-def workers(tmp_path, locked):
-    made: list[Workers] = []
-
-    def make(count: int = 2, cluster: str = "slurm", devices: str = "cpu", **keys) -> Workers:
-        campaign = {"executor": "slurm", "workers": count, "seeds": [1]}
-        config = parse_dict(
-            {"campaign": campaign, "backend": {"devices": devices}, "slurm": {"cluster": cluster} | keys}
-        )
-        cluster_of = Cluster(config, tmp_path, "my campaign", 2, FAST)
-        made.append(Workers(count, devices != "cpu", cluster_of.start, cluster_of.finish))
-        return made[-1]
-
-    yield make
-    for executor in made:
-        executor.close()
+    return make
 
 
 def cluster_of(executor: Workers) -> Cluster:
     return executor.start.__self__  # type: ignore[attr-defined]
 
 
-def job(tmp_path: Path, *runs: str) -> CohortJob:
-    return CohortJob(str(tmp_path), ".", [{"run_id": run} for run in runs], {})
+def statuses(events) -> list[str]:
+    return [end.status for end in ends(events).values()]
 
 
-def heard(executor: Workers, on=lambda event: None) -> list:
-    """All events but ticks."""
-    events = []
-    for event in executor.events():
-        on(event)
-        if not isinstance(event, Tick):
-            events.append(event)
-    return events
+def submit(executor: Workers, out: Path, names: Iterable[str]) -> Workers:
+    for name in names:
+        executor.submit(job(out, name))
+    return executor
 
 
-def ends(events) -> dict[str, JobEnded]:
-    return {event.job: event for event in events if isinstance(event, JobEnded)}
+def at_start(run: str, act):
+    """Call ``act`` with the task of the worker that begins a run."""
+
+    def on_event(event):
+        if isinstance(event, JobStarted) and event.runs == [run]:
+            act(f"4711_{int(event.worker.split()[0]) - 1}")
+
+    return on_event
 
 
-def pids(events) -> dict[str, int]:
-    return {event.run_id: event.row["pid"] for event in events if isinstance(event, StepDone)}
-
-
-def texts(events) -> list[str]:
-    return [event.text for event in events if isinstance(event, Message)]
-
-
-# The files between a controller and a worker.
+# -- the files between a controller and a worker ----------------------------------------------------------------------
 
 
 def test_lines_are_read_once_and_whole(tmp_path):
@@ -111,7 +82,7 @@ def test_lines_are_read_once_and_whole(tmp_path):
     assert tail.lines() == [b'{"d": 4}\n']
 
 
-# The task on the node.
+# -- the task on the node ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -123,8 +94,7 @@ def keeper(tmp_path):
     write_json(tmp_path / LEASE, {"token": "mine", "count": 1})
 
     def start(**pace) -> Keeper:
-        task = Task(str(tmp_path), str(folder), "mine", [], STUB_BOOT, 3, True, replace(FAST, **pace))
-        made = Keeper(task)
+        made = Keeper(Task(str(tmp_path), str(folder), "mine", [], STUB_BOOT, 3, True, replace(FAST, **pace)))
         thread = threading.Thread(target=made.keep)
         thread.start()
         started.append((made, thread))
@@ -137,85 +107,27 @@ def keeper(tmp_path):
         thread.join()
 
 
-def said(tmp_path: Path, number: int = 1) -> list[bytes]:
-    return Tail(answers_of(tmp_path / "worker_1", number)).lines()
-
-
-def test_a_task_ends_when_its_controller_is_gone(tmp_path, keeper):
-    made = keeper(patience=1.0)
+@pytest.mark.parametrize("how", ["silent", "token", "removed"])
+def test_a_task_ends_when_its_controller_is_gone_and_when_it_is_no_longer_wanted(tmp_path, keeper, how):
+    made = keeper(patience=1.0 if how == "silent" else 1000.0)
     for count in range(2, 8):  # renewed, it goes on
         write_json(tmp_path / LEASE, {"token": "mine", "count": count})
         time.sleep(0.3)
         assert not made.over
-    eventually(lambda: made.over, 20)
-    assert b'"ended"' in said(tmp_path)[-1]
-
-
-@pytest.mark.parametrize("how", ["token", "closed", "removed"])
-def test_a_task_ends_when_it_is_no_longer_wanted(tmp_path, keeper, how):
-    made = keeper(patience=1000.0)
-    append(commands_of(tmp_path / "worker_1", 1), {"id": "1", "job": {"runs": [], "directory": str(tmp_path)}})
-    eventually(lambda: any(b"JobEnded" in line for line in said(tmp_path)))
     if how == "token":
         write_json(tmp_path / LEASE, {"token": "another's", "count": 1})
-    elif how == "closed":
-        (tmp_path / "worker_1/closed").touch()
-    else:
+    elif how == "removed":
         (tmp_path / "worker_1").rename(tmp_path / "elsewhere")
     eventually(lambda: made.over, 20)
     assert newest(tmp_path / "worker_1") == (0 if how == "removed" else 1)
+    assert how == "removed" or b'"ended"' in Tail(answers_of(tmp_path / "worker_1", 1)).lines()[-1]
 
 
-def test_a_task_that_is_idle_says_that_it_lives_and_with_what_it_computes(tmp_path, keeper, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    keeper()
-    append(commands_of(tmp_path / "worker_1", 1), {"id": "1", "job": {"runs": [{"run_id": "a"}], "directory": "."}})
-    eventually(lambda: b"beat" in said(tmp_path)[-1])
-    (row,) = [line for line in said(tmp_path) if b'"step": 0, "pid"' in line]
-    assert b'"OMP_NUM_THREADS": "3", "RETRAIN_OWN_GPU": "1"' in row
+# -- jobs of this machine, by submitit --------------------------------------------------------------------------------
 
 
-def test_signals_for_the_task_mean_nothing_to_its_worker(tmp_path, keeper):
-    """Slurm may send them to all processes of a job."""
-    import json
-
-    keeper()
-    pid = json.loads(said(tmp_path)[0])["process"]
-    os.kill(pid, signal.SIGUSR1)
-    os.kill(pid, signal.SIGUSR2)
-    append(commands_of(tmp_path / "worker_1", 1), {"id": "1", "job": {"runs": [], "directory": "."}})
-    eventually(lambda: any(b"JobEnded" in line for line in said(tmp_path)))
-    assert newest(tmp_path / "worker_1") == 1
-
-
-# Jobs of this machine, by submitit.
-
-
-def test_workers_of_this_machine_do_jobs_die_and_are_replaced_in_the_same_job(tmp_path, workers):
-    executor = workers(2, "local")
-    handles = [executor.submit(job(tmp_path, *names)) for names in (("a", "b"), ("once-die",), ("c",))]
-    events = heard(executor)
-    assert [ends(events)[handle.id].status for handle in handles] == ["done", "died", "done"]
-    host = os.uname().nodename
-    assert {event.worker for event in events if isinstance(event, JobStarted)} == {f"1 {host}", f"2 {host}"}
-    assert "was ended by SIGKILL, as when memory runs out" in ends(events)[handles[1].id].reason
-    again = executor.submit(job(tmp_path, "once-die"))
-    executor.submit(job(tmp_path, "d"))
-    later = heard(executor)
-    assert {end.status for end in ends(later).values()} == {"done"}
-    assert pids(later)["once-die"] != pids(events)["once-die"]
-    assert again.id in ends(later)
-    folder = tmp_path / "workers/slurm_1"
-    assert read_json(folder / "jobs.json")["jobs"].keys() == {"1", "2"}
-    executor.close()
-    assert all(process_start(pid) is None for pid in (pids(events) | pids(later)).values())
-    assert read_json(folder / "jobs.json")["closed"]
-    assert sorted(path.name for path in (tmp_path / "workers").iterdir()) == ["slurm_1"]  # nothing was asked again
-
-
-def test_a_signal_before_the_time_limit_ends_a_job_and_the_worker_comes_back(tmp_path, workers):
-    executor = workers(1, "local")
-    handle, sent = executor.submit(job(tmp_path, "wait")), []
+def test_a_signal_before_the_time_limit_ends_a_job_and_the_worker_comes_back(out, workers):
+    executor, sent = workers(1, "wait", executor="slurm, local"), []
 
     def signal_once(event):
         if isinstance(event, StepDone) and not sent:
@@ -223,33 +135,34 @@ def test_a_signal_before_the_time_limit_ends_a_job_and_the_worker_comes_back(tmp
             task = f"/proc/{sent[0]}/task/{sent[0]}/children"
             os.kill(int(Path(task).read_text().split()[0]), signal.SIGUSR1)
 
-    events = heard(executor, signal_once)
-    # The stub ends at once when there are no more commands: its job has not been asked to stop.
-    assert ends(events)[handle.id].status == "died"
-    executor.submit(job(tmp_path, "b"))
-    later = heard(executor)
-    assert [end.status for end in ends(later).values()] == ["done"]
-    assert any("was told to make room: all is saved" in text for text in [*texts(events), *texts(later)])
+    events = events_of(executor, signal_once)
+    assert statuses(events) == ["died"]  # the stub ends at once when there are no more commands
+    later = events_of(submit(executor, out, "b"))
+    assert statuses(later) == ["done"]
+    assert any("was told to make room: all is saved" in text for text in texts([*events, *later]))
     assert cluster_of(executor).places[0].job.job_id == sent[0]
-    assert newest(tmp_path / "workers/slurm_1/worker_1") == 2
+    assert newest(out / "workers/slurm_1/worker_1") == 2
+    executor.close()
+    assert read_json(out / "workers/slurm_1/jobs.json")["closed"]
 
 
-# Slurm, played.
+# -- the stand-in for Slurm -------------------------------------------------------------------------------------------
 
 
-def test_all_workers_are_one_array_with_what_was_asked_for(tmp_path, workers, standin):
+def test_all_workers_are_one_array_with_what_was_asked_for(out, workers, standin, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     executor = workers(
-        3, devices="auto", partition="gpu", time="2-12:00:00", notice_s=120, account="lab", qos="long",
+        3, "a", "b", "c", devices="auto", partition="gpu", time="2-12:00:00", notice_s=120, account="lab", qos="long",
         constraint="a100&nvlink", gpu_type="h100", cpus=2, memory="64G", setup=["export ASKED=yes"],
         extra={"exclude": "node7", "exclusive": True},
     )  # fmt: skip
-    for name in ("a", "b", "c"):
-        executor.submit(job(tmp_path, name))
-    events = heard(executor)
-    assert [end.status for end in ends(events).values()] == ["done"] * 3
+    events = events_of(executor)
+    assert statuses(events) == ["done"] * 3
+    rows = [event.row for event in of_kind(events, StepDone)]
+    assert {(row["RETRAIN_OWN_GPU"], row["OMP_NUM_THREADS"]) for row in rows} == {("1", "2")}
     assert len(standin.calls("sbatch")) == 1
     options = {line.removeprefix("#SBATCH --") for line in standin.script() if line.startswith("#SBATCH")}
-    folder = tmp_path / "workers/slurm_1"
+    folder = out / "workers/slurm_1"
     assert options >= {
         "array=0-2%3", "job-name=retrain-my-campaign", "partition=gpu", "time=3600", "signal=USR1@120", "requeue",
         "account=lab", "qos=long", "constraint='a100&nvlink'", "gpus-per-node=h100:1", "cpus-per-task=2", "mem=64G",
@@ -262,29 +175,25 @@ def test_all_workers_are_one_array_with_what_was_asked_for(tmp_path, workers, st
     eventually(lambda: {standin.state(f"4711_{index}") for index in range(3)} == {"COMPLETED"})
 
 
-def test_another_option_for_gpus_stands_alone(tmp_path):
-    def options(devices, ranks=None, **keys):
+def test_gpus_that_are_asked_for():
+    def options(devices="auto", ranks=None, **keys):
         campaign = {"executor": "slurm", "workers": 2} | ({"gpus_per_cohort": ranks} if ranks else {})
         backend = {"devices": devices} | ({"shard": "dp"} if ranks else {})
-        config = parse_dict({"campaign": campaign, "backend": backend, "slurm": keys})
-        return slurm.sbatch_options(config, "x")
+        return slurm.sbatch_options(parse_dict({"campaign": campaign, "backend": backend, "slurm": keys}), "x")
 
-    assert options("auto")["gpus_per_node"] == 1
-    assert options("auto", ranks=4)["gpus_per_node"] == 4
-    assert options("auto", ranks=4, gpu_type="h100")["gpus_per_node"] == "h100:4"
+    assert options()["gpus_per_node"] == 1
+    assert options(ranks=4, gpu_type="h100")["gpus_per_node"] == "h100:4"
     assert "gpus_per_node" not in options("cpu")
-    assert "gpus_per_node" not in options("auto", extra={"gres": "gpu:1"})
-    more = options("auto", extra={"gres": "gpu:1"})["additional_parameters"]
-    assert more == {"requeue": True, "signal": "USR1@90", "gres": "gpu:1"}
+    own = options(extra={"gres": "gpu:1"})  # another option for GPUs stands alone
+    assert "gpus_per_node" not in own
+    assert own["additional_parameters"] == {"requeue": True, "signal": "USR1@90", "gres": "gpu:1"}
 
 
-def test_a_job_goes_to_a_worker_that_runs_and_what_waits_is_cancelled(tmp_path, workers, standin, monkeypatch):
+def test_a_job_goes_to_a_worker_that_runs_and_what_waits_is_cancelled(workers, standin, monkeypatch):
     monkeypatch.setattr(slurm, "WAIT_SECONDS", 0.5)
     standin.room(1)
-    executor = workers(3)
-    for name in "abcd":
-        executor.submit(job(tmp_path, name))
-    events = heard(executor)
+    executor = workers(3, *"abcd")
+    events = events_of(executor)
     assert len({*pids(events).values()}) == 1
     assert len(pids(events)) == 4
     (note,) = [text for text in texts(events) if "asked of Slurm" in text]
@@ -294,110 +203,54 @@ def test_a_job_goes_to_a_worker_that_runs_and_what_waits_is_cancelled(tmp_path, 
     eventually(lambda: sorted(standin.state(f"4711_{n}") for n in range(3)) == ["CANCELLED by 0"] * 2 + ["COMPLETED"])
 
 
-def test_a_stop_needs_no_worker(tmp_path, workers, standin):
-    standin.room(0)
-    executor = workers(2)
-    handles = [executor.submit(job(tmp_path, name)) for name in "ab"]
-    ticks = []
+def test_a_worker_that_somebody_cancels_is_not_asked_for_again(out, workers, standin):
+    executor, cancelled = workers(2, "wait-a", "b"), []
 
-    def stop(event):
-        ticks.append(event)
-        if len(ticks) == 5:
-            for handle in handles:
-                handle.stop()
+    def cancel(task):
+        cancelled.append(int(task[-1]) + 1)
+        os.system(f"scancel {task}")
 
-    assert [end.status for end in ends(heard(executor, stop)).values()] == ["stopped", "stopped"]
-
-
-def test_before_its_time_limit_a_job_is_put_back_and_goes_on(tmp_path, workers, standin):
-    executor = workers(2)
-    executor.submit(job(tmp_path, "wait"))
-    executor.submit(job(tmp_path, "b"))
-    sent = []
-
-    def at_the_limit(event):
-        if isinstance(event, JobStarted) and event.runs == ["wait"]:
-            sent.append(f"4711_{int(event.worker.split()[0]) - 1}")
-            os.system(f"scancel --signal=USR1 {sent[0]}")
-
-    heard(executor, at_the_limit)
-    eventually(lambda: standin.calls("scontrol") == [["requeue", sent[0]]])
-    eventually(lambda: standin.state(sent[0]) == "RUNNING")
-    for name in "cdef":
-        executor.submit(job(tmp_path, name))
-    events = heard(executor)
-    assert {end.status for end in ends(events).values()} == {"done"}
+    events = events_of(executor, at_start("wait-a", cancel))
+    assert statuses(events).count("died") == 1
+    later = events_of(submit(executor, out, "cde"))
+    assert statuses(later) == ["done"] * 3
+    assert {int(event.worker.split()[0]) for event in of_kind(later, JobStarted)} == {3 - cancelled[0]}
+    (told,) = [text for text in texts([*events, *later]) if "was cancelled" in text]
+    assert told.endswith("Slurm says CANCELLED; no other is asked for in its place")
     assert len(standin.calls("sbatch")) == 1
 
 
-def test_a_worker_that_somebody_cancels_is_not_asked_for_again(tmp_path, workers, standin, monkeypatch):
-    executor = workers(2)
-    first, _ = executor.submit(job(tmp_path, "wait-a")), executor.submit(job(tmp_path, "b"))
-    done = []
+def test_a_worker_that_ends_otherwise_is_asked_for_again(out, workers, standin):
+    executor, tasks = workers(2, "wait-a", "b"), []
 
-    def cancel(event):
-        if isinstance(event, JobStarted) and event.runs == ["wait-a"]:
-            done.append(int(event.worker.split()[0]))
-            os.system(f"scancel 4711_{done[0] - 1}")
+    def fail(task):
+        tasks.append(task)
+        os.kill(standin.pid(task), signal.SIGKILL)
 
-    events = heard(executor, cancel)
-    assert ends(events)[first.id].status == "died"
-    for name in "cde":
-        executor.submit(job(tmp_path, name))
-    later = heard(executor)
-    assert {end.status for end in ends(later).values()} == {"done"}
-    assert {int(event.worker.split()[0]) for event in later if isinstance(event, JobStarted)} == {3 - done[0]}
-    said = [text for text in [*texts(events), *texts(later)] if "was cancelled" in text]
-    assert len(said) == 1
-    assert said[0].endswith("Slurm says CANCELLED; no other is asked for in its place")
-    assert len(standin.calls("sbatch")) == 1
-
-
-def test_a_worker_that_ends_otherwise_is_asked_for_again(tmp_path, workers, standin):
-    executor = workers(2)
-    first, _ = executor.submit(job(tmp_path, "wait-a")), executor.submit(job(tmp_path, "b"))
-    task = []
-
-    def fail(event):
-        if isinstance(event, JobStarted) and event.runs == ["wait-a"]:
-            task.append(f"4711_{int(event.worker.split()[0]) - 1}")
-            os.kill(int((standin.home / f"pid_{task[0]}").read_text()), signal.SIGKILL)
-
-    events = heard(executor, fail)
-    end = ends(events)[first.id]
-    assert end.status == "died"
-    assert f"(job {task[0]}) was ended: Slurm says FAILED; what it printed is in" in end.reason
-    assert end.reason.endswith(f"slurm_1/{task[0]}_0_log.out")
-    for name in "cd":
-        executor.submit(job(tmp_path, name))
-    assert {end.status for end in ends(heard(executor)).values()} == {"done"}
+    events = events_of(executor, at_start("wait-a", fail))
+    (end,) = [end for end in ends(events).values() if end.status == "died"]
+    assert f"(job {tasks[0]}) was ended: Slurm says FAILED; what it printed is in" in end.reason
+    assert end.reason.endswith(f"slurm_1/{tasks[0]}_0_log.out")
+    assert statuses(events_of(submit(executor, out, "cd"))) == ["done"] * 2
     assert len(standin.calls("sbatch")) == 2
-    assert read_json(tmp_path / "workers/slurm_2/jobs.json")["jobs"] == {str(int(task[0][-1]) + 1): "4712"}
+    assert read_json(out / "workers/slurm_2/jobs.json")["jobs"] == {str(int(tasks[0][-1]) + 1): "4712"}
 
 
-def test_where_no_worker_begins_the_campaign_ends_and_says_why(tmp_path, workers, standin):
-    executor = workers(2, setup=["echo no such module >&2", "exit 3"])
-    for name in "ab":
-        executor.submit(job(tmp_path, name))
-    heard_of: list = []
+def test_where_no_worker_begins_the_campaign_ends_and_says_why(out, workers, standin, capfd):
+    executor = workers(2, "a", "b", setup=["echo no such module >&2", "exit 3"])
     with pytest.raises(WorkersLost, match=r"no worker is left: worker \d \(job 4711_\d\) did not begin: Slurm says F"):
-        heard_of.extend(heard(executor))
-    assert "no such module" in (tmp_path / "workers/slurm_1/4711_0_0_log.out").read_text()
-
-
-def test_what_slurm_refuses_is_one_error(tmp_path, workers, standin, capfd):
-    executor = workers(2, partition="nosuch")
-    executor.submit(job(tmp_path, "a"))
+        events_of(executor)
+    assert "no such module" in (out / "workers/slurm_1/4711_0_0_log.out").read_text()
+    capfd.readouterr()
+    refused = workers(2, "a", partition="nosuch")
     with pytest.raises(UsageError, match=r"Slurm takes no job: sbatch: error: invalid partition specified: nosuch; "):
-        heard(executor)
+        events_of(refused)
     assert capfd.readouterr().err == ""
 
 
-def test_what_an_earlier_controller_left_is_cancelled(tmp_path, workers, standin):
+def test_what_an_earlier_controller_left_is_cancelled(out, workers, standin):
     standin.room(1)
-    executor = workers(3)
-    for name in ("wait", "b", "c"):
-        executor.submit(job(tmp_path, name))
+    executor = workers(3, "wait", "b", "c")
     events = executor.events()
     next(event for event in events if isinstance(event, StepDone))
     lost = cluster_of(executor)
@@ -405,61 +258,35 @@ def test_what_an_earlier_controller_left_is_cancelled(tmp_path, workers, standin
     executor._seats = [None] * 3
     events.close()
     standin.room(4)
-    another = workers(1)
-    another.submit(job(tmp_path, "d"))
-    assert [end.status for end in ends(heard(another)).values()] == ["done"]
+    assert statuses(events_of(workers(1, "d"))) == ["done"]
     assert ["--state=PENDING", "4711_0", "4711_1", "4711_2"] in standin.calls("scancel")
     eventually(lambda: all(place.rests() for place in lost.places.values()))
-    assert "RUNNING" not in {standin.state(f"4711_{index}") for index in range(3)} or eventually(
-        lambda: "RUNNING" not in {standin.state(f"4711_{index}") for index in range(3)}
-    )
-    assert newest(tmp_path / "workers/slurm_2/worker_1") == 1
+    eventually(lambda: "RUNNING" not in {standin.state(f"4711_{index}") for index in range(3)})
+    assert newest(out / "workers/slurm_2/worker_1") == 1
 
 
-def test_what_is_given_up_is_killed_and_its_jobs_cancelled(tmp_path, workers, standin):
-    executor = workers(2)
-    executor.submit(job(tmp_path, "wait"))
-    executor.submit(job(tmp_path, "wait-too"))
-    events = executor.events()
-    pid = next(event.row["pid"] for event in events if isinstance(event, StepDone))
-    events.close()
-    executor.close()
-    assert process_start(pid) is None
-    assert ["4711_0", "4711_1"] in standin.calls("scancel")
-
-
-def test_a_worker_that_falls_silent_is_given_up(tmp_path, workers, standin, monkeypatch):
-    executor = workers(1)
-    handle = executor.submit(job(tmp_path, "wait"))
+def test_a_worker_that_falls_silent_is_given_up(out, workers, standin, monkeypatch):
+    executor = workers(1, "wait")
 
     def freeze(event):
         if isinstance(event, StepDone):
             monkeypatch.setattr(slurm, "SILENCE_SECONDS", 2.0)
-            os.kill(int((standin.home / "pid_4711").read_text()), signal.SIGSTOP)
+            os.kill(standin.pid("4711"), signal.SIGSTOP)
 
-    end = ends(heard(executor, freeze))[handle.id]
+    (end,) = ends(events_of(executor, freeze)).values()
     assert end.status == "died"
     assert "has said nothing for 2 s" in end.reason
     eventually(lambda: standin.state("4711") == "CANCELLED by 0")
-    executor.submit(job(tmp_path, "b"))
-    assert [end.status for end in ends(heard(executor)).values()] == ["done"]
-
-
-# What has to be there.
-
-
-def plan_of(tmp_path: Path, **keys) -> Plan:
-    from retrain.config import load
-
-    path = tmp_path / "some.toml"
-    path.write_text('[campaign]\nseeds = [1]\nexecutor = "slurm"\nworkers = 2\n')
-    return Plan.of(load(path), tmp_path / "out")
+    assert statuses(events_of(submit(executor, out, "b"))) == ["done"]
 
 
 def test_without_slurm_or_submitit_it_says_what_to_type(tmp_path, monkeypatch):
+    path = tmp_path / "some.toml"
+    path.write_text('[campaign]\nseeds = [1]\nexecutor = "slurm"\nworkers = 2\n')
+    plan = Plan.of(load(path), tmp_path / "out")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match=r"there is no sbatch on this machine; .*type --executor processes"):
-        executor_of(plan_of(tmp_path))
+        executor_of(plan)
     monkeypatch.setattr(slurm, "is_installed", lambda module: False)
     with pytest.raises(MissingExtra, match=r"needs the package submitit: pip install '\.\[slurm\]'"):
-        executor_of(plan_of(tmp_path))
+        executor_of(plan)

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wandb_server import wandb_server
+from programs.wandb_server import wandb_server
 
 from retrain.files import read_jsonl
+from tests.system.clusters import eventually
 
 RECORD = """
 import json, os, signal, sys
@@ -56,14 +57,6 @@ NAMESAKE = f"""{RECORD}
 with RunRecorder(Path(sys.argv[1]), settings("trackio", wandb_project=sys.argv[2])) as recorder:
     play(recorder, 0, 2)
 """
-COHORT = f"""{RECORD}
-runs = [RunRecorder(Path(sys.argv[1]) / str(s), settings("trackio", wandb_project="mine")) for s in (1, 2)]
-for number in range(3):  # two runs of a cohort, side by side
-    for run in runs:
-        play(run, number, number + 1)
-for run in runs:
-    run.close()
-"""
 CURVES = """
 import json
 from trackio.sqlite_storage import SQLiteStorage
@@ -78,10 +71,9 @@ def python(code: str, *arguments: object, **environment: str) -> subprocess.Pope
     """Start a process that runs this code, with a wandb service of its own."""
     folders = os.pathsep.join(str(folder) for folder in (Path(__file__).parents[1], Path(__file__).parents[2]))
     inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)], env=inherited | {"PYTHONPATH": folders} | environment,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    words = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(words, env=inherited | {"PYTHONPATH": folders} | environment, text=True, **pipes)
 
 
 def output(process: subprocess.Popen[str], status: int = 0) -> str:
@@ -126,10 +118,7 @@ def test_a_killed_wandb_run_has_no_gap_on_the_server(tmp_path):
     with wandb_server() as server:
         online = {"WANDB_MODE": "online", "WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40}
         killed = python(KILLED, tmp_path, "wandb", "wait", **online)
-        deadline = time.monotonic() + 60
-        while not any(run["lines"] for run in server.runs.values()):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        eventually(lambda: any(run["lines"] for run in server.runs.values()))
         killed.communicate("\n", timeout=60)
         output(python(RESUMED, tmp_path, "wandb", **online))
         (run_id,) = server.runs
@@ -164,11 +153,3 @@ def test_a_killed_trackio_run_is_continued_whatever_has_its_name(tmp_path):
     assert names == ("grpo+none", "grpo+none")
     assert sorted(losses) == [[[n, n / 8] for n in range(last)] for last in (2, 8)]
     assert sorted(evaluations) == [[0, 2], [0, 2, 4, 6, 8]]
-
-
-def test_trackio_keeps_the_runs_of_a_cohort_apart(tmp_path):
-    pytest.importorskip("trackio")
-    home = {"TRACKIO_DIR": str(tmp_path / "trackio")}
-    assert output(python(COHORT, tmp_path, **home)) == ""
-    curves = [json.loads(line)[1:] for line in output(python(CURVES, **home)).splitlines()]
-    assert curves == [[[[0, 0.0], [1, 0.125], [2, 0.25]], [0, 2]]] * 2

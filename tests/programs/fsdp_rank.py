@@ -1,10 +1,11 @@
-"""One of several processes that hold a model together, by itself: what it holds when, in bytes."""
+"""One of several processes that hold a model together: the bytes that it holds while it loads, samples and trains."""
 
 from __future__ import annotations
 
 import json
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 WATCH_SECONDS = 0.005
@@ -16,27 +17,20 @@ def anonymous() -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
-class Peak:
-    """The most that this process has held in the block beyond what it held before."""
+@contextmanager
+def peak():
+    """The most that this process holds in the block beyond what it held before, in a list."""
+    before, most, over = anonymous(), [0], threading.Event()
 
-    def __enter__(self):
-        self.before = self.most = anonymous()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
+    def watch() -> None:
+        while not over.wait(WATCH_SECONDS):
+            most[0] = max(most[0], anonymous() - before)
 
-    def _watch(self) -> None:
-        while not self._done.wait(WATCH_SECONDS):
-            self.most = max(self.most, anonymous())
-
-    def __exit__(self, *_):
-        self._done.set()
-        self._thread.join()
-
-    @property
-    def bytes(self) -> int:
-        return self.most - self.before
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield most
+    over.set()
+    thread.join()
 
 
 def storages(base) -> int:
@@ -71,10 +65,10 @@ def measure(rank: int, count: int, port: int, model: str, out: str) -> None:
     join(rank, count, dist.TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False))
     company = Company.form("cpu", 120.0)
     files = look_at(parse_dict({"model": {"model": model}}))
-    with Peak() as loading, company.work():
+    with peak() as loading, company.work():
         base = load_weights(files, "cpu", "float32", company)
     between = storages(base)
-    with Peak() as working:
+    with peak() as working:
         with company.work():
             lanes = Lanes(base)
             backbone_of(base)
@@ -87,8 +81,6 @@ def measure(rank: int, count: int, port: int, model: str, out: str) -> None:
             sample = Sample.single_turn([3, 4, 5], tokens, zeros, zeros)
             logprobs, _ = token_logprobs(base, collate([sample], base), 1.0)
             logprobs.sum().backward()
-    largest = max(sum(w.numel() for w in layer.parameters()) for layer in base.model.model.layers)
-    ends = sum(w.numel() for w in (base.model.model.embed_tokens.weight, base.model.lm_head.weight))
     assert adapter.flat.grad is not None
     found = {
         "fast": engine.fast,
@@ -97,10 +89,9 @@ def measure(rank: int, count: int, port: int, model: str, out: str) -> None:
         "after": storages(base),
         "held": base.held_bytes,
         "own": base.held_bytes - base.presence.passing_bytes,
-        "layer": 4 * largest,
-        "ends": 4 * ends,
-        "loading": loading.bytes,
-        "working": working.bytes,
+        "layer": 4 * max(sum(w.numel() for w in layer.parameters()) for layer in base.model.model.layers),
+        "loading": loading[0],
+        "working": working[0],
         "logprobs": logprobs.sum().item(),
         "sampled": float(np.sum(action.logprobs_T)),
         "gradient": adapter.flat.grad.norm().item(),
@@ -110,4 +101,4 @@ def measure(rank: int, count: int, port: int, model: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    measure(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    measure(*map(int, sys.argv[1:4]), *sys.argv[4:])

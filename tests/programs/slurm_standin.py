@@ -56,19 +56,15 @@ def sbatch(file: str) -> None:
     if options.get("partition") == "nosuch":
         sys.exit("sbatch: error: invalid partition specified: nosuch")
     with locked():
-        number = HOME / "number"
-        job = int(number.read_text()) + 1 if number.exists() else 4711
-        number.write_text(str(job))
-    script = HOME / f"script_{job}.sh"
-    script.write_text(text)
+        job = 4711 + len(list(HOME.glob("script_*")))
+        (HOME / f"script_{job}.sh").write_text(text)
     last = re.match(r"0-(\d+)", options.get("array", ""))
     tasks = [f"{job}_{index}" for index in range(int(last[1]) + 1)] if last else [str(job)]
     for task in tasks:
         set_state(task, "PENDING")
         log = options["output"].replace("%A", str(job)).replace("%a", task.partition("_")[2]).replace("%j", str(job))
-        words = [sys.executable, __file__, "node", task, log]
-        subprocess.Popen(words, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                         stderr=subprocess.DEVNULL)  # fmt: skip
+        quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        subprocess.Popen([sys.executable, __file__, "node", task, log], start_new_session=True, **quiet)
     print(f"Submitted batch job {job}")
 
 
@@ -87,9 +83,9 @@ def node(task: str, log: str) -> None:
     """What carries a task out, until it has ended for good."""
     job, _, index = task.partition("_")
     array = {"SLURM_ARRAY_JOB_ID": job, "SLURM_ARRAY_TASK_ID": index} if index else {}
-    own = {"SLURM_JOB_ID": str(10 * int(job) + int(index or 0)) if index else job, "SLURM_NTASKS": "1",
-           "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
-           "SLURM_JOB_NODELIST": f"node{index or 0}", "STANDIN_TASK": task}  # fmt: skip
+    own = dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"), "0")
+    own |= {"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": f"node{index or 0}"}
+    own |= {"SLURM_JOB_ID": f"{job}{index}", "STANDIN_TASK": task}
     while True:
         while not begin(task):
             if state(task) != "PENDING" or not HOME.exists():

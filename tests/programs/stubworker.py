@@ -45,10 +45,6 @@ def first_time(job: dict, run: str) -> bool:
     return not seen
 
 
-def fault(name: str, kind: str, text: str) -> None:
-    say(name, fault={"kind": kind, "text": text})
-
-
 def train(name: str, job: dict) -> str | None:
     """How the job ends; None when a fault was said."""
     say(name, begun=True)
@@ -63,9 +59,10 @@ def train(name: str, job: dict) -> str | None:
                     print("something is wrong")
                     os._exit(7)
                 if "full" in run:
-                    return fault(name, "StorageError", "out cannot be written: no space left")
+                    return say(name, fault={"kind": "StorageError", "text": "out cannot be written: no space left"})
                 if "lost" in run:
-                    fault(name, "DeviceLost", "CUDA error: an illegal memory access was encountered")
+                    text = "CUDA error: an illegal memory access was encountered"
+                    say(name, fault={"kind": "DeviceLost", "text": text})
                     sys.exit(1)
             while "wait" in run and name not in stopped:
                 time.sleep(0.01)
@@ -75,8 +72,8 @@ def train(name: str, job: dict) -> str | None:
     return "done"
 
 
-SHARES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RETRAIN_OWN_GPU", "RETRAIN_MEMORY_SHARE")
-env = {key: os.environ.get(key) for key in SHARES}
+names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RETRAIN_OWN_GPU", "RETRAIN_MEMORY_SHARE")
+env = {name: os.environ.get(name) for name in names}
 threading.Thread(target=listen, daemon=True).start()
 while True:
     with came:

@@ -57,20 +57,12 @@ class WandbServer:
         run = self.runs[run_id]
         tail = [run["lines"][number] for number in sorted(run["lines"])][-1:]
         return {
-            "id": run_id,
-            "name": run_id,
-            "displayName": run["displayName"],
-            "summaryMetrics": run["summary"],
-            "logLineCount": 0,
-            "eventsLineCount": 0,
-            "historyLineCount": len(run["lines"]),
-            "historyTail": json.dumps(tail),
-            "eventsTail": "[]",
-            "config": "{}",
-            "tags": [],
+            "id": run_id, "name": run_id, "displayName": run["displayName"], "summaryMetrics": run["summary"],
+            "logLineCount": 0, "eventsLineCount": 0, "historyLineCount": len(run["lines"]),
+            "historyTail": json.dumps(tail), "eventsTail": "[]", "config": "{}", "tags": [],
             "wandbConfig": '{"t": 1}',
             "project": {"id": "p", "name": run["project"] or "p", "entity": {"id": "e", "name": "e"}},
-        }
+        }  # fmt: skip
 
 
 @contextmanager

@@ -1,0 +1,263 @@
+"""A Ray cluster of this machine: where workers and servers are placed, and deaths of actors and nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+import pytest
+from toycampaign import campaign, toy_world
+from worker_cases import Heard
+
+import retrain.campaign.running.raycluster as raycluster
+from retrain.campaign.running.controller import launch
+from retrain.campaign.running.protocol import JobStarted, StepDone
+from retrain.campaign.running.raycluster import slots_in
+from retrain.config import load, parse_dict
+from retrain.errors import UsageError
+from retrain.files import read_json, write_json
+from retrain.ownership import MARK, process_start
+from tests.system.clusters import (
+    SERVE,
+    Nodes,
+    check_complete,
+    cluster_of,
+    ends,
+    events_of,
+    eventually,
+    job,
+    of_kind,
+    texts,
+)
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.timeout(600)
+NODE = {"num_cpus": 1, "num_gpus": 1}
+
+
+@pytest.fixture(autouse=True)
+def disconnected():
+    yield
+    assert not ray.is_initialized()
+
+
+@pytest.fixture
+def workers(stub_workers):
+    return lambda *sets, count='"auto"': stub_workers("ray", count, *sets)
+
+
+def all_waiting(handles, count, heard):
+    """Stop the jobs once ``count`` workers have begun; ``heard`` collects the rows of their steps."""
+
+    def on_event(event):
+        if isinstance(event, StepDone):
+            heard.append(event.row)
+        if len({row["pid"] for row in heard}) == count:
+            for handle in handles:
+                handle.stop()
+
+    return on_event
+
+
+@pytest.mark.parametrize("device", ["gpu:0", "cpu"])
+def test_each_gpu_of_the_cluster_has_a_worker_or_each_cpu(out, workers, monkeypatch, device):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    made = workers(*(["backend.devices=cpu"] if device == "cpu" else []))
+    assert (made.slots, made.has_gpu()) == (2, device != "cpu")
+    handles, rows = [made.submit(job(out, name)) for name in ("wait-a", "wait-b")], []
+    events = events_of(made, all_waiting(handles, 2, rows))
+    address = ray.util.get_node_ip_address()
+    names = {event.worker for event in of_kind(events, JobStarted)}
+    assert names == {f"{number} {address} {device}" for number in (1, 2)}
+    assert {(row["RETRAIN_OWN_GPU"], row["OMP_NUM_THREADS"]) for row in rows} == {
+        (None if device == "cpu" else "1", "1")
+    }
+    assert device == "cpu" or {row["CUDA_VISIBLE_DEVICES"] for row in rows} == {"0"}
+    assert sorted(path.name for path in (out / "workers").iterdir()) == ["worker_1.log", "worker_2.log"]
+
+
+def test_an_actor_that_dies_takes_its_worker_along(out, workers):
+    made = workers(count=1)
+    made.submit(job(out, "wait"))
+
+    def kill(event):
+        if isinstance(event, StepDone):
+            ray.kill(made.start.__self__.links[0]._actor)
+
+    events = events_of(made, kill)
+    pid = of_kind(events, StepDone)[0].row["pid"]
+    (end,) = ends(events).values()
+    assert end.status == "died"
+    assert end.reason.endswith(f"(process {pid}) was lost with its Ray actor")
+    eventually(lambda: process_start(pid) is None)
+
+
+def test_who_waits_for_room_is_told_once_and_needs_none_where_others_are_free(out, workers, monkeypatch):
+    monkeypatch.setattr(raycluster, "ROOM_SECONDS", 0.5)
+    made = workers(count=5)
+    handles = [made.submit(job(out, "a-wait" if n == 0 else f"b{n}")) for n in range(5)]
+    heard = []
+
+    def stop(event):
+        heard.append(event)
+        if texts(heard) and len(ends(heard)) == 4:  # all others were done by the worker that had room
+            handles[0].stop()
+
+    events = events_of(made, stop)
+    assert sorted(end.status for end in ends(events).values()) == ["done"] * 4 + ["stopped"]
+    assert len({event.row["pid"] for event in of_kind(events, StepDone)}) == 2
+    (told,) = texts(events)
+    assert "waits for room in the Ray cluster: it asks for 1 GPU and 1 CPU, and of what the cluster has" in told
+    assert told.endswith("are free: 0 of 2 GPUs, 0 of 2 CPUs")
+
+
+def test_nodes_that_do_not_share_the_directory_are_named(out, workers):
+    made = workers()
+    start = made.start
+
+    def elsewhere(slots):
+        links = list(start(slots))  # they know the owner, and then there is another directory of that name
+        write_json(out / MARK, read_json(out / MARK) | {"owner": "b" * 32})
+        return links
+
+    made.start = elsewhere
+    made.submit(job(out, "a"))
+    with pytest.raises(UsageError, match=r"node [\d.]+ \(.*\) does not see .*/out: a campaign on a Ray cluster needs"):
+        list(made.events())
+    assert not (out / "workers").exists()
+
+
+def test_a_node_that_vanishes_costs_its_worker(out, workers, nodes):
+    made = workers()
+    handles = [made.submit(job(out, name)) for name in ("wait-a", "wait-b")]
+    heard, removed = [], []
+
+    def disturb(event):
+        heard.append(event)
+        if len({event.run_id for event in of_kind(heard, StepDone)}) == 2 and not removed:
+            removed.append(nodes.remove(1))
+        if any(end.status == "died" for end in ends(heard).values()):
+            for handle in handles:
+                handle.stop()
+
+    found = sorted((end.status, end.reason) for end in ends(events_of(made, disturb)).values())
+    assert [status for status, _ in found] == ["died", "stopped"]
+    assert "was lost with its" in found[0][1]
+    nodes.add(**NODE)
+    handle = made.submit(job(out, "c"))
+    assert ends(events_of(made))[handle.id].status == "done"
+
+
+def test_workers_have_a_part_of_a_gpu_or_several(out, workers, nodes):
+    nodes.add(num_cpus=2, num_gpus=2)
+    for count, sets, seen in (
+        (4, ["campaign.gpus_per_cohort=0.5"], {("0", "0.5"), ("1", "0.5")}),
+        (1, ["campaign.gpus_per_cohort=2", 'backend.shard="dp"'], {("0,1", "1")}),
+    ):
+        made = workers(*sets, count=count)
+        handles, rows = [made.submit(job(out, f"wait-{number}")) for number in range(count)], []
+        events_of(made, all_waiting(handles, count, rows))
+        assert {(row["CUDA_VISIBLE_DEVICES"], row["RETRAIN_MEMORY_SHARE"]) for row in rows} <= seen
+        made.close()
+    nodes.remove(len(nodes.members) - 1)
+
+
+def test_no_cluster_and_no_room_are_one_line(workers, nodes, monkeypatch):
+    with pytest.raises(UsageError, match=r"no node of the Ray cluster has 64 CPUs and 1 GPU.* --workers 4"):
+        workers("ray.cpus=64")
+    assert not ray.is_initialized()
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(UsageError, match=r'at [\d.]+:1 \(address "auto"\).* type: ray start --head, or --addr'):
+        workers("ray.address=auto")
+    monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+    assert workers("ray.address=auto").slots >= 2  # a node that is gone counts for a while
+
+
+# -- servers ----------------------------------------------------------------------------------------------------------
+
+KEY = "RETRAIN_TEST_FLEET_KEY"
+SERVED = (
+    "training.save_every=1", "squeeze.enabled=false", "training.eval_every=0", "campaign.lanes=2",
+    "backend.devices=cpu", "campaign.executor=ray", "campaign.workers=2", "inference.engine=openai",
+    "inference.patience_s=240", "inference.timeout_s=60", f"inference.api_key_env={KEY}",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def large():
+    """A cluster with room for workers and servers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY, "of all nodes")
+        with cluster_of({"num_cpus": 2}, {"num_cpus": 2}) as made:
+            yield made
+
+
+@pytest.fixture
+def load_served(tmp_path, tmp_path_factory, large):
+    def served(command: str, steps: int, *sets: str):
+        toy = toy_world(tmp_path_factory.mktemp("toy"))
+        sets = (*SERVED, f"ray.address={large.address}", f"inference.launch='{command}'", *sets)
+        return load(campaign(tmp_path, toy, steps=steps), [*sets])
+
+    return served
+
+
+def servers(nodes: Nodes) -> list[psutil.Process]:
+    """The servers of the cluster's actors; another test's are none of them."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            found += [process] * ("minder.py" in " ".join(process.cmdline()) and bool(nodes.that_have(process.pid)))
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_servers_and_workers_share_a_cluster_that_loses_a_node(out, load_served, large):
+    """The only server is killed, then its node vanishes with whatever is on it; another comes."""
+    removed = []
+
+    def server() -> psutil.Process:  # steps that had their samples are reported while a dead one is being replaced
+        eventually(lambda: servers(large))
+        return servers(large)[0]
+
+    def disturb(spec, count: int) -> None:
+        if count == 3:
+            killed = server()
+            os.killpg(killed.pid, signal.SIGKILL)
+            psutil.wait_procs([killed], timeout=60)
+        if not removed and any("is started again" in line for line in heard.messages):  # its actor has said so
+            removed.extend(large.that_have(server().pid))
+            large.remove(removed[0])
+            large.add(num_cpus=2)
+
+    heard = Heard(disturb)
+    assert launch(load_served(SERVE, 30), out, heard).exit_status == 0
+    check_complete(out, steps=30)
+    said = "\n".join(heard.messages)
+    assert "the server has died (signal 9) and is started again" in said
+    assert "was lost with its actor or its node, and is started elsewhere" in said
+    assert sum(line.startswith("canary: base within") for line in heard.messages) >= 3
+    eventually(lambda: servers(large) == [])
+    assert (out / "server.log").is_file()
+
+
+def test_workers_have_the_room_that_servers_leave():
+    def slots(*resources, replicas=2, each=1, **ray):
+        inference = {"engine": "vllm", "launch": "vllm serve", "replicas": replicas}
+        campaign = {"executor": "ray", "gpus_per_cohort": each}
+        config = parse_dict({"campaign": campaign, "inference": inference, "ray": ray})
+        return slots_in([{"Alive": True, "Resources": each} for each in resources], config)
+
+    large, one = {"CPU": 16.0, "GPU": 8.0}, {"CPU": 8.0, "GPU": 1.0}
+    assert slots(large) == (6, True)
+    assert slots(large, large, server_gpus=4) == (8, True)
+    assert slots(large, server_gpus=0.5) == (7, True)
+    assert slots({"CPU": 4.0}, {"CPU": 2.0}, server_cpus=2) == (2, False)
+    assert slots(one, one, replicas=1, cpus=8) == (1, True)  # its CPU and its GPU are those of one node
+    assert slots(one, replicas=1, server_gpus=0.5, each=0.5) == (1, True)
+    with pytest.raises(UsageError, match=r"^beside 1 server of .* no room for a worker, which asks for 1 CPU and 1 G"):
+        slots(one, replicas=1)
+    with pytest.raises(UsageError, match=r"no room for 2 servers .* 1 CPU and 2 GPUs \(.*--workers 4"):
+        slots(one, one, server_gpus=2)

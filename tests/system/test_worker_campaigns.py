@@ -1,0 +1,317 @@
+"""Campaigns that workers train, as processes, jobs of Slurm and actors of Ray: the same bytes as in one process, also
+after deaths, stops and a change of executor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from toycampaign import StopAfter
+from worker_cases import Heard, a_writer, alone, contents, differing, planned, who_writes, writer
+
+import retrain.campaign.running.slurm as slurm
+from retrain.campaign.planning.manifest import read_plan
+from retrain.campaign.planning.references import check
+from retrain.campaign.running.controller import execute
+from retrain.campaign.running.lease import LEASE
+from retrain.files import ASIDE, read_json
+from retrain.ownership import process_start
+from retrain.record.observer import NullObserver
+from retrain.record.status import read_status
+from tests.system.clusters import FAST, eventually
+
+pytestmark = pytest.mark.timeout(600)
+CPU = "backend.devices=cpu"
+PROCESSES = ["campaign.executor=processes", "campaign.workers=2"]
+SLURM = ["campaign.executor=slurm", "campaign.workers=2", CPU]
+HERE = "campaign.executor=inprocess"
+RANKS = ['backend.shard="dp"', "backend.ranks=2", CPU]
+
+
+@pytest.fixture(scope="module")
+def whole(world, tmp_path_factory) -> dict:
+    """What one process leaves behind."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    files = alone(world, out, [CPU])
+    (world / "whole.json").write_bytes((out / "manifest.json").read_bytes())
+    return files
+
+
+@pytest.fixture
+def on_slurm(monkeypatch) -> None:
+    pytest.importorskip("submitit")
+    monkeypatch.setattr(slurm, "Pace", lambda: replace(FAST, patience=60.0))  # a lease is renewed every 5 s
+    monkeypatch.setattr(slurm, "LOOK_SECONDS", 0.5)
+
+
+@pytest.fixture(params=["processes", "slurm", "ray"])
+def there(request) -> list[str]:
+    """The settings of an executor with two workers."""
+    if request.param == "processes":
+        return [*PROCESSES, CPU]
+    if request.param == "slurm":
+        request.getfixturevalue("on_slurm")
+        return [*SLURM, "slurm.cluster=local"]
+    return ["campaign.executor=ray", f"ray.address={request.getfixturevalue('nodes').address}", CPU]
+
+
+def goes_on(out: Path, sets: list[str], observer: NullObserver | None = None, **options: bool) -> int:
+    return execute(check(read_plan(out, sets)), observer or NullObserver(), **options).exit_status
+
+
+def leases(out: Path) -> list[Path]:
+    return list(out.glob(f"runs/*/{LEASE}"))
+
+
+def states(out: Path) -> list[str]:
+    return [run["state"] for run in read_json(out / "manifest.json")["runs"]]
+
+
+def test_two_workers_leave_what_one_process_leaves(tmp_path, world, whole):
+    out, shown = tmp_path / "out", []
+
+    def look(spec, count):
+        if count == 1:
+            shown.extend(run for run in read_status(out)["runs"] if run["run_id"] == spec.run_id)
+            shown.extend(read_status(out / "runs" / spec.run_id)["runs"])
+
+    heard = Heard(look)
+    assert execute(planned(world, out, [*PROCESSES, CPU]), heard).exit_status == 0
+    assert differing(contents(out), whole) == []
+    assert {worker for each in heard.workers.values() for worker in each} == {"1 cpu", "2 cpu"}
+    assert len(heard.workers) == 8
+    assert [run["worker"] for run in shown] == [heard.workers[run["run_id"]][0] for run in shown]
+    assert [run["state"] for run in shown] == ["running"] * 2
+    assert {run["worker"] for run in read_status(out)["runs"]} == {None}
+    memory, memory_alone = (read_json(path)["memory"] for path in (out / "manifest.json", world / "whole.json"))
+    shares = {run: memory[run]["decode_bytes"] / memory_alone[run]["decode_bytes"] for run in memory_alone}
+    assert {run: round(share, 2) for run, share in shares.items()} == dict.fromkeys(heard.workers, 0.5)
+
+
+def test_a_killed_worker_costs_steps_and_nothing_else(tmp_path, world, whole, there, request):
+    """In a cluster of Ray, a node vanishes too."""
+    out, killed, lost = tmp_path / "out", [], []
+
+    def disturb(spec, count):
+        if count == 3:
+            killed.append(writer(out, spec.run_id))
+            half = out / "runs" / spec.run_id / f"checkpoints/.step_000001.{killed[0]}{ASIDE}/adapter.json"
+            half.parent.mkdir(parents=True)
+            half.write_text("half of i")
+            os.kill(killed[0], signal.SIGKILL)
+        if count >= 8 and "ray" in there[0] and not lost and (busy := who_writes(out)) is not None:
+            nodes = request.getfixturevalue("nodes")
+            lost.append(busy)
+            os.kill(busy, signal.SIGSTOP)  # however fast it is
+            nodes.remove(nodes.that_have(busy)[0])
+            os.kill(busy, signal.SIGCONT)
+            nodes.add(num_cpus=1, num_gpus=1)
+
+    heard = Heard(disturb)
+    assert execute(planned(world, out, there), heard).exit_status == 0
+    assert differing(contents(out), whole) == []
+    deaths = [text for text in heard.messages if "its job begins again" in text]
+    named = "was ended by SIGKILL" if "slurm" in there[0] else f"(process {killed[0]}) was ended by SIGKILL"
+    assert sum(named in text and "(1 of 3" in text for text in deaths) == 1
+    assert len(deaths) == 1 or lost
+    assert {worker.split()[0] for each in heard.workers.values() for worker in each} >= {"1", "2"}
+    assert leases(out) == []
+
+
+def test_a_killed_controller_and_an_interrupted_one_lose_nothing_and_another_executor_goes_on(
+    tmp_path, world, whole, there
+):
+    """The workers of a controller that is gone end by themselves after their step, and ``resume`` waits for them."""
+    out = tmp_path / "out"
+    file = planned(world, out, there).source.path
+    sets = ["campaign.seeds=[1,2,3,4]", "training.save_every=1", "squeeze.enabled=false", *there]
+    words = [word for text in sets for word in ("--set", text)]
+    command = [sys.executable, "-m", "retrain", "train", file, "--out", out, *words, "--plain"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        pid = a_writer(out)  # what the controller tells of its workers comes later than what they do
+        process.kill()
+    assert process_start(pid) is not None
+    heard = Heard(lambda spec, count: os.kill(os.getpid(), signal.SIGINT) if count == 4 else None)
+    stopped = execute(check(read_plan(out, there)), heard)
+    assert (stopped.exit_status, stopped.saved) == (130, True)
+    assert any(text.startswith("waiting for process") for text in heard.messages)
+    assert process_start(pid) is None
+    assert "interrupted" in states(out)
+    assert "running" not in states(out)
+    assert leases(out) == []
+    shown = []
+
+    def look(spec, count):  # the lock that a worker has left there says nothing
+        shown.append(read_status(out / "runs" / spec.run_id)["runs"][0]["state"])
+
+    assert goes_on(out, [HERE], Heard(look)) == 0
+    assert {*shown} == {"running"}
+    assert differing(contents(out), whole) == []
+
+
+def test_what_one_process_began_workers_finish(tmp_path, world, whole, there):
+    out = tmp_path / "out"
+    assert execute(planned(world, out, [CPU]), StopAfter(3)).exit_status == 130
+    assert goes_on(out, there) == 0
+    assert differing(contents(out), whole) == []
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path, world):
+    out, pids = tmp_path / "out", []
+
+    def twice(spec, count):
+        pids.append(writer(out, spec.run_id))
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    begin = time.monotonic()
+    outcome = execute(planned(world, out, [*PROCESSES, "campaign.workers=1", "training.max_tokens=200"]), Heard(twice))
+    assert (outcome.exit_status, outcome.saved) == (130, False)
+    assert process_start(pids[0]) is None
+    assert time.monotonic() - begin < 300
+
+
+def test_early_stopping_decides_the_same_in_workers(tmp_path, world):
+    """A difference that every seed shows (of the learning rate, so that it is surely there) is decided after six of
+    eight seeds; the others are stopped, in whatever worker they are."""
+    sets = ["campaign.seeds=[1,2,3,4,5,6,7,8]", "campaign.sequential=linear", "campaign.primary_metric=final:optim/lr"]
+    sets += ["evaluation.problems=0", "training.eval_every=0"]
+    for name, executor in (("here", []), ("there", PROCESSES)):
+        plan = planned(world, tmp_path / name, [*sets, *executor], steps=2, condition="lr = 0.02")
+        assert execute(plan, NullObserver()).exit_status == 0
+    here, there = (read_json(tmp_path / name / "manifest.json") for name in ("here", "there"))
+    assert there["sequential"] == here["sequential"]
+    (looked,) = there["sequential"]["conditions"].values()
+    assert (looked["stopped_after"], len(looked["differences"])) == (6, 6)
+    assert states(tmp_path / "there") == states(tmp_path / "here") == ["done"] * 12 + ["stopped"] * 4
+    done = [run["run_id"] for run in there["runs"] if run["state"] == "done"]
+    found, expected = (
+        {name: data for name, data in contents(tmp_path / place).items() if any(f"{run}/" in name for run in done)}
+        for place in ("there", "here")
+    )
+    assert differing(found, expected, runs=12) == []
+
+
+GRADER = """
+from pathlib import Path
+
+def score(completion, answer):
+    if (Path(__file__).parent / "broken").exists():
+        raise RuntimeError("this grader is broken")
+    return sum(c in "02468" for c in completion) / max(1, len(completion))
+"""
+
+
+def test_what_failed_is_tried_again_alike_in_workers(tmp_path, world):
+    """A condition whose grader is broken at first: what fails, what is kept and what is trained again."""
+    (tmp_path / "grader.py").write_text(GRADER)
+    kept = []
+    for name, executor in (("here", []), ("there", PROCESSES)):
+        out = tmp_path / name
+        condition = f'reward = {{custom_module = "{tmp_path}/grader.py"}}'
+        (tmp_path / "broken").touch()
+        plan = planned(world, out, ["campaign.seeds=[1,2]", *executor], condition=condition)
+        assert execute(plan, NullObserver()).exit_status == 1
+        runs = read_json(out / "manifest.json")["runs"]
+        kept.append([(run["state"], run["reason"], run["step"]) for run in runs])
+        assert "this grader is broken" in (out / runs[1]["path"] / "run.log").read_text()
+        (tmp_path / "broken").unlink()
+        heard = Heard()
+        assert goes_on(out, [], heard) == 1
+        assert any("2 failed runs not continued; type --retry-failed" in text for text in heard.messages)
+        assert heard.steps == 0
+        assert goes_on(out, [], heard, retry_failed=True) == 0
+        assert heard.steps == 2  # the last one of each, from its own newest checkpoint
+    assert kept[0] == kept[1]
+    assert [state for state, _, _ in kept[0]] == ["done", "failed"] * 2
+    assert differing(contents(tmp_path / "there"), contents(tmp_path / "here"), runs=4) == []
+
+
+@pytest.mark.parametrize("command", ["scancel --signal=USR1", "scontrol requeue"])
+def test_a_worker_that_slurm_preempts_goes_on_from_its_step(tmp_path, world, whole, standin, on_slurm, command):
+    """Before its time limit SIGUSR1 to all processes of the job, as Slurm may send it; or SIGTERM and SIGKILL, after
+    which Slurm has the job wait again."""
+    out, tasks = tmp_path / "out", []
+
+    def preempt(spec, count):
+        if count == 3:
+            tasks.append(f"4711_{int(heard.workers[spec.run_id][-1].split()[0]) - 1}")
+            os.system(f"{command} {tasks[0]}")
+
+    heard = Heard(preempt)
+    assert execute(planned(world, out, SLURM), heard).exit_status == 0
+    assert differing(contents(out), whole) == []
+    assert ["requeue", tasks[0]] in standin.calls("scontrol")
+    assert [text for text in heard.messages if "restarts" in text] == []
+    if "USR1" in command:
+        assert sum("was told to make room: all is saved" in text for text in heard.messages) == 1
+    assert len(standin.calls("sbatch")) == 1
+    asked = {"cluster": "slurm", "jobs": {"1": "4711_0", "2": "4711_1"}, "closed": True}
+    assert read_json(out / "workers/slurm_1/jobs.json") == asked
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole_of_ranks(world, tmp_path_factory) -> dict:
+    """What one process and the rank that it has started leave behind."""
+    return alone(world, tmp_path_factory.mktemp("ranks") / "out", RANKS)
+
+
+def ranks_of(worker: int) -> list[int]:
+    """The processes that a worker has started as its ranks."""
+    return [child.pid for child in psutil.Process(worker).children() if "follow_started" in " ".join(child.cmdline())]
+
+
+def test_a_worker_or_a_rank_that_dies_costs_steps_and_nothing_else(tmp_path, world, whole_of_ranks):
+    out, killed, seen = tmp_path / "out", [], {}
+
+    def disturb(spec, count):
+        if count not in (1, 2, 8):
+            return
+        worker = writer(out, spec.run_id)
+        seen[worker] = ranks_of(worker)
+        if count == 2:
+            killed.extend(seen[worker])
+        if count == 8:
+            killed.append(worker)
+        if killed:
+            os.kill(killed[-1], signal.SIGKILL)
+
+    heard = Heard(disturb)
+    assert execute(planned(world, out, [*PROCESSES, *RANKS]), heard).exit_status == 0
+    assert differing(contents(out), whole_of_ranks) == []
+    deaths = [text for text in heard.messages if "its job begins again" in text]
+    assert len(deaths) == 2
+    assert sum(f"ended: rank 1 (process {killed[0]}) was ended by SIGKILL" in text for text in deaths) == 1
+    assert sum(f"(process {killed[1]}) was ended by SIGKILL" in text for text in deaths) == 1
+    assert {len(ranks) for ranks in seen.values()} == {1}
+    eventually(lambda: not any(psutil.pid_exists(rank) for ranks in seen.values() for rank in ranks))
+    assert {read_json(path)["built"]["ranks"] for path in out.glob("runs/*/config.json")} == {2}
+
+
+def test_a_campaign_goes_from_ranks_of_slurm_jobs_to_those_of_one_process(tmp_path, world, whole_of_ranks, on_slurm):
+    out = tmp_path / "out"
+    assert execute(planned(world, out, [*SLURM, "slurm.cluster=local", *RANKS]), StopAfter(3)).exit_status == 130
+    assert goes_on(out, [HERE]) == 0
+    assert differing(contents(out), whole_of_ranks) == []
+
+
+def test_actors_of_ray_start_ranks(tmp_path, world, whole_of_ranks, nodes):
+    out = tmp_path / "out"
+    sets = ["campaign.executor=ray", f"ray.address={nodes.address}", "campaign.workers=2", *RANKS]
+    nodes.add(num_cpus=2)
+    heard = Heard(lambda spec, count: os.kill(ranks_of(writer(out, spec.run_id))[0], 9) if count == 3 else None)
+    assert execute(planned(world, out, sets), heard).exit_status == 0
+    nodes.remove(len(nodes.members) - 1)
+    assert differing(contents(out), whole_of_ranks) == []
+    assert sum("rank 1 (process" in text for text in heard.messages) == 1
+    assert leases(out) == []
