@@ -1,5 +1,3 @@
-"""The probe against known relations of the formulas; the gradient that it compares is the update's."""
-
 from __future__ import annotations
 
 import json
@@ -40,18 +38,18 @@ def always(completion, answer):
 def broken(completion, answer):
     raise RuntimeError("no such column")
 '''
-STEPS = 5
+STEPS = 4
 TRAINING = """[training]
 batch_size = 3
 group_size = {group}
 max_tokens = 8
 lr = 0.01
-save_every = 2
+save_every = 1
 """
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("world")
     (folder / "binary.py").write_text(REWARDS)
     return toy_world(folder)
@@ -102,7 +100,7 @@ def test_known_relations_of_the_formulas(tmp_path: Path, model: Path):
 
 
 @pytest.fixture(scope="module")
-def lane(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalPolicy, list]:
+def lane(tmp_path_factory) -> tuple[LocalPolicy, list]:
     base = toy_base(tmp_path_factory.mktemp("lane"))
     lanes = Lanes(base)
     policy = local_policy(base, lanes, optimizer={"grad_clip_norm": 0.0})
@@ -137,22 +135,26 @@ def learner(lane: tuple[LocalPolicy, list], kind: str, **critic: Any) -> LocalPo
     return made
 
 
-def valued(samples: list) -> list:
+def with_values(samples: list) -> list:
     """The samples with made-up values from before and targets, which a critic's loss reads."""
     noise = np.random.default_rng(3)
-    made = [{key: np.where(one.action_mask, noise.normal(size=len(one)), 0.0) for key in ("values", "value_targets")}
-            for one in samples]  # fmt: skip
-    return [replace(one, **values) for one, values in zip(samples, made, strict=True)]
+    return [
+        replace(
+            sample,
+            values=np.where(sample.action_mask, noise.normal(size=len(sample)), 0.0),
+            value_targets=np.where(sample.action_mask, noise.normal(size=len(sample)), 0.0),
+        )
+        for sample in samples
+    ]
 
 
 @pytest.mark.parametrize("kind", UPDATES)
 def test_the_gradient_is_the_updates_own(lane: tuple[LocalPolicy, list], kind: str):
-    policy, samples = learner(lane, kind), valued(lane[1])
+    policy, samples = learner(lane, kind), with_values(lane[1])
     objective = objective_of(policy.config, "ppo")
     found = policy.gradient(batch_of(samples), objective)
     assert torch.equal(found, policy.gradient(batch_of(samples), objective))
     policy.update(batch_of(samples), objective, 1e-3)
-    assert policy.adapter.flat.grad is not None
     assert torch.equal(found, policy.adapter.flat.grad)
     assert float(found.norm()) > 0
     if "critic" in kind:  # while the critic warms up, the gradient is that of the steps that follow
@@ -162,15 +164,6 @@ def test_the_gradient_is_the_updates_own(lane: tuple[LocalPolicy, list], kind: s
     plain = learner(lane, "plain")
     alone = plain.gradient(batch_of(samples), objective_of(plain.config, "ppo"))
     assert torch.equal(found, alone) == (kind in ("plain", "own critic"))  # the others are not the plain one's
-
-
-def test_the_gradient_is_linear_in_the_advantages(lane: tuple[LocalPolicy, list]):
-    policy, samples = lane
-    noise = np.random.default_rng(0)
-    others = [replace(each, advantages=np.where(each.action_mask, noise.normal(size=len(each)), 0)) for each in samples]
-    both = [replace(a, advantages=a.advantages + b.advantages) for a, b in zip(samples, others, strict=True)]
-    one, two, together = (policy.gradient(batch_of(each), Objective()) for each in (samples, others, both))
-    torch.testing.assert_close(one + two, together, rtol=1e-4, atol=1e-6)
 
 
 def test_a_gradient_changes_nothing(lane: tuple[LocalPolicy, list]):
@@ -194,15 +187,13 @@ def test_a_gradient_changes_nothing(lane: tuple[LocalPolicy, list]):
 
 
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Path]:
+def campaign(tmp_path_factory, model) -> tuple[Path, Path]:
     """A file, and the directory where it was trained at a learning rate that leaves the policy where it is."""
     folder = tmp_path_factory.mktemp("trained")
     path = toy(folder, model, ("grpo", "none"), ("maxrl", "gtpo"))
     path.write_text(path.read_text().replace("lr = 0.01", "lr = 1e-12"))
-    assert (
-        launch(load(path, ["campaign.seeds=[1]", "training.keep_last=0"]), folder / "out", NullObserver()).exit_status
-        == 0
-    )
+    loaded = load(path, ["campaign.seeds=[1]", "training.keep_last=0"])
+    assert launch(loaded, folder / "out", NullObserver()).exit_status == 0
     return path, folder / "out"
 
 
@@ -221,8 +212,8 @@ def test_batches_and_gradients_are_those_of_training(campaign: tuple[Path, Path]
     assert [float(cell.replace("−", "-")) for cell in (row[2], row[5], row[-1])] == pytest.approx(
         [other["length"]["estimate"], other["cosine"]["estimate"], other["halves"]], abs=0.005
     )
-    checkpoint = out / "runs/grpo+none_s1/checkpoints/step_000002"
-    for step, found in ((0, report), (2, probed(path, f"resume.from={str(checkpoint)!r}", batches=STEPS - 2))):
+    checkpoint = out / "runs/grpo+none_s1/checkpoints/step_000001"
+    for step, found in ((0, report), (1, probed(path, f"resume.from={str(checkpoint)!r}", batches=STEPS - 1))):
         assert (found["step"], found["batches"]) == (step, STEPS - step)
         for condition in found["conditions"]:
             rows = read_jsonl(out / "runs" / f"{condition['label']}_s1" / "metrics.jsonl")[step:]
@@ -232,18 +223,12 @@ def test_batches_and_gradients_are_those_of_training(campaign: tuple[Path, Path]
     assert {file: file.stat().st_mtime_ns for file in path.parent.rglob("*")} == before
 
 
-# -- what cannot be compared --------------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_of_another_base_is_refused(tmp_path: Path, campaign: tuple[Path, Path]):
     (tmp_path / "binary.py").write_text(REWARDS)
     other = qwen3_directory(tmp_path / "model", ["0 2 4 6 8 the answer"], seed=5)
     path = toy(tmp_path, other, ("grpo", "none"), ("rloo", "none"))
     with pytest.raises(CheckpointError, match=r"^grpo\+none: .* was trained on other base weights"):
         probed(path, f"resume.from={str(campaign[1] / 'runs/grpo+none_s1')!r}")
-
-
-# -- the command --------------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_compared_is_one_line(tmp_path: Path, model: Path):
