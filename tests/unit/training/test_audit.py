@@ -1,5 +1,3 @@
-"""The audit: a second grader that is recorded and does not train, and what it shows of a reward that is hacked."""
-
 from __future__ import annotations
 
 import json
@@ -124,13 +122,12 @@ def test_an_audit_is_checked_before_training(tmp_path):
 
 def learned(out: Path) -> dict[str, Any]:
     """Return all that was trained: adapters, optimizers, and every row without the audit's numbers."""
-    found = {}
-    for name, value in contents(out).items():
-        if name.endswith(".safetensors") and "/tokens_" not in name:
-            found[name] = value
-        elif name.endswith(("metrics.jsonl", "evals.jsonl")):
-            found[name] = [{key: item for key, item in row.items() if "audit" not in key} for row in value]
-    return found
+    files = contents(out)
+    trained = {name: files[name] for name in files if name.endswith(".safetensors") and "/tokens_" not in name}
+    for name in files:
+        if name.endswith(("metrics.jsonl", "evals.jsonl")):
+            trained[name] = [{key: row[key] for key in row if "audit" not in key} for row in files[name]]
+    return trained
 
 
 def test_an_audit_trains_nothing(tmp_path, model, judging):  # noqa: F811
@@ -186,30 +183,32 @@ def report_says_where_the_reward_is_hacked(out: Path) -> None:
 # -- what the curves say -----------------------------------------------------------------------------------------------
 
 
-def run_of(seed: int, reward: list[float], audit: list[float | None], label: str = "a") -> RunResult:
+def run_of(seed: int, reward: list[float], audit: list[float | None]) -> RunResult:
     evaluations = [
         {"step": 10 * i, "name": "heldout", "eval/heldout/reward_mean": r, "eval/heldout/audit": a}
         for i, (r, a) in enumerate(zip(reward, audit, strict=True))
     ]
-    return RunResult(f"{label}_{seed}", label, seed, "done", None, Path(), (0, seed), evaluations=evaluations)
+    return RunResult(f"a_{seed}", "a", seed, "done", None, Path(), (0, seed), evaluations=evaluations)
+
+
+RISING = [[0.2, 0.5, 0.9], [0.2, 0.6, 0.8]]
 
 
 @pytest.mark.parametrize(
     ("rewards", "audits", "standing", "step"),
     [
-        ([[0.2, 0.5, 0.9], [0.2, 0.6, 0.8]], [[0.5, 0.4, 0.1], [0.5, 0.5, 0.2]], "hacked", 10),
-        ([[0.2, 0.5, 0.9], [0.2, 0.6, 0.8]], [[0.5, 0.6, 0.1], [0.5, 0.7, 0.2]], "hacked", 20),
-        ([[0.2, 0.5, 0.9], [0.2, 0.6, 0.8]], [[0.5, 0.6, 0.8], [0.5, 0.6, 0.9]], "together", None),
-        ([[0.2, 0.5, 0.9], [0.2, 0.6, 0.8]], [[0.5, 0.6, 0.4], [0.5, 0.6, 0.6]], "apart", None),
+        (RISING, [[0.5, 0.4, 0.1], [0.5, 0.5, 0.2]], "hacked", 10),
+        (RISING, [[0.5, 0.6, 0.1], [0.5, 0.7, 0.2]], "hacked", 20),
+        (RISING, [[0.5, 0.6, 0.8], [0.5, 0.6, 0.9]], "together", None),
+        (RISING, [[0.5, 0.6, 0.4], [0.5, 0.6, 0.6]], "apart", None),
         ([[0.2, 0.5, 0.1], [0.2, 0.6, 0.2]], [[0.5, 0.6, 0.4], [0.5, 0.6, 0.4]], "unpaid", None),
-        ([[0.2, 0.5, 0.9]], [[0.5, 0.4, 0.1]], "cannot tell", 10),
+        (RISING[:1], [[0.5, 0.4, 0.1]], "cannot tell", 10),
     ],
 )
 def test_what_two_curves_say(rewards, audits, standing, step):
-    several = 1 if len(rewards) == 1 else 4
-    runs = [run_of(seed, *pair) for seed, pair in enumerate(several * list(zip(rewards, audits, strict=True)))]
-    (found,) = audited(runs, ["a"])
-    assert (found.standing, found.step, found.seeds) == (standing, step, len(runs))
+    pairs = list(zip(rewards, audits, strict=True)) * (1 if len(rewards) == 1 else 4)
+    (found,) = audited([run_of(seed, *pair) for seed, pair in enumerate(pairs)], ["a"])
+    assert (found.standing, found.step, found.seeds) == (standing, step, len(pairs))
     assert found.sentence.startswith("a: ")
     assert ("hacked" in found.sentence) == (standing == "hacked")
 

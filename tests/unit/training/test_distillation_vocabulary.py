@@ -1,5 +1,3 @@
-"""Whole distributions of student and teacher, compared in the loss: in chunks as at once, and in the loop."""
-
 from __future__ import annotations
 
 import pytest
@@ -16,7 +14,7 @@ from retrain.policy.head import Head
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.objective import TeacherTerm, objective_of
 from retrain.policy.protocol import TrainBatch
-from retrain.policy.teacher import AdapterTeacher, BaseTeacher, PolicyTeacher, WholeTeacher
+from retrain.policy.teacher import AdapterTeacher, BaseTeacher, PolicyTeacher
 from retrain.types import without_advantages
 
 
@@ -72,7 +70,7 @@ def asked(samples, prompts) -> TrainBatch:
 @pytest.mark.parametrize(("who", "alpha", "top"), [("base", 0.5, 0), ("policy", 1.0, 0), ("adapter", 0.0, 7)])
 def test_the_gradient_of_an_update_is_the_plain_losses(base, lanes, who, alpha, top):
     other = trained(lanes, 9, rank=3)
-    teachers: dict[str, WholeTeacher] = {
+    teachers = {
         "base": BaseTeacher(""),
         "policy": PolicyTeacher(),
         "adapter": AdapterTeacher(LocalSnapshot(other.frozen(), {}), ""),
@@ -81,41 +79,29 @@ def test_the_gradient_of_an_update_is_the_plain_losses(base, lanes, who, alpha, 
     samples = rollout(base, lanes, policy.adapter)[:5]
     prompts = [(5, 6, 7, 8), None, (), (9, 3), (4, 4, 4)]
     batch = asked(samples, prompts)
-    numbers = {}
-    found = policy.gradient(batch, objective)
+    gradient = policy.gradient(batch, objective)
     adapter = {"base": None, "policy": policy.adapter, "adapter": other}[who]
     policy.adapter.flat.grad.zero_()
-    total, tokens, summed = torch.zeros(()), 0, 0.0
+    total, taught = torch.zeros(()), 0
     for sample, prompt in zip(samples, prompts, strict=True):
-        tokens += int(sample.action_mask.sum())
         if prompt is None:
             continue
+        taught += int(sample.action_mask.sum())
         mine = torch.log_softmax(fresh_logits(lanes, policy.adapter, sample).float(), -1)
-        view = read_after(sample, prompt) if prompt else sample
         with torch.no_grad():
-            if adapter is None:
-                rows = torch.from_numpy(view.action_mask[1:])
-                logits = base.model(input_ids=torch.from_numpy(view.token_ids)[None], use_cache=False).logits[0, :-1][
-                    rows
-                ]
-            else:
-                logits = fresh_logits(lanes, adapter, view)
-            theirs = torch.log_softmax(logits.float(), -1)
+            logits = fresh_logits(lanes, adapter, read_after(sample, prompt) if prompt else sample)
+        theirs = torch.log_softmax(logits.float(), -1)
         if top:
             ids = mine.detach().topk(top, -1).indices
             mine, theirs = with_tail(mine, ids), with_tail(theirs, ids)
-        own = divergence(mine, theirs, alpha).sum()
-        total, summed = total + own, summed + float(own.detach())
+        total = total + divergence(mine, theirs, alpha).sum()
     with lanes.single(policy.adapter):
-        (0.7 * total / tokens).backward()
-    wanted = policy.adapter.flat.grad.clone()
-    assert float(wanted.norm()) > 1e-4
-    torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-6)
+        (0.7 * total / totals(samples).tokens).backward()
+    expected = policy.adapter.flat.grad.clone()
+    assert float(expected.norm()) > 1e-4
+    torch.testing.assert_close(gradient, expected, rtol=2e-3, atol=2e-6)
     numbers = policy.update(batch, objective, 1e-6)
-    taught = sum(
-        int(sample.action_mask.sum()) for sample, prompt in zip(samples, prompts, strict=True) if prompt is not None
-    )
-    assert numbers["distillation/divergence"] == pytest.approx(summed / taught, rel=1e-4)
+    assert numbers["distillation/divergence"] == pytest.approx(float(total.detach()) / taught, rel=1e-4)
     assert numbers["num_datums"] == 5
 
 

@@ -1,24 +1,17 @@
-"""A real campaign's directory: its files, who writes them, what rows promise, and other tools that read them.
-
-After a change of the files, type ``python tests/unit/training/test_run_directory.py``: it writes
-``tests/golden/campaign_directory.txt`` anew.
-"""
-
 from __future__ import annotations
 
 import os
 import re
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-from mixed_cases import adapter_bytes, rows_of, runs_of
+from mixed_cases import adapter_bytes, runs_of
 from record_cases import find_conversations
 from toymodels import campaign_head, qwen3_directory
 
@@ -31,7 +24,7 @@ from retrain.record.observer import NullObserver
 from retrain.trainer import Cohort
 
 RUN = "grpo+none_s1"
-GOLDEN = Path(__file__).parents[2] / "golden" / "campaign_directory.txt"
+FILES = Path(__file__).parents[2] / "golden" / "campaign_directory.txt"
 REWARDS = """
 from retrain.rewards import RewardResult
 
@@ -83,86 +76,74 @@ log_kl = true
 """
 
 
-WRITES: list[tuple[str, str]] = []
-"""(thread, file name) of everything that was opened for writing while the cohort of the campaign below trained."""
-_WATCHED: dict[str, Any] = {"folder": None}
+class Writes:
+    """An audit hook that notes (thread, file name) of what is written below ``folder`` while a cohort trains."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.training = folder, False
+        self.names: list[tuple[str, str]] = []
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in ("open", "os.rename") or not self.training:
+            return
+        path, flags = (arguments[1], os.O_WRONLY) if event == "os.rename" else (arguments[0], arguments[2])
+        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if writes and isinstance(path, str | os.PathLike) and Path(os.fsdecode(path)).is_relative_to(self.folder):
+            self.names.append((threading.current_thread().name, Path(os.fsdecode(path)).name))
+
+    def watch(self, train) -> Any:
+        """Wrap ``Cohort.train``, which pauses between steps."""
+
+        def watched(cohort: Cohort) -> Iterator[None]:
+            with closing(train(cohort)) as pauses:
+                while True:
+                    self.training = True
+                    try:
+                        next(pauses)
+                    except StopIteration:
+                        return
+                    finally:
+                        self.training = False
+                    yield
+
+        return watched
 
 
-def _on_open(event: str, arguments: tuple[Any, ...]) -> None:
-    """Called by Python for every file that it opens or renames, on the thread that does."""
-    if event not in ("open", "os.rename") or _WATCHED["folder"] is None:
-        return
-    path, flags = (arguments[1], os.O_WRONLY) if event == "os.rename" else (arguments[0], arguments[2])
-    if not isinstance(path, str | os.PathLike) or not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-        return
-    file = Path(os.fsdecode(path))
-    if file.is_relative_to(_WATCHED["folder"]):
-        WRITES.append((threading.current_thread().name, file.name))
-
-
-@contextmanager
-def watched(folder: Path) -> Iterator[None]:
-    """Note in ``WRITES`` who writes below ``folder`` while a cohort trains."""
-    train = Cohort.train
-
-    def watched_train(cohort: Cohort) -> Iterator[None]:
-        with closing(train(cohort)) as pauses:
-            while True:
-                _WATCHED["folder"] = folder
-                try:
-                    next(pauses)
-                except StopIteration:
-                    return
-                finally:
-                    _WATCHED["folder"] = None
-                yield
-
-    sys.addaudithook(_on_open)  # there is no way to remove one
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Cohort, "train", watched_train)
-        yield
-
-
-def make_campaign(folder: Path) -> Path:
-    """A campaign of two runs of three steps, trained for real."""
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, Writes]:
+    """The directory of a campaign of two runs of three steps, and what was written while it trained."""
+    folder = tmp_path_factory.mktemp("small")
     (folder / "evendigits.py").write_text(REWARDS)
     (folder / "sums.py").write_text(PROBLEMS)
     model = qwen3_directory(folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4"])
     (folder / "small.toml").write_text(HEAD + TOML.format(model=model, module=folder / "evendigits.py"))
-    with watched(folder / "logs"):
-        outcome = launch(load(folder / "small.toml"), folder / "logs", NullObserver())
-    assert outcome.exit_status == 0
-    return folder / "logs"
+    writes = Writes(folder / "logs")
+    sys.addaudithook(writes)  # there is no way to remove one
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Cohort, "train", writes.watch(Cohort.train))
+        assert launch(load(folder / "small.toml"), folder / "logs", NullObserver()).exit_status == 0
+    return folder / "logs", writes
 
 
-@pytest.fixture(scope="session")
-def campaign(tmp_path_factory) -> Path:
-    return make_campaign(tmp_path_factory.mktemp("small"))
-
-
-# -- the files ----------------------------------------------------------------------------------------------------
-
-
-def names(campaign: Path) -> str:
-    """Return one line for every file of the campaign; ranks of squeeze and hashes depend on the machine."""
-    files = [str(path.relative_to(campaign)) for path in sorted(campaign.rglob("*")) if path.is_file()]
-    text = "\n".join(files) + "\n"
-    return re.sub(r"evaluation_[0-9a-f]+\.npz", "evaluation_<hash>.npz", re.sub(r"rank_\d+/", "rank_<r>/", text))
+@pytest.fixture
+def campaign(trained) -> Path:
+    return trained[0]
 
 
 def test_the_files_of_a_campaign(campaign):
-    message = "if it is meant: python tests/unit/training/test_run_directory.py"
-    assert names(campaign) == GOLDEN.read_text(encoding="utf-8"), message
+    """Ranks of squeeze and hashes depend on the machine."""
+    files = [str(path.relative_to(campaign)) for path in sorted(campaign.rglob("*")) if path.is_file()]
+    names = re.sub(r"rank_\d+/", "rank_<r>/", "\n".join(files) + "\n")
+    names = re.sub(r"evaluation_[0-9a-f]+\.npz", "evaluation_<hash>.npz", names)
+    assert names == FILES.read_text(encoding="utf-8")
 
 
-# -- what a row promises ------------------------------------------------------------------------------------------
-
-
-def test_the_training_thread_writes_nothing(campaign):
+def test_the_training_thread_writes_nothing(trained):
     """Neither records nor checkpoints, states, facts of the run or the untrained model's answers."""
+    written = trained[1].names
     kinds = {"metrics.jsonl", "timing_spans.jsonl", "timeline.html", "manifest.json", "checkpoints.jsonl", "run.log"}
-    assert kinds | {"state.json", "train_iteration_000000.html"} <= {name for _, name in WRITES}
-    assert [name for thread, name in WRITES if thread == threading.main_thread().name] == []
+    assert kinds | {"state.json", "train_iteration_000000.html"} <= {name for _, name in written}
+    assert [name for thread, name in written if thread == threading.main_thread().name] == []
 
 
 # -- what a row promises ------------------------------------------------------------------------------------------
@@ -240,21 +221,3 @@ def test_every_run_has_an_adapter_and_final_is_recorded_last(mixed_campaign):
         for key in ("state_path", "sampler_path"):
             assert (run / lines[-1][key] / "adapter_model.safetensors").is_file()
         assert newest_whole(run, []) == run / lines[-1]["state_path"]
-
-
-def test_steps_without_signal_leave_rows_and_checkpoints(silent_campaign):
-    for run in runs_of(silent_campaign / "out").values():
-        rows = rows_of(run)
-        assert [(row["step"], row["num_datums"], row["mean_reward"]) for row in rows] == [
-            (step, 0, 0.25) for step in range(3)
-        ]
-        assert [row["name"] for row in read_jsonl(run / "checkpoints.jsonl")] == ["000001", "000002", "000003", "final"]
-        assert [step["step"] for step in read_jsonl(run / "emergence/steps.jsonl")] == [0, 1, 2]
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[3]))
-    with tempfile.TemporaryDirectory() as temporary:
-        GOLDEN.parent.mkdir(exist_ok=True)
-        GOLDEN.write_text(names(make_campaign(Path(temporary))), encoding="utf-8")
-    print(f"wrote {GOLDEN}")

@@ -198,8 +198,8 @@ class Slow:
 
     beside = False
 
-    def __init__(self, held: dict[int, threading.Event] | None = None):
-        self.held = held or {}
+    def __init__(self, held: dict[int, threading.Event]):
+        self.held = held
 
     def give_up(self):
         for event in self.held.values():
@@ -225,8 +225,8 @@ def collecting(monkeypatch):
 
 
 def test_a_queue_samples_steps_in_order_and_raises_the_engines_error(collecting):
-    order, _ = collecting
-    queue = RolloutQueue(Slow(), ahead=True)
+    order, held = collecting
+    queue = RolloutQueue(Slow(held), ahead=True)
     for owner in "ab":
         queue.offer(owner, {3: [3], 1: [1, 1], 2: [2]})
     taken = queue.take({"a": 1, "b": 1})
@@ -268,7 +268,8 @@ def test_missing_groups_of_all_owners_are_sampled_together(ahead, collecting):
     def up_to_three(at, requests, groups):
         return [requests[-1] * 10] if len(groups) < 3 else []
 
-    queue = RolloutQueue(Slow(), ahead=ahead)
+    order, held = collecting
+    queue = RolloutQueue(Slow(held), ahead=ahead)
     queue.offer("a", {1: [1, 2]}, up_to_three)
     queue.offer("b", {1: [3]}, up_to_three)
     queue.offer("c", {1: [4]})
@@ -276,7 +277,7 @@ def test_missing_groups_of_all_owners_are_sampled_together(ahead, collecting):
     queue.close()
     assert taken.groups == {"a": [1, 2, 20], "b": [3, 30, 300], "c": [4]}
     if not ahead:  # a thread may begin before all have offered
-        assert collecting[0] == [[1, 2, 3, 4], [20, 30], [300]]
+        assert order == [[1, 2, 3, 4], [20, 30], [300]]
         assert taken.sync_seconds == 1.5
         assert len(taken.spans) == 3
 
@@ -364,11 +365,11 @@ def dynamic(*more: str, rounds: int = 3, reward: str = "rare") -> list[str]:
 
 @pytest.fixture(scope="module")
 def cohort(model, tmp_path_factory):
-    """Return what a cohort of four runs requested in three steps, and its directory."""
+    """Return what a cohort of four runs requested in two steps, and its directory."""
     folder = tmp_path_factory.mktemp("cohort")
     with pytest.MonkeyPatch.context() as patch:
         requested = Requested(patch)
-        trained(campaign(folder, model, steps=3), folder / "out", *dynamic("campaign.seeds=[1,2]"))
+        trained(campaign(folder, model, steps=2), folder / "out", *dynamic("campaign.seeds=[1,2]"))
     return requested, folder / "out"
 
 
@@ -388,10 +389,10 @@ def test_a_cohort_draws_what_each_run_is_missing_and_pairs_stay_pairs(cohort):
         assert rows[-1]["episode"] == 3 * sum(row["dynamic/drawn"] for row in rows)
         kept = sum(row["env/all/total_ac_tokens"] + row["env/all/total_ob_tokens"] for row in rows)
         assert rows[-1]["num_tokens"] == kept + sum(row["dynamic/dropped_tokens"] for row in rows)
-        assert rows[-1]["epoch"] == pytest.approx(3 * rows[0]["epoch"])  # the cursor counts first rounds
+        assert rows[-1]["epoch"] == pytest.approx(2 * rows[0]["epoch"])  # the cursor counts first rounds
     lengths = []
     for seed in (1, 2):
-        for at in range(3):
+        for at in range(2):
             first, second = (requested.prompts[f"{label}_s{seed}", at] for label in LABELS)
             shorter = min(len(first), len(second))
             assert first[:shorter] == second[:shorter]
@@ -402,14 +403,14 @@ def test_a_cohort_draws_what_each_run_is_missing_and_pairs_stay_pairs(cohort):
 
 
 def test_it_is_the_same_alone_and_interrupted(cohort, tmp_path, model):
-    path, out = campaign(tmp_path, model, steps=3), tmp_path / "killed"
+    path, out = campaign(tmp_path, model, steps=2), tmp_path / "killed"
     expected = rows_of(cohort[1])
-    for run, rows in trained(path, tmp_path / "alone", *dynamic("campaign.lanes=1", "campaign.max_steps=2")).items():
+    for run, rows in trained(path, tmp_path / "alone", *dynamic("campaign.lanes=1")).items():
         keys = [key for key in rows[0] if key.startswith("dynamic/") or key in ("mean_reward", "num_tokens")]
         assert len(keys) == 11
-        assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in expected[run][:2]]
-    trained(path, out, *dynamic("campaign.seeds=[1,2]"), observer=StopAfter(8))
-    assert {len(rows) for rows in rows_of(out).values()} == {2}
+        assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in expected[run]]
+    trained(path, out, *dynamic("campaign.seeds=[1,2]"), observer=StopAfter(4))
+    assert {len(rows) for rows in rows_of(out).values()} == {1}
     assert resume(out, NullObserver()).exit_status == 0
     assert rows_of(out) == expected
     assert adapters(out) == adapters(cohort[1])
