@@ -1,5 +1,3 @@
-"""The problems of the SmolLM2 campaigns: right answers, a tag each, and nothing held out that is trained on."""
-
 from __future__ import annotations
 
 import re

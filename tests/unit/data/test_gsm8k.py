@@ -1,5 +1,3 @@
-"""The real GSM8K: every gold answer scores 1 when boxed and 0 when changed by one."""
-
 from __future__ import annotations
 
 import json
@@ -26,39 +24,28 @@ RECIPE = {
 
 @pytest.fixture(scope="module")
 def gsm8k() -> Dataset:
-    section = tasks.Data(
-        source="train.jsonl", eval_source="test.jsonl", prompt_column="question", answer_column="answer"
-    )
-    return load_data(section, heldout=1319, base_dir=FOLDER)
-
-
-def written_answers() -> list[str]:
-    """The test set's gold answers as they stand after ``####``, read without the package."""
-    lines = (FOLDER / "test.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["answer"].rpartition("####")[2].strip() for line in lines]
+    return load_data(tasks.Data(source="train.jsonl", eval_source="test.jsonl"), heldout=1319, base_dir=FOLDER)
 
 
 def changed(answer: str, by: int = 1) -> str:
     return str(int(answer) + by)
 
 
-def test_every_problem_is_read_and_no_test_problem_is_trained_on(gsm8k: Dataset) -> None:
-    assert len(gsm8k.train) == 7473
-    assert len(gsm8k.heldout) == 1319
-    assert sorted(problem.answer for problem in gsm8k.heldout) == sorted(
-        answer.replace(",", "") for answer in written_answers()
-    )
+def test_every_problem_is_read_and_no_test_problem_is_trained_on(gsm8k):
+    assert (len(gsm8k.train), len(gsm8k.heldout)) == (7473, 1319)
+    lines = (FOLDER / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    written = [json.loads(line)["answer"].rpartition("####")[2].strip().replace(",", "") for line in lines]
+    assert sorted(problem.answer for problem in gsm8k.heldout) == sorted(written)
     assert all(str(int(problem.answer)) == problem.answer for problem in gsm8k.heldout)
     assert {problem.prompt for problem in gsm8k.train}.isdisjoint(problem.prompt for problem in gsm8k.heldout)
 
 
 @pytest.mark.parametrize("kind", ["match", "math"])
-def test_gold_answers_score_one_and_their_neighbours_zero(gsm8k: Dataset, kind: str) -> None:
+def test_gold_answers_score_one_and_their_neighbours_zero(gsm8k, kind):
     if kind == "math":
         pytest.importorskip("math_verify", reason="the extra `math` is not installed")
-    spellings = [r"\boxed{%s}", r"\boxed{ %s.00 }", r"so $\boxed{\$%s}$."]
     with build_grader(tasks.Reward.model_validate({"type": kind})) as grader:
-        for spelling in spellings:
+        for spelling in (r"\boxed{%s}", r"\boxed{ %s.00 }", r"so $\boxed{\$%s}$."):
             right = grader.grade([(problem, spelling % problem.answer) for problem in gsm8k.heldout])
             assert [result.total_reward for result in right] == [1.0] * 1319
         for by in (1, -1):
@@ -66,7 +53,7 @@ def test_gold_answers_score_one_and_their_neighbours_zero(gsm8k: Dataset, kind: 
             assert [result.total_reward for result in wrong] == [0.0] * 1319
 
 
-def test_the_recipe_gives_its_three_values(gsm8k: Dataset) -> None:
+def test_the_recipe_gives_its_three_values(gsm8k):
     pytest.importorskip("math_verify", reason="the extra `math` is not installed")
     with build_grader(tasks.Reward.model_validate(RECIPE)) as grader:
         right = grader.grade([(p, rf"{p.metadata['solution']} \boxed{{{p.answer}}}") for p in gsm8k.heldout])

@@ -255,7 +255,8 @@ def test_the_base_is_scored_once_for_every_way_to_grade(tmp_path):
     out = tmp_path / "out"
     assert launch(load(tmp_path / "camp.toml", ["campaign.lanes=1"]), out, NullObserver()).exit_status == 0
     runs = read_json(out / "manifest.json")["runs"]
-    one, same, other, _ = (read_jsonl(out / run["path"] / "evals.jsonl")[0] for run in runs)
+    by_condition = sorted(runs, key=lambda run: run["label"])
+    one, same, other, _ = (read_jsonl(out / run["path"] / "evals.jsonl")[0] for run in by_condition)
     assert one["step"] == 0
     assert one == same  # the seconds too: nothing was sampled again
     rates = [row["eval/heldout/correct_rate"] for row in (one, other)]
