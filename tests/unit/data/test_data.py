@@ -49,9 +49,6 @@ def prompts(problems) -> list[str]:
     return [problem.prompt for problem in problems]
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_jsonl_file_becomes_problems(tmp_path):
     path = tmp_path / "sums.jsonl"
     path.write_bytes(
@@ -147,9 +144,6 @@ def test_no_answers_at_all_is_a_data_set_for_a_judge(tmp_path):
     assert [problem.answer for problem in load(path).train] == ["", ""]
 
 
-# -- what is held out, and how much is read ---------------------------------------------------------------------------
-
-
 def test_the_held_out_split_depends_on_the_prompts_alone(tmp_path):
     forward = load(write(tmp_path / "a.jsonl", sums(1000)), heldout=50)
     backward = load(write(tmp_path / "b.jsonl", sums(1000)[::-1]), heldout=50, seed=9)
@@ -224,8 +218,6 @@ def test_the_content_hash_is_of_prompts_answers_and_tags(tmp_path):
     assert content_hash([Problem("2", "p", "a", ("t",), {"m": 1})], []) == content_hash([base], [])
 
 
-# -- functions --------------------------------------------------------------------------------------------------------
-
 PLUGIN = """
 from retrain.types import Problem
 
@@ -283,9 +275,6 @@ def test_a_function_can_be_a_source(plugin):
 def test_a_function_that_is_no_source_is_named(plugin, function, error, reason):
     with pytest.raises(error, match=reason):
         plugin(function)
-
-
-# -- directories and names of the hub ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -397,8 +386,6 @@ def test_without_a_network_a_hub_name_is_one_clear_line(monkeypatch, datasets):
     assert "\n" not in str(caught.value)
 
 
-# -- what check and train say of it -----------------------------------------------------------------------------------
-
 GOOD = b'{"prompt": "1+1=?", "answer": "2"}\n{"prompt": "1+2=?", "answer": "3"}\n'
 WRONG = {
     "no such file": None,
@@ -444,8 +431,6 @@ def test_check_names_the_file_of_held_out_problems_and_reads_it_beside_a_source_
     assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
 
 
-# -- prompts as tokens ------------------------------------------------------------------------------------------------
-
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' and strict %}{{ raise_exception('no system role') }}"
     "{% endif %}[{{ m['role'] }}] {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -485,9 +470,6 @@ def test_a_problem_goes_through_the_chat_template(tokenizer):
     tokenizer.chat_template = "{{ '' }}"
     with pytest.raises(DataError, match="has no tokens"):
         render(problem, tokenizer, Data())
-
-
-# -- in a run ---------------------------------------------------------------------------------------------------------
 
 
 def test_problems_are_shuffled_by_default_and_by_seed(mixed_campaign, silent_campaign):

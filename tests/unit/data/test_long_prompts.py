@@ -59,9 +59,6 @@ def rows(count: int, long: dict[int, int] | None = None) -> list[dict[str, Any]]
     return [{"prompt": f"{i}+1=?" + " word" * (long or {}).get(i, 0), "answer": str(i + 1)} for i in range(count)]
 
 
-# -- measuring --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return word_tokenizer(["12+34=? a word and another word"])
@@ -190,9 +187,6 @@ def test_check_and_train_refuse_completions_that_leave_no_room(model, tmp_path, 
         (line,) = [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
         assert message.format(model) in line
     assert not (tmp_path / "out").exists()
-
-
-# -- training ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -348,9 +348,6 @@ def test_where_every_request_fails_or_there_is_none_nothing_is_sampled(base, lan
     assert rewards(group) == [None]
 
 
-# -- the queue --------------------------------------------------------------------------------------------------
-
-
 class Watching:
     """A pressure controller that keeps its observations."""
 

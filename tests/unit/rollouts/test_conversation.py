@@ -109,8 +109,6 @@ TEMPLATES = {
 """With the text of the token that ends an answer."""
 
 
-# -- conversations ----------------------------------------------------------------------------------------------------
-
 ASKED = [{"role": "user", "content": "12+34=?"}]
 AGAIN = [{"role": "user", "content": "let me check"}]
 TOOL = [{"role": "tool", "name": "add", "content": '{"sum": "46"}'}]
@@ -289,9 +287,6 @@ def test_tools_are_described_whole_also_where_the_template_cannot_show_them(name
         asked = [{"role": "system", "content": "Be brief."}, *ASKED]
         messages = Renderer(made, Data(), "Call add.").prompt(PROBLEM, asked, [ADD]).messages
         assert messages[0]["content"] == "Be brief.\n\nCall add."
-
-
-# -- an environment of two turns --------------------------------------------------------------------------------
 
 
 class Asking:

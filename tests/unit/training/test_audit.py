@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from judge_cases import CAPITAL, judging, says  # noqa: F401  a fixture
 from toycampaign import StopAfter, campaign
-from toymodels import config_errors
+from toymodels import campaign_head, config_errors
 from worker_cases import contents
 
 from retrain.campaign.judging.audited import audited
@@ -32,9 +32,6 @@ def graders(audit: dict[str, Any]) -> Grader:
 
 def asking(url: str) -> dict[str, str]:
     return {"judge_model": "j", "judge_url": url}
-
-
-# -- one completion ----------------------------------------------------------------------------------------------------
 
 
 def test_the_audit_is_recorded_beside_the_reward():
@@ -72,9 +69,6 @@ def test_an_audit_that_fails_costs_only_its_number(kind, reason, judging, monkey
         assert reason in (result.audit_error or "")
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -92,11 +86,7 @@ def test_what_does_not_go_together_is_refused(data, message):
 
 def test_conditions_have_the_same_audit_and_another_audit_is_a_difference(tmp_path):
     file = tmp_path / "c.toml"
-    head = '[campaign]\nseeds = [1]\n[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n'
-    file.write_text(head + "strict = false\n")
-    (spec,) = load(file).config.campaign.conditions
-    assert spec.overrides == {"reward.strict": False}  # a bare key is the reward's
-    file.write_text(head + '"audit.type" = "match"\n')
+    file.write_text(campaign_head(("grpo", "none"), seeds=[1]) + '"audit.type" = "match"\n')
     with pytest.raises(ConfigError, match="cannot differ between conditions"):
         load(file)
     changed = differences({"audit": {"type": "match"}}, {"audit": {"type": "format"}})
@@ -115,9 +105,6 @@ def test_an_audit_is_checked_before_training(tmp_path):
             check(Plan.of(load(file), tmp_path / "out"))
     with pytest.raises(UsageError, match=r"^\[audit\] judge_api_key_env: \$NO_SUCH_KEY is not set"):
         graders({"type": "judge", "judge_model": "j", "judge_api_key_env": "NO_SUCH_KEY"})
-
-
-# -- training ----------------------------------------------------------------------------------------------------------
 
 
 def learned(out: Path) -> dict[str, Any]:
@@ -181,9 +168,6 @@ def report_says_where_the_reward_is_hacked(out: Path) -> None:
     report = write_report(out).read_text()
     assert "Reward and audit" in report
     assert report.count("the reward is hacked") == 2  # below the verdict and below its chart
-
-
-# -- what the curves say -----------------------------------------------------------------------------------------------
 
 
 def run_of(seed: int, reward: list[float], audit: list[float | None]) -> RunResult:

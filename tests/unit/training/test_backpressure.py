@@ -64,15 +64,6 @@ def test_decisions(loads, throughputs, load, limits, expected):
     assert (decision.basis, decision.action, decision.load) == expected
 
 
-def test_the_share_of_the_best_throughput_is_what_the_fit_predicts():
-    below, fit = decide(LOADS[:8], CISCO[:8], 8, LIMITS), fit_usl(LOADS[:8], CISCO[:8])
-    assert below.best_load == pytest.approx(min(fit.n_star or math.inf, 64))
-    assert below.utilization == pytest.approx(CISCO[7] / usl(below.best_load, fit.lam, fit.sigma, fit.kappa))
-    assert decide(LOADS, CISCO, 8, Limits(1, 20, warmup_steps=3)).best_load == 20.0  # n* = 35.6 is not allowed
-    bracketed = decide(PEAKED, curve(PEAKED), 16, LIMITS)
-    assert bracketed.best_load == bracketed.n_star == pytest.approx(22.1, abs=0.1)
-
-
 @pytest.mark.parametrize(
     ("load", "limits", "regime"),
     [(22, ROOFLINE, "memory_bound"), (23, ROOFLINE, "retrograde"), (22, LIMITS, "optimal")],
@@ -122,16 +113,6 @@ def test_the_intensity_of_a_decoding_step_by_hand():
     assert work.intensity(10, 50) == pytest.approx(10 * (2000 + 400) / (2000 + 10 * 50 * 16))
 
 
-@given(st.integers(1, 512), st.floats(0, 4096), st.floats(0, 4096))
-def test_more_rows_raise_the_intensity_and_the_cache_bounds_it(rows, context, further):
-    """An 8-billion-parameter shape (Qwen3-8B): long contexts pull every batch down to the intensity of attention."""
-    work = DecodeWork(7_568_405_504, 2, 4 * 36 * 32 * 128, 2 * 36 * 8 * 128 * 2)
-    assert work.intensity(rows + 1, context) > work.intensity(rows, context)
-    if rows > 8:
-        assert work.intensity(rows, context + further) <= work.intensity(rows, context) * (1 + 1e-12)
-    assert work.intensity(rows, 1e15) == pytest.approx(4.0, rel=1e-3)  # 4 query heads share a key and a value
-
-
 @given(st.lists(st.tuples(st.integers(1, 64), st.floats(1e-3, 1e9)), max_size=12), st.integers(1, 64))
 def test_any_measurements_give_a_decision_within_limits(pairs, current):
     decision = decide([n for n, _ in pairs], [x for _, x in pairs], current, LIMITS)
@@ -141,9 +122,6 @@ def test_any_measurements_give_a_decision_within_limits(pairs, current):
     assert (decision.n_star is None) == (decision.basis != "fit")
     assert (decision.best_load is None) == (decision.utilization is None) == (decision.basis == "warmup")
     assert decision.best_load is None or 1 <= decision.best_load <= 64
-
-
-# -- a run -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_work_is_read_off_the_model(base):

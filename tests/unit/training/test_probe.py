@@ -70,9 +70,6 @@ def probed(path: Path, *sets: str, batches: int = 4) -> dict[str, Any]:
     return probe(Plan.of(load(path, sets)), batches, lambda text: None)
 
 
-# -- known relations ----------------------------------------------------------------------------------------------
-
-
 def test_known_relations_of_the_formulas(tmp_path: Path, model: Path):
     conditions = [("dr_grpo", "none"), ("dr_grpo", "none"), ("rloo", "none"), ("maxrl", "gtpo"), ("maxrl", "gtpo_sepa")]
     path = toy(tmp_path, model, *conditions)
@@ -94,9 +91,6 @@ def test_known_relations_of_the_formulas(tmp_path: Path, model: Path):
     assert 0 < other["cosine"]["low"] < other["cosine"]["estimate"] < other["cosine"]["high"] < 1
     # SEPA's λ is 0 at the first step, where its update would be that of the condition without it.
     assert pooled["cosine"]["estimate"] != pytest.approx(other["cosine"]["estimate"], abs=1e-9)
-
-
-# -- the gradient -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +175,6 @@ def test_a_gradient_changes_nothing(lane: tuple[LocalPolicy, list]):
     dropping = local_policy(policy.base, policy.lanes, lora={"dropout": 0.5})
     dropping.gradient(batch_of(samples), Objective())
     assert (bits(), policy.version) == (before, version)
-
-
-# -- what training takes ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

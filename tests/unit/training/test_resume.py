@@ -15,7 +15,6 @@ from timing_keys import is_timing_key
 from toymodels import Messages, campaign_head, qwen3_directory
 from typer.testing import CliRunner
 
-import retrain
 from retrain.campaign.planning.changes import Approval
 from retrain.campaign.running.controller import launch, resume
 from retrain.checkpoints import FORMAT, common_step, missing_rows
@@ -24,7 +23,6 @@ from retrain.config import load
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.ownership import MARK, claim
-from retrain.record.environment import code_version
 from retrain.record.observer import NullObserver
 
 SECRET = "very-secret-value-8c1f"
@@ -117,9 +115,6 @@ def test_secrets_of_environment_and_arguments_are_in_no_file(done):
         assert [path for path in files if secret.encode() in path.read_bytes()] == []
 
 
-# -- more steps -------------------------------------------------------------------------------------------------------
-
-
 def test_more_steps_for_a_finished_run(home, copied, tmp_path):
     messages, export = Messages(), tmp_path / "mine"
     export.mkdir()
@@ -175,9 +170,6 @@ def test_more_steps_and_resume_from_equal_a_run_with_those_steps_from_the_start(
     missing = ["train", str(long), "--out", str(tmp_path / "third"), "--set", f'resume.from="{tmp_path}/nothing"']
     result = CliRunner().invoke(app, missing)
     assert (result.exit_code, "nothing" in result.stderr) == (2, True)
-
-
-# -- what differs from the record -------------------------------------------------------------------------------------
 
 
 def test_every_difference_is_named_and_decided(home, copied):
@@ -270,20 +262,6 @@ def test_a_checkpoint_of_the_former_layout_is_refused_in_one_line(home, copied):
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_the_code_of_retrain_is_known_by_its_sources(tmp_path, monkeypatch):
-    """With or without git: one character of one module, or its name, makes another revision."""
-    (tmp_path / "maths").mkdir()
-    (tmp_path / "__init__.py").touch()
-    monkeypatch.setattr(retrain, "__file__", str(tmp_path / "__init__.py"))
-    digests = []
-    for name, code in (("a", "x = 1"), ("a", "x = 1"), ("a", "x = 2"), ("b", "x = 2")):
-        (tmp_path / "maths/a.py").unlink(missing_ok=True)
-        (tmp_path / f"maths/{name}.py").write_text(code)
-        digests.append(code_version.__wrapped__()["sha256"])
-    assert digests[0] == digests[1]
-    assert len(set(digests)) == 3
-
-
 def test_a_model_with_its_own_code_is_refused_unless_asked_for_and_then_logged(home, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -320,9 +298,6 @@ def test_lanes_and_cohorts_are_taken_from_the_record(home, tmp_path, monkeypatch
     assert {run["step"] for run in manifest["runs"]} == {2}
     assert manifest["squeeze"]
     assert manifest["comparison"] is not None
-
-
-# -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def steps_of(run: Path, *steps: int) -> Path:

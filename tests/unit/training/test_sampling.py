@@ -32,18 +32,15 @@ REWARD = '''
 def rare(completion, answer):
     """1 for one completion in four, whatever a toy model writes."""
     return float(sum(map(ord, completion)) % 4 == 0)
-
-def never(completion, answer):
-    return 0.0
 '''
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     home = tmp_path_factory.mktemp("home")
-    found = toy_world(home)
+    model = toy_world(home)
     (home / "toyrewards.py").write_text((home / "toyrewards.py").read_text() + REWARD)
-    return found
+    return model
 
 
 def trained(path: Path, out: Path, *sets: str, observer: NullObserver | None = None) -> dict[str, list[dict]]:
@@ -90,8 +87,6 @@ class Beside(LocalEngine):
 
     beside = True
 
-
-# -- rollouts behind the policy ---------------------------------------------------------------------------------------
 
 KILLED = (*AHEAD, "lora.anneal=[[3, 2]]", "training.save_every=1", "training.keep_last=0")
 
@@ -282,8 +277,6 @@ def test_missing_groups_of_all_owners_are_sampled_together(ahead, collecting):
         assert len(taken.spans) == 3
 
 
-# -- dynamic sampling -----------------------------------------------------------------------------------------------
-
 MIXED, RIGHT, WRONG = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
 PROBLEMS = [Problem(f"p{i}", f"{i}?", "") for i in range(6)]
 
@@ -355,12 +348,8 @@ def test_a_batch_is_what_teaches_filled_up_with_what_was_drawn_first():
     assert sampling.choose(first).numbers["dynamic/rounds"] == 0
 
 
-# -- runs with dynamic sampling ---------------------------------------------------------------------------------------
-
-
-def dynamic(*more: str, rounds: int = 3, reward: str = "rare") -> list[str]:
-    keys = (f"training.dynamic_sampling={rounds}", f"reward.custom_function='{reward}'", "training.group_size=3")
-    return [*keys, *more]
+def dynamic(*more: str) -> list[str]:
+    return ["training.dynamic_sampling=3", "reward.custom_function='rare'", "training.group_size=3", *more]
 
 
 @pytest.fixture(scope="module")
@@ -414,33 +403,3 @@ def test_it_is_the_same_alone_and_interrupted(cohort, tmp_path, model):
     assert resume(out, NullObserver()).exit_status == 0
     assert rows_of(out) == expected
     assert adapters(out) == adapters(cohort[1])
-
-
-def test_sampling_ahead_draws_the_same(tmp_path, model, monkeypatch):
-    path, sets = campaign(tmp_path, model, steps=3), dynamic(*AHEAD)
-    with monkeypatch.context() as patch:
-        requested = Requested(patch)
-        near = trained(path, tmp_path / "near", *sets)
-    monkeypatch.setattr("retrain.campaign.running.models.LocalEngine", Beside)
-    again = Requested(monkeypatch)
-    assert trained(path, tmp_path / "far", *sets) == near
-    assert again.prompts == requested.prompts
-    assert max(row["dynamic/rounds"] for rows in near.values() for row in rows) > 0
-    assert {row["off_policy_steps_max"] for rows in near.values() for row in rows} == {0, 1, 2}
-
-
-def test_without_signal_the_first_draw_is_the_batch(tmp_path, model):
-    """The step equals one without dynamic sampling; the data may be fewer problems than the rounds would take."""
-    path = campaign(tmp_path, model, steps=1)
-    sets = dynamic("training.max_examples=5", rounds=4, reward="never")
-    found = trained(path, tmp_path / "out", *sets)
-    without = trained(path, tmp_path / "without", *sets, "training.dynamic_sampling=0")
-    for run, (row,) in found.items():
-        assert (row["dynamic/drawn"], row["dynamic/dropped_all_wrong"], row["dynamic/unfilled"]) == (5, 2, 3)
-        assert (row["dynamic/rounds"], row["loss"], row["dynamic/correct_rate"]) == (1, None, 0)
-        (plain,) = without[run]
-        assert not any(key.startswith("dynamic/") for key in plain)
-        assert plain["mean_reward"] == row["mean_reward"]
-        answers = [read_jsonl(tmp_path / name / "runs" / run / "emergence/generations.jsonl")
-                   for name in ("out", "without")]  # fmt: skip
-        assert answers[0] == answers[1]

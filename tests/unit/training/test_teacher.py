@@ -75,9 +75,6 @@ def credited(groups: list[Group], config, teacher: list[np.ndarray], trainer: li
     return distil(groups, credit, config.distillation, Scores(logprobs=trainer, teacher=teacher))
 
 
-# -- the advantage of a token ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("keys", [{"weight": 0.5}, {"weight": 2.0, "reward_weight": 0.25}, {"student": "trainer"}])
 def test_the_teachers_difference_is_added_to_the_reward_and_groups_without_signal_train(keys):
     groups, plain = ([group(1.0, 0.0), group(1.0, 1.0)] for _ in range(2))
@@ -158,9 +155,6 @@ def test_the_metrics_are_their_definitions():
         "distillation/taught_frac": 1.0,
     }
     assert {key: numbers[key] for key in numbers if key.startswith("distillation/")} == pytest.approx(expected)
-
-
-# -- who teaches ----------------------------------------------------------------------------------------------------
 
 
 def groups_of(samples) -> list[Group]:
@@ -282,9 +276,6 @@ def test_another_model_teaches_in_any_micro_batches_within_its_context(
         taught(short, policy, groups_of(samples))
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------
-
-
 def test_an_adapter_of_other_layers_is_refused_and_missing_layers_are_zero(base, tmp_path):
     (tmp_path / "teacher").mkdir()
     (tmp_path / "few").mkdir()
@@ -396,9 +387,6 @@ def test_a_run_is_found_by_its_directory_its_final_adapter_or_its_newest_checkpo
     assert place_of(configured(teacher="tiny-reasoner"), tmp_path).kind == "model"
 
 
-# -- privileged context ----------------------------------------------------------------------------------------------
-
-
 def teacher_context(base, longest: int = 1000, **keys) -> Context:
     return Context(Renderer(base.text.source, parse_dict({}).data), configured(**keys).distillation, longest)
 
@@ -455,8 +443,6 @@ def test_it_scores_the_same_tokens_after_its_prompt(base, lanes, samples, policy
         np.testing.assert_allclose(teacher_T, expected_T, atol=2e-5)
         assert abs(teacher_T - rollout_.logprobs_T).max() > 1e-3
 
-
-# -- campaigns ------------------------------------------------------------------------------------------------------
 
 TRAINING = """
 [training]
