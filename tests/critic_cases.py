@@ -9,7 +9,7 @@ from timing_keys import is_timing_key
 from toycampaign import WORLD
 from toymodels import campaign_head
 
-from retrain.files import read_jsonl
+from retrain.files import read_json, read_jsonl
 from retrain.policy.critic import MOMENTS, WEIGHTS
 
 OWN = ("gae", 'kl_coef = 0.05\nkl_in_reward = "k1"\ncritic = {warmup_steps = 1, lr = 0.02, lora_rank = 3}\n')
@@ -55,15 +55,20 @@ def single_run(folder: Path, model: Path, name: str, algorithm: str, training: s
     return path
 
 
+def runs_of(out: Path) -> list[Path]:
+    """The run directories of a campaign in the order of its plan."""
+    return [out / run["path"] for run in read_json(out / "manifest.json")["runs"]]
+
+
 def by_name(out: Path) -> dict[str, Path]:
     """The run directories of a campaign of ``ALL``."""
-    runs = json.loads((out / "manifest.json").read_text())["runs"]
-    return dict(zip(NAMES, (out / run["path"] for run in runs), strict=True))
+    return dict(zip(NAMES, runs_of(out), strict=True))
 
 
 def rows_of(run: Path) -> list[str]:
     rows = read_jsonl(run / "metrics.jsonl")
-    return [json.dumps({key: value for key, value in row.items() if not is_timing_key(key)}) for row in rows]
+    clocks = [key for key in rows[0] if is_timing_key(key)] + ["queue_depth"]
+    return [json.dumps({key: row[key] for key in row if key not in clocks}) for row in rows]
 
 
 def last_checkpoint(run: Path) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from toycampaign import REWARDS
 from toymodels import Messages, campaign_head, word_tokenizer
 from typer.testing import CliRunner
 
@@ -48,7 +49,8 @@ source = "problems.jsonl"
 def campaign(folder: Path, model: Path, rows: list[Any], extra: str = "", heldout: int = 3, **head: Any) -> Path:
     """A file of one or more runs on these problems."""
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = TRAIN.format(model=model, module=model.parent / "toyrewards.py", heldout=heldout) + extra
+    (folder / "toyrewards.py").write_text(REWARDS)
+    text = TRAIN.format(model=model, module=folder / "toyrewards.py", heldout=heldout) + extra
     path = folder / "long.toml"
     path.write_text(campaign_head(("grpo", "none"), **{"seeds": [1], "max_steps": 2, **head}) + text)
     return path

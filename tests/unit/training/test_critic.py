@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from critic_cases import OWN, SHARED, critic_campaign, critic_files, last_checkpoint, made, rows_of
+from critic_cases import OWN, SHARED, critic_campaign, critic_files, last_checkpoint, made, rows_of, runs_of
 from lane_cases import drawn, in_turns, local_policy, rollout, totals, trained
 from safetensors.torch import load_file
 from toymodels import Messages, train_quietly
+from transformers import AutoModelForCausalLM
 
 from retrain.algorithms.gae import fill_token_advantages
 from retrain.campaign.adapters.squeeze import squeeze
@@ -30,10 +31,12 @@ from retrain.policy.protocol import Denominators, Scores, TrainBatch, Want
 from retrain.policy.threads import Workers
 from retrain.policy.update import train_step
 from retrain.record.observer import NullObserver
+from retrain.record.tokens import TokenFile
 from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Sample, Turn
 
 PPO = {"advantage_mode": "gae"}
-SEVERAL = "save_every = 2\nnum_iterations = 2\nminibatches = 2\nkeep_last = 0"
+SEVERAL = "save_every = 2\nnum_iterations = 2\nminibatches = 2\nkeep_last = 0\n[logging]\nrollouts_every = 1"
+IN_LOSS = ("grpo", "kl_coef = 0.05\n")
 
 
 def ppo_policy(base, lanes, **critic) -> LocalPolicy:
@@ -331,19 +334,16 @@ def test_one_completion_for_a_prompt_is_enough(tmp_path):
 
 @pytest.fixture(scope="module")
 def finished(model, tmp_path_factory) -> Path:
-    """Two critics in one cohort, four updates per batch, four steps, saved every second one."""
+    """Two critics and a run without one in one cohort, four updates per batch, four steps, saved every second one."""
     folder = tmp_path_factory.mktemp("finished")
-    path = critic_campaign(folder, model, OWN, SHARED, training=SEVERAL)
+    path = critic_campaign(folder, model, OWN, SHARED, IN_LOSS, training=SEVERAL)
     assert launch(load(path), folder / "out", NullObserver()).exit_status == 0
     return folder / "out"
 
 
-def runs_of(out: Path) -> list[Path]:
-    return [out / run["path"] for run in read_json(out / "manifest.json")["runs"]]
-
-
 def test_every_checkpoint_holds_the_critic_and_final_does_not(finished):
-    for run in runs_of(finished):
+    with_critic = runs_of(finished)[:2]
+    for run in with_critic:
         assert critic_files(run) == [
             f"checkpoints/step_00000{step}/{name}" for step in (2, 4) for name in sorted((WEIGHTS, MOMENTS))
         ]
@@ -352,10 +352,35 @@ def test_every_checkpoint_holds_the_critic_and_final_does_not(finished):
         assert [row["optim/updates"] for row in read_jsonl(run / "metrics.jsonl")] == [4] * 4
         assert [path.name for path in (run / "final").glob("*.safetensors")] == ["adapter_model.safetensors"]
         assert squeeze(run)["source_rank"] == 4  # the critic's adapter has rank 3
-    own, shared = (load_file(last_checkpoint(run) / WEIGHTS) for run in runs_of(finished))
+    own, shared = (load_file(last_checkpoint(run) / WEIGHTS) for run in with_critic)
     assert own.keys() == {"head", "adapter"}
     assert shared.keys() == {"head"}
     assert all(bool(tensor.any()) for tensor in (*own.values(), *shared.values()))
+
+
+def test_entropy_and_divergence_are_means_over_sequences(finished, model):
+    """As in TRL's PPO, in every mode: Σ −ln p and Σ (ln π − ln base), the base by a plain forward pass."""
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for run in runs_of(finished):
+        rows = read_jsonl(run / "metrics.jsonl")
+        for row in rows:
+            surprisals, divergences = [], []
+            with TokenFile(run / f"tokens_{row['step']:06d}.safetensors") as file:
+                for index in range(len(file)):
+                    arrays = file.rollout(index).arrays
+                    ids = torch.from_numpy(arrays["ids"].astype(np.int64))
+                    with torch.no_grad():
+                        logprobs = base(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+                    reference = logprobs.gather(-1, ids[1:, None])[:, 0].numpy()[arrays["action"].astype(bool)[1:]]
+                    surprisals.append(-float(arrays["logprobs"].sum()))
+                    divergences.append(float((arrays["trainer_logprobs"] - reference).sum()))
+            assert row["objective/entropy"] == pytest.approx(np.mean(surprisals), rel=1e-4)
+            if row["objective/kl"] is not None:
+                assert row["objective/kl"] == pytest.approx(np.nanmean(divergences), rel=1e-3, abs=1e-4)
+                assert 0 < row["timing_compute_kl_total"] < row["step_time_s"]
+        assert rows[0]["objective/entropy"] > 2 * rows[0]["entropy_sampled"]  # which is per token
+    for run in (runs_of(finished)[0], runs_of(finished)[2]):
+        assert abs(read_jsonl(run / "metrics.jsonl")[3]["objective/kl"]) > 1e-3
 
 
 def test_stopped_in_the_middle_of_updates_and_with_a_damaged_critic_equals_uninterrupted(
@@ -371,9 +396,9 @@ def test_stopped_in_the_middle_of_updates_and_with_a_damaged_critic_equals_unint
         return train_step(passes, adapter, optimizer, batch, *rest, **named)
 
     monkeypatch.setattr(local, "train_step", interrupting)
-    path, out = critic_campaign(tmp_path, model, OWN, SHARED, training=SEVERAL), tmp_path / "out"
+    path, out = critic_campaign(tmp_path, model, OWN, SHARED, IN_LOSS, training=SEVERAL), tmp_path / "out"
     assert launch(load(path), out, NullObserver()).exit_status == 130
-    assert sorted(updates) == sorted([(step, update) for step in range(3) for update in range(4)] * 2)
+    assert sorted(updates) == sorted([(step, update) for step in range(3) for update in range(4)] * 3)
     for mine, whole in zip(runs_of(out), runs_of(finished), strict=True):
         assert rows_of(mine) == rows_of(whole)[:3]
         assert last_checkpoint(mine).name == "step_000003"
@@ -385,7 +410,7 @@ def test_stopped_in_the_middle_of_updates_and_with_a_damaged_critic_equals_unint
     assert resume(out, messages).exit_status == 0
     (line,) = [line for line in messages.lines if "skipped a damaged checkpoint" in line]
     assert str(file) in line
-    assert len([line for line in messages.lines if line.endswith("continues at step 2")]) == 2
+    assert len([line for line in messages.lines if line.endswith("continues at step 2")]) == 3
     for mine, whole in zip(runs_of(out), runs_of(finished), strict=True):
         assert mine.name == whole.name
         ours, theirs = made(mine), made(whole)

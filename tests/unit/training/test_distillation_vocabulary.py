@@ -5,7 +5,6 @@ import torch
 from lane_cases import fresh_logits, local_policy, rollout, totals, trained
 
 from retrain.config import parse_dict
-from retrain.errors import ConfigError
 from retrain.maths.distillation import divergence, with_tail
 from retrain.policy import head as head_module
 from retrain.policy.context import read_after
@@ -120,14 +119,3 @@ def test_where_nobody_teaches_there_is_no_term_and_no_further_pass(base, lanes):
     policy = local_policy(base, lanes)
     batch = asked(rollout(base, lanes, policy.adapter)[:2], [None, None])
     assert "distillation/divergence" not in policy.update(batch, objective_of(policy.config, "ppo"), 1e-6)
-
-
-@pytest.mark.parametrize(("sections", "why"), [
-    ({"distillation": {"url": "http://a:1"}}, "a server says nothing of tokens that were not sampled"),
-    ({"training": {"top_k": 5}}, "top_k leaves tokens out of what is sampled from"),
-    ({"backend": {"shard": "dp", "ranks": 2}}, "ranks have no teacher"),
-])  # fmt: skip
-def test_what_whole_distributions_do_not_go_with(sections, why):
-    mine = {"teacher": "base", "estimate": "vocabulary", **sections.pop("distillation", {})}
-    with pytest.raises(ConfigError, match=why):
-        parse_dict({"distillation": mine, **sections})

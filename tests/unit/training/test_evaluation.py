@@ -9,23 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from record_cases import config, context
-from toymodels import TINY_RUN, TWO_CONDITIONS, qwen3_directory, word_tokenizer
+from toymodels import word_tokenizer
 
-from retrain.campaign.running.controller import launch
-from retrain.config import load
 from retrain.config.tasks import Reward as RewardSection
 from retrain.config.tasks import RewardComponent
 from retrain.data.prompts import Renderer
 from retrain.engines.protocol import PolicyRef
 from retrain.environments.single_turn import SingleTurn
 from retrain.evaluation import Evaluator, Subject
-from retrain.files import read_json, read_jsonl
+from retrain.files import read_jsonl
 from retrain.maths.bounded import bounded_mean_interval
 from retrain.maths.evaluation import maj_at_k, majority, majority_ks, pass_at_k, sensible_ks
 from retrain.maths.statistics import accuracy_interval
 from retrain.record.base_evaluations import BaseEvaluations
 from retrain.record.evaluation import eval_row
-from retrain.record.observer import NullObserver
 from retrain.record.recorder import SHOWN, RunRecorder, evaluated, shortened
 from retrain.rewards import Grader
 from retrain.rewards.rules import MatchReward
@@ -124,8 +121,8 @@ def test_every_answer_is_kept_with_what_it_votes_for(tmp_path):
     assert len(rows[2]["completion"]) <= SHOWN + 5
     assert shortened("short") == "short"
     facts = read_jsonl(tmp_path / "evals.jsonl")[1]
-    assert (facts["temperature"], facts["samples"], facts["max_tokens"], facts["top_p"]) == (0.7, 2, 64, 1.0)
-    assert (facts["top_k"], facts["min_p"]) == (0, 0.0)
+    sampling = {key: facts[key] for key in ("temperature", "samples", "max_tokens", "top_p", "top_k", "min_p")}
+    assert list(sampling.values()) == [0.7, 2, 64, 1.0, 0, 0.0]
 
 
 def test_the_kept_base_is_the_base(tmp_path):
@@ -214,57 +211,3 @@ def test_the_random_stream_is_of_subject_set_step_and_problem():
             for subject in subjects
             for i in range(3)
         ]
-
-
-CAMPAIGN = (
-    TWO_CONDITIONS
-    + 'reward = {{custom_function = "other"}}\n'
-    + TINY_RUN
-    + """\
-max_tokens = 6
-[data]
-source = "{model}/problems.jsonl"
-[reward]
-type = "custom"
-custom_module = "{model}/rewards.py"
-[evaluation]
-problems = 5
-samples = 3
-[inference]
-dtype = "float64"
-[squeeze]
-enabled = false
-"""
-)
-REWARDS = """
-def score(completion, answer):
-    return float(len(completion) % 2)
-
-def other(completion, answer):
-    return 1.0 - score(completion, answer)
-"""
-
-
-def test_the_base_is_scored_once_for_every_way_to_grade(tmp_path):
-    """One condition rewards what the other punishes: four cohorts of one run share two evaluations of the base."""
-    model = qwen3_directory(tmp_path / "model", ["What is 3 + 4? 7", "Compute 12 * 3."])
-    lines = [f'{{"prompt": "What is {i} + {i}?", "answer": "{2 * i}"}}' for i in range(40)]
-    (model / "problems.jsonl").write_text("\n".join(lines) + "\n")
-    (model / "rewards.py").write_text(REWARDS)
-    (tmp_path / "camp.toml").write_text(CAMPAIGN.format(model=model))
-    out = tmp_path / "out"
-    assert launch(load(tmp_path / "camp.toml", ["campaign.lanes=1"]), out, NullObserver()).exit_status == 0
-    runs = read_json(out / "manifest.json")["runs"]
-    by_condition = sorted(runs, key=lambda run: run["label"])
-    one, same, other, _ = (read_jsonl(out / run["path"] / "evals.jsonl")[0] for run in by_condition)
-    assert one["step"] == 0
-    assert one == same  # the seconds too: nothing was sampled again
-    rates = [row["eval/heldout/correct_rate"] for row in (one, other)]
-    assert sum(rates) == pytest.approx(1)
-    assert rates[0] != rates[1]
-    assert len(list((out / "base").glob("*.npz"))) == 2
-    answers = [read_jsonl(out / run["path"] / "emergence/evaluations.jsonl") for run in runs]
-    ids = [row["problem_id"] for row in answers[0] if row["step"] == 0]
-    assert len(ids) == 3 * len(set(ids)) > 0
-    assert all([row["problem_id"] for row in rows] == ids * 2 for rows in answers)  # before and after, in all runs
-    assert len({read_json(out / run["path"] / "config.json")["heldout_hash"] for run in runs}) == 1

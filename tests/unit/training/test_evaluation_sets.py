@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from toycampaign import campaign
+from toycampaign import campaign, toy_world
 from toymodels import Messages
 from typer.testing import CliRunner
 
@@ -34,7 +34,7 @@ tags_column = "kind"
 
 def sets_file(folder: Path, model: Path, name: str, sets: str = SETS, **keys) -> Path:
     """A toy campaign with held-out sets; the file of the second has one problem that is trained on."""
-    path = campaign(folder, model, name, **keys)
+    path = campaign(folder, model, name, condition='reward = {custom_function = "opposite"}', **keys)
     twice = load_data(load(path).config.data, 5).train[3].prompt
     rows = [{"prompt": p, "answer": "1", "kind": "seen" if p == twice else "new"} for p in (twice, "a?", "b?", "c?")]
     (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -42,11 +42,23 @@ def sets_file(folder: Path, model: Path, name: str, sets: str = SETS, **keys) ->
     return path
 
 
+OPPOSITE = """
+def opposite(completion, answer):
+    return 1.0 - score(completion, answer)
+"""
 DECLARED = ["campaign.primary_metric=eval/own.file/pass@2", "campaign.lanes=2", "squeeze.enabled=false"]
 
 
 def timeless(path: Path) -> list[dict]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in read_jsonl(path)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    model = toy_world(tmp_path_factory.mktemp("home"))
+    with (model.parent / "toyrewards.py").open("a") as module:
+        module.write(OPPOSITE)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +88,6 @@ def test_every_set_has_its_files_and_rows(trained):
     }
     assert [row["eval/own.file/step"] for row in steps] == [0, 2, 3]
     assert {row["name"] for row in read_jsonl(run / "emergence/evaluations.jsonl")} == {"heldout", "own.file"}
-    first, later = (read_jsonl(out / f"runs/grpo+none_s{seed}/evals.jsonl") for seed in (1, 2))
-    assert first[:2] == later[:2]  # the seconds too: the later cohort samples no base again
-    assert first[2:] != later[2:]
     held_out = "1 of 20000 training problems left out: they are held out in the set own.file"
     assert any(held_out in line for line in observer.lines)
     facts = read_json(run / "config.json")
@@ -86,12 +95,28 @@ def test_every_set_has_its_files_and_rows(trained):
     assert facts["data_sizes"] == {"train": 19_999, "heldout": 9}
 
 
+def test_the_base_is_scored_once_for_every_way_to_grade(trained):
+    """One condition rewards what the other punishes; the later cohort samples no base again."""
+    out, _ = trained
+    (one, other), (one_again, other_again) = (
+        [read_jsonl(run / "evals.jsonl") for run in sorted((out / "runs").glob(f"*_s{seed}"))] for seed in (1, 2)
+    )
+    assert (one[:2], other[:2]) == (one_again[:2], other_again[:2])  # the seconds too
+    assert one[2:] != one_again[2:]
+    assert one[0]["eval/heldout/reward_mean"] + other[0]["eval/heldout/reward_mean"] == pytest.approx(1)
+    assert one[0]["eval/heldout/reward_mean"] != other[0]["eval/heldout/reward_mean"]
+    assert len(list((out / "base").glob("*.npz"))) == 4  # of two sets
+    answers = [read_jsonl(run / "emergence/evaluations.jsonl") for run in (out / "runs").iterdir()]
+    asked = [[(row["step"], row["name"], row["problem_id"]) for row in rows] for rows in answers]
+    assert all(rows == asked[0] for rows in asked)
+
+
 def test_a_set_changes_no_number_of_another(trained, model, tmp_path):
     """The default set of a campaign without named sets is sampled as the first of several."""
     loaded = load(campaign(tmp_path, model, "plain", steps=1), ["campaign.seeds=[1]", "squeeze.enabled=false"])
     assert launch(loaded, tmp_path / "out", NullObserver()).exit_status == 0
-    for run in sorted((tmp_path / "out/runs").iterdir()):  # the untrained model: training itself lacks one problem
-        assert timeless(run / "evals.jsonl")[0] == timeless(trained[0] / "runs" / run.name / "evals.jsonl")[0]
+    name = "runs/grpo+none_s1/evals.jsonl"  # of the untrained model: training itself lacks one problem
+    assert timeless(tmp_path / "out" / name)[0] == timeless(trained[0] / name)[0]
 
 
 def test_the_declared_set_decides_and_all_sets_are_shown(trained):
