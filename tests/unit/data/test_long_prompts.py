@@ -134,37 +134,38 @@ system_prompt = "one two three four five six seven eight nine ten"
 @pytest.mark.usefixtures("weightless")
 def test_train_check_and_explain_look_at_every_held_out_set(model, tmp_path):
     file = campaign(tmp_path, model, rows(12))
-    other = tmp_path / "other.jsonl"
-    other.write_text('{"prompt": "5 6 7 8?", "answer": "9"}\n{"prompt": "6 7 8?"}\n')
     text = file.read_text().replace("\n[evaluation]\nproblems = 3\n", SETS)
     file.write_text(text)
-    result = CliRunner().invoke(app, ["check", str(file)])
-    assert result.exit_code == 2
+    other = tmp_path / "other.jsonl"
+
+    def run(*command: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, [command[0], str(file), *command[1:]])
+        return result.exit_code, result.stdout + result.stderr
+
+    other.write_text('{"prompt": "5 6 7 8?", "answer": "9"}\n{"prompt": "6 7 8?"}\n')
+    status, output = run("check")
+    assert status == 2
     line = text.splitlines().index('source = "other.jsonl"') + 1
-    assert f"long.toml:{line}  evaluation.sets[3].source  " in result.stderr
-    assert 'other.jsonl:2  has no column "answer"' in result.stderr
+    assert f"long.toml:{line}  evaluation.sets[3].source  " in output
+    assert 'other.jsonl:2  has no column "answer"' in output
     other.write_text('{"prompt": "5 6 7 8?", "answer": "9"}\n' + json.dumps(rows(1, {0: 1100})[0]) + "\n")
     line = text.splitlines().index("[data]") + 1
-    for arguments in (["check", str(file)], ["train", str(file), "--out", str(tmp_path / "out"), "--plain"]):
-        result = CliRunner().invoke(app, arguments)
-        assert result.exit_code == 2
-        said = result.stderr.splitlines()[-1]
+    for command in (["check"], ["train", "--out", str(tmp_path / "out"), "--plain"]):
+        status, output = run(*command)
+        assert status == 2
         where = f'long.toml:{line}  data.long_prompts  is "error": other.jsonl:2  the prompt in the set other has '
-        assert said.startswith(where)
-        assert "more than 2040 (" in said
-    output = CliRunner().invoke(app, ["explain", str(file)]).stdout
+        assert output.splitlines()[-1].startswith(where)
+        assert "more than 2040 (" in output.splitlines()[-1]
+    _, output = run("explain")
     assert "at most 1148 tokens in the set long_answers (" in output
     assert "training would end at once: other.jsonl:2  the prompt in the set other has " in output
     file.write_text(text + 'long_prompts = "skip"\n')
-    output = CliRunner().invoke(app, ["explain", str(file)]).stdout
+    _, output = run("explain")
     assert "1 of 2 in the set other; the first is other.jsonl:2 with " in output
     assert "training would end" not in output
-    assert "at most 2040 tokens (" in output
-    assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
+    assert run("check")[0] == 0
     file.write_text(text + 'long_prompts = "skip"\nmax_prompt_tokens = 3\n')
-    stderr = CliRunner().invoke(app, ["check", str(file)]).stderr
-    assert '  data.long_prompts  is "skip": ' in stderr
-    assert "every prompt to train on is longer than 3 tokens ([data] max_prompt_tokens = 3); the shortest " in stderr
+    assert "every prompt to train on is longer than 3 tokens ([data] max_prompt_tokens = 3); the " in run("check")[1]
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from critic_cases import OWN, SHARED, critic_campaign, critic_files, last_checkpoint, made, rows_of, runs_of
-from lane_cases import drawn, in_turns, local_policy, rollout, totals, trained
+from lane_cases import in_turns, local_policy, rollout, totals, trained
 from safetensors.torch import load_file
 from toymodels import Messages, train_quietly
 from transformers import AutoModelForCausalLM
 
 from retrain.algorithms.gae import fill_token_advantages
+from retrain.algorithms.standard import assign_credit, load_modes
 from retrain.campaign.adapters.squeeze import squeeze
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load, parse_dict
@@ -41,14 +42,8 @@ IN_LOSS = ("grpo", "kl_coef = 0.05\n")
 
 def ppo_policy(base, lanes, **critic) -> LocalPolicy:
     """A PPO policy whose adapter, critic's head and critic's adapter have left their beginning."""
-    policy = local_policy(
-        base,
-        lanes,
-        algorithm=PPO,
-        critic=critic,
-        optimizer={"grad_clip_norm": 0.0},
-        training={"num_iterations": 2},
-    )
+    keys = {"optimizer": {"grad_clip_norm": 0.0}, "training": {"num_iterations": 2}}
+    policy = local_policy(base, lanes, algorithm=PPO, critic=critic, **keys)
     with torch.no_grad():
         policy.adapter.flat.copy_(trained(lanes, 1, size=0.05).flat)
         policy.critic.head.flat.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(5))
@@ -57,26 +52,19 @@ def ppo_policy(base, lanes, **critic) -> LocalPolicy:
     return policy
 
 
-def with_targets(samples: list[Sample], seed: int = 0) -> list[Sample]:
-    """The samples with made-up values from before and targets."""
-    noise = np.random.default_rng(seed)
-    for sample in samples:
-        sample.values = np.where(sample.action_mask, noise.normal(size=len(sample)), 0.0)
-        sample.value_targets = np.where(sample.action_mask, noise.normal(size=len(sample)), 0.0)
-    return samples
-
-
 def batch_of(samples: list[Sample], step: int = 0) -> TrainBatch:
     counted = totals(samples)
     return TrainBatch(samples, Denominators(counted.tokens, counted.sequences, False, counted.tokens), step, ("ppo",))
 
 
 def ppo_batch(policy: LocalPolicy) -> list[Sample]:
-    return with_targets(rollout(policy.base, policy.lanes, policy.adapter))
-
-
-def token_count(samples: list[Sample]) -> int:
-    return sum(len(drawn(sample)) for sample in samples)
+    """Rollouts with made-up values from before and targets."""
+    noise = np.random.default_rng(0)
+    samples = rollout(policy.base, policy.lanes, policy.adapter)
+    for sample in samples:
+        sample.values = np.where(sample.action_mask, noise.normal(size=len(sample)), 0.0)
+        sample.value_targets = np.where(sample.action_mask, noise.normal(size=len(sample)), 0.0)
+    return samples
 
 
 def plain_values(policy: LocalPolicy, sample: Sample) -> torch.Tensor:
@@ -136,7 +124,7 @@ def flat(gradients) -> torch.Tensor:
 def test_the_critics_gradient_is_autograds(base, lanes, clip):
     policy = ppo_policy(base, lanes, cliprange_value=clip, vf_coef=0.5)
     samples = ppo_batch(policy)
-    count, loss, clipped = token_count(samples), torch.zeros(()), 0
+    count, loss, clipped = totals(samples).tokens, torch.zeros(()), 0
     for sample in samples:
         values_BT = plain_values(policy, sample)[None]
         old_BT, targets_BT = (
@@ -177,17 +165,16 @@ def test_a_shared_adapter_has_the_gradient_of_both_losses(base, lanes):
     loss = torch.zeros(())
     for sample in samples:
         targets_T = torch.from_numpy(sample.value_targets[sample.action_mask]).float()
-        loss = loss + 0.2 * 0.5 * (plain_values(policy, sample) - targets_T).square().sum() / token_count(samples)
+        loss = loss + 0.2 * 0.5 * (plain_values(policy, sample) - targets_T).square().sum() / totals(samples).tokens
     of_value = torch.autograd.grad(loss, [policy.critic.head.flat, *policy.adapter.views])
     _, without = updated_without_critic(policy, samples)
-    result = Updated(policy, samples)
-    updated, numbers = result.gradients, result.numbers
-    torch.testing.assert_close(
-        updated["policy"], without.gradients["policy"] + flat(of_value[1:]), rtol=1e-3, atol=1e-5
-    )
-    torch.testing.assert_close(updated["head"], of_value[0], rtol=1e-3, atol=1e-5)
-    assert numbers["loss"] == pytest.approx(numbers["loss/policy_avg"] + 0.2 * numbers["loss/value_avg"], rel=1e-4)
-    assert result.moved == [True, True]
+    updated = Updated(policy, samples)
+    expected = without.gradients["policy"] + flat(of_value[1:])
+    torch.testing.assert_close(updated.gradients["policy"], expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(updated.gradients["head"], of_value[0], rtol=1e-3, atol=1e-5)
+    losses = [updated.numbers[key] for key in ("loss", "loss/policy_avg", "loss/value_avg")]
+    assert losses[0] == pytest.approx(losses[1] + 0.2 * losses[2], rel=1e-4)
+    assert updated.moved == [True, True]
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -283,22 +270,28 @@ def test_kl_in_the_reward_and_what_is_logged_of_it():
     assert "objective/non_score_reward" not in numbers
 
 
-TOML = """
+def test_token_weights_act_on_each_tokens_own_advantage():
+    """GTPO's weights and HICRA's gain are functions of one token's advantage, so a critic's go with them."""
+    one = episode((4,), 1.0)
+    one.turns[0].action.logprobs_T = np.array([-0.1, -2.0, -0.4, -1.5])
+    scores = Scores(values=[np.array([0.3, 0.9, -0.2, 0.1])])
+    group, own, _ = credited([one], scores)
+    config = parse_dict({"algorithm": PPO | {"transform_mode": "gtpo"}, "gtpo": {"beta": 0.5}})
+    assign_credit([group], config, 0.0, ("placebo",), load_modes(config.algorithm), own)
+    surprisal = np.array([0.1, 2.0, 0.4, 1.5])
+    assert one.token_advantages_T == pytest.approx(own[one] * (1 + 0.5 * (surprisal - 1)))  # of mean 1
+    assert np.std(own[one]) > 0.1
+
+
+ONE_EACH = """
 [algorithm]
 advantage_mode = "gae"
-kl_coef = 0.02
-kl_in_reward = "k1"
-[critic]
-lr = 5e-3
 [training]
-max_steps = 2
-batch_size = 4
-group_size = {size}
+max_steps = 3
+batch_size = 6
+group_size = 1
 max_tokens = 24
 lr = 5e-3
-num_iterations = 2
-[model]
-lora_rank = 4
 [backend]
 devices = "cpu"
 """
@@ -309,27 +302,24 @@ DOCUMENTED = ("eps", "objective/kl", "objective/entropy", "objective/non_score_r
 """What TRL documents for PPO."""
 
 
-def test_a_run_records_every_number_that_trl_documents(tmp_path):
-    rows = train_quietly(tmp_path, TOML.format(size=4))
-    for row in rows:
-        assert [name for name in DOCUMENTED if row[name] is None] == []
-        assert (row["episode"], row["num_datums"]) == (16 * (row["step"] + 1), 16)
-        assert (row["optim/updates"], row["lr"]) == (2, 5e-3)
-        assert row["objective/non_score_reward"] == pytest.approx(-0.02 * row["objective/kl"], abs=1e-9)
-        assert row["objective/scores"] == pytest.approx(row["mean_reward"])
-        assert row["objective/rlhf_reward"] == pytest.approx(row["mean_reward"] + row["objective/non_score_reward"])
-        assert row["policy/entropy_avg"] == pytest.approx(row["entropy"], rel=0.2)  # after an update: close, not equal
-        assert row["policy/entropy_avg"] != row["entropy"]
-    assert rows[0]["critic/value_mean"] == 0.0  # nothing was expected yet
-    assert rows[0]["objective/kl"] == 0.0  # the policy still is the base
-    assert rows[1]["critic/value_mean"] != 0.0
-
-
 def test_one_completion_for_a_prompt_is_enough(tmp_path):
-    toml = TOML.format(size=1).replace("batch_size = 4", "batch_size = 6").replace("max_steps = 2", "max_steps = 3")
-    rows = train_quietly(tmp_path, toml)
+    rows = train_quietly(tmp_path, ONE_EACH)
     assert [row["num_datums"] for row in rows] == [6, 6, 6]
     assert any(row["optim/grad_norm"] > 0 for row in rows)
+
+
+def test_a_run_records_every_number_that_trl_documents(finished):
+    rows = read_jsonl(runs_of(finished)[0] / "metrics.jsonl")
+    assert rows[0]["critic/value_mean"] == 0.0  # nothing was expected yet
+    assert rows[0]["objective/kl"] == 0.0  # the policy still is the base
+    for row in rows[1:]:  # the critic has trained alone in the first
+        assert [name for name in DOCUMENTED if row[name] is None] == []
+        assert (row["episode"], row["num_datums"], row["lr"]) == (12 * (row["step"] + 1), 12, 0.01)
+        assert row["critic/value_mean"] != 0.0
+        assert row["objective/non_score_reward"] == pytest.approx(-0.05 * row["objective/kl"], abs=1e-9)
+        assert row["objective/scores"] == pytest.approx(row["mean_reward"])
+        assert row["objective/rlhf_reward"] == pytest.approx(row["mean_reward"] + row["objective/non_score_reward"])
+        assert row["policy/entropy_avg"] not in (0, row["entropy"])  # after an update
 
 
 @pytest.fixture(scope="module")
@@ -429,15 +419,6 @@ def test_a_checkpoint_without_such_a_critic_is_refused(base, lanes, tmp_path, sa
         local_policy(base, lanes, algorithm=PPO).load(tmp_path)
 
 
-def first_batch(policy, step: int = 0, target: float = 1.0) -> TrainBatch:
-    """Return a few answers, all of which were expected to be worth nothing."""
-    samples = rollout(policy.base, policy.lanes, policy.adapter)
-    for sample in samples:
-        sample.values = np.zeros(len(sample))
-        sample.value_targets = np.where(sample.action_mask, target, 0.0)
-    return batch_of(samples, step)
-
-
 def everything(policy) -> dict[str, bytes]:
     """Return all that an update may change."""
     snapshot = policy.snapshot(resumable=True)
@@ -454,9 +435,9 @@ def test_a_saved_critic_continues_and_one_that_is_not_finite_stays_as_it_was(bas
     """Weights, moments and step counts; training does not change a snapshot before it is written."""
     policy = local_policy(base, lanes, algorithm=PPO, critic={"share_adapter": share})
     objective = objective_of(policy.config, "ppo")
-    policy.update(first_batch(policy), objective, 0.01)
+    policy.update(batch_of(ppo_batch(policy)), objective, 0.01)
     snapshot, saved = policy.snapshot(resumable=True), everything(policy)
-    policy.update(first_batch(policy, 1), objective, 0.01)
+    policy.update(batch_of(ppo_batch(policy), 1), objective, 0.01)
     snapshot.write(tmp_path)
     after = everything(policy)
     assert [name for name in saved if saved[name] == after[name]] == []
@@ -464,10 +445,11 @@ def test_a_saved_critic_continues_and_one_that_is_not_finite_stays_as_it_was(bas
     other = local_policy(base, lanes, algorithm=PPO, critic={"share_adapter": share})
     other.load(tmp_path)
     assert everything(other) == saved
-    other.update(first_batch(other, 1), objective, 0.01)
+    other.update(batch_of(ppo_batch(other), 1), objective, 0.01)
     assert everything(other) == after
-    version = policy.version
+    version, samples = policy.version, ppo_batch(policy)
+    samples[0].value_targets[samples[0].action_mask] = np.inf
     with pytest.raises(NonFinite, match="the update was not applied"):
-        policy.update(first_batch(policy, 2, target=float("inf")), objective, 0.01)
+        policy.update(batch_of(samples, 2), objective, 0.01)
     assert everything(policy) == after
     assert policy.version == version
