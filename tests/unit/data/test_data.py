@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,16 @@ import pytest
 from mixed_cases import BASE, completions_of, launch_file, rows_of, runs_of, toy_file
 from typer.testing import CliRunner
 
+from retrain import config
 from retrain.cli import app
-from retrain.config.tasks import Data
+from retrain.config.tasks import Data, Reward
 from retrain.data import Dataset, content_hash, load_data
 from retrain.data.prompts import conversation, render
-from retrain.data.sources import HUB
+from retrain.data.sources import HUB, read_problems
 from retrain.errors import DataError, ModelError, PluginError
 from retrain.files import append_jsonl, read_json
 from retrain.policy.adapter_io import read_adapter
+from retrain.rewards import build_grader
 from retrain.types import Problem
 
 GSM8K = [
@@ -497,3 +500,86 @@ def test_two_problems_fill_a_batch_of_five(toy_home, tmp_path):
     assert all(row["optim/grad_norm"] > 0 and row["num_datums"] > 0 for row in rows)
     assert len(completions_of(tmp_path / "out")) == 3 * 5 * 4
     assert any(bool(b.any()) for _, b in read_adapter(tmp_path / "out/final").tensors.values())
+
+
+FOLDER = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
+
+
+@pytest.fixture(scope="module")
+def gsm8k() -> Dataset:
+    """The real one."""
+    if not (FOLDER / "test.jsonl").is_file():
+        pytest.skip("the GSM8K files are not beside the repository (shared/data/gsm8k)")
+    return load(FOLDER / "train.jsonl", 1319, eval_source=str(FOLDER / "test.jsonl"))
+
+
+def neighbour(problem: Problem, by: int = 1) -> str:
+    return rf"\boxed{{{int(problem.answer) + by}}}"
+
+
+def test_every_problem_of_gsm8k_is_read_and_no_test_problem_is_trained_on(gsm8k):
+    assert (len(gsm8k.train), len(gsm8k.heldout)) == (7473, 1319)
+    lines = (FOLDER / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    written = [json.loads(line)["answer"].rpartition("####")[2].strip().replace(",", "") for line in lines]
+    assert sorted(problem.answer for problem in gsm8k.heldout) == sorted(written)
+    assert all(str(int(problem.answer)) == problem.answer for problem in gsm8k.heldout)
+    assert {problem.prompt for problem in gsm8k.train}.isdisjoint(problem.prompt for problem in gsm8k.heldout)
+
+
+@pytest.mark.parametrize("kind", ["match", "math"])
+def test_gold_answers_score_one_and_their_neighbours_zero(gsm8k, kind):
+    if kind == "math":
+        pytest.importorskip("math_verify", reason="the extra `math` is not installed")
+    with build_grader(Reward.model_validate({"type": kind})) as grader:
+        for spelling in (r"\boxed{%s}", r"\boxed{ %s.00 }", r"so $\boxed{\$%s}$."):
+            right = grader.grade([(problem, spelling % problem.answer) for problem in gsm8k.heldout])
+            assert [result.total_reward for result in right] == [1.0] * 1319
+        for by in (1, -1):
+            wrong = grader.grade([(problem, neighbour(problem, by)) for problem in gsm8k.heldout])
+            assert [result.total_reward for result in wrong] == [0.0] * 1319
+
+
+RECIPE = {
+    "type": "weighted",
+    "components": [
+        {"type": "math", "name": "correct", "weight": 1.0},
+        {"type": "format", "name": "format", "weight": 0.1, "offset": -1.0},
+    ],
+}
+
+
+def test_the_recipe_gives_its_three_values(gsm8k):
+    pytest.importorskip("math_verify", reason="the extra `math` is not installed")
+    solutions = {problem.id: problem.metadata["solution"] for problem in gsm8k.heldout}
+    with build_grader(Reward.model_validate(RECIPE)) as grader:
+        right = grader.grade([(p, rf"{solutions[p.id]} \boxed{{{p.answer}}}") for p in gsm8k.heldout])
+        wrong = grader.grade([(p, neighbour(p)) for p in gsm8k.heldout])
+        written = grader.grade([(p, solutions[p.id]) for p in gsm8k.heldout])
+        unmarked = grader.grade([(p, solutions[p.id].rpartition("####")[0]) for p in gsm8k.heldout])
+    assert {result.total_reward for result in right} == {1.0}
+    assert {result.total_reward for result in wrong} == {0.0}
+    assert {result.total_reward for result in written} == {1.0}  # the data set's own way of marking an answer
+    assert {result.total_reward for result in unmarked} == {-0.1}
+    assert all(result.components == {"correct": 0.0, "format": 0.0} for result in unmarked)
+
+
+CAMPAIGNS = Path(__file__).parents[3] / "campaigns"
+ANSWERS = {
+    "sum": "{0} + {1}", "difference": "{0} - {1}", "product": "{0} * {1}", "gain": "{0} + {1}", "loss": "{0} - {1}",
+    "boxes": "{0} * {1}", "change": "{0} + {1} - {2}", "bags": "{0} * {1} + {2}", "formula": "{0} * {1} + {2}",
+}  # fmt: skip
+"""How the numbers of a question of each kind of the SmolLM2 campaigns make its answer."""
+
+
+@pytest.mark.parametrize(("file", "kinds"), [("smollm2", list(ANSWERS)[:6]), ("smollm2_rare", list(ANSWERS)[6:])])
+def test_every_question_of_a_campaign_has_its_answer_and_stays_on_its_side(file, kinds):
+    data = config.load(CAMPAIGNS / f"{file}.toml").config.data
+    train, test = (read_problems(data.source, split, data, CAMPAIGNS) for split in ("train", "test"))
+    assert (len(train), len(test)) == (6000, 600)
+    assert len({problem.prompt for problem in (*train, *test)}) == 6600
+    assert {tag for problem in train for tag in problem.tags} == set(kinds)
+    assert {tag for problem in test for tag in problem.tags} == set(kinds)
+    for problem in (*train[:600], *test):
+        (kind,) = problem.tags
+        numbers = re.findall(r"\d+", problem.prompt)
+        assert eval(ANSWERS[kind].format(*numbers)) == int(problem.answer) >= 0
