@@ -513,10 +513,6 @@ def gsm8k() -> Dataset:
     return load(FOLDER / "train.jsonl", 1319, eval_source=str(FOLDER / "test.jsonl"))
 
 
-def neighbour(problem: Problem, by: int = 1) -> str:
-    return rf"\boxed{{{int(problem.answer) + by}}}"
-
-
 def test_every_problem_of_gsm8k_is_read_and_no_test_problem_is_trained_on(gsm8k):
     assert (len(gsm8k.train), len(gsm8k.heldout)) == (7473, 1319)
     lines = (FOLDER / "test.jsonl").read_text(encoding="utf-8").splitlines()
@@ -535,32 +531,8 @@ def test_gold_answers_score_one_and_their_neighbours_zero(gsm8k, kind):
             right = grader.grade([(problem, spelling % problem.answer) for problem in gsm8k.heldout])
             assert [result.total_reward for result in right] == [1.0] * 1319
         for by in (1, -1):
-            wrong = grader.grade([(problem, neighbour(problem, by)) for problem in gsm8k.heldout])
+            wrong = grader.grade([(p, rf"\boxed{{{int(p.answer) + by}}}") for p in gsm8k.heldout])
             assert [result.total_reward for result in wrong] == [0.0] * 1319
-
-
-RECIPE = {
-    "type": "weighted",
-    "components": [
-        {"type": "math", "name": "correct", "weight": 1.0},
-        {"type": "format", "name": "format", "weight": 0.1, "offset": -1.0},
-    ],
-}
-
-
-def test_the_recipe_gives_its_three_values(gsm8k):
-    pytest.importorskip("math_verify", reason="the extra `math` is not installed")
-    solutions = {problem.id: problem.metadata["solution"] for problem in gsm8k.heldout}
-    with build_grader(Reward.model_validate(RECIPE)) as grader:
-        right = grader.grade([(p, rf"{solutions[p.id]} \boxed{{{p.answer}}}") for p in gsm8k.heldout])
-        wrong = grader.grade([(p, neighbour(p)) for p in gsm8k.heldout])
-        written = grader.grade([(p, solutions[p.id]) for p in gsm8k.heldout])
-        unmarked = grader.grade([(p, solutions[p.id].rpartition("####")[0]) for p in gsm8k.heldout])
-    assert {result.total_reward for result in right} == {1.0}
-    assert {result.total_reward for result in wrong} == {0.0}
-    assert {result.total_reward for result in written} == {1.0}  # the data set's own way of marking an answer
-    assert {result.total_reward for result in unmarked} == {-0.1}
-    assert all(result.components == {"correct": 0.0, "format": 0.0} for result in unmarked)
 
 
 CAMPAIGNS = Path(__file__).parents[3] / "campaigns"

@@ -18,7 +18,7 @@ from retrain.config.training import Sampling
 from retrain.data.prompts import Renderer
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef, SampleRequest
-from retrain.environments.protocol import ONE_TURN, Limits, Observation, Step
+from retrain.environments.protocol import Limits, Observation, Step
 from retrain.environments.single_turn import SingleTurn
 from retrain.errors import ModelError, RunFailed
 from retrain.evaluation import Evaluator, Subject
@@ -99,19 +99,6 @@ class Scripted:
 
 def rewards(group: Group) -> list[float | None]:
     return [rollout.reward.total_reward for rollout in group.rollouts]
-
-
-def test_what_is_asked_of_the_engine():
-    engine = Scripted({"a": ["x", "y"]})
-    request = asked(Lengths(), "a", 2)
-    sampling = Sampling(9, 0.5, top_p=0.9, top_k=7, min_p=0.1)
-    collected = collect(engine, [replace(request, sampling=sampling, limits=ONE_TURN)], max_rows=5)
-    ids = collected.groups[0].prompt.token_ids
-    assert engine.requests == [[SampleRequest(request.policy, ids, 2, 9, 0.5, ("a",), top_p=0.9, top_k=7, min_p=0.1)]]
-    assert engine.rows == [5]
-    assert collected.sync_seconds == 0.25
-    engine.sync_seconds = None
-    assert collect(engine, [request]).sync_seconds is None
 
 
 @pytest.mark.parametrize("last", ["bbbb", "raise"])

@@ -37,7 +37,6 @@ def test_cisco():
 
 PEAKED = [1, 2, 4, 8, 16, 24, 32, 48, 64]
 """Loads on both sides of the peak of ``curve``, n* = 22.1."""
-ROOFLINE = Limits(1, 64, warmup_steps=3, peak_gflops=1000.0, peak_bw_gb_s=100.0)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +61,6 @@ ROOFLINE = Limits(1, 64, warmup_steps=3, peak_gflops=1000.0, peak_bw_gb_s=100.0)
 def test_decisions(loads, throughputs, load, limits, expected):
     decision = decide(loads, throughputs or curve(loads), load, limits)
     assert (decision.basis, decision.action, decision.load) == expected
-
-
-@pytest.mark.parametrize(
-    ("load", "limits", "regime"),
-    [(22, ROOFLINE, "memory_bound"), (23, ROOFLINE, "retrograde"), (22, LIMITS, "optimal")],
-)
-def test_the_roofline_says_what_bounds_decoding_below_the_peak(load, limits, regime):
-    assert decide(PEAKED, curve(PEAKED), load, limits, flops_per_byte=5.0).regime == regime
 
 
 @given(st.floats(1.0, 1e6), st.floats(0.0, 0.3), st.floats(5e-4, 0.05))

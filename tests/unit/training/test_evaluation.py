@@ -14,9 +14,8 @@ from toymodels import word_tokenizer
 from retrain.config.tasks import Reward as RewardSection
 from retrain.config.tasks import RewardComponent
 from retrain.data.prompts import Renderer
-from retrain.engines.protocol import PolicyRef
 from retrain.environments.single_turn import SingleTurn
-from retrain.evaluation import Evaluator, Subject
+from retrain.evaluation import Evaluator
 from retrain.files import read_jsonl
 from retrain.maths.bounded import bounded_mean_interval
 from retrain.maths.evaluation import maj_at_k, majority, majority_ks, pass_at_k, sensible_ks
@@ -24,7 +23,6 @@ from retrain.maths.statistics import accuracy_interval
 from retrain.record.base_evaluations import BaseEvaluations
 from retrain.record.evaluation import eval_row
 from retrain.record.recorder import SHOWN, RunRecorder, evaluated, shortened
-from retrain.rewards import Grader
 from retrain.rewards.rules import MatchReward
 from retrain.types import Action, EvalRecord, Group, Problem, Prompt, single_turn
 
@@ -169,45 +167,3 @@ def test_the_kept_base_is_found_only_by_all_that_decides_about_it(tmp_path):
     for change in ({"temperature": 0.5}, {"max_tokens": 32}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}):
         assert known(sampling=replace(held_out.sampling, **change)) is None, change
     assert known(data=settings.data.model_copy(update={"system_prompt": "Think."})) is None
-
-
-class Noting:
-    """An engine that keeps its requests."""
-
-    gives_entropy, exact, sync_seconds = True, True, None
-
-    def __init__(self):
-        self.requests = []
-
-    def forget_sequences(self):
-        pass
-
-    def sample(self, requests, *, max_rows=None, finished=None):
-        self.requests += requests
-        answer = Action([5], "\\boxed{4}", np.zeros(1), np.zeros(1), "stop")
-        groups = [[answer] * request.samples for request in requests]
-        for i, group in enumerate(groups):
-            finished(i, group)
-        return groups
-
-
-def test_the_random_stream_is_of_subject_set_step_and_problem():
-    """Another set or another subject changes no number of the others."""
-    settings = config(evaluation={"problems": 3, "samples": 2, "temperature": 0.5, "max_tokens": 9})
-    (held_out,) = settings.held_out
-    sets = [held_out, replace(held_out, name="more", samples=1)]
-    environments = {each.name: SingleTurn({each.name: PROBLEMS}, settings.data, Grader(MatchReward())) for each in sets}
-    subjects = [
-        Subject(PolicyRef("a", 0), environments, (0, "base"), 0),
-        Subject(PolicyRef("b", 4), environments, (0, 7), 5),
-    ]
-    renderer = Renderer(word_tokenizer(["What is two?"]), settings.data)
-    for each, name, samples in ((sets[0], (), 2), (sets[1], ("more",), 1)):
-        engine = Noting()
-        records = Evaluator(engine, renderer, sets).evaluate(each, subjects)
-        assert [len(record_.groups) for record_ in records] == [3, 3]
-        assert [(request.policy, request.stream, request.samples) for request in engine.requests] == [
-            (subject.policy, (*subject.stream, "eval", *name, subject.step, i), samples)
-            for subject in subjects
-            for i in range(3)
-        ]
