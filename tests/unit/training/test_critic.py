@@ -271,8 +271,8 @@ def test_kl_in_the_reward_and_what_is_logged_of_it():
 
 
 def test_token_weights_act_on_each_tokens_own_advantage():
-    """GTPO's weights and HICRA's gain are functions of one token's advantage, so a critic's go with them. One completion
-    for a prompt is enough."""
+    """GTPO's weights and HICRA's gain are functions of one token's advantage, so a critic's go with them. One
+    completion for a prompt is enough."""
     one = episode((4,), 1.0)
     one.turns[0].action.logprobs_T = np.array([-0.1, -2.0, -0.4, -1.5])
     scores = Scores(values=[np.array([0.3, 0.9, -0.2, 0.1])])

@@ -17,7 +17,7 @@ from toymodels import campaign_head, qwen3_directory
 from retrain.campaign.running.controller import launch
 from retrain.checkpoints import newest_whole
 from retrain.config import load
-from retrain.files import read_json, read_jsonl
+from retrain.files import read_jsonl
 from retrain.record.catalogue import METRICS
 from retrain.record.observer import NullObserver
 from retrain.trainer import Cohort
@@ -27,18 +27,12 @@ FILES = Path(__file__).parents[2] / "golden" / "campaign_directory.txt"
 REWARDS = """
 from retrain.rewards import RewardResult
 
-reward_min, reward_max = 0.0, 1.0
-metrics_ranges = {"digits": {"min": 0, "max": 12}}
-
 def score(completion, answer):
     \"\"\"Share of even digits: a toy model gets a spread of it.\"\"\"
     share = sum(c in "02468" for c in completion) / max(1, len(completion))
     return RewardResult(share, sample_metrics={"digits": float(sum(c.isdigit() for c in completion))})
 """
 PROBLEMS = """
-metrics_ranges = {"digits": {"min": 0, "max": 99}, "carries": {"max": 3, "invert": True}}
-reward_max = 7.0
-
 def problems(split):
     numbers = range(10, 40) if split == "train" else [50]
     return [{"prompt": f"{a}+{b}=?", "answer": str(a + b), "tags": level}
@@ -151,7 +145,6 @@ def test_rows_have_the_same_keys_values_and_times_that_add_up(campaign):
         r"bp_|tools/": "switched off",
         r"discarded_|.*_terminated_length|plan_": "no such group, completion or phrase in these few",
         r"env/[^/]+/format": "the reward knows of no format",
-        r".*carries": "declared by the data source, measured by nobody",
         r"eval/heldout/[^/]+/ci_": "too few problems of the tag",
     }
     parts = [metric.key for metric in METRICS if metric.key.startswith("time/") and not metric.requires]
@@ -166,13 +159,6 @@ def test_rows_have_the_same_keys_values_and_times_that_add_up(campaign):
     rows = read_jsonl(run / "metrics.jsonl")
     empty = [key for key in rows[0] if all(row[key] is None for row in rows)]
     assert [key for key in empty if not any(re.match(pattern, key) for pattern in reasons)] == []
-    # Where the data source and the reward both declare a range, that of the reward counts.
-    assert read_json(run / "config.json")["ranges"] == {
-        "reward": {"min": 0.0, "max": 1.0},
-        "score": {"min": 0.0, "max": 1.0},
-        "digits": {"min": 0, "max": 12},
-        "carries": {"max": 3, "invert": True},
-    }
 
 
 def test_other_tools_read_the_files_of_a_run(campaign):
