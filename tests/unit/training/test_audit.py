@@ -117,7 +117,7 @@ def learned(out: Path) -> dict[str, Any]:
     return trained
 
 
-SMALL = ("squeeze.enabled=false", "training.save_every=1", "training.max_tokens=6", "evaluation.problems=2")
+SMALL = ("squeeze.enabled=false", "training.save_every=1", "training.max_tokens=6", "evaluation.problems=5")
 
 
 def test_an_audit_trains_nothing(tmp_path, model, judging):  # noqa: F811
@@ -140,7 +140,7 @@ def test_an_audit_trains_nothing(tmp_path, model, judging):  # noqa: F811
     expected = learned(tmp_path / "without")
     assert len(expected) > 10
     assert learned(tmp_path / "format") == learned(tmp_path / "broken") == expected
-    for name, values, failed in (("format", {0.0}, {0}), ("broken", {None}, {2})):
+    for name, values, failed in (("format", {0.0}, {0}), ("broken", {None}, {5})):
         for run in (tmp_path / name / "runs").iterdir():
             rows, evals = read_jsonl(run / "metrics.jsonl"), read_jsonl(run / "evals.jsonl")
             assert {row["rewards/audit/mean"] for row in rows} == values
