@@ -1,5 +1,4 @@
-"""Campaigns whose runs learn from a batch once, four times, with a critic of their own, or with one that shares their
-adapter; and what of a directory has to be the same however it came about."""
+"""Campaigns with and without critics, and what must be equal in directories of interrupted and uninterrupted runs."""
 
 from __future__ import annotations
 
@@ -10,18 +9,13 @@ from timing_keys import is_timing_key
 from toycampaign import WORLD
 from toymodels import campaign_head
 
-from retrain.files import read_jsonl
+from retrain.files import read_json, read_jsonl
 from retrain.policy.critic import MOMENTS, WEIGHTS
 
-ONCE = ("grpo", "")
-MANY = "num_iterations = 2\nminibatches = 2\n"
-FOUR = ("grpo", MANY)
 OWN = ("gae", 'kl_coef = 0.05\nkl_in_reward = "k1"\ncritic = {warmup_steps = 1, lr = 0.02, lora_rank = 3}\n')
 SHARED = ("gae", "critic = {share_adapter = true}\n")
-ALL = (ONCE, FOUR, OWN, SHARED)
+ALL = (("grpo", ""), ("grpo", "num_iterations = 2\nminibatches = 2\n"), OWN, SHARED)
 """Advantage mode and further keys of a condition. The critic of its own trains alone in the first step."""
-ALL_MANY = (ONCE, FOUR, (OWN[0], OWN[1] + MANY), (SHARED[0], SHARED[1] + MANY))
-"""With four updates of the critics' batches, too."""
 NAMES = ("once", "four", "own", "shared")
 TOML = (
     """
@@ -44,7 +38,6 @@ def critic_campaign(
     folder: Path, model: Path, *conditions: tuple[str, str], training: str = "save_every = 2", steps: int = 4,
     lanes: int = 4, dtype: str = "float32",
 ) -> Path:  # fmt: skip
-    """A file of these conditions, one seed each."""
     head = campaign_head(seeds=[1], max_steps=steps, lanes=lanes)
     for advantage, keys in conditions:
         head += campaign_head((advantage, "none")).removeprefix("[campaign]\n") + keys
@@ -62,20 +55,23 @@ def single_run(folder: Path, model: Path, name: str, algorithm: str, training: s
     return path
 
 
+def runs_of(out: Path) -> list[Path]:
+    """The run directories of a campaign in the order of its plan."""
+    return [out / run["path"] for run in read_json(out / "manifest.json")["runs"]]
+
+
 def by_name(out: Path) -> dict[str, Path]:
-    """The run directories of a campaign of ``ALL`` or ``ALL_MANY``."""
-    runs = json.loads((out / "manifest.json").read_text())["runs"]
-    return dict(zip(NAMES, (out / run["path"] for run in runs), strict=True))
+    """The run directories of a campaign of ``ALL``."""
+    return dict(zip(NAMES, runs_of(out), strict=True))
 
 
 def rows_of(run: Path) -> list[str]:
-    """The rows of a run's steps without what the clock says."""
     rows = read_jsonl(run / "metrics.jsonl")
-    return [json.dumps({key: value for key, value in row.items() if not is_timing_key(key)}) for row in rows]
+    clocks = [key for key in rows[0] if is_timing_key(key)] + ["queue_depth"]
+    return [json.dumps({key: row[key] for key in row if key not in clocks}) for row in rows]
 
 
 def last_checkpoint(run: Path) -> Path:
-    """Its newest one."""
     return max((run / "checkpoints").glob("step_*"))
 
 
@@ -88,6 +84,4 @@ def made(run: Path) -> dict[str, object]:
 
 
 def critic_files(run: Path) -> list[str]:
-    """Where below the run's directory there is something of a critic."""
-    found = (path.relative_to(run) for name in (WEIGHTS, MOMENTS) for path in run.rglob(name))
-    return sorted(str(path) for path in found)
+    return sorted(str(path.relative_to(run)) for name in (WEIGHTS, MOMENTS) for path in run.rglob(name))

@@ -1,48 +1,58 @@
-"""Data sources, the held-out split, and prompts as tokens."""
-
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mixed_cases import BASE, completions_of, launch_file, rows_of, runs_of, toy_file
+from typer.testing import CliRunner
 
-from retrain.config.tasks import Data
+from retrain import config
+from retrain.cli import app
+from retrain.config.tasks import Data, Reward
 from retrain.data import Dataset, content_hash, load_data
 from retrain.data.prompts import conversation, render
+from retrain.data.sources import HUB, read_problems
 from retrain.errors import DataError, ModelError, PluginError
 from retrain.files import append_jsonl, read_json
 from retrain.policy.adapter_io import read_adapter
+from retrain.rewards import build_grader
 from retrain.types import Problem
 
-
-def section(source: str, **keys: Any) -> Data:
-    """[data] as it is where nothing has looked at the source yet."""
-    columns = {"prompt_column": "prompt", "answer_column": "answer"}
-    return Data().model_copy(update={"source": source, "size": 500, **columns, **keys})
+GSM8K = [
+    {"question": "Janet sells 9 eggs for $2 each?", "answer": "9 * 2 = $<<9*2=18>>18.\n#### 18"},
+    {"question": "A robe takes 2 bolts and half that?", "answer": "2/2=<<2/2=1>>1\n2+1=<<2+1=3>>3\n#### 3"},
+    {"question": "How much profit?", "answer": "So it was 1,000 * 70 = <<70*1000=70000>>70,000\n#### 70,000"},
+]
+MATH = [
+    {"problem": "What is $1/2+1/4$?", "level": "Level 1", "type": "Algebra", "solution": r"We get $\boxed{\frac34}$."},
+    {"problem": "How many?", "level": "Level 2", "type": "Algebra", "solution": r"So $n = \boxed{12}$."},
+]
 
 
 def write(path: Path, rows: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
-def rows(count: int, start: int = 0) -> list[dict[str, Any]]:
-    return [{"prompt": f"{i}+1=?", "answer": i + 1, "subject": f"s{i // 10}"} for i in range(start, start + count)]
+def sums(count: int, start: int = 0, word: str = "") -> list[dict[str, Any]]:
+    return [{"prompt": f"{word}{i}+1=?", "answer": i + 1} for i in range(start, start + count)]
 
 
-def load(path: Path, heldout: int = 0, max_examples: int | None = None, seed: int = 0, **keys: Any) -> Dataset:
-    return load_data(section(path.name, **keys), heldout, max_examples, seed, base_dir=path.parent)
+def load(source: Path | str, heldout: int = 0, max_examples: int | None = None, seed: int = 0, **keys: Any) -> Dataset:
+    return load_data(Data(source=str(source), **keys), heldout, max_examples, seed)
 
 
 def prompts(problems) -> list[str]:
     return [problem.prompt for problem in problems]
 
 
-def test_a_jsonl_file_becomes_problems(tmp_path: Path) -> None:
+def test_a_jsonl_file_becomes_problems(tmp_path):
     path = tmp_path / "sums.jsonl"
     path.write_bytes(
         b'\xef\xbb\xbf{"prompt": "1+1=?", "answer": "2", "tag": "easy", "source": "book"}\n'
@@ -58,22 +68,15 @@ def test_a_jsonl_file_becomes_problems(tmp_path: Path) -> None:
     assert second.prompt == ({"role": "user", "content": "2+2=?"},)
     assert (second.answer, second.tags) == ("4", ("easy", "even"))
     assert (third.answer, third.tags) == ("0.5", ())
-    assert data.heldout == []
-    assert data.notes == ()
+    assert (data.heldout, data.notes) == ([], ())
 
 
-def test_a_parquet_file_becomes_problems(tmp_path: Path) -> None:
+def test_a_parquet_file_becomes_problems(tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="the extra `data` is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
-    table = pyarrow.table(
-        {
-            "prompt": ["1+1=?", "2+2=?"],
-            "answer": [2, 4],
-            "tags": [["a", "b"], []],
-            "when": pyarrow.array([0, 1], pyarrow.timestamp("s")),
-        }
-    )
-    parquet.write_table(table, tmp_path / "sums.parquet")
+    when = pyarrow.array([0, 1], pyarrow.timestamp("s"))
+    columns = {"prompt": ["1+1=?", "2+2=?"], "answer": [2, 4], "tags": [["a", "b"], []], "when": when}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "sums.parquet")
     one, two = load(tmp_path / "sums.parquet", tags_column="tags").train
     assert (one.id, one.prompt, one.answer, one.tags) == ("sums.parquet:1", "1+1=?", "2", ("a", "b"))
     assert two.tags == ()
@@ -82,88 +85,71 @@ def test_a_parquet_file_becomes_problems(tmp_path: Path) -> None:
         load(tmp_path / "broken.parquet")
 
 
-def test_a_csv_file_becomes_problems_with_values_as_they_are_written(tmp_path: Path) -> None:
+def test_a_csv_file_becomes_problems_with_values_as_they_are_written(tmp_path):
     path = tmp_path / "sums.csv"
     path.write_bytes(
         b'\xef\xbb\xbfprompt,answer,tag\r\n"1+1, as a digit?",2,easy\r\n\r\n'
         b'"two\nlines ""quoted""",007,\r\nlast?,"1,450",x\r\n'
     )
     first, second, third = load(path, tags_column="tag").train
-    assert first == Problem(
-        "sums.csv:2", "1+1, as a digit?", "2", ("easy",), {"prompt": "1+1, as a digit?", "answer": "2", "tag": "easy"}
-    )
+    row = {"prompt": "1+1, as a digit?", "answer": "2", "tag": "easy"}
+    assert first == Problem("sums.csv:2", "1+1, as a digit?", "2", ("easy",), row)
     assert (second.id, second.prompt, second.answer) == ("sums.csv:4", 'two\nlines "quoted"', "007")
     assert (third.id, third.answer) == ("sums.csv:6", "1,450")
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"prompt,answer\n1?\n", r"sums.csv:2  has 1 values, and the first line names 2 columns"),
-        (b'prompt,answer\n1?,1\n"2?,2\n', "sums.csv:3  is not CSV: unexpected end of data"),
-        (b"prompt,answer\n1?,1\n\xff,2\n", "sums.csv:3  is not UTF-8"),
-        (b"prompt,prompt\n1?,1\n", 'names the column "prompt" twice'),
-        (b"prompt,result\n1?,1\n", 'sums.csv:2  has no column "answer"'),
-        (b"", "holds no problems"),
-    ],
-)
-def test_what_is_wrong_with_a_csv_file_is_told_with_its_line(tmp_path: Path, content: bytes, reason: str) -> None:
-    (tmp_path / "sums.csv").write_bytes(content)
-    with pytest.raises(DataError, match=reason):
-        load(tmp_path / "sums.csv")
+def test_files_of_gsm8k_and_math_are_read_as_they_are(tmp_path):
+    data = load(write(tmp_path / "train.jsonl", GSM8K))
+    assert [problem.answer for problem in data.train] == ["18", "3", "70000"]
+    assert data.train[0].prompt == GSM8K[0]["question"]
+    assert data.train[0].metadata["solution"].endswith("#### 18")
+    data = load(write(tmp_path / "math.jsonl", MATH), tags_column="level")
+    found = [(problem.answer, problem.tags) for problem in data.train]
+    assert found == [(r"\frac34", ("Level 1",)), ("12", ("Level 2",))]
+    math500 = write(tmp_path / "math500.jsonl", [{**MATH[0], "answer": r"\frac{3}{4}"}])
+    assert load(math500).train[0].answer == r"\frac{3}{4}"
 
 
 @pytest.mark.parametrize(
-    ("line", "reason"),
+    ("name", "content", "reason"),
     [
-        (b"{", "is not JSON: "),
-        (b"[1]", "is not an object"),
-        (b'{"prompt": "\xff"}', "is not UTF-8"),
-        (b"[" * 200_000, "nested too deeply|is not JSON"),
-        (b'{"question": "1?", "answer": "1"}', r'no column "prompt": set \[data\] prompt_column .*question, answer'),
-        (b'{"prompt": "1?", "solution": "1"}', r'no column "answer": set \[data\] answer_column'),
-        (b'{"prompt": "", "answer": "1"}', 'column "prompt" is empty'),
-        (b'{"prompt": 3, "answer": "1"}', 'column "prompt" is .*not a text or a list of chat messages'),
-        (b'{"prompt": [{"role": "user"}], "answer": "1"}', "a message is not"),
-        (b'{"prompt": [{"role": "assistant", "content": "1"}], "answer": "1"}', "nothing is left to answer"),
-        (b'{"prompt": "1?", "answer": true}', "True.*not a text or a number"),
-        (b'{"prompt": "1?", "answer": NaN}', "nan.*not a text or a number"),
-        (b'{"prompt": "1?", "answer": ["1"]}', "not a text or a number"),
-        (b'{"prompt": "1?", "answer": ""}', 'column "answer" is empty: no completion could ever be right'),
-        (b'{"prompt": "1?\\ud800", "answer": "1"}', "surrogate"),
-        (b'{"prompt": "1?", "answer": "1", "tag": {"a": 1}}', "not a tag or a list of tags"),
+        ("a.csv", b"prompt,answer\n1?\n", r"a.csv:2  has 1 values, and the first line names 2 columns"),
+        ("a.csv", b'prompt,answer\n1?,1\n"2?,2\n', "a.csv:3  is not CSV: unexpected end of data"),
+        ("a.csv", b"prompt,answer\n1?,1\n\xff,2\n", "a.csv:3  is not UTF-8"),
+        ("a.csv", b"prompt,prompt\n1?,1\n", 'names the column "prompt" twice'),
+        ("a.csv", b"prompt,result\n1?,1\n", 'a.csv:2  has no column answer or solution: set '),
+        ("a.csv", b"", "holds no problems"),
+        ("a.jsonl", b"{", "a.jsonl:1  is not JSON: "),
+        ("a.jsonl", b"[1]", "is not an object"),
+        ("a.jsonl", b'{"prompt": "\xff"}', "is not UTF-8"),
+        ("a.jsonl", b'{"text": "1?", "answer": "1"}', "has no column prompt or question or problem: set "),
+        ("a.jsonl", b'{"question": "1?", "answer": "1"}\n{"prompt": "1?"}', 'a.jsonl:2  has no column "question"'),
+        ("a.jsonl", b'{"prompt": "", "answer": "1"}', 'column "prompt" is empty'),
+        ("a.jsonl", b'{"prompt": 3, "answer": "1"}', 'column "prompt" is .*not a text or a list of chat messages'),
+        ("a.jsonl", b'{"prompt": [{"role": "user"}], "answer": "1"}', "a message is not"),
+        ("a.jsonl", b'{"prompt": [{"role": "assistant", "content": "1"}], "answer": "1"}', "nothing is left to answer"),
+        ("a.jsonl", b'{"prompt": "1?", "answer": true}', "True.*not a text or a number"),
+        ("a.jsonl", b'{"prompt": "1?", "answer": NaN}', "nan.*not a text or a number"),
+        ("a.jsonl", b'{"prompt": "1?", "answer": "1"}\n{"prompt": "2?", "answer": ""}', "no completion could ever be"),
+        ("a.jsonl", b'{"prompt": "1?", "answer": "1", "tag": {"a": 1}}', "not a tag or a list of tags"),
+        ("a.jsonl", b'{"prompt": "1?", "answer": "1", "level": 1}', r'"tag": set \[data\] tags_column .*answer, level'),
     ],
-)
-def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, line: bytes, reason: str) -> None:
-    path = tmp_path / "sums.jsonl"
-    path.write_bytes(b'{"prompt": "0?", "answer": "0"}\n\n' + line + b"\n")
+)  # fmt: skip
+def test_what_is_wrong_with_a_file_is_named_with_its_line(tmp_path, name, content, reason):
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=reason) as caught:
-        load(path, tags_column="tag")
-    assert str(caught.value).startswith("sums.jsonl:3 ")
+        load(tmp_path / name, tags_column=None if name == "a.csv" else "tag")
     assert len(str(caught.value)) < 400
 
 
-def test_a_tags_column_that_no_row_has_is_an_error(tmp_path: Path) -> None:
-    path = write(tmp_path / "sums.jsonl", [{"prompt": f"{i}?", "answer": f"{i}", "level": 1} for i in range(9)])
-    with pytest.raises(DataError, match=r'no column "subject": set \[data\] tags_column .*prompt, answer, level'):
-        load(path, tags_column="subject")
-
-
-def test_no_answers_at_all_is_a_data_set_for_a_judge(tmp_path: Path) -> None:
+def test_no_answers_at_all_is_a_data_set_for_a_judge(tmp_path):
     path = write(tmp_path / "poems.jsonl", [{"prompt": "A poem.", "answer": ""}, {"prompt": "An ode.", "answer": None}])
     assert [problem.answer for problem in load(path).train] == ["", ""]
 
 
-def test_a_missing_file_is_an_error_with_the_places_tried(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file") as caught:
-        load(tmp_path / "absent.jsonl")
-    assert str(tmp_path) in str(caught.value)
-    assert str(Path.cwd()) in str(caught.value)
-
-
-def test_the_held_out_split_depends_on_the_prompts_alone(tmp_path: Path) -> None:
-    forward = load(write(tmp_path / "a.jsonl", rows(1000)), heldout=50)
-    backward = load(write(tmp_path / "b.jsonl", rows(1000)[::-1]), heldout=50, seed=9)
+def test_the_held_out_split_depends_on_the_prompts_alone(tmp_path):
+    forward = load(write(tmp_path / "a.jsonl", sums(1000)), heldout=50)
+    backward = load(write(tmp_path / "b.jsonl", sums(1000)[::-1]), heldout=50, seed=9)
     assert prompts(forward.heldout) == prompts(backward.heldout)
     assert len(forward.heldout) == 50
     assert set(prompts(forward.train)).isdisjoint(prompts(forward.heldout))
@@ -171,14 +157,13 @@ def test_the_held_out_split_depends_on_the_prompts_alone(tmp_path: Path) -> None
     fewer = load(tmp_path / "a.jsonl", heldout=10)
     assert prompts(fewer.heldout) == prompts(forward.heldout)[:10]
     assert prompts(fewer.train) == prompts(forward.train)
-    grown = load(write(tmp_path / "c.jsonl", rows(1200)), heldout=50)
+    grown = load(write(tmp_path / "c.jsonl", sums(1200)), heldout=50)
     assert set(prompts(grown.train)).isdisjoint(prompts(forward.heldout))
-    subjects = {problem.metadata["subject"] for problem in forward.heldout}
-    assert len(subjects) > 20  # not the first subject of a sorted file
+    assert len({prompt[:2] for prompt in prompts(forward.heldout)}) > 20  # not the first part of a sorted file
 
 
-def test_equal_prompts_land_on_the_same_side(tmp_path: Path) -> None:
-    spaced = [row["prompt"].replace("+", "  + ") for row in rows(200)]
+def test_equal_prompts_land_on_the_same_side(tmp_path):
+    spaced = [row["prompt"].replace("+", "  + ") for row in sums(200)]
     twice = [{"prompt": prompt, "answer": "1"} for text in spaced for prompt in (text, f" {text}  ")]
     data = load(write(tmp_path / "twice.jsonl", twice), heldout=1000, eval_fraction=0.5)
     train, heldout = ([" ".join(prompt.split()) for prompt in prompts(part)] for part in (data.train, data.heldout))
@@ -187,58 +172,51 @@ def test_equal_prompts_land_on_the_same_side(tmp_path: Path) -> None:
     assert any("asks for more" in note for note in data.notes)
 
 
-def test_tiny_files_still_hold_something_out_and_train_on_something(tmp_path: Path) -> None:
-    for count in range(2, 12):
-        for fraction in (0.01, 0.5, 0.99):
-            data = load(write(tmp_path / "tiny.jsonl", rows(count)), heldout=5, eval_fraction=fraction)
-            assert data.train
-            assert data.heldout
-    one = write(tmp_path / "one.jsonl", rows(1))
-    assert len(load(one).train) == 1
-    with pytest.raises(DataError, match=r"\[evaluation\] problems = 0"):
-        load(one, heldout=5)
+@pytest.mark.parametrize(("fraction", "count"), list(itertools.product((0.01, 0.25, 0.99), (2, 10, 31))))
+def test_the_held_out_fraction_is_exact(tmp_path, fraction, count):
+    path = write(tmp_path / "sums.jsonl", [*sums(count), *sums(count)])  # each problem twice counts once
+    data = load(path, 1000, eval_fraction=fraction)
+    expected = min(max(1, int(fraction * count + 0.5)), count - 1)
+    assert len(data.heldout) == expected
+    assert len(set(prompts(data.train))) == count - expected
 
 
-def test_an_evaluation_file_is_held_out_and_its_problems_are_not_trained_on(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.jsonl", rows(30))
-    write(tmp_path / "test.jsonl", rows(10, start=25))
-    data = load(path, heldout=3, eval_source="test.jsonl")
-    assert len(data.train) == 25
-    assert len(data.heldout) == 3
+def test_an_evaluation_file_is_held_out_and_its_problems_are_not_trained_on(tmp_path):
+    path = write(tmp_path / "train.jsonl", sums(30))
+    test = write(tmp_path / "test.jsonl", sums(10, start=25))
+    data = load(path, heldout=3, eval_source=str(test))
+    assert (len(data.train), len(data.heldout)) == (25, 3)
     assert data.notes == ("5 of 30 training problems left out: they are held out",)
     assert data.heldout[0].id.startswith("test.jsonl:")
     with pytest.raises(DataError, match="nothing is left"):
-        load(path, heldout=3, eval_source="train.jsonl")
+        load(path, heldout=3, eval_source=str(path))
 
 
-def test_max_examples_samples_the_whole_file_unless_it_is_not_shuffled(tmp_path: Path) -> None:
-    path = write(tmp_path / "sorted.jsonl", rows(500))
+def test_max_examples_samples_the_whole_file_unless_it_is_not_shuffled(tmp_path):
+    path = write(tmp_path / "sorted.jsonl", sums(500))
     sample = prompts(load(path, max_examples=50).train)
+    numbers = [int(prompt.split("+")[0]) for prompt in sample]
     assert len(sample) == 50
-    assert sample == sorted(sample, key=lambda prompt: int(prompt.split("+")[0]))
-    assert len({int(prompt.split("+")[0]) // 100 for prompt in sample}) == 5
+    assert numbers == sorted(numbers)
+    assert len({number // 100 for number in numbers}) == 5
     assert sample == prompts(load(path, max_examples=50).train)
     assert sample != prompts(load(path, max_examples=50, seed=1).train)
     assert prompts(load(path, max_examples=50, shuffle=False).train) == prompts(load(path).train)[:50]
     assert len(load(path, max_examples=1000).train) == 500
 
 
-def test_the_content_hash_is_of_prompts_answers_and_tags(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", rows(20))
-    same = write(tmp_path / "b.jsonl", [{**row, "extra": 1} for row in rows(20)])
+def test_the_content_hash_is_of_prompts_answers_and_tags(tmp_path):
+    path = write(tmp_path / "a.jsonl", sums(20))
+    same = write(tmp_path / "b.jsonl", [{**row, "extra": 1} for row in sums(20)])
     assert load(path).content_hash == load(same).content_hash == load(path, seed=3).content_hash
-    assert len(load(path).content_hash) == 64
     base = Problem("1", "p", "a", ("t",))
-    variants = [
-        ([base], []),
-        ([], [base]),
-        ([base, base], []),
-        ([base], [base]),
-        ([Problem("1", "q", "a", ("t",))], []),
-        ([Problem("1", "p", "b", ("t",))], []),
-        ([Problem("1", "p", "a", ())], []),
-        ([Problem("1", ({"role": "user", "content": "p"},), "a", ("t",))], []),
+    others = [
+        Problem("1", "q", "a", ("t",)),
+        Problem("1", "p", "b", ("t",)),
+        Problem("1", "p", "a", ()),
+        Problem("1", ({"role": "user", "content": "p"},), "a", ("t",)),
     ]
+    variants = [([base], []), ([], [base]), ([base, base], []), ([base], [base]), *(([other], []) for other in others)]
     assert len({content_hash(train, heldout) for train, heldout in variants}) == len(variants)
     assert content_hash([Problem("2", "p", "a", ("t",), {"m": 1})], []) == content_hash([base], [])
 
@@ -263,18 +241,22 @@ value = 3
 
 
 @pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def plugin(tmp_path, monkeypatch):
     (tmp_path / "my_problems.py").write_text(PLUGIN, encoding="utf-8")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_problems", raising=False)
-    return tmp_path
+
+    def loaded(function: str, **keys: Any) -> Dataset:
+        return load_data(Data(source=function, **keys), 10, base_dir=tmp_path)
+
+    return loaded
 
 
-def test_a_function_can_be_a_source(plugin: Path) -> None:
-    data = load_data(section("my_problems:with_split"), 10, base_dir=plugin)
+def test_a_function_can_be_a_source(plugin):
+    data = plugin("my_problems:with_split")
     assert prompts(data.train) == [f"train {i}" for i in range(6)]
     assert sorted(prompts(data.heldout)) == [f"test {i}" for i in range(3)]
-    data = load_data(section("my_problems:one_list", eval_fraction=0.3), 10, base_dir=plugin)
+    data = plugin("my_problems:one_list", eval_fraction=0.3)
     assert len(data.heldout) == 10
     assert set(prompts(data.train)).isdisjoint(prompts(data.heldout))
 
@@ -284,7 +266,7 @@ def test_a_function_can_be_a_source(plugin: Path) -> None:
     [
         ("my_problems:wrong_type", PluginError, "returned str, not a list of problems"),
         ("my_problems:wrong_item", PluginError, "returned int as item 1"),
-        ("my_problems:bad_row", DataError, 'my_problems:bad_row:train:1  has no column "answer"'),
+        ("my_problems:bad_row", DataError, "my_problems:bad_row:train:1  has no column answer or solution"),
         ("my_problems:empty", DataError, "returned no problems"),
         ("my_problems:raises", KeyError, "my own bug"),
         ("my_problems:silent", DataError, "my_problems:silent:train:1 .* is empty"),
@@ -293,64 +275,163 @@ def test_a_function_can_be_a_source(plugin: Path) -> None:
         ("no_such_module_here:f", PluginError, "no module 'no_such_module_here'"),
     ],
 )
-def test_a_function_that_is_no_source_is_named(plugin: Path, function: str, error: type, reason: str) -> None:
+def test_a_function_that_is_no_source_is_named(plugin, function, error, reason):
     with pytest.raises(error, match=reason):
-        load_data(section(function), 0, base_dir=plugin)
+        plugin(function)
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folders named like the hub's repositories in the current directory: ``datasets`` reads those first."""
-    datasets = pytest.importorskip("datasets", reason="the extra `data` is not installed")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def datasets(tmp_path, monkeypatch):
+    """The library in an empty directory: folders named like the hub's repositories are read first."""
+    library = pytest.importorskip("datasets", reason="the extra `data` is not installed")
+    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    datasets.disable_progress_bars()
-    return tmp_path
+    library.disable_progress_bars()
+    return library
 
 
 def publish(folder: Path, files: dict[str, list[dict[str, str]]]) -> None:
-    """A repository with one configuration for each prefix of ``<configuration>-<split>.jsonl``."""
-    folder.mkdir(parents=True)
-    names = sorted({name.partition("-")[0] for name in files})
+    """A repository with one configuration for each prefix of ``<configuration>-<split>``."""
     header = ["---", "configs:"]
-    for name in names:
+    for name in sorted({name.partition("-")[0] for name in files}):
         header += [f"- config_name: {name}", "  data_files:"]
-        for split in ("train", "test"):
-            write(folder / f"{name}-{split}.jsonl", files[f"{name}-{split}"])
-            header += [f"  - split: {split}", f"    path: {name}-{split}.jsonl"]
+        for file in files:
+            if file.startswith(f"{name}-"):
+                write(folder / f"{file}.jsonl", files[file])
+                header += [f"  - split: {file.partition('-')[2]}", f"    path: {file}.jsonl"]
     (folder / "README.md").write_text("\n".join([*header, "---", ""]), encoding="utf-8")
 
 
-def test_gsm8k_through_datasets(hub: Path) -> None:
-    publish(
-        hub / "openai" / "gsm8k",
-        {
-            "main-train": [{"question": f"train {i}?", "answer": f"So.\n#### {i},000"} for i in range(1, 6)],
-            "main-test": [{"question": f"test {i}?", "answer": f"So.\n#### {i}"} for i in range(3)]
-            + [{"question": "train 1?", "answer": "#### 1"}],
-        },
-    )
-    data = load_data(section("gsm8k"), 10)
+def test_gsm8k_and_math_by_their_names(datasets):
+    train = [{"question": f"train {i}?", "answer": f"So.\n#### {i},000"} for i in range(1, 6)]
+    test = [{"question": f"test {i}?", "answer": f"So.\n#### {i}"} for i in range(3)]
+    test.append({"question": "train 1?", "answer": "#### 1"})
+    publish(Path("openai/gsm8k"), {"main-train": train, "main-test": test})
+    data = load("gsm8k", 10)
     assert prompts(data.train) == [f"train {i}?" for i in range(2, 6)]
     assert (data.train[0].id, data.train[0].answer) == ("gsm8k/train:2", "2000")
-    assert len(data.heldout) == 4
-    assert len(data.notes) == 2
-
-
-def test_math_through_datasets(hub: Path) -> None:
-    from retrain.data.sources import HUB
-
-    files = {}
-    for name in HUB["math"].configurations:
-        for split in ("train", "test"):
-            row = {"problem": f"{name} {split}?", "solution": r"It is $\boxed 5$.", "type": name, "level": "Level 1"}
-            files[f"{name}-{split}"] = [row]
-    publish(hub / "EleutherAI" / "hendrycks_math", files)
-    data = load_data(section("math"), 3)
-    assert len(data.train) == 7
-    assert {problem.answer for problem in data.train} == {"5"}
+    assert (len(data.heldout), len(data.notes)) == (4, 2)
+    files = {
+        f"{name}-{split}": [{**MATH[0], "problem": f"{name} {split}?", "type": name}]
+        for name in HUB["math"].configurations
+        for split in ("train", "test")
+    }
+    publish(Path("EleutherAI/hendrycks_math"), files)
+    data = load("math", 3)
+    assert (len(data.train), len(data.heldout)) == (7, 3)
+    assert {problem.answer for problem in data.train} == {r"\frac34"}
     assert data.train[0].tags == ("algebra", "Level 1")
-    assert len(data.heldout) == 3
+
+
+def test_directories_that_are_data_sets(tmp_path, datasets):
+    write(tmp_path / "flat/train.jsonl", sums(5, word="train "))
+    write(tmp_path / "flat/test.jsonl", sums(3, word="test "))
+    data = load("./flat", 3)
+    assert prompts(data.train) == [f"train {i}+1=?" for i in range(5)]
+    assert sorted(prompts(data.heldout)) == [f"test {i}+1=?" for i in range(3)]
+    assert data.train[4].id == "flat/train:5"
+    assert data.notes == ()
+    (tmp_path / "parts/data").mkdir(parents=True)
+    for i in range(2):
+        table = datasets.Dataset.from_list(sums(2, word=f"part {i} "))
+        table.to_parquet(tmp_path / f"parts/data/train-0000{i}-of-00002.parquet")
+    assert prompts(load("./parts").train) == [f"part {i} {j}+1=?" for i in range(2) for j in range(2)]
+    for split, (number, row) in itertools.product(("train", "test"), enumerate(MATH)):
+        write(tmp_path / f"MATH/{split}/algebra/{number}.json", [{**row, "problem": f"{split}: {row['problem']}"}])
+    data = load("./MATH", 2)
+    assert [problem.answer for problem in data.train] == [r"\frac34", "12"]
+    assert len(data.heldout) == 2
+
+
+@pytest.mark.parametrize("with_splits", [True, False])
+def test_a_directory_that_datasets_has_saved_is_a_source(tmp_path, datasets, with_splits):
+    table = datasets.Dataset.from_list(sums(20))
+    splits = datasets.DatasetDict(train=table, test=datasets.Dataset.from_list(sums(4, word="t ")))
+    (splits if with_splits else table).save_to_disk(str(tmp_path / "saved"))
+    data = load("./saved", 4)
+    assert (len(data.train), len(data.heldout)) == ((20, 4) if with_splits else (18, 2))
+    if with_splits:
+        with pytest.raises(DataError, match=r"has no split \"dev\".*'train', 'test'"):
+            load("./saved", 4, eval_split="dev")
+
+
+def test_what_is_missing_in_a_directory_is_named(tmp_path, datasets):
+    write(tmp_path / "flat/train.jsonl", sums(20))
+    data = load("./flat", 5)
+    assert (len(data.train), len(data.heldout)) == (18, 2)
+    assert "has no split 'test': 10% of 'train' is held out" in data.notes[0]
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "bad/train.jsonl", [{"prompt": "1?", "answer": "1"}, {"prompt": "", "answer": "1"}])
+    publish(tmp_path / "set", {f"{name}-train": sums(4, word=f"{name} ") for name in ("main", "socratic")})
+    for source, keys, reason in (
+        ("./flat", {"eval_split": "validation"}, 'has no split "validation"'),
+        ("./flat", {"split": "validation"}, 'has no split "validation"'),
+        ("./empty", {}, "cannot be read as a data set"),
+        ("./absent", {}, "no such directory"),
+        ("./bad", {}, r'^bad/train:2  column "prompt" is empty'),
+        ("./set", {}, r"set \[data\] subset to one of \['main', 'socratic'\]"),
+        ("./set", {"subset": "typo"}, r"set \[data\] subset to one of \['main', 'socratic'\]"),
+    ):
+        with pytest.raises(DataError, match=reason):
+            load(source, 5, **keys)
+    assert prompts(load("./set", subset="socratic").train)[0] == "socratic 0+1=?"
+
+
+def test_without_a_network_a_hub_name_is_one_clear_line(monkeypatch, datasets):
+    import huggingface_hub
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError) as caught:
+        load("someone/problems")
+    assert "someone/problems" in str(caught.value)
+    assert 'use a copy as a file:  [data] source = "path/train.jsonl"' in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+GOOD = b'{"prompt": "1+1=?", "answer": "2"}\n{"prompt": "1+2=?", "answer": "3"}\n'
+WRONG = {
+    "no such file": None,
+    'bad.jsonl:3  has no column "answer"': GOOD + b'{"prompt": "1?"}\n',
+    "bad.jsonl:1  cannot be read: ": "/proc/self/mem",
+    "holds a single problem": GOOD.splitlines(keepends=True)[0],
+}
+
+
+@pytest.mark.parametrize(("message", "content"), WRONG.items())
+def test_check_and_train_find_what_is_wrong_with_a_file(message, content, tmp_path):
+    if isinstance(content, bytes):
+        (tmp_path / "bad.jsonl").write_bytes(content)
+    elif content is not None:
+        (tmp_path / "bad.jsonl").symlink_to(content)
+    file = tmp_path / "own.toml"
+    file.write_text('[data]\nshuffle = true\nsource = "bad.jsonl"\n')
+    for command in (["check", str(file)], ["train", str(file), "--out", str(tmp_path / "out")]):
+        result = CliRunner().invoke(app, command)
+        assert (result.exit_code, result.stdout) == (2, "")
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("own.toml:3  data.source  ")
+        assert message in line
+    assert not (tmp_path / "out").exists()
+    result = CliRunner().invoke(app, ["explain", str(file)])
+    assert result.exit_code == 0
+    notes = [line for line in result.stderr.splitlines() if line.startswith("note: own.toml:3  data.s")]
+    assert any(message in note for note in notes)
+
+
+def test_check_names_the_file_of_held_out_problems_and_reads_it_beside_a_source_it_cannot_read(tmp_path):
+    (tmp_path / "good.jsonl").write_bytes(GOOD)
+    (tmp_path / "bad.jsonl").write_bytes(b"{\n")
+    (tmp_path / "mine.py").write_text("def problems(split): raise RuntimeError('not at check')\n")
+    file = tmp_path / "own.toml"
+    for source in ("good.jsonl", "mine:problems"):
+        file.write_text(f'[data]\nsource = "{source}"\neval_source = "bad.jsonl"\n')
+        result = CliRunner().invoke(app, ["check", str(file)])
+        assert result.exit_code == 2
+        assert result.stderr.startswith("own.toml:3  data.eval_source  ")
+        assert "bad.jsonl:1  is not JSON" in result.stderr
+    file.write_text('[data]\nsource = "mine:problems"\neval_source = "good.jsonl"\n')
+    assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
 
 
 TEMPLATE = (
@@ -372,32 +453,26 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", bos_token="<s>")
 
 
-def test_a_problem_goes_through_the_chat_template(tokenizer) -> None:
+def test_a_problem_goes_through_the_chat_template(tokenizer):
     tokenizer.chat_template = TEMPLATE
-    data = section("x", system_prompt="Be brief.", prompt_template=r"{prompt} \boxed{}")
-    prompt = render(Problem("p", "1+1=?", "2"), tokenizer, data)
+    problem, brief = Problem("p", "1+1=?", "2"), Data(system_prompt="Be brief.")
+    prompt = render(problem, tokenizer, Data(system_prompt="Be brief.", prompt_template=r"{prompt} \boxed{}"))
     assert prompt.text == r"[system] Be brief. [user] 1+1=? \boxed{} [assistant]"
     assert prompt.token_ids == (2, 6, 7, 3, 5, 0, 4)  # no second beginning token: the template has the say
-    shots = (
-        {"role": "user", "content": "0+0=?"},
-        {"role": "assistant", "content": "0"},
-        {"role": "user", "content": "1+1=?"},
-    )
-    messages = conversation(Problem("p", shots, "2"), section("x", prompt_template="Solve: {prompt}"))
+    said = [("user", "0+0=?"), ("assistant", "0"), ("user", "1+1=?")]
+    shots = tuple({"role": role, "content": content} for role, content in said)
+    messages = conversation(Problem("p", shots, "2"), Data(prompt_template="Solve: {prompt}"))
     assert [message["content"] for message in messages] == ["0+0=?", "0", "Solve: 1+1=?"]
     assert shots[-1]["content"] == "1+1=?"
     tokenizer.chat_template = None  # the text is plain and begins as the tokenizer wants
-    prompt = render(Problem("p", "1+1=?", "2"), tokenizer, section("x", system_prompt="Be brief."))
+    prompt = render(problem, tokenizer, brief)
     assert (prompt.text, prompt.token_ids) == ("Be brief.\n\n1+1=?", (1, 6, 7, 5))
-
-
-def test_a_template_that_refuses_the_system_prompt_or_renders_nothing_is_an_error(tokenizer) -> None:
     tokenizer.chat_template = "{% set strict = true %}" + TEMPLATE
     with pytest.raises(ModelError, match=r"no system role: leave \[data\] system_prompt out"):
-        render(Problem("p", "1+1=?", "2"), tokenizer, section("x", system_prompt="Be brief."))
+        render(problem, tokenizer, brief)
     tokenizer.chat_template = "{{ '' }}"
     with pytest.raises(DataError, match="has no tokens"):
-        render(Problem("p", "1+1=?", "2"), tokenizer, section("x"))
+        render(problem, tokenizer, Data())
 
 
 def test_problems_are_shuffled_by_default_and_by_seed(mixed_campaign, silent_campaign):
@@ -425,3 +500,58 @@ def test_two_problems_fill_a_batch_of_five(toy_home, tmp_path):
     assert all(row["optim/grad_norm"] > 0 and row["num_datums"] > 0 for row in rows)
     assert len(completions_of(tmp_path / "out")) == 3 * 5 * 4
     assert any(bool(b.any()) for _, b in read_adapter(tmp_path / "out/final").tensors.values())
+
+
+FOLDER = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
+
+
+@pytest.fixture(scope="module")
+def gsm8k() -> Dataset:
+    """The real one."""
+    if not (FOLDER / "test.jsonl").is_file():
+        pytest.skip("the GSM8K files are not beside the repository (shared/data/gsm8k)")
+    return load(FOLDER / "train.jsonl", 1319, eval_source=str(FOLDER / "test.jsonl"))
+
+
+def test_every_problem_of_gsm8k_is_read_and_no_test_problem_is_trained_on(gsm8k):
+    assert (len(gsm8k.train), len(gsm8k.heldout)) == (7473, 1319)
+    lines = (FOLDER / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    written = [json.loads(line)["answer"].rpartition("####")[2].strip().replace(",", "") for line in lines]
+    assert sorted(problem.answer for problem in gsm8k.heldout) == sorted(written)
+    assert all(str(int(problem.answer)) == problem.answer for problem in gsm8k.heldout)
+    assert {problem.prompt for problem in gsm8k.train}.isdisjoint(problem.prompt for problem in gsm8k.heldout)
+
+
+@pytest.mark.parametrize("kind", ["match", "math"])
+def test_gold_answers_score_one_and_their_neighbours_zero(gsm8k, kind):
+    if kind == "math":
+        pytest.importorskip("math_verify", reason="the extra `math` is not installed")
+    with build_grader(Reward.model_validate({"type": kind})) as grader:
+        for spelling in (r"\boxed{%s}", r"\boxed{ %s.00 }", r"so $\boxed{\$%s}$."):
+            right = grader.grade([(problem, spelling % problem.answer) for problem in gsm8k.heldout])
+            assert [result.total_reward for result in right] == [1.0] * 1319
+        for by in (1, -1):
+            wrong = grader.grade([(p, rf"\boxed{{{int(p.answer) + by}}}") for p in gsm8k.heldout])
+            assert [result.total_reward for result in wrong] == [0.0] * 1319
+
+
+CAMPAIGNS = Path(__file__).parents[3] / "campaigns"
+ANSWERS = {
+    "sum": "{0} + {1}", "difference": "{0} - {1}", "product": "{0} * {1}", "gain": "{0} + {1}", "loss": "{0} - {1}",
+    "boxes": "{0} * {1}", "change": "{0} + {1} - {2}", "bags": "{0} * {1} + {2}", "formula": "{0} * {1} + {2}",
+}  # fmt: skip
+"""How the numbers of a question of each kind of the SmolLM2 campaigns make its answer."""
+
+
+@pytest.mark.parametrize(("file", "kinds"), [("smollm2", list(ANSWERS)[:6]), ("smollm2_rare", list(ANSWERS)[6:])])
+def test_every_question_of_a_campaign_has_its_answer_and_stays_on_its_side(file, kinds):
+    data = config.load(CAMPAIGNS / f"{file}.toml").config.data
+    train, test = (read_problems(data.source, split, data, CAMPAIGNS) for split in ("train", "test"))
+    assert (len(train), len(test)) == (6000, 600)
+    assert len({problem.prompt for problem in (*train, *test)}) == 6600
+    assert {tag for problem in train for tag in problem.tags} == set(kinds)
+    assert {tag for problem in test for tag in problem.tags} == set(kinds)
+    for problem in (*train[:600], *test):
+        (kind,) = problem.tags
+        numbers = re.findall(r"\d+", problem.prompt)
+        assert eval(ANSWERS[kind].format(*numbers)) == int(problem.answer) >= 0

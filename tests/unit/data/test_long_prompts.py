@@ -1,5 +1,3 @@
-"""Prompts that cannot be asked: too long for the model or the file, or refused by the chat template."""
-
 from __future__ import annotations
 
 import json
@@ -8,19 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toycampaign import REWARDS, toy_world
+from toycampaign import REWARDS
 from toymodels import Messages, campaign_head, word_tokenizer
 from typer.testing import CliRunner
 
-from retrain.campaign.planning.asked import longest_completions
 from retrain.campaign.running import models
 from retrain.campaign.running.controller import launch
 from retrain.cli import app
-from retrain.config import load, parse_dict
+from retrain.config import load
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
 from retrain.data import Dataset, content_hash, load_data
-from retrain.data.dataset import DataCursor
 from retrain.data.prompts import Room, fitting, render
 from retrain.errors import DataError
 from retrain.files import read_json, read_jsonl
@@ -50,20 +46,13 @@ source = "problems.jsonl"
 """
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy_world(tmp_path_factory.mktemp("long"))
-
-
-def campaign(folder: Path, model: Path, rows: list[dict[str, Any]], extra: str = "", heldout: int = 3,
-             **head: Any) -> Path:  # fmt: skip
+def campaign(folder: Path, model: Path, rows: list[Any], extra: str = "", heldout: int = 3, **head: Any) -> Path:
     """A file of one or more runs on these problems."""
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "toyrewards.py").write_text(REWARDS)
     text = TRAIN.format(model=model, module=folder / "toyrewards.py", heldout=heldout) + extra
-    keys = {"seeds": [1], "max_steps": 2, **head}
     path = folder / "long.toml"
-    path.write_text(campaign_head(("grpo", "none"), **keys) + text)
+    path.write_text(campaign_head(("grpo", "none"), **{"seeds": [1], "max_steps": 2, **head}) + text)
     return path
 
 
@@ -72,60 +61,49 @@ def rows(count: int, long: dict[int, int] | None = None) -> list[dict[str, Any]]
     return [{"prompt": f"{i}+1=?" + " word" * (long or {}).get(i, 0), "answer": str(i + 1)} for i in range(count)]
 
 
-# -- measuring --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return word_tokenizer(["12+34=? a word and another word"])
 
 
-@pytest.mark.parametrize(
-    "template",
-    ["{prompt}", "Think hard about the following before you answer. {prompt} or {prompt}"],
-)
+@pytest.mark.parametrize("template", ["{prompt}", "Think hard about this before you answer. {prompt} or {prompt}"])
 @pytest.mark.parametrize("limit", [8, 41, 200])
-def test_exactly_the_prompts_above_the_limit_are_left_out(tokenizer, limit: int, template: str) -> None:
+def test_exactly_the_prompts_above_the_limit_are_left_out(tokenizer, limit: int, template: str):
     """Against rendering every prompt; texts of many bytes and few tokens, and the other way round."""
-    texts = ["word" * n for n in range(60)] + ["é€😀" * n for n in range(25)] + ["1+1=?", " word" * 30, "x" * 190]
-    problems = [Problem(str(i), text or "?", "1") for i, text in enumerate(texts)]
-    few = (*problems[-3:], Problem("chat", ({"role": "user", "content": "a"},) * 9, "1"))
+    texts = ["?", *("word" * n for n in range(1, 60)), *("é€😀" * n for n in range(1, 25))]
+    texts += ["1+1=?", " word" * 30, "x" * 190]
+    problems = [Problem(str(i), text, "1") for i, text in enumerate(texts)]
+    few = [*problems[-3:], Problem("chat", ({"role": "user", "content": "a"},) * 9, "1")]
     section = Data(long_prompts="skip", prompt_template=template)
-    data = Dataset("x", problems, {HELDOUT: list(few)}, content_hash(problems, list(few)))
+    data = Dataset("x", problems, {HELDOUT: few}, content_hash(problems, few))
     room = Room(section, limit, "why")
-
-    def short(problem: Problem) -> bool:
-        return len(render(problem, tokenizer, section).token_ids) <= limit
-
-    kept = [problem for problem in problems if short(problem)]
-    kept_few = [problem for problem in few if short(problem)]
-    if not kept or not kept_few:
-        part = "that is held out" if kept else "to train on"
+    train, heldout = (
+        [problem for problem in part if len(render(problem, tokenizer, section).token_ids) <= limit]
+        for part in (problems, few)
+    )
+    if not train or not heldout:
+        part = "that is held out" if train else "to train on"
         with pytest.raises(DataError, match=f"every prompt {part} is longer than {limit} tokens"):
             fitting(data, tokenizer, room, {HELDOUT: room})
         return
     fitted = fitting(data, tokenizer, room, {HELDOUT: room})
-    assert (fitted.train, fitted.heldout) == (kept, kept_few)
-    assert fitted.skipped == len(problems) + len(few) - len(fitted.train) - len(fitted.heldout)
+    assert (fitted.train, fitted.heldout) == (train, heldout)
+    assert fitted.skipped == len(problems) + len(few) - len(train) - len(heldout)
     assert (fitted.content_hash == data.content_hash) == (fitted.skipped == 0)
     anything = Room(section, None, "")
     assert fitting(data, tokenizer, anything, {HELDOUT: anything}) is data
 
 
-def test_every_held_out_set_is_measured_as_it_is_asked(tokenizer) -> None:
-    """Its own template and its own room; each part is counted by its name, once for every limit."""
+def test_every_held_out_set_is_measured_as_it_is_asked(tokenizer):
     problems = [Problem(f"p.jsonl:{i}", "1" * i, "1") for i in range(1, 31)]
     data = Dataset("p.jsonl", problems, {HELDOUT: problems[:20], "hard": problems[:25], "wordy": problems[:9]}, "")
     plain = Data(long_prompts="skip")
     wordy = Data(long_prompts="skip", prompt_template="1 1 1 1 1 1 1 1 1 1 {prompt}")
     markup = len(render(problems[0], tokenizer, plain).token_ids) - 1
     least = len(render(problems[0], tokenizer, wordy).token_ids)
-    sets = {
-        HELDOUT: Room(plain, markup + 12, "a"),
-        "hard": Room(plain, markup + 5, "b"),
-        "wordy": Room(wordy, least, "c"),
-    }
-    fitted = fitting(data, tokenizer, Room(plain, markup + 12, "a"), sets)
+    room = Room(plain, markup + 12, "a")
+    sets = {HELDOUT: room, "hard": Room(plain, markup + 5, "b"), "wordy": Room(wordy, least, "c")}
+    fitted = fitting(data, tokenizer, room, sets)
     assert fitted.train == problems[:12]
     assert fitted.sets == {HELDOUT: problems[:12], "hard": problems[:5], "wordy": problems[:1]}
     assert fitted.skipped == 18 + 8 + 20 + 8
@@ -154,39 +132,40 @@ system_prompt = "one two three four five six seven eight nine ten"
 
 
 @pytest.mark.usefixtures("weightless")
-def test_train_check_and_explain_look_at_every_held_out_set(world, tmp_path) -> None:
-    file = campaign(tmp_path, world, rows(12))
-    other = tmp_path / "other.jsonl"
-    other.write_text('{"prompt": "5 6 7 8?", "answer": "9"}\n{"prompt": "6 7 8?"}\n')
+def test_train_check_and_explain_look_at_every_held_out_set(model, tmp_path):
+    file = campaign(tmp_path, model, rows(12))
     text = file.read_text().replace("\n[evaluation]\nproblems = 3\n", SETS)
     file.write_text(text)
-    result = CliRunner().invoke(app, ["check", str(file)])
-    assert result.exit_code == 2
+    other = tmp_path / "other.jsonl"
+
+    def run(*command: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, [command[0], str(file), *command[1:]])
+        return result.exit_code, result.stdout + result.stderr
+
+    other.write_text('{"prompt": "5 6 7 8?", "answer": "9"}\n{"prompt": "6 7 8?"}\n')
+    status, output = run("check")
+    assert status == 2
     line = text.splitlines().index('source = "other.jsonl"') + 1
-    assert f"long.toml:{line}  evaluation.sets[3].source  " in result.stderr
-    assert 'other.jsonl:2  has no column "answer"' in result.stderr
+    assert f"long.toml:{line}  evaluation.sets[3].source  " in output
+    assert 'other.jsonl:2  has no column "answer"' in output
     other.write_text('{"prompt": "5 6 7 8?", "answer": "9"}\n' + json.dumps(rows(1, {0: 1100})[0]) + "\n")
     line = text.splitlines().index("[data]") + 1
-    for arguments in (["check", str(file)], ["train", str(file), "--out", str(tmp_path / "out"), "--plain"]):
-        result = CliRunner().invoke(app, arguments)
-        assert result.exit_code == 2
-        said = result.stderr.splitlines()[-1]
+    for command in (["check"], ["train", "--out", str(tmp_path / "out"), "--plain"]):
+        status, output = run(*command)
+        assert status == 2
         where = f'long.toml:{line}  data.long_prompts  is "error": other.jsonl:2  the prompt in the set other has '
-        assert said.startswith(where)
-        assert "more than 2040 (" in said
-    output = CliRunner().invoke(app, ["explain", str(file)]).stdout
+        assert output.splitlines()[-1].startswith(where)
+        assert "more than 2040 (" in output.splitlines()[-1]
+    _, output = run("explain")
     assert "at most 1148 tokens in the set long_answers (" in output
     assert "training would end at once: other.jsonl:2  the prompt in the set other has " in output
     file.write_text(text + 'long_prompts = "skip"\n')
-    output = CliRunner().invoke(app, ["explain", str(file)]).stdout
+    _, output = run("explain")
     assert "1 of 2 in the set other; the first is other.jsonl:2 with " in output
     assert "training would end" not in output
-    assert "at most 2040 tokens (" in output
-    assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
+    assert run("check")[0] == 0
     file.write_text(text + 'long_prompts = "skip"\nmax_prompt_tokens = 3\n')
-    stderr = CliRunner().invoke(app, ["check", str(file)]).stderr
-    assert '  data.long_prompts  is "skip": ' in stderr
-    assert "every prompt to train on is longer than 3 tokens ([data] max_prompt_tokens = 3); the shortest " in stderr
+    assert "every prompt to train on is longer than 3 tokens ([data] max_prompt_tokens = 3); the " in run("check")[1]
 
 
 @pytest.mark.parametrize(
@@ -202,32 +181,34 @@ def test_train_check_and_explain_look_at_every_held_out_set(world, tmp_path) -> 
     ],
 )
 @pytest.mark.usefixtures("weightless")
-def test_check_and_train_refuse_completions_that_leave_no_room(world, tmp_path, setting, message) -> None:
+def test_check_and_train_refuse_completions_that_leave_no_room(model, tmp_path, setting, message):
     long = "more than" in message
-    file = campaign(tmp_path, world, rows(12, {5: 3000} if long else None))
+    file = campaign(tmp_path, model, rows(12, {5: 3000} if long else None))
     for command in (["check"], ["train", "--plain", "--out", str(tmp_path / "out")]):
         result = CliRunner().invoke(app, [*command, str(file), "--set", setting.format()])
         assert result.exit_code == 2
         (line,) = [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
-        assert message.format(world) in line
+        assert message.format(model) in line
     assert not (tmp_path / "out").exists()
 
 
-# -- training ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def weightless(monkeypatch: pytest.MonkeyPatch) -> None:
+def weightless(monkeypatch: pytest.MonkeyPatch):
     """What loads the model's weights fails."""
     monkeypatch.setattr(models, "load_weights", lambda *_: pytest.fail("weights are loaded"))
 
 
+def with_template(model: Path, folder: Path, addition: str) -> Path:
+    """A copy of the model with ``addition`` before its chat template."""
+    template = shutil.copytree(model, folder / "model") / "chat_template.jinja"
+    template.write_text(addition + template.read_text())
+    return template.parent
+
+
 @pytest.mark.usefixtures("weightless")
-def test_a_template_that_raises_is_an_error_before_the_weights_are_loaded(world, tmp_path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(world, model)
-    template(model, "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}")
-    file = campaign(tmp_path, model, rows(12), 'system_prompt = "Be brief."\n')
+def test_a_template_that_raises_is_an_error_before_the_weights_are_loaded(model, tmp_path):
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    file = campaign(tmp_path, with_template(model, tmp_path, template), rows(12), 'system_prompt = "Be brief."\n')
     result = CliRunner().invoke(app, ["train", str(file), "--out", str(tmp_path / "out"), "--plain"])
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()[-1:]
@@ -235,9 +216,9 @@ def test_a_template_that_raises_is_an_error_before_the_weights_are_loaded(world,
     assert line.endswith("no system role: leave [data] system_prompt out")
 
 
-def test_skipped_problems_are_counted_logged_and_in_the_row(world, tmp_path) -> None:
+def test_skipped_problems_are_counted_logged_and_in_the_row(model, tmp_path):
     long = dict.fromkeys(range(0, 12, 3), 40)
-    file = campaign(tmp_path, world, rows(12, long), 'max_prompt_tokens = 30\nlong_prompts = "skip"\n', heldout=6)
+    file = campaign(tmp_path, model, rows(12, long), 'max_prompt_tokens = 30\nlong_prompts = "skip"\n', heldout=6)
     file.write_text(file.read_text() + "eval_fraction = 0.5\n")
     observer = Messages()
     outcome = launch(load(file), tmp_path / "out", observer)
@@ -258,59 +239,26 @@ def test_skipped_problems_are_counted_logged_and_in_the_row(world, tmp_path) -> 
     assert evaluated.isdisjoint({f"problems.jsonl:{i + 1}" for i in long})
 
 
-def test_completions_of_every_set_and_run_count() -> None:
-    sets = [{"name": "a"}, {"name": "b", "max_tokens": 70}]
-    configs = [
-        parse_dict({"training": {"max_tokens": 20}, "evaluation": {"problems": 4, "sets": sets}}),
-        parse_dict({"training": {"max_tokens": 30}, "evaluation": {"problems": 4, "sets": sets, "max_tokens": 50}}),
-    ]
-    longest = longest_completions(configs)
-    assert (longest.training, longest.heldout) == (30, {"a": 50, "b": 70})
+def test_a_prompt_that_cannot_be_rendered_costs_its_own_run(model, tmp_path):
+    """The one with the larger batch comes to it in its second step, the other in no step."""
+    template = "{% if 'odd' in messages[0]['content'] %}{{ raise_exception('not this one') }}{% endif %}"
+    problems = [*rows(6), {"prompt": "odd", "answer": "1"}, *rows(31)[7:]]
+    path = campaign(
+        tmp_path, with_template(model, tmp_path, template), problems, "shuffle = false\n", heldout=0, max_steps=3
+    )
+    second = campaign_head(("grpo", "none")).removeprefix("[campaign]\n") + "batch_size = 4\n"
+    path.write_text(path.read_text().replace("\n[model]", second + "[model]", 1))
+    launch(load(path), tmp_path / "out", NullObserver())
+    small, large = read_json(tmp_path / "out/manifest.json")["runs"]
+    assert (small["state"], large["state"]) == ("done", "failed")
+    assert "not this one" in large["reason"]
+    assert "problems.jsonl:7" in large["reason"]
+    lengths = [len(read_jsonl(tmp_path / "out" / run["path"] / "metrics.jsonl")) for run in (small, large)]
+    assert lengths == [3, 1]
 
 
-def template(model: Path, addition: str) -> None:
-    """Put ``addition`` before the model's chat template."""
-    for path in (model / "chat_template.jinja", model / "tokenizer_config.json"):
-        if path.suffix == ".jinja" and path.is_file():
-            path.write_text(addition + path.read_text())
-            return
-        content = json.loads(path.read_text())
-        if "chat_template" in content:
-            path.write_text(json.dumps(content | {"chat_template": addition + content["chat_template"]}))
-
-
-def test_a_prompt_that_cannot_be_rendered_costs_its_own_run(world, tmp_path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(world, model)
-    template(model, "{% if 'odd' in messages[0]['content'] %}{{ raise_exception('not this one') }}{% endif %}")
-    problems = [*rows(15), {"prompt": "odd", "answer": "1"}, *rows(31)[16:]]
-
-    def meets(seed: int) -> int:
-        """The step at which this seed's order comes to the problem."""
-        train = load_data(Data(source=str(tmp_path / "problems.jsonl")), 0).train
-        cursor = DataCursor(train, (0, seed))
-        return next(i for i in range(40) if any(p.prompt == "odd" for p in cursor.ahead(2 * i, 2)))
-
-    campaign(tmp_path, model, problems)
-    meeting = {seed: meets(seed) for seed in range(1, 60)}
-    late = [seed for seed, at in meeting.items() if at > 4][:2]
-    (early, *_) = [seed for seed, at in meeting.items() if at == 1]
-    file = campaign(tmp_path, model, problems, seeds=[late[0], early, late[1]], max_steps=3, heldout=0)
-    launch(load(file), tmp_path / "out", NullObserver())
-    runs = {int(run["run_id"].rpartition("_s")[2]): run for run in read_json(tmp_path / "out/manifest.json")["runs"]}
-    assert {seed: run["state"] for seed, run in runs.items()} == {late[0]: "done", early: "failed", late[1]: "done"}
-    assert "not this one" in runs[early]["reason"]
-    assert "problems.jsonl:16" in runs[early]["reason"]
-    for seed, run in runs.items():
-        assert len(read_jsonl(tmp_path / "out" / run["path"] / "metrics.jsonl")) == (1 if seed == early else 3)
-
-
-def test_a_model_without_a_chat_template_is_noted(world, tmp_path) -> None:
-    plain = tmp_path / "plain"
-    shutil.copytree(world, plain, ignore=shutil.ignore_patterns("chat_template.jinja"))
-    config = json.loads((plain / "tokenizer_config.json").read_text())
-    config.pop("chat_template", None)
-    (plain / "tokenizer_config.json").write_text(json.dumps(config))
+def test_a_model_without_a_chat_template_is_noted(model, tmp_path):
+    plain = shutil.copytree(model, tmp_path / "plain", ignore=shutil.ignore_patterns("chat_template.jinja"))
     observer = Messages()
     launch(load(campaign(tmp_path, plain, rows(12), heldout=0, max_steps=1)), tmp_path / "out", observer)
     assert len([text for text in observer.lines if "has no chat template" in text]) == 1

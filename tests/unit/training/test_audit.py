@@ -1,5 +1,3 @@
-"""The audit: a second grader that is recorded and does not train, and what it shows of a reward that is hacked."""
-
 from __future__ import annotations
 
 import json
@@ -9,7 +7,7 @@ from typing import Any
 import pytest
 from judge_cases import CAPITAL, judging, says  # noqa: F401  a fixture
 from toycampaign import StopAfter, campaign
-from toymodels import config_errors
+from toymodels import campaign_head, config_errors
 from worker_cases import contents
 
 from retrain.campaign.judging.audited import audited
@@ -34,9 +32,6 @@ def graders(audit: dict[str, Any]) -> Grader:
 
 def asking(url: str) -> dict[str, str]:
     return {"judge_model": "j", "judge_url": url}
-
-
-# -- one completion ----------------------------------------------------------------------------------------------------
 
 
 def test_the_audit_is_recorded_beside_the_reward():
@@ -74,9 +69,6 @@ def test_an_audit_that_fails_costs_only_its_number(kind, reason, judging, monkey
         assert reason in (result.audit_error or "")
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -94,11 +86,7 @@ def test_what_does_not_go_together_is_refused(data, message):
 
 def test_conditions_have_the_same_audit_and_another_audit_is_a_difference(tmp_path):
     file = tmp_path / "c.toml"
-    head = '[campaign]\nseeds = [1]\n[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n'
-    file.write_text(head + "strict = false\n")
-    (spec,) = load(file).config.campaign.conditions
-    assert spec.overrides == {"reward.strict": False}  # a bare key is the reward's
-    file.write_text(head + '"audit.type" = "match"\n')
+    file.write_text(campaign_head(("grpo", "none"), seeds=[1]) + '"audit.type" = "match"\n')
     with pytest.raises(ConfigError, match="cannot differ between conditions"):
         load(file)
     changed = differences({"audit": {"type": "match"}}, {"audit": {"type": "format"}})
@@ -119,18 +107,17 @@ def test_an_audit_is_checked_before_training(tmp_path):
         graders({"type": "judge", "judge_model": "j", "judge_api_key_env": "NO_SUCH_KEY"})
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
-
-
 def learned(out: Path) -> dict[str, Any]:
     """Return all that was trained: adapters, optimizers, and every row without the audit's numbers."""
-    found = {}
-    for name, value in contents(out).items():
-        if name.endswith(".safetensors") and "/tokens_" not in name:
-            found[name] = value
-        elif name.endswith(("metrics.jsonl", "evals.jsonl")):
-            found[name] = [{key: item for key, item in row.items() if "audit" not in key} for row in value]
-    return found
+    files = contents(out)
+    trained = {name: files[name] for name in files if name.endswith(".safetensors") and "/tokens_" not in name}
+    for name in files:
+        if name.endswith(("metrics.jsonl", "evals.jsonl")):
+            trained[name] = [{key: row[key] for key in row if "audit" not in key} for row in files[name]]
+    return trained
+
+
+SMALL = ("squeeze.enabled=false", "training.save_every=1", "training.max_tokens=6", "evaluation.problems=5")
 
 
 def test_an_audit_trains_nothing(tmp_path, model, judging):  # noqa: F811
@@ -146,7 +133,7 @@ def test_an_audit_trains_nothing(tmp_path, model, judging):  # noqa: F811
     second = text.rindex("[[campaign.conditions]]")  # one condition is enough
     path.write_text(text[:second] + text[text.index("[model]", second) :])
     for name, sets in audits.items():
-        loaded = load(path, ["squeeze.enabled=false", "training.save_every=1", *sets])
+        loaded = load(path, [*SMALL, *sets])
         observer = StopAfter(1) if name == "format" else NullObserver()
         assert launch(loaded, tmp_path / name, observer).exit_status == (130 if name == "format" else 0)
     assert resume(tmp_path / "format", NullObserver()).exit_status == 0
@@ -183,33 +170,32 @@ def report_says_where_the_reward_is_hacked(out: Path) -> None:
     assert report.count("the reward is hacked") == 2  # below the verdict and below its chart
 
 
-# -- what the curves say -----------------------------------------------------------------------------------------------
-
-
-def run_of(seed: int, reward: list[float], audit: list[float | None], label: str = "a") -> RunResult:
+def run_of(seed: int, reward: list[float], audit: list[float | None]) -> RunResult:
     evaluations = [
         {"step": 10 * i, "name": "heldout", "eval/heldout/reward_mean": r, "eval/heldout/audit": a}
         for i, (r, a) in enumerate(zip(reward, audit, strict=True))
     ]
-    return RunResult(f"{label}_{seed}", label, seed, "done", None, Path(), (0, seed), evaluations=evaluations)
+    return RunResult(f"a_{seed}", "a", seed, "done", None, Path(), (0, seed), evaluations=evaluations)
+
+
+RISING = [[0.2, 0.5, 0.9], [0.2, 0.6, 0.8]]
 
 
 @pytest.mark.parametrize(
     ("rewards", "audits", "standing", "step"),
     [
-        ([[0.2, 0.5, 0.9], [0.2, 0.6, 0.8]], [[0.5, 0.4, 0.1], [0.5, 0.5, 0.2]], "hacked", 10),
-        ([[0.2, 0.5, 0.9], [0.2, 0.6, 0.8]], [[0.5, 0.6, 0.1], [0.5, 0.7, 0.2]], "hacked", 20),
-        ([[0.2, 0.5, 0.9], [0.2, 0.6, 0.8]], [[0.5, 0.6, 0.8], [0.5, 0.6, 0.9]], "together", None),
-        ([[0.2, 0.5, 0.9], [0.2, 0.6, 0.8]], [[0.5, 0.6, 0.4], [0.5, 0.6, 0.6]], "apart", None),
+        (RISING, [[0.5, 0.4, 0.1], [0.5, 0.5, 0.2]], "hacked", 10),
+        (RISING, [[0.5, 0.6, 0.1], [0.5, 0.7, 0.2]], "hacked", 20),
+        (RISING, [[0.5, 0.6, 0.8], [0.5, 0.6, 0.9]], "together", None),
+        (RISING, [[0.5, 0.6, 0.4], [0.5, 0.6, 0.6]], "apart", None),
         ([[0.2, 0.5, 0.1], [0.2, 0.6, 0.2]], [[0.5, 0.6, 0.4], [0.5, 0.6, 0.4]], "unpaid", None),
-        ([[0.2, 0.5, 0.9]], [[0.5, 0.4, 0.1]], "cannot tell", 10),
+        (RISING[:1], [[0.5, 0.4, 0.1]], "cannot tell", 10),
     ],
 )
 def test_what_two_curves_say(rewards, audits, standing, step):
-    several = 1 if len(rewards) == 1 else 4
-    runs = [run_of(seed, *pair) for seed, pair in enumerate(several * list(zip(rewards, audits, strict=True)))]
-    (found,) = audited(runs, ["a"])
-    assert (found.standing, found.step, found.seeds) == (standing, step, len(runs))
+    pairs = list(zip(rewards, audits, strict=True)) * (1 if len(rewards) == 1 else 4)
+    (found,) = audited([run_of(seed, *pair) for seed, pair in enumerate(pairs)], ["a"])
+    assert (found.standing, found.step, found.seeds) == (standing, step, len(pairs))
     assert found.sentence.startswith("a: ")
     assert ("hacked" in found.sentence) == (standing == "hacked")
 

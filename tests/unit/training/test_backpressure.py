@@ -1,5 +1,3 @@
-"""Back pressure: the scalability law on Gunther's Cisco benchmark, the controller, and what a run records of it."""
-
 from __future__ import annotations
 
 import math
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from toymodels import train_quietly
 
 from retrain.config.upkeep import Backpressure
-from retrain.maths.backpressure import DecodeWork, Limits, UslFit, decide, fit_usl, roofline_regime, usl
+from retrain.maths.backpressure import DecodeWork, Limits, decide, fit_usl, usl
 from retrain.pressure import Pressure, decode_work
 
 CISCO = [
@@ -39,7 +37,6 @@ def test_cisco():
 
 PEAKED = [1, 2, 4, 8, 16, 24, 32, 48, 64]
 """Loads on both sides of the peak of ``curve``, n* = 22.1."""
-ROOFLINE = Limits(1, 64, warmup_steps=3, peak_gflops=1000.0, peak_bw_gb_s=100.0)
 
 
 @pytest.mark.parametrize(
@@ -64,48 +61,6 @@ ROOFLINE = Limits(1, 64, warmup_steps=3, peak_gflops=1000.0, peak_bw_gb_s=100.0)
 def test_decisions(loads, throughputs, load, limits, expected):
     decision = decide(loads, throughputs or curve(loads), load, limits)
     assert (decision.basis, decision.action, decision.load) == expected
-    assert (decision.n_star is None) == (decision.basis != "fit")
-    assert (decision.best_load is None) == (decision.basis == "warmup")
-
-
-def test_a_peak_is_certain_only_two_standard_errors_above_zero():
-    for ratio, certain in ((1.0, False), (1.9, False), (2.0, False), (2.1, True)):
-        fit = UslFit(1000.0, 0.02, ratio * 0.01, kappa_se=0.01, n_star=10.0)
-        assert fit.kappa_is_positive == certain
-
-
-def test_the_share_of_the_best_throughput_is_what_the_fit_predicts():
-    below, fit = decide(LOADS[:8], CISCO[:8], 8, LIMITS), fit_usl(LOADS[:8], CISCO[:8])
-    assert below.best_load == pytest.approx(min(fit.n_star or math.inf, 64))
-    assert below.utilization == pytest.approx(CISCO[7] / usl(below.best_load, fit.lam, fit.sigma, fit.kappa))
-    assert decide(LOADS, CISCO, 8, Limits(1, 20, warmup_steps=3)).best_load == 20.0  # n* = 35.6 is not allowed
-    bracketed = decide(PEAKED, curve(PEAKED), 16, LIMITS)
-    assert bracketed.best_load == bracketed.n_star == pytest.approx(22.1, abs=0.1)
-
-
-def test_the_roofline_says_what_bounds_decoding_below_the_peak():
-    assert roofline_regime(ROOFLINE, 5.0) == "memory_bound"
-    assert roofline_regime(ROOFLINE, 20.0) == "compute_bound"
-    assert roofline_regime(ROOFLINE, None) is None
-    assert roofline_regime(LIMITS, 5.0) is None
-    for load, limits, regime in ((22, ROOFLINE, "memory_bound"), (23, ROOFLINE, "retrograde"), (22, LIMITS, "optimal")):
-        assert decide(PEAKED, curve(PEAKED), load, limits, flops_per_byte=5.0).regime == regime
-
-
-def test_impossible_measurements_are_named():
-    for loads, throughputs, message in (
-        ([1, 2, 3], [1.0, 2.0, 3.0], "at least 4 measurements at 3 different loads"),
-        ([1, 1, 2, 2], [1.0, 1.0, 2.0, 2.0], "at least 4 measurements"),
-        ([1, 2, 3, 4], [1.0], "one throughput per load"),
-        ([1, 2, 3, 4], [1.0, 2.0, 3.0, math.nan], "throughputs > 0"),
-        ([1, 2, 3, 4], [1.0, 2.0, 3.0, 0.0], "throughputs > 0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            fit_usl(loads, throughputs)
-    with pytest.raises(ValueError, match="min_load"):
-        Limits(8, 4)
-    with pytest.raises(ValueError, match="margin"):
-        Limits(throttle_margin=1.5)
 
 
 @given(st.floats(1.0, 1e6), st.floats(0.0, 0.3), st.floats(5e-4, 0.05))
@@ -149,20 +104,7 @@ def test_the_intensity_of_a_decoding_step_by_hand():
     assert work.intensity(10, 50) == pytest.approx(10 * (2000 + 400) / (2000 + 10 * 50 * 16))
 
 
-@given(st.integers(1, 512), st.floats(0, 4096), st.floats(0, 4096))
-def test_more_rows_raise_the_intensity_and_the_cache_bounds_it(rows, context, further):
-    """An 8-billion-parameter shape (Qwen3-8B): long contexts pull every batch down to the intensity of attention."""
-    work = DecodeWork(7_568_405_504, 2, 4 * 36 * 32 * 128, 2 * 36 * 8 * 128 * 2)
-    assert work.intensity(rows + 1, context) > work.intensity(rows, context)
-    if rows > 8:
-        assert work.intensity(rows, context + further) <= work.intensity(rows, context) * (1 + 1e-12)
-    assert work.intensity(rows, 1e15) == pytest.approx(4.0, rel=1e-3)  # 4 query heads share a key and a value
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 64), st.floats(1e-3, 1e9)), min_size=0, max_size=12),
-    st.integers(1, 64),
-)
+@given(st.lists(st.tuples(st.integers(1, 64), st.floats(1e-3, 1e9)), max_size=12), st.integers(1, 64))
 def test_any_measurements_give_a_decision_within_limits(pairs, current):
     decision = decide([n for n, _ in pairs], [x for _, x in pairs], current, LIMITS)
     assert 1 <= decision.load <= 64
@@ -173,17 +115,9 @@ def test_any_measurements_give_a_decision_within_limits(pairs, current):
     assert decision.best_load is None or 1 <= decision.best_load <= 64
 
 
-# -- a run -------------------------------------------------------------------------------------------------------------
-
-
-def settings(**changes):
-    return Backpressure.model_validate({"max_batch_size": 16, "warmup_steps": 0} | changes)
-
-
 def test_the_work_is_read_off_the_model(base):
     """2 layers of 32 hidden units, 4 heads of 8 on 2 keys and values, float32, embeddings apart from the output."""
     work = decode_work(base)
-    assert work is not None
     weights = dict(base.model.named_parameters())
     table = weights["model.embed_tokens.weight"].numel()
     assert work.parameters == sum(w.numel() for w in weights.values()) - table
@@ -195,9 +129,7 @@ def test_the_work_is_read_off_the_model(base):
 
 def test_a_real_run_records_what_its_fit_predicts(tmp_path):
     """The bundled model: from the fourth measurement at the third load on, every row has all of it."""
-    rows = train_quietly(
-        tmp_path,
-        """
+    toml = """
         [training]
         max_steps = 6
         batch_size = 8
@@ -208,29 +140,20 @@ def test_a_real_run_records_what_its_fit_predicts(tmp_path):
         warmup_steps = 1
         [backend]
         devices = "cpu"
-        """,
-    )
+    """
+    rows = train_quietly(tmp_path, toml)
     keys = ("bp_p_star", "bp_utilization", "bp_sigma", "bp_kappa")
-    known = [all(row[key] is not None for key in keys) for row in rows]
-    assert known == [False] * 3 + [True] * 3  # loads 8, 8, 4, 2 and what follows from them
-    assert not any(row[key] is not None for row in rows[:3] for key in keys)
-    for row in rows[3:]:
-        assert 1 <= row["bp_p_star"] <= 8
-        assert row["bp_utilization"] > 0
+    known = [[row[key] is not None for key in keys] for row in rows]
+    assert known == [[False] * 4] * 3 + [[True] * 4] * 3  # loads 8, 8, 4, 2 and what follows from them
+    assert all(1 <= row["bp_p_star"] <= 8 and row["bp_utilization"] > 0 for row in rows[3:])
     assert {row["bp_action"] for row in rows} <= {"hold", "increase", "throttle"}
 
 
-@pytest.mark.parametrize(("gflops", "regime"), [(1e3, "compute_bound"), (1e6, "memory_bound"), (0.0, None)])
+@pytest.mark.parametrize(("gflops", "regime"), [(1e3, "compute_bound"), (1e6, "memory_bound"), (0.0, "optimal")])
 def test_the_roofline_shows_in_the_regime(base, gflops, regime):
     """Throughput that only grows: the load stays at the maximum, and the ridge decides what bounds it."""
-    pressure = Pressure(settings(peak_gflops=gflops, peak_bw_gb_s=1e3), 16, 8, decode_work(base))
-    regimes = []
+    keys = {"max_batch_size": 16, "warmup_steps": 0, "peak_gflops": gflops, "peak_bw_gb_s": 1e3}
+    pressure = Pressure(Backpressure.model_validate(keys), 16, 8, decode_work(base))
     for _ in range(8):
         pressure.observe(tokens=100 * pressure.load, seconds=1.0, context=40.0)
-        regimes.append(pressure.metrics()["bp_regime"])
-    assert pressure.load == 16
-    assert regimes[-1] == (regime or "optimal")
-    work = decode_work(base)
-    assert work is not None
-    if regime:
-        assert (work.intensity(128, 40.0) < gflops / 1e3) == (regime == "memory_bound")
+    assert (pressure.load, pressure.metrics()["bp_regime"]) == (16, regime)

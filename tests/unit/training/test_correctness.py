@@ -1,8 +1,5 @@
-"""What counts as correct and as well formed: one rule, and every file that a run writes says the same."""
-
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -66,22 +63,19 @@ enabled = false
 CUSTOM = '[reward]\ntype = "custom"\ncustom_module = "rewards.py"\nworkers = 1\ncustom_function = '
 
 
-def train(folder: Path, model: Path, text: str) -> Path:
-    folder.mkdir(exist_ok=True)
+def write(folder: Path, text: str) -> Path:
+    """Write a file with its rewards and its environment beside it."""
     (folder / "rewards.py").write_text(REWARDS)
     (folder / "games.py").write_text(ENVIRONMENT)
-    (folder / "run.toml").write_text(text + TRAINING.format(model=model))
-    outcome = launch(load(folder / "run.toml"), folder / "out", NullObserver())
+    (folder / "run.toml").write_text(text)
+    return folder / "run.toml"
+
+
+def train(folder: Path, model: Path, text: str) -> Path:
+    path = write(folder, text + TRAINING.format(model=model))
+    outcome = launch(load(path), folder / "out", NullObserver())
     assert outcome.exit_status == 0, outcome.summary
     return folder / "out"
-
-
-def checked(folder: Path, text: str) -> tuple[int, str]:
-    (folder / "games.py").write_text(ENVIRONMENT)
-    (folder / "rewards.py").write_text(REWARDS)
-    (folder / "run.toml").write_text(text)
-    result = CliRunner().invoke(app, ["check", str(folder / "run.toml")])
-    return result.exit_code, result.output
 
 
 def test_a_metric_named_correct_decides_in_every_file(tmp_path, model):
@@ -97,9 +91,8 @@ def test_a_metric_named_correct_decides_in_every_file(tmp_path, model):
     assert math.fsum(line["trajectory_metrics"]["format"] for line in lines) / 12 == pytest.approx(formatted)
     (counts,) = read_jsonl(run / "emergence/steps.jsonl")
     assert counts["correct_count"] == round(12 * share)
-    tree = json.loads((run / "train_iteration_000000_logtree.json").read_text())
-    text = json.dumps(tree)
-    assert text.count("correct: yes") == round(12 * share)
+    tree = (run / "train_iteration_000000_logtree.json").read_text()
+    assert tree.count("correct: yes") == round(12 * share)
     for row in read_jsonl(run / "evals.jsonl"):
         answers = [line for line in read_jsonl(run / "emergence/evaluations.jsonl") if line["step"] == row["step"]]
         even = [len(line["completion"]) % 2 == 0 for line in answers]
@@ -112,19 +105,16 @@ def test_each_condition_has_its_own_threshold(tmp_path, model):
         f'[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n"reward.correct_above" = {above}\n'
         for above in (1.5, 2.5)
     )
-    text = f"[campaign]\nseeds = [1]\n{conditions}" + CUSTOM + '"two"\n'
-    out = train(tmp_path, model, text)
-    rates = {}
-    for run in sorted((out / "runs").iterdir()):
-        (row,) = read_jsonl(run / "metrics.jsonl")
-        after = read_jsonl(run / "evals.jsonl")[-1]["eval/heldout/correct_rate"]
-        rates[run.name] = row["correct_rate"], after
-    assert rates == {f"grpo+none~reward.correct_above={a}_s1": (share, share) for a, share in ((1.5, 1.0), (2.5, 0.0))}
+    out = train(tmp_path, model, f"[campaign]\nseeds = [1]\n{conditions}" + CUSTOM + '"two"\n')
+    for above, share in ((1.5, 1.0), (2.5, 0.0)):
+        run = out / "runs" / f"grpo+none~reward.correct_above={above}_s1"
+        assert read_jsonl(run / "metrics.jsonl")[0]["correct_rate"] == share
+        assert read_jsonl(run / "evals.jsonl")[-1]["eval/heldout/correct_rate"] == share
 
 
 def test_an_environment_names_the_metric_that_decides(tmp_path, model):
-    text = '[environment]\nprovider = "games:Game"\nworkers = 1\n{}'
-    run = train(tmp_path / "named", model, text.format('correct_metric = "solved"\n'))
+    text = '[environment]\nprovider = "games:Game"\nworkers = 1\ncorrect_metric = "solved"\n'
+    run = train(tmp_path, model, text)
     (row,) = read_jsonl(run / "metrics.jsonl")
     assert row["correct_rate"] == row["rewards/solved/mean"] < 1
 
@@ -165,6 +155,6 @@ def test_what_decides(result, correct):
     ],
 )
 def test_check_finds_what_could_decide_nothing(tmp_path, text, words):
-    status, output = checked(tmp_path, text)
-    assert status == 2
-    assert words in output
+    result = CliRunner().invoke(app, ["check", str(write(tmp_path, text))])
+    assert result.exit_code == 2
+    assert words in result.output

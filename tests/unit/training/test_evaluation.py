@@ -1,5 +1,3 @@
-"""Held-out evaluation: what each score is, that the problem is the unit, and that the base is measured once."""
-
 from __future__ import annotations
 
 import math
@@ -11,33 +9,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from record_cases import config, context
-from toymodels import TINY_RUN, TWO_CONDITIONS, qwen3_directory, word_tokenizer
+from toymodels import word_tokenizer
 
-from retrain.campaign.running.controller import launch
-from retrain.config import load
 from retrain.config.tasks import Reward as RewardSection
 from retrain.config.tasks import RewardComponent
 from retrain.data.prompts import Renderer
-from retrain.engines.protocol import PolicyRef
 from retrain.environments.single_turn import SingleTurn
-from retrain.evaluation import Evaluator, Subject
-from retrain.files import read_json, read_jsonl
+from retrain.evaluation import Evaluator
+from retrain.files import read_jsonl
 from retrain.maths.bounded import bounded_mean_interval
 from retrain.maths.evaluation import maj_at_k, majority, majority_ks, pass_at_k, sensible_ks
 from retrain.maths.statistics import accuracy_interval
 from retrain.record.base_evaluations import BaseEvaluations
-from retrain.record.catalogue import BY_KEY
-from retrain.record.evaluation import empty_evaluation, eval_row
-from retrain.record.observer import NullObserver
+from retrain.record.evaluation import eval_row
 from retrain.record.recorder import SHOWN, RunRecorder, evaluated, shortened
-from retrain.rewards import Grader
 from retrain.rewards.rules import MatchReward
 from retrain.types import Action, EvalRecord, Group, Problem, Prompt, single_turn
 
 
-def asked(name: str, answers: list[str], tags: tuple[str, ...] = (), reference: str = "4") -> Group:
+def asked(name: str, answers: list[str], tags: tuple[str, ...] = ()) -> Group:
     """A held-out problem with these completions, graded as ``match`` does."""
-    problem = Problem(name, f"What is {name}?", reference, tags)
+    problem = Problem(name, f"What is {name}?", "4", tags)
     actions = [
         Action([1, 2, 3], text, np.array([-1.0, -0.5, -0.1]), np.array([0.5, 0.2, 0.1]), "stop") for text in answers
     ]
@@ -54,6 +46,7 @@ GROUPS = [
     asked("tie", ["\\boxed{4}", "\\boxed{4}", "\\boxed{5}", "\\boxed{5}"], ("easy",)),
     asked("none", ["\\boxed{5", "\\boxed{}", "\\boxed{7}", "\\boxed{7}"], ("hard",)),
 ]
+PROBLEMS = [group.prompt.problem for group in GROUPS]
 
 
 def test_the_scores_of_an_evaluation_by_hand():
@@ -71,16 +64,6 @@ def test_the_scores_of_an_evaluation_by_hand():
     of_problems = bounded_mean_interval([5 / 6, 5 / 6, 0.0], 0.0, 1.0, t=True)  # by their spread, not as if 0 or 1
     assert (at["pass@2/ci_low"], at["pass@2/ci_high"]) == pytest.approx((of_problems.low, of_problems.high))
     assert at["hard/ci_low"] is None  # one problem has no interval, however many samples
-
-
-def test_every_key_is_in_the_catalogue_and_in_rows_without_an_evaluation():
-    row = eval_row(record(GROUPS), ("easy", "hard"))
-    empty = empty_evaluation(context(config=config(evaluation={"problems": 3, "samples": 4}), tags=("easy", "hard")))
-    assert list(empty) == list(row)
-    assert set(empty.values()) == {None}
-    for key in row:
-        pattern = key.replace("heldout", "<name>").replace("@1", "@<k>").replace("@2", "@<k>").replace("@4", "@<k>")
-        assert pattern.replace("/easy/", "/<tag>/").replace("/hard/", "/<tag>/") in BY_KEY, key
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
@@ -136,152 +119,51 @@ def test_every_answer_is_kept_with_what_it_votes_for(tmp_path):
     assert len(rows[2]["completion"]) <= SHOWN + 5
     assert shortened("short") == "short"
     facts = read_jsonl(tmp_path / "evals.jsonl")[1]
-    assert (facts["temperature"], facts["samples"], facts["max_tokens"], facts["top_p"]) == (0.7, 2, 64, 1.0)
-    assert (facts["top_k"], facts["min_p"]) == (0, 0.0)
+    sampling = {key: facts[key] for key in ("temperature", "samples", "max_tokens", "top_p", "top_k", "min_p")}
+    assert list(sampling.values()) == [0.7, 2, 64, 1.0, 0, 0.0]
 
 
 def test_the_kept_base_is_the_base(tmp_path):
     kept, base = BaseEvaluations(tmp_path, "weights and problems"), record(GROUPS)
-    problems = [group.prompt.problem for group in GROUPS]
     failed = record([asked("two", ["\\boxed{4}", "\\boxed{5}"])])
     failed.groups[0].rollouts[1].reward.error = "the judge did not answer"
     kept.put("how", failed)
     assert kept.get("how", [failed.groups[0].prompt.problem]) is None
     kept.put("how", base)
-    again = kept.get("how", problems)
-    assert again is not None
+    again = kept.get("how", PROBLEMS)
     assert (eval_row(again), evaluated(again)) == (eval_row(base), evaluated(base))
     assert (again.temperature, again.samples, again.max_tokens, again.seconds) == (0.7, 4, 64, 0.5)
     for mine, theirs in zip(again.groups[1].rollouts, GROUPS[1].rollouts, strict=True):
         assert (mine.token_ids, mine.stop_reason) == (theirs.token_ids, theirs.stop_reason)
         assert mine.logprobs_T.tolist() == theirs.logprobs_T.tolist()
         assert mine.entropy_T.tolist() == theirs.entropy_T.tolist()
-    assert kept.get("otherwise", problems) is None
-    assert BaseEvaluations(tmp_path, "other weights").get("how", problems) is None
-    assert kept.get("how", problems[::-1]) is None
+    assert kept.get("otherwise", PROBLEMS) is None
+    assert BaseEvaluations(tmp_path, "other weights").get("how", PROBLEMS) is None
+    assert kept.get("how", PROBLEMS[::-1]) is None
 
 
 def test_the_kept_base_is_found_only_by_all_that_decides_about_it(tmp_path):
     """What is asked and what counts as right, how it is sampled, how that is graded: each of them asks anew."""
     settings = config(evaluation={"problems": 3, "samples": 4, "temperature": 0.7, "max_tokens": 64})
-    (held_out,), problems = settings.held_out, [group.prompt.problem for group in GROUPS]
+    (held_out,) = settings.held_out
     renderer = Renderer(word_tokenizer(["What is two?"]), settings.data)
     evaluator = Evaluator(None, renderer, [held_out], BaseEvaluations(tmp_path, "weights"))  # nothing is sampled
 
-    def environment(problems: list[Problem]) -> SingleTurn:
-        return SingleTurn({"heldout": problems}, settings.data, MatchReward())
+    def known(problems: list[Problem] = PROBLEMS, grading: str = "graded so", **changes) -> EvalRecord | None:
+        environment = SingleTurn({"heldout": problems}, settings.data, MatchReward())
+        return evaluator.known_base(replace(held_out, **changes), environment, grading)
 
-    evaluator.keep_base(held_out, environment(problems[:2]), "graded so", record(GROUPS))  # not all of the set
-    assert evaluator.known_base(held_out, environment(problems), "graded so") is None
-    evaluator.keep_base(held_out, environment(problems), "graded so", record(GROUPS))
-    known = evaluator.known_base(held_out, environment(problems), "graded so")
-    assert known is not None
-    assert eval_row(known) == eval_row(record(GROUPS))
-    assert evaluator.known_base(held_out, environment(problems), "graded otherwise") is None
+    def keep(problems: list[Problem]) -> None:
+        environment = SingleTurn({"heldout": problems}, settings.data, MatchReward())
+        evaluator.keep_base(held_out, environment, "graded so", record(GROUPS))
+
+    keep(PROBLEMS[:2])  # not all of the set
+    assert known() is None
+    keep(PROBLEMS)
+    assert eval_row(known()) == eval_row(record(GROUPS))
+    assert known(grading="graded otherwise") is None
     for change in ({"answer": "5"}, {"prompt": "What else is it?"}, {"id": "another"}):
-        assert evaluator.known_base(held_out, environment([replace(problems[0], **change), *problems[1:]]), "graded so"
-                                    ) is None, change  # fmt: skip
-    cuts = ({"temperature": 0.5}, {"max_tokens": 32}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1})
-    changes = [{"sampling": replace(held_out.sampling, **cut)} for cut in cuts]
-    for change in (*changes, {"data": settings.data.model_copy(update={"system_prompt": "Think."})}):
-        other = replace(held_out, **change)
-        assert evaluator.known_base(other, environment(problems), "graded so") is None, change
-
-
-class Noting:
-    """An engine that keeps its requests."""
-
-    gives_entropy, exact, sync_seconds = True, True, None
-
-    def __init__(self):
-        self.requests = []
-
-    def forget_sequences(self):
-        pass
-
-    def sample(self, requests, *, max_rows=None, finished=None):
-        self.requests += requests
-        answer = Action([5], "\\boxed{4}", np.zeros(1), np.zeros(1), "stop")
-        groups = [[answer] * request.samples for request in requests]
-        for i, group in enumerate(groups):
-            finished(i, group)
-        return groups
-
-
-def test_the_random_stream_is_of_subject_set_step_and_problem():
-    """Another set or another subject changes no number of the others."""
-    settings = config(evaluation={"problems": 3, "samples": 2, "temperature": 0.5, "max_tokens": 9})
-    problems, (held_out,) = [group.prompt.problem for group in GROUPS], settings.held_out
-    sets = [held_out, replace(held_out, name="more", samples=1)]
-    environments = {each.name: SingleTurn({each.name: problems}, settings.data, Grader(MatchReward())) for each in sets}
-    subjects = [
-        Subject(PolicyRef("a", 0), environments, (0, "base"), 0),
-        Subject(PolicyRef("b", 4), environments, (0, 7), 5),
-    ]
-    renderer = Renderer(word_tokenizer(["What is two?"]), settings.data)
-    for each, name, samples in ((sets[0], (), 2), (sets[1], ("more",), 1)):
-        engine = Noting()
-        records = Evaluator(engine, renderer, sets).evaluate(each, subjects)
-        assert [len(record_.groups) for record_ in records] == [3, 3]
-        assert [(request.policy, request.stream, request.samples) for request in engine.requests] == [
-            (subject.policy, (*subject.stream, "eval", *name, subject.step, i), samples)
-            for subject in subjects
-            for i in range(3)
-        ]
-
-
-CAMPAIGN = (
-    TWO_CONDITIONS
-    + 'reward = {{custom_function = "other"}}\n'
-    + TINY_RUN
-    + """\
-max_tokens = 6
-[data]
-source = "{model}/problems.jsonl"
-[reward]
-type = "custom"
-custom_module = "{model}/rewards.py"
-[evaluation]
-problems = 5
-samples = 3
-[inference]
-dtype = "float64"
-[squeeze]
-enabled = false
-"""
-)
-REWARDS = """
-def score(completion, answer):
-    return float(len(completion) % 2)
-
-def other(completion, answer):
-    return 1.0 - score(completion, answer)
-"""
-
-
-def test_the_base_is_scored_once_for_every_way_to_grade(tmp_path):
-    """One condition rewards what the other punishes: four cohorts of one run share two evaluations of the base."""
-    model = qwen3_directory(tmp_path / "model", ["What is 3 + 4? 7", "Compute 12 * 3."])
-    lines = [f'{{"prompt": "What is {i} + {i}?", "answer": "{2 * i}"}}' for i in range(40)]
-    (model / "problems.jsonl").write_text("\n".join(lines) + "\n")
-    (model / "rewards.py").write_text(REWARDS)
-    (tmp_path / "camp.toml").write_text(CAMPAIGN.format(model=model))
-    out = tmp_path / "out"
-    assert launch(load(tmp_path / "camp.toml", ["campaign.lanes=1"]), out, NullObserver()).exit_status == 0
-    runs = read_json(out / "manifest.json")["runs"]
-    first: dict[str, list[dict]] = {}
-    for run in runs:
-        row = read_jsonl(out / run["path"] / "evals.jsonl")[0]
-        assert row["step"] == 0
-        first.setdefault(run["label"], []).append(row)
-    (one, same), (other, _) = first.values()
-    assert one == same  # the seconds too: nothing was sampled again
-    rates = [row["eval/heldout/correct_rate"] for row in (one, other)]
-    assert sum(rates) == pytest.approx(1)
-    assert rates[0] != rates[1]
-    assert len(list((out / "base").glob("*.npz"))) == 2
-    answers = [read_jsonl(out / run["path"] / "emergence/evaluations.jsonl") for run in runs]
-    ids = [row["problem_id"] for row in answers[0] if row["step"] == 0]
-    assert len(ids) == 3 * len(set(ids)) > 0
-    assert all([row["problem_id"] for row in rows] == ids * 2 for rows in answers)  # before and after, in all runs
-    assert len({read_json(out / run["path"] / "config.json")["heldout_hash"] for run in runs}) == 1
+        assert known([replace(PROBLEMS[0], **change), *PROBLEMS[1:]]) is None, change
+    for change in ({"temperature": 0.5}, {"max_tokens": 32}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}):
+        assert known(sampling=replace(held_out.sampling, **change)) is None, change
+    assert known(data=settings.data.model_copy(update={"system_prompt": "Think."})) is None

@@ -1,12 +1,10 @@
-"""Several held-out sets: each has its files, rows and base evaluation, and none changes a number of another."""
-
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
 import pytest
-from toycampaign import campaign
+from toycampaign import campaign, toy_world
 from toymodels import Messages
 from typer.testing import CliRunner
 
@@ -14,15 +12,11 @@ from retrain.campaign.judging.pooling import compare_directories
 from retrain.campaign.judging.report import write_report
 from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
-from retrain.config import load, parse_dict
+from retrain.config import load
 from retrain.data.dataset import Wanted, load_data
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl
-from retrain.record.console import Board
-from retrain.record.follow import Follower
-from retrain.record.notes import explain
 from retrain.record.observer import NullObserver
-from retrain.record.status import read_status
 
 SETS = """
 [[evaluation.sets]]
@@ -40,7 +34,7 @@ tags_column = "kind"
 
 def sets_file(folder: Path, model: Path, name: str, sets: str = SETS, **keys) -> Path:
     """A toy campaign with held-out sets; the file of the second has one problem that is trained on."""
-    path = campaign(folder, model, name, **keys)
+    path = campaign(folder, model, name, condition='reward = {custom_function = "opposite"}', **keys)
     twice = load_data(load(path).config.data, 5).train[3].prompt
     rows = [{"prompt": p, "answer": "1", "kind": "seen" if p == twice else "new"} for p in (twice, "a?", "b?", "c?")]
     (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -48,6 +42,10 @@ def sets_file(folder: Path, model: Path, name: str, sets: str = SETS, **keys) ->
     return path
 
 
+OPPOSITE = """
+def opposite(completion, answer):
+    return 1.0 - score(completion, answer)
+"""
 DECLARED = ["campaign.primary_metric=eval/own.file/pass@2", "campaign.lanes=2", "squeeze.enabled=false"]
 
 
@@ -56,10 +54,18 @@ def timeless(path: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    model = toy_world(tmp_path_factory.mktemp("home"))
+    with (model.parent / "toyrewards.py").open("a") as module:
+        module.write(OPPOSITE)
+    return model
+
+
+@pytest.fixture(scope="module")
 def trained(model, tmp_path_factory) -> tuple[Path, Messages]:
     """A campaign with two sets, decided by the second; its directory and observer."""
     folder, observer = tmp_path_factory.mktemp("sets"), Messages()
-    path = sets_file(folder, model, "sets")
+    path = sets_file(folder, model, "sets", steps=3)
     assert launch(load(path, DECLARED), folder / "out", observer).exit_status == 0
     return folder / "out", observer
 
@@ -68,28 +74,20 @@ def test_every_set_has_its_files_and_rows(trained):
     out, observer = trained
     run = out / "runs/grpo+none_s1"
     rows = read_jsonl(run / "evals.jsonl")
-    assert [(row["name"], row["step"]) for row in rows] == [
-        (name, step) for step in (0, 2, 4) for name in ("heldout", "own.file")
-    ]
+    evaluated = [(name, step) for step in (0, 2, 3) for name in ("heldout", "own.file")]
+    assert [(row["name"], row["step"]) for row in rows] == evaluated
+    assert all((run / f"eval_{name}_iteration_{step:06d}_logtree.json").is_file() for name, step in evaluated)
     own = rows[1]
     assert (own["temperature"], own["samples"], own["max_tokens"], own["eval/own.file/problems"]) == (0.5, 2, 6, 4)
     assert (rows[0]["samples"], rows[0]["max_tokens"], rows[0]["eval/heldout/problems"]) == (1, 10, 5)
-    assert "eval/own.file/pass@2" in own
-    assert "eval/own.file/new/correct_rate" in own
+    assert {"eval/own.file/pass@2", "eval/own.file/new/correct_rate"} < own.keys()
     assert not [key for key in own if key.startswith("eval/heldout")]
-    for name in ("heldout", "own.file"):
-        for step in (0, 2, 4):
-            assert (run / f"eval_{name}_iteration_{step:06d}_logtree.json").is_file()
     steps = read_jsonl(run / "metrics.jsonl")
     assert {key for key in steps[0] if key.startswith("eval/")} == {
         key for row in rows for key in row if key.startswith("eval/")
     }
-    assert [row["eval/own.file/step"] for row in steps] == [0, 2, None, 4]
+    assert [row["eval/own.file/step"] for row in steps] == [0, 2, 3]
     assert {row["name"] for row in read_jsonl(run / "emergence/evaluations.jsonl")} == {"heldout", "own.file"}
-    first, later = (read_jsonl(out / f"runs/grpo+none_s{seed}/evals.jsonl") for seed in (1, 2))
-    assert len(list((out / "base").glob("*.npz"))) == 2
-    assert first[:2] == later[:2]  # the seconds too: the later cohort samples no base again
-    assert first[2:] != later[2:]
     held_out = "1 of 20000 training problems left out: they are held out in the set own.file"
     assert any(held_out in line for line in observer.lines)
     facts = read_json(run / "config.json")
@@ -97,22 +95,31 @@ def test_every_set_has_its_files_and_rows(trained):
     assert facts["data_sizes"] == {"train": 19_999, "heldout": 9}
 
 
+def test_the_base_is_scored_once_for_every_way_to_grade(trained):
+    """One condition rewards what the other punishes; the later cohort samples no base again."""
+    out, _ = trained
+    (one, other), (one_again, other_again) = (
+        [read_jsonl(run / "evals.jsonl") for run in sorted((out / "runs").glob(f"*_s{seed}"))] for seed in (1, 2)
+    )
+    assert (one[:2], other[:2]) == (one_again[:2], other_again[:2])  # the seconds too
+    assert one[2:] != one_again[2:]
+    assert one[0]["eval/heldout/reward_mean"] + other[0]["eval/heldout/reward_mean"] == pytest.approx(1)
+    assert one[0]["eval/heldout/reward_mean"] != other[0]["eval/heldout/reward_mean"]
+    assert len(list((out / "base").glob("*.npz"))) == 4  # of two sets
+    answers = [read_jsonl(run / "emergence/evaluations.jsonl") for run in (out / "runs").iterdir()]
+    asked = [[(row["step"], row["name"], row["problem_id"]) for row in rows] for rows in answers]
+    assert all(rows == asked[0] for rows in asked)
+
+
 def test_a_set_changes_no_number_of_another(trained, model, tmp_path):
     """The default set of a campaign without named sets is sampled as the first of several."""
-    path = campaign(tmp_path, model, "plain", steps=1)
-    assert (
-        launch(
-            load(path, ["campaign.seeds=[1]", "squeeze.enabled=false"]), tmp_path / "out", NullObserver()
-        ).exit_status
-        == 0
-    )
-    for run in sorted((tmp_path / "out/runs").iterdir()):
-        alone = timeless(run / "evals.jsonl")[0]
-        beside = timeless(trained[0] / "runs" / run.name / "evals.jsonl")[0]
-        assert alone == beside  # the untrained model: training itself lacks one problem
+    loaded = load(campaign(tmp_path, model, "plain", steps=1), ["campaign.seeds=[1]", "squeeze.enabled=false"])
+    assert launch(loaded, tmp_path / "out", NullObserver()).exit_status == 0
+    name = "runs/grpo+none_s1/evals.jsonl"  # of the untrained model: training itself lacks one problem
+    assert timeless(tmp_path / "out" / name)[0] == timeless(trained[0] / name)[0]
 
 
-def test_the_declared_set_decides_and_all_sets_are_shown(trained, model, tmp_path):
+def test_the_declared_set_decides_and_all_sets_are_shown(trained):
     out, _ = trained
     comparison = read_json(out / "comparison.json")
     assert (comparison["metric"], comparison["summary"]) == ("eval/own.file/pass@2", "final")
@@ -124,30 +131,20 @@ def test_the_declared_set_decides_and_all_sets_are_shown(trained, model, tmp_pat
     with pytest.raises(UsageError, match=r"own\.file/correct_rate"):
         compare_directories([out], metric="eval/own.fil/correct_rate")
     assert "Held-out accuracy on own.file" in write_report(out, None).read_text()
-    (run, *_) = read_status(out)["runs"]
-    assert list(run["evaluations"]) == ["heldout", "own.file"]
-    board = Board()
-    Follower(out, board).look()
-    for view in board.runs.values():
-        assert view.evaluations["own.file"].now is not None
     output = CliRunner().invoke(app, ["status", "--plain", str(out)]).output
     assert "own.file before" in output.splitlines()[0]
-    path = sets_file(tmp_path, model, "other", SETS.replace("problems = 4", "problems = 3"), steps=1)
-    assert launch(load(path, ["campaign.seeds=[3]", "squeeze.enabled=false"]), tmp_path / "out", NullObserver())
-    with pytest.raises(UsageError, match="held-out problems differ"):
-        compare_directories([out, tmp_path / "out"], metric="eval/own.file/correct_rate")
 
 
 def test_killed_between_two_sets_all_rows_are_those_of_a_whole_run(trained, model, tmp_path):
-    path, out = sets_file(tmp_path, model, "sets"), tmp_path / "out"
+    path, out = sets_file(tmp_path, model, "sets", steps=3), tmp_path / "out"
     assert launch(load(path, DECLARED), out, Messages(("heldout", 2))).exit_status == 130
     assert resume(out, NullObserver()).exit_status == 0
     for run in sorted((trained[0] / "runs").iterdir()):
-        whole, again = (timeless(home / "evals.jsonl") for home in (run, out / "runs" / run.name))
-        assert whole == again
+        again = out / "runs" / run.name
+        assert timeless(run / "evals.jsonl") == timeless(again / "evals.jsonl")
         for name in ("emergence/evaluations.jsonl", "emergence/generations.jsonl"):
-            whole, again = ((home / name).read_text() for home in (run, out / "runs" / run.name))
-            assert whole.replace(str(trained[0].parent), "") == again.replace(str(tmp_path), "")
+            text = (run / name).read_text().replace(str(trained[0].parent), str(tmp_path))
+            assert text == (again / name).read_text()
 
 
 def test_sets_are_parts_of_one_file_or_files_of_their_own(tmp_path):
@@ -218,15 +215,3 @@ def test_conditions_share_the_sets_and_a_missing_function_is_named_with_its_line
     result = CliRunner().invoke(app, ["check", str(path)])
     assert result.exit_code == 2
     assert "f.toml:3  evaluation.sets[1].source" in result.output + result.stderr
-
-
-def test_a_set_that_got_worse_is_named():
-    rows = [
-        {"step": step, "eval/a/ci_low": 0.5, "eval/a/ci_high": 0.7, "eval/b/ci_low": low, "eval/b/ci_high": low + 0.1,
-         "eval/b/correct_rate": low + 0.05}
-        for step, low in ((0, 0.6), (1, 0.2))
-    ]  # fmt: skip
-    notes = explain(rows, parse_dict({"evaluation": {"problems": 9, "sets": [{"name": "a"}, {"name": "b"}]}}))
-    assert [note.text for note in notes if note.key == "heldout_worse"] == [
-        "held-out accuracy on b has fallen from 65% to 25%, beyond what chance explains"
-    ]

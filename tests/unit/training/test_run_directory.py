@@ -1,42 +1,31 @@
-"""A real campaign's directory: its files, who writes them, what rows promise, and other tools that read them.
-
-After a change of the files, type ``python tests/unit/training/test_run_directory.py``: it writes
-``tests/golden/campaign_directory.txt`` anew.
-"""
-
 from __future__ import annotations
 
 import os
 import re
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-from mixed_cases import adapter_bytes, rows_of, runs_of
-from record_cases import find_conversations
+from mixed_cases import adapter_bytes, runs_of
 from toymodels import campaign_head, qwen3_directory
 
 from retrain.campaign.running.controller import launch
 from retrain.checkpoints import newest_whole
 from retrain.config import load
-from retrain.files import read_json, read_jsonl
+from retrain.files import read_jsonl
 from retrain.record.catalogue import METRICS
 from retrain.record.observer import NullObserver
 from retrain.trainer import Cohort
 
 RUN = "grpo+none_s1"
-GOLDEN = Path(__file__).parents[2] / "golden" / "campaign_directory.txt"
+FILES = Path(__file__).parents[2] / "golden" / "campaign_directory.txt"
 REWARDS = """
 from retrain.rewards import RewardResult
-
-reward_min, reward_max = 0.0, 1.0
-metrics_ranges = {"digits": {"min": 0, "max": 12}}
 
 def score(completion, answer):
     \"\"\"Share of even digits: a toy model gets a spread of it.\"\"\"
@@ -44,9 +33,6 @@ def score(completion, answer):
     return RewardResult(share, sample_metrics={"digits": float(sum(c.isdigit() for c in completion))})
 """
 PROBLEMS = """
-metrics_ranges = {"digits": {"min": 0, "max": 99}, "carries": {"max": 3, "invert": True}}
-reward_max = 7.0
-
 def problems(split):
     numbers = range(10, 40) if split == "train" else [50]
     return [{"prompt": f"{a}+{b}=?", "answer": str(a + b), "tags": level}
@@ -83,89 +69,74 @@ log_kl = true
 """
 
 
-WRITES: list[tuple[str, str]] = []
-"""(thread, file name) of everything that was opened for writing while the cohort of the campaign below trained."""
-_WATCHED: dict[str, Any] = {"folder": None}
+class Writes:
+    """An audit hook that notes (thread, file name) of what is written below ``folder`` while a cohort trains."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.training = folder, False
+        self.names: list[tuple[str, str]] = []
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in ("open", "os.rename") or not self.training:
+            return
+        path, flags = (arguments[1], os.O_WRONLY) if event == "os.rename" else (arguments[0], arguments[2])
+        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if writes and isinstance(path, str | os.PathLike) and Path(os.fsdecode(path)).is_relative_to(self.folder):
+            self.names.append((threading.current_thread().name, Path(os.fsdecode(path)).name))
+
+    def watch(self, train) -> Any:
+        """Wrap ``Cohort.train``, which pauses between steps."""
+
+        def watched(cohort: Cohort) -> Iterator[None]:
+            with closing(train(cohort)) as pauses:
+                while True:
+                    self.training = True
+                    try:
+                        next(pauses)
+                    except StopIteration:
+                        return
+                    finally:
+                        self.training = False
+                    yield
+
+        return watched
 
 
-def _on_open(event: str, arguments: tuple[Any, ...]) -> None:
-    """Called by Python for every file that it opens or renames, on the thread that does."""
-    if event not in ("open", "os.rename") or _WATCHED["folder"] is None:
-        return
-    path, flags = (arguments[1], os.O_WRONLY) if event == "os.rename" else (arguments[0], arguments[2])
-    if not isinstance(path, str | os.PathLike) or not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-        return
-    file = Path(os.fsdecode(path))
-    if file.is_relative_to(_WATCHED["folder"]):
-        WRITES.append((threading.current_thread().name, file.name))
-
-
-@contextmanager
-def watched(folder: Path) -> Iterator[None]:
-    """Note in ``WRITES`` who writes below ``folder`` while a cohort trains."""
-    train = Cohort.train
-
-    def watched_train(cohort: Cohort) -> Iterator[None]:
-        with closing(train(cohort)) as pauses:
-            while True:
-                _WATCHED["folder"] = folder
-                try:
-                    next(pauses)
-                except StopIteration:
-                    return
-                finally:
-                    _WATCHED["folder"] = None
-                yield
-
-    sys.addaudithook(_on_open)  # there is no way to remove one
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Cohort, "train", watched_train)
-        yield
-
-
-def make_campaign(folder: Path) -> Path:
-    """A campaign of two runs of three steps, trained for real."""
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, Writes]:
+    """The directory of a campaign of two runs of three steps, and what was written while it trained."""
+    folder = tmp_path_factory.mktemp("small")
     (folder / "evendigits.py").write_text(REWARDS)
     (folder / "sums.py").write_text(PROBLEMS)
     model = qwen3_directory(folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4"])
     (folder / "small.toml").write_text(HEAD + TOML.format(model=model, module=folder / "evendigits.py"))
-    with watched(folder / "logs"):
-        outcome = launch(load(folder / "small.toml"), folder / "logs", NullObserver())
-    assert outcome.exit_status == 0
-    return folder / "logs"
+    writes = Writes(folder / "logs")
+    sys.addaudithook(writes)  # there is no way to remove one
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Cohort, "train", writes.watch(Cohort.train))
+        assert launch(load(folder / "small.toml"), folder / "logs", NullObserver()).exit_status == 0
+    return folder / "logs", writes
 
 
-@pytest.fixture(scope="session")
-def campaign(tmp_path_factory) -> Path:
-    return make_campaign(tmp_path_factory.mktemp("small"))
-
-
-# -- the files ----------------------------------------------------------------------------------------------------
-
-
-def names(campaign: Path) -> str:
-    """Return one line for every file of the campaign; ranks of squeeze and hashes depend on the machine."""
-    files = [str(path.relative_to(campaign)) for path in sorted(campaign.rglob("*")) if path.is_file()]
-    text = "\n".join(files) + "\n"
-    return re.sub(r"evaluation_[0-9a-f]+\.npz", "evaluation_<hash>.npz", re.sub(r"rank_\d+/", "rank_<r>/", text))
+@pytest.fixture
+def campaign(trained) -> Path:
+    return trained[0]
 
 
 def test_the_files_of_a_campaign(campaign):
-    message = "if it is meant: python tests/unit/training/test_run_directory.py"
-    assert names(campaign) == GOLDEN.read_text(encoding="utf-8"), message
+    """Ranks of squeeze and hashes depend on the machine."""
+    files = [str(path.relative_to(campaign)) for path in sorted(campaign.rglob("*")) if path.is_file()]
+    names = re.sub(r"rank_\d+/", "rank_<r>/", "\n".join(files) + "\n")
+    names = re.sub(r"evaluation_[0-9a-f]+\.npz", "evaluation_<hash>.npz", names)
+    assert names == FILES.read_text(encoding="utf-8")
 
 
-# -- what a row promises ------------------------------------------------------------------------------------------
-
-
-def test_the_training_thread_writes_nothing(campaign):
+def test_the_training_thread_writes_nothing(trained):
     """Neither records nor checkpoints, states, facts of the run or the untrained model's answers."""
+    written = trained[1].names
     kinds = {"metrics.jsonl", "timing_spans.jsonl", "timeline.html", "manifest.json", "checkpoints.jsonl", "run.log"}
-    assert kinds | {"state.json", "train_iteration_000000.html"} <= {name for _, name in WRITES}
-    assert [name for thread, name in WRITES if thread == threading.main_thread().name] == []
-
-
-# -- what a row promises ------------------------------------------------------------------------------------------
+    assert kinds | {"state.json", "train_iteration_000000.html"} <= {name for _, name in written}
+    assert [name for thread, name in written if thread == threading.main_thread().name] == []
 
 
 def test_rows_have_the_same_keys_values_and_times_that_add_up(campaign):
@@ -174,7 +145,6 @@ def test_rows_have_the_same_keys_values_and_times_that_add_up(campaign):
         r"bp_|tools/": "switched off",
         r"discarded_|.*_terminated_length|plan_": "no such group, completion or phrase in these few",
         r"env/[^/]+/format": "the reward knows of no format",
-        r".*carries": "declared by the data source, measured by nobody",
         r"eval/heldout/[^/]+/ci_": "too few problems of the tag",
     }
     parts = [metric.key for metric in METRICS if metric.key.startswith("time/") and not metric.requires]
@@ -189,42 +159,22 @@ def test_rows_have_the_same_keys_values_and_times_that_add_up(campaign):
     rows = read_jsonl(run / "metrics.jsonl")
     empty = [key for key in rows[0] if all(row[key] is None for row in rows)]
     assert [key for key in empty if not any(re.match(pattern, key) for pattern in reasons)] == []
-    # Where the data source and the reward both declare a range, that of the reward counts.
-    assert read_json(run / "config.json")["ranges"] == {
-        "reward": {"min": 0.0, "max": 1.0},
-        "score": {"min": 0.0, "max": 1.0},
-        "digits": {"min": 0, "max": 12},
-        "carries": {"max": 3, "invert": True},
-    }
 
 
 def test_other_tools_read_the_files_of_a_run(campaign):
-    """pandas, the cookbook's log tree and rollout summaries, TRL's metric names."""
+    """pandas, with TRL's metric names."""
     run = campaign / "runs" / RUN
-    metrics: Any = pd.read_json(run / "metrics.jsonl", lines=True)
+    metrics = pd.read_json(run / "metrics.jsonl", lines=True)
     assert metrics["env/all/reward/total"].tolist() == metrics["mean_reward"].tolist()
     trl = metrics[["reward", "kl", "entropy", "completions/clipped_ratio", "clip_ratio/region_mean"]]
     assert trl.notna().all(axis=None)
     assert (trl["kl"] >= 0).all()
     assert (trl["entropy"] > 0).all()
-    completions: Any = pd.read_json(run / "emergence/generations.jsonl", lines=True)
+    completions = pd.read_json(run / "emergence/generations.jsonl", lines=True)
     completions["digits"] = completions["completion"].str.count(r"\d")
     by_step = completions.groupby("step")["digits"]
     assert metrics["rewards/digits/mean"].tolist() == pytest.approx(by_step.mean().tolist())
     assert metrics["rewards/digits/std"].tolist() == pytest.approx(by_step.std(ddof=0).tolist())
-    conversations = find_conversations(read_json(run / "eval_heldout_iteration_000003_logtree.json")["root"])
-    answers = [row for row in read_jsonl(run / "emergence/evaluations.jsonl") if row["step"] == 3]
-    messages = [conversation["messages"] for conversation in conversations]
-    assert [(m[-1]["role"], m[-1]["content"]) for m in messages] == [("assistant", a["completion"]) for a in answers]
-    assert [m[-2]["content"] for m in messages] == [row["prompt"] for row in answers]
-    trajectories = read_jsonl(run / "train_iteration_000002_rollout_summaries.jsonl")
-    rows = [row for row in read_jsonl(run / "emergence/generations.jsonl") if row["step"] == 2]
-    assert [t["total_reward"] for t in trajectories] == pytest.approx([row["reward"] for row in rows])
-    assert [(t["group_idx"], t["traj_idx"]) for t in trajectories] == [(row["group"], row["sample"]) for row in rows]
-    assert [t["steps"][0]["ac_len"] for t in trajectories] == [row["num_tokens"] for row in rows]
-
-
-# -- checkpoints and adapters -------------------------------------------------------------------------------------
 
 
 def test_every_run_has_an_adapter_and_final_is_recorded_last(mixed_campaign):
@@ -240,21 +190,3 @@ def test_every_run_has_an_adapter_and_final_is_recorded_last(mixed_campaign):
         for key in ("state_path", "sampler_path"):
             assert (run / lines[-1][key] / "adapter_model.safetensors").is_file()
         assert newest_whole(run, []) == run / lines[-1]["state_path"]
-
-
-def test_steps_without_signal_leave_rows_and_checkpoints(silent_campaign):
-    for run in runs_of(silent_campaign / "out").values():
-        rows = rows_of(run)
-        assert [(row["step"], row["num_datums"], row["mean_reward"]) for row in rows] == [
-            (step, 0, 0.25) for step in range(3)
-        ]
-        assert [row["name"] for row in read_jsonl(run / "checkpoints.jsonl")] == ["000001", "000002", "000003", "final"]
-        assert [step["step"] for step in read_jsonl(run / "emergence/steps.jsonl")] == [0, 1, 2]
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[3]))
-    with tempfile.TemporaryDirectory() as temporary:
-        GOLDEN.parent.mkdir(exist_ok=True)
-        GOLDEN.write_text(names(make_campaign(Path(temporary))), encoding="utf-8")
-    print(f"wrote {GOLDEN}")

@@ -1,5 +1,3 @@
-"""Sampling ahead of the update and dynamic sampling: which weights draw which prompts, exactness, what is recorded."""
-
 from __future__ import annotations
 
 import threading
@@ -9,46 +7,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from record_cases import context, group, step
-from timing_keys import is_timing_key
+from critic_cases import made, runs_of
+from record_cases import group
 from toycampaign import StopAfter, campaign, toy_world
 
-from retrain.campaign.running import assemble
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
 from retrain.config.training import Sampling
-from retrain.data.prompts import Renderer
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef
 from retrain.files import read_jsonl
-from retrain.record.measure import Totals, step_row
 from retrain.record.observer import NullObserver
 from retrain.rollouts.collect import Collected, RolloutRequest
 from retrain.rollouts.dynamic import REASONS, DynamicSampling, why_alike
 from retrain.rollouts.queue import RolloutQueue
-from retrain.rollouts.versions import RecentWeights, Weights
 from retrain.types import Group, Problem, RewardResult
 
 QUIET = ("squeeze.enabled=false", "evaluation.problems=0", "training.eval_every=0", "campaign.seeds=[1]")
 AHEAD = ("training.max_off_policy_steps=2", "algorithm.correction='tis'")
-CLOCKS = ("time", "perf/", "step_time", "tokens_per_second", "sample_time", "train_time")
 LABELS = ("grpo+none", "rloo+gtpo_hicra_placebo")
 REWARD = '''
 def rare(completion, answer):
     """1 for one completion in four, whatever a toy model writes."""
     return float(sum(map(ord, completion)) % 4 == 0)
-
-def never(completion, answer):
-    return 0.0
 '''
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     home = tmp_path_factory.mktemp("home")
-    found = toy_world(home)
+    model = toy_world(home)
     (home / "toyrewards.py").write_text((home / "toyrewards.py").read_text() + REWARD)
-    return found
+    return model
 
 
 def trained(path: Path, out: Path, *sets: str, observer: NullObserver | None = None) -> dict[str, list[dict]]:
@@ -57,19 +47,12 @@ def trained(path: Path, out: Path, *sets: str, observer: NullObserver | None = N
 
 
 def rows_of(out: Path) -> dict[str, list[dict]]:
-    """Return the rows of every run without what a clock says."""
-    found = {}
-    for run in sorted((out / "runs").iterdir()):
-        rows = read_jsonl(run / "metrics.jsonl")
-        found[run.name] = [
-            {k: v for k, v in row.items() if not (is_timing_key(k) or k.startswith(CLOCKS) or k == "queue_depth")}
-            for row in rows
-        ]
-    return found
+    return {run.name: read_jsonl(run / "metrics.jsonl") for run in runs_of(out)}
 
 
-def adapters(out: Path) -> dict[str, bytes]:
-    return {path.parent.parent.name: path.read_bytes() for path in out.glob("runs/*/final/adapter_model.safetensors")}
+def results_of(out: Path) -> dict[str, dict]:
+    """Return all that the runs have made and that no clock has part in."""
+    return {run.name: made(run) for run in runs_of(out)}
 
 
 class Requested:
@@ -96,8 +79,6 @@ class Beside(LocalEngine):
 
     beside = True
 
-
-# -- rollouts behind the policy ---------------------------------------------------------------------------------------
 
 KILLED = (*AHEAD, "lora.anneal=[[3, 2]]", "training.save_every=1", "training.keep_last=0")
 
@@ -128,40 +109,23 @@ def test_each_step_is_drawn_by_the_weights_of_two_steps_before(whole):
 @pytest.mark.parametrize("beside", [False, True])
 def test_interrupted_equals_uninterrupted_also_beside_the_update(whole, tmp_path, model, monkeypatch, beside):
     """Stopped before there are as many older weights, and after a lower rank began; on the same thread and another."""
-    if beside:
-        monkeypatch.setattr("retrain.campaign.running.models.LocalEngine", Beside)
     out = tmp_path / "out"
     trained(campaign(tmp_path, model, steps=5), out, *KILLED, observer=StopAfter(2))
     assert {len(rows) for rows in rows_of(out).values()} == {1}
-    assert resume(out, StopAfter(6)).exit_status == 130
+    if beside:
+        monkeypatch.setattr("retrain.campaign.running.models.LocalEngine", Beside)
+    else:
+        assert resume(out, StopAfter(6)).exit_status == 130
     assert resume(out, NullObserver()).exit_status == 0
-    assert rows_of(out) == rows_of(whole[1])
-    assert adapters(out) == adapters(whole[1])
+    assert results_of(out) == results_of(whole[1])
     if not beside:
         return
     rows = read_jsonl(out / "runs/grpo+none_s1/metrics.jsonl")
-    assert all(row["queue_depth"] <= bound for row, bound in zip(rows, (2, 2, 2, 1, 0), strict=True))
+    assert all(row["queue_depth"] <= bound for row, bound in zip(rows, (0, 2, 2, 1, 0), strict=True))
     assert sum(row["time/overlap"] for row in rows) > 0
     assert all(row["perf/sampler_tokens_per_s"] > 0 and row["perf/trainer_tokens_per_s"] > 0 for row in rows)
-    assert rows[0]["timing_waiting_for_data"] > 0
     spans = [row["spans"] for row in read_jsonl(out / "runs/grpo+none_s1/timing_spans.jsonl")]
     assert {"ahead", "rollout", "update"} <= {span["name"] for row in spans for span in row}
-    page = (out / "runs/grpo+none_s1/timeline.html").read_text()
-    assert '"lanes":["ahead","rollout"' in page.replace(" ", "")
-
-
-def test_a_run_that_fails_leaves_the_others_ahead(tmp_path, model, monkeypatch):
-    monkeypatch.setattr("retrain.campaign.running.models.LocalEngine", Beside)
-    update = assemble.LocalPolicy.update
-
-    def failing(self, batch, objective, lr):
-        if batch.step == 1 and self.config.algorithm.advantage_mode == "rloo":
-            raise RuntimeError("only this run")
-        return update(self, batch, objective, lr)
-
-    monkeypatch.setattr(assemble.LocalPolicy, "update", failing)
-    rows = trained(campaign(tmp_path, model, steps=3), tmp_path / "out", *AHEAD)
-    assert sorted(len(own) for own in rows.values()) == [1, 3]
 
 
 def test_a_group_that_is_too_old_does_not_train_and_is_counted(tmp_path, model, monkeypatch):
@@ -201,60 +165,40 @@ def test_a_group_that_is_too_old_does_not_train_and_is_counted(tmp_path, model, 
     assert page.count("did not train: too many steps behind the policy") == 3
 
 
-def noted(recent: RecentWeights, step: int, version: int) -> list[int]:
-    return [ref.version for ref in recent.note(Weights(step, PolicyRef("a", version), object()))]  # pyright: ignore[reportArgumentType]
-
-
-def test_recent_weights_are_kept_while_they_may_draw():
-    recent = RecentWeights(2, remembers=True)
-    assert [noted(recent, step, version) for step, version in ((0, 0), (1, 1), (2, 1))] == [[], [], []]
-    assert [recent.drawing(step).version for step in range(2, 5)] == [0, 1, 1]  # no update in step 1
-    assert [recent.age(version, 2) for version in (0, 1)] == [2, 0]
-    assert noted(recent, 3, 2) == [0]
-    assert noted(recent, 3, 3) == []  # a lower rank: other weights before the same step, and the first may be in use
-    assert recent.drawing(5).version == 3
-    assert [noted(recent, 4, 4), noted(recent, 5, 5)] == [[2], [1]]
-    assert list(recent.snapshots()) == [1, 3, 4, 5]
-    assert recent.age(1, 5) == 3  # older than any that is kept
-    synchronous = RecentWeights(0)
-    assert [noted(synchronous, step, step) for step in range(3)] == [[], [0], [1]]
-    assert noted(synchronous, 2, 3) == [2]
-    assert list(synchronous.snapshots()) == [3]
-
-
 class Slow:
-    """An engine whose ``collect`` is replaced: it waits for its turn, or raises."""
+    """An engine whose ``collect`` is replaced."""
 
     beside = False
-    gates: dict = {}  # noqa: RUF012
+
+    def __init__(self, held: dict[int, threading.Event]):
+        self.held = held
 
     def give_up(self):
-        if 3 in self.gates:
-            self.gates[3].set()
+        for event in self.held.values():
+            event.set()
 
 
 @pytest.fixture
 def collecting(monkeypatch):
-    """What is collected, in order, and when it may be done; a request is the number of a step."""
-    order, gates = [], defaultdict(threading.Event)
+    """Return what is collected, in order, and events for which steps wait; a request is the number of its step."""
+    order, held = [], {}
 
     def collect(engine, requests, rows=None):
         order.append(list(requests))
-        assert gates[requests[0]].wait(10)
+        if requests[0] in held:
+            assert held[requests[0]].wait(10)
         if "raise" in requests:
             raise RuntimeError("the server is gone")
         now = time.time()
         return Collected(list(requests), [("rollout", now - 1, now)], 0.5)
 
     monkeypatch.setattr("retrain.rollouts.dynamic.collect", collect)
-    return order, gates
+    return order, held
 
 
-def test_steps_are_sampled_in_order_and_errors_reach_who_waits(collecting):
-    order, gates = collecting
-    for gate in (1, 2, 3, "raise"):
-        gates[gate].set()
-    queue = RolloutQueue(Slow(), ahead=True)  # pyright: ignore[reportArgumentType]
+def test_a_queue_samples_steps_in_order_and_raises_the_engines_error(collecting):
+    order, held = collecting
+    queue = RolloutQueue(Slow(held), ahead=True)
     for owner in "ab":
         queue.offer(owner, {3: [3], 1: [1, 1], 2: [2]})
     taken = queue.take({"a": 1, "b": 1})
@@ -264,7 +208,6 @@ def test_steps_are_sampled_in_order_and_errors_reach_who_waits(collecting):
     queue.withdraw("b")
     assert queue.take({"a": 2}).groups == {"a": [2]}
     assert queue.take({"a": 3}).depth == 0
-    assert order[0] == [1, 1, 1, 1]
     assert [step for requests in order for step in dict.fromkeys(requests)] == [1, 2, 3]
     queue.offer("a", {4: ["raise"]})
     for _ in range(2):
@@ -273,10 +216,8 @@ def test_steps_are_sampled_in_order_and_errors_reach_who_waits(collecting):
 
 
 def test_nothing_is_sampled_ahead_while_paused_and_after_the_end(collecting):
-    order, gates = collecting
-    gates[0].set()
-    gates[1].set()
-    queue = RolloutQueue(Slow(), ahead=True)  # pyright: ignore[reportArgumentType]
+    order, held = collecting
+    queue = RolloutQueue(Slow(held), ahead=True)
     queue.offer("a", {0: [0], 1: [1]})
     queue.take({"a": 0})
     with queue.paused():
@@ -284,70 +225,81 @@ def test_nothing_is_sampled_ahead_while_paused_and_after_the_end(collecting):
         queue.offer("a", {2: [2]})
         time.sleep(0.1)
         assert len(order) == done
-    gates[2].set()
-    queue.take({"a": 1})
     queue.take({"a": 2})
+    held[3] = threading.Event()
     queue.offer("a", {3: [3], 4: [4]})
-    queue.engine.gates = gates
     while order[-1] != [3]:
         time.sleep(0.01)
     queue.close()  # sampling is given up, and nothing follows
     assert order[-1] == [3]
-    assert not [thread for thread in threading.enumerate() if thread is queue._thread]
+    assert "rollouts ahead" not in [thread.name for thread in threading.enumerate()]
 
 
-# -- dynamic sampling -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ahead", [False, True])
+def test_missing_groups_of_all_owners_are_sampled_together(ahead, collecting):
+    def up_to_three(at, requests, groups):
+        return [requests[-1] * 10] if len(groups) < 3 else []
+
+    order, held = collecting
+    queue = RolloutQueue(Slow(held), ahead=ahead)
+    queue.offer("a", {1: [1, 2]}, up_to_three)
+    queue.offer("b", {1: [3]}, up_to_three)
+    queue.offer("c", {1: [4]})
+    taken = queue.take({"a": 1, "b": 1, "c": 1})
+    queue.close()
+    assert taken.groups == {"a": [1, 2, 20], "b": [3, 30, 300], "c": [4]}
+    if not ahead:  # a thread may begin before all have offered
+        assert order == [[1, 2, 3, 4], [20, 30], [300]]
+        assert taken.sync_seconds == 1.5
+        assert len(taken.spans) == 3
+
 
 MIXED, RIGHT, WRONG = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
 PROBLEMS = [Problem(f"p{i}", f"{i}?", "") for i in range(6)]
-
-
-def upcoming(start: int, count: int) -> list[Problem]:
-    return [PROBLEMS[(start + i) % len(PROBLEMS)] for i in range(count)]
-
-
-def request(problem: Problem, place: int, at: int = 0) -> RolloutRequest:
-    environment: Any = None
-    renderer: Renderer = None  # type: ignore[assignment]
-    stream = (5, 1, "sample", at, place)
-    return RolloutRequest(environment, renderer, problem, PolicyRef("run", 0), 2, Sampling(4, 1.0), stream)
 
 
 def groups_of(*rewards: list[Any]) -> list[Group]:
     return [group(each, [3] * len(each), problem_id=f"p{i}") for i, each in enumerate(rewards)]
 
 
-def asked(sampling: DynamicSampling, *rewards: list[Any], first: tuple[int, ...] = (0, 1), at: int = 0):
+def dynamic_sampling(groups: int, rounds: int) -> DynamicSampling:
+    def upcoming(start: int, count: int) -> list[Problem]:
+        return [PROBLEMS[(start + i) % len(PROBLEMS)] for i in range(count)]
+
+    return DynamicSampling(groups, rounds, upcoming, len(PROBLEMS))
+
+
+def asked(sampling: DynamicSampling, *rewards: list[Any], at: int = 0, groups: list[Any] | None = None):
     """(problem, place in the step) of what is asked for after groups of these rewards."""
-    requests = [request(PROBLEMS[i], place, at) for place, i in enumerate(first)]
-    more = sampling.further(at, requests, groups_of(*rewards))
+    requests = [
+        RolloutRequest(None, None, PROBLEMS[i], PolicyRef("run", 0), 2, Sampling(4, 1.0), (5, 1, "sample", at, i))
+        for i in range(len(rewards))
+    ]
+    more = sampling.further(at, requests, groups or groups_of(*rewards))
     assert all(each.stream[:4] == (5, 1, "sample", at) and each.samples == 2 for each in more)
     return [(each.problem.id, each.stream[-1]) for each in more]
 
 
 def test_missing_groups_are_drawn_within_the_rounds_and_no_problem_twice():
-    sampling = DynamicSampling(2, 3, upcoming, len(PROBLEMS))
+    sampling = dynamic_sampling(2, 3)
     assert asked(sampling, MIXED, MIXED) == []
     assert asked(sampling, WRONG, RIGHT) == [("p2", 2), ("p3", 3)]
-    assert asked(sampling, MIXED, RIGHT, WRONG, first=(0, 1, 2)) == [("p3", 3)]
+    assert asked(sampling, MIXED, RIGHT, WRONG) == [("p3", 3)]
     # The list of a step begins where that step does; place 6 of 6 problems is p0, which was drawn.
     assert asked(sampling, WRONG, RIGHT, at=1) == [("p2", 2), ("p3", 3)]
-    assert asked(DynamicSampling(2, 2, upcoming, 6), WRONG, RIGHT, at=1) == [("p4", 2), ("p5", 3)]
-    once = DynamicSampling(2, 1, upcoming, len(PROBLEMS))
-    assert asked(once, *[WRONG] * 4, first=(0, 1, 2, 3)) == []
-    assert asked(DynamicSampling(2, 9, upcoming, 6), *[WRONG] * 6, first=(0, 1, 2, 3, 4, 5)) == []
-    requests = [request(PROBLEMS[0], 0), request(PROBLEMS[1], 1)]
+    assert asked(dynamic_sampling(2, 2), WRONG, RIGHT, at=1) == [("p4", 2), ("p5", 3)]
+    assert asked(dynamic_sampling(2, 1), *[WRONG] * 4) == []
+    assert asked(dynamic_sampling(2, 9), *[WRONG] * 6) == []
     failed = [RuntimeError("no such grader"), *groups_of(WRONG)]
-    assert sampling.further(0, requests, failed) == []  # the run will fail
+    assert asked(sampling, WRONG, WRONG, groups=failed) == []  # the run will fail
 
 
 def test_why_a_group_teaches_nothing():
-    half = RewardResult(0.4, correct=True), RewardResult(0.4, correct=False)
     cases = {
         None: [MIXED, [0.1, 0.2], [1.0, None, 0.0]],
         "all_right": [RIGHT, [1.0, None]],
         "all_wrong": [WRONG, [0.0, 0.0, None], [0.3, 0.3 + 1e-12]],
-        "alike": [list(half)],
+        "alike": [[RewardResult(0.4, correct=True), RewardResult(0.4, correct=False)]],
         "ungraded": [[None, None]],
     }
     assert {*cases} == {None, *REASONS}
@@ -356,7 +308,7 @@ def test_why_a_group_teaches_nothing():
 
 
 def test_a_batch_is_what_teaches_filled_up_with_what_was_drawn_first():
-    sampling = DynamicSampling(3, 2, upcoming, 6)
+    sampling = dynamic_sampling(3, 2)
     groups = groups_of(RIGHT, MIXED, RIGHT, WRONG, MIXED, WRONG)
     selected = sampling.choose(groups)
     assert [groups.index(each) for each in selected.groups] == [0, 1, 4]
@@ -367,69 +319,23 @@ def test_a_batch_is_what_teaches_filled_up_with_what_was_drawn_first():
         "dynamic/dropped_tokens": 3 * 2 * (3 + 3), "dynamic/correct_rate": 5 / 6,
     }  # fmt: skip
     late = groups_of(WRONG, MIXED, *[WRONG] * 6, MIXED)
-    assert DynamicSampling(2, 9, upcoming, 99).choose(late).groups == [late[1], late[8]]
+    assert dynamic_sampling(2, 9).choose(late).groups == [late[1], late[8]]
     first = groups_of(WRONG, RIGHT, WRONG)
     assert sampling.choose(first).groups == first
     assert sampling.choose(first).numbers["dynamic/rounds"] == 0
 
 
-def test_dropped_groups_count_in_what_was_sampled_and_in_no_mean():
-    groups = groups_of(MIXED, WRONG)
-    record = step(groups[:1])
-    record.dropped = groups[1:]
-    kept, whole = (step_row(each, context(), Totals(10, 5, 100, 0.0)) for each in (step(groups[:1]), record))
-    assert (whole["num_tokens"], kept["num_tokens"]) == (100 + 2 * 2 * 6, 100 + 2 * 6)
-    assert (whole["episode"], kept["episode"]) == (14, 12)
-    assert whole["running_correct_rate"] == 6 / 14
-    assert whole["perf/tokens_per_s"] == 2 * kept["perf/tokens_per_s"]
-    for key in ("mean_reward", "correct_rate", "batch_size", "completions/mean_length", "env/all/total_ac_tokens"):
-        assert whole[key] == kept[key]
-
-
-def doubled(at, requests, groups):
-    """Ask for more until there are three groups."""
-    return [requests[-1] * 10] if len(groups) < 3 and at != 7 else []
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_rounds_of_all_owners_are_sampled_together(ahead, monkeypatch):
-    order, threads = [], set()
-
-    def collect(engine, requests, rows=None):
-        order.append(list(requests))
-        threads.add(threading.current_thread().name)
-        return Collected([f"g{request_}" for request_ in requests], [("rollout", 1.0, 2.0)], 0.5)
-
-    monkeypatch.setattr("retrain.rollouts.dynamic.collect", collect)
-    queue = RolloutQueue(Slow(), ahead=ahead)  # pyright: ignore[reportArgumentType]
-    queue.offer("a", {1: [1, 2]}, doubled)  # pyright: ignore[reportArgumentType]
-    queue.offer("b", {1: [3]}, doubled)  # pyright: ignore[reportArgumentType]
-    queue.offer("c", {1: [4]})  # pyright: ignore[reportArgumentType]
-    taken = queue.take({"a": 1, "b": 1, "c": 1})
-    queue.close()
-    if not ahead:  # a thread may begin before all have offered
-        assert order == [[1, 2, 3, 4], [20, 30], [300]]
-        assert taken.sync_seconds == 1.5
-        assert len(taken.spans) == 3
-    assert taken.groups == {"a": ["g1", "g2", "g20"], "b": ["g3", "g30", "g300"], "c": ["g4"]}
-    assert (threading.current_thread().name in threads) != ahead
-
-
-# -- runs with dynamic sampling ---------------------------------------------------------------------------------------
-
-
-def dynamic(*more: str, rounds: int = 3, reward: str = "rare") -> list[str]:
-    keys = (f"training.dynamic_sampling={rounds}", f"reward.custom_function='{reward}'", "training.group_size=3")
-    return [*keys, *more]
+def dynamic(*more: str) -> list[str]:
+    return ["training.dynamic_sampling=3", "reward.custom_function='rare'", "training.group_size=3", *more]
 
 
 @pytest.fixture(scope="module")
 def cohort(model, tmp_path_factory):
-    """Return what a cohort of four runs requested in three steps, and its directory."""
+    """Return what a cohort of four runs requested in two steps, and its directory."""
     folder = tmp_path_factory.mktemp("cohort")
     with pytest.MonkeyPatch.context() as patch:
         requested = Requested(patch)
-        trained(campaign(folder, model, steps=3), folder / "out", *dynamic("campaign.seeds=[1,2]"))
+        trained(campaign(folder, model, steps=2), folder / "out", *dynamic("campaign.seeds=[1,2]"))
     return requested, folder / "out"
 
 
@@ -449,10 +355,10 @@ def test_a_cohort_draws_what_each_run_is_missing_and_pairs_stay_pairs(cohort):
         assert rows[-1]["episode"] == 3 * sum(row["dynamic/drawn"] for row in rows)
         kept = sum(row["env/all/total_ac_tokens"] + row["env/all/total_ob_tokens"] for row in rows)
         assert rows[-1]["num_tokens"] == kept + sum(row["dynamic/dropped_tokens"] for row in rows)
-        assert rows[-1]["epoch"] == pytest.approx(3 * rows[0]["epoch"])  # the cursor counts first rounds
+        assert rows[-1]["epoch"] == pytest.approx(2 * rows[0]["epoch"])  # the cursor counts first rounds
     lengths = []
     for seed in (1, 2):
-        for at in range(3):
+        for at in range(2):
             first, second = (requested.prompts[f"{label}_s{seed}", at] for label in LABELS)
             shorter = min(len(first), len(second))
             assert first[:shorter] == second[:shorter]
@@ -463,44 +369,13 @@ def test_a_cohort_draws_what_each_run_is_missing_and_pairs_stay_pairs(cohort):
 
 
 def test_it_is_the_same_alone_and_interrupted(cohort, tmp_path, model):
-    path, out = campaign(tmp_path, model, steps=3), tmp_path / "killed"
+    path, out = campaign(tmp_path, model, steps=2), tmp_path / "killed"
     expected = rows_of(cohort[1])
-    for run, rows in trained(path, tmp_path / "alone", *dynamic("campaign.lanes=1", "campaign.max_steps=2")).items():
+    for run, rows in trained(path, tmp_path / "alone", *dynamic("campaign.lanes=1")).items():
         keys = [key for key in rows[0] if key.startswith("dynamic/") or key in ("mean_reward", "num_tokens")]
         assert len(keys) == 11
-        assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in expected[run][:2]]
-    trained(path, out, *dynamic("campaign.seeds=[1,2]"), observer=StopAfter(8))
-    assert {len(rows) for rows in rows_of(out).values()} == {2}
+        assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in expected[run]]
+    trained(path, out, *dynamic("campaign.seeds=[1,2]"), observer=StopAfter(4))
+    assert {len(rows) for rows in rows_of(out).values()} == {1}
     assert resume(out, NullObserver()).exit_status == 0
-    assert rows_of(out) == expected
-    assert adapters(out) == adapters(cohort[1])
-
-
-def test_sampling_ahead_draws_the_same(tmp_path, model, monkeypatch):
-    path, sets = campaign(tmp_path, model, steps=3), dynamic(*AHEAD)
-    with monkeypatch.context() as patch:
-        requested = Requested(patch)
-        near = trained(path, tmp_path / "near", *sets)
-    monkeypatch.setattr("retrain.campaign.running.models.LocalEngine", Beside)
-    again = Requested(monkeypatch)
-    assert trained(path, tmp_path / "far", *sets) == near
-    assert again.prompts == requested.prompts
-    assert max(row["dynamic/rounds"] for rows in near.values() for row in rows) > 0
-    assert {row["off_policy_steps_max"] for rows in near.values() for row in rows} == {0, 1, 2}
-
-
-def test_without_signal_the_first_draw_is_the_batch(tmp_path, model):
-    """The step equals one without dynamic sampling; the data may be fewer problems than the rounds would take."""
-    path = campaign(tmp_path, model, steps=1)
-    sets = dynamic("training.max_examples=5", rounds=4, reward="never")
-    found = trained(path, tmp_path / "out", *sets)
-    without = trained(path, tmp_path / "without", *sets, "training.dynamic_sampling=0")
-    for run, (row,) in found.items():
-        assert (row["dynamic/drawn"], row["dynamic/dropped_all_wrong"], row["dynamic/unfilled"]) == (5, 2, 3)
-        assert (row["dynamic/rounds"], row["loss"], row["dynamic/correct_rate"]) == (1, None, 0)
-        (plain,) = without[run]
-        assert not any(key.startswith("dynamic/") for key in plain)
-        assert plain["mean_reward"] == row["mean_reward"]
-        answers = [read_jsonl(tmp_path / name / "runs" / run / "emergence/generations.jsonl")
-                   for name in ("out", "without")]  # fmt: skip
-        assert answers[0] == answers[1]
+    assert results_of(out) == results_of(cohort[1])
