@@ -20,6 +20,7 @@ from retrain.campaign.planning import references
 from retrain.cli import app
 from retrain.commands import setup
 from retrain.errors import Interrupted, RunFailed
+from retrain.files import append_jsonl, write_json
 from retrain.policy import device
 
 ROOT = Path(__file__).parents[2]
@@ -193,15 +194,20 @@ def test_five_mistakes_are_five_lines(tmp_path, monkeypatch, command):
 
 STEPS = "[training]\nmax_steps = 3\n"
 REWARD = '[reward]\ntype = "custom"\ncustom_module = "own.py"\n'
+BROKEN = {
+    "exits": "raise SystemExit(3)",
+    "wrong": "def score(completion, answer) return 1",
+    "needs": "import no_such_module",
+    "other": "def scor(completion, answer): return 1",
+    "gym": "raise ModuleNotFoundError('no', name='reasoning_gym')\n",
+}
+"""Modules of the user's that cannot be used, by name."""
 REFUSED = [
     ('[lora]\ntarget_modules = ["q_proj", "queries"]', "", "f.toml:2  lora.target_modules  names ",
      'target_modules = ["q_proj"]'),
     (STEPS, "training.max_steps=0", "--set  training.max_steps  ", ""),
     (STEPS, "campaign.max_steps=2",
      "--set  campaign.max_steps  is for campaigns, and f.toml describes a single run: ", "--set training.max_steps=2"),
-    (STEPS, "campaign.seeds=[1,2]", "--set  campaign.seeds  is for campaigns, ", "or add [campaign] to the file"),
-    (STEPS, "lora.alpha=1e308",
-     "--set  lora.alpha  is 1e+308, but must be a number ≥ 0 and ≤ 1e+18: alpha = 32.0", ""),
     (STEPS, "model.lora_rank=1000000000",
      "--set  model.lora_rank  is 1000000000, and no linear layer of tiny-reasoner has more", ""),
     ('[data]\nsource = "gym:problems"', "", "f.toml:2  data.source  ", "; type: pip install '.[gym]'"),
@@ -209,17 +215,16 @@ REFUSED = [
     ('[model]\nmodel = "tiny-reasoner"', "model.model=/nowhere/model", "--set  model.model  ", ""),
     ('[data]\nsource = "arithmetic"', "data.source=nosuchmodule:problems", "--set  data.source  ", ""),
     ('[algorithm]\nloss = "ppo"', 'algorithm.loss="nosuchmodule:loss"', "--set  algorithm.loss  ", ""),
-    ('[lora]\ntarget_modules = ["q_proj"]', 'lora.target_modules=["nothing"]', "--set  lora.target_modules  ", ""),
-    (REWARD, "reward.custom_module=nosuchmodule", "--set  reward.custom_module  ", ""),
     ('[[evaluation.sets]]\nname = "own"\nsource = "arithmetic"',
      'evaluation.sets=[{name = "a", source = "nosuchmodule:p"}]', "--set  evaluation.sets[1].source  ", ""),
+    (REWARD, 'reward.custom_module="exits.py"', "--set  reward.custom_module  is ", "SystemExit: 3 (exits.py:1)"),
+    (REWARD, 'reward.custom_module="wrong.py"', "--set  ", "failed: SyntaxError: expected ':' (wrong.py:1)"),
+    (REWARD, 'reward.custom_module="needs.py"', "--set  ", "No module named 'no_such_module' (needs.py:1)"),
+    (REWARD, 'reward.custom_module="other.py"', "--set  ", "it has no function 'score'; it defines scor"),
 ]  # fmt: skip
 OWN = """
 from itertools import repeat
 from retrain import Problem
-
-def score(completion, answer):
-    return 1.0
 
 def endless(split):
     yield from repeat(Problem("1", "1", "1"))
@@ -227,16 +232,14 @@ def endless(split):
 class Endless:
     def problems(self, split):
         return endless(split)
-
-    def start(self, problem, seed):
-        raise NotImplementedError
 """
 
 
 @pytest.mark.parametrize(("text", "setting", "start", "end"), REFUSED)
 def test_a_mistake_is_one_line(tmp_path, text, setting, start, end):
     (tmp_path / "own.py").write_text(OWN)
-    (tmp_path / "gym.py").write_text("raise ModuleNotFoundError('no', name='reasoning_gym')\n")
+    for name, code in BROKEN.items():
+        (tmp_path / f"{name}.py").write_text(code)
     (tmp_path / "f.toml").write_text(text)
     sets = ["--set", setting] if setting else []
     for command in (["check"], ["train", "--out", tmp_path / "out"]):
@@ -246,67 +249,32 @@ def test_a_mistake_is_one_line(tmp_path, text, setting, start, end):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        ("raise SystemExit(3)", "importing it failed: SystemExit: 3 (own.py:1)"),
-        ("def score(completion, answer) return 1", "importing it failed: SyntaxError: expected ':' (own.py:1)"),
-        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module' (own.py:1)"),
-        ("def scor(completion, answer): return 1", "it has no function 'score'; it defines scor"),
-    ],
-)
-def test_a_reward_with_a_mistake_is_told_with_its_line(tmp_path, code, reason):
-    (tmp_path / "own.py").write_text(code)
-    (tmp_path / "own.toml").write_text(REWARD)
-    line = refusal("check", tmp_path / "own.toml")
-    assert line.startswith("own.toml:3  reward.custom_module  is ")
-    assert line.endswith(reason)
-
-
-@pytest.mark.parametrize(
-    ("section", "name"),
-    [
-        ('[environment]\nprovider = "own:Endless"', "problems('train')"),
-        ('[data]\nsource = "own:endless"', "data source 'own:endless'"),
-    ],
-)
-def test_problems_without_end_are_an_error(tmp_path, section, name):
+@pytest.mark.parametrize("section", ['[environment]\nprovider = "own:Endless"', '[data]\nsource = "own:endless"'])
+def test_problems_without_end_are_an_error(tmp_path, section):
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "run.toml").write_text(section)
     result = run("train", tmp_path / "run.toml", "--out", tmp_path / "out")
-    (line,) = result.stderr.splitlines()
     assert result.exit_code == 2
-    assert f"{name} makes more than 1,000,000 problems" in line
+    (line,) = result.stderr.splitlines()
+    assert "makes more than 1,000,000 problems" in line
 
 
 NEEDY = """\
-[data]
-source = "gsm8k"
-eval_source = "held.parquet"
-
-[reward]
-type = "weighted"
-components = [{ type = "match" }, { type = "math", weight = 0.5 }]
-
-[logging]
-report_to = ["tensorboard", "trackio"]
-wandb_project = "mine"
-
-[[evaluation.sets]]
-name = "held"
-
-[[evaluation.sets]]
-name = "hub"
-source = "math"
+data.source = "gsm8k"
+data.eval_source = "held.parquet"
+reward = {type = "weighted", components = [{ type = "match" }, { type = "math", weight = 0.5 }]}
+logging.report_to = ["tensorboard", "trackio"]
+logging.wandb_project = "mine"
+evaluation.sets = [{name = "held"}, {name = "hub", source = "math"}]
 """
 NEEDED = [
-    ("2  data.source", "is \"gsm8k\", which needs the package datasets: pip install '.[data]'"),
-    ("3  data.eval_source", "is \"held.parquet\", which needs the package pyarrow: pip install '.[data]'"),
-    ("7  reward.components[2].type", "is \"math\", which needs the package math-verify: pip install '.[math]'"),
-    ("10  logging.report_to", 'is "tensorboard", which needs the package tensorboard'),
-    ("10  logging.report_to", 'is "trackio", which needs the package trackio'),
-    ("11  logging.wandb_project", "is \"mine\", which needs the package wandb: pip install '.[wandb]'"),
-    ("18  evaluation.sets[2].source", 'is "math", which needs the package datasets'),
+    "1  data.source  is \"gsm8k\", which needs the package datasets: pip install '.[data]'",
+    "2  data.eval_source  is \"held.parquet\", which needs the package pyarrow: pip install '.[data]'",
+    "3  reward.components[2].type  is \"math\", which needs the package math-verify: pip install '.[math]'",
+    '4  logging.report_to  is "tensorboard", which needs the package tensorboard',
+    '4  logging.report_to  is "trackio", which needs the package trackio',
+    "5  logging.wandb_project  is \"mine\", which needs the package wandb: pip install '.[wandb]'",
+    '6  evaluation.sets[2].source  is "math", which needs the package datasets',
 ]
 
 
@@ -318,8 +286,8 @@ def test_packages_that_a_file_needs_are_missed_before_anything_is_loaded(tmp_pat
         assert result.exit_code == 2
         lines = [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
         assert len(lines) == len(NEEDED)
-        for where, message in NEEDED:
-            assert any(line.startswith(f"needy.toml:{where}  {message}") for line in lines), (where, message, lines)
+        for start in NEEDED:
+            assert any(line.startswith(f"needy.toml:{start}") for line in lines), (start, lines)
     assert not (tmp_path / "out").exists()
 
 
@@ -332,38 +300,30 @@ def write_campaign(directory: Path, runs: dict[str, tuple[str, int]], single: bo
     for run_id, (state, steps) in runs.items():
         relative = "." if single else f"runs/{run_id}"
         entries.append({"run_id": run_id, "state": state, "path": relative, "max_steps": 4, "reason": None, "step": 0})
-        path = directory / relative
-        path.mkdir(parents=True)
         rows = [{"step": i, "mean_reward": i / 4, "correct_rate": 0.5} for i in range(steps)]
-        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        append_jsonl(directory / relative / "metrics.jsonl", rows)
         evals = [{"step": 0, "eval/heldout/correct_rate": 0.25}, {"step": steps, "eval/heldout/correct_rate": 0.75}]
-        (path / "evals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evals))
-    (directory / "manifest.json").write_text(json.dumps({"runs": entries}))
+        append_jsonl(directory / relative / "evals.jsonl", evals)
+    write_json(directory / "manifest.json", {"runs": entries})
 
 
 def test_status_of_a_run_a_campaign_and_several(tmp_path):
-    write_campaign(tmp_path / "camp", {"a_s1": ("done", 4), "a_s2": ("failed", 2), "b_s1": ("running", 1)})
+    camp = tmp_path / "camp"
+    write_campaign(camp, {"a_s1": ("done", 4), "a_s2": ("failed", 2), "b_s1": ("running", 1)})
     write_campaign(tmp_path / "single", {"grpo+none_s0": ("pending", 0)}, single=True)
-    states = {
+    reports = json.loads(run("status", tmp_path, "--json").output)
+    assert {row["run_id"]: (row["state"], row["step"]) for report in reports for row in report["runs"]} == {
         "a_s1": ("done", 4),
         "a_s2": ("failed", 2),
         "b_s1": ("interrupted", 1),  # nothing holds the lock
         "grpo+none_s0": ("pending", 0),
     }
-    reports = json.loads(run("status", tmp_path, "--json").output)
-    assert {row["run_id"]: (row["state"], row["step"]) for report in reports for row in report["runs"]} == states
-    (report,) = json.loads(run("status", tmp_path / "camp" / "runs" / "a_s2", "--json").output)
+    (report,) = json.loads(run("status", camp / "runs" / "a_s2", "--json").output)
     assert (report["runs"][0]["run_id"], report["runs"][0]["heldout_now"]) == ("a_s2", 0.75)
-    lines = run("status", tmp_path / "camp").output.splitlines()
-    assert lines[2].split()[1:5] == ["a_s2", "failed", "2", "4"]
-    with open(tmp_path / "camp" / ".lock", "w") as lock:
+    assert run("status", camp).output.splitlines()[2].split()[1:5] == ["a_s2", "failed", "2", "4"]
+    with open(camp / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        manifest = json.loads((tmp_path / "camp" / "manifest.json").read_text())
-        manifest["runs"][2]["worker"] = "2 gpu:1"
-        (tmp_path / "camp" / "manifest.json").write_text(json.dumps(manifest))
-        row = run("status", tmp_path / "camp").output.splitlines()[3]
-        assert row.split()[1:3] == ["b_s1", "running"]
-        assert row.endswith("worker 2 gpu:1")
+        assert run("status", camp).output.splitlines()[3].split()[1:3] == ["b_s1", "running"]
 
 
 def test_status_without_runs_says_how_to_have_some(tmp_path, monkeypatch):
@@ -384,13 +344,9 @@ def test_directories_that_are_no_runs_are_refused_in_one_line(tmp_path, command)
         line = refusal(command, tmp_path / path)
         assert line.startswith(str(tmp_path / path))
         assert words in line
-
-
-@pytest.mark.parametrize("row", ['{"name": "10", "state_path": "tinker://a"}', '{"sampler_path": null}', "[1]"])
-@pytest.mark.parametrize("command", ["squeeze", "serve"])
-def test_a_directory_of_another_tool_with_checkpoints_is_refused_in_one_line(tmp_path, command, row):
-    (tmp_path / "checkpoints.jsonl").write_text(row + "\n")
-    assert refusal(command, tmp_path).startswith(f"{tmp_path} holds no adapter: ")
+    (tmp_path / "checkpoints.jsonl").write_text('{"name": "10", "state_path": "tinker://a"}\n')  # of another tool
+    for reader in ("squeeze", "serve"):
+        assert refusal(reader, tmp_path).startswith(f"{tmp_path} holds no adapter: ")
 
 
 @pytest.mark.parametrize(
@@ -416,12 +372,9 @@ def test_doctor_names_every_package_and_says_what_is_missing(monkeypatch):
         assert name in result.output
     assert "bfloat16             multiplied 3.4 times as fast" in result.output
     assert re.search(r"^- .*\[trackio\].*not installed .*; type: pip install '\.\[trackio\]'$", result.output, re.M)
-    assert not re.search(r"^ok .*not installed", result.output, re.MULTILINE)
     monkeypatch.setattr(setup, "version_of", lambda package: None)
     result = run("doctor")
-    assert result.exit_code == 1
-    assert "pip install" in result.output
+    assert (result.exit_code, "pip install" in result.output) == (1, True)
     assert '[inference] dtype = "bfloat16" is faster here' in (device.bfloat16_advice("auto") or "")
     monkeypatch.setattr(device, "bfloat16_gain", lambda: 0.4)
     assert '[inference] dtype = "float32" is faster here' in (device.bfloat16_advice("bfloat16") or "")
-    assert device.bfloat16_advice("auto") is device.bfloat16_advice("float32") is None
