@@ -232,6 +232,9 @@ def endless(split):
 class Endless:
     def problems(self, split):
         return endless(split)
+
+    def start(self, problem, seed):
+        raise NotImplementedError
 """
 
 
