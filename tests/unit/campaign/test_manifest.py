@@ -32,11 +32,8 @@ def test_what_was_changed_is_in_the_file_whoever_writes_meanwhile(tmp_path):
             if number % 7 == 0:
                 manifest.update(name, without=["worker"], state="done")
                 assert "worker" not in manifest.run(name)
-        manifest.content.pop("lanes")
-        manifest.note(slots=2)
         manifest.files.flush()
         assert (tmp_path / MANIFEST).read_text() == dumps(manifest.content, indent=2) + "\n"
-        assert "lanes" not in manifest.content
 
 
 def test_one_write_takes_all_that_came_while_another_was_under_way(tmp_path, monkeypatch):
@@ -58,23 +55,6 @@ def test_one_write_takes_all_that_came_while_another_was_under_way(tmp_path, mon
         go_on.set()
     assert len(written) == 2
     assert read_json(tmp_path / MANIFEST)["runs"][1]["step"] == 999
-
-
-def test_an_event_makes_one_run_into_text_whatever_the_number_of_runs(tmp_path, monkeypatch):
-    made = []
-
-    def counted(value, indent=None):
-        made.append(value)
-        return dumps(value, indent)
-
-    with Manifest(tmp_path, {"runs": entries(300), "sequential": {"values": []}}) as manifest:
-        manifest.write()
-        manifest.files.flush()
-        monkeypatch.setattr(manifests, "dumps", counted)
-        manifest.update("a_s7", state="running")
-        manifest.files.flush()
-    assert [value["run_id"] for value in made if isinstance(value, dict)] == ["a_s7"]
-    assert [value for value in made if not isinstance(value, dict)] == ["updated", manifest.content["updated"]]
 
 
 def test_runs_added_to_a_plan_are_known_by_name(tmp_path):
