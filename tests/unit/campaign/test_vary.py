@@ -15,13 +15,11 @@ from toymodels import campaign_head
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.controller import execute
 from retrain.config import load
-from retrain.errors import ConfigError
 from retrain.files import read_json, read_jsonl
+from retrain.plugins import load_file
 from retrain.record.observer import NullObserver
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "scripts"))
-from noise import Spread, spread_of, table  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -73,32 +71,17 @@ def test_what_does_not_vary_has_a_stream_that_no_seed_changes(tmp_path):
     config = load(path, ["campaign.vary=init"]).config
     assert config.stream("init") == (0, config.training.seed)
     assert config.stream("data") == config.stream("sampling") == (0, "every seed")
-    assert {load(path).config.stream(use) for use in ("init", "data", "sampling")} == {(0, config.training.seed)}
-    with pytest.raises(ConfigError, match=r'campaign.vary.*"init"'):
-        load(path, ["campaign.vary=seed"])
 
 
-def test_the_spread_within_conditions():
-    values = [[0.5, 0.6, 0.7], [0.1, 0.1, 0.4, 0.2], []]
-    found = spread_of("init", values)
-    total = sum((x - 0.6) ** 2 for x in values[0]) + sum((x - 0.2) ** 2 for x in values[1])
+def test_the_script_reads_directories_and_computes_the_spread_within_conditions(made, tmp_path):
+    command = [sys.executable, str(ROOT / "scripts/noise.py")]
+    done = subprocess.run([*command, *map(str, made.values())], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["varies", "all", "init", "data", "sampling"]
+    nothing = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
+    assert (nothing.returncode, "is no directory of a campaign" in nothing.stderr) == (2, True)
+    found = load_file(ROOT / "scripts/noise.py", "noise").spread_of("init", [[0.5, 0.6, 0.7], [0.1, 0.1, 0.4, 0.2], []])
+    total = 0.1**2 * 2 + 0.1**2 * 2 + 0.2**2
     assert found.freedom == 5
     assert found.sd == pytest.approx(math.sqrt(total / 5))
     assert found.low == pytest.approx(math.sqrt(total / chi2.ppf(0.975, 5)))
-    assert found.low < found.sd < found.high
-    assert table([Spread("all", 0.04, 0.03, 0.06, 9), Spread("init", 0.02, 0.01, 0.03, 9)])[2].split()[-1] == "0.25"
-    with pytest.raises(ValueError, match="two finished runs"):
-        spread_of("all", [[0.5], []])
-
-
-def test_the_script_reads_directories(made, tmp_path):
-    def run(*names: Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, str(ROOT / "scripts/noise.py"), *map(str, names)], capture_output=True, text=True
-        )
-
-    done = run(*made.values())
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["varies", "all", "init", "data", "sampling"]
-    nothing = run(tmp_path)
-    assert (nothing.returncode, "is no directory of a campaign" in nothing.stderr) == (2, True)
