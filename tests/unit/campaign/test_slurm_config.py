@@ -12,12 +12,11 @@ from retrain.errors import ConfigError
 ASKED = {"campaign": {"executor": "slurm", "workers": 3, "seeds": [1, 2]}}
 
 
-@pytest.mark.parametrize(
-    ("limit", "minutes"),
-    [("90", 90), ("90:30", 91), ("4:00:00", 240), ("2-12", 3600), ("1-0:30", 1470), ("2-12:00:00", 3600), ("0:0:1", 1)],
-)  # fmt: skip
-def test_time_limits_as_sbatch_takes_them(limit, minutes):
-    assert minutes_of(limit) == minutes
+LIMITS = {"90": 90, "90:30": 91, "4:00:00": 240, "2-12": 3600, "1-0:30": 1470, "2-12:00:00": 3600, "0:0:1": 1}
+
+
+def test_time_limits_as_sbatch_takes_them():
+    assert {limit: minutes_of(limit) for limit in LIMITS} == LIMITS
 
 
 @pytest.mark.parametrize("limit", ["", "four hours", "1:2:3:4", "0", "-1", "1-"])
