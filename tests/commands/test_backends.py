@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +17,9 @@ from toymodels import campaign_head
 from typer.testing import CliRunner
 
 from retrain.cli import app
-from retrain.engines.plugin import PluginEngine
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.files import read_json, read_jsonl
 from retrain.policy.objective import Objective
-from retrain.policy.plugin import PluginPolicy, PluginSnapshot, TrainSequence
+from retrain.policy.plugin import PluginPolicy, TrainSequence
 from retrain.policy.protocol import Denominators, TrainBatch
 from retrain.types import Action, Problem, Prompt, RewardResult, Rollout, Sample, Support, Turn, samples_of_rollout
 
@@ -227,37 +224,17 @@ def test_a_sequence_of_several_turns_is_a_completion_in_which_what_was_read_does
 
 
 class Constant:
-    """A backend that draws one token."""
+    """A backend that only counts as one."""
 
     reports_sync_loss = preserves_token_advantages = True
-
-    def __init__(self, token: int):
-        self.token = token
-
-    def sample(self, requests):
-        one = Action([self.token], "", np.full(1, -1.0), None, "stop")
-        return [[replace(one) for _ in range(request.samples)] for request in requests]
 
     def train_step(self, batch):
         return {"loss": 0.5}
 
 
-def test_every_run_samples_with_its_own_backend_and_each_action_names_its_weights():
-    engine, refs = PluginEngine("m:Constant", False), [PolicyRef("a", 3), PolicyRef("b", 5)]
-    for token, ref in enumerate(refs):
-        engine.publish(ref, PluginSnapshot(Constant(token)))
-    asked = [SampleRequest(ref, (7,), 2, 4, 1.0, ("s", i)) for i, ref in enumerate([refs[1], refs[0], refs[1]])]
-    finished: list[int] = []
-    groups = engine.sample(asked, finished=lambda i, actions: finished.append(i))
-    assert [[(action.token_ids, action.policy_version) for action in group] for group in groups] == [
-        [([1], 5)] * 2, [([0], 3)] * 2, [([1], 5)] * 2,
-    ]  # fmt: skip
-    assert sorted(finished) == [0, 1, 2]
-
-
 def test_the_version_of_a_backend_counts_the_steps_that_it_has_begun(tmp_path):
     """Also one that failed, after which nobody knows its weights; none where nothing was trained."""
-    backend = Constant(1)
+    backend = Constant()
     policy = PluginPolicy(backend, "m:Constant", tmp_path)
     sample, ones = Sample.single_turn((5, 6), (7, 8), np.full(2, -1.0), np.ones(2)), Denominators(2, 1)
     for step, samples, version in ((0, [sample], 1), (1, [], 1), (2, [sample], 2)):

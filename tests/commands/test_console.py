@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,23 +72,6 @@ def test_plain_lines_can_be_parsed_and_hold_no_escapes():
     assert (ends["step"], ends["correct"], ends["before"], ends["low"]) == ("4", "1.000", "0.500", "-")
     assert "warning: two" in lines
     assert lines[-1].startswith("end run=grpo+none_s1 status=failed message=it broke: [bold red]")
-
-
-@pytest.mark.parametrize(
-    ("label", "shown"),
-    [("maxrl+gtpo", "-"), ("maxrl+gtpo_sepa~lr=0.0002~sepa.steps=50", "0.50"), ("maxrl+mymodes-gtpo_sepa", "-")],
-)
-def test_lambda_is_shown_where_there_is_one(label, shown):
-    """Rows have 0 in other transform modes, which would read as a SEPA that has not begun."""
-    stream, spec = io.StringIO(), Spec("run", label, 1)
-    console, board = PlainConsole(stream, verbose=True), Board()
-    for observer in (console, board):
-        observer.run_started(spec, 0, 10)
-        observer.step(spec, step_row(step([group([None, 0.0], [4, 5])], 0, sepa_lambda=0.5), context(condition=label)))
-    assert f" lambda={shown} " in stream.getvalue()
-    assert " loss=- " in stream.getvalue()  # there was none
-    heading, row = draw(board).splitlines()[:2]
-    assert row[: heading.index("λ") + 1].split()[-1] == shown
 
 
 def test_progress_is_a_line_for_each_tenth_of_all_steps_or_every_ten_seconds():
@@ -264,18 +246,3 @@ def test_a_narrow_terminal_shows_fewer_columns_and_cuts_no_number(width):
     assert "interrupted" in text
     assert ("━" in text) == (width == 110)
     assert not any(word.endswith("…") for words in headings for word in words)
-
-
-def test_the_table_says_which_worker_trains_a_run_where_there_are_several():
-    board, stream = Board(), io.StringIO()
-    play(board)
-    assert "worker" not in draw(board, width=120)
-    for observer in (board, PlainConsole(stream)):
-        for spec, worker in zip(specs(3), ("1 gpu:0", "2 gpu:1", "2 gpu:1"), strict=True):
-            observer.placed(spec, worker)
-    board.run_finished(specs(3)[2], "done")
-    for width in (80, 120):
-        text = draw(board, width=width)
-        assert re.search(r" worker\s", text)
-        assert (text.count("1 gpu:0"), text.count("2 gpu:1")) == (1, 1)  # of those that run
-    assert stream.getvalue().splitlines()[0] == f"worker run={specs(1)[0].run_id} worker=1_gpu:0"

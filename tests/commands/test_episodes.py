@@ -12,7 +12,6 @@ import pytest
 from snippets import blocks
 
 from retrain.files import read_jsonl
-from retrain.record.tokens import TokenFile
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,26 +75,6 @@ def test_every_row_says_how_the_episodes_went(run):
     assert any(len(each["steps"]) > 1 for each in evaluated)
     page = (run / "train_iteration_000000.html").read_text(encoding="utf-8")
     assert '<details class="observation"><summary>tool calculator' in page
-
-
-def test_summaries_have_an_entry_for_every_turn(run):
-    found = read_jsonl(run / "train_iteration_000000_rollout_summaries.jsonl")
-    assert len(found) == 18
-    called = [each for each in found if len(each["steps"]) > 1]
-    assert called
-    for each in found:
-        assert [step["episode_done"] for step in each["steps"]] == [False] * (len(each["steps"]) - 1) + [True]
-        rewards = sum(step["reward"] for step in each["steps"]) + each["final_reward"]
-        assert rewards == pytest.approx(each["total_reward"])
-    with TokenFile(run / "tokens_000000.safetensors") as file:
-        seen = {(line["group"], line["sample"]): file.rollout(i) for i, line in enumerate(file.lines())}
-    for each in called:
-        steps, rollout = each["steps"], seen[each["group_idx"], each["traj_idx"]]
-        read = [turn["read"] for turn in rollout.line["turns"]]
-        assert steps[0]["ob_len"] == read[0]
-        for before, step, new in zip(steps, steps[1:], read[1:], strict=False):
-            assert step["ob_len"] == before["ob_len"] + before["ac_len"] + new  # all that it saw
-        assert steps[-1]["ob_len"] + steps[-1]["ac_len"] == len(rollout.arrays["ids"])
 
 
 def test_try_shows_episodes(run):

@@ -19,7 +19,6 @@ from retrain.data import load_data
 from retrain.data.prompts import render
 from retrain.errors import ModelError
 from retrain.files import append_jsonl, read_json, read_jsonl, write_json
-from retrain.models import bundled_model_path
 from retrain.models.tokenizer import light_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -111,28 +110,6 @@ def test_measured_lengths_are_those_of_training(tmp_path):
     assert lines["example"].startswith('"<turn>Think.<turn>')
 
 
-def test_the_light_tokenizer_is_the_real_one(tmp_path):
-    """Ids with and without special tokens, the template with special tokens and further arguments."""
-    from transformers import AutoTokenizer
-
-    directory = qwen3_directory(tmp_path / "model", ["What is 3 + 4? 7"])
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    think = "{% if think is defined %}{{ think }}{% endif %}"
-    tokenizer.chat_template = "{{ bos_token or '' }}{{ eos_token }}" + think + "{{ messages[0].content }}"
-    tokenizer.save_pretrained(directory)
-    messages = [{"role": "user", "content": "3 + 4 é 数学\n<end>"}]
-    for path in (str(directory), str(bundled_model_path("tiny-reasoner"))):
-        real, light = AutoTokenizer.from_pretrained(path), light_tokenizer(path)
-        for extra in ({}, {"think": "yes"}):
-            options = {"tokenize": False, "add_generation_prompt": True, **extra}
-            assert light.apply_chat_template(messages, **options) == real.apply_chat_template(messages, **options)
-        for special in (True, False):
-            ids = [each("3 + 4 é 数学 <end>", add_special_tokens=special)["input_ids"] for each in (real, light)]
-            assert ids[0] == ids[1]
-    (directory / "chat_template.jinja").unlink()
-    assert not light_tokenizer(str(directory)).chat_template
-
-
 def test_what_is_missing_is_named(tmp_path):
     """No tokenizer, a damaged one, no data, a source that raises: lines, and the rest stands."""
     (tmp_path / "tokenizer.json").write_text("{")
@@ -149,9 +126,6 @@ def test_what_is_missing_is_named(tmp_path):
     missing = "the tokenizer.json of someone/else is not on this machine"
     assert lines["prompts"] == f"not measured, 128 tokens are assumed: {missing}"
     assert lines["data"].startswith("arithmetic: ")
-
-
-# -- counted and timed, against a campaign that is then trained -------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

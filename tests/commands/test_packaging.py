@@ -78,9 +78,6 @@ def test_public_names_exist():
         retrain.trian  # noqa: B018
 
 
-# -- dependencies ---------------------------------------------------------------------------------------------------
-
-
 def requirement_names(lines: list[str]) -> set[str]:
     names = {re.split(r"[<>=\[ ;]", line, maxsplit=1)[0] for line in lines if line and not line.startswith("#")}
     return {re.sub(r"[-_.]+", "-", name).lower() for name in names}
@@ -136,9 +133,6 @@ def test_nothing_is_declared_that_nothing_imports_and_nothing_imported_that_is_n
     declared = {MODULES.get(package, package) for package in CORE | optional}
     assert declared - set(LOADED_BY_OTHERS) <= imported
     assert imported - declared - {"retrain", "__future__", *sys.stdlib_module_names} == COMES_WITH
-
-
-# -- the wheel ------------------------------------------------------------------------------------------------------
 
 
 def test_everything_the_wheel_must_hold_is_named_and_there():

@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import re
-import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -43,17 +42,6 @@ def broken(completion, answer):
 
 def hangs(completion, answer):
     time.sleep(60)
-"""
-AWAY = """
-from toy_environments import Echo, EchoEpisode
-
-class Episode(EchoEpisode):
-    def result(self):
-        raise ValueError("the grader is away")
-
-class Away(Echo):
-    def start(self, problem, seed):
-        return Episode(self, problem, seed)
 """
 
 
@@ -100,18 +88,6 @@ def test_it_is_the_first_step_of_training(home, tmp_path, monkeypatch):
     assert found["verdict"]["mean_reward"] == pytest.approx(sum(row["reward"] for row in trained) / 8)
     assert all(re.fullmatch("<turn>Say .* now<turn>", prompt["rendered"], re.DOTALL) for prompt in found["prompts"])
     assert found["sampling"]["step_answers"] == found["grading"]["step_answers"] == 8
-
-
-def test_an_environment_that_cannot_grade_is_told_in_one_line(home):
-    shutil.copy(Path(__file__).parents[1] / "toy_environments.py", home)
-    (home / "away.py").write_text(AWAY)
-    path = home / "episodes.toml"
-    text = TINY_RUN.format(model=home / "model") + 'max_tokens = 8\n[environment]\nprovider = "away:Away"\n'
-    path.write_text(text)
-    result = run("try", path, "--problems", "1")
-    assert result.exit_code == 1
-    assert "ValueError: the grader is away (away.py:" in result.output
-    assert isinstance(result.exception, SystemExit)  # no traceback
 
 
 def test_the_bundled_model_in_lines():

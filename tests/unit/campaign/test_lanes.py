@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import re
 
 import pytest
 import torch
-from lane_cases import ref, rollout, sample, update
-from lane_cases import trained as moved
+from lane_cases import ref, sample
 from toycampaign import campaign
 from toymodels import toy_base
 
@@ -24,7 +22,6 @@ from retrain.engines.protocol import SampleRequest
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.policy.lora import Lanes
-from retrain.policy.rounded import copied_bytes
 from retrain.policy.threads import Workers
 from retrain.record.observer import NullObserver
 from retrain.run import Run
@@ -71,31 +68,6 @@ def test_what_a_lane_takes_is_counted_from_its_tensors(tmp_path, monkeypatch):
     specs = plan(load(path, ["evaluation.sets=[{name='a'}, {name='b', max_tokens=13}]"]))  # three more in each row
     assert fits(4 * (own + cache) + 64) < 4
     assert fits(4 * (own + cache + 8 * 3 * 2 * 2 * 2 * 8 * 4) + 64) == 4
-
-
-def test_a_copy_of_the_weights_is_counted_until_it_is_there(tmp_path, monkeypatch):
-    """What an earlier cohort's update has copied is not free any more, and not needed again."""
-    base = toy_base(tmp_path / "toy")
-    lanes = Lanes(base)
-    specs = plan(load(campaign(tmp_path, tmp_path / "toy"), ["training.update_dtype='bfloat16'"]))[:1]
-
-    def fits(usable: int) -> bool:
-        monkeypatch.setattr(fitting, "available_memory", lambda device: usable)
-        try:
-            check_memory(base, lanes, specs, 7)
-        except DoesNotFit:
-            return False
-        return True
-
-    def needed() -> int:
-        return bisect.bisect_left(range(1 << 24), True, key=fits)
-
-    before = needed()
-    adapter = moved(lanes, 0)
-    update(lanes, adapter, rollout(base, lanes, adapter), bfloat16=True)
-    copied = copied_bytes(base.model)
-    assert 0 < copied <= base.weight_bytes // 2  # of fp32, the layers of the decoder
-    assert (before - needed()) * fitting.USABLE_SHARE == pytest.approx(copied, abs=1024)
 
 
 def test_smaller_cohorts_keep_seeds_together_and_say_what_to_type(tmp_path):

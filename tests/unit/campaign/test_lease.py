@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -120,19 +119,6 @@ def test_a_removed_lease_is_not_made_again(tmp_path):
         time.sleep(0.2)  # several beats
         assert not (tmp_path / LEASE).exists()
         with pytest.raises(LeaseLost, match=r"\.lease was removed"):
-            mine.check()
-
-
-def test_nothing_is_written_into_a_directory_put_in_the_place_of_a_moved_one(tmp_path):
-    directory = tmp_path / "run"
-    with lock(directory) as mine:
-        shutil.copytree(directory, tmp_path / "copy")
-        directory.rename(tmp_path / "moved")
-        (tmp_path / "copy").rename(directory)
-        before = (directory / LEASE).read_bytes()
-        time.sleep(0.3)  # several beats
-        assert (directory / LEASE).read_bytes() == before
-        with pytest.raises(LeaseLost, match="moved or replaced"):
             mine.check()
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from record_cases import context
 from toycampaign import campaign
 from typer.testing import CliRunner
 
@@ -47,7 +46,6 @@ from retrain.ownership import (
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import LayerShape, LoraWeights
 from retrain.record.observer import NullObserver
-from retrain.record.recorder import RunRecorder
 
 THEIRS = "not of retrain"
 GOLDEN = Path(__file__).parents[2] / "golden" / "campaign_directory.txt"
@@ -98,9 +96,6 @@ def trained(tmp_path_factory, model):
 def out(trained, tmp_path) -> Path:
     shutil.copytree(trained[0], tmp_path / "out")
     return tmp_path / "out"
-
-
-# -- the marks ----------------------------------------------------------------------------------------------------
 
 
 def test_every_name_that_a_run_writes_is_looked_for(trained):
@@ -173,8 +168,6 @@ def test_leftovers_of_others_stay(tmp_path):
     assert not any(path.exists() for path in mine)
     assert all(path.read_text() == THEIRS for path in stay)
 
-
-# -- train --out --------------------------------------------------------------------------------------------------
 
 FOREIGN = (
     "manifest.json", "config.json", "metrics.jsonl", "run.log", "report.html", "retrain.json", ".lease",
@@ -250,9 +243,6 @@ def test_a_foreign_directory_of_a_run_is_refused_before_a_campaign(tmp_path, mod
         train(path, out)
 
 
-# -- inside a run of ours -----------------------------------------------------------------------------------------
-
-
 def saved(step: int) -> Snapshot:
     weights = LoraWeights([LayerShape("layer", 4, 4)], 2, 1.0, 2, torch.cat([torch.arange(8.0), torch.ones(8)]))
     return Snapshot(step, LocalSnapshot(weights, {"r": 2}, {"exp_avg": torch.ones(4)}), f'{{"step": {step}}}\n')
@@ -316,21 +306,6 @@ def test_a_run_goes_on_beside_foreign_files_and_is_refused_where_they_are_in_the
     assert contents(out) == before
 
 
-def test_only_rollouts_that_were_recorded_are_forgotten(out):
-    theirs = [put(out / name) for name in ("eval_mine_iteration_000003.html", "train_iteration_000077.html")]
-    ours = out / "train_iteration_000002_rollout_summaries.jsonl"
-    assert ours.is_file()
-    recorder = RunRecorder(out, context())
-    recorder.truncate(2)
-    recorder.close()
-    assert not ours.exists()
-    assert (out / "train_iteration_000001_rollout_summaries.jsonl").is_file()
-    assert all(path.read_text() == THEIRS for path in theirs)
-
-
-# -- adapters elsewhere -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("through", ["directory", "link", "campaign", "squeeze"])
 def test_somebodys_adapter_in_an_output_path_is_refused_before_anything_is_written(tmp_path, model, through):
     mine, name = tmp_path / "mine", "adapter_model.safetensors"
@@ -380,9 +355,6 @@ def test_squeeze_writes_over_nothing_but_its_own(trained, tmp_path):
     put(tmp_path / "analyses/analysis.json")
     with pytest.raises(NotOurs, match=r"analyses holds analysis\.json"):
         squeeze(out, out=tmp_path / "analyses")
-
-
-# -- reports, manifests, plans ------------------------------------------------------------------------------------
 
 
 def test_a_report_replaces_only_a_report_of_the_same_directory(out, tmp_path):

@@ -10,10 +10,7 @@ import pytest
 from toycampaign import campaign
 from toymodels import Messages
 from typer.testing import CliRunner
-from verdict_cases import BASE
-from verdict_cases import campaign as verdicts
 
-from retrain.campaign.judging.comparison import compare_runs
 from retrain.campaign.judging.pooling import compare_directories
 from retrain.campaign.judging.report import write_report
 from retrain.campaign.judging.results import METRIC, Measure, RunResult, read_run
@@ -49,9 +46,6 @@ def trained(model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("verdict")
     assert launch(toy(folder, model), folder / "out", NullObserver()).exit_status == 0
     return folder / "out"
-
-
-# -- when -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_marks_are_three_different_steps_about_the_end():
@@ -91,9 +85,6 @@ def test_what_cannot_be_measured_is_refused_with_the_line_to_type(tmp_path, sets
     (tmp_path / "f.toml").write_text(TWO)
     with pytest.raises(ConfigError, match=said):
         load(tmp_path / "f.toml", sets)
-
-
-# -- a campaign that is trained ---------------------------------------------------------------------------------------
 
 
 def test_few_evaluations_have_all_problems_and_the_others_a_name_of_their_own(trained):
@@ -166,9 +157,6 @@ def test_more_steps_move_the_marks_and_only_the_new_ones_decide(trained, model, 
     assert runs[0].value(Measure("last3")) == runs[1].value(Measure("last3")) is not None
 
 
-# -- the mean of the last three ---------------------------------------------------------------------------------------
-
-
 def row(step: int, value: float | None) -> dict:
     return {"step": step, "name": "heldout", "samples": 2, METRIC: value, "eval/heldout/problems": 50}
 
@@ -194,16 +182,6 @@ def test_last3_is_the_mean_over_the_evaluations_that_the_schedule_has():
     assert (verdict.value(Measure()), verdict.value(Measure("auc"))) == (0.9, None)
     assert replace(verdict, state="interrupted").result(measure) is None
     assert verdict.resolution(measure) == pytest.approx(1 / 100 / 3**0.5)
-
-
-def test_runs_with_other_evaluations_are_told(tmp_path):
-    same = [run_of(CURVE, "verdict", 100, 0, label) for label in "ab"]
-    assert compare_runs(same, ["a", "b"], metric="last3")["warnings"] == compare_runs(same, ["a", "b"])["warnings"]
-    mixed = [same[0], run_of(CURVE, "every", 100, 25, "b")]
-    (told,) = [note for note in compare_runs(mixed, ["a", "b"], metric="last3")["warnings"] if "last3" in note]
-    assert "80, 90 and 100 or 50, 75 and 100 steps" in told
-    with pytest.raises(UsageError, match="no run has three evaluations after the start"):
-        compare_directories([verdicts(tmp_path, {"a": BASE, "b": BASE})], metric="last3")
 
 
 def test_the_sets_of_a_file_decide_by_their_last_three():
