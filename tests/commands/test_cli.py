@@ -1,5 +1,3 @@
-"""The command line: what each command prints, writes and returns; nothing here trains."""
-
 from __future__ import annotations
 
 import fcntl

@@ -1,5 +1,3 @@
-"""The commands that train, on a model of random weights: what they print, write, return, and take up again."""
-
 from __future__ import annotations
 
 import json

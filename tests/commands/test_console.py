@@ -1,5 +1,3 @@
-"""What is printed: plain lines, the live view in terminals of every width, tables of results."""
-
 from __future__ import annotations
 
 import io

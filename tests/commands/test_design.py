@@ -1,5 +1,3 @@
-"""What a design can find out, before anything is trained."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""Snippets of the documents load, commands and options exist, links lead somewhere."""
-
 from __future__ import annotations
 
 import ast

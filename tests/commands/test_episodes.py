@@ -1,5 +1,3 @@
-"""Episodes from the command line: a bundled model that calls a calculator, an environment of one's own, mistakes."""
-
 from __future__ import annotations
 
 import re

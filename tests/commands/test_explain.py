@@ -1,5 +1,3 @@
-"""``retrain explain``: what it says is short, and what a campaign then does; without torch and without weights."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""What people install: light imports, a wheel with its data, and the same versions everywhere."""
-
 from __future__ import annotations
 
 import ast

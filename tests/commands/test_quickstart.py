@@ -1,5 +1,3 @@
-"""The bundled model learns: the shipped quickstart campaign, shortened, and the loop in one file."""
-
 from __future__ import annotations
 
 import runpy

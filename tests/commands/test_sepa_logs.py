@@ -1,5 +1,3 @@
-"""SEPA on the bundled reasoner, read back from the rows that it logged."""
-
 from __future__ import annotations
 
 from pathlib import Path

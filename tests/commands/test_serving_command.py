@@ -1,5 +1,3 @@
-"""``retrain serve`` as a program: what it serves, for whom, and how it ends."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Signals that ask for an end, and output whose reader is gone."""
-
 from __future__ import annotations
 
 import io

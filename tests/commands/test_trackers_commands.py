@@ -1,5 +1,3 @@
-"""Trackers as a user meets them: whole commands against servers that do not answer, refuse, and real links of wandb."""
-
 from __future__ import annotations
 
 import glob

@@ -1,5 +1,3 @@
-"""``try``: the first step's prompts and answers, what the reward says of them, and rewards that cannot work."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""``retrain ui`` as a person types it."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Steps of the bundled model in which all groups are uniform."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Whole campaigns of a toy model: what is written, how they fail, stop and continue; lanes change nothing."""
-
 from __future__ import annotations
 
 import re

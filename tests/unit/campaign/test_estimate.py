@@ -1,5 +1,3 @@
-"""Parameter counts and memory that are calculated from ``config.json``, against the models themselves."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""How many runs step together: memory decides, what does not fit is cut smaller, and a short decode batch goes on."""
-
 from __future__ import annotations
 
 import re

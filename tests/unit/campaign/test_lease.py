@@ -1,5 +1,3 @@
-"""One process at a time writes a directory: locks, leases of the living and the dead, and clocks that do not count."""
-
 from __future__ import annotations
 
 import fcntl

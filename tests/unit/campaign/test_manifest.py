@@ -1,5 +1,3 @@
-"""The record of runs while it is written: what the file says, what an event costs, whatever the number of runs."""
-
 from __future__ import annotations
 
 import threading

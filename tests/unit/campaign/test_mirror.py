@@ -1,5 +1,3 @@
-"""The copy of a directory at a URL: it can be resumed from at any moment, and has one writer."""
-
 from __future__ import annotations
 
 import json
@@ -165,19 +163,6 @@ class TestS3(OfAnyStore):
     def test_a_bucket_that_does_not_exist(self, run, bucket):
         with pytest.raises(StorageError, match="nobucket"):
             Mirror("s3://nobucket/x", run).claim()
-
-
-def test_records_come_before_checkpoints_before_the_manifest_before_the_index(run, flaky):
-    flaky.mirror.claim()
-    flaky.mirror.push()
-    checkpoint = ["checkpoints/step_000001/state.json", "checkpoints/step_000001/retrain.json"]
-    order = [INDEX, "metrics.jsonl", MARK, *checkpoint, "manifest.json", INDEX]
-    flaky.mirror.push()  # nothing has changed
-    assert [name for _, name in flaky.done] == order
-    train_on(run)
-    flaky.mirror.push()
-    assert flaky.done[-3] == ("pi", INDEX)
-    assert sorted(flaky.done[-2:]) == [("rm", name) for name in sorted(checkpoint)]
 
 
 def test_a_checkpoint_that_is_being_replaced_is_not_in_the_index(run, tmp_path):

@@ -1,5 +1,3 @@
-"""Conditions × seeds: which runs, in which order, under which names, with which configuration."""
-
 from __future__ import annotations
 
 import re

@@ -1,6 +1,3 @@
-"""What a Ray cluster is asked for, what does not go together with one, and the examples of clusters; none is started.
-Where Ray is installed, its own schema reads the examples."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The scheduler, with jobs that nobody does: order, slots, restarts, stops; and how cohorts are cut for it."""
-
 from __future__ import annotations
 
 import dataclasses

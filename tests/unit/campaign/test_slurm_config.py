@@ -1,5 +1,3 @@
-"""[slurm]: what may be asked for, and where it has no effect."""
-
 from __future__ import annotations
 
 import pytest

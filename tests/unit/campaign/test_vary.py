@@ -1,5 +1,3 @@
-"""[campaign] vary: what seeds differ in, each source of noise alone, and its spread."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Where keys stand in a TOML text: every way to write one, and random documents whose lines are known."""
-
 from __future__ import annotations
 
 import json
