@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from snippets import blocks
+from typer.testing import CliRunner
 
+from retrain.cli import app
 from retrain.files import read_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -104,27 +106,19 @@ def test_the_environment_in_the_documents_trains(tmp_path):
     assert row["env/all/guesses"] == pytest.approx(row["env/all/turns_per_episode"])
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ('provider = "toys:Missing"', r'run\.toml:\d+  environment\.provider  is "toys:Missing": .*no function'),
-        ('provider = "toys:Rich"', r"the reward is 2, outside the declared range \[0, 1\]"),
-        ('tools = ["calculater"]', r"environment\.tools .*calculator"),
-        ('provider = "reasoning_gym"\nid = "chain_summ"', "did you mean chain_sum"),
-    ],
-)
+@pytest.mark.parametrize(("section", "message"), [
+    ('provider = "toys:Missing"', r'run\.toml:\d+  environment\.provider  is "toys:Missing": .*no function'),
+    ('provider = "toys:Rich"', r"the reward is 2, outside the declared range \[0, 1\]"),
+    ('tools = ["calculater"]', r"environment\.tools .*calculator"),
+    ('provider = "reasoning_gym"\nid = "chain_summ"', "did you mean chain_sum"),
+])  # fmt: skip
 def test_mistakes_are_one_line_before_anything_is_loaded(section, message, tmp_path):
     (tmp_path / "toys.py").write_text(
-        "from toy_environments import Echo\nclass Rich(Echo):\n    reward_range = (0.0, 1.0)\n",
-        encoding="utf-8",
+        "from toy_environments import Echo\nclass Rich(Echo):\n    reward_range = (0.0, 1.0)\n"
     )
-    shutil.copy(Path(__file__).parents[1] / "toy_environments.py", tmp_path)
-    (tmp_path / "run.toml").write_text(
-        f'[model]\nmodel = "tiny-reasoner"\n[environment]\n{section}\n', encoding="utf-8"
-    )
-    done = retrain("train", "run.toml", "--out", "out", "--plain", cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
-    (line,) = done.stderr.strip().splitlines()
+    (tmp_path / "run.toml").write_text(f'[model]\nmodel = "tiny-reasoner"\n[environment]\n{section}\n')
+    result = CliRunner().invoke(app, ["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "out")])
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.strip().splitlines()
     assert re.search(message, line), line
-    assert "loading" not in done.stdout
     assert not (tmp_path / "out").exists()

@@ -13,7 +13,7 @@ from toycampaign import StopAfter, campaign
 
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
-from retrain.errors import RetrainError, UsageError
+from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.ownership import claim
 from retrain.policy.adapter_io import read_adapter
@@ -161,20 +161,6 @@ def test_a_failing_run_leaves_the_others_alone(model, tmp_path):
     assert [log.read_text().count("Traceback") for log in logs] > before
     states = {run["run_id"]: run["state"] for run in read_json(out / "manifest.json")["runs"]}
     assert states["grpo+none_s1"] == "done"
-
-
-@pytest.mark.parametrize(("sets", "reason"), [
-    (['model.model="./nothing"'], "there is no such directory"),
-    (['data.source="wrong.jsonl"', 'model.model="nothing"'], r"wrong\.jsonl:1  is not JSON"),
-    (['reward.custom_module="absent.py"'], r'custom_module  is "absent\.py": no such file'),
-])  # fmt: skip
-def test_what_cannot_be_read_stops_before_anything_is_trained(model, tmp_path, monkeypatch, sets, reason):
-    """Loading a large model takes minutes: a mistake in the data or the rewards is reported before."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "wrong.jsonl").write_text("prompt,answer\n")
-    with pytest.raises(RetrainError, match=reason) as error:
-        train(campaign(tmp_path, model), tmp_path / "out", sets=sets)
-    assert error.value.exit_status == 2
 
 
 def test_ratio_is_one_in_a_campaign_at_temperature_07(mixed_campaign):

@@ -20,9 +20,7 @@ from retrain.engines.protocol import SampleRequest
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.policy.lora import Lanes
-from retrain.policy.threads import Workers
 from retrain.record.observer import NullObserver
-from retrain.run import Run
 
 
 def unevaluated(path):
@@ -141,22 +139,3 @@ def test_a_decode_batch_that_does_not_fit_goes_on_with_half_the_rows(tmp_path, m
         assert [[c.token_ids for c in group] for group in tight] == [[c.token_ids for c in group] for group in free]
     assert engine.fitting == 8
     assert told.count("out of memory while decoding: goes on with 8 sequences at once") == 1  # then remembered
-
-
-def test_a_run_whose_update_would_be_alone_gets_all_workers(model, tmp_path, monkeypatch):
-    """Three of four updates side by side, then the micro-batches of the fourth: bit by bit the same."""
-    path = unevaluated(campaign(tmp_path, model, steps=1))
-    free = trained(path, tmp_path / "free")
-    given, update = [], Run.update
-
-    def noted(self, groups, credit):
-        given.append(self.policy.workers.count)
-        return update(self, groups, credit)
-
-    monkeypatch.setattr(Run, "update", noted)
-    monkeypatch.setattr("retrain.campaign.running.assemble.workers_for", lambda base: Workers(3))
-    shared = trained(path, tmp_path / "shared")
-    assert given == [1, 1, 1, 3]
-    assert [row["loss"] for rows in shared.values() for row in rows] == [
-        row["loss"] for rows in free.values() for row in rows
-    ]

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import json
 import tomllib
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retrain.config.describe import document
 from retrain.config.lines import key_lines
 
 EVERYTHING = '''\
@@ -77,47 +77,18 @@ def paths(value: object, prefix: tuple = ()) -> set[tuple]:
     return found
 
 
-def quote(text: str) -> str:
-    """A basic string."""
-    return json.dumps(text, ensure_ascii=False)
+text = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=6)
+scalars = st.integers(-99, 99) | st.booleans() | st.floats(allow_nan=False) | st.dates() | text
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3))
 
 
-names = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=6)
-scalars = st.one_of(
-    st.integers(-99, 99).map(str),
-    st.sampled_from(["true", "1e-4", "nan", "1979-05-27", "'# [x]'", '"""\n\n[a]\nb = 1"""', "'''\n'''", '"\\""']),
-    st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=8).map(quote),
-)
-spaces = st.sampled_from(["", " ", "\n", " # , ] \n", "\n\n  "])
-
-
-def arrays(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    elements = st.lists(st.tuples(spaces, inner, spaces).map("".join), max_size=3)
-    return st.tuples(elements, spaces).map(lambda parts: "[" + ",".join(parts[0]) + parts[1] + "]")
-
-
-def inline_tables(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    pairs = st.dictionaries(names, inner, max_size=3)
-    return pairs.map(lambda table: "{ " + ", ".join(f"{quote(key)} = {table[key]}" for key in table) + " }")
-
-
-values = st.recursive(scalars, lambda inner: st.one_of(arrays(inner), inline_tables(inner)), max_leaves=8)
-
-
-@given(st.lists(st.tuples(names, st.lists(st.tuples(names, values), max_size=3)), max_size=4), st.booleans())
-def test_random_documents(sections, as_arrays):
-    """The paths are those that tomllib reads, and each top key stands where it was written."""
-    text, expected, counts = "", {}, {}
-    for section, pairs in {name: dict(pairs) for name, pairs in sections}.items():
-        quoted = quote(section)
-        line = text.count("\n") + 1
-        index = counts.setdefault(section, 0)
-        text += f"[[{quoted}]]\n" if as_arrays else f"[{quoted}]  # [x]\n"
-        table = (section, index) if as_arrays else (section,)
-        expected[table] = line
-        for key, value in pairs.items():
-            expected[(*table, key)] = text.count("\n") + 1
-            text += f"  {quote(key)} = {value} # x = 1\n\n"
-    lines = key_lines(text)
-    assert set(lines) == paths(tomllib.loads(text))
-    assert {path: lines[path] for path in expected} == expected
+@given(st.dictionaries(text, st.dictionaries(text, values, max_size=3), max_size=4))
+def test_random_documents(data):
+    """The paths are those that tomllib reads, and keys stand in the lines where they were written."""
+    written = document(data)
+    found = key_lines(written)
+    assert set(found) == paths(tomllib.loads(written))
+    lines = written.split("\n")
+    for path, line in found.items():
+        if len(path) == 2:
+            assert tomllib.loads(lines[line - 1]) == {path[1]: data[path[0]][path[1]]}
