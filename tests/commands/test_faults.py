@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import resource
@@ -28,7 +27,7 @@ from retrain.checkpoints import (
 from retrain.config import parse_dict
 from retrain.data import load_data
 from retrain.errors import CheckpointError, RetrainError, StorageError, UsageError
-from retrain.files import append_jsonl, aside_of, dumps, read_jsonl, sha256, truncate_jsonl, write_json, writing
+from retrain.files import append_jsonl, aside_of, dumps, read_jsonl, sha256, truncate_jsonl, write_json
 from retrain.ownership import claim
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import LayerShape, LoraWeights
@@ -72,14 +71,6 @@ def test_a_full_disk_leaves_the_old_files_whole_and_no_remains(tmp_path):
     with largest_file(700), pytest.raises(StorageError):  # written anew over the old one
         write_checkpoint(checkpoint_directory(tmp_path, 4), saved(4, 600))
     assert newest_whole(tmp_path, []) == checkpoint_directory(tmp_path, 4)
-
-
-def test_what_stops_every_run_and_what_one():
-    for number, shared in ((errno.ENOSPC, True), (errno.EROFS, True), (errno.EDQUOT, True), (errno.ENOTDIR, False)):
-        with pytest.raises(StorageError) as error, writing(Path("x")):
-            raise OSError(number, os.strerror(number))
-        assert error.value.shared == shared
-        assert str(error.value) == f"x cannot be written: {os.strerror(number).lower()}"
 
 
 def test_a_directory_that_vanishes_is_not_begun_anew(tmp_path):

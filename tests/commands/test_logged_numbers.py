@@ -1,5 +1,3 @@
-"""What rows of the bundled reasoner and of toy models say in unusual runs."""
-
 from __future__ import annotations
 
 import time

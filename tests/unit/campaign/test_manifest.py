@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import threading
-
 from toymodels import campaign_head
 
-from retrain.campaign.planning import manifest as manifests
 from retrain.campaign.planning.manifest import MANIFEST, Manifest
 from retrain.campaign.planning.plan import plan
 from retrain.config import load
@@ -32,27 +29,6 @@ def test_what_was_changed_is_in_the_file_whoever_writes_meanwhile(tmp_path):
                 assert "worker" not in manifest.run(name)
         manifest.files.flush()
         assert (tmp_path / MANIFEST).read_text() == dumps(manifest.content, indent=2) + "\n"
-
-
-def test_one_write_takes_all_that_came_while_another_was_under_way(tmp_path, monkeypatch):
-    """The number of writes follows from how quick the disk is, not from the number of events."""
-    under_way, go_on, written = threading.Event(), threading.Event(), []
-
-    def slow(path, text):
-        written.append(text)
-        under_way.set()
-        assert go_on.wait(10)
-        path.write_text(text)
-
-    monkeypatch.setattr(manifests, "write_text", slow)
-    with Manifest(tmp_path, {"runs": entries(3)}) as manifest:
-        manifest.update("a_s0", state="running")
-        assert under_way.wait(10)
-        for number in range(1000):
-            manifest.update("a_s1", step=number)
-        go_on.set()
-    assert len(written) == 2
-    assert read_json(tmp_path / MANIFEST)["runs"][1]["step"] == 999
 
 
 def test_runs_added_to_a_plan_are_known_by_name(tmp_path):

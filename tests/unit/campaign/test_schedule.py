@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,11 +181,3 @@ def test_last3_is_the_mean_over_the_evaluations_that_the_schedule_has():
     assert (verdict.value(Measure()), verdict.value(Measure("auc"))) == (0.9, None)
     assert replace(verdict, state="interrupted").result(measure) is None
     assert verdict.resolution(measure) == pytest.approx(1 / 100 / 3**0.5)
-
-
-def test_the_sets_of_a_file_decide_by_their_last_three():
-    text = '[evaluation]\nschedule = "verdict"\n[[evaluation.sets]]\nname = "a"\n[[evaluation.sets]]\nname = "b"\n'
-    text = TWO.replace('"last3"', '"last3:eval/b/correct_rate"') + text
-    for more, names in (("", ["a", "b"]), ("[training]\neval_every = 9\n", ["a", "b", "a~part", "b~part"])):
-        config = parse_dict(tomllib.loads(text + more))
-        assert (config.decisive.name, [each.recorded_name for each in config.evaluated]) == ("b", names)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from scipy.stats import chi2
 from toycampaign import campaign
-from toymodels import campaign_head
 
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.controller import execute
@@ -60,15 +59,6 @@ def test_seeds_differ_in_what_is_named_and_in_nothing_else(made, vary, other_ini
         assert (answers != others) is (vary == "sampling")
     ends = [(run / "final/adapter_model.safetensors").read_bytes() for run in (one, two)]
     assert ends[0] != ends[1]
-
-
-def test_what_does_not_vary_has_a_stream_that_no_seed_changes(tmp_path):
-    """A campaign with other seeds has the same problems in the same order."""
-    path = tmp_path / "some.toml"
-    path.write_text(campaign_head(("grpo", "none"), seeds=[1], max_steps=1))
-    config = load(path, ["campaign.vary=init"]).config
-    assert config.stream("init") == (0, config.training.seed)
-    assert config.stream("data") == config.stream("sampling") == (0, "every seed")
 
 
 def test_the_script_reads_directories_and_computes_the_spread_within_conditions(made, tmp_path):
