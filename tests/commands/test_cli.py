@@ -44,6 +44,7 @@ def refusal(*arguments: str | Path) -> str:
     (["train", "a.toml", "--bogus"], "error: No such option: --bogus"),
     (["--bogus"], "error: No such option: --bogus. For help type: retrain --help"),
     (["squeeze", "logs", "--to", "0"], "error: Invalid value for '--to': "),
+    *(([name, "--bogus"], "error: No such option: --bogus") for name in COMMANDS),
 ])  # fmt: skip
 def test_wrong_usage_is_one_plain_line_and_status_2(arguments, line):
     result = CliRunner().invoke(app, arguments, prog_name="retrain")
