@@ -48,15 +48,11 @@ def test_a_campaign_ends_with_everything_written(finished):
         folder = out / run["path"]
         rows = rows_of(folder)
         assert [row["step"] for row in rows] == [0, 1, 2, 3]
-        assert len({tuple(sorted(row)) for row in rows}) == 1
         assert all(abs(row["val/ratio"] - 1) < 1e-5 for row in rows if row["val/ratio"] is not None)
         assert any(row["optim/grad_norm"] for row in rows)
         assert [row["name"] for row in read_jsonl(folder / "checkpoints.jsonl")] == ["000002", "000004", "final"]
         assert [row["step"] for row in read_jsonl(folder / "evals.jsonl")] == [0, 2, 4]
         assert (len(completions_of(folder)), len(read_jsonl(folder / "emergence" / "steps.jsonl"))) == (4 * 12, 4)
-        for row in rows:
-            parts = sum(v for k, v in row.items() if k.startswith("time/") and k != "time/total")
-            assert parts == pytest.approx(row["step_time_s"], rel=0.02)
     texts = {run.name: [row["completion"] for row in completions_of(run)[:12]] for run in (out / "runs").iterdir()}
     assert texts["grpo+none_s1"] == texts["rloo+gtpo_hicra_placebo_s1"] != texts["grpo+none_s2"]
 
