@@ -18,10 +18,8 @@ from typer.testing import CliRunner
 
 from retrain.cli import app
 from retrain.files import read_json, read_jsonl
-from retrain.policy.objective import Objective
-from retrain.policy.plugin import PluginPolicy, TrainSequence
-from retrain.policy.protocol import Denominators, TrainBatch
-from retrain.types import Action, Problem, Prompt, RewardResult, Rollout, Sample, Support, Turn, samples_of_rollout
+from retrain.policy.plugin import TrainSequence
+from retrain.types import Action, Problem, Prompt, RewardResult, Rollout, Support, Turn, samples_of_rollout
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
@@ -222,26 +220,3 @@ def test_a_sequence_of_several_turns_is_a_completion_in_which_what_was_read_does
     assert sequence.support is not None
     assert sequence.support.ids.tolist() == [3, 9, 4, 8, 7]
     assert sequence.support.offsets.tolist() == [0, 2, 3, 3, 3, 5]
-
-
-class Constant:
-    """A backend that only counts as one."""
-
-    reports_sync_loss = preserves_token_advantages = True
-
-    def train_step(self, batch):
-        return {"loss": 0.5}
-
-
-def test_the_version_of_a_backend_counts_the_steps_that_it_has_begun(tmp_path):
-    """Also one that failed, after which nobody knows its weights; none where nothing was trained."""
-    backend = Constant()
-    policy = PluginPolicy(backend, "m:Constant", tmp_path)
-    sample, ones = Sample.single_turn((5, 6), (7, 8), np.full(2, -1.0), np.ones(2)), Denominators(2, 1)
-    for step, samples, version in ((0, [sample], 1), (1, [], 1), (2, [sample], 2)):
-        policy.update(TrainBatch(samples, ones, step, (0, 1)), Objective(), 0.1)
-        assert policy.version == version
-    backend.train_step = None
-    with pytest.raises(TypeError):
-        policy.update(TrainBatch([sample], ones, 3, (0, 1)), Objective(), 0.1)
-    assert policy.version == 3

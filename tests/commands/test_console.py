@@ -202,11 +202,6 @@ SQUEEZE = {
     ],
     "message": "Train high, then compress.",
 }
-VERIFIED = SQUEEZE | {"verified": {
-    "full": {"rank": 8, "accuracy": 0.81},
-    "ranks": [{"rank": 4, "accuracy": 0.8, "difference": {"mean": -0.01, "low": -0.019, "high": -0.001}}],
-    "sentence": "Verified on 9 problems.",
-}}  # fmt: skip
 
 
 def test_the_recommended_rank():
@@ -217,17 +212,6 @@ def test_the_recommended_rank():
     untrained = SQUEEZE | {"rows": [], "recommended_rank": None, "message": "The adapter is untrained."}
     assert squeeze_line(untrained) == "The adapter is untrained."
     assert "untrained" in squeeze_table(untrained).text()
-
-
-def test_the_recommended_rank_verified_on_held_out_problems():
-    lines = squeeze_table(VERIFIED).text().splitlines()
-    assert lines[2].split()[-2:] == ["-", "-"]  # a rank of the table that was not tried
-    assert lines[3].split()[4:] == ["80.0%", "−1.0", "[−1.9,", "−0.1]", "<-", "recommended"]
-    assert lines[-1] == "Verified on 9 problems."
-    narrow = printed(squeeze_table(VERIFIED, 60).rich(), 60)
-    assert "−1.0 [−1.9, −0.1]" in narrow
-    assert "…" not in narrow
-    assert "4 of 8. Verified on 9 problems. " in squeeze_line(VERIFIED | {"message": ""})
 
 
 @pytest.mark.parametrize("width", [40, 60, 110])

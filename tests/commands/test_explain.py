@@ -8,11 +8,8 @@ import pytest
 from toymodels import TINY_RUN, campaign_head, qwen3_directory
 from typer.testing import CliRunner
 
-from retrain.campaign.planning.cohorts import cut
-from retrain.campaign.planning.plan import plan
 from retrain.cli import app
-from retrain.commands.explain import idle_words, workers_of
-from retrain.config import load, parse_dict
+from retrain.config import load
 from retrain.data import load_data
 from retrain.data.prompts import render
 from retrain.errors import ModelError
@@ -193,16 +190,7 @@ def test_memory_is_that_of_the_cohort_that_takes_most(campaign):
     assert "on a GPU, by calculation: model in bfloat16" in gpu
 
 
-def test_idle_workers_and_gpus_have_a_remedy(campaign):
+def test_idle_workers_have_a_remedy(campaign):
     executor = ("--executor", "processes", "--workers", "3")
     assert texts_of(campaign, *executor)["idle"] == ["1 of 3 workers: 4 runs are 2 cohorts; set [campaign] lanes = 1"]
     assert "idle" not in texts_of(campaign, *executor, "--set", "campaign.lanes=1")
-    condition = {"advantage_mode": "grpo", "transform_mode": "none"}
-    for settings, idle in (
-        ({}, ["3 of 4 GPUs: type --executor processes, which trains a cohort on each"]),
-        ({"executor": "processes", "workers": 2}, ["2 of 4 GPUs: type --workers 4"]),
-        ({"executor": "processes"}, []),
-    ):
-        specs = plan(parse_dict({"campaign": {"seeds": [1, 2, 3, 4], "conditions": [condition], **settings}}))
-        workers = workers_of(specs[0].config, 4)
-        assert idle_words(specs, cut(specs, on_gpu=True, slots=workers), workers, 4) == idle

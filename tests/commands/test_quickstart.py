@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 from snippets import blocks
-from typer.testing import CliRunner
 
 from retrain.campaign.running.controller import launch
-from retrain.cli import app
 from retrain.config import load
 from retrain.files import read_jsonl
 from retrain.models import bundled_model_path
@@ -74,19 +72,6 @@ def test_the_documented_readers_of_a_run(quickstart, monkeypatch):
     text = snippet("PeftModel").replace('"Qwen/Qwen3-8B"', repr(base)).replace('"logs/gsm8k/final"', '"final"')
     exec(text, names)
     assert names["model"].peft_config["default"].r == 16
-
-
-def test_a_first_try_of_two_steps_trains_and_says_what_it_is_worth(tmp_path):
-    path, sets = ROOT / "campaigns" / "quickstart.toml", ["campaign.max_steps=2"]
-    checked = CliRunner().invoke(app, ["check", str(path), "--set", *sets])
-    assert checked.exit_code == 0
-    assert "λ is 0 for the whole run, which makes gtpo_sepa plain gtpo" in checked.stderr
-    sets += ["evaluation.problems=8", "training.batch_size=2", "training.max_tokens=16", "squeeze.enabled=false"]
-    outcome = launch(load(path, sets), tmp_path / "out", NullObserver())
-    assert outcome.exit_status == 0
-    assert any("maxrl+gtpo_sepa trains with λ = 0" in text for text in outcome.summary["comparison"]["warnings"])
-    notes = [note["text"] for note in read_jsonl(tmp_path / "out/runs/maxrl+gtpo_sepa_s1/notes.jsonl")]
-    assert any("SEPA's λ was 0 in every one of the 2 steps" in text for text in notes)
 
 
 def test_the_minimal_loop_learns(capsys, tmp_path):

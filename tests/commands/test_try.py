@@ -132,25 +132,28 @@ def test_mistakes_are_one_line(home, mistake):
     assert len([line for line in result.stderr.splitlines() if not line.startswith("note: ")]) == 1
 
 
+def poisoned(value, text: str):
+    """Return the data with this text in place of every text, and of every name of a metric."""
+    if isinstance(value, dict):
+        return {text if name == "characters" else name: poisoned(inner, text) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [poisoned(inner, text) for inner in value]
+    return text if isinstance(value, str) else value
+
+
+@pytest.fixture(scope="module")
+def found(home) -> list[dict]:
+    """What ``try`` finds with a reward that works and with one that does not."""
+    outputs = [run("try", file(home, name), "--problems", "1", "--json").stdout for name in ("score", "broken")]
+    return [json.loads(output) for output in outputs]
+
+
 @pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_hostile_text_never_reaches_a_terminal(name, capsys):
+def test_hostile_text_never_reaches_a_terminal(name, found, capsys):
     """As prompt, answer, problem id, metric and error: escaped, and no line of it passes for one of ours."""
     text = HOSTILE[name]
-    sample = dict.fromkeys(("format_ok", "error")) | {
-        "text": text, "tokens": 1, "stop": "stop", "reward": 1.0, "components": {text: 0.5}, "sample_metrics": {},
-        "tags": [text], "correct": True, "seconds": 0.1,
-    }  # fmt: skip
-    failed = sample | {"reward": None, "error": text, "components": {}, "correct": None}
-    counts = dict.fromkeys(("answers", "tokens", "step_answers", "workers", "correct", "groups", "max_tokens"), 1)
-    times = dict.fromkeys(("seconds", "mean_seconds", "slowest_seconds", "timeout_s"), 1.0)
-    print_trial({
-        "run": "a_s1", "seed": 1, "model": text,
-        "prompts": [{"id": text, "rendered": text, "tokens": 1, "answer": text, "samples": [sample, failed]}],
-        "sampling": counts | times | {"step_seconds": [1.0, 2.0]},
-        "grading": counts | times | {"step_seconds": 0.2},
-        "verdict": counts | {"mean_reward": 1.0, "mixed_groups": 0, "truncated": 0, "all_failed": False,
-                             "reasons": {text: 1}},
-    })  # fmt: skip
+    for trial in found:
+        print_trial(poisoned(trial, text))
     out = capsys.readouterr().out
     shown = {"\u00ad", "\ufffe", "\uffff", "\U0010ffff"}
     assert all(c.isprintable() or c == "\n" or c in shown for c in out), ascii(out)
@@ -171,9 +174,8 @@ def test_hostile_text_never_reaches_a_terminal(name, capsys):
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     assert not {*out} & {*map(chr, (*range(10), *range(11, 32), *range(127, 160), 0x202E, 0x2028))}
-    assert json.loads(out.partition("text=")[2].rpartition(" reason=")[0]) == "".join(
-        "?" if "\ud800" <= c <= "\udfff" else c for c in text
-    )
+    shown_text = "".join("?" if "\ud800" <= c <= "\udfff" else c for c in text)
+    assert json.loads(out.partition("text=")[2].rpartition(" reason=")[0]) == shown_text
 
 
 def test_on_a_terminal_it_is_for_people(home):

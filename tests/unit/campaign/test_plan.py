@@ -83,17 +83,6 @@ def test_evaluation_is_that_of_the_base_even_where_sampling_differs():
     assert {(each.config.evaluation.temperature, each.config.evaluation.max_tokens) for each in specs} == {(1.0, 256)}
 
 
-def test_trackers_are_told_condition_and_seed():
-    logging = planned('[campaign]\nseeds = [4]\n[logging]\nwandb_project = "p"\nwandb_tags = "mine, x"')[
-        -1
-    ].config.logging
-    assert (logging.wandb_run_name, logging.wandb_group) == ("maxrl+gtpo_sepa_s4", "maxrl+gtpo_sepa")
-    assert logging.wandb_tags == ["maxrl+gtpo_sepa", "seed4", "mine", "x"]
-    named = planned('[campaign]\nseeds = [4]\n[logging]\nwandb_run_name = "paper"\nwandb_group = "ablation"')[-1].config
-    assert (named.logging.wandb_run_name, named.logging.wandb_group) == ("paper_maxrl+gtpo_sepa_s4", "ablation")
-    assert plan(named)[0].config.logging == named.logging
-
-
 def test_planning_again_with_overrides():
     text = '[campaign]\nseeds = [1, 2]\nmax_steps = 40\n[logging]\nwandb_tags = ["a"]\n[sepa]\nsteps = 30\n'
     text += conditions("", "lr = 1e-4\nlora_rank = 8\ntarget_modules = ['q_proj', 'v_proj']\ntemperature = 0.9")

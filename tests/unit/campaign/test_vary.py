@@ -1,19 +1,16 @@
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from scipy.stats import chi2
 from toycampaign import campaign
 
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.controller import execute
 from retrain.config import load
 from retrain.files import read_json, read_jsonl
-from retrain.plugins import load_file
 from retrain.record.observer import NullObserver
 
 ROOT = Path(__file__).parents[3]
@@ -61,15 +58,10 @@ def test_seeds_differ_in_what_is_named_and_in_nothing_else(made, vary, other_ini
     assert ends[0] != ends[1]
 
 
-def test_the_script_reads_directories_and_computes_the_spread_within_conditions(made, tmp_path):
+def test_the_script_reads_directories(made, tmp_path):
     command = [sys.executable, str(ROOT / "scripts/noise.py")]
     done = subprocess.run([*command, *map(str, made.values())], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["varies", "all", "init", "data", "sampling"]
     nothing = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
     assert (nothing.returncode, "is no directory of a campaign" in nothing.stderr) == (2, True)
-    found = load_file(ROOT / "scripts/noise.py", "noise").spread_of("init", [[0.5, 0.6, 0.7], [0.1, 0.1, 0.4, 0.2], []])
-    total = 0.1**2 * 2 + 0.1**2 * 2 + 0.2**2
-    assert found.freedom == 5
-    assert found.sd == pytest.approx(math.sqrt(total / 5))
-    assert found.low == pytest.approx(math.sqrt(total / chi2.ppf(0.975, 5)))

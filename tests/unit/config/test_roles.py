@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from retrain.campaign.judging.pooling import tells_apart
 from retrain.campaign.planning.changes import counts
 from retrain.campaign.planning.cohorts import base_key
@@ -12,64 +14,47 @@ from retrain.config.conditions import why_fixed
 from retrain.config.root import keys, role_of
 
 
-def expanded(*names: str) -> set[str]:
-    """The keys themselves, and all keys of the sections."""
-    return {dotted for dotted in keys() for name in names if dotted == name or dotted.startswith(f"{name}.")}
-
-
-WHERE = (
-    "inference.url", "inference.launch", "inference.launch_gpus", "inference.api_key_env", "inference.adapter_dir",
-    "inference.upload", "inference.replicas",
-)  # fmt: skip
-"""Where servers are: it changes nothing that is computed."""
-TEACHERS = ("distillation.url", "distillation.server", "distillation.api_key_env")
-"""Where a teacher's server is, and how to talk to it: the teacher is the same."""
-TEACHERS_PATIENCE = ("distillation.timeout_s", "distillation.patience_s", "distillation.max_in_flight")
-CHARTS = ("reward.metrics_ranges", "reward.reward_min", "reward.reward_max")
-
-
 def test_every_key_has_a_role():
     assert [dotted for dotted in keys() if not role_of(dotted)] == []
     assert role_of("backend.options.address") == role_of("backend.options") == Role.SAMPLES
 
 
-def test_what_may_change_without_a_word_when_a_run_goes_on():
-    quiet = {dotted for dotted in keys() if not counts(dotted)}
-    whole = expanded("logging", "squeeze", "campaign", "ray", "slurm")
-    assert quiet == (whole - {"logging.strategic_grams", "campaign.seed", "campaign.vary"}) | {
-        "training.save_every", "training.keep_last", "training.keep_every", "model.local_files_only",
-        "backend.adapter_path", "backend.devices", "backend.shard", "backend.ranks", "environment.python",
-        *WHERE, *TEACHERS, *CHARTS,
-    }  # fmt: skip
-    assert counts("a.key_of_another_release")
-
-
-def test_in_what_replicates_may_differ():
-    may = {dotted for dotted in keys() if not tells_apart(dotted)}
-    whole = expanded("campaign", "logging", "squeeze", "ray", "slurm", "backpressure")
-    assert may == (whole - {"logging.strategic_grams", "campaign.vary"}) | {
-        "training.seed", "training.save_every", "training.keep_last", "training.keep_every",
-        "training.micro_batch_tokens", "training.nonfinite_limit", "training.eval_every", "evaluation.at_start",
-        "evaluation.schedule",
-        "backend.adapter_path", "backend.devices", "backend.shard", "backend.ranks", "model.local_files_only",
-        "reward.timeout_s", "reward.workers",
-        "reward.reward_batch",
-        "environment.timeout_s", "environment.workers", "environment.memory_gb", "environment.python", *CHARTS, *WHERE,
-        *TEACHERS, *TEACHERS_PATIENCE,
-        "inference.timeout_s", "inference.patience_s", "inference.max_in_flight", "inference.sleep",
-        "inference.tolerance", "inference.mismatch_limit",
-    }  # fmt: skip
-
-
-def test_what_a_condition_may_override():
-    whole = ("campaign", "model", "backend", "inference", "data", "audit", "environment", "evaluation", "backpressure",
-             "slurm", "squeeze", "resume", "logging", "training.seed")  # fmt: skip
-    fixed = {dotted for dotted in keys() if why_fixed(dotted)}
-    assert fixed == (expanded(*whole) | {*TEACHERS, *TEACHERS_PATIENCE}) - {
-        "model.lora_rank",
-        "logging.strategic_grams",
-        "environment.correct_metric",
-    }
+@pytest.mark.parametrize(("key", "changes_the_run", "tells_replicates_apart", "is_fixed_for_conditions"), [
+    ("training.lr", True, True, False),
+    ("training.seed", True, False, True),
+    ("training.save_every", False, False, False),
+    ("training.micro_batch_tokens", True, False, False),
+    ("training.eval_every", True, False, False),
+    ("model.model", True, True, True),
+    ("model.lora_rank", True, True, False),
+    ("model.local_files_only", False, False, True),
+    ("backend.devices", False, False, True),
+    ("backend.options", True, True, True),
+    ("inference.url", False, False, True),
+    ("inference.timeout_s", True, False, True),
+    ("inference.dtype", True, True, True),
+    ("distillation.alpha", True, True, False),
+    ("distillation.url", False, False, True),
+    ("distillation.timeout_s", True, False, True),
+    ("reward.type", True, True, False),
+    ("reward.workers", True, False, False),
+    ("reward.reward_max", False, False, False),
+    ("data.source", True, True, True),
+    ("environment.provider", True, True, True),
+    ("environment.workers", True, False, True),
+    ("evaluation.problems", True, True, True),
+    ("backpressure.enabled", True, False, True),
+    ("squeeze.enabled", False, False, True),
+    ("logging.log_dir", False, False, True),
+    ("logging.strategic_grams", True, True, False),
+    ("campaign.lanes", False, False, True),
+    ("campaign.vary", True, True, True),
+    ("slurm.time", False, False, True),
+])  # fmt: skip
+def test_what_follows_from_the_role_of_a_key(key, changes_the_run, tells_replicates_apart, is_fixed_for_conditions):
+    assert counts(key) is changes_the_run
+    assert tells_apart(key) is tells_replicates_apart
+    assert bool(why_fixed(key)) is is_fixed_for_conditions
 
 
 def grading(**reward) -> tuple:
