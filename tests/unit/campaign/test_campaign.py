@@ -76,23 +76,6 @@ def rollout_files(run: Path) -> dict[str, str]:
     return {name: re.sub(r'"started_at": "[^"]*"|Generated [^"]*', "", text) for name, text in found.items()}
 
 
-def test_a_crash_between_checkpoints_leaves_no_duplicate_rows(finished, model, tmp_path):
-    """Rows after the last checkpoint are there when the process dies; they are made again, not doubled."""
-
-    class Crash(NullObserver):
-        def step(self, spec, row):
-            if row["step"] == 2 and spec.run_id == "rloo+gtpo_hicra_placebo_s2":
-                raise SystemExit("power cut")
-
-    with pytest.raises(SystemExit):
-        train(campaign(tmp_path, model), tmp_path / "out", Crash())
-    assert len(read_jsonl(tmp_path / "out/runs/grpo+none_s1/metrics.jsonl")) == 3
-    assert resume(tmp_path / "out", NullObserver()).exit_status == 0
-    for run in (finished[0] / "runs").iterdir():
-        mine = tmp_path / "out" / "runs" / run.name
-        assert without_time(rows_of(mine)) == without_time(rows_of(run))
-
-
 def test_a_crash_after_the_last_checkpoint_is_finished_by_resume(finished, tmp_path):
     out = Path(shutil.copytree(finished[0], tmp_path / "out"))
     manifest = read_json(out / "manifest.json")

@@ -64,27 +64,6 @@ def test_forms_of_other_files(tmp_path):
     assert good("[logging]\nstrategic_grams = 'let me see, so'").logging.strategic_grams == ["let me see", "so"]
 
 
-def test_a_campaign_file_of_the_kind_people_have(tmp_path):
-    file = tmp_path / "legacy.toml"
-    file.write_text(
-        "[campaign]\nseeds = [42, 101]\nmax_steps = 200\n"
-        '[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n'
-        '[[campaign.conditions]]\nadvantage_mode = "maxrl"\ntransform_mode = "gtpo_sepa"\n'
-        "sepa_steps = 150\ngtpo_beta = 0.2\nlr = 1e-5\n"
-        '[model]\nmodel = "Qwen/Qwen3-4B-Instruct-2507"\nlora_rank = 32\n[lora]\nalpha = 0\ndropout = 0.0\n'
-        "[training]\nseed = -1\ntemperature = 0.7\n"
-        '[sepa]\nsteps = 150\ndelay_steps = 50\n[backend]\nbackend = "local"\nadapter_path = "adapters/campaign"\n'
-        '[reward]\ntype = "match"\ncustom_function = "score"\n[logging]\nwandb_project = "sepa-pilot"\n'
-    )
-    specs = plan(load(file))
-    assert [spec.run_id for spec in specs[:2]] == [
-        "grpo+none_s42",
-        "maxrl+gtpo_sepa~gtpo.beta=0.2~lr=1e-05~sepa.steps=150_s42",
-    ]
-    assert specs[1].config.lora.alpha == 64
-    assert specs[1].config.training.max_steps == 200
-
-
 def test_files_are_found_beside_the_toml(tmp_path, monkeypatch):
     folder = tmp_path / "study"
     for name in ("set", "gsm8k"):
