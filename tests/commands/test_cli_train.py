@@ -128,6 +128,8 @@ def test_training_again_and_resume_repeat_nothing(trained, home):
     of_campaign = run("resume", directory / "runs" / "grpo+none_s1")
     assert of_campaign.exit_code == 2
     assert of_campaign.stderr.strip().endswith(f"retrain resume {directory}")
+    (report,) = json.loads(run("status", directory, "--json").stdout)
+    assert {(row["state"], row["step"]) for row in report["runs"]} == {("done", 2)}
 
 
 def test_squeeze_prints_json_and_writes_an_adapter(trained, tmp_path):

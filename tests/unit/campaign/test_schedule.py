@@ -17,7 +17,7 @@ from retrain.campaign.planning.changes import Approval
 from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.config import load, parse_dict
-from retrain.config.schedule import deciding_marks, extent_after, whole_evaluations
+from retrain.config.schedule import extent_after, whole_evaluations
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.record.observer import NullObserver
@@ -47,22 +47,14 @@ def trained(model, tmp_path_factory) -> Path:
     return folder / "out"
 
 
-def test_the_marks_are_three_different_steps_about_the_end():
-    assert deciding_marks(100) == (80, 90, 100)
-    assert (deciding_marks(1), deciding_marks(2), deciding_marks(3)) == ((1,), (1, 2), (1, 2, 3))
-    for steps in range(3, 500):
-        first, second, last = deciding_marks(steps)
-        assert 0 < first < second < last == steps
-
-
 def test_each_schedule_says_when_all_problems_are_asked():
     assert whole_evaluations("every", 10, 4) == (4, 8, 10)
     assert whole_evaluations("every", 8, 0) == (8,)
     assert whole_evaluations("verdict", 100, 30) == (80, 90, 100)
+    assert [whole_evaluations("verdict", steps, 0) for steps in (1, 2, 3)] == [(1,), (1, 2), (1, 2, 3)]
     config = parse_dict({"training": {"max_steps": 20, "eval_every": 6}, "evaluation": {"schedule": "verdict"}})
     extents = {step: extent for step in range(1, 21) if (extent := extent_after(config, step))}
     assert extents == {6: "part", 12: "part", 16: "whole", 18: "whole", 20: "whole"}
-    assert extent_after(parse_dict({"evaluation": {"problems": 0}}), 100) is None
 
 
 TWO = '[campaign]\nmax_steps = 100\nprimary_metric = "last3"\n[[campaign.conditions]]\nadvantage_mode = "grpo"\n'
