@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -15,7 +14,6 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from fuzz_serving import fuzz
 from toycampaign import toy_world
 from toymodels import TINY_RUN, train_quietly
 from typer.testing import CliRunner
@@ -173,30 +171,3 @@ def test_a_campaign_and_a_file(home, silent_campaign):
     assert sources(str(silent_campaign / "silent.toml")).adapters == {}
     assert sources("tiny-reasoner").config.model.model == "tiny-reasoner"
     assert sources(str(home / "out" / "final")).adapters.keys() == {"out"}
-
-
-def test_a_crowd_over_the_network_loses_nothing(home):
-    """Forty clients, half of them malformed; ``benchmarks/serving_load.py`` is the same with two hundred."""
-    with Running(home / "out", "--max-queue", 16, "--max-rows", 8) as server:
-        url = server.url.removesuffix("/v1")
-
-        async def crowd():
-            limits = httpx.Limits(max_connections=64)
-            async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
-
-                async def ask(seed):
-                    body = {"model": server.names[seed % 2], "prompt": [5, 6, 7], "max_tokens": 30, "seed": seed,
-                            "return_token_ids": True, "ignore_eos": True}  # fmt: skip
-                    while (answer := await client.post("/v1/completions", json=body)).status_code == 503:
-                        await asyncio.sleep(float(answer.headers["Retry-After"]) / 20)
-                    return answer.json()["choices"][0]["token_ids"]
-
-                alone = [await ask(seed) for seed in range(20)]
-                told = asyncio.ensure_future(fuzz(url, server.process.pid, 100, 3, 20))
-                together = await asyncio.gather(*(ask(seed) for seed in range(20) for _ in range(3)))
-                return alone, together, await told
-
-        alone, together, told = asyncio.run(crowd())
-        assert together == [ids for ids in alone for _ in range(3)]
-        assert told["faults"] == 0, told
-        assert server.end()[0] == 0

@@ -1,19 +1,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from jsonschema import validate
 from typer.testing import CliRunner
 
-from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.executors import executor_of
 from retrain.campaign.running.raycluster import slots_in
 from retrain.cli import app
 from retrain.config import load, parse_dict
-from retrain.errors import MissingExtra, UsageError
+from retrain.errors import UsageError
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -71,14 +68,6 @@ def test_the_address_is_an_option(tmp_path):
     ):
         refused = CliRunner().invoke(app, ["train", str(file), "--executor", executor, "--address", address])
         assert (refused.exit_code, words in refused.stderr) == (2, True)
-
-
-def test_without_the_package_it_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    file = tmp_path / "some.toml"
-    file.write_text('[campaign]\nseeds = [1]\nmax_steps = 1\nexecutor = "ray"\n')
-    with pytest.raises(MissingExtra, match=r"needs the package ray: pip install '\.\[ray\]'"):
-        executor_of(Plan.of(load(file), tmp_path / "out"))
 
 
 def test_the_cluster_of_the_example_is_what_ray_up_reads():

@@ -103,14 +103,6 @@ def test_a_stop_reaches_every_job_and_begins_no_other(lost):
     assert mine.lost_steps is lost
 
 
-def test_after_the_last_cohort_a_stop_lets_analyses_be_made():
-    executor = Script(1, "tick", ("a", "done"))
-    mine, heard = scheduler(executor, lambda work, end: [Some("s", trains=False)] if work.trains else [])
-    mine.stopping = lambda: Tick() in heard
-    assert mine.carry_out([Some("a")])
-    assert executor.begun == ["a", "s"]
-
-
 def test_a_fault_in_what_follows_lets_the_others_save_first():
     def after(work, end):
         if work.letters == "a":
