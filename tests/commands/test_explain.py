@@ -24,14 +24,18 @@ NO_VERDICT = ("--set", "campaign.primary_metric=final:loss")
 """Without an assumed spread of the metric, ``explain`` simulates no verdict, which takes seconds."""
 
 
-def explained(*arguments: str | Path) -> dict[str, str]:
-    """The first line of every name that ``explain`` prints."""
+def texts_of(*arguments: str | Path) -> dict[str, list[str]]:
+    """Return every text that ``explain`` prints, by name."""
     result = CliRunner().invoke(app, ["explain", *map(str, arguments)])
     assert result.exit_code == 0, result.output
-    lines = {}
+    texts: dict[str, list[str]] = {}
     for line in result.stdout.splitlines():
-        lines.setdefault(line[:14].strip(), line[14:])
-    return lines
+        texts.setdefault(line[:14].strip(), []).append(line[14:])
+    return texts
+
+
+def explained(*arguments: str | Path) -> dict[str, str]:
+    return {name: texts[0] for name, texts in texts_of(*arguments).items()}
 
 
 def test_the_bundled_model_s_prompts():
@@ -124,8 +128,8 @@ def test_what_is_missing_is_named(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory) -> Path:
-    """Two conditions, evaluated at different steps on two sets, one of which has fewer problems than are asked for."""
+def campaign(tmp_path_factory) -> tuple[Path, str, Path]:
+    """Arguments for a campaign of two conditions, evaluated at different steps on two sets, one with few problems."""
     home = tmp_path_factory.mktemp("explained")
     model = qwen3_directory(home / "toy", ["12+34=46", "7+5=12", "90-1=89"])
     append_jsonl(home / "few.jsonl", [{"prompt": f"{i}+{i}=?", "answer": str(2 * i)} for i in range(3)])
@@ -137,60 +141,50 @@ def campaign(tmp_path_factory) -> Path:
         + 'max_tokens = 4\n[squeeze]\nenabled = false\n[backend]\ndevices = "cpu"\n[evaluation]\nproblems = 5\n'
         '[[evaluation.sets]]\nname = "few"\nsource = "few.jsonl"\n[[evaluation.sets]]\nname = "more"\nsamples = 2\n'
     )
-    return file
-
-
-def texts_of(file: Path, *more: str) -> dict[str, list[str]]:
-    """Every text that ``explain`` prints, by name, for a campaign in ``logs/camp`` beside its file."""
-    result = CliRunner().invoke(app, ["explain", str(file), "--out", str(file.parent / "logs" / "camp"), *more])
-    assert result.exit_code == 0, result.output
-    texts: dict[str, list[str]] = {}
-    for line in result.stdout.splitlines():
-        texts.setdefault(line[:14].strip(), []).append(line[14:])
-    return texts
+    return file, "--out", home / "logs" / "camp"
 
 
 def test_evaluations_and_time_are_those_of_the_campaign(campaign):
     """Counted before it is trained, as its records have it; the time only after it, from what they say."""
-    out = campaign.parent / "logs" / "camp"
-    before, few = texts_of(campaign), "3 problems × 1 + 5 problems × 2"
+    file, _, out = campaign
+    before, few = texts_of(*campaign), "3 problems × 1 + 5 problems × 2"
     assert before["evaluated"] == [
         f"2 times (after 0, 2 steps) {few} = 26 completions, at most 104 tokens  (grpo)",
         f"3 times (after 0, 1, 2 steps) {few} = 39 completions, at most 156 tokens  (gae~eval_every=1)",
     ]
     assert "and 91 completions for evaluation" in before["altogether"][0]  # of the base once for all four runs
     assert before["time"][0].startswith("not known: no finished run of ")
-    trained = CliRunner().invoke(app, ["train", str(campaign), "--out", str(out), "--plain"])
+    trained = CliRunner().invoke(app, ["train", str(file), "--out", str(out), "--plain"])
     assert trained.exit_code == 0, trained.output
     counts = {run.name: len(read_jsonl(run / "emergence" / "evaluations.jsonl")) for run in (out / "runs").iterdir()}
     by_condition = {"grpo+none": 26, "gae+none~eval_every=1": 39}
     assert counts == {f"{name}_s{seed}": count for name, count in by_condition.items() for seed in (1, 2)}
     assert len(list((out / "base").glob("evaluation_*"))) == 2  # one for each set
 
-    again = texts_of(campaign, "--set", "training.lr=0.02")["time"][0]
+    again = texts_of(*campaign, "--set", "training.lr=0.02")["time"][0]
     facts = r"4 runs, 194 completions in \d+ s; differs in training\.lr"
     assert re.fullmatch(rf"about \d+ s at the speed of {re.escape(str(out))} \({facts}\)", again), again
     settings = read_json(out / "runs" / "grpo+none_s1" / "config.json")
     settings["training"]["max_tokens"] = 5
     write_json(out / "runs" / "grpo+none_s1" / "config.json", settings)
-    assert "(3 runs, " in texts_of(campaign)["time"][0]
+    assert "(3 runs, " in texts_of(*campaign)["time"][0]
     write_json(out / "environment.json", read_json(out / "environment.json") | {"processor": "of another machine"})
-    assert texts_of(campaign)["time"][0].startswith("not known: no finished run of ")
+    assert texts_of(*campaign)["time"][0].startswith("not known: no finished run of ")
 
 
 def test_memory_is_that_of_the_cohort_that_takes_most(campaign):
     """A critic is part of it; fewer runs at a time take less."""
-    four, one = texts_of(campaign), texts_of(campaign, "--set", "campaign.lanes=1")
+    four, one = texts_of(*campaign), texts_of(*campaign, "--set", "campaign.lanes=1")
     assert "trained adapters of 4 runs" in four["memory"][0]
     assert "trained adapter " in one["memory"][0]
     plain, critic = four["model"]
     assert plain.endswith("4,096 trained in the adapter (rank 4)  (grpo)")
     assert re.search(r"4,096 trained in the adapter \(rank 4\), 4,\d+ in the critic  \(gae", critic)
-    gpu = texts_of(campaign, "--set", "backend.devices=gpu:0")["memory"][0]
+    gpu = texts_of(*campaign, "--set", "backend.devices=gpu:0")["memory"][0]
     assert "on a GPU, by calculation: model in bfloat16" in gpu
 
 
 def test_idle_workers_have_a_remedy(campaign):
     executor = ("--executor", "processes", "--workers", "3")
-    assert texts_of(campaign, *executor)["idle"] == ["1 of 3 workers: 4 runs are 2 cohorts; set [campaign] lanes = 1"]
-    assert "idle" not in texts_of(campaign, *executor, "--set", "campaign.lanes=1")
+    assert texts_of(*campaign, *executor)["idle"] == ["1 of 3 workers: 4 runs are 2 cohorts; set [campaign] lanes = 1"]
+    assert "idle" not in texts_of(*campaign, *executor, "--set", "campaign.lanes=1")

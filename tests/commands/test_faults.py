@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hostile import BAD_UTF8, HOSTILE, MEGABYTE
+from hostile import HOSTILE, MEGABYTE
 from record_cases import context, evaluation, group, step
 
 from retrain.campaign.planning.manifest import MANIFEST, PLAN, Manifest, read_manifest, read_plan
@@ -24,9 +24,7 @@ from retrain.checkpoints import (
     verify_checkpoint,
     write_checkpoint,
 )
-from retrain.config import parse_dict
-from retrain.data import load_data
-from retrain.errors import CheckpointError, RetrainError, StorageError, UsageError
+from retrain.errors import CheckpointError, StorageError, UsageError
 from retrain.files import append_jsonl, aside_of, dumps, read_jsonl, sha256, truncate_jsonl, write_json
 from retrain.ownership import claim
 from retrain.policy.local import LocalSnapshot
@@ -197,22 +195,6 @@ def test_hostile_texts_leave_every_record_strict_json(tmp_path):
         for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
             assert not set(line) & obeyed, path
             json.loads(line, parse_constant=pytest.fail)
-
-
-def test_hostile_data_sets_load_or_are_refused_in_one_line(tmp_path):
-    path = tmp_path / "problems.jsonl"
-    settings = {"source": str(path), "prompt_column": "question", "answer_column": "answer", "eval_fraction": 0.2}
-    data = parse_dict({"data": settings}).data
-    texts = [text for text in HOSTILE.values() if text.strip() and not any("\ud800" <= c <= "\udfff" for c in text)]
-    append_jsonl(path, [{"question": text, "answer": text} for text in [*texts, MEGABYTE]])
-    loaded = load_data(data, 5, None, 0, tmp_path)
-    assert len(loaded.train) + len(loaded.heldout) > len(texts) - 5
-    bad_utf8 = b'{"question": "' + BAD_UTF8 + b'", "answer": "x"}\n'
-    for bad in (b'{"question": "a\\ud800b", "answer": "x"}\n', b"\x00" * 100, b"[" * 100_000, bad_utf8):
-        path.write_bytes(bad)
-        with pytest.raises(RetrainError, match=r"problems\.jsonl") as error:
-            load_data(data, 5, None, 0, tmp_path)
-        assert (len(str(error.value).splitlines()), error.value.exit_status) == (1, 2)
 
 
 def test_a_checkpoint_manifest_names_only_its_own_files(tmp_path):

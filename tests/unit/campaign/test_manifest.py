@@ -1,11 +1,7 @@
 from __future__ import annotations
 
-from toymodels import campaign_head
-
 from retrain.campaign.planning.manifest import MANIFEST, Manifest
-from retrain.campaign.planning.plan import plan
-from retrain.config import load
-from retrain.files import dumps, read_json
+from retrain.files import dumps
 
 REASONS = (None, 'a "b"\n\tc', "new\nline \u2028 ä", float("nan"))
 
@@ -29,13 +25,3 @@ def test_what_was_changed_is_in_the_file_whoever_writes_meanwhile(tmp_path):
                 assert "worker" not in manifest.run(name)
         manifest.files.flush()
         assert (tmp_path / MANIFEST).read_text() == dumps(manifest.content, indent=2) + "\n"
-
-
-def test_runs_added_to_a_plan_are_known_by_name(tmp_path):
-    path = tmp_path / "more.toml"
-    for seeds in ([1], [1, 2]):
-        path.write_text(campaign_head(("grpo", "none"), ("rloo", "none"), seeds=seeds, max_steps=1))
-        specs = plan(load(path))
-        with Manifest.open(tmp_path / "out", "more", specs) as manifest:
-            manifest.update(specs[-1].run_id, state="running")
-    assert [run["state"] for run in read_json(tmp_path / "out" / MANIFEST)["runs"]] == ["pending", "running"] * 2

@@ -101,43 +101,6 @@ class Flaky:
         return call
 
 
-class OfAnyStore:
-    """``url`` is a fixture of the subclasses."""
-
-    def test_the_copy_follows_the_directory(self, run, url, tmp_path):
-        mirror = copied(run, url)
-        assert fetched(url, tmp_path / "first") == files(run)
-        train_on(run)
-        mirror.push()
-        assert fetched(url, tmp_path / "second") == files(run)
-        assert not mirror.store.exists("checkpoints/step_000001/state.json")
-
-    def test_there_is_one_writer(self, run, url):
-        first, second = copied(run, url), copied(run, url)
-        second.push()
-        train_on(run)
-        with pytest.raises(LeaseLost, match="another process writes"):
-            first.push()
-        assert not second.store.exists("checkpoints/step_000002/state.json")
-
-    def test_files_of_others_are_refused(self, run, url, tmp_path):
-        fs, root = fsspec.url_to_fs(url)
-        fs.makedirs(f"{root}/full")
-        fs.pipe_file(f"{root}/full/thesis.tex", b"words")
-        with pytest.raises(NotOurs, match="is not a copy of"):
-            Mirror(f"{url}/full", run).claim()
-        copied(run, f"{url}/copy")
-        claim(tmp_path / "other")
-        with pytest.raises(NotOurs, match="is not a copy of"):
-            Mirror(f"{url}/copy", tmp_path / "other").claim()
-
-
-class TestFile(OfAnyStore):
-    @pytest.fixture
-    def url(self, tmp_path):
-        return f"file://{tmp_path}/store"
-
-
 @pytest.fixture(scope="module")
 def bucket():
     """A bucket of a server that speaks S3, on this machine."""
@@ -155,14 +118,46 @@ def bucket():
     server.stop()
 
 
-class TestS3(OfAnyStore):
-    @pytest.fixture
-    def url(self, bucket, tmp_path):
-        return f"{bucket}/{tmp_path.name}"
+@pytest.fixture(params=["file", "s3"])
+def url(request, tmp_path):
+    if request.param == "file":
+        return f"file://{tmp_path}/store"
+    return f"{request.getfixturevalue('bucket')}/{tmp_path.name}"
 
-    def test_a_bucket_that_does_not_exist(self, run, bucket):
-        with pytest.raises(StorageError, match="nobucket"):
-            Mirror("s3://nobucket/x", run).claim()
+
+def test_the_copy_follows_the_directory(run, url, tmp_path):
+    mirror = copied(run, url)
+    assert fetched(url, tmp_path / "first") == files(run)
+    train_on(run)
+    mirror.push()
+    assert fetched(url, tmp_path / "second") == files(run)
+    assert not mirror.store.exists("checkpoints/step_000001/state.json")
+
+
+def test_there_is_one_writer(run, url):
+    first, second = copied(run, url), copied(run, url)
+    second.push()
+    train_on(run)
+    with pytest.raises(LeaseLost, match="another process writes"):
+        first.push()
+    assert not second.store.exists("checkpoints/step_000002/state.json")
+
+
+def test_files_of_others_are_refused(run, url, tmp_path):
+    fs, root = fsspec.url_to_fs(url)
+    fs.makedirs(f"{root}/full")
+    fs.pipe_file(f"{root}/full/thesis.tex", b"words")
+    with pytest.raises(NotOurs, match="is not a copy of"):
+        Mirror(f"{url}/full", run).claim()
+    copied(run, f"{url}/copy")
+    claim(tmp_path / "other")
+    with pytest.raises(NotOurs, match="is not a copy of"):
+        Mirror(f"{url}/copy", tmp_path / "other").claim()
+
+
+def test_a_bucket_that_does_not_exist(run, bucket):
+    with pytest.raises(StorageError, match="nobucket"):
+        Mirror("s3://nobucket/x", run).claim()
 
 
 def test_a_checkpoint_that_is_being_replaced_is_not_in_the_index(run, tmp_path):
