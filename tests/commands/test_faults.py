@@ -215,3 +215,21 @@ def test_a_checkpoint_manifest_names_only_its_own_files(tmp_path):
     (directory / "state.json").symlink_to(tmp_path / "copy")
     with pytest.raises(CheckpointError, match="not a file of this checkpoint"):
         verify_checkpoint(directory)
+
+
+def test_what_was_changed_is_in_the_manifest_whoever_writes_meanwhile(tmp_path):
+    reasons = (None, 'a "b"\n\tc', "new\nline \u2028 ä", float("nan"))
+    runs = [{"run_id": f"a_s{i}", "seed": i, "state": "pending", "reason": None, "step": 0} for i in range(40)]
+    with Manifest(tmp_path, {"runs": runs, "cohorts": []}) as manifest:
+        for number in range(200):
+            name = f"a_s{number % 40}"
+            manifest.step(name, number)
+            if number % 3 == 0:
+                manifest.update(name, state="running", worker=f"{number} cpu", reason=reasons[number % 4])
+            if number % 5 == 0:
+                manifest.note(cohorts=[[name]], lanes=number)
+            if number % 7 == 0:
+                manifest.update(name, without=["worker"], state="done")
+                assert "worker" not in manifest.run(name)
+        manifest.files.flush()
+        assert (tmp_path / MANIFEST).read_text() == dumps(manifest.content, indent=2) + "\n"

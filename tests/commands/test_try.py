@@ -125,13 +125,6 @@ def test_conditions_are_chosen_by_label(home):
     assert (wrong.exit_code, other in wrong.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("mistake", ["training.max_tokens=100000", "data.source='nowhere.jsonl'", "reward.workers=0"])
-def test_mistakes_are_one_line(home, mistake):
-    result = run("try", file(home), "--set", mistake)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert len([line for line in result.stderr.splitlines() if not line.startswith("note: ")]) == 1
-
-
 def poisoned(value, text: str):
     """Return the data with this text in place of every text, and of every name of a metric."""
     if isinstance(value, dict):

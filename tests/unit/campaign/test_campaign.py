@@ -66,14 +66,6 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, model, tmp_path)
         assert without_time(rows_of(mine)) == without_time(rows_of(run))
         for name in ("final/adapter_model.safetensors", "emergence/generations.jsonl", "notes.jsonl"):
             assert (mine / name).read_bytes() == (run / name).read_bytes(), name
-        assert rollout_files(mine) == rollout_files(run)
-
-
-def rollout_files(run: Path) -> dict[str, str]:
-    """Pages, logtrees and summaries by name, without the moment at which they were made."""
-    found = {path.name: path.read_text(encoding="utf-8") for path in run.glob("*_iteration_*")}
-    assert {"train_iteration_000000.html", "eval_heldout_iteration_000002_logtree.json"} <= set(found)
-    return {name: re.sub(r'"started_at": "[^"]*"|Generated [^"]*', "", text) for name, text in found.items()}
 
 
 def test_a_crash_after_the_last_checkpoint_is_finished_by_resume(finished, tmp_path):

@@ -115,7 +115,6 @@ def test_long_labels_are_cut_and_stay_distinct():
 
 MISTAKES = [
     (conditions("", ""), "has the label of condition 1"),
-    (conditions("hicra.alpha = 0.1"), 'has no effect with transform_mode = "gtpo_sepa"'),
     (conditions("sepa.steps = 0"), "λ would be 0 for the whole run"),
     (conditions("group_size = 1"), "with one of them all are 0"),
     (conditions("model = 'Qwen/Qwen3-8B'"), "share one frozen base"),
@@ -125,12 +124,9 @@ MISTAKES = [
     (conditions("lr = 1e-4\ntraining.lr = 1e-3"), "overrides training.lr a second time"),
     (conditions("learning_rate = 1e-4"), '"training.lr"'),
     (conditions("transform_params = { tau = 2.0 }"), "plug-in parameters are not available: remove the table"),
-    (conditions("lrr = 1e-4"), "did you mean lr"),
     (conditions("algorithm.transform_mode = 'gtpo'"), "the condition's own mode"),
     ('[[campaign.conditions]]\nadvantage_mode = "grpo"', "transform_mode  is missing"),
-    ("[campaign]\nconditions = [3]", "must be a table"),
     ("[campaign]\nseeds = [1, 1]", "each may stand once: seeds = [1]"),
-    ("[campaign]\nseeds = 8", "seeds = [8]"),
     ("[campaign]\n[hicra]\nalpha = 0.3\n" + conditions(""), "has no effect in any condition"),
     ('[campaign]\n[backpressure]\ntarget = "batch_size"', "batch sizes would differ between the conditions"),
 ]
