@@ -1,8 +1,4 @@
-"""Directories made by an earlier version, whose records have keys that were removed since: they stay usable.
-
-``fixtures/removed_keys`` is a campaign of two conditions that differ in ``planning.grams``, made by the version before
-it was removed: the first run is finished, the second was interrupted after one of two steps.
-"""
+"""``fixtures/removed_keys`` is a campaign of an earlier version, of which one run of two is finished: it stays usable."""
 
 from __future__ import annotations
 
