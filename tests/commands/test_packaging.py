@@ -9,7 +9,6 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-import pytest
 from snippets import blocks
 
 from retrain.commands import setup
@@ -56,16 +55,6 @@ def test_commands_import_no_torch(tmp_path):
     assert loaded["check"] <= {"transformers"}
     assert loaded["train"] <= {"transformers"}
     assert "torch" not in loaded["explain"]
-
-
-def test_public_names_exist():
-    import retrain
-
-    for name in retrain.__all__:
-        assert getattr(retrain, name) is not None
-    assert set(retrain.__all__) == set(dir(retrain))
-    with pytest.raises(AttributeError, match="no attribute 'trian'"):
-        retrain.trian  # noqa: B018
 
 
 def requirement_names(lines: list[str]) -> set[str]:

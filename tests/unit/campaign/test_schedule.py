@@ -64,11 +64,9 @@ TWO += 'transform_mode = "none"\n'
 @pytest.mark.parametrize(("sets", "said"), [
     ([], r'after 100 of 100 steps: \[evaluation\] schedule = "verdict", or eval_every = 10'),
     (["training.eval_every=50"], "there are those after 50 and 100 of 100 steps"),
-    (["evaluation.problems=0"], "needs held-out problems"),
     (["campaign.max_steps=2", "evaluation.schedule=verdict"], "there are fewer steps: max_steps = 2"),
     (["campaign.primary_metric=last3:entropy"], 'a number of training, whose final value .* = "final:entropy"'),
     (["campaign.primary_metric=last3:pass@4", "evaluation.schedule=verdict"], "needs 4 samples"),
-    (["campaign.primary_metric=last3:eval/x/pass@1", "evaluation.schedule=verdict"], "eval/heldout/pass@1"),
     (["campaign.primary_metric=auc", "evaluation.schedule=verdict"], 'asks only a part .* = "last3", or schedule = '),
     (["campaign.primary_metric=final", "evaluation.schedule=verdict", "evaluation.problems=0"], "has no effect with"),
 ])  # fmt: skip

@@ -30,12 +30,6 @@ def made(model, world) -> dict[str, Path]:
     return found
 
 
-def first_runs(directory: Path) -> list[Path]:
-    """The runs of the first condition, by seed."""
-    runs = read_json(directory / "manifest.json")["runs"]
-    return [directory / run["path"] for run in runs if run["label"] == runs[0]["label"]]
-
-
 def drawn(run: Path) -> tuple[list, list]:
     """The problems of the first step, and the answers to them."""
     rows = [row for row in read_jsonl(run / "emergence/generations.jsonl") if row["step"] == 0]
@@ -47,7 +41,7 @@ def drawn(run: Path) -> tuple[list, list]:
     [("all", True, True), ("init", True, False), ("data", False, True), ("sampling", False, False)],
 )
 def test_seeds_differ_in_what_is_named_and_in_nothing_else(made, vary, other_init, other_problems):
-    one, two = first_runs(made[vary])
+    one, two = (made[vary] / "runs" / f"grpo+none_s{seed}" for seed in (1, 2))
     initial = [read_json(run / "config.json")["initial_adapter"] for run in (one, two)]
     assert (initial[0] != initial[1]) is other_init
     (problems, answers), (other, others) = drawn(one), drawn(two)
