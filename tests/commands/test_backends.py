@@ -1,5 +1,3 @@
-"""Training with a backend of the user's: the example of the documents, killed and resumed; what is refused and how."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Disks that are full, files that a power cut has torn, directories that vanish, and texts that mean harm."""
-
 from __future__ import annotations
 
 import contextlib

@@ -14,8 +14,6 @@ from typer.testing import CliRunner
 from ui_cases import campaign
 
 from retrain.cli import app
-from retrain.commands import ui
-from retrain.errors import MissingExtra
 from retrain.ui.server import STATIC, static_version
 
 ROOT = Path(__file__).parents[2]
@@ -81,9 +79,3 @@ def test_another_address_has_a_token(tmp_path):
         with httpx.Client(follow_redirects=True) as client:
             assert client.get(f"{here}/", params={"token": token}).status_code == 200
             assert client.get(f"{here}/api/places").status_code == 200
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(ui, "is_installed", lambda module: module != "uvicorn")
-    with pytest.raises(MissingExtra, match=r"pip install '\.\[ui\]'"):
-        ui.ui([Path()])

@@ -1,5 +1,3 @@
-"""Evaluation where it counts: which steps decide, what the other evaluations have, and the mean of the last three."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Every key has a role, and what follows from the roles is what the tool promises of a key: these lists."""
-
 from __future__ import annotations
 
 import pytest
