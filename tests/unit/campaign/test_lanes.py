@@ -41,9 +41,8 @@ def test_what_a_lane_takes_is_counted_from_its_tensors(tmp_path, monkeypatch):
     path = campaign(tmp_path, tmp_path / "toy")
     specs = plan(load(path))
     tokens = 7 + 10  # of a prompt and a completion
-    own = lanes.new_adapter(4, 8.0).flat.numel() * (
-        4 + 4 + 8 + 4 + 4
-    )  # master, gradient, moments, as published, as decoded
+    copies = 4 + 4 + 8 + 4 + 4  # bytes of master, gradient, moments, as published and as decoded with
+    own = lanes.new_adapter(4, 8.0).flat.numel() * copies
     cache = 8 * tokens * 2 * 2 * 2 * 8 * 4  # rows × tokens × keys, values × layers × heads × numbers × bytes
     norms, linears, attention, mlp = 32 + 32 + 16 + 32, 32 + 32 + 32 + 64, 32 + 16 + 16 + 32, 64 + 64
     update = tokens * 2 * 4 * (norms + linears + attention + mlp)

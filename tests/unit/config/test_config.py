@@ -7,7 +7,7 @@ from copy import deepcopy
 from pathlib import Path
 
 import pytest
-from hypothesis import event, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
@@ -358,7 +358,6 @@ def test_shipped_files_with_changes_are_refused_or_kept_as_the_schema_says(tmp_p
     refused = {dotted for dotted in changes if dotted in keys() and not is_allowed(dotted, changes[dotted])}
     refused |= {unknown for dotted, unknown in (("training.zzz",) * 2, ("zzz.lr", "zzz")) if dotted in changes}
     loaded = outcome(load, file)
-    event(type(loaded).__name__)
     if isinstance(loaded, UsageError):
         problems = getattr(loaded, "problems", ())
         assert not any("\n" in str(problem) for problem in problems)
