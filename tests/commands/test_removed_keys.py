@@ -1,4 +1,4 @@
-"""``fixtures/removed_keys`` is a campaign of an earlier version, of which one run of two is finished: it stays usable."""
+"""``fixtures/removed_keys`` is a campaign of an earlier version, one of whose two runs is finished."""
 
 from __future__ import annotations
 
