@@ -125,13 +125,15 @@ def test_conditions_are_chosen_by_label(home):
     assert (wrong.exit_code, other in wrong.stderr) == (2, True)
 
 
-def poisoned(value, text: str):
-    """Return the data with this text in place of every text, and of every name of a metric."""
+def poisoned(value, text: str, name: str = ""):
+    """Return the data with this text in place of every text that is not ours, and of names of metrics and errors."""
+    if name in ("components", "sample_metrics", "reasons"):
+        return {text: 1}
     if isinstance(value, dict):
-        return {text if name == "characters" else name: poisoned(inner, text) for name, inner in value.items()}
+        return {key: poisoned(inner, text, key) for key, inner in value.items()}
     if isinstance(value, list):
         return [poisoned(inner, text) for inner in value]
-    return text if isinstance(value, str) else value
+    return text if isinstance(value, str) and name not in ("run", "stop") else value
 
 
 @pytest.fixture(scope="module")
@@ -150,18 +152,8 @@ def test_hostile_text_never_reaches_a_terminal(name, found, capsys):
     out = capsys.readouterr().out
     shown = {"\u00ad", "\ufffe", "\uffff", "\U0010ffff"}
     assert all(c.isprintable() or c == "\n" or c in shown for c in out), ascii(out)
-    starts = (
-        "problem",
-        "  answer",
-        "  │ ",
-        "    │ ",
-        "run ",
-        "sampling ",
-        "grading ",
-        "failed ",
-        "rewards ",
-        "careful ",
-    )
+    starts = ("problem", "  answer", "  │ ", "    │ ", "run ", "sampling ", "grading ", "failed ", "rewards ",
+              "careful ")  # fmt: skip
     assert all(line.startswith(starts) or not line for line in out.split("\n"))
     print_record("answer", text=text, reason=text)
     out = capsys.readouterr().out

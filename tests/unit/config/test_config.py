@@ -222,7 +222,7 @@ def test_wrong_keys_do_not_hide_wrong_relations_nor_invent_them(tmp_path):
     (3, {"correct_rate_gate": 0.1}, "λ gets to 0.25 at most"),
     (5, {}, ""),
     (3, {"delay_steps": 3}, "λ is 0 for the whole run"),
-    (2, {"schedule": "auto", "warmup_steps": 2}, "λ is 0"),
+    (2, {"schedule": "auto", "warmup_steps": 2, "delay_steps": 3}, "λ is 0 for the whole run"),
 ])  # fmt: skip
 def test_sepa_without_lambda_is_told_before_it_runs(steps, sepa, told):
     sections = {"training": {"max_steps": steps}, "algorithm": {"transform_mode": "gtpo_sepa"}}
