@@ -24,9 +24,6 @@ def even(completion, answer):
 
 def same(completion, answer):
     return 0.25
-
-def broken(completion, answer):
-    raise RuntimeError("this grader is broken")
 '''
 SETTINGS = """
 [model]
@@ -54,7 +51,6 @@ dtype = "float64"
 [squeeze]
 enabled = false
 """
-PAIR = TWO_CONDITIONS + "{other}\n"
 OTHER = """
 lr = 0.002
 temperature = 0.7
@@ -78,7 +74,7 @@ def toy_world_of_subjects(home: Path) -> Path:
 
 def toy_file(home: Path, path: Path, *, pair: str | None = None, reward: str = "score") -> Path:
     """A single run's file, or with ``pair`` (further keys of the second condition) a campaign's."""
-    campaign = "" if pair is None else PAIR.format(other=pair)
+    campaign = "" if pair is None else TWO_CONDITIONS + pair + "\n"
     path.write_text(campaign + SETTINGS.format(home=home, reward=reward))
     return path
 

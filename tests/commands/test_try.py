@@ -1,13 +1,12 @@
-"""``try``: the first step's prompts and answers, what the reward says of them, and rewards that cannot work."""
-
 from __future__ import annotations
 
 import json
 import os
 import pty
-import shutil
+import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from typer.testing import CliRunner
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running import trial as trying
 from retrain.cli import app
-from retrain.commands.output import print_record, print_text
+from retrain.commands.output import print_record
 from retrain.commands.trial import print_trial
 from retrain.config import load
 from retrain.files import read_jsonl
@@ -41,28 +40,6 @@ def broken(completion, answer):
 
 def hangs(completion, answer):
     time.sleep(60)
-
-
-def sometimes(completion, answer):
-    if len(completion) % 2:
-        raise ValueError("odd")
-    return 1.0
-
-
-def slow(completion, answer):
-    time.sleep(0.05)
-    return 0.0
-"""
-AWAY = """
-from toy_environments import Echo, EchoEpisode
-
-class Episode(EchoEpisode):
-    def result(self):
-        raise ValueError("the grader is away")
-
-class Away(Echo):
-    def start(self, problem, seed):
-        return Episode(self, problem, seed)
 """
 
 
@@ -85,61 +62,38 @@ def file(home: Path, function: str = "score", name: str = "run", head: str = "",
     return path
 
 
-def test_it_is_the_first_step_of_training(home, tmp_path):
-    """Prompts, answers, rewards, components and sample metrics are those that training records at step 0."""
-    path = file(home, more='[data]\nprompt_template = "Say {prompt} now"\n')
+def test_it_is_the_first_step_of_training(home, tmp_path, monkeypatch):
+    """Prompts, answers and rewards are those that training records at step 0; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    more = '[data]\nprompt_template = "Say {prompt} now"\n[logging]\nreport_to = ["tensorboard"]\n'
+    path = file(home, more=more)
+    before = {path.name for path in home.iterdir()}
     result = run("try", path, "--problems", "2", "--json")
     assert result.exit_code == 0, result.output
+    assert list(tmp_path.iterdir()) == []
+    assert {path.name for path in home.iterdir()} - before <= {"__pycache__"}
     found = json.loads(result.stdout)
     (tmp_path / "rewards.py").write_text(REWARDS)
     train_quietly(tmp_path, path.read_text())
     trained = [row for row in read_jsonl(tmp_path / "out/emergence/generations.jsonl") if row["step"] == 0]
     samples = [sample for prompt in found["prompts"] for sample in prompt["samples"]]
-    assert len(samples) == len(trained) == 8
-    for sample, row in zip(samples, trained, strict=True):
-        assert sample["text"] == row["completion"]
-        assert sample["reward"] == row["reward"]
+    assert [(sample["text"], sample["reward"]) for sample in samples] == [
+        (row["completion"], row["reward"]) for row in trained
+    ]
+    for sample in samples:
         assert sample["sample_metrics"] == {"characters": len(sample["text"])}
         assert sample["tags"] == ["seen"]
     assert found["verdict"]["mean_reward"] == pytest.approx(sum(row["reward"] for row in trained) / 8)
-    for prompt in found["prompts"]:
-        assert prompt["rendered"].startswith("<turn>Say ")
-        assert prompt["rendered"].endswith(" now<turn>")
+    assert all(re.fullmatch("<turn>Say .* now<turn>", prompt["rendered"], re.DOTALL) for prompt in found["prompts"])
     assert found["sampling"]["step_answers"] == found["grading"]["step_answers"] == 8
-
-
-def test_an_environment_that_cannot_grade_is_told_in_one_line(home):
-    shutil.copy(Path(__file__).parents[1] / "toy_environments.py", home)
-    (home / "away.py").write_text(AWAY)
-    path = home / "episodes.toml"
-    text = TINY_RUN.format(model=home / "model") + 'max_tokens = 8\n[environment]\nprovider = "away:Away"\n'
-    path.write_text(text)
-    result = run("try", path, "--problems", "1")
-    assert result.exit_code == 1
-    assert "ValueError: the grader is away (away.py:" in result.output
-    assert isinstance(result.exception, SystemExit)  # no traceback
-
-
-def test_nothing_is_written_outside_the_temporary_directory(home, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    more = '[logging]\nreport_to = ["tensorboard"]\nwandb_project = "mine"\n[backend]\nadapter_path = "adapters"\n'
-    before = {path.name for path in home.iterdir()}
-    result = run("try", file(home, more=more), "--problems", "5", "--samples", "1", "--json")
-    assert result.exit_code == 0, result.output
-    prompts = json.loads(result.stdout)["prompts"]
-    assert len({prompt["id"] for prompt in prompts}) == 5  # more than a batch
-    assert [len(prompt["samples"]) for prompt in prompts] == [1] * 5
-    assert list(tmp_path.iterdir()) == []
-    assert {path.name for path in home.iterdir()} - before <= {"__pycache__", "run.toml"}
 
 
 def test_the_bundled_model_in_lines():
     result = run("try", QUICKSTART, "--problems", "2", "--samples", "3")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == [
-        "run", *["prompt", "answer", "answer", "answer"] * 2, "sampling", "grading", "verdict"
-    ]  # fmt: skip
+    kinds = ["run", *["prompt", "answer", "answer", "answer"] * 2, "sampling", "grading", "verdict"]
+    assert [line.split()[0] for line in lines] == kinds
     assert 'text="<|user|>' in lines[1]
     assert "components=" in lines[2]
 
@@ -160,23 +114,6 @@ def test_a_reward_that_always_fails_is_found(home, function, reason, monkeypatch
     assert ("not tried: no grade in" in result.stdout) == (function == "hangs")
 
 
-def test_a_reward_that_fails_now_and_then_is_told(home):
-    result = run("try", file(home, "sometimes"), "--problems", "4")
-    assert result.exit_code == 0
-    (line,) = [line for line in result.stdout.splitlines() if line.startswith("failed ")]
-    assert "ValueError: odd" in line
-    assert "correct=true" in result.stdout
-
-
-def test_a_step_of_grading_counts_workers(home):
-    """A step's eight answers take two times as long as one with four workers."""
-    result = run("try", file(home, "slow"), "--problems", "1", "--json", "--set", "reward.workers=4")
-    grading = json.loads(result.stdout)["grading"]
-    assert 0.05 <= grading["mean_seconds"] < 0.5
-    assert grading["workers"] == 4
-    assert grading["step_seconds"] / grading["mean_seconds"] == pytest.approx(2)
-
-
 def test_conditions_are_chosen_by_label(home):
     head = TWO_CONDITIONS + '"training.temperature" = 0.5\n"training.max_tokens" = 3\n'
     path = file(home, name="campaign", head=head)
@@ -188,64 +125,42 @@ def test_conditions_are_chosen_by_label(home):
     assert (wrong.exit_code, other in wrong.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("mistake", ["training.max_tokens=100000", "data.source='nowhere.jsonl'", "reward.workers=0"])
-def test_mistakes_are_one_line(home, mistake):
-    result = run("try", file(home), "--set", mistake)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert len([line for line in result.stderr.splitlines() if not line.startswith("note: ")]) == 1
+def poisoned(value, text: str, name: str = ""):
+    """Return the data with this text in place of every text that is not ours, and of names of metrics and errors."""
+    if name in ("components", "sample_metrics", "reasons"):
+        return {text: 1}
+    if isinstance(value, dict):
+        return {key: poisoned(inner, text, key) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [poisoned(inner, text) for inner in value]
+    return text if isinstance(value, str) and name not in ("run", "stop") else value
+
+
+@pytest.fixture(scope="module")
+def found(home) -> list[dict]:
+    """What ``try`` finds with a reward that works and with one that does not."""
+    outputs = [run("try", file(home, name), "--problems", "1", "--json").stdout for name in ("score", "broken")]
+    return [json.loads(output) for output in outputs]
 
 
 @pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_hostile_text_never_reaches_a_terminal(name, capsys):
+def test_hostile_text_never_reaches_a_terminal(name, found, capsys):
     """As prompt, answer, problem id, metric and error: escaped, and no line of it passes for one of ours."""
     text = HOSTILE[name]
-    sample = {
-        "text": text, "tokens": 1, "stop": "stop", "reward": 1.0, "components": {text: 0.5}, "sample_metrics": {},
-        "tags": [text], "correct": True, "format_ok": None, "error": None, "seconds": 0.1,
-    }  # fmt: skip
-    failed = sample | {"reward": None, "error": text, "components": {}, "correct": None}
-    found = {
-        "run": "a_s1", "seed": 1, "model": text,
-        "prompts": [{"id": text, "rendered": text, "tokens": 1, "answer": text, "samples": [sample, failed]}],
-        "sampling": {"answers": 2, "tokens": 2, "seconds": 1.0, "step_answers": 4, "step_seconds": [1.0, 2.0]},
-        "grading": {"mean_seconds": 0.1, "slowest_seconds": 0.2, "timeout_s": 10.0, "step_answers": 4, "workers": 2,
-                    "step_seconds": 0.2},
-        "verdict": {"answers": 2, "mean_reward": 1.0, "correct": 1, "groups": 1, "mixed_groups": 0, "truncated": 0,
-                    "max_tokens": 8, "all_failed": False, "reasons": {text: 1}},
-    }  # fmt: skip
-    print_trial(found)
+    for trial in found:
+        print_trial(poisoned(trial, text))
     out = capsys.readouterr().out
     shown = {"\u00ad", "\ufffe", "\uffff", "\U0010ffff"}
     assert all(c.isprintable() or c == "\n" or c in shown for c in out), ascii(out)
-    starts = (
-        "problem",
-        "  answer",
-        "  │ ",
-        "    │ ",
-        "run ",
-        "sampling ",
-        "grading ",
-        "failed ",
-        "rewards ",
-        "careful ",
-    )
+    starts = ("problem", "  answer", "  │ ", "    │ ", "run ", "sampling ", "grading ", "failed ", "rewards ",
+              "careful ")  # fmt: skip
     assert all(line.startswith(starts) or not line for line in out.split("\n"))
     print_record("answer", text=text, reason=text)
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     assert not {*out} & {*map(chr, (*range(10), *range(11, 32), *range(127, 160), 0x202E, 0x2028))}
-    assert json.loads(out.partition("text=")[2].rpartition(" reason=")[0]) == "".join(
-        "?" if "\ud800" <= c <= "\udfff" else c for c in text
-    )
-
-
-def test_long_texts_lose_their_middle(capsys):
-    print_text("a" * 1000 + "b" * 100_000 + "c" * 1000, 0)
-    out = capsys.readouterr().out
-    assert len(out) < 2000
-    assert "100,500 characters" in out
-    assert out.startswith("│ aaa")
-    assert out.endswith("ccc\n")
+    shown_text = "".join("?" if "\ud800" <= c <= "\udfff" else c for c in text)
+    assert json.loads(out.partition("text=")[2].rpartition(" reason=")[0]) == shown_text
 
 
 def test_on_a_terminal_it_is_for_people(home):
@@ -254,20 +169,13 @@ def test_on_a_terminal_it_is_for_people(home):
     command = [sys.executable, "-m", "retrain", "try", str(file(home)), "--problems", "1", "--samples", "2"]
     with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE) as process:
         os.close(theirs)
-        parts = []
-        while True:
-            try:
-                part = os.read(ours, 65536)
-            except OSError:
-                break
-            if not part:
-                break
-            parts.append(part)
+        out = b""
+        with suppress(OSError):  # the terminal's other end is closed
+            while part := os.read(ours, 65536):
+                out += part
         errors = process.communicate()[1]
     os.close(ours)
-    out = b"".join(parts).decode()
     assert process.returncode == 0, errors
-    assert "problem 1" in out
-    assert "  │ <turn>" in out
-    assert "grading   " in out
-    assert "answer prompt=" not in out
+    for text in ("problem 1", "  │ <turn>", "grading   "):
+        assert text in out.decode()
+    assert "answer prompt=" not in out.decode()

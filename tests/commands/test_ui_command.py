@@ -1,5 +1,3 @@
-"""``retrain ui`` as a person types it."""
-
 from __future__ import annotations
 
 import os
@@ -16,8 +14,6 @@ from typer.testing import CliRunner
 from ui_cases import campaign
 
 from retrain.cli import app
-from retrain.commands import ui
-from retrain.errors import MissingExtra
 from retrain.ui.server import STATIC, static_version
 
 ROOT = Path(__file__).parents[2]
@@ -52,18 +48,8 @@ def test_it_serves_its_page_and_ends_with_ctrl_c(tmp_path):
                 answer = client.get(f"/static/{static_version()}/{name}")
                 assert (answer.status_code, "immutable" in answer.headers["cache-control"]) == (200, True), name
                 assert answer.content == (STATIC / name).read_bytes()
-                if name.endswith(".js"):
-                    assert answer.headers["content-type"].startswith("text/javascript")
             assert client.get(f"/static/{files[0]}").headers["cache-control"] == "no-cache"
-            for name in (
-                "../server.py",
-                "%2e%2e/server.py",
-                "..%2fserver.py",
-                "/etc/passwd",
-                ".hidden",
-                "app.js%00",
-                "",
-            ):
+            for name in ("../server.py", "%2e%2e/server.py", "..%2fserver.py", "/etc/passwd", "app.js%00", ""):
                 assert client.get(f"/static/{name}").status_code == 404, name
             with client.stream("GET", "/api/events") as answer:  # a page that stays open
                 assert answer.status_code == 200
@@ -79,8 +65,7 @@ def test_mistakes_are_lines_with_what_to_type(tmp_path, given):
     campaign(tmp_path / "one")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         result = CliRunner().invoke(app, ["ui", str(tmp_path / given), "--port", str(listener.getsockname()[1])])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "type" in result.stderr
+    assert (result.exit_code, result.stdout, "type" in result.stderr) == (2, "", True)
     assert isinstance(result.exception, SystemExit)
 
 
@@ -94,9 +79,3 @@ def test_another_address_has_a_token(tmp_path):
         with httpx.Client(follow_redirects=True) as client:
             assert client.get(f"{here}/", params={"token": token}).status_code == 200
             assert client.get(f"{here}/api/places").status_code == 200
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(ui, "is_installed", lambda module: module != "uvicorn")
-    with pytest.raises(MissingExtra, match=r"pip install '\.\[ui\]'"):
-        ui.ui([Path()])

@@ -1,11 +1,10 @@
-"""How many runs step together: memory decides, what does not fit is cut smaller, and a short decode batch goes on."""
-
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
-from lane_cases import ref, rollout, sample, update
-from lane_cases import trained as moved
+from lane_cases import ref, sample
 from toycampaign import campaign
 from toymodels import toy_base
 
@@ -21,10 +20,7 @@ from retrain.engines.protocol import SampleRequest
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.policy.lora import Lanes
-from retrain.policy.rounded import copied_bytes
-from retrain.policy.threads import Workers
 from retrain.record.observer import NullObserver
-from retrain.run import Run
 
 
 def unevaluated(path):
@@ -42,74 +38,37 @@ def trained(path, out):
 def test_what_a_lane_takes_is_counted_from_its_tensors(tmp_path, monkeypatch):
     base = toy_base(tmp_path / "toy")
     lanes = Lanes(base)
-    specs = plan(load(campaign(tmp_path, tmp_path / "toy")))
-    adapter = lanes.new_adapter(4, 8.0)
+    path = campaign(tmp_path, tmp_path / "toy")
+    specs = plan(load(path))
     tokens = 7 + 10  # of a prompt and a completion
-    own = adapter.flat.numel() * (4 + 4 + 8 + 4 + 4)  # master, gradient, moments, as published, as decoded with
+    copies = 4 + 4 + 8 + 4 + 4  # bytes of master, gradient, moments, as published and as decoded with
+    own = lanes.new_adapter(4, 8.0).flat.numel() * copies
     cache = 8 * tokens * 2 * 2 * 2 * 8 * 4  # rows × tokens × keys, values × layers × heads × numbers × bytes
     norms, linears, attention, mlp = 32 + 32 + 16 + 32, 32 + 32 + 32 + 64, 32 + 16 + 16 + 32, 64 + 64
     update = tokens * 2 * 4 * (norms + linears + attention + mlp)
     assert cache < update < 2 * cache  # a cohort of one needs more to train, a larger one to sample
 
-    def free(count, rows=cache):
-        usable = count * own + max(count * rows, update)
-        monkeypatch.setattr(fitting, "available_memory", lambda device: int(usable / fitting.USABLE_SHARE) + 64)
+    def fits(usable: int) -> int:
+        """Return how many of the runs fit into so many bytes."""
+        monkeypatch.setattr(fitting, "available_memory", lambda device: int(usable / fitting.USABLE_SHARE))
+        try:
+            check_memory(base, lanes, specs, 7)
+        except DoesNotFit as short:
+            return short.lanes
+        return len(specs)
 
-    monkeypatch.setattr(fitting, "available_memory", lambda device: int((own + update) / fitting.USABLE_SHARE) - 64)
-    with pytest.raises(DoesNotFit) as short:
-        check_memory(base, lanes, specs, 7)
-    assert short.value.lanes == 0
+    assert fits(own + update - 64) == 0
     for count in (1, 3, 4):
-        free(count)
-        if count == len(specs):
-            check_memory(base, lanes, specs, 7)
-            continue
-        with pytest.raises(DoesNotFit) as short:
-            check_memory(base, lanes, specs, 7)
-        assert short.value.lanes == count
-    longer = [f"evaluation.sets=[{{name='a'}}, {{name='b', max_tokens={10 + 3}}}]"]
-    specs = plan(load(campaign(tmp_path, tmp_path / "toy"), longer))
-    free(4)
-    with pytest.raises(DoesNotFit):
-        check_memory(base, lanes, specs, 7)
-    free(4, cache + 8 * 3 * 2 * 2 * 2 * 8 * 4)  # three tokens more in each row
-    check_memory(base, lanes, specs, 7)
-
-
-def test_a_copy_of_the_weights_is_counted_until_it_is_there(tmp_path, monkeypatch):
-    """What an earlier cohort's update has copied is not free any more, and not needed again."""
-    base = toy_base(tmp_path / "toy")
-    lanes = Lanes(base)
-    specs = plan(load(campaign(tmp_path, tmp_path / "toy"), ["training.update_dtype='bfloat16'"]))[:1]
-    assert copied_bytes(base.model) == 0
-
-    def needed() -> int:
-        low, high = 0, 1 << 24
-        while high - low > 256:
-            middle = (low + high) // 2
-            monkeypatch.setattr(fitting, "available_memory", lambda device, free=middle: free)
-            try:
-                check_memory(base, lanes, specs, 7)
-                high = middle
-            except DoesNotFit:
-                low = middle
-        return int(high * fitting.USABLE_SHARE)
-
-    before = needed()
-    adapter = moved(lanes, 0)
-    update(lanes, adapter, rollout(base, lanes, adapter), bfloat16=True)
-    copied = copied_bytes(base.model)
-    assert 0 < copied <= base.weight_bytes // 2  # of fp32, the layers of the decoder
-    assert before - needed() == pytest.approx(copied, abs=1024)
+        assert fits(count * own + max(count * cache, update) + 64) == count
+    specs = plan(load(path, ["evaluation.sets=[{name='a'}, {name='b', max_tokens=13}]"]))  # three more in each row
+    assert fits(4 * (own + cache) + 64) < 4
+    assert fits(4 * (own + cache + 8 * 3 * 2 * 2 * 2 * 8 * 4) + 64) == 4
 
 
 def test_smaller_cohorts_keep_seeds_together_and_say_what_to_type(tmp_path):
     specs = plan(load(campaign(tmp_path, tmp_path / "toy")))
-    cut = smaller_cohorts(specs, 3, "4 runs need more")
-    assert [[spec.run_id for spec in part] for part in cut] == [
-        ["grpo+none_s1", "rloo+gtpo_hicra_placebo_s1"],
-        ["grpo+none_s2", "rloo+gtpo_hicra_placebo_s2"],
-    ]
+    parts = smaller_cohorts(specs, 3, "4 runs need more")
+    assert [[spec.seed for spec in part] for part in parts] == [[1, 1], [2, 2]]
     assert [len(part) for part in smaller_cohorts(specs, 1, "…")] == [1, 1, 1, 1]
     with pytest.raises(UsageError, match="lower \\[model\\] lora_rank"):
         smaller_cohorts(specs, 0, "4 runs need more")
@@ -118,27 +77,35 @@ def test_smaller_cohorts_keep_seeds_together_and_say_what_to_type(tmp_path):
         smaller_cohorts(fixed, 3, "4 runs need more")
 
 
-def test_a_campaign_that_does_not_fit_trains_in_smaller_cohorts(model, tmp_path, monkeypatch):
-    """Out of memory while stepping, too: the cohort is cut, everything is trained, and the manifest says how."""
-    path = unevaluated(campaign(tmp_path, model, steps=2, dtype="float64"))
-    whole = trained(path, tmp_path / "whole")
-    sample, failed = LocalEngine.sample, []
+def allow_runs(monkeypatch, most: int) -> None:
+    """Let sampling of more runs than ``most`` at once run out of memory."""
+    sample = LocalEngine.sample
 
     def short(self, requests, **options):
-        runs = {request.policy for request in requests}
-        if len(runs) > 2:
-            failed.append(len(runs))
+        if len({request.policy for request in requests}) > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
         return sample(self, requests, **options)
 
     monkeypatch.setattr(LocalEngine, "sample", short)
-    cut = trained(path, tmp_path / "cut")
-    assert failed == [4]
-    manifest = read_json(tmp_path / "cut/manifest.json")
-    assert [len(cohort) for cohort in manifest["cohorts"]] == [2, 2]
-    assert manifest["lanes"] == 2
+
+
+def test_a_campaign_that_does_not_fit_trains_in_smaller_cohorts(model, tmp_path, monkeypatch):
+    path = unevaluated(campaign(tmp_path, model, steps=2, dtype="float64"))
+    whole = trained(path, tmp_path / "whole")
+    allow_runs(monkeypatch, 2)
+    parts = trained(path, tmp_path / "cut")
+    assert [len(cohort) for cohort in read_json(tmp_path / "cut/manifest.json")["cohorts"]] == [2, 2]
     for run, rows in whole.items():
-        assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in cut[run]], abs=1e-9)
+        assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in parts[run]], abs=1e-9)
+
+
+def test_runs_that_do_not_even_fit_alone_fail(model, tmp_path, monkeypatch):
+    allow_runs(monkeypatch, 0)
+    loaded = load(campaign(tmp_path, model, steps=1), ["campaign.seeds=[1]"])
+    assert launch(loaded, tmp_path / "out", NullObserver()).exit_status == 1
+    for run in read_json(tmp_path / "out/manifest.json")["runs"]:
+        assert run["state"] == "failed"
+        assert re.fullmatch(r".*out of memory in retrain\..*", run["reason"])
 
 
 @pytest.mark.parametrize("dense", [True, False])
@@ -166,47 +133,8 @@ def test_a_decode_batch_that_does_not_fit_goes_on_with_half_the_rows(tmp_path, m
 
     monkeypatch.setattr(DenseDecoder, "decode_steps", narrow_steps)
     monkeypatch.setattr(base.model, "forward", narrow_forward)
-    reported = []
-    tight = sample(engine, asked, adapters, finished=lambda request, actions: reported.append(request))
-    assert [[c.token_ids for c in group] for group in tight] == [[c.token_ids for c in group] for group in free]
-    assert sorted(reported) == list(range(8))
+    for _ in range(2):
+        tight = sample(engine, asked, adapters)
+        assert [[c.token_ids for c in group] for group in tight] == [[c.token_ids for c in group] for group in free]
     assert engine.fitting == 8
-    assert told[-1] == "out of memory while decoding: goes on with 8 sequences at once"
-    before = len(told)
-    sample(engine, asked, adapters)
-    assert len(told) == before  # remembered
-
-
-def test_a_run_whose_update_would_be_alone_gets_all_workers(model, tmp_path, monkeypatch):
-    """Three of four updates side by side, then the micro-batches of the fourth: bit by bit the same."""
-    path = unevaluated(campaign(tmp_path, model, steps=1))
-    free = trained(path, tmp_path / "free")
-    given, update = [], Run.update
-
-    def noted(self, groups, credit):
-        given.append(self.policy.workers.count)
-        return update(self, groups, credit)
-
-    monkeypatch.setattr(Run, "update", noted)
-    monkeypatch.setattr("retrain.campaign.running.assemble.workers_for", lambda base: Workers(3))
-    shared = trained(path, tmp_path / "shared")
-    assert given == [1, 1, 1, 3]
-    assert {run: [row["loss"] for row in rows] for run, rows in shared.items()} == {
-        run: [row["loss"] for row in rows] for run, rows in free.items()
-    }
-
-
-def test_what_no_run_can_go_on_from_ends_each_of_them(model, tmp_path, monkeypatch):
-    """Runs that do not even fit alone fail: the settings of the file are no mistake."""
-
-    def failing(self, requests, **options):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-
-    monkeypatch.setattr(LocalEngine, "sample", failing)
-    loaded = load(campaign(tmp_path, model, steps=1), ["campaign.seeds=[1]"])
-    outcome = launch(loaded, tmp_path / "out", NullObserver())
-    assert outcome.exit_status == 1
-    for run in read_json(tmp_path / "out/manifest.json")["runs"]:
-        assert run["state"] == "failed"
-        assert "out of memory in retrain." in run["reason"]
-        assert len(run["reason"].splitlines()) == 1
+    assert told.count("out of memory while decoding: goes on with 8 sequences at once") == 1  # then remembered

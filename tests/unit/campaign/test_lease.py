@@ -1,15 +1,16 @@
-"""One process at a time writes a directory: locks, leases of the living and the dead, and clocks that do not count."""
-
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -42,17 +43,30 @@ def test_a_second_owner_is_refused_and_nothing_is_left(tmp_path):
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", MARK}
 
 
+@contextmanager
+def sleeping(seconds: float) -> Iterator[subprocess.Popen]:
+    """A process that lives for so long, or until it is killed."""
+    process = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def lease_of(directory: Path, process: subprocess.Popen) -> None:
+    lease(directory, pid=process.pid, process_start=process_start(process.pid), **machine())
+
+
 def test_where_file_locks_do_not_work_the_lease_decides(tmp_path, monkeypatch):
     def no_locks(*arguments):
         raise OSError(37, "no locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    lease(tmp_path, pid=sleeper.pid, process_start=process_start(sleeper.pid), **machine())
-    with pytest.raises(UsageError, match=f"process {sleeper.pid}"), lock(tmp_path):
-        pass
-    sleeper.kill()
-    sleeper.wait()
+    with sleeping(60) as other:
+        lease_of(tmp_path, other)
+        with pytest.raises(UsageError, match=f"process {other.pid}"), lock(tmp_path):
+            pass
     with lock(tmp_path) as mine:  # the owner is dead: taken over at once
         assert read_json(tmp_path / LEASE)["token"] == mine.token
 
@@ -67,28 +81,25 @@ def test_a_lease_from_another_machine_is_watched_and_its_times_are_not_read(tmp_
     ended = threading.Event()
 
     def beat() -> None:
-        count = 4
-        while not ended.wait(0.03):
+        for count in itertools.count(4):
             lease(tmp_path, count=count)
-            count += 1
+            if ended.wait(0.03):
+                return
 
-    owner = threading.Thread(target=beat)
-    owner.start()
-    try:
-        with pytest.raises(UsageError, match="another-machine"), lock(tmp_path):
-            pass
-    finally:
-        ended.set()
-        owner.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(beat)
+        try:
+            with pytest.raises(UsageError, match="another-machine"), lock(tmp_path):
+                pass
+        finally:
+            ended.set()
 
 
 def test_the_lease_is_renewed_and_a_clock_that_jumps_back_changes_nothing(tmp_path, monkeypatch):
     with lock(tmp_path) as mine:
         monkeypatch.setattr(time, "time", lambda: 0.0)
         first = read_json(tmp_path / LEASE)["count"]
-        deadline = time.monotonic() + 10
         while read_json(tmp_path / LEASE)["count"] < first + 2:
-            assert time.monotonic() < deadline
             time.sleep(0.02)
         mine.check()
 
@@ -101,39 +112,12 @@ def test_a_process_whose_lease_was_taken_stops_and_names_its_successor(tmp_path)
     assert read_json(tmp_path / LEASE)["token"] == "other"  # not ours to remove
 
 
-def test_a_successor_that_has_ended_is_named_too(tmp_path):
-    code = (
-        "import os, sys; from pathlib import Path; from retrain.campaign.running.lease import DirectoryLock\n"
-        "with DirectoryLock(Path(sys.argv[1])): print(os.getpid())"
-    )
-    with lock(tmp_path) as mine:
-        (tmp_path / LEASE).unlink()
-        (tmp_path / ".lock").unlink()
-        pid = subprocess.check_output([sys.executable, "-c", code, str(tmp_path)], env=ENVIRONMENT, text=True).strip()
-        with pytest.raises(LeaseLost, match=f"process {pid} on .* has taken over"):
-            mine.check()
-    assert {path.name for path in tmp_path.iterdir()} == {".lock", MARK}
-
-
 def test_a_removed_lease_is_not_made_again(tmp_path):
     with lock(tmp_path) as mine:
         (tmp_path / LEASE).unlink()
-        time.sleep(0.3)  # several beats
+        time.sleep(0.2)  # several beats
         assert not (tmp_path / LEASE).exists()
         with pytest.raises(LeaseLost, match=r"\.lease was removed"):
-            mine.check()
-
-
-def test_nothing_is_written_into_a_directory_put_in_the_place_of_a_moved_one(tmp_path):
-    directory = tmp_path / "run"
-    with lock(directory) as mine:
-        shutil.copytree(directory, tmp_path / "copy")
-        directory.rename(tmp_path / "moved")
-        (tmp_path / "copy").rename(directory)
-        before = (directory / LEASE).read_bytes()
-        time.sleep(0.3)  # several beats
-        assert (directory / LEASE).read_bytes() == before
-        with pytest.raises(LeaseLost, match="moved or replaced"):
             mine.check()
 
 
@@ -158,48 +142,29 @@ with stopping.StopRequest().listening(NullObserver()) as stop:
 """
 
 
-def test_a_second_signal_ends_a_process_that_is_stuck_in_a_long_call(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
-    assert process.stdout is not None
-    try:
+def test_a_second_signal_ends_a_process_that_is_stuck_in_a_long_call():
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", STUCK], text=True, env=ENVIRONMENT, **pipes) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
         assert process.poll() is None  # the first one waits for the step
-        begin = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
+        _, errors = process.communicate(timeout=10)
     assert process.returncode == 130
     assert "stopped at the last checkpoint" in errors
-    assert time.monotonic() - begin < 10
 
 
 def test_writers_that_live_on_are_waited_for(tmp_path):
-    """Of three leases one is a living process's, which ends by itself; a dead one's and nobody's hold nothing up."""
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.7)"])
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    start = process_start(dead.pid)
-    dead.wait()
-    directories = [tmp_path / name for name in ("mine", "dead", "free")]
-    lease(directories[0], pid=sleeper.pid, process_start=process_start(sleeper.pid), **machine())
-    lease(directories[1], pid=dead.pid, process_start=start, **machine())
-    reaper = threading.Thread(target=sleeper.wait)
-    reaper.start()
+    """Of four leases one is a living process's, which ends by itself; those of the dead hold nothing up."""
+    with sleeping(0) as dead:
+        lease_of(tmp_path / "dead", dead)
+    lease(tmp_path / "elsewhere")  # stands still
     told: list[str] = []
-    wait_for_writers(directories, told.append)
-    assert process_start(sleeper.pid) is None
-    reaper.join()
-    assert told == [f"waiting for process {sleeper.pid} on {machine()['host']} to finish the step of 1 run"]
-    wait_for_writers(directories, told.append)
-    assert len(told) == 1
-
-
-def test_a_lease_of_another_machine_that_stands_still_is_dead(tmp_path):
-    lease(tmp_path / "run")
-    begin = time.monotonic()
-    wait_for_writers([tmp_path / "run"], watch=0.5)
-    assert time.monotonic() - begin >= 0.5
+    with sleeping(0.7) as other, ThreadPoolExecutor(1) as pool:
+        lease_of(tmp_path / "other", other)
+        pool.submit(other.wait)
+        wait_for_writers([tmp_path / name for name in ("other", "dead", "free", "elsewhere")], told.append, watch=0.3)
+        assert process_start(other.pid) is None
+    (message,) = told
+    assert f"process {other.pid} on {machine()['host']} to finish the step of 2 runs" in message

@@ -1,19 +1,17 @@
-"""The copy of a directory at a URL: it can be resumed from at any moment, and has one writer."""
-
 from __future__ import annotations
 
 import json
 import os
 import shutil
 import threading
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import fsspec
 import pytest
 from toycampaign import StopAfter
 from typer.testing import CliRunner
-from worker_cases import contents, planned
+from worker_cases import contents, differing, planned
 
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.running.controller import execute
@@ -22,7 +20,7 @@ from retrain.campaign.running.mirror import INDEX, Mirror, uploading
 from retrain.cli import app
 from retrain.errors import ConfigError, LeaseLost, NotOurs, RetrainError, StorageError, UsageError
 from retrain.files import ASIDE, read_json
-from retrain.ownership import MARK, Owner, claim, owner_of, publish, remove
+from retrain.ownership import Owner, claim, owner_of, publish, remove
 from retrain.record.observer import NullObserver
 
 
@@ -42,8 +40,7 @@ def add_checkpoint(folder: Path, owner: Owner, step: int) -> None:
 def run(tmp_path) -> Path:
     """A run's directory with records, one checkpoint and a manifest."""
     folder = tmp_path / "run"
-    owner = claim(folder)
-    add_checkpoint(folder, owner, 1)
+    add_checkpoint(folder, claim(folder), 1)
     (folder / "manifest.json").write_text('{"runs": []}')
     return folder
 
@@ -51,7 +48,6 @@ def run(tmp_path) -> Path:
 def train_on(run: Path) -> None:
     """Add a checkpoint, remove the one before."""
     owner = owner_of(run)
-    assert owner is not None
     add_checkpoint(run, owner, 2)
     remove(run / "checkpoints/step_000001", owner.at("checkpoints/step_000001"))
     (run / "manifest.json").write_text('{"runs": [1]}')
@@ -66,7 +62,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def copied(run: Path, url: str) -> Mirror:
-    """The copy after the first upload."""
+    """Return the copy after the first upload."""
     mirror = Mirror(url, run)
     mirror.claim()
     mirror.push()
@@ -78,11 +74,17 @@ def fetched(url: str, folder: Path) -> dict[str, bytes]:
     return files(folder)
 
 
+@pytest.fixture
+def flaky(run, tmp_path) -> Flaky:
+    """A mirror of the run at ``tmp_path``/store whose network can fail."""
+    return Flaky(Mirror(f"file://{tmp_path}/store", run))
+
+
 class Flaky:
-    """A file system that records what is written and removed, and fails these while ``broken``."""
+    """A store that records what is written and removed, and fails these while ``broken``."""
 
     def __init__(self, mirror: Mirror):
-        self.store, self.broken, self.done = mirror.store, lambda: False, []
+        self.mirror, self.store, self.broken, self.done = mirror, mirror.store, lambda: False, []
         mirror.store = self
 
     def __getattr__(self, name):
@@ -97,43 +99,6 @@ class Flaky:
             method(*arguments)
 
         return call
-
-
-class OfAnyStore:
-    """``url`` is a fixture of the subclasses."""
-
-    def test_the_copy_follows_the_directory(self, run, url, tmp_path):
-        mirror = copied(run, url)
-        assert fetched(url, tmp_path / "first") == files(run)
-        train_on(run)
-        mirror.push()
-        assert fetched(url, tmp_path / "second") == files(run)
-        assert not mirror.store.exists("checkpoints/step_000001/state.json")
-
-    def test_there_is_one_writer(self, run, url):
-        first, second = copied(run, url), copied(run, url)
-        second.push()
-        train_on(run)
-        with pytest.raises(LeaseLost, match="another process writes"):
-            first.push()
-        assert not second.store.exists("checkpoints/step_000002/state.json")
-
-    def test_files_of_others_are_refused(self, run, url, tmp_path):
-        fs, root = fsspec.url_to_fs(url)
-        fs.makedirs(f"{root}/full")
-        fs.pipe_file(f"{root}/full/thesis.tex", b"words")
-        with pytest.raises(NotOurs, match="is not a copy of"):
-            Mirror(f"{url}/full", run).claim()
-        copied(run, f"{url}/copy")
-        claim(tmp_path / "other")
-        with pytest.raises(NotOurs, match="is not a copy of"):
-            Mirror(f"{url}/copy", tmp_path / "other").claim()
-
-
-class TestFile(OfAnyStore):
-    @pytest.fixture
-    def url(self, tmp_path):
-        return f"file://{tmp_path}/store"
 
 
 @pytest.fixture(scope="module")
@@ -153,29 +118,46 @@ def bucket():
     server.stop()
 
 
-class TestS3(OfAnyStore):
-    @pytest.fixture
-    def url(self, bucket, tmp_path):
-        return f"{bucket}/{tmp_path.name}"
-
-    def test_a_bucket_that_does_not_exist(self, run, bucket):
-        with pytest.raises(StorageError, match="nobucket"):
-            Mirror("s3://nobucket/x", run).claim()
+@pytest.fixture(params=["file", "s3"])
+def url(request, tmp_path):
+    if request.param == "file":
+        return f"file://{tmp_path}/store"
+    return f"{request.getfixturevalue('bucket')}/{tmp_path.name}"
 
 
-def test_records_come_before_checkpoints_before_the_manifest_before_the_index(run, tmp_path):
-    mirror = Mirror(f"file://{tmp_path}/store", run)
-    store = Flaky(mirror)
-    mirror.claim()
-    mirror.push()
-    checkpoint = ["checkpoints/step_000001/state.json", "checkpoints/step_000001/retrain.json"]
-    order = [INDEX, "metrics.jsonl", MARK, *checkpoint, "manifest.json", INDEX]
-    mirror.push()  # nothing has changed
-    assert [name for _, name in store.done] == order
+def test_the_copy_follows_the_directory(run, url, tmp_path):
+    mirror = copied(run, url)
+    assert fetched(url, tmp_path / "first") == files(run)
     train_on(run)
     mirror.push()
-    assert store.done[-3] == ("pi", INDEX)
-    assert sorted(store.done[-2:]) == [("rm", name) for name in sorted(checkpoint)]
+    assert fetched(url, tmp_path / "second") == files(run)
+    assert not mirror.store.exists("checkpoints/step_000001/state.json")
+
+
+def test_there_is_one_writer(run, url):
+    first, second = copied(run, url), copied(run, url)
+    second.push()
+    train_on(run)
+    with pytest.raises(LeaseLost, match="another process writes"):
+        first.push()
+    assert not second.store.exists("checkpoints/step_000002/state.json")
+
+
+def test_files_of_others_are_refused(run, url, tmp_path):
+    fs, root = fsspec.url_to_fs(url)
+    fs.makedirs(f"{root}/full")
+    fs.pipe_file(f"{root}/full/thesis.tex", b"words")
+    with pytest.raises(NotOurs, match="is not a copy of"):
+        Mirror(f"{url}/full", run).claim()
+    copied(run, f"{url}/copy")
+    claim(tmp_path / "other")
+    with pytest.raises(NotOurs, match="is not a copy of"):
+        Mirror(f"{url}/copy", tmp_path / "other").claim()
+
+
+def test_a_bucket_that_does_not_exist(run, bucket):
+    with pytest.raises(StorageError, match="nobucket"):
+        Mirror("s3://nobucket/x", run).claim()
 
 
 def test_a_checkpoint_that_is_being_replaced_is_not_in_the_index(run, tmp_path):
@@ -201,17 +183,15 @@ def test_only_what_retrain_has_completed_is_uploaded(run, tmp_path):
 
 
 @pytest.mark.parametrize("number", range(9))
-def test_an_interrupted_upload_leaves_a_copy_to_resume_from(run, tmp_path, number):
+def test_an_interrupted_upload_leaves_a_copy_to_resume_from(run, flaky, tmp_path, number):
     """The network fails after any number of writes; a later upload completes the copy."""
-    url = f"file://{tmp_path}/store"
+    url = flaky.mirror.url
     copied(run, url)
     train_on(run)
-    mirror = Mirror(url, run)
-    store = Flaky(mirror)
-    store.broken = lambda: len(store.done) == number
+    flaky.broken = lambda: len(flaky.done) == number
     with pytest.raises(StorageError, match="no network") if number < 8 else nullcontext():
-        mirror.claim()
-        mirror.push()
+        flaky.mirror.claim()
+        flaky.mirror.push()
     there = fetched(url, tmp_path / "fetched")
     steps = sorted((tmp_path / "fetched/checkpoints").iterdir())
     assert steps
@@ -225,30 +205,26 @@ def ignore(*message: str) -> None:
     pass
 
 
-def test_a_store_that_fails_is_reported_once_and_gets_everything_when_it_answers(run, tmp_path):
-    mirror = Mirror(f"file://{tmp_path}/store", run)
-    store = Flaky(mirror)
+def test_a_store_that_fails_is_reported_once_and_gets_everything_when_it_answers(run, flaky, tmp_path):
     messages: list[tuple[str, str]] = []
-    with uploading(mirror, lambda *message: messages.append(message), ignore, period=0.01):
-        store.broken = lambda: True
+    with uploading(flaky.mirror, lambda *message: messages.append(message), ignore, period=0.01):
+        flaky.broken = lambda: True
         (run / "evals.jsonl").write_text("{}\n")
         while not messages:
             os.sched_yield()
         train_on(run)
-        store.broken = lambda: False
+        flaky.broken = lambda: False
     ((text, level),) = messages
     assert (level, text[:22]) == ("warning", "upload failed (file://")
     assert text.endswith("no network); keeping local files and retrying")
     assert files(tmp_path / "store") == files(run)
 
 
-def test_a_store_that_fails_at_the_end_fails_the_command(run, tmp_path):
-    mirror = Mirror(f"file://{tmp_path}/store", run)
-    store = Flaky(mirror)
-    uploads = uploading(mirror, ignore, ignore, pauses=(0.0,))
+def test_a_store_that_fails_at_the_end_fails_the_command(run, flaky, tmp_path):
+    uploads = uploading(flaky.mirror, ignore, ignore, pauses=(0.0,))
     with pytest.raises(RetrainError, match=r"no network\)\nAll files are in .*retrain resume .*/run$"), uploads:
-        store.broken = lambda: True
-    uploads = uploading(Mirror(mirror.url, run), ignore, ignore)
+        flaky.broken = lambda: True
+    uploads = uploading(Mirror(flaky.mirror.url, run), ignore, ignore)
     with pytest.raises(ValueError, match="of the run"), uploads:
         raise ValueError("of the run")
     assert files(tmp_path / "store") == files(run)
@@ -256,17 +232,18 @@ def test_a_store_that_fails_at_the_end_fails_the_command(run, tmp_path):
 
 def test_who_has_lost_the_copy_is_stopped(run, tmp_path):
     mirror, lost = Mirror(f"file://{tmp_path}/store", run), threading.Event()
-    with ExitStack() as stack:
-        stack.enter_context(pytest.raises(LeaseLost))
-        stack.enter_context(uploading(mirror, ignore, lost.set, period=0.01))
-        Mirror(mirror.url, run).claim()
-        lost.wait(60)
+    uploads = uploading(mirror, ignore, lost.set, period=0.01)
+    uploads.__enter__()
+    Mirror(mirror.url, run).claim()
+    assert lost.wait(60)
+    with pytest.raises(LeaseLost):
+        uploads.__exit__(None, None, None)
 
 
 def test_a_campaign_resumes_from_its_copy(tmp_path, world, monkeypatch):
     """Interrupted, its directory lost, resumed from the URL: the result of a campaign that was not interrupted."""
     monkeypatch.chdir(tmp_path)
-    url, out = f"file://{tmp_path}/store", tmp_path / "out"
+    url, out, again = f"file://{tmp_path}/store", tmp_path / "out", tmp_path / "logs/store"
     one = ["campaign.seeds=[1]"]
     assert execute(planned(world, tmp_path / "whole", one, steps=2), NullObserver()).exit_status == 0
     assert execute(planned(world, out, [*one, f"logging.mirror={url}"], steps=2), StopAfter(2)).exit_status == 130
@@ -275,11 +252,10 @@ def test_a_campaign_resumes_from_its_copy(tmp_path, world, monkeypatch):
     result = CliRunner().invoke(app, ["resume", url, "--plain"])
     assert result.exit_code == 0, result.output
     assert f"{url} is in logs/store now" in result.output
-    mine, reference = contents(tmp_path / "logs/store"), contents(tmp_path / "whole")
-    assert sorted(name for name in {*mine, *reference} if mine.get(name) != reference.get(name)) == []
+    assert differing(contents(again), contents(tmp_path / "whole"), runs=2) == []
     shutil.rmtree(tmp_path / "store")
-    assert execute(read_plan(tmp_path / "logs/store"), NullObserver()).exit_status == 0
-    assert files(tmp_path / "store") == files(tmp_path / "logs/store")
+    assert execute(read_plan(again), NullObserver()).exit_status == 0
+    assert files(tmp_path / "store") == files(again)
 
 
 def test_bad_urls_are_one_line(run, tmp_path, world):
@@ -287,10 +263,10 @@ def test_bad_urls_are_one_line(run, tmp_path, world):
         planned(world, tmp_path / "out", ["logging.mirror=results"])
     with pytest.raises(UsageError, match="cannot be opened"):
         Mirror("nosuch://bucket/x", tmp_path)
-    result = CliRunner().invoke(app, ["resume", f"file://{tmp_path}/nothing"])
-    assert (result.exit_code, "holds no copy of a run or campaign" in result.output) == (2, True)
-    result = CliRunner().invoke(app, ["resume", str(tmp_path), "--out", "x"])
-    assert (result.exit_code, "leave out --out" in result.output) == (2, True)
+    nothing = f"file://{tmp_path}/nothing"
+    for arguments, words in (([nothing], "holds no copy of"), ([str(tmp_path), "--out", "x"], "leave out --out")):
+        result = CliRunner().invoke(app, ["resume", *arguments])
+        assert (result.exit_code, words in result.output) == (2, True)
     copied(run, f"file://{tmp_path}/store")
     index = read_json(tmp_path / "store" / INDEX)
     (tmp_path / "store" / INDEX).write_text(json.dumps(index | {"files": index["files"] | {"../outside": [1, 1]}}))

@@ -1,5 +1,3 @@
-"""Conditions × seeds: which runs, in which order, under which names, with which configuration."""
-
 from __future__ import annotations
 
 import re
@@ -34,13 +32,12 @@ def problems(text: str) -> str:
 
 def test_five_standard_conditions_and_eight_seeds_paired():
     specs = planned("[campaign]")
-    assert [spec.label for spec in specs[:5]] == STANDARD
     assert [(spec.seed, spec.label) for spec in specs] == [(s, label) for s in range(1, 9) for label in STANDARD]
     assert [spec.condition_index for spec in specs[:6]] == [0, 1, 2, 3, 4, 0]
     assert [spec.run_id for spec in specs[5:7]] == ["grpo+none_s2", "maxrl+none_s2"]
     assert all(spec.is_campaign and spec.config.training.seed == spec.seed for spec in specs)
-    modes = [(s.config.algorithm.advantage_mode, s.config.algorithm.transform_mode) for s in specs[:5]]
-    assert ["+".join(pair) for pair in modes] == STANDARD
+    algorithms = [spec.config.algorithm for spec in specs[:5]]
+    assert [f"{each.advantage_mode}+{each.transform_mode}" for each in algorithms] == STANDARD
 
 
 def test_single_run():
@@ -48,8 +45,6 @@ def test_single_run():
     assert (spec.run_id, spec.label, spec.seed, spec.is_campaign) == ("rloo+none_s7", "rloo+none", 7, False)
     assert spec.overrides == {}
     assert spec.config.logging.wandb_run_name == "rloo+none"
-    assert spec.config.evaluation.temperature == 1.0
-    assert not spec.config.is_campaign
 
 
 @pytest.mark.parametrize(
@@ -85,33 +80,7 @@ def test_overrides_stay_in_their_condition():
 
 def test_evaluation_is_that_of_the_base_even_where_sampling_differs():
     specs = planned("[campaign]\nseeds = [1]\n" + conditions("", "temperature = 0.7\nmax_tokens = 64"))
-    assert {spec.config.evaluation.temperature for spec in specs} == {1.0}
-    assert {spec.config.evaluation.max_tokens for spec in specs} == {256}
-
-
-def test_trackers_are_told_condition_and_seed():
-    specs = planned('[campaign]\nseeds = [4]\n[logging]\nwandb_project = "p"\nwandb_tags = "mine, x"')
-    logging = specs[-1].config.logging
-    assert logging.wandb_run_name == "maxrl+gtpo_sepa_s4"
-    assert logging.wandb_group == "maxrl+gtpo_sepa"
-    assert logging.wandb_tags == ["maxrl+gtpo_sepa", "seed4", "mine", "x"]
-    grouped = planned('[campaign]\nseeds = [4]\n[logging]\nwandb_group = "ablation"')[-1]
-    assert grouped.config.logging.wandb_group == plan(grouped.config)[0].config.logging.wandb_group == "ablation"
-    named = planned('[campaign]\nseeds = [4]\n[logging]\nwandb_run_name = "paper"')[-1].config
-    assert named.logging.wandb_run_name == "paper_maxrl+gtpo_sepa_s4"
-    assert plan(named)[0].config.logging == named.logging
-
-
-@pytest.mark.parametrize(
-    ("written", "reported"),
-    [("", False), ("[squeeze]", True), ("[squeeze]\nverify = 'off'", True), ("[squeeze]\nwandb = false", False)],
-)
-def test_the_squeeze_analysis_is_reported_where_the_file_asks_for_it(written, reported):
-    for kind in ("[campaign]\nseeds = [4]\n", ""):
-        config = planned(f'{kind}[logging]\nreport_to = "wandb"\n{written}')[0].config
-        assert config.logging.wandb
-        assert config.squeeze.wandb is reported
-        assert plan(config)[0].config.squeeze.wandb is reported
+    assert {(each.config.evaluation.temperature, each.config.evaluation.max_tokens) for each in specs} == {(1.0, 256)}
 
 
 def test_planning_again_with_overrides():
@@ -125,33 +94,27 @@ def test_planning_again_with_overrides():
         assert (again.config, again.overrides) == (spec.config, spec.overrides)
 
 
-LABELS = [
+@pytest.mark.parametrize(("override", "label"), [
     ("lr = 1e-5", "lr=1e-05"),
     ("lora.target_modules = ['q_proj', 'v_proj']", "lora.target_modules=q_proj-v_proj"),
     ("reward.type = 'custom'\nreward.custom_module = 'my/re ward.py'",
      "reward.custom_module=my-re-ward.py~reward.type=custom"),
     ("deterministic = true", "deterministic=true"),
-]  # fmt: skip
-
-
-def test_labels():
-    for override, label in LABELS:
-        (spec,) = planned("[campaign]\nseeds = [1]\n" + conditions(override))
-        assert spec.label == f"maxrl+gtpo_sepa~{label}"
+])  # fmt: skip
+def test_labels(override, label):
+    (spec,) = planned("[campaign]\nseeds = [1]\n" + conditions(override))
+    assert spec.label == f"maxrl+gtpo_sepa~{label}"
 
 
 def test_long_labels_are_cut_and_stay_distinct():
-    long = [conditions(f"reward.type = 'custom'\ncustom_module = '{'m' * 200}{end}'") for end in "ab"]
-    specs = planned("[campaign]\nseeds = [1]\n" + "\n".join(long))
+    long = [f"reward.type = 'custom'\ncustom_module = '{'m' * 200}{end}'" for end in "ab"]
+    specs = planned("[campaign]\nseeds = [1]\n" + conditions(*long))
     assert len({spec.label for spec in specs}) == 2
     assert all(len(spec.run_id) < 150 and re.fullmatch(r"[A-Za-z0-9._+~=-]+", spec.run_id) for spec in specs)
 
 
 MISTAKES = [
     (conditions("", ""), "has the label of condition 1"),
-    (conditions("hicra.alpha = 0.1"), 'has no effect with transform_mode = "gtpo_sepa"'),
-    (conditions("uncertainty_kind = 'shannon_entropy'", modes="advantage_mode='grpo'\ntransform_mode='none'"),
-     'has no effect with transform_mode = "none"'),
     (conditions("sepa.steps = 0"), "λ would be 0 for the whole run"),
     (conditions("group_size = 1"), "with one of them all are 0"),
     (conditions("model = 'Qwen/Qwen3-8B'"), "share one frozen base"),
@@ -161,20 +124,12 @@ MISTAKES = [
     (conditions("lr = 1e-4\ntraining.lr = 1e-3"), "overrides training.lr a second time"),
     (conditions("learning_rate = 1e-4"), '"training.lr"'),
     (conditions("transform_params = { tau = 2.0 }"), "plug-in parameters are not available: remove the table"),
-    (conditions("throttle_dir = '/tmp/x'"), "nothing is called over a network: remove the line"),
-    (conditions("lrr = 1e-4"), "did you mean lr"),
-    (conditions("lr = 'high'"), "must be a number > 0"),
     (conditions("algorithm.transform_mode = 'gtpo'"), "the condition's own mode"),
     ('[[campaign.conditions]]\nadvantage_mode = "grpo"', "transform_mode  is missing"),
-    ("[campaign]\nconditions = 3", "must be a list of tables"),
-    ("[campaign]\nconditions = [3]", "must be a table"),
     ("[campaign]\nseeds = [1, 1]", "each may stand once: seeds = [1]"),
-    ("[campaign]\nseeds = [true]", "must be a list of integers"),
-    ("[campaign]\nseeds = 8", "seeds = [8]"),
     ("[campaign]\n[hicra]\nalpha = 0.3\n" + conditions(""), "has no effect in any condition"),
     ('[campaign]\n[backpressure]\ntarget = "batch_size"', "batch sizes would differ between the conditions"),
-    ('[campaign]\nallow_confounded = true\n[backpressure]\ntarget = "batch_size"', "is not available"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "message"), MISTAKES)
@@ -212,16 +167,10 @@ def test_warnings(tmp_path):
 
 
 def test_keys_that_a_later_release_adds_do_not_change_what_a_run_is():
-    (spec,) = plan(parse_dict({"training": {"lr": 0.5}, "model": {"model": "tiny-reasoner"}}))
-    training = create_model(
-        "Later", __base__=type(spec.config.training), further=(int, 3), table=(dict, Field(default_factory=dict))
-    )
-    later = create_model(
-        "LaterConfig",
-        __base__=Config,
-        training=(training, Field(default_factory=training)),
-        added=(training, Field(default_factory=training)),
-    )
+    (spec,) = plan(parse_dict({"training": {"lr": 0.5}}))
+    training = create_model("LaterTraining", __base__=type(spec.config.training), further=(int, 3))
+    fields = {name: (training, Field(default_factory=training)) for name in ("training", "added")}
+    later = create_model("LaterConfig", __base__=Config, **fields)
     same = later.model_validate(spec.config.model_dump(mode="json", by_alias=True), strict=False)
     assert fingerprint(replace(spec, config=same)) == fingerprint(spec)
     assert fingerprint(replace(spec, config=parse_dict({"training": {"lr": 0.4}}))) != fingerprint(spec)

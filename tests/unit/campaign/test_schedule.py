@@ -1,8 +1,5 @@
-"""Evaluation where it counts: which steps decide, what the other evaluations have, and the mean of the last three."""
-
 from __future__ import annotations
 
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,21 +7,17 @@ import pytest
 from toycampaign import campaign
 from toymodels import Messages
 from typer.testing import CliRunner
-from verdict_cases import BASE
-from verdict_cases import campaign as verdicts
 
-from retrain.campaign.judging.comparison import compare_runs
 from retrain.campaign.judging.pooling import compare_directories
 from retrain.campaign.judging.report import write_report
 from retrain.campaign.judging.results import METRIC, Measure, RunResult, read_run
 from retrain.campaign.planning.changes import Approval
-from retrain.campaign.planning.estimate import work_of
 from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.config import load, parse_dict
-from retrain.config.schedule import deciding_marks, extent_after, part_evaluations, whole_evaluations
+from retrain.config.schedule import extent_after, whole_evaluations
 from retrain.errors import ConfigError, UsageError
-from retrain.files import read_json, read_jsonl, write_json
+from retrain.files import read_json, read_jsonl
 from retrain.record.observer import NullObserver
 
 PART = "heldout~part"
@@ -38,7 +31,7 @@ def timeless(path: Path) -> list[dict]:
 
 
 def toy(folder: Path, model: Path, steps: int = STEPS, *sets: str):
-    """A toy campaign with the verdict's schedule, loaded."""
+    """Return a toy campaign with the verdict's schedule, loaded."""
     small = ("squeeze.enabled=false", "training.batch_size=2", "training.max_tokens=6")
     declared = ("campaign.primary_metric=last3", f"campaign.max_steps={steps}", *small, *SETS, *sets)
     return load(campaign(folder, model, "toy", steps=steps, dtype="float64"), list(declared))
@@ -52,39 +45,14 @@ def trained(model, tmp_path_factory) -> Path:
     return folder / "out"
 
 
-# -- when -------------------------------------------------------------------------------------------------------------
-
-
-def test_the_marks_are_three_different_steps_about_the_end():
-    assert deciding_marks(100) == (80, 90, 100)
-    assert (deciding_marks(1), deciding_marks(2), deciding_marks(3)) == ((1,), (1, 2), (1, 2, 3))
-    for steps in range(3, 500):
-        first, second, last = deciding_marks(steps)
-        assert 0 < first < second < last == steps
-        assert first <= 0.8 * steps + 0.5
-
-
 def test_each_schedule_says_when_all_problems_are_asked():
     assert whole_evaluations("every", 10, 4) == (4, 8, 10)
-    assert whole_evaluations("every", 8, 4) == (4, 8)
     assert whole_evaluations("every", 8, 0) == (8,)
     assert whole_evaluations("verdict", 100, 30) == (80, 90, 100)
-    assert part_evaluations("verdict", 100, 30) == (30, 60)  # 90 has all problems
-    assert part_evaluations("every", 100, 30) == part_evaluations("verdict", 100, 0) == ()
+    assert [whole_evaluations("verdict", steps, 0) for steps in (1, 2, 3)] == [(1,), (1, 2), (1, 2, 3)]
     config = parse_dict({"training": {"max_steps": 20, "eval_every": 6}, "evaluation": {"schedule": "verdict"}})
     extents = {step: extent for step in range(1, 21) if (extent := extent_after(config, step))}
     assert extents == {6: "part", 12: "part", 16: "whole", 18: "whole", 20: "whole"}
-    assert extent_after(parse_dict({"evaluation": {"problems": 0}}), 100) is None
-
-
-def test_what_explain_counts_are_the_answers_of_the_schedule():
-    training = {"max_steps": 100, "eval_every": 10, "batch_size": 4, "max_tokens": 50}
-    every = parse_dict({"training": training, "evaluation": {"samples": 4}})
-    verdict = parse_dict({"training": training, "evaluation": {"samples": 4, "schedule": "verdict"}})
-    assert work_of(every).evaluation_completions == 11 * 512
-    work = work_of(verdict)
-    assert work.evaluation_completions == 4 * 512 + 7 * 16
-    assert (work.evaluations, work.parts, work.part) == (3, 7, 16)
 
 
 TWO = '[campaign]\nmax_steps = 100\nprimary_metric = "last3"\n[[campaign.conditions]]\nadvantage_mode = "grpo"\n'
@@ -94,11 +62,9 @@ TWO += 'transform_mode = "none"\n'
 @pytest.mark.parametrize(("sets", "said"), [
     ([], r'after 100 of 100 steps: \[evaluation\] schedule = "verdict", or eval_every = 10'),
     (["training.eval_every=50"], "there are those after 50 and 100 of 100 steps"),
-    (["evaluation.problems=0"], "needs held-out problems"),
     (["campaign.max_steps=2", "evaluation.schedule=verdict"], "there are fewer steps: max_steps = 2"),
     (["campaign.primary_metric=last3:entropy"], 'a number of training, whose final value .* = "final:entropy"'),
     (["campaign.primary_metric=last3:pass@4", "evaluation.schedule=verdict"], "needs 4 samples"),
-    (["campaign.primary_metric=last3:eval/x/pass@1", "evaluation.schedule=verdict"], "eval/heldout/pass@1"),
     (["campaign.primary_metric=auc", "evaluation.schedule=verdict"], 'asks only a part .* = "last3", or schedule = '),
     (["campaign.primary_metric=final", "evaluation.schedule=verdict", "evaluation.problems=0"], "has no effect with"),
 ])  # fmt: skip
@@ -108,21 +74,18 @@ def test_what_cannot_be_measured_is_refused_with_the_line_to_type(tmp_path, sets
         load(tmp_path / "f.toml", sets)
 
 
-# -- a campaign that is trained ---------------------------------------------------------------------------------------
-
-
 def test_few_evaluations_have_all_problems_and_the_others_a_name_of_their_own(trained):
     run = trained / "runs/grpo+none_s1"
     rows = read_jsonl(run / "evals.jsonl")
     seen = [(row["step"], row["name"], row["samples"], row[f"eval/{row['name']}/problems"]) for row in rows]
     whole = [(step, "heldout", 2, 17) for step in MARKS]
     assert seen == [(0, "heldout", 2, 17), (3, PART, 1, 3), (6, PART, 1, 3), *whole]
-    assert [key for row in rows for key in row if f"eval/{row['name']}/" not in key and key.startswith("eval/")] == []
     steps = read_jsonl(run / "metrics.jsonl")
     assert [row["eval/heldout/step"] for row in steps] == [0, *[None] * 6, 8, 9, 10]
     assert [row[f"eval/{PART}/step"] for row in steps] == [None, None, 3, None, None, 6, *[None] * 4]
-    assert len({tuple(sorted(row)) for row in steps}) == 1
     assert (run / f"eval_{PART}_iteration_000003_logtree.json").is_file()
+    report = CliRunner().invoke(app, ["status", "--plain", str(trained)]).output
+    assert f"{PART} now" in report.splitlines()[0]
 
 
 def test_the_answer_to_a_problem_of_the_part_is_the_first_of_the_whole_set(trained, model, tmp_path):
@@ -140,26 +103,16 @@ def test_the_last_three_decide(trained):
     comparison = read_json(trained / "comparison.json")
     assert (comparison["metric"], comparison["summary"]) == (METRIC, "last3")
     rows = [row for row in read_jsonl(trained / "runs/grpo+none_s2/evals.jsonl") if row["step"] in MARKS]
-    mean = sum(row[METRIC] for row in rows) / 3
-    assert comparison["conditions"][0]["after_values"][1] == pytest.approx(mean)
+    assert comparison["conditions"][0]["after_values"][1] == pytest.approx(sum(row[METRIC] for row in rows) / 3)
     assert {each["summary"] for each in comparison["secondary"]} == {"final"}  # no area under parts of the problems
-    assert not any("part" in each["metric"] for each in comparison["secondary"])
-    assert not any("last3" in note for note in comparison["warnings"])
     with pytest.raises(UsageError, match="--metric last3"):
         compare_directories([trained], metric="auc")
     with pytest.raises(UsageError, match="--metric entropy"):
         compare_directories([trained], metric="last3:entropy")
-    assert compare_directories([trained], metric="auc:mean_reward")["summary"] == "auc"
     output = CliRunner().invoke(app, ["compare", str(trained)]).output
     assert "by condition, mean of the last three evaluations" in output
-
-
-def test_the_report_and_the_status_tell_parts_from_the_rest(trained):
     page = write_report(trained, None).read_text()
-    assert "Held-out accuracy, mean of the last three evaluations" in page
     assert page.count("of a part of the problems</title>") == 2 * 2  # two steps of two conditions
-    report = CliRunner().invoke(app, ["status", "--plain", str(trained)]).output
-    assert f"{PART} now" in report.splitlines()[0]
 
 
 @pytest.mark.parametrize("stop", [(PART, 3), ("heldout", 9)])
@@ -168,13 +121,10 @@ def test_killed_between_evaluations_all_rows_are_those_of_a_whole_run(trained, m
     assert launch(toy(tmp_path, model), out, Messages(stop)).exit_status == 130
     assert resume(out, NullObserver()).exit_status == 0
     for run in sorted((trained / "runs").iterdir()):
-        assert timeless(out / "runs" / run.name / "evals.jsonl") == timeless(run / "evals.jsonl")
+        again = out / "runs" / run.name
+        assert timeless(again / "evals.jsonl") == timeless(run / "evals.jsonl")
         name = "emergence/evaluations.jsonl"
-        assert (out / "runs" / run.name / name).read_text() == (run / name).read_text()
-    assert (
-        read_json(out / "comparison.json")["conditions"][0]["after_values"]
-        == (read_json(trained / "comparison.json")["conditions"][0]["after_values"])
-    )
+        assert (again / name).read_text() == (run / name).read_text()
 
 
 def test_more_steps_move_the_marks_and_only_the_new_ones_decide(trained, model, tmp_path):
@@ -194,9 +144,6 @@ def test_more_steps_move_the_marks_and_only_the_new_ones_decide(trained, model, 
     assert runs[0].value(Measure("last3")) == runs[1].value(Measure("last3")) is not None
 
 
-# -- the mean of the last three ---------------------------------------------------------------------------------------
-
-
 def row(step: int, value: float | None) -> dict:
     return {"step": step, "name": "heldout", "samples": 2, METRIC: value, "eval/heldout/problems": 50}
 
@@ -211,67 +158,14 @@ CURVE = {0: 0.1, 25: 0.2, 50: 0.3, 75: 0.4, 80: 0.5, 90: 0.7, 100: 0.9}
 
 
 def test_last3_is_the_mean_over_the_evaluations_that_the_schedule_has():
-    measure = Measure.parse("last3")
+    measure, verdict = Measure.parse("last3"), run_of(CURVE, "verdict", 100, 0)
     assert measure == Measure("last3", METRIC)
     assert Measure.parse("last3:pass@4").name == "last3:eval/heldout/pass@4"
-    assert Measure.parse("last3:eval/math/correct_rate").held_out == "math"
-    assert run_of(CURVE, "verdict", 100, 0).value(measure) == pytest.approx(0.7)
+    assert verdict.value(measure) == pytest.approx(0.7)
     assert run_of(CURVE, "every", 100, 25).value(measure) == pytest.approx((0.3 + 0.4 + 0.9) / 3)
     assert run_of(CURVE, "every", 100, 50).value(measure) is None  # two evaluations
     assert run_of(CURVE | {90: None}, "verdict", 100, 0).value(measure) is None  # one could not be graded
     assert run_of(CURVE, "verdict", 50, 0).value(measure) is None  # those of another schedule
-    assert run_of(CURVE, "verdict", 100, 0).value(Measure()) == 0.9
-    assert run_of(CURVE, "verdict", 100, 0).value(Measure("auc")) is None
-    assert run_of(CURVE, "every", 100, 25).value(Measure("auc")) is not None
-    undone = replace(run_of(CURVE, "verdict", 100, 0), state="interrupted")
-    assert undone.result(measure) is None
-    assert run_of(CURVE, "verdict", 100, 0).resolution(measure) == pytest.approx(1 / 100 / 3**0.5)
-    assert run_of(CURVE, "verdict", 100, 0).resolution(Measure()) == pytest.approx(1 / 100)
-
-
-def test_runs_with_other_evaluations_are_told():
-    same = [run_of(CURVE, "verdict", 100, 0, label) for label in "ab"]
-    assert compare_runs(same, ["a", "b"], metric="last3")["warnings"] == compare_runs(same, ["a", "b"])["warnings"]
-    mixed = [same[0], run_of(CURVE, "every", 100, 25, "b")]
-    (told,) = [note for note in compare_runs(mixed, ["a", "b"], metric="last3")["warnings"] if "last3" in note]
-    assert "80, 90 and 100 or 50, 75 and 100 steps" in told
-    early = [run_of(CURVE, "every", 100, 25, label) for label in "ab"]
-    (told,) = [note for note in compare_runs(early, ["a", "b"], metric="last3")["warnings"] if "last3" in note]
-    assert "not of the end of training alone" in told
-
-
-def test_final_last3_and_auc_stand_beside_each_other(tmp_path):
-    folder = verdicts(tmp_path, {"a": BASE, "b": [value + 0.03 for value in BASE]})
-    with pytest.raises(UsageError, match="no run has three evaluations after the start"):
-        compare_directories([folder], metric="last3")
-    for path in folder.glob("runs/*/evals.jsonl"):
-        value = read_jsonl(path)[-1][METRIC]
-        path.write_text("")
-        config = read_json(path.parent / "config.json")
-        write_json(path.parent / "config.json", config | {"training": config["training"] | {"eval_every": 5}})
-        with path.open("w") as file:
-            file.writelines(
-                f'{{"step": {step}, "name": "heldout", "samples": 2, "{METRIC}": {at}, "eval/heldout/problems": 50}}\n'
-                for step, at in ((0, 0.5), (5, 0.5), (10, value - 0.02), (15, value - 0.01), (20, value))
-            )
-    report = compare_directories([folder])
-    assert [each["summary"] for each in report["secondary"]] == ["auc", "last3"]
-    assert report["secondary"][1]["conditions"][1]["difference"] == pytest.approx(0.03)
-    decided = compare_directories([folder], metric="last3")
-    assert decided["conditions"][0]["after_values"] == pytest.approx([value - 0.01 for value in BASE])
-    assert [each["summary"] for each in decided["secondary"]] == ["final", "auc"]
-    assert decided["standing"] == "exploratory"
-    output = CliRunner().invoke(app, ["compare", str(folder)]).output
-    assert "last3 correct_rate" in output
-
-
-def test_the_sets_of_a_file_decide_by_their_last_three(tmp_path):
-    text = (
-        TWO + '[evaluation]\nschedule = "verdict"\n[[evaluation.sets]]\nname = "a"\n[[evaluation.sets]]\nname = "b"\n'
-    )
-    config = parse_dict(tomllib.loads(text.replace('"last3"', '"last3:eval/b/correct_rate"')))
-    assert config.decisive is not None
-    assert config.decisive.name == "b"
-    assert [each.recorded_name for each in config.evaluated] == ["a", "b"]
-    told = parse_dict(tomllib.loads(text.replace("[evaluation]", "[training]\neval_every = 9\n[evaluation]")))
-    assert [each.recorded_name for each in told.evaluated] == ["a", "b", "a~part", "b~part"]
+    assert (verdict.value(Measure()), verdict.value(Measure("auc"))) == (0.9, None)
+    assert replace(verdict, state="interrupted").result(measure) is None
+    assert verdict.resolution(measure) == pytest.approx(1 / 100 / 3**0.5)

@@ -1,27 +1,19 @@
-"""[campaign] vary: what seeds differ in, each source of noise alone, and its spread."""
-
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from scipy.stats import chi2
 from toycampaign import campaign
-from toymodels import campaign_head
 
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.controller import execute
 from retrain.config import load
-from retrain.errors import ConfigError
 from retrain.files import read_json, read_jsonl
 from retrain.record.observer import NullObserver
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "scripts"))
-from noise import Spread, spread_of, table  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +30,6 @@ def made(model, world) -> dict[str, Path]:
     return found
 
 
-def first_runs(directory: Path) -> list[Path]:
-    """The runs of the first condition, by seed."""
-    runs = read_json(directory / "manifest.json")["runs"]
-    return [directory / run["path"] for run in runs if run["label"] == runs[0]["label"]]
-
-
 def drawn(run: Path) -> tuple[list, list]:
     """The problems of the first step, and the answers to them."""
     rows = [row for row in read_jsonl(run / "emergence/generations.jsonl") if row["step"] == 0]
@@ -55,7 +41,7 @@ def drawn(run: Path) -> tuple[list, list]:
     [("all", True, True), ("init", True, False), ("data", False, True), ("sampling", False, False)],
 )
 def test_seeds_differ_in_what_is_named_and_in_nothing_else(made, vary, other_init, other_problems):
-    one, two = first_runs(made[vary])
+    one, two = (made[vary] / "runs" / f"grpo+none_s{seed}" for seed in (1, 2))
     initial = [read_json(run / "config.json")["initial_adapter"] for run in (one, two)]
     assert (initial[0] != initial[1]) is other_init
     (problems, answers), (other, others) = drawn(one), drawn(two)
@@ -66,39 +52,10 @@ def test_seeds_differ_in_what_is_named_and_in_nothing_else(made, vary, other_ini
     assert ends[0] != ends[1]
 
 
-def test_what_does_not_vary_has_a_stream_that_no_seed_changes(tmp_path):
-    """A campaign with other seeds has the same problems in the same order."""
-    path = tmp_path / "some.toml"
-    path.write_text(campaign_head(("grpo", "none"), seeds=[1], max_steps=1))
-    config = load(path, ["campaign.vary=init"]).config
-    assert config.stream("init") == (0, config.training.seed)
-    assert config.stream("data") == config.stream("sampling") == (0, "every seed")
-    assert {load(path).config.stream(use) for use in ("init", "data", "sampling")} == {(0, config.training.seed)}
-    with pytest.raises(ConfigError, match=r'campaign.vary.*"init"'):
-        load(path, ["campaign.vary=seed"])
-
-
-def test_the_spread_within_conditions():
-    values = [[0.5, 0.6, 0.7], [0.1, 0.1, 0.4, 0.2], []]
-    found = spread_of("init", values)
-    total = sum((x - 0.6) ** 2 for x in values[0]) + sum((x - 0.2) ** 2 for x in values[1])
-    assert found.freedom == 5
-    assert found.sd == pytest.approx(math.sqrt(total / 5))
-    assert found.low == pytest.approx(math.sqrt(total / chi2.ppf(0.975, 5)))
-    assert found.low < found.sd < found.high
-    assert table([Spread("all", 0.04, 0.03, 0.06, 9), Spread("init", 0.02, 0.01, 0.03, 9)])[2].split()[-1] == "0.25"
-    with pytest.raises(ValueError, match="two finished runs"):
-        spread_of("all", [[0.5], []])
-
-
 def test_the_script_reads_directories(made, tmp_path):
-    def run(*names: Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, str(ROOT / "scripts/noise.py"), *map(str, names)], capture_output=True, text=True
-        )
-
-    done = run(*made.values())
+    command = [sys.executable, str(ROOT / "scripts/noise.py")]
+    done = subprocess.run([*command, *map(str, made.values())], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["varies", "all", "init", "data", "sampling"]
-    nothing = run(tmp_path)
+    nothing = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
     assert (nothing.returncode, "is no directory of a campaign" in nothing.stderr) == (2, True)

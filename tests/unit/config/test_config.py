@@ -1,27 +1,24 @@
-"""The loader: what it accepts, what it says about everything else, and that it never says anything but that."""
-
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import random
 import tomllib
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
-from fuzz_config import one_change
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
 
 from retrain.campaign.planning.plan import plan
 from retrain.config import Config, configuration_markdown, json_schema, load, parse_dict
+from retrain.config.describe import document
 from retrain.config.legacy import REPLACED
-from retrain.config.root import keys, sections
+from retrain.config.root import keys, sections, value_at
 from retrain.config.rules import sepa_rules
 from retrain.errors import ConfigError, UsageError
-from retrain.maths.schedules import SepaSchedule, sepa_lambda, sepa_observe, sepa_start
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,19 +36,11 @@ def good(text: str) -> Config:
     return parse_dict(tomllib.loads(text))
 
 
-# -- what is accepted -------------------------------------------------------------------------------------------
-
-
-def test_the_defaults_hold_and_are_those_of_the_issue():
-    config = parse_dict({})
-    assert config == Config()
-    assert (config.training.temperature, config.training.top_p, config.training.lr) == (1.0, 1.0, 1e-4)
-    assert (config.lora.alpha, config.lora.target_modules, config.lora.dropout) == (32, "all-linear", 0)
-    assert config.training.clip_range == (0.2, 0.2)
+def test_defaults():
+    assert parse_dict({}) == Config()
+    assert Config().training.clip_range == (0.2, 0.2)
     assert good("[training]\nclip_eps_high = 0.28").training.clip_range == (0.2, 0.28)
-    assert config.data.shuffle
-    assert not config.is_campaign
-    assert len(config.campaign.seeds) == 8
+    assert not Config().is_campaign
 
 
 def test_forms_of_other_files(tmp_path):
@@ -61,205 +50,99 @@ def test_forms_of_other_files(tmp_path):
     assert load(file).config.data.system_prompt == "naïve ☃"
     config = good(
         '[training]\nclip_eps = 0.0\nclip_eps_high = 0.0\nmax_examples = 0\n[inference]\nengine = "pytorch"\nurl = ""\n'
-        '[squeeze]\ncompress_to = 0\ntarget_ranks = []\noutput_path = ""\n[environment]\nprovider = ""\n'
-        "max_turns = -1\n"
+        '[squeeze]\ntarget_ranks = []\n[environment]\nprovider = ""\nmax_turns = -1\n'
         "[logging]\nwandb_project = ''\nwandb_tags = 'a,b'\nstrategic_grams = '[\"let me see\", \"so\"]'\n"
-        '[reward]\njudge_model = ""\n[backpressure]\nenabled = false\nwarmup_steps = 10\n'
     )
     assert config.training.clip_range == (1.0, math.inf)
-    assert config.training.clip_eps_high is None
-    assert config.training.max_examples is None
+    assert config.training.clip_eps_high is config.training.max_examples is config.squeeze.target_ranks is None
     assert config.inference.engine == "local"
-    assert config.squeeze.target_ranks is None
     assert config.logging.wandb_project is None
     assert config.logging.wandb_tags == ["a", "b"]
     assert config.logging.strategic_grams == ["let me see", "so"]
     assert good("[logging]\nstrategic_grams = 'let me see, so'").logging.strategic_grams == ["let me see", "so"]
-    assert good("[logging]\nstrategic_grams = ''").logging.strategic_grams is None
-    assert good("[backpressure]\nenabled = true").backpressure.target == "concurrency"
-
-
-def test_a_campaign_file_of_the_kind_people_have(tmp_path):
-    file = tmp_path / "legacy.toml"
-    file.write_text(
-        "[campaign]\nseeds = [42, 101]\nmax_steps = 200\n"
-        '[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n'
-        '[[campaign.conditions]]\nadvantage_mode = "maxrl"\ntransform_mode = "gtpo_sepa"\n'
-        "sepa_steps = 150\ngtpo_beta = 0.2\nlr = 1e-5\n"
-        '[model]\nmodel = "Qwen/Qwen3-4B-Instruct-2507"\nlora_rank = 32\n[lora]\nalpha = 0\ndropout = 0.0\n'
-        "[optimizer]\nbeta1 = 0.9\n[training]\nseed = -1\ntemperature = 0.7\nlr = 4e-5\n"
-        '[sepa]\nsteps = 150\nschedule = "linear"\ndelay_steps = 50\ncorrect_rate_gate = 0.1\n'
-        '[inference]\nengine = "pytorch"\n[backend]\nbackend = "local"\nadapter_path = "adapters/campaign"\n'
-        '[reward]\ntype = "match"\ncustom_function = "score"\n[logging]\nwandb_project = "sepa-pilot"\n'
-    )
-    specs = plan(load(file))
-    assert [spec.run_id for spec in specs[:2]] == [
-        "grpo+none_s42",
-        "maxrl+gtpo_sepa~gtpo.beta=0.2~lr=1e-05~sepa.steps=150_s42",
-    ]
-    assert specs[1].config.lora.alpha == 64
-    assert specs[1].config.training.max_steps == 200
 
 
 def test_files_are_found_beside_the_toml(tmp_path, monkeypatch):
     folder = tmp_path / "study"
-    folder.mkdir()
-    (folder / "p.jsonl").write_text("")
-    (folder / "mine.py").write_text("")
+    for name in ("set", "gsm8k"):
+        (folder / name).mkdir(parents=True)
+    for name in ("p.jsonl", "mine.py"):
+        (folder / name).write_text("")
     file = folder / "f.toml"
-    file.write_text('[data]\nsource = "p.jsonl"\n[reward]\ntype = "custom"\ncustom_module = "mine"\n')
+    file.write_text('[reward]\ntype = "custom"\ncustom_module = "mine"\n')
     monkeypatch.chdir(tmp_path)
     loaded = load(file)
-    assert loaded.config.data.source == str(folder / "p.jsonl")
     assert loaded.config.reward.custom_module == str(folder / "mine.py")
     assert loaded.warnings == []
-    (folder / "set").mkdir()
-    (folder / "gsm8k").mkdir()
-    for source, meant in (("set", str(folder / "set")), ("./set", str(folder / "set")), ("gsm8k", "gsm8k")):
-        file.write_text(f'[data]\nsource = "{source}"\n')
-        assert load(file).config.data.source == meant
-    file.write_text('[data]\nsource = "openai/gsm8k"\nsubset = "main"\n')
-    assert load(file).config.data.source == "openai/gsm8k"
-
-
-# -- what is not ------------------------------------------------------------------------------------------------
+    for source, name in (("p.jsonl", "p.jsonl"), ("set", "set"), ("./set", "set")):
+        assert load(file, [f"data.source={source}"]).config.data.source == str(folder / name)
+    for source in ("gsm8k", "openai/gsm8k"):
+        assert load(file, [f"data.source={source}"]).config.data.source == source
 
 
 SINGLE = [
     ('[reward]\ntimeout_s = "10"', "timeout_s = 10"),
-    ('[squeeze]\nenabled = "false"', "enabled = false"),
     ("[training]\nmax_steps = true", "is true, a boolean, but must be an integer ≥ 1: max_steps = 100"),
-    ("[training]\nmax_steps = 8.0", "must be an integer ≥ 1: max_steps = 8"),
-    ("[hicra]\nalpha = 1.0\n[algorithm]\ntransform_mode = 'gtpo_hicra'", "must be a number ≥ 0 and < 1"),
-    ("[training]\ntop_p = 0", "must be a number > 0 and ≤ 1: top_p = 1.0"),
-    ("[training]\ntop_k = 5000", "must be an integer ≥ 0 and ≤ 1024"),
     ("[training]\ntop_k = 1", "a group of equals teaches nothing: top_k = 20"),
     ("[evaluation]\ntemperature = 0\ntop_p = 0.9", "has no effect at temperature 0, which is greedy: remove the line"),
-    ('[training]\nupdate_dtype = "float16"', 'but must be one of "model", "bfloat16"'),
-    ('[training]\nupdate_dtype = "bfloat16"\n[inference]\ndtype = "bfloat16"', "has no effect over a base in bfloat16"),
-    ('[training]\nupdate_dtype = "bfloat16"\n[backend]\nbackend = "own:Own"', "decides itself what it computes in"),
     ("[training]\ngroup_size = 1", "group_size = 8"),
     ("[training]\nclip_eps = 0\nclip_eps_high = 0.3", "clip_eps = 0 switches clipping off"),
-    ("[training]\nlearning_rate = 0.1", "lr = 0.1"),
-    ("[zzz]", "the sections are [campaign], [ray]"),
     ("lr = 1e-4", "stands outside a section: put it under [training]"),
     ("training = 3", "must be a table: [training]"),
     ('model = "Qwen/Qwen3-8B"', '[model] and below it model = "Qwen/Qwen3-8B"'),
-    ("[[training]]\nlr = 1e-4", "there is one [training]"),
-    ('[algorithm]\nadvantage_mode = "maxlr"', 'did you mean advantage_mode = "maxrl"'),
-    ('[algorithm]\nadvantage_mode = "gae"\ntransform_mode = "gtpo_paper"', 'transform_mode = "none"'),
     ('[algorithm]\nadvantage_mode = "gae"\nkl_in_reward = "k1"', "with kl_coef = 0"),
     ('[algorithm]\nadvantage_mode = "gae"\nturn_credit = "turn"\n[environment]\ntools = ["calculator"]',
      'turn_credit = "episode"'),
     ('[algorithm]\nadvantage_mode = "gae"\n[backend]\nbackend = "my:own"', 'advantage_mode = "grpo"'),
-    ('[algorithm]\nadvantage_mode = "gae"\n[critic]\nwarmup_steps = 100', "the policy would never train"),
-    ('[algorithm]\nadvantage_mode = "gae"\ndiscard_group_zero_advantage = false', "every completion with a reward"),
-    ('[algorithm]\nadvantage_mode = "gae"\n[critic]\ncliprange_value = 0.1', "num_iterations = 4"),
-    ('[training]\nminibatches = 2\nminibatch_by = "sequence"\ngroup_size = 1\n[algorithm]\nadvantage_mode = "gae"',
-     "has no effect with groups of one"),
-    ('[algorithm]\nadvantage_mode = "gae"\n[critic]\nlam = 0.9\nlam_policy = 0.9\nlam_value = 1.0', "has no effect"),
-    ("[critic]\nlam = 0.9", 'has no effect with advantage_mode = "grpo"'),
-    ('[algorithm]\nkl_coef = 0.1\nkl_in_reward = "k1"', 'has no effect with advantage_mode = "grpo"'),
     ("[training]\nminibatches = 9", "more than the batch_size = 8 that would be split"),
-    ("[training]\nminibatch_by = 'sequence'", "has no effect with one minibatch"),
     ("[training]\ntarget_kl = 0.1", "has no effect with one pass over a batch"),
-    ('[training]\nnum_iterations = 2\n[backend]\nbackend = "my:own"', "updates as often as it likes"),
     ('[training]\nclip_eps = 0.1\n[algorithm]\nloss = "my_module:loss"', 'has no effect with loss = "my_module:loss"'),
-    ('[algorithm]\nloss_normalizer = "my_module:own"', "code of your own cannot be named here"),
     ('[algorithm]\ntransform_mode = "my_module.transform"', 'transform_mode = "my_module:transform"'),
-    ('[algorithm]\nadvantage_mode = "code/mine.py:own"', 'must be a "module:function" of your own, or one of "grpo"'),
-    ("[gtpo]\nbeta = 0.2\n[algorithm]\ntransform_mode = 'my:own'", 'no effect with transform_mode = "my:own"'),
-    ('[algorithm]\ntransform_mode = "gtpo_sepa_amp"', 'transform_mode = "gtpo_sepa"'),
     ('[data]\nsource = "my.tsv"', 'source = "my.jsonl", made with one {"prompt": "…", "answer": "…"} per line'),
-    ("[sepa]\nema_decay = 0.9\n[algorithm]\ntransform_mode = 'gtpo_sepa'", 'no effect with schedule = "linear"'),
     ("[algorithm]\ndual_clip = 3.0\nloss = 'cispo'", 'no effect with loss = "cispo": remove the line, or loss = "ppo"'),
-    ("[training]\nclip_eps = 0.3\n[algorithm]\nicepop_band = [0.5, 5]", "no effect with icepop_band = [0.5, 5.0]"),
     ('[algorithm]\ncorrection = "tis"\nloss = "dppo"', 'beside loss = "dppo": both weigh by the same ratio'),
     ("[training]\nmax_off_policy_steps = 1", 'loss = "dppo", "vespo" or "m2po", or correction = "none"'),
-    ('[algorithm]\nloss = "vespo"\nvespo_positive = [1, -1]', "must be [power, decay], both 0 or more"),
-    ('[algorithm]\nloss = "sapo"\nsapo_tau_positive = 2.0\ntis_cap = 2.0', "no effect with tis_cap = 2.0"),
-    ('[algorithm]\ncorrection = "icepop"\nrejection_limit = 0.1', 'no effect with rejection = "none"'),
     ('[algorithm]\nrejection_denominator = "kept"', 'is "kept", and nothing is ever rejected: remove the line'),
-    (
-        "[training]\nmax_off_policy_steps = 1\n[algorithm]\ncorrection = 'tis'\n[inference]\nengine = 'vllm'\n"
-        "url = 'http://a:1'\nswap = 'in_flight'",
-        "every episode has one turn: swap = \"between\"",
-    ),
-    ("[inference]\nengine = 'vllm'\nurl = 'http://a:1'\nswap = 'in_flight'", "no rollout is behind"),
-    (
-        '[training]\nmax_off_policy_steps = 1\n[algorithm]\ncorrection = "none"\n[backend]\nbackend = "my:own"',
-        "the one version of its weights: max_off_policy_steps = 0",
-    ),
-    ("[algorithm]\nicepop_band = [2.0, 0.5]", "with 0 ≤ alpha ≤ 1 ≤ beta: [0.5, 5.0] or the like"),
+    ('[training]\nmax_off_policy_steps = 1\n[algorithm]\ncorrection = "none"\n[backend]\nbackend = "my:own"',
+     "the one version of its weights: max_off_policy_steps = 0"),
     ("[sepa]\nsteps = 0\n[algorithm]\ntransform_mode = 'gtpo_sepa'", "without a ramp"),
     ('[inference]\nengine = "mlx"', 'engine = "vllm"'),
     ('[inference]\nengine = "vllm"', 'url = "http://127.0.0.1:8000", or launch = "vllm serve {model} --enable-lora"'),
-    ('[inference]\nengine = "vllm"\nurl = "http://a"\nlaunch = "b"', "remove one of the two"),
     ('[inference]\nengine = "vllm"\nurl = "gpu1:8000"', 'url = "http://gpu1:8000"'),
-    ('[inference]\nengine = "vllm"\nurl = "http://a"\nlaunch_gpus = "1"', "has no effect without launch"),
-    ('[inference]\nengine = "sglang"\nurl = "http://a"\nsleep = true', 'has no effect with engine = "sglang"'),
     ('[inference]\nengine = "vllm"\nurl = "http://a"\n[training]\ntop_p = 0.9', "which tokens were left"),
     ('[inference]\nengine = "vllm"\nurl = "http://a"\n[backpressure]\nenabled = true', "max_in_flight = 64"),
-    (
-        '[inference]\nengine = "vllm"\nurl = "http://a"\n[algorithm]\ntransform_mode = "gtpo"\n'
-        'uncertainty_kind = "shannon_entropy"',
-        "needs full-vocabulary entropies, and servers do not give them",
-    ),
-    (
-        '[inference]\nengine = "vllm"\nurl = "http://a"\n[backend]\nbackend = "mine:Backend"',
-        'backend = "mine:Backend" samples itself',
-    ),
+    ('[inference]\nengine = "vllm"\nurl = "http://a"\n[backend]\nbackend = "mine:Backend"', "samples itself"),
     ('[backend]\nbackend = "tinker"', 'backend = "local"'),
     ('[backend]\ndevices = "cuda:0"', 'a GPU such as "gpu:0" or a range of them such as "gpu:0-7"'),
     ('[planning]\ndetector = "semantic"', "planning tokens are no longer found by sentence embeddings: "),
     ('[environment]\nprovider = "textarena"', 'which is no longer built in: provider = "module:Class" of your own'),
-    ('[data]\nsource = "math"\nsubset = "algebra"', 'data.subset  has no effect with source = "math"'),
     ('[data]\nprompt_template = "Solve:"', 'prompt_template = "{prompt}"'),
-    ('[data]\nlevels = ["esy"]', 'is ["esy"], but must be a list of one of "easy"'),
-    ('[reward]\njudge_model = "m"', 'has no effect with type = "match"'),
     ('[[reward.components]]\ntype = "math"', 'type = "weighted"'),
     ('[reward]\ntype = "weighted"\ncomponents = [{ type = "math" }, { type = "math" }]', 'name = "math_2"'),
     ('[reward]\ntype = "weighted"\ncomponents = [{ type = "math", wieght = 2 }]',
      "[[reward.components]]: did you mean weight = 2"),
     ('[reward]\ntype = "weighted"\ncomponents = [{ type = "rubric", criteria = [{ name = "a", text = "b", wt = 2 }] }]',
      "reward.components[1].criteria[1].wt  is not a key of [[reward.components.criteria]]: its keys are name, text"),
-    ('[audit]\ntype = "rubric"\ncriteria = [{ name = "a", text = "b", wieght = 2 }]',
-     "audit.criteria[1].wieght  is not a key of [[audit.criteria]]: did you mean weight = 2"),
     ('[reward]\ntype = "weighted"\ncomponents = [{ type = "math", weight = 2 }]\n[algorithm]\nadvantage_mode = "maxrl"',
      "outside [0, 1]"),
-    ('[environment]\nid = "x"', "has no effect without a provider"),
-    ("[environment]\nargs = { size = 3 }", 'provider = "reasoning_gym"'),
     ("[environment]\nmax_turns = 4", 'tools = ["calculator"]'),
     ("[environment]\nauto_install = true", "nothing is installed unasked"),
     ('[environment]\nprovider = "openenv"\ntools = ["calculator"]', "brings its own tools"),
     ('[algorithm]\nturn_credit = "turn"', 'turn_credit = "episode"'),
-    ('[environment]\ntools = ["calculator"]\n[algorithm]\nturn_discount = 0.5', 'turn_credit = "turn"'),
     ('[environment]\ntools = ["calculator"]\n[algorithm]\nturn_credit = "turn"\ntransform_mode = "gtpo_paper"',
      "makes its own"),
     ('[backpressure]\ntarget = "batch_size"', 'target = "concurrency"'),
-    ("[backpressure]\nmin_batch_size = 9\nmax_batch_size = 8", "above max_batch_size = 8"),
-    ("[training]\ndynamic_sampling = 9\ngroup_size = 1\n[algorithm]\nadvantage_mode = 'mine:own'",
-     "training.dynamic_sampling  has only groups of one answer to choose from"),
     ("[training]\ndynamic_sampling = 9\n[algorithm]\nadvantage_mode = 'gae'",
      "drops groups from which a critic learns"),
-    ("[training]\ndynamic_sampling = 9\n[environment]\ntools = ['calculator']\n[algorithm]\nturn_credit = 'turn'",
-     'judges whole episodes, and turn_credit = "turn" compares their turns: turn_credit = "episode"'),
     ("[squeeze]\ncompress_to = 64", "above lora_rank = 32"),
     ("[optimizer]\nwarmup_steps = 100", "the warm-up never ends"),
     ("[evaluation]\nsamples = 4\ntemperature = 0", "all samples of a problem are the same"),
     ('[logging]\nreport_to = "wanbd"', "wandb"),
     ('[logging]\nreport_to = ["none", "wandb"]', 'has "none" beside others'),
     ('[logging]\nreport_to = "wandb"\nlogging_dir = "tb"', 'report_to = ["wandb", "tensorboard"]'),
-    ("[reward]\nmetrics_ranges = { steps = { min = 2, max = 1 } }", "a min that is not below its max"),
     ("[logging]\nstrategic_grams = '[1, 2'", "no JSON list"),
     ("[plugins]\nstrict = true", "custom_module"),
-    ('[reward]\ntype = "judge"\njudge_model = "m"\nstrict = false', 'has no effect with type = "judge": remove'),
-    ('[model]\nmodel = ""', "a string that is not empty"),
-    ("[campaign]\nseeds = []", "is an empty list, but must be a list of integers ≥ 0, at least one: seeds = [1, 2"),
-    ("[training]\nseed = 9223372036854775808", "must be an integer ≥ 0 and ≤ 9223372036854775807: seed = 0"),
-    ("[training]\nbatch_size = 3000000000", "must be an integer ≥ 1 and ≤ 2147483647: batch_size = "),
     ('[backend]\nbackend = "my:Own"\noptions = { a = 1, layers = [1, 2] }', "has layers = [1, 2], a list, but its "),
-    ("[logging]\nrollouts_every = 0\nnum_groups_to_log = 2", "has no effect with rollouts_every = 0"),
     ('[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\nbackend = {}',
      "conditions[1].backend  has no effect: the table is empty"),
 ]  # fmt: skip
@@ -285,7 +168,6 @@ SYNTAX = [
     ("[data]\nsource = gsm8k", "f.toml:2", 'source = "gsm8k"'),
     ("[squeeze]\nenabled = False", "f.toml:2", "enabled = false"),
     ("[a.b]\nc = 1\n[a]\nb.d = 2\n", "f.toml:4", "cannot redefine namespace a.b at"),
-    ("w = {a = 1}\n[w.'k']", "f.toml:2", "cannot declare w.k twice at"),
     ('[data]\n\nsource = "gsm8k', "f.toml:3", "strings are in quotes"),
     ("a = [1,\n2", "f.toml:2", "end of the file"),
     ("x = " + "9" * 5000, "f.toml:1", "is not TOML"),
@@ -295,10 +177,8 @@ SYNTAX = [
 
 REPEATS = [
     ("[training]\nlr = 1\nlr = 2", "f.toml:3  training.lr  is written twice, first in line 2: keep one of them"),
-    ("[training]\nlr = 1\nlr = \"\"\"\n2\"\"\"\n", "f.toml:3  training.lr  is written twice, first in line 2: keep"),
     ("[training]\n[model]\n[ training ] # again", "f.toml:3  training  is declared twice, first in line 1: put the "
      "keys of both under one [training]"),
-    ("[training.x]\n[training]\n[training]", "f.toml:3  training  is declared twice, first in line 2"),
     ("training.lr = 1\n[training]", "f.toml:2  training  is declared twice, first in line 1"),
     ("[[reward.components]]\n[[reward.components]]\n[reward.components.x]\n[reward.components.x]\n",
      "f.toml:4  reward.components[2].x  is declared twice, first in line 3: put the keys of both under one [reward"),
@@ -336,56 +216,32 @@ def test_wrong_keys_do_not_hide_wrong_relations_nor_invent_them(tmp_path):
     ]
 
 
-def highest_lambda(steps: int, sepa: dict) -> float:
-    """The largest λ of a run whose first batch opens the gate and whose execution variance falls to nearly nothing."""
-    schedule = SepaSchedule(**{"var_threshold": 0.2, **sepa})
-    state, seen = sepa_start(schedule), []
-    for step in range(steps):
-        seen.append(sepa_lambda(schedule, state, step))
-        state = sepa_observe(schedule, state, step, 1.0, 1.0 if step < schedule.warmup_steps else 1e-9)
-    return max(seen)
-
-
-@pytest.mark.parametrize("steps", [1, 2, 4, 5, 9])
-def test_sepa_without_lambda_is_told_before_it_runs(steps):
-    """That λ stays 0 in every run of this length is told, and else how far it gets; neither stops a first try."""
-    for delay, gate in itertools.product((0, 1, 3), (0.0, 0.1)):
-        sepa = {"steps": 4, "delay_steps": delay, "correct_rate_gate": gate}
-        config = parse_dict({"algorithm": {"transform_mode": "gtpo_sepa"}, "sepa": sepa})
-        config = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": steps})})
-        issues, peak = list(sepa_rules(config)), highest_lambda(steps, sepa)
-        assert [issue.warning for issue in issues] == ([] if peak == 1 else [True])
-        told = "λ is 0 for the whole run" if peak == 0 else f"λ gets to {peak:.2f} at most"
-        assert peak == 1 or told in issues[0].message
-        auto = sepa | {"schedule": "auto", "warmup_steps": 2, "ema_decay": 0.3}
-        config = config.model_copy(update={"sepa": config.sepa.model_copy(update=auto)})
-        flat = any("λ is 0" in issue.message for issue in sepa_rules(config))
-        assert flat == (highest_lambda(steps, auto) == 0 or steps <= delay)
-
-
-def test_direct_construction_is_held_to_the_same_rules():
-    with pytest.raises(ValidationError, match=r"training\.top_k is 1"):
-        Config(training={"top_k": 1})  # type: ignore[arg-type]
-    with pytest.raises(ValidationError, match="frozen"):
-        Config().training.lr = 1.0
-
-
-# -- --set ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("steps", "sepa", "told"), [
+    (1, {}, "λ is 0 for the whole run"),
+    (3, {}, "λ gets to 0.50 at most"),
+    (3, {"correct_rate_gate": 0.1}, "λ gets to 0.25 at most"),
+    (5, {}, ""),
+    (3, {"delay_steps": 3}, "λ is 0 for the whole run"),
+    (2, {"schedule": "auto", "warmup_steps": 2, "delay_steps": 3}, "λ is 0 for the whole run"),
+])  # fmt: skip
+def test_sepa_without_lambda_is_told_before_it_runs(steps, sepa, told):
+    sections = {"training": {"max_steps": steps}, "algorithm": {"transform_mode": "gtpo_sepa"}}
+    config = parse_dict(sections | {"sepa": {"steps": 4, "correct_rate_gate": 0.0} | sepa})
+    issues = list(sepa_rules(config))
+    assert [issue.warning for issue in issues] == [True] * bool(told)
+    assert all(told in issue.message for issue in issues)
 
 
 def test_set_replaces_values_of_every_type(tmp_path):
     file = tmp_path / "f.toml"
     file.write_text("[training]\nlr = 'wrong'\n")
     sets = ["training.lr=3e-4", "data.source=gsm8k", "squeeze.enabled=false", 'model.revision="a=b"',
-            "logging.wandb_tags=a,b", 'lora.target_modules=["q_proj"]', "training.clip_eps_high = 0.3"]  # fmt: skip
+            "logging.wandb_tags=a,b", 'lora.target_modules=["q_proj"]']  # fmt: skip
     config = load(file, sets).config
-    assert config.training.lr == 3e-4
-    assert config.data.source == "gsm8k"
-    assert not config.squeeze.enabled
+    assert (config.training.lr, config.data.source, config.squeeze.enabled) == (3e-4, "gsm8k", False)
     assert config.model.revision == "a=b"
     assert config.logging.wandb_tags == ["a", "b"]
     assert config.lora.target_modules == ["q_proj"]
-    assert config.training.clip_eps_high == 0.3
 
 
 SETS = [
@@ -394,11 +250,8 @@ SETS = [
     ("training.lrr=1", "--set  training.lrr  is not a key of [training]: did you mean lr = 1"),
     ("lr=1e-3", "--set  lr  needs its section: --set training.lr=1e-3"),
     ("training.lr", "--set  training.lr  is not of the form section.key=value: --set training.lr=1e-4"),
-    ("=3", "--set  =3  is not of the form section.key=value"),
-    ("training..lr=3", "is not of the form"),
     ("training=3", "--set  training  is 3, a number, but must be a table"),
     ("training.top_k=1", "--set  training.top_k  is 1: all completions of a prompt"),
-    ("training.lr=1\nx = 2", "a string, but must be a number"),
 ]
 
 
@@ -408,9 +261,6 @@ def test_set_is_validated_like_the_file_and_its_mistakes_come_after(tmp_path):
         assert message in line
     all_lines = lines("[training]\nmax_steps = 0\n", tmp_path, "training.lr=0", "training.seed=-2")
     assert [line.split("  ")[0] for line in all_lines] == ["f.toml:2", "--set", "--set"]
-
-
-# -- what is made from the models -------------------------------------------------------------------------------
 
 
 def test_the_reference_page_is_that_of_the_models():
@@ -424,8 +274,17 @@ def test_the_schema_file_is_that_of_the_models():
     assert stored == json.loads(json.dumps(json_schema())), "type: python -m retrain.config campaigns/schema.json"
 
 
-# -- whatever else people may write -----------------------------------------------------------------------------
-
+SCHEMA = Draft202012Validator(json.loads((ROOT / "campaigns" / "schema.json").read_text(encoding="utf-8")))
+SHIPPED = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "campaigns").glob("*.toml"))]
+ALIASES = {
+    "training.seed": (-1, 0),
+    "training.top_k": (-1, 0),
+    "environment.max_turns": (-1, 1),
+    "environment.args": ("", {}),
+    "inference.engine": ("pytorch", "local"),
+    "inference.url": ("", None),
+}
+"""Values outside the schema, and the values inside that they are read as."""
 names = st.sampled_from([*sections(), *(key.partition(".")[2] for key in keys()), "zzz", "", "a.b", "conditions"])
 scalars = st.one_of(
     st.booleans(),
@@ -433,20 +292,11 @@ scalars = st.one_of(
     st.integers(-(10**25), 10**25),
     st.floats(),
     st.dates(),
-    st.text(max_size=5),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
     st.sampled_from(["grpo", "maxrl", "none", "gtpo_sepa", "auto", "math", "weighted", "linear", "x.jsonl", "a:b"]),
 )
 tables = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4), max_leaves=12
-)
-plausible = st.fixed_dictionaries(
-    {},
-    optional={
-        name: st.fixed_dictionaries(
-            {}, optional={field.alias or key: tables for key, field in section.model_fields.items()}
-        )
-        for name, section in sections().items()
-    },
 )
 conditions = st.lists(
     st.dictionaries(st.sampled_from(["advantage_mode", "transform_mode", "lr", "sepa.steps", "sepa"]), tables),
@@ -455,27 +305,77 @@ conditions = st.lists(
 
 
 def outcome(function, *arguments):
-    """What the function returns, or the ConfigError that it raises; nothing else may come out."""
+    """Return what the function returns, or the mistakes that it raises; no other error may come out."""
     try:
         return function(*arguments)
-    except ConfigError as error:
+    except UsageError as error:
         return error
 
 
-@settings(max_examples=40)
-@given(st.one_of(plausible, st.dictionaries(names, tables, max_size=4)), conditions)
-@example({"campaign": {}}, [{"advantage_mode": "grpo", "transform_mode": "none", "sepa": 3}])
-@example({"reward": {"type": "weighted", "components": [3, {"type": "math"}]}}, [])
-def test_any_data_gives_a_configuration_or_its_mistakes(data, rows):
-    if rows and isinstance(data.get("campaign", {}), dict):
-        data = {**data, "campaign": {**data.get("campaign", {}), "conditions": rows}}
-    config = outcome(parse_dict, data)
-    if isinstance(config, ConfigError):
-        assert config.problems
-        assert all(problem.message and "\n" not in str(problem) for problem in config.problems)
-    else:
-        assert parse_dict(config.to_dict()) == config
-        plan(config)
+def is_allowed(dotted: str, value) -> bool:
+    """Return whether the schema, or an alias of a value inside it, allows the value at this key."""
+    if dotted in ALIASES and (type(value), value) == (type(ALIASES[dotted][0]), ALIASES[dotted][0]):
+        return True
+    section, _, key = dotted.partition(".")
+    definitions = SCHEMA.schema["$defs"]
+    table = definitions[SCHEMA.schema["properties"][section]["$ref"].rpartition("/")[2]]
+    return is_finite(value) and SCHEMA.evolve(schema={**table["properties"][key], "$defs": definitions}).is_valid(value)
+
+
+def is_finite(value) -> bool:
+    if isinstance(value, dict | list):
+        return all(map(is_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+VALUES = [0, 1, 2, 3, 7, 0.5, 1e-300, 1e308, True, False, "", "auto", "cpu", "a:b", [], [1, 2], ["wandb"], {}]
+changes_of_key = st.sampled_from([*keys(), "training.zzz", "zzz.lr"]).flatmap(
+    lambda dotted: st.tuples(
+        st.just(dotted),
+        st.sampled_from([value for value in VALUES if dotted not in keys() or is_allowed(dotted, value)] or [""])
+        | tables,
+    )
+)
+
+
+@settings(max_examples=200)
+@given(
+    st.sampled_from([{}, *SHIPPED]),
+    st.lists(changes_of_key, min_size=1, max_size=3).map(dict),
+    st.just([]) | conditions,
+)
+@example({"campaign": {}}, {}, [{"advantage_mode": "grpo", "transform_mode": "none", "sepa": 3}])
+@example({"reward": {"type": "weighted", "components": [3, {"type": "math"}]}}, {}, [])
+def test_shipped_files_with_changes_are_refused_or_kept_as_the_schema_says(tmp_path_factory, shipped, changes, rows):
+    data = deepcopy(shipped)
+    if rows:
+        data["campaign"] = {**data.get("campaign", {}), "conditions": rows}
+    for dotted, value in changes.items():
+        section, _, key = dotted.partition(".")
+        data.setdefault(section, {})[key] = value
+    file = tmp_path_factory.mktemp("changed") / "f.toml"
+    file.write_text(document(data), encoding="utf-8")
+    refused = {dotted for dotted in changes if dotted in keys() and not is_allowed(dotted, changes[dotted])}
+    refused |= {unknown for dotted, unknown in (("training.zzz",) * 2, ("zzz.lr", "zzz")) if dotted in changes}
+    loaded = outcome(load, file)
+    if isinstance(loaded, UsageError):
+        problems = getattr(loaded, "problems", ())
+        assert not any("\n" in str(problem) for problem in problems)
+        assert refused <= {problem.key.partition("[")[0] for problem in problems}
+        return
+    assert not refused
+    accepted = tomllib.loads(loaded.text)
+    assert is_finite(accepted)
+    for dotted, (alias, value) in ALIASES.items():
+        section, _, key = dotted.partition(".")
+        if accepted.get(section, {}).get(key) == alias:
+            accepted[section][key] = value
+    assert best_match(SCHEMA.iter_errors(accepted)) is None
+    for dotted, value in changes.items():
+        if type(value) in (int, float) and value > 0:
+            assert value_at(loaded.config, dotted) == value
+    assert parse_dict(loaded.config.to_dict()) == loaded.config
+    plan(loaded.config)
 
 
 @settings(max_examples=50)
@@ -486,12 +386,6 @@ def test_any_file_gives_a_configuration_or_its_mistakes(tmp_path_factory, conten
     loaded = outcome(load, file, sets)
     if isinstance(loaded, ConfigError):
         assert all(problem.where == "--set" or problem.where.startswith("f.toml:") for problem in loaded.problems)
-
-
-def test_shipped_files_with_changes_are_refused_or_kept_as_the_schema_says(tmp_path):
-    """The first runs of ``python -m tests.fuzz_config``."""
-    outcomes = {one_change(random.Random(f"0 {number}"), tmp_path / "f.toml") for number in range(200)}
-    assert outcomes == {"accepted", "refused"}
 
 
 def test_a_judge_url_with_a_password_is_refused():

@@ -1,6 +1,6 @@
-"""Every key has a role, and what follows from the roles is what the tool promises of a key: these lists."""
-
 from __future__ import annotations
+
+import pytest
 
 from retrain.campaign.judging.pooling import tells_apart
 from retrain.campaign.planning.changes import counts
@@ -12,108 +12,67 @@ from retrain.config.conditions import why_fixed
 from retrain.config.root import keys, role_of
 
 
-def expanded(*names: str) -> set[str]:
-    """The keys themselves, and all keys of the sections."""
-    return {dotted for dotted in keys() for name in names if dotted == name or dotted.startswith(f"{name}.")}
-
-
-WHERE = (
-    "inference.url", "inference.launch", "inference.launch_gpus", "inference.api_key_env", "inference.adapter_dir",
-    "inference.upload", "inference.replicas",
-)  # fmt: skip
-"""Where servers are: it changes nothing that is computed."""
-TEACHERS = ("distillation.url", "distillation.server", "distillation.api_key_env")
-"""Where a teacher's server is, and how to talk to it: the teacher is the same."""
-TEACHERS_PATIENCE = ("distillation.timeout_s", "distillation.patience_s", "distillation.max_in_flight")
-CHARTS = ("reward.metrics_ranges", "reward.reward_min", "reward.reward_max")
-
-
 def test_every_key_has_a_role():
     assert [dotted for dotted in keys() if not role_of(dotted)] == []
-    assert role_of("training.no_such_key") is None
-    assert role_of("nothing.of_it") is None
     assert role_of("backend.options.address") == role_of("backend.options") == Role.SAMPLES
 
 
-def test_what_may_change_without_a_word_when_a_run_goes_on():
-    quiet = {dotted for dotted in keys() if not counts(dotted)}
-    whole = expanded("logging", "squeeze", "campaign", "ray", "slurm")
-    assert quiet == (whole - {"logging.strategic_grams", "campaign.seed", "campaign.vary"}) | {
-        "training.save_every", "training.keep_last", "training.keep_every", "model.local_files_only",
-        "backend.adapter_path", "backend.devices", "backend.shard", "backend.ranks", "environment.python",
-        *WHERE, *TEACHERS, *CHARTS,
-    }  # fmt: skip
-    assert counts("a.key_of_another_release")
+@pytest.mark.parametrize(("key", "changes_the_run", "tells_replicates_apart", "is_fixed_for_conditions"), [
+    ("training.lr", True, True, False),
+    ("training.seed", True, False, True),
+    ("training.save_every", False, False, False),
+    ("training.micro_batch_tokens", True, False, False),
+    ("model.model", True, True, True),
+    ("model.lora_rank", True, True, False),
+    ("model.local_files_only", False, False, True),
+    ("backend.devices", False, False, True),
+    ("backend.options", True, True, True),
+    ("inference.url", False, False, True),
+    ("inference.timeout_s", True, False, True),
+    ("distillation.alpha", True, True, False),
+    ("distillation.url", False, False, True),
+    ("reward.type", True, True, False),
+    ("reward.workers", True, False, False),
+    ("reward.reward_max", False, False, False),
+    ("data.source", True, True, True),
+    ("backpressure.enabled", True, False, True),
+    ("logging.log_dir", False, False, True),
+    ("logging.strategic_grams", True, True, False),
+    ("campaign.lanes", False, False, True),
+    ("campaign.vary", True, True, True),
+])  # fmt: skip
+def test_what_follows_from_the_role_of_a_key(key, changes_the_run, tells_replicates_apart, is_fixed_for_conditions):
+    assert counts(key) is changes_the_run
+    assert tells_apart(key) is tells_replicates_apart
+    assert bool(why_fixed(key)) is is_fixed_for_conditions
 
 
-def test_in_what_replicates_may_differ():
-    may = {dotted for dotted in keys() if not tells_apart(dotted)}
-    whole = expanded("campaign", "logging", "squeeze", "ray", "slurm", "backpressure")
-    assert may == (whole - {"logging.strategic_grams", "campaign.vary"}) | {
-        "training.seed", "training.save_every", "training.keep_last", "training.keep_every",
-        "training.micro_batch_tokens", "training.nonfinite_limit", "training.eval_every", "evaluation.at_start",
-        "evaluation.schedule",
-        "backend.adapter_path", "backend.devices", "backend.shard", "backend.ranks", "model.local_files_only",
-        "reward.timeout_s", "reward.workers",
-        "reward.reward_batch",
-        "environment.timeout_s", "environment.workers", "environment.memory_gb", "environment.python", *CHARTS, *WHERE,
-        *TEACHERS, *TEACHERS_PATIENCE,
-        "inference.timeout_s", "inference.patience_s", "inference.max_in_flight", "inference.sleep",
-        "inference.tolerance", "inference.mismatch_limit",
-    }  # fmt: skip
-
-
-def test_what_a_condition_may_override():
-    whole = ("campaign", "model", "backend", "inference", "data", "audit", "environment", "evaluation", "backpressure",
-             "slurm", "squeeze", "resume", "logging", "training.seed")  # fmt: skip
-    fixed = {dotted for dotted in keys() if why_fixed(dotted)}
-    assert fixed == (expanded(*whole) | {*TEACHERS, *TEACHERS_PATIENCE}) - {
-        "model.lora_rank",
-        "logging.strategic_grams",
-        "environment.correct_metric",
-    }
+def grading(**reward) -> tuple:
+    return parse_dict({"reward": reward}).reward.grading
 
 
 def test_what_decides_grades():
-    plain = parse_dict({}).reward
-    for key in ("metrics_ranges", "reward_min", "reward_max"):
-        assert f'"{key}"' not in plain.grading
-    shown = parse_dict({"reward": {"reward_max": 2.0, "reward_min": -1.0}}).reward
-    assert shown.grading == plain.grading
-    for other in (
-        {"type": "math"}, {"workers": 3}, {"timeout_s": 1.0}, {"custom_function": "own"}, {"strict": False},
-        {"name": "own"}, {"type": "reward_model", "reward_model": "own"},
-    ):  # fmt: skip
-        assert parse_dict({"reward": {**other}}).reward.grading != plain.grading
-
-
-def test_which_reward_model_decides_grades():
+    assert grading(reward_max=2.0, reward_min=-1.0) == grading()
+    for other in ({"type": "math"}, {"workers": 3}, {"timeout_s": 1.0}, {"strict": False}, {"name": "own"}):
+        assert grading(**other) != grading()
     scored = {"type": "reward_model", "reward_model": "own"}
     for other in ({"reward_model": "another"}, {"reward_batch": 2}):
-        assert parse_dict({"reward": scored | other}).reward.grading != parse_dict({"reward": scored}).reward.grading
-    beside = parse_dict({"audit": scored, "reward": {"reward_batch": 2}})  # the audit's has that batch too
-    assert beside.reward_models == ("own",)
+        assert grading(**scored | other) != grading(**scored)
 
 
 OTHER_BASE = [
     {"model": {"model": "elsewhere/model"}},
     {"model": {"revision": "main"}},
     {"model": {"trust_remote_code": True}},
-    {"backend": {"backend": "mine:Own"}},
     {"backend": {"backend": "mine:Own", "options": {"a": 1}}},
     {"inference": {"dtype": "float64"}},
     {"lora": {"target_modules": ["q_proj"]}},
     {"data": {"source": "gsm8k"}},
     {"data": {"system_prompt": "Think."}},
-    {"data": {"source": "owner/name"}},
     {"data": {"source": "owner/name", "subset": "main"}},
-    {"data": {"source": "owner/name", "answer_column": "solution"}},
     {"data": {"max_prompt_tokens": 50}},
-    {"data": {"long_prompts": "skip"}},
     {"evaluation": {"problems": 3}},
-    {"evaluation": {"temperature": 0.0}},
     {"training": {"temperature": 0.5}},  # which is also that of the evaluation
-    {"training": {"max_examples": 5}},
     {"training": {"deterministic": True}},
 ]
 SAME_BASE = [
@@ -121,14 +80,10 @@ SAME_BASE = [
     {"algorithm": {"advantage_mode": "rloo", "transform_mode": "gtpo"}},
     {"model": {"lora_rank": 2, "local_files_only": True}},
     {"lora": {"alpha": 3.0}},
-    {"reward": {"type": "math"}},
-    {"reward": {"strict": False, "name": "own"}},
-    {"evaluation": {"at_start": False}},
-    {"evaluation": {"schedule": "verdict"}},
+    {"reward": {"type": "math", "name": "own"}},
+    {"evaluation": {"at_start": False, "schedule": "verdict"}},
     {"logging": {"log_dir": "elsewhere", "strategic_grams": ["hm"]}},
-    {"backend": {"adapter_path": "elsewhere"}},
-    {"backend": {"devices": "cpu"}},
-    {"backend": {"shard": "dp", "ranks": 2}},
+    {"backend": {"adapter_path": "elsewhere", "devices": "cpu", "shard": "dp", "ranks": 2}},
 ]
 
 
