@@ -184,7 +184,7 @@ class Sandbox:
     def __init__(self, limits: Limits, keep_state: bool = False, way: Launch | None = None):
         self.limits, self.keep_state = limits, keep_state
         self.way = launch() if way is None else way
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[str] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def run(self, code: str) -> Outcome:
@@ -280,7 +280,7 @@ class Sandbox:
             return None
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[str]) -> None:
     """Kill bubblewrap, with which the kernel kills the first process inside, and with that all others there."""
     process.kill()
     process.wait()
