@@ -20,8 +20,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 _OBEYED = (*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _ESCAPED = {code: f"\\u{code:04x}" for code in _OBEYED}
 """Characters that JSON may hold as they are, but some readers take for line ends and terminals for commands."""
-ASIDE = ".retrain-tmp"
-"""Suffix of what is being written; useless before it is renamed."""
+ASIDE = ".retrain-tmp"  # Suffix of what is being written; useless before it is renamed
 
 
 def jsonable(value: Any) -> Any:
@@ -219,8 +218,7 @@ class Stamp(NamedTuple):
 
     inode: int
     size: int
-    written: int
-    """In nanoseconds of unix time."""
+    written: int  # In nanoseconds of unix time
 
 
 def stamp_of(path: Path | None) -> Stamp | None:

@@ -39,10 +39,8 @@ from retrain.run import Run
 from retrain.types import Group, Rollout
 
 BATCHES = 16
-LEAST_BATCHES = 3
-"""Smallest number of batches from which an interval is computed."""
-AT_ONCE = 4
-"""Number of batches that are sampled in one call."""
+LEAST_BATCHES = 3  # Smallest number of batches from which an interval is computed
+AT_ONCE = 4  # Number of batches that are sampled in one call
 
 Progress = Callable[[str], None]
 

@@ -52,12 +52,9 @@ from retrain.rollouts.versions import RecentWeights, Weights
 from retrain.types import TOO_OLD, Group, StepRecord
 from retrain.updates import Taken, far_enough, note_old_logprobs, passes, together
 
-UNGRADED_STEPS = 3
-"""A run fails after this many steps in a row in which no rollout could be graded."""
-LOGGED_ERRORS = 20
-"""Different grading errors that go into a run's log."""
-MISMATCHED_STEPS = 2
-"""A run fails in so many steps in a row in which its sampler and its trainer disagree."""
+UNGRADED_STEPS = 3  # A run fails after this many steps in a row in which no rollout could be graded
+LOGGED_ERRORS = 20  # Different grading errors that go into a run's log
+MISMATCHED_STEPS = 2  # A run fails in so many steps in a row in which its sampler and its trainer disagree
 WANTS = {Need.LOGPROBS: Want.LOGPROBS, Need.VALUES: Want.VALUES, Need.REFERENCE: Want.REFERENCE}
 """What an algorithm needs of the policy's scores."""
 
@@ -94,38 +91,25 @@ class Run:
     renderer: Renderer
     recorder: RunRecorder
     cursor: DataCursor
-    limits: Limits = ONE_TURN
-    """When its episodes end at the latest."""
-    watch: Watch | None = None
-    """What compares a sampler that is not our own with the trainer, at every step."""
-    teacher: Teacher | None = None
-    """Who scores what it has sampled, where it learns from a teacher."""
-    shown: Context | None = None
-    """What that teacher reads and the policy does not."""
-    any_base: bool = False
-    """Whether a checkpoint of other base weights may be continued, which the user has accepted."""
+    limits: Limits = ONE_TURN  # When its episodes end at the latest
+    watch: Watch | None = None  # What compares a sampler that is not our own with the trainer, at every step
+    teacher: Teacher | None = None  # Who scores what it has sampled, where it learns from a teacher
+    shown: Context | None = None  # What that teacher reads and the policy does not
+    any_base: bool = False  # Whether a checkpoint of other base weights may be continued, which the user has accepted
     step: int = 0
     error: str | None = None
-    ungraded_steps: int = 0
-    """Steps in a row, up to now, in which no rollout could be graded."""
+    ungraded_steps: int = 0  # Steps in a row, up to now, in which no rollout could be graded
     skipped_updates: int = 0
     """Steps in a row, up to now, in which an update was left out because loss or gradient was not finite."""
-    mismatched_steps: int = 0
-    """Steps in a row, up to now, in which sampler and trainer differed by more than they may."""
-    restored_step: int | None = None
-    """The step of the checkpoint that this process continued from."""
+    mismatched_steps: int = 0  # Steps in a row, up to now, in which sampler and trainer differed by more than they may
+    restored_step: int | None = None  # The step of the checkpoint that this process continued from
     saved_shared: dict[str, Any] = field(default_factory=dict)
     """What the checkpoint knows of what all runs of the cohort share: its back-pressure controller and its engine."""
-    recent: RecentWeights = field(init=False)
-    """The weights that rollouts of this and later steps are drawn by."""
-    dynamic: DynamicSampling | None = field(init=False)
-    """What draws further prompts, where that is asked for."""
-    chosen: Chosen | None = None
-    """What it made of the present step's."""
-    published: set[PolicyRef] = field(default_factory=set)
-    """What of them an engine has."""
-    requested: int = 0
-    """The first step whose rollouts this process has not asked for yet."""
+    recent: RecentWeights = field(init=False)  # The weights that rollouts of this and later steps are drawn by
+    dynamic: DynamicSampling | None = field(init=False)  # What draws further prompts, where that is asked for
+    chosen: Chosen | None = None  # What it made of the present step's
+    published: set[PolicyRef] = field(default_factory=set)  # What of them an engine has
+    requested: int = 0  # The first step whose rollouts this process has not asked for yet
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     """Wall-clock spans that go into the next metrics row (checkpoint and record come after a row is made)."""
     last_end: float | None = None

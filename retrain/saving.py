@@ -15,8 +15,7 @@ from typing import Any
 from retrain.checkpoints import Snapshot
 from retrain.run import RollbackPoint, Run
 
-Guard = Callable[[Run, Callable[[], object]], None]
-"""Does one run's part; what it raises ends that run only."""
+Guard = Callable[[Run, Callable[[], object]], None]  # Does one run's part; what it raises ends that run only
 
 
 class Saver:

@@ -17,8 +17,7 @@ DTYPES = {
 """Code and bytes of each type by its name in numpy and torch, in the order in which safetensors sorts them."""
 _RANK = {name: rank for rank, name in enumerate(DTYPES)}
 
-Layout = Mapping[str, tuple[str, Sequence[int]]]
-"""Name of the type in ``DTYPES`` and shape of every tensor."""
+Layout = Mapping[str, tuple[str, Sequence[int]]]  # Name of the type in `DTYPES` and shape of every tensor
 
 
 def dtype_name(tensor: Any) -> str:

@@ -12,8 +12,7 @@ import numpy as np
 
 from retrain.maths.planning import text_and_offsets
 
-Offsets = np.ndarray | list[tuple[int, int]]
-"""For each token the characters [start, end) that it stands for."""
+Offsets = np.ndarray | list[tuple[int, int]]  # For each token the characters [start, end) that it stands for
 
 
 class Tokenizer:

@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-Message = Mapping[str, str]
-"""One chat turn: ``{"role": "user", "content": "…"}``."""
+Message = Mapping[str, str]  # One chat turn: `{"role": "user", "content": "…"}`
 
 StopReason = Literal["stop", "length"]
 
@@ -150,8 +149,7 @@ class RewardResult:
         return bool(with_correctness(self).correct)
 
 
-CORRECT_ABOVE = 0.5
-"""Default of ``[reward] correct_above``."""
+CORRECT_ABOVE = 0.5  # Default of `[reward] correct_above`
 
 
 def with_correctness(
@@ -188,30 +186,22 @@ class Rollout:
     turns: list[Turn]
     reward: RewardResult
     ended: Ended = "done"
-    advantage: float = math.nan
-    """NaN where there is no reward, and before credit assignment."""
-    turn_advantages: list[float] | None = None
-    """One per turn, where turns are credited one by one."""
-    planning_T: np.ndarray | None = None
-    """Which tokens are planning tokens."""
-    token_advantages_T: np.ndarray | None = None
-    """None without a reward."""
-    loss_mask_T: np.ndarray | None = None
-    """Which tokens train; None is all of them."""
+    advantage: float = math.nan  # NaN where there is no reward, and before credit assignment
+    turn_advantages: list[float] | None = None  # One per turn, where turns are credited one by one
+    planning_T: np.ndarray | None = None  # Which tokens are planning tokens
+    token_advantages_T: np.ndarray | None = None  # None without a reward
+    loss_mask_T: np.ndarray | None = None  # Which tokens train; None is all of them
     old_logprobs_T: np.ndarray | None = None
     """The trainer's own log-probability of each, before the first of several updates."""
     policy_weights_T: np.ndarray | None = None
     """What the policy loss of each counts, 0 where it was rejected; None is 1 for all."""
     trainer_logprobs_T: np.ndarray | None = None
     """The trainer's own of a single update, as its own pass found it; None where the rollout had none."""
-    values_T: np.ndarray | None = None
-    """What a critic expected before each token, where there is one."""
-    value_targets_T: np.ndarray | None = None
-    """What it should have expected."""
+    values_T: np.ndarray | None = None  # What a critic expected before each token, where there is one
+    value_targets_T: np.ndarray | None = None  # What it should have expected
     teacher_prompt: tuple[int, ...] | None = None
     """The prompt that its teacher reads in place of its own; () for the same one, None where nobody teaches it."""
-    age: int = 0
-    """How many steps the weights that drew its oldest token are behind those that train on it."""
+    age: int = 0  # How many steps the weights that drew its oldest token are behind those that train on it
 
     @property
     def token_ids(self) -> list[int]:
@@ -253,8 +243,7 @@ class Rollout:
         return sum(len(turn.action) for turn in self.turns)
 
 
-TOO_OLD = "max_async"
-"""Why a group is discarded whose rollouts are further behind the policy than they may be."""
+TOO_OLD = "max_async"  # Why a group is discarded whose rollouts are further behind the policy than they may be
 
 
 @dataclass(eq=False)
@@ -424,8 +413,7 @@ def single_turn(prompt: Prompt, actions: Sequence[Action], rewards: Sequence[Rew
     return Group(prompt, [Rollout(prompt, [turn], reward) for turn, reward in zip(turns, rewards, strict=True)])
 
 
-Completion = Action
-"""An action, under the name that backends of users import."""
+Completion = Action  # An action, under the name that backends of users import
 
 
 @dataclass

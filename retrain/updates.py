@@ -101,16 +101,13 @@ def far_enough(taken: Sequence[Taken], target_kl: float | None) -> bool:
     return target_kl is not None and moved is not None and moved > target_kl
 
 
-SUMMED = ("timing_", "num_datums")
-"""Beginnings of numbers that add up over updates."""
-ANY = ("optim/grad_clipped", "optim/skipped")
-"""What is true of a step when it is true of one update."""
+SUMMED = ("timing_", "num_datums")  # Beginnings of numbers that add up over updates
+ANY = ("optim/grad_clipped", "optim/skipped")  # What is true of a step when it is true of one update
 PER_UPDATE = ("loss", "reported_loss", "optim/lr", "optim/grad_norm", "optim/critic_lr", "optim/critic_grad_norm")
 """Means over updates. All numbers that are named nowhere here are means over trained tokens."""
 OF_ACTIONS = ("loss/value_avg", "val/clipfrac_avg", "rejected_tokens_frac")
 """Means over action tokens, all of which have a value."""
-OF_COMPLETIONS = ("objective/kl", "objective/non_score_reward", "rejected_sequences_frac")
-"""Means over completions."""
+OF_COMPLETIONS = ("objective/kl", "objective/non_score_reward", "rejected_sequences_frac")  # Means over completions
 MAXIMA = {"optim/lr": "optim/lr_max", "optim/grad_norm": "optim/grad_norm_max"}
 
 

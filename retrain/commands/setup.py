@@ -38,8 +38,7 @@ class Template(StrEnum):
     gsm8k = "gsm8k"
 
 
-SCHEMA_FILE = "retrain.schema.json"
-"""Name of the schema beside a new file; its first line points there."""
+SCHEMA_FILE = "retrain.schema.json"  # Name of the schema beside a new file; its first line points there
 
 TEMPLATE_FILES = {"quickstart": "quickstart.toml", "campaign": "five_conditions.toml", "gsm8k": "gsm8k.toml"}
 

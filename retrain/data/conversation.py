@@ -19,8 +19,7 @@ from retrain.data.prompts import Renderer
 from retrain.errors import ModelError
 from retrain.types import Action, Message, Prompt
 
-CALL_ID = "call00000"
-"""Nine letters and digits, as Mistral's templates want them."""
+CALL_ID = "call00000"  # Nine letters and digits, as Mistral's templates want them
 THINK_END = "</think>"
 
 

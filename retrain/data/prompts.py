@@ -18,14 +18,11 @@ LONGEST_BY_CHARACTERS = 8
 """Prompts of most characters that are rendered to find the one of most tokens; rendering all of a large data set takes
 minutes."""
 
-SPARE_TOKENS = 16
-"""Room for beginning tokens and whatever else a tokenizer adds to a text."""
+SPARE_TOKENS = 16  # Room for beginning tokens and whatever else a tokenizer adds to a text
 
-SIMPLE_TYPES = {"string", "integer", "number", "boolean"}
-"""Types of JSON schemas whose name says what a value is."""
+SIMPLE_TYPES = {"string", "integer", "number", "boolean"}  # Types of JSON schemas whose name says what a value is
 
-Tools = Sequence[Mapping[str, Any]]
-"""JSON schemas of functions, as chat templates take them."""
+Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions, as chat templates take them
 
 
 class Renderer:

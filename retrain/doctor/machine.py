@@ -23,13 +23,10 @@ from retrain.record.environment import environment_facts
 from retrain.types import Action
 
 REPEATS = 5
-COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
-"""Size of a copy: more than any cache holds."""
+COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}  # Size of a copy: more than any cache holds
 SIDE = {"cpu": 1024, "cuda": 8192}
-KERNELS = ("cudnn", "flash", "efficient", "math")
-"""Parts of the names of torch's attention operators."""
-WIDE = {"cpu": 8, "cuda": 32}
-"""Samples of each prompt when speed is measured: the batch of a small run."""
+KERNELS = ("cudnn", "flash", "efficient", "math")  # Parts of the names of torch's attention operators
+WIDE = {"cpu": 8, "cuda": 32}  # Samples of each prompt when speed is measured: the batch of a small run
 FORWARD_OPS, UPDATE_OPS = 2, 4
 """Operations per weight and token of a forward pass, and of a forward pass with a backward pass to activations only,
 because the base is frozen."""

@@ -27,10 +27,8 @@ from retrain.types import Sample
 LENGTHS = {"cpu": (64, 320), "cuda": (128, 640)}
 """Token limits of the two measurements. Their difference is a multiple of the sizes to which caches are rounded."""
 SEQUENCES = 16
-UPDATE_SHARE = 0.3
-"""Share of the available memory that the measured updates may take."""
-WIDE = 32
-"""Samples of each prompt when a GPU is filled."""
+UPDATE_SHARE = 0.3  # Share of the available memory that the measured updates may take
+WIDE = 32  # Samples of each prompt when a GPU is filled
 FULL = "a full GPU"
 
 

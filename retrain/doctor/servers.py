@@ -21,8 +21,7 @@ from retrain.models.directory import local_directory
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes
 
-PATIENCE_S = 20.0
-"""Seconds that a server may be unreachable during a check."""
+PATIENCE_S = 20.0  # Seconds that a server may be unreachable during a check
 
 
 def server_config(url: Sequence[str], engine: str | None, model: str | None, file: Path | None) -> Config:

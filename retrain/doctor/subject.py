@@ -43,21 +43,17 @@ from retrain.rng import generator
 from retrain.tokenizer import ByteTokenizer
 from retrain.types import Action, Sample
 
-LAYERS = 4
-"""Layers of a model of random weights: all do the same, and errors grow visibly over four."""
-GPU_SHAPES = "Qwen/Qwen3-8B"
-"""Model whose shapes are checked on a GPU if no file names one."""
+LAYERS = 4  # Layers of a model of random weights: all do the same, and errors grow visibly over four
+GPU_SHAPES = "Qwen/Qwen3-8B"  # Model whose shapes are checked on a GPU if no file names one
 LOGITS_SPREAD = 6.0
 """Standard deviation of the logits of random weights, as sure of a few tokens as a trained model. After a fresh
 initialisation all tokens are nearly equal, and rounding decides which one is drawn."""
-WEIGHTS_SHARE = 0.5
-"""Share of the available memory that random weights may take."""
+WEIGHTS_SHARE = 0.5  # Share of the available memory that random weights may take
 ADAPTER_SHARE = 0.1
 """Size of a trained adapter's contribution relative to its layer's output: large enough that a mixed-up lane shows in
 every token, small enough that the model still works."""
 LR = 1e-3
-LARGE_PARAMETERS = 50_000_000
-"""Parameters above which a model on a CPU is checked with smaller batches."""
+LARGE_PARAMETERS = 50_000_000  # Parameters above which a model on a CPU is checked with smaller batches
 
 
 @dataclass(frozen=True)

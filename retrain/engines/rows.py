@@ -11,8 +11,7 @@ from retrain.engines.protocol import SampleRequest
 from retrain.policy.base import BaseModel
 from retrain.types import Action, Support
 
-IDLE_SHARE = 0.25
-"""The batch shrinks when at least this share of it would be freed (a copy of the cache is the price)."""
+IDLE_SHARE = 0.25  # The batch shrinks when at least this share of it would be freed (a copy of the cache is the price)
 
 
 @dataclass(frozen=True)

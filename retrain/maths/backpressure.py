@@ -16,10 +16,8 @@ import numpy as np
 from retrain.maths.arrays import Table
 
 PARAMETERS = 3
-BEYOND_PEAK = 1.25
-"""How far past an extrapolated n* exploration goes, so that the next measurement can bracket it."""
-STANDARD_ERRORS = 2.0
-"""How many standard errors κ̂ must lie above 0."""
+BEYOND_PEAK = 1.25  # How far past an extrapolated n* exploration goes, so that the next measurement can bracket it
+STANDARD_ERRORS = 2.0  # How many standard errors κ̂ must lie above 0
 
 
 @dataclass(frozen=True)

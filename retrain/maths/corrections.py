@@ -18,8 +18,7 @@ from retrain.maths.shapes import Floats_BT, Mask_B1, Mask_BT
 
 CAPPED = ("tis", "seq_tis", "decoupled")
 """Corrections whose weight is cut down to its bound; the others are 0 outside of theirs."""
-SEQUENCE = ("seq_tis", "seq_mis")
-"""Corrections by the product over the sequence."""
+SEQUENCE = ("seq_tis", "seq_mis")  # Corrections by the product over the sequence
 CORRECTIONS = ("tis", "mis", "icepop", "decoupled", *SEQUENCE)
 REJECTIONS = ("geometric", "k3", "veto")
 

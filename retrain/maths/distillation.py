@@ -14,8 +14,7 @@ import torch
 
 from retrain.maths.shapes import Floats_BT, Floats_M, Ids_Mk, Logs_MV, Logs_MW, Mask_BT
 
-LEAST_TAIL = 1e-7
-"""Nats below 0 that the tokens which are kept have together at most, so that the rest has a logarithm."""
+LEAST_TAIL = 1e-7  # Nats below 0 that the tokens which are kept have together at most, so that the rest has a logarithm
 
 
 def distillation_advantages(

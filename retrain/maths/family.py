@@ -30,10 +30,8 @@ from retrain.maths.statistics import (
 
 ENUMERATED_PAIRS = 20
 """Up to so many pairs all 2^n − 1 means of subsets are formed; beyond, the ends are found by bisection."""
-MOST_PAIRS = 30
-"""Beyond it, where they agree to 1 %, Student's interval takes the place of the inverted test."""
-HALVINGS = 14
-"""Of the bisection: an end is known to 1/16,000 of the interval."""
+MOST_PAIRS = 30  # Beyond it, where they agree to 1 %, Student's interval takes the place of the inverted test
+HALVINGS = 14  # Of the bisection: an end is known to 1/16,000 of the interval
 
 
 def sign_flip_interval(differences: Values, level: float = 0.95, resolution: float = 0.0) -> Interval:

@@ -25,8 +25,7 @@ from retrain.maths.statistics import EXACT_SIGN_FLIP_PAIRS, holm, pairs_for_verd
 
 PATTERNS = 1024
 """Sign patterns that simulated campaigns of more than 12 pairs are judged by; a real one is judged by all."""
-PLANNED_SAMPLES = 499
-"""Arrangements by which closed permutation judges simulated campaigns."""
+PLANNED_SAMPLES = 499  # Arrangements by which closed permutation judges simulated campaigns
 
 
 @dataclass(frozen=True)

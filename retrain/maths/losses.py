@@ -44,8 +44,7 @@ RATIO_METRICS = (
 """The catalogue keys that ``loss_metrics`` fills."""
 
 Sums = dict[str, Sum]
-Loss = str | Callable[..., Any]
-"""A name among ``POLICY_LOSSES``, or a function of the user's (see ``plugin_loss``)."""
+Loss = str | Callable[..., Any]  # A name among `POLICY_LOSSES`, or a function of the user's (see `plugin_loss`)
 
 
 class NotFiniteError(ValueError):
@@ -182,8 +181,7 @@ def cispo(
     return -ratio_BT.clamp(max=bounds.ratio_cap) * adv_BT * logp_BT, torch.zeros_like(mask_BT), capped_BT
 
 
-LEAST_PROBABILITY = 1e-8
-"""Added inside the logarithm of the probabilities of all other tokens together."""
+LEAST_PROBABILITY = 1e-8  # Added inside the logarithm of the probabilities of all other tokens together
 
 
 def dppo(

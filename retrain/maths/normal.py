@@ -21,13 +21,10 @@ import numpy as np
 
 from retrain.maths.arrays import Doubles_S, Table
 
-MOST_PRIOR_FREEDOM = 8
-"""Earlier campaigns count for no more than nine pairs: they had other settings."""
-FEWEST_PAIRS = 3
-"""With fewer the t distribution leans on normality alone."""
+MOST_PRIOR_FREEDOM = 8  # Earlier campaigns count for no more than nine pairs: they had other settings
+FEWEST_PAIRS = 3  # With fewer the t distribution leans on normality alone
 TINY = 1e-150
-ROUNDING = 1e-12
-"""A share of the squares that the fit leaves because of rounding alone."""
+ROUNDING = 1e-12  # A share of the squares that the fit leaves because of rounding alone
 
 
 @dataclass(frozen=True)

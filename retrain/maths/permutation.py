@@ -23,8 +23,7 @@ from retrain.maths.statistics import EXACT_SIGN_FLIP_PAIRS, sampled_sign_flip_p,
 
 ENUMERATED = 8_000
 SAMPLED = 4_999
-MOST_COMPARISONS = 6
-"""Sets double with each comparison: 63 for six."""
+MOST_COMPARISONS = 6  # Sets double with each comparison: 63 for six
 TIE = 1e-9
 
 

@@ -41,8 +41,7 @@ STRATEGIC_GRAMS: tuple[str, ...] = (
 
 APOSTROPHES = "'\u2019\u2018\u02bc\u0060\u00b4"
 HYPHENS = "-\u2010\u2011\u2012\u2013"
-BETWEEN_WORDS = rf"(?:[{HYPHENS}\s]+|,\s+)"
-"""What may stand between two words of a phrase."""
+BETWEEN_WORDS = rf"(?:[{HYPHENS}\s]+|,\s+)"  # What may stand between two words of a phrase
 
 
 def _phrase_pattern(phrase: str) -> re.Pattern[str]:

@@ -24,10 +24,8 @@ from retrain.maths.rules import Rule
 from retrain.maths.sequential import MOST_PAIRS
 
 SIMULATED_SEEDS = 12
-SIMULATIONS = 2000
-"""Campaigns that are simulated: the standard error of a power near 0.8 is then 0.9 %."""
-PERMUTED = 200
-"""The same for closed permutation, of which each takes a hundred times longer."""
+SIMULATIONS = 2000  # Campaigns that are simulated: the standard error of a power near 0.8 is then 0.9 %
+PERMUTED = 200  # The same for closed permutation, of which each takes a hundred times longer
 MOST_SEEDS = 10_000
 
 

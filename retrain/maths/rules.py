@@ -24,10 +24,8 @@ from retrain.maths.statistics import pairs_for_verdict
 
 Test = Literal["exact", "normal", "permutation"]
 Looks = Literal["off", "linear", "pocock", "obrien_fleming", "square", "always_valid"]
-FUTILE = 0.2
-"""Chance of showing a difference at the planned end below which going on is futile."""
-FUTILE_FROM = 0.5
-"""Share of the planned pairs before which nothing is futile; a race begins earlier."""
+FUTILE = 0.2  # Chance of showing a difference at the planned end below which going on is futile
+FUTILE_FROM = 0.5  # Share of the planned pairs before which nothing is futile; a race begins earlier
 RACE_FROM = 2
 
 

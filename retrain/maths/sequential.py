@@ -27,8 +27,7 @@ from retrain.maths.arrays import Marks, Table, Values
 
 MOST_PAIRS = 20
 """2^20 sign patterns take a second and 10 MB; a campaign of more seeds needs no early stopping rule of this kind."""
-TIE = 1e-9
-"""Sums that differ by less than this share of Σ|d| are equal: rounding must not decide."""
+TIE = 1e-9  # Sums that differ by less than this share of Σ|d| are equal: rounding must not decide
 
 
 def _linear(alpha: float, share: float) -> float:

@@ -21,8 +21,7 @@ import numpy as np
 
 from retrain.maths.statistics import Interval, _t_quantile
 
-PATHS = 10_000
-"""Simulated campaigns, always the same ones: probabilities of ½ to 0.5 %."""
+PATHS = 10_000  # Simulated campaigns, always the same ones: probabilities of ½ to 0.5 %
 HALVINGS = 16
 
 

@@ -24,16 +24,14 @@ VOCABULARIES = (
 """Files with a vocabulary; one of them is enough."""
 WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer")
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]{0,95}/)?[A-Za-z0-9_][\w.-]{0,95}")
-LONGEST_HEADER = 100_000_000
-"""Bytes of a safetensors header, as safetensors itself limits them."""
+LONGEST_HEADER = 100_000_000  # Bytes of a safetensors header, as safetensors itself limits them
 Task = Literal["CAUSAL_LM", "SEQUENCE_CLASSIFICATION"]
 """What a model is for, as transformers writes it in the names of its tables."""
 TASK_WORDS: dict[Task, str] = {"CAUSAL_LM": "language model", "SEQUENCE_CLASSIFICATION": "sequence classifier"}
 CLASSIFIER = "ForSequenceClassification"
 DIGESTED = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
 """Endings of the files that decide what a model computes."""
-BLOCK, BLOCKS = 1 << 16, 256
-"""Bytes and number of the blocks that stand for a large file in a digest."""
+BLOCK, BLOCKS = 1 << 16, 256  # Bytes and number of the blocks that stand for a large file in a digest
 
 
 def local_directory(name: str, *folders: Path) -> Path | None:

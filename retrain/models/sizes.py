@@ -8,8 +8,7 @@ SMALL_MODEL_BYTES = 32 << 20
 """Weights up to this size count as small on a CPU: a few MiB of cache per core hold most of them."""
 COPY_SHARE = 0.25
 """Of the memory at most, for weights that are copied to decode with: merged with an adapter, or packed."""
-NF4_BLOCK = 64
-"""Numbers in 4 bits that share a scale."""
+NF4_BLOCK = 64  # Numbers in 4 bits that share a scale
 TRAINED_BYTES, PUBLISHED_BYTES = 16, 4
 """Per adapter weight: fp32 master, gradient and the two moments of AdamW; the weights as they were published to the
 engine."""

@@ -24,8 +24,7 @@ PREFIX = "base_model.model."
 _HALF = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])(\.weight)?$")
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""A [r, in] and B [out, r]; of an embedding A [r, vocabulary] and B [dim, r]."""
+Pair = tuple[torch.Tensor, torch.Tensor]  # A [r, in] and B [out, r]; of an embedding A [r, vocabulary] and B [dim, r]
 
 
 @dataclass(frozen=True)

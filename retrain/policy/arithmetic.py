@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from retrain.gpus import lost
 
-FULL = (torch.float32, torch.float64)
-"""Dtypes in which models compute at the precision of their results."""
+FULL = (torch.float32, torch.float64)  # Dtypes in which models compute at the precision of their results
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -37,14 +37,10 @@ from retrain.rng import generator
 from retrain.types import Sample
 
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
-PROBE_LENGTH = 36
-"""Tokens of the longest sequence that is packed and padded by way of trial."""
-PROBE_QUANTILE = 0.9
-"""Share of places at which hidden states have to be the same, packed and padded, ..."""
-PROBE_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""... up to a difference of this share of their norm, ..."""
-PROBE_HALF_GAP = 5e-2
-"""... and of this one in half precision; 30 layers in bf16 differ by 1 to 3 %."""
+PROBE_LENGTH = 36  # Tokens of the longest sequence that is packed and padded by way of trial
+PROBE_QUANTILE = 0.9  # Share of places at which hidden states have to be the same, packed and padded, ..
+PROBE_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3}  # ... up to a difference of this share of their norm, ...
+PROBE_HALF_GAP = 5e-2  # ... and of this one in half precision; 30 layers in bf16 differ by 1 to 3 %.
 
 
 class _Mode(threading.local):

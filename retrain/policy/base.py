@@ -28,8 +28,7 @@ from retrain.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from retrain.policy.company import Company
 
-QUANTIZED_MARK = "+"
-"""In a fingerprint, between that of the unquantised weights and what they were put into."""
+QUANTIZED_MARK = "+"  # In a fingerprint, between that of the unquantised weights and what they were put into
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -51,8 +50,7 @@ class BaseModel:
     fingerprint: str
     presence: Presence = field(default_factory=Whole, repr=False)
     """Whether its weights are all here, or in parts on several ranks."""
-    quantized: Quantized | None = None
-    """What quantising changed, where its linear layers are in 8 or 4 bits."""
+    quantized: Quantized | None = None  # What quantising changed, where its linear layers are in 8 or 4 bits
     backbone: Any = field(default=None, repr=False)
     """How the update runs the model, once that is known (``policy.backbone``)."""
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
@@ -161,8 +159,7 @@ class ModelFiles:
     options: dict[str, Any]
     tokenizer: Any
     context: int
-    stored: str = ""
-    """How its files are quantised already, if they are."""
+    stored: str = ""  # How its files are quantised already, if they are
     quantize: str = "none"
 
 

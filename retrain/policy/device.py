@@ -13,10 +13,8 @@ import torch
 from retrain.errors import UsageError
 from retrain.gpus import OWN_GPU, cpu_build, memory_share, nvidia_gpus
 
-GAIN_TRIES = 9
-"""Products in each dtype that are timed for ``bfloat16_gain``."""
-WORTH_SAYING = 1.5
-"""Gain of products from which on a whole step is faster; what else a step does gains nothing."""
+GAIN_TRIES = 9  # Products in each dtype that are timed for `bfloat16_gain`
+WORTH_SAYING = 1.5  # Gain of products from which on a whole step is faster; what else a step does gains nothing
 ALLOCATOR = "expandable_segments:True"
 """Segments that grow: batches that are compacted and admitted again leave holes in those of fixed size."""
 

@@ -98,8 +98,7 @@ class LocalPolicy:
         self.bfloat16 = training.update_dtype == "bfloat16"
         self.teacher = teacher
         self.version = 0
-        self._reference_s = 0.0
-        """Seconds of the base's forward passes in ``score`` since the last update."""
+        self._reference_s = 0.0  # Seconds of the base's forward passes in `score` since the last update
 
     @property
     def capabilities(self) -> Mapping[str, bool]:

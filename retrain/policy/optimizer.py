@@ -12,8 +12,7 @@ from torch import nn
 from retrain.errors import NonFinite
 from retrain.policy.budget import is_out_of_memory
 
-FUSED = ("cuda",)
-"""Devices on which AdamW is one kernel."""
+FUSED = ("cuda",)  # Devices on which AdamW is one kernel
 
 
 def new_optimizer(

@@ -31,8 +31,7 @@ from retrain.types import Action, Sample, Support
 _OWN = {metric.key for section in ("Loss and optimizer", "Policy") for metric in SECTIONS[section]}
 OWN_KEYS = frozenset(_OWN | {key for key in BY_KEY if key.startswith("timing_")})
 """Keys of the catalogue that a backend may report; the others are measured here."""
-FILES = "backend"
-"""Directory inside a checkpoint with the files of a backend."""
+FILES = "backend"  # Directory inside a checkpoint with the files of a backend
 
 
 @dataclass(frozen=True)

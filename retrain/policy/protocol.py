@@ -91,8 +91,7 @@ class TrainBatch:
     keep_logprobs: bool = False
 
 
-PROBE_SIZE = 4
-"""Rollouts of a step without signal on which sampler and trainer are compared: one small forward pass."""
+PROBE_SIZE = 4  # Rollouts of a step without signal on which sampler and trainer are compared: one small forward pass
 
 
 def probe_of(groups: Sequence[Group], size: int = PROBE_SIZE) -> list[Sample]:
@@ -141,8 +140,7 @@ class Policy(Protocol):
     """What is trained in one run. ``version`` counts the changes of its weights, a critic's included."""
 
     version: int
-    starts_as_base: bool
-    """Whether an untrained run is the base model itself, so that one evaluation serves all."""
+    starts_as_base: bool  # Whether an untrained run is the base model itself, so that one evaluation serves all
 
     @property
     def capabilities(self) -> Mapping[str, bool]:

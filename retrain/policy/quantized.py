@@ -35,8 +35,7 @@ QUESTIONS = (
     "Which is larger, 3/4 or 5/7? Show why.",
 )
 """What the base is asked to measure what quantising changed."""
-ANSWER_TOKENS = 32
-"""Of an answer at most."""
+ANSWER_TOKENS = 32  # Of an answer at most
 
 
 class QuantizedLinear(nn.Module):

@@ -25,12 +25,10 @@ from retrain.errors import RankLost
 from retrain.policy.company import Company, NotReady
 
 T = TypeVar("T")
-JOIN_SECONDS = 600.0
-"""How long the ranks may take to find each other: they import torch first."""
+JOIN_SECONDS = 600.0  # How long the ranks may take to find each other: they import torch first
 IDLE_SECONDS = 7 * 86400.0
 """How long a rank waits for what it is asked next: graders, servers and a person in between may take their time."""
-ANSWER_SECONDS = 1800.0
-"""How long rank 0, done with its own share, waits for that of another."""
+ANSWER_SECONDS = 1800.0  # How long rank 0, done with its own share, waits for that of another
 
 
 def join(rank: int, count: int, store: dist.Store | None = None) -> None:
@@ -93,8 +91,7 @@ class Answers(Generic[T]):
         return self.own, self.others  # pyright: ignore[reportReturnType]
 
 
-FOLLOWED = f"exit status {RankLost.exit_status}"
-"""How a rank ends that has lost another one."""
+FOLLOWED = f"exit status {RankLost.exit_status}"  # How a rank ends that has lost another one
 
 
 class Follower(Protocol):

@@ -26,10 +26,8 @@ from retrain.policy.threads import Workers
 from retrain.policy.update import Numbered, Part, Passes, Work
 from retrain.types import Sample
 
-APART_BYTES = 2**28
-"""Gradients of a step are sent one by one up to so many bytes together."""
-BACKWARD_COST = 3
-"""A forward and a backward pass, in forward passes."""
+APART_BYTES = 2**28  # Gradients of a step are sent one by one up to so many bytes together
+BACKWARD_COST = 3  # A forward and a backward pass, in forward passes
 
 
 @dataclass(frozen=True)

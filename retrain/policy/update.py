@@ -72,8 +72,7 @@ class Shares(Protocol):
         ...
 
 
-LEAST_SHARED_TOKENS = 512
-"""Tokens of a micro-batch that is not cut further so that every process has one."""
+LEAST_SHARED_TOKENS = 512  # Tokens of a micro-batch that is not cut further so that every process has one
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,7 @@ ENDED = {
 }
 """Why an episode is over (``types.Ended``): in words, and how often that should be."""
 
-BESIDE = "ahead"
-"""The name of spans in which rollouts were sampled beside other parts of earlier steps."""
+BESIDE = "ahead"  # The name of spans in which rollouts were sampled beside other parts of earlier steps
 TIMED_PARTS = {
     "forward": "inside the update: forward passes",
     "backward": "inside the update: backward passes",

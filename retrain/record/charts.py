@@ -14,16 +14,12 @@ from dataclasses import dataclass, field
 from retrain.record.html import escape
 from retrain.record.numbers import minus, percent
 
-WIDTH = 560
-"""Units of a chart's view box; the page scales it to its column."""
-LETTER = 6.7
-"""Width of a letter at the charts' 12 px, for room and collisions; real fonts differ by some 10 %."""
-BOLD = 1.15 * LETTER
-"""The same of names, which are bold."""
+WIDTH = 560  # Units of a chart's view box; the page scales it to its column
+LETTER = 6.7  # Width of a letter at the charts' 12 px, for room and collisions; real fonts differ by some 10 %
+BOLD = 1.15 * LETTER  # The same of names, which are bold
 COLOURS = 8
 LINES_HEIGHT = 260.0
-BINS = 24
-"""Bars of a histogram."""
+BINS = 24  # Bars of a histogram
 DASHES = ("", "6 3", "2 3", "9 3 2 3")
 MARKS: tuple[Callable[[float, float, float], str], ...] = (
     lambda x, y, r: f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{r:.1f}"',

@@ -27,8 +27,7 @@ from retrain.files import writing
 from retrain.record.lines import whole_lines
 
 METRICS, COLUMNS = "metrics.jsonl", "metrics.f32"
-BLOCK = 64
-"""Rows of a block: reading one key of 10,000 rows takes 157 short reads."""
+BLOCK = 64  # Rows of a block: reading one key of 10,000 rows takes 157 short reads
 
 _HEAD = struct.Struct("<4sIIIQII")
 _MAGIC = b"RTC1"

@@ -23,8 +23,7 @@ from retrain.record.numbers import change, duration, number, percent, short
 from retrain.record.observer import NullObserver, Observer, SpecLike
 from retrain.record.status import NO_CHANGE, Change, RunView
 
-PROGRESS_EVERY_S = 10.0
-"""Seconds after which a progress line is due before a tenth of all steps is done."""
+PROGRESS_EVERY_S = 10.0  # Seconds after which a progress line is due before a tenth of all steps is done
 LEVEL_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 STATE_STYLES = {
     "done": "green", "failed": "bold red", "interrupted": "yellow", "stopped": "yellow", "running": "cyan",

@@ -33,10 +33,8 @@ class RunContext:
     reward_names: tuple[str, ...] = ()
     ranges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """For charts: ``{"min", "max", "invert"}`` of the total reward (as ``reward``) and of other numbers by name."""
-    skipped_prompts: int = 0
-    """Problems left out because their prompts are too long."""
-    folder: Path | None = None
-    """The folder of the TOML file, where modules that it names are looked up first."""
+    skipped_prompts: int = 0  # Problems left out because their prompts are too long
+    folder: Path | None = None  # The folder of the TOML file, where modules that it names are looked up first
 
     def lowest(self, name: str) -> float | None:
         """The smallest value that ``ranges`` declares for this number; None where it declares none."""

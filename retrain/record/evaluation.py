@@ -28,8 +28,7 @@ from retrain.types import EvalRecord, Group, Rollout
 Row = dict[str, Any]
 
 NO_INTERVAL = Interval(float("nan"), None, None)
-VOTE_CHARACTERS = 1000
-"""Characters of an answer that a vote compares."""
+VOTE_CHARACTERS = 1000  # Characters of an answer that a vote compares
 
 
 def eval_row(record: EvalRecord, tags: tuple[str, ...] = (), strict: bool = True, audited: bool = False) -> Row:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
-LARGEST = 1e300
-"""Amounts beyond it are no measurement, and their sums no float."""
+LARGEST = 1e300  # Amounts beyond it are no measurement, and their sums no float
 
 Kind = Callable[[Any], bool]
-Wanted = Mapping[Kind, str]
-"""Names of fields by what they should be, separated by blanks."""
+Wanted = Mapping[Kind, str]  # Names of fields by what they should be, separated by blanks
 
 
 def anything(value: Any) -> bool:

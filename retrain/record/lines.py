@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-LAST_BLOCK = 1 << 16
-"""Bytes read from the end of a file when only its last rows are wanted."""
-SEAM_BYTES = 64
-"""Bytes before the place where reading stopped that must still be the same for reading to go on there."""
+LAST_BLOCK = 1 << 16  # Bytes read from the end of a file when only its last rows are wanted
+SEAM_BYTES = 64  # Bytes before the place where reading stopped that must still be the same for reading to go on there
 CHUNK = 1 << 22
 
 Row = dict[str, Any]

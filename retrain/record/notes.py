@@ -15,8 +15,7 @@ from retrain.config.evaluation import HELDOUT
 from retrain.config.modes import Need, credit_of
 from retrain.record.numbers import percent
 
-WINDOW = 20
-"""Rows that the rules look at: the newest ones, and besides them the first row of the run."""
+WINDOW = 20  # Rows that the rules look at: the newest ones, and besides them the first row of the run
 
 Row = Mapping[str, Any]
 Finding = tuple[str, str] | None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-NOTHING = "-"
-"""Where there is no value."""
+NOTHING = "-"  # Where there is no value
 
 
 def number(value: float | None, digits: int = 3) -> str:

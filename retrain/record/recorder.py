@@ -35,16 +35,14 @@ from retrain.types import EvalRecord, Rollout, StepRecord
 
 PROMPT_CHARACTERS = 200
 COMPLETION_CHARACTERS = 500
-SHOWN = 1000
-"""Characters of a completion in ``emergence/evaluations.jsonl``; of a longer one the beginning and the end."""
+SHOWN = 1000  # Characters of a completion in `emergence/evaluations.jsonl`; of a longer one the beginning and the end
 SHOWN_END = 300
 GENERATIONS = "emergence/generations.jsonl"
 ROW_FILES = ("metrics.jsonl", "emergence/steps.jsonl", GENERATIONS, "timing_spans.jsonl")
 """Records in which every step has a row."""
 EVALUATION_FILES = ("evals.jsonl", "evaluations.jsonl")
 """Names of the records with the rows of evaluations: ``evals.jsonl`` and ``emergence/evaluations.jsonl``."""
-STEP_FILES = (*ROW_FILES, "notes.jsonl")
-"""Records whose rows belong to a step."""
+STEP_FILES = (*ROW_FILES, "notes.jsonl")  # Records whose rows belong to a step
 
 
 SERVER_REMEDY = "requests wait for a server, or go to the others; a launched one says more in server.log"

@@ -17,10 +17,8 @@ from typing import Any
 
 from retrain.record.secrets import is_secret, without_keys
 
-MAX_FILE_BYTES = 200_000
-"""A changed file that is larger, on the disk or in the commit, is named without its content."""
-MAX_DIFF_BYTES = 2_000_000
-"""Of one repository; files that no longer fit are named without their content."""
+MAX_FILE_BYTES = 200_000  # A changed file that is larger, on the disk or in the commit, is named without its content
+MAX_DIFF_BYTES = 2_000_000  # Of one repository; files that no longer fit are named without their content
 GIT_SECONDS = 20.0
 FOREIGN_VARIABLES = frozenset({
     "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES",

@@ -31,23 +31,16 @@ from retrain.record.rollouts import (
 from retrain.record.samples import collect, mean
 from retrain.types import TOO_OLD, Group, Message, RewardResult, Rollout, Turn
 
-SAMPLE_CHARACTERS = 20_000
-"""Longest text of one sample on a page."""
+SAMPLE_CHARACTERS = 20_000  # Longest text of one sample on a page
 PAGE_CHARACTERS = 1_000_000
 """Texts of all samples of a page together: with many samples each gets its share, at least 2,000 characters."""
-SAMPLES_SHOWN = 32
-"""Samples of a group that appear with their texts."""
-LEAST_TURN_CHARACTERS = 500
-"""What every turn of a sample has of its share, at least."""
+SAMPLES_SHOWN = 32  # Samples of a group that appear with their texts
+LEAST_TURN_CHARACTERS = 500  # What every turn of a sample has of its share, at least
 PROMPT_CHARACTERS = 20_000
-MAP_GROUPS = 256
-"""Groups in the overview of rewards."""
-TABLE_ROWS = 1_000
-"""Trajectories in the table at the end of the page."""
-PARTS_SHOWN = 50
-"""Numbers of a reward beside each sample, and columns for them in the table."""
-LARGEST_INTEGER = 10**15
-"""Magnitude at which the integers of the attributes end; a script counts so far exactly."""
+MAP_GROUPS = 256  # Groups in the overview of rewards
+TABLE_ROWS = 1_000  # Trajectories in the table at the end of the page
+PARTS_SHOWN = 50  # Numbers of a reward beside each sample, and columns for them in the table
+LARGEST_INTEGER = 10**15  # Magnitude at which the integers of the attributes end; a script counts so far exactly
 
 _UNDECODED = re.compile("[\ud800-\udfff\ufffd]+")
 

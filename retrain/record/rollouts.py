@@ -26,8 +26,7 @@ Row = dict[str, Any]
 TokenText = Callable[[Sequence[int]], tuple[str, Any]]
 """Text of sampled token ids and the characters [start, end) of each of its tokens."""
 
-MESSAGE_CHARACTERS = 200_000
-"""Longest message in a logtree; what is cut off is counted in its place."""
+MESSAGE_CHARACTERS = 200_000  # Longest message in a logtree; what is cut off is counted in its place
 LOGTREE_CHARACTERS = 4_000_000
 """All messages of a logtree together: with many samples each gets its share, but at least 2,000 characters."""
 LEAST_CHARACTERS = 2_000

@@ -14,8 +14,7 @@ import numpy as np
 from retrain.maths.statistics import gini
 from retrain.types import Group, RewardResult, StepRecord
 
-EQUAL_REWARDS = 1e-8
-"""Rewards of a group whose standard deviation is below this count as equal (float noise)."""
+EQUAL_REWARDS = 1e-8  # Rewards of a group whose standard deviation is below this count as equal (float noise)
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,7 @@ class Samples:
     turns_N: np.ndarray
     stopped_N: np.ndarray
     tags: list[tuple[str, ...]]
-    parts: dict[str, np.ndarray]
-    """Each reward component and sample metric by name, float64 [N]."""
+    parts: dict[str, np.ndarray]  # Each reward component and sample metric by name, float64 [N]
 
     def __len__(self) -> int:
         return len(self.group_N)

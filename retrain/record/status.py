@@ -20,8 +20,7 @@ from retrain.record.lines import Row, Tail, row_of
 
 MANIFEST = "manifest.json"
 STATES = ("pending", "running", "interrupted", "done", "failed", "stopped")
-ENDED = ("done", "failed", "stopped")
-"""Final states of a run."""
+ENDED = ("done", "failed", "stopped")  # Final states of a run
 
 
 class Change(NamedTuple):
@@ -41,10 +40,8 @@ class RunView:
     run_id: str
     label: str
     seed: int
-    state: str = "waiting"
-    """waiting, running, done, failed, interrupted or stopped."""
-    worker: str = ""
-    """Worker that trains the run, if there are several."""
+    state: str = "waiting"  # waiting, running, done, failed, interrupted or stopped
+    worker: str = ""  # Worker that trains the run, if there are several
     first_step: int = 0
     steps_done: int = 0
     max_steps: int = 0

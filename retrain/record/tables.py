@@ -20,8 +20,7 @@ Report = Mapping[str, Any]
 COMPARISON_COLUMNS = ("condition", "seeds", "before → after", "95 % interval", "vs baseline", "p", "verdict")
 SECONDARY_COLUMNS = ("metric", "condition", "seeds", "before → after", "vs baseline")
 SQUEEZE_COLUMNS = ("rank", "mean energy", "worst layer", "weight error", "held-out", "vs full", "")
-WIDE = 110
-"""Terminal columns from which a verdict fits beside the numbers."""
+WIDE = 110  # Terminal columns from which a verdict fits beside the numbers
 NARROW = 76
 """Terminal columns below which intervals, p-values and words beside a mark are left out (the files have them)."""
 BY_ENERGY = "Accuracy was not measured: 95 % of the energy (squared singular values) is a weight error of 22 %."

@@ -22,12 +22,9 @@ from retrain.record.numbers import percent
 
 PHASES = ("rollout", "score", "credit", "update", "eval", "checkpoint", "record", "cohort")
 """Phases that the loop has, in its order; others follow by name, ``other`` comes last."""
-SPANS_SHOWN = 20_000
-"""Spans in the zoomable detail: of a longer run the last steps."""
-BARS = 240
-"""Bars in the chart of steps; of a longer run each stands for several."""
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 960, 190, 52, 24, 8
-"""The chart of steps and its margins."""
+SPANS_SHOWN = 20_000  # Spans in the zoomable detail: of a longer run the last steps
+BARS = 240  # Bars in the chart of steps; of a longer run each stands for several
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 960, 190, 52, 24, 8  # The chart of steps and its margins
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,8 @@ RUN_CONFIG_KEYS = {
 """Names in a tracker's run configuration → our keys."""
 
 NOT_TRACKED = ("step", "condition", "advantage_mode", "transform_mode")
-TAG_CHARACTERS = 64
-"""wandb refuses a longer tag."""
-ANSWER_SECONDS = 5.0
-"""How long the start of a run waits for W&B's server to answer anything at all."""
+TAG_CHARACTERS = 64  # wandb refuses a longer tag
+ANSWER_SECONDS = 5.0  # How long the start of a run waits for W&B's server to answer anything at all
 
 Warn = Callable[[str], None]
 

@@ -19,16 +19,12 @@ from retrain.ownership import DirectoryIdentity
 from retrain.record.context import RunContext
 from retrain.record.trackers import Tracker, is_evaluation, start_tracker, tracker_values
 
-WAITING_STEPS = 16
-"""Events of a run that may wait for the disk; training waits while there are more."""
+WAITING_STEPS = 16  # Events of a run that may wait for the disk; training waits while there are more
 UNSYNCED = 256
 """Files that may wait for the disk itself: a run that saves no checkpoints names new ones with every step."""
-WAITING_ROWS = 1000
-"""Rows that may wait for a tracker before it is given up."""
-START_SECONDS = 10.0
-"""How long the start of a run waits for a tracker to start."""
-FINISH_SECONDS = 120.0
-"""How long the end of a run waits for a tracker to send what it has."""
+WAITING_ROWS = 1000  # Rows that may wait for a tracker before it is given up
+START_SECONDS = 10.0  # How long the start of a run waits for a tracker to start
+FINISH_SECONDS = 120.0  # How long the end of a run waits for a tracker to send what it has
 
 Work = Callable[[], object]
 

@@ -12,8 +12,7 @@ from retrain.plugins import described
 from retrain.rewards.base import Item, Reward, failed
 from retrain.types import RewardResult
 
-AUDIT = "audit"
-"""Name of its score among the sample metrics; what else it found has this before its own name."""
+AUDIT = "audit"  # Name of its score among the sample metrics; what else it found has this before its own name
 
 
 class AuditedReward(Reward):

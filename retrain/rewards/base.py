@@ -14,8 +14,7 @@ from typing import Any
 from retrain.plugins import described
 from retrain.types import CORRECT_ABOVE, Problem, RewardResult, with_correctness
 
-Item = tuple[Problem, str]
-"""A problem and the text of one completion."""
+Item = tuple[Problem, str]  # A problem and the text of one completion
 
 
 class CompletionText(str):
@@ -39,8 +38,7 @@ class Reward:
     name: str = "reward"
     ranges: Mapping[str, Mapping[str, Any]] = {}
     """For charts: ``{"min", "max", "invert"}`` of the total (as ``reward``), of components and of sample metrics."""
-    columns: tuple[str, ...] = ()
-    """Columns of the data that it cannot do without."""
+    columns: tuple[str, ...] = ()  # Columns of the data that it cannot do without
 
     def grade(self, problem: Problem, completion: str) -> float | RewardResult:
         """Return the reward of one completion, as a number or a RewardResult. May raise: the completion gets null."""

@@ -28,8 +28,7 @@ from retrain.rewards.base import checked, failed
 from retrain.rewards.weighted import weighted_sum
 from retrain.types import Problem, RewardResult
 
-Graded = tuple[Problem, str, Sequence[int]]
-"""A problem, the text of a completion and its token ids."""
+Graded = tuple[Problem, str, Sequence[int]]  # A problem, the text of a completion and its token ids
 ARGUMENTS: Mapping[str, Callable[[Problem, str], Any]] = {
     "problem": lambda problem, completion: problem,
     "prompt": lambda problem, completion: prompt_text(problem),
@@ -42,10 +41,8 @@ ARGUMENTS: Mapping[str, Callable[[Problem, str], Any]] = {
 }
 BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids")
 LOGGERS = ("log_extra", "log_metric")
-UNAVAILABLE = ("trainer_state", "environments")
-"""Arguments of TRL's trainer that do not exist here."""
-NO_COLUMNS = ("prompt", "completion", "completion_ids")
-"""Columns that TRL does not pass on."""
+UNAVAILABLE = ("trainer_state", "environments")  # Arguments of TRL's trainer that do not exist here
+NO_COLUMNS = ("prompt", "completion", "completion_ids")  # Columns that TRL does not pass on
 KNOWN = (
     f"a reward takes any of: {', '.join(ARGUMENTS)}; or, as in TRL, {', '.join(BATCH_ARGUMENTS)} and columns of the "
     "data by name"

@@ -22,8 +22,7 @@ from retrain.errors import RetrainError
 from retrain.plugins import described
 from retrain.rewards.base import printable
 
-LIMIT = struct.Struct(">d")
-"""Seconds that a job may take, at the beginning of its frame."""
+LIMIT = struct.Struct(">d")  # Seconds that a job may take, at the beginning of its frame
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 

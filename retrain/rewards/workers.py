@@ -138,8 +138,7 @@ class WorkerPool:
         self.path = [str(Path(__file__).parents[2]), *folders] if python else sys.path
         limits = {"memory_bytes": memory_bytes, "memory_kind": memory_kind}
         self._setup = pickle.dumps({"entry": entry, "arguments": dict(arguments), "what": what, **limits})
-        self.facts: dict[str, Any] = {}
-        """The attribute ``facts`` of the entry's function; known after ``start``."""
+        self.facts: dict[str, Any] = {}  # The attribute `facts` of the entry's function; known after `start`
         self._alive: list[_Worker] = []
         self._idle: list[_Worker] = []
         self._failed_starts = self._timeouts = 0

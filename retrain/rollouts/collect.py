@@ -84,8 +84,7 @@ class _Open:
         self.prompt = Prompt(request.problem, "", ())
         self.trajectories = [_Trajectory() for _ in range(request.samples)]
         self.rewards: list[RewardResult] | None = None
-        self.alike = True
-        """Whether all rollouts begin with the same prompt."""
+        self.alike = True  # Whether all rollouts begin with the same prompt
 
     def start(self, sample: int) -> None:
         request, one = self.request, self.trajectories[sample]
@@ -246,10 +245,8 @@ def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | 
     return Collected(ended, spans, sum(syncs) if syncs else None)
 
 
-_Asked = tuple[_Open, int | None]
-"""A group, and which of its rollouts acts; None: all of them, alike so far."""
-_Actions = tuple[_Open, Sequence[int], list[Action]]
-"""A group, which of its rollouts act, and their actions."""
+_Asked = tuple[_Open, int | None]  # A group, and which of its rollouts acts; None: all of them, alike so far
+_Actions = tuple[_Open, Sequence[int], list[Action]]  # A group, which of its rollouts act, and their actions
 
 
 class _Stepping:

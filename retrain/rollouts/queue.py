@@ -21,8 +21,7 @@ from retrain.rollouts.collect import Collected, RolloutRequest
 from retrain.rollouts.dynamic import Further, Wanted, collect_rounds
 from retrain.types import Group
 
-CLOSING_S = 5.0
-"""Seconds that the end of a queue waits for its thread, which may be grading."""
+CLOSING_S = 5.0  # Seconds that the end of a queue waits for its thread, which may be grading
 Owner = TypeVar("Owner")
 Span = tuple[str, float, float]
 

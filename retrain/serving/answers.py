@@ -12,8 +12,7 @@ from typing import Any
 from retrain.serving.adapters import Served
 from retrain.serving.scoring import Tops
 
-LEAST_LOGPROB = -9999.0
-"""What stands for −∞, which JSON has not."""
+LEAST_LOGPROB = -9999.0  # What stands for −∞, which JSON has not
 
 
 def model_card(served: Served, context: int) -> dict[str, Any]:
@@ -101,5 +100,4 @@ def event(content: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(content, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
 
 
-END = b"data: [DONE]\n\n"
-"""The last event of a stream."""
+END = b"data: [DONE]\n\n"  # The last event of a stream

@@ -20,8 +20,7 @@ from retrain.serving.refusal import Refusal
 from retrain.serving.schema import LoadBody, UnloadBody, read
 from retrain.serving.service import Service
 
-MAX_UPLOAD = 1 << 30
-"""Bytes of the body of a request that holds an adapter."""
+MAX_UPLOAD = 1 << 30  # Bytes of the body of a request that holds an adapter
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 

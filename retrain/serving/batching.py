@@ -30,8 +30,7 @@ T = TypeVar("T")
 PIECE_TOKENS = {"cpu": 16, "cuda": 64}
 """Tokens between two looks at what has arrived: on a CPU as many as a small model draws in one call, on a GPU enough to
 pay for capturing the step anew."""
-MAX_ROWS = 256
-"""Generations under way at once; the others wait."""
+MAX_ROWS = 256  # Generations under way at once; the others wait
 LANES_WASTE = 2.0
 """Lanes of a decode batch have as many rows as the busiest; adapters whose numbers of generations differ so much that
 the rows come to this multiple of them are decoded in a batch of their own."""
@@ -101,8 +100,7 @@ class Batcher:
         usual = PIECE_TOKENS.get(engine.base.device.type, PIECE_TOKENS["cuda"])
         self.piece_tokens = usual if engine.fast else 1 << 30
         engine.keeps_blocks = True
-        self.failure: str = ""
-        """Why the engine's thread has ended, if it has."""
+        self.failure: str = ""  # Why the engine's thread has ended, if it has
         self._waiting: deque[Generation] = deque()
         self._active: list[Generation] = []
         self._tasks: deque[tuple[Callable[[], Any], Future[Any]]] = deque()

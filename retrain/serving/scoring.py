@@ -16,10 +16,8 @@ from retrain.policy.packing import Layout
 from retrain.serving.batching import Sampling
 from retrain.types import Sample
 
-Tops = Sequence[tuple[int, float]]
-"""Tokens of the highest log-probabilities, the highest first."""
-ROWS = 256
-"""Places whose logits are in memory at once."""
+Tops = Sequence[tuple[int, float]]  # Tokens of the highest log-probabilities, the highest first
+ROWS = 256  # Places whose logits are in memory at once
 
 
 def score(

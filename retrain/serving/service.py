@@ -28,17 +28,13 @@ from retrain.serving.schema import Sampled
 from retrain.serving.scoring import Tops, score
 
 T = TypeVar("T")
-MAX_ADAPTERS = 256
-"""Adapters in memory at once."""
-MAX_QUEUE = 4096
-"""Generations that may wait."""
-TIMEOUT_S = 3600.0
-"""Longest time from a request to the end of its last generation."""
+MAX_ADAPTERS = 256  # Adapters in memory at once
+MAX_QUEUE = 4096  # Generations that may wait
+TIMEOUT_S = 3600.0  # Longest time from a request to the end of its last generation
 MIN_BODY = 1 << 20
 """Bytes that the body of a request may have with every model: room for several prompts and for the other fields."""
 MAX_BODY = 1 << 30
-JSON_BYTES = 6
-"""Largest number of bytes that JSON needs for one character of a token: ``\\u00e9``."""
+JSON_BYTES = 6  # Largest number of bytes that JSON needs for one character of a token: `\u00e9`
 
 
 @dataclass(eq=False)

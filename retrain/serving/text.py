@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from retrain.tokenizer import Tokenizer
 
-BROKEN = "�"
-"""What stands for a character whose bytes are not all there."""
+BROKEN = "�"  # What stands for a character whose bytes are not all there
 
 
 class Writer:

@@ -18,10 +18,8 @@ import numpy as np
 
 from retrain.files import Stamp, read_json, stamp_of
 
-DIRECTIONS = 4
-"""Leading directions of an update that two adapters are compared in."""
-KEPT_DIRECTIONS = 32
-"""Modules whose directions are kept: those of a large model would take its memory many times."""
+DIRECTIONS = 4  # Leading directions of an update that two adapters are compared in
+KEPT_DIRECTIONS = 32  # Modules whose directions are kept: those of a large model would take its memory many times
 MOST_HEADER, MOST_FACTOR = 8 << 20, 1 << 28
 TYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 

@@ -16,10 +16,8 @@ from starlette.routing import Route
 from retrain.errors import RetrainError
 from retrain.files import dumps
 
-MOST_VALUE = 4096
-"""Characters of one value of a query."""
-DIGITS = 7
-"""Significant digits of numbers that are float32 on the disk."""
+MOST_VALUE = 4096  # Characters of one value of a query
+DIGITS = 7  # Significant digits of numbers that are float32 on the disk
 
 
 class Refusal(Exception):

@@ -49,8 +49,7 @@ ABSOLUTE = re.compile(
     r"(?:(?<=file://)|(?<![\w/.:~…]))/(?!dev/null)(?:[^\s/\"'<>|:,;()\[\]{}]+/)+([^\s/\"'<>|:,;()\[\]{}]*)"
 )
 
-Asked = tuple[str, dict[str, Any]]
-"""The name of an endpoint and its query."""
+Asked = tuple[str, dict[str, Any]]  # The name of an endpoint and its query
 
 
 def write_bundle(library: Library, out: Path, progress: Callable[[int, int], None] = lambda done, of: None) -> int:

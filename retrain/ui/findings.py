@@ -29,10 +29,8 @@ ALONE = "one run of a campaign compares nothing: open its campaign"
 FOREIGN = "these files declare no conditions and no metric that decides: curves are shown, and nothing is tested"
 ODD = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, ArithmeticError)
 """What reading files of any content may raise."""
-READ = ("config.json", "evals.jsonl")
-"""Files of a run that a comparison reads."""
-DECLARED = ("sequential", "declared", "notes")
-"""Entries of a manifest that it reads."""
+READ = ("config.json", "evals.jsonl")  # Files of a run that a comparison reads
+DECLARED = ("sequential", "declared", "notes")  # Entries of a manifest that it reads
 Signature = tuple[Any, ...]
 
 

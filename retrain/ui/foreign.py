@@ -12,8 +12,7 @@ from retrain.ui.numbers import Numbers, Pool
 from retrain.ui.places import Places
 from retrain.ui.sources import Home, Run, age, touched, whole
 
-SEED = re.compile(r"[-_./ ]*(?:seed|s)[-_=]?(\d{1,9})$", re.IGNORECASE)
-"""The end of a run's name that says its seed."""
+SEED = re.compile(r"[-_./ ]*(?:seed|s)[-_=]?(\d{1,9})$", re.IGNORECASE)  # The end of a run's name that says its seed
 MOST_RUNS = 1_000
 
 

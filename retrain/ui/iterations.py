@@ -30,10 +30,8 @@ from retrain.record.tokens import TokenFile
 Line = dict[str, Any]
 GENERATIONS, EVALUATIONS = "emergence/generations.jsonl", "emergence/evaluations.jsonl"
 TOOL_ERRORS = "tools/tool_errors"
-MOST_LINE = 64 << 20
-"""Bytes of a line; what is longer is no line of ours."""
-KEPT_FILES = 16
-"""Recorded iterations of which the problems' groups are kept."""
+MOST_LINE = 64 << 20  # Bytes of a line; what is longer is no line of ours
+KEPT_FILES = 16  # Recorded iterations of which the problems' groups are kept
 _COMPLETION: Wanted = {kinds.count: "step group sample", kinds.texts: "tags", kinds.text: "completion"}
 _ROLLOUT: Wanted = {
     kinds.count: "group_idx traj_idx", kinds.number: "total_reward advantage", kinds.table: "trajectory_metrics",

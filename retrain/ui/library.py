@@ -18,12 +18,9 @@ from retrain.ui.retrain_runs import RetrainRuns
 from retrain.ui.sources import Home, Run, Source
 from retrain.ui.trl import Trl
 
-DEPTH = 2
-"""How many levels below a given directory campaigns and runs are looked for."""
-FRESH_S = 0.8
-"""For so long what was read is told again without a look at the files."""
-CHECKED_S = 0.5
-"""For so long it is not looked at again whether a run's files lie inside."""
+DEPTH = 2  # How many levels below a given directory campaigns and runs are looked for
+FRESH_S = 0.8  # For so long what was read is told again without a look at the files
+CHECKED_S = 0.5  # For so long it is not looked at again whether a run's files lie inside
 MOST_FOLDERS = 5_000
 
 

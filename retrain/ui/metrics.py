@@ -17,8 +17,7 @@ WATCH = (
 )  # fmt: skip
 """What is worth watching, in this order, as far as runs have it."""
 MOST_WATCHED = 12
-GENERAL = "General"
-"""The section of unknown keys that name none."""
+GENERAL = "General"  # The section of unknown keys that name none
 STATISTICS = ("std", "min", "max")
 HISTOGRAMS = {
     "mean_reward": "reward", "advantage_mean": "advantage", "completions/mean_length": "length",

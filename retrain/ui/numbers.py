@@ -30,27 +30,22 @@ from retrain.ui.answers import Refusal
 AXES = ("step", "tokens", "device", "wall")
 """What a chart may have from left to right; ``device`` and ``wall`` in seconds. Runs that do not record their wall
 clock have the seconds of their steps added up, without the pauses between them."""
-MADE = ".made"
-"""Ending of the empty file beside a cache that says how new it is; one that is being written has none."""
+MADE = ".made"  # Ending of the empty file beside a cache that says how new it is; one that is being written has none
 WALL_CLOCK = "timing_wall_clock"
 UNPLACED = "rows of an earlier release, which did not record the wall clock: these are left out"
 STEP_KEYS = ("step", "progress/batch")
 TOKEN_KEYS = ("num_tokens",)
 STEP_TIME_KEYS = ("step_time_s", "time/total", "step_time")
-CACHED_FROM = 1 << 20
-"""Bytes of ``metrics.jsonl`` from which columns are worth a file of the cache."""
-MANY = 4 * BLOCK
-"""Rows that no block has, from which blocks are worth writing."""
-KEPT_BYTES = 48 << 20
-"""Bytes of columns kept in memory, over all runs."""
+CACHED_FROM = 1 << 20  # Bytes of `metrics.jsonl` from which columns are worth a file of the cache
+MANY = 4 * BLOCK  # Rows that no block has, from which blocks are worth writing
+KEPT_BYTES = 48 << 20  # Bytes of columns kept in memory, over all runs
 UNUSED_S = 30 * 86400.0
 
 
 class Numbers(Protocol):
     """The numbers of one run."""
 
-    reading: bool
-    """Whether its rows are still being read for the first time: there are none before that."""
+    reading: bool  # Whether its rows are still being read for the first time: there are none before that
 
     def refresh(self, make: bool = False) -> None:
         """Read what is new; with ``make`` also what takes seconds."""

@@ -14,8 +14,7 @@ from pathlib import Path
 from retrain.errors import UsageError
 from retrain.ui.answers import Refusal
 
-MOST = 4096
-"""Characters of a place."""
+MOST = 4096  # Characters of a place
 
 
 READ = (

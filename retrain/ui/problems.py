@@ -17,11 +17,9 @@ from retrain.ui.iterations import EVALUATIONS, Index, Iteration, Line, rollouts_
 from retrain.ui.rollouts import shown_tokens
 
 MOST_PROMPT = 300
-KEPT = 2
-"""Matrices that are kept: of a large set with ten conditions one takes tens of megabytes."""
+KEPT = 2  # Matrices that are kept: of a large set with ten conditions one takes tens of megabytes
 
-Runs = Mapping[str, Sequence[Index]]
-"""The runs of a campaign by condition, the baseline first."""
+Runs = Mapping[str, Sequence[Index]]  # The runs of a campaign by condition, the baseline first
 
 
 @dataclass

@@ -14,8 +14,7 @@ from retrain.record.tokens import RolloutTokens
 from retrain.ui.histograms import rewards
 from retrain.ui.iterations import Index, Iteration, Line, rollouts_of
 
-SHOWN = 400
-"""Characters of a text in the table."""
+SHOWN = 400  # Characters of a text in the table
 SORTS: Mapping[str, Callable[[Line], Any]] = {
     "index": lambda one: one["index"],
     "reward": lambda one: one["reward"],

@@ -26,8 +26,7 @@ from retrain.campaign.planning.plan import RunSpec
 from retrain.config.campaign import RULE_KEYS, Campaign, condition_name
 from retrain.wording import listed, plural
 
-KEYS = ("primary_metric", "equivalence_margin", *RULE_KEYS)
-"""Keys of [campaign] that say how the comparison is decided."""
+KEYS = ("primary_metric", "equivalence_margin", *RULE_KEYS)  # Keys of [campaign] that say how the comparison is decided
 DECLARED, INTERIM, EXPLORATORY = "declared", "interim", "exploratory"
 P_VALUES = ("p_value", "p_holm", "p_exact", "equivalence_p", "equivalence_p_holm")
 """Of a compared condition: what an interim look and too few pairs do not give."""

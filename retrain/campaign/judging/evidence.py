@@ -20,10 +20,8 @@ from retrain.record.charts import Series
 
 Point = tuple[float, float]
 Completion = dict[str, Any]
-MIN_BAND_SEEDS = 3
-"""Two seeds have an interval of twelve standard errors: a band of it would hide the chart."""
-SMOOTHING = 20
-"""Curves of training are moving averages over a twentieth of the steps, at least three of a dozen."""
+MIN_BAND_SEEDS = 3  # Two seeds have an interval of twelve standard errors: a band of it would hide the chart
+SMOOTHING = 20  # Curves of training are moving averages over a twentieth of the steps, at least three of a dozen
 
 
 @dataclass

@@ -23,8 +23,7 @@ from retrain.maths.family import simultaneous_intervals, t_interval
 from retrain.maths.statistics import Interval, holm
 from retrain.maths.stopped import stopped_interval
 
-DIRECTIONS = ("better", "worse", "higher", "lower")
-"""First words of verdicts that there is a difference."""
+DIRECTIONS = ("better", "worse", "higher", "lower")  # First words of verdicts that there is a difference
 Condition = dict[str, Any]
 Ends = list[float] | None
 

@@ -32,10 +32,8 @@ from retrain.record.numbers import points, short
 from retrain.record.tables import accuracy_name, short_metric, squeeze_cells, squeeze_columns, squeeze_words
 from retrain.rewards.audit import AUDIT
 
-TWINS = 8
-"""Prompts shown for each comparison."""
-OPEN_TWINS = 2
-"""Of them so many are open from the start, and on paper."""
+TWINS = 8  # Prompts shown for each comparison
+OPEN_TWINS = 2  # Of them so many are open from the start, and on paper
 
 CURVES = (
     ("correct_rate", "Correct while training", "%", True, True),

@@ -34,8 +34,7 @@ FILLED = ("p_value", "p_holm", "p_exact", "difference_tested", "test", "pairs_ne
 NO_VERDICT = "no difference shown"
 FUTILITY = "no difference shown (stopped for futility)"
 
-Values = Mapping[str, Mapping[Any, float]]
-"""Results by condition and pair of seeds."""
+Values = Mapping[str, Mapping[Any, float]]  # Results by condition and pair of seeds
 
 
 def rule_of(declared: Mapping[str, Any], family: int, planned: int, measure: Measure, *, looks: bool = True) -> Rule:

@@ -28,8 +28,7 @@ class Architecture:
     experts: int = 1
     active_experts: int = 1
     head_norms: bool = False
-    dense: bool = True
-    """Whether it decodes as plain matrix products, which on a CPU may read copies of the weights."""
+    dense: bool = True  # Whether it decodes as plain matrix products, which on a CPU may read copies of the weights
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Architecture | None:

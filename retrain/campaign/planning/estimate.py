@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from retrain.config import Config
     from retrain.config.evaluation import HeldOut
 
-ASSUMED_PROMPT_TOKENS = 128
-"""Assumed where prompts were not measured, which takes the data and the tokenizer."""
+ASSUMED_PROMPT_TOKENS = 128  # Assumed where prompts were not measured, which takes the data and the tokenizer
 
 ASSUMED_MICRO_BATCH_TOKENS = 4096
 """Assumed for ``micro_batch_tokens = "auto"`` on a GPU whose memory is not known, from which it follows."""

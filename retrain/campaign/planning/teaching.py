@@ -18,8 +18,7 @@ from retrain.models.tokenizer import light_tokenizer
 from retrain.plugins import search_folders
 
 ADAPTER = "adapter_model.safetensors"
-BASE = "base"
-"""The teacher that is the frozen base itself."""
+BASE = "base"  # The teacher that is the frozen base itself
 
 
 @dataclass(frozen=True)

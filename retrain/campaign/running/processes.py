@@ -19,8 +19,7 @@ from retrain.engines.server.fleet import Fleet, Tell
 from retrain.errors import StorageError
 from retrain.gpus import MEMORY_SHARE, OWN_GPU
 
-FOLDER = "workers"
-"""In a campaign's directory: what its workers printed."""
+FOLDER = "workers"  # In a campaign's directory: what its workers printed
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,8 @@ from retrain.errors import RetrainError, UsageError
 from retrain.ownership import claim
 from retrain.wording import plural
 
-ROOM_SECONDS = 20.0
-"""After so long without room for a worker the user is told."""
-KILL_SECONDS = 20.0
-"""How long a worker may take to be killed, before its node counts as gone."""
+ROOM_SECONDS = 20.0  # After so long without room for a worker the user is told
+KILL_SECONDS = 20.0  # How long a worker may take to be killed, before its node counts as gone
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,7 @@ class Host:
 
     def __init__(self, seating: Seating):
         self.seating, self.process = seating, None
-        self.copy = os.getcwd()
-        """The folder of the campaign's file as Ray has brought it, where it has."""
+        self.copy = os.getcwd()  # The folder of the campaign's file as Ray has brought it, where it has
         self.fault: dict[str, str] | None = None
         try:
             self.process = self._start(seating)
@@ -128,11 +125,9 @@ class Cluster:
 
     gpus: float
     cpus: int
-    ours: bool
-    """Whether this executor has connected, and so disconnects."""
+    ours: bool  # Whether this executor has connected, and so disconnects
     plan: Plan
-    told: bool = field(default=False, init=False)
-    """Whether the user knows that workers wait for room."""
+    told: bool = field(default=False, init=False)  # Whether the user knows that workers wait for room
     links: list[Actor] = field(default_factory=list, init=False)
 
     def start(self, slots: Sequence[int]) -> Iterator[tuple[int, Actor]]:

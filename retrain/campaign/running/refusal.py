@@ -14,8 +14,7 @@ from retrain.ownership import MARK
 
 RECORDS = ("manifest.json", "plan.json", "config.json", "environment.json", "code.diff")
 """Files of a campaign or run that are written before its first run begins."""
-CLAIM = {MARK, LOCK, LEASE}
-"""Files by which a process takes possession of a directory."""
+CLAIM = {MARK, LOCK, LEASE}  # Files by which a process takes possession of a directory
 
 
 @contextmanager

@@ -49,8 +49,7 @@ class Scheduler:
     ):
         self.executor, self.hear, self.after, self.stopping = executor, hear, after, stopping
         self.max_restarts = max_restarts
-        self.lost_steps = False
-        """Whether a job died while all were asked to stop: not everything has been saved."""
+        self.lost_steps = False  # Whether a job died while all were asked to stop: not everything has been saved
         self._waiting: deque[Work] = deque()
         self._under_way: dict[str, tuple[Work, Handle]] = {}
         self._busy = set[str]()

@@ -40,13 +40,10 @@ from retrain.run import Run
 from retrain.trainer import Cohort
 from retrain.types import Action, Prompt, RewardResult, Rollout
 
-ANSWERS = 4
-"""Answers for each problem, or the group size where that is smaller."""
+ANSWERS = 4  # Answers for each problem, or the group size where that is smaller
 WAITS = ("rollout", "score")
-PATIENCE_S = 30.0
-"""Seconds spent on grading without one grade, after which the rest is not tried."""
-POOLED = ("math", "judge", "custom")
-"""Rewards that grade several answers at once, ``[reward] workers`` of them."""
+PATIENCE_S = 30.0  # Seconds spent on grading without one grade, after which the rest is not tried
+POOLED = ("math", "judge", "custom")  # Rewards that grade several answers at once, `[reward] workers` of them
 
 
 class Messages(NullObserver):

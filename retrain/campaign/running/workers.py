@@ -30,10 +30,8 @@ from retrain.campaign.running.protocol import (
 from retrain.engines.server.fleet import Fleet, Tell
 from retrain.errors import DeviceLost, RetrainError
 
-TICK_SECONDS = 0.25
-"""Nothing heard for so long: whoever listens gets a Tick."""
-PATIENCE_SECONDS = 10.0
-"""How long workers without a job may take to end before they are killed."""
+TICK_SECONDS = 0.25  # Nothing heard for so long: whoever listens gets a Tick
+PATIENCE_SECONDS = 10.0  # How long workers without a job may take to end before they are killed
 
 
 class Link(Protocol):

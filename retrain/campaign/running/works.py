@@ -77,8 +77,7 @@ class SqueezeWork:
     campaign: Campaign
     spec: RunSpec
     place: str
-    names: frozenset[str] = field(default=frozenset(), init=False)
-    """None: what has finished is nobody else's matter."""
+    names: frozenset[str] = field(default=frozenset(), init=False)  # None: what has finished is nobody else's matter
     trains: bool = field(default=False, init=False)
 
     def job(self) -> SqueezeJob:

@@ -15,8 +15,7 @@ from retrain.engines.server.fleet import Fleet, Launches
 from retrain.errors import UsageError
 from retrain.policy.base import BaseModel
 
-ADAPTERS = "adapters"
-"""In the directory of a run or campaign, where ``adapter_dir`` does not say otherwise."""
+ADAPTERS = "adapters"  # In the directory of a run or campaign, where `adapter_dir` does not say otherwise
 
 
 def server_engine(

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     import httpx
 
 HEALTH_TIMEOUT_S, UNLOAD_TIMEOUT_S = 5.0, 10.0
-BUSY = (429, 500, 502, 503, 504)
-"""HTTP statuses after which the same request may succeed."""
+BUSY = (429, 500, 502, 503, 504)  # HTTP statuses after which the same request may succeed
 
 
 class Away(Exception):

@@ -214,8 +214,7 @@ class SGLang:
             raise Faulty(f"no log-probabilities of the prompt: {_clipped(payload)}") from error
 
 
-DIALECTS: Mapping[str, Dialect] = {"vllm": VLLM(), "openai": OpenAI(), "sglang": SGLang()}
-"""By ``[inference] engine``."""
+DIALECTS: Mapping[str, Dialect] = {"vllm": VLLM(), "openai": OpenAI(), "sglang": SGLang()}  # By `[inference] engine`
 
 
 def _named_id(token: str) -> int:

@@ -15,8 +15,7 @@ import threading
 from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
-GRACE_S = 15.0
-"""Seconds between asking the command to end and ending it."""
+GRACE_S = 15.0  # Seconds between asking the command to end and ending it
 
 
 def main(words: list[str]) -> None:

@@ -14,8 +14,7 @@ from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
 from retrain.ui.sources import Run, json_of
 
-MOST_DIFF = 400_000
-"""Bytes of a patch that are compared; longer ones are only told apart."""
+MOST_DIFF = 400_000  # Bytes of a patch that are compared; longer ones are only told apart
 MOST_LINES = 4_000
 FACTS = ("types", "packages", "code", "git", "ranges", "built", "base", "data_sizes", "modules", "seeds",
          "heldout_hashes")  # fmt: skip

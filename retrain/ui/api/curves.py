@@ -24,12 +24,9 @@ from retrain.ui.metrics import about
 from retrain.ui.numbers import AXES, UNPLACED, xs_of
 from retrain.ui.sources import Home, Run
 
-GRID = 160
-"""Steps at which a long mean and its band are made."""
-Window = tuple[float, float]
-"""The part of the x axis that is asked for, both ends included."""
-THIN_POINTS = 16_000
-"""Points of the lines of all runs together."""
+GRID = 160  # Steps at which a long mean and its band are made
+Window = tuple[float, float]  # The part of the x axis that is asked for, both ends included
+THIN_POINTS = 16_000  # Points of the lines of all runs together
 
 
 @dataclass
@@ -40,8 +37,7 @@ class Line:
     steps: np.ndarray
     values: np.ndarray
     xs: np.ndarray
-    left_out: int = 0
-    """Points whose place on the chosen axis was not recorded."""
+    left_out: int = 0  # Points whose place on the chosen axis was not recorded
 
 
 def routes(library: Library) -> list[Route]:

@@ -18,8 +18,7 @@ from retrain.ui.library import Library
 from retrain.ui.sources import Home, Run
 
 MOST_RUNS, MOST_CHECKPOINTS = 12, 12
-MOST_BYTES = 1 << 30
-"""Bytes of adapters that one page reads."""
+MOST_BYTES = 1 << 30  # Bytes of adapters that one page reads
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 

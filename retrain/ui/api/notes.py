@@ -17,10 +17,8 @@ from retrain.ui.summary import notes_of
 
 MOST_NOTES, MOST_LINES = 2_000, 500
 BLOCK = 1 << 16
-MOST_READ = 16 << 20
-"""Bytes of a log that one search goes through."""
-MOST_LINE, SHOWN = 1 << 20, 20_000
-"""Bytes of a line that is searched, and characters of one that is shown."""
+MOST_READ = 16 << 20  # Bytes of a log that one search goes through
+MOST_LINE, SHOWN = 1 << 20, 20_000  # Bytes of a line that is searched, and characters of one that is shown
 LEVEL = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (\w+) +")
 
 
