@@ -9,8 +9,6 @@ the truth. `--runs N` trains N identical runs of the bundled reasoner with diffe
 pairs of two "conditions" again and again, and does the same with what they scored.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

@@ -8,8 +8,6 @@ the peak of the process with five lanes, against what must be held: base, and fi
 and the run's keys and values; next to it the peak of a run alone, which shows the working memory of any step.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """What the command lines of the speed benchmarks share: their options, and where what was measured goes."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

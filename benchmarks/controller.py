@@ -12,8 +12,6 @@ workers, who also write the runs' files, is taken out. Only ``whole`` is by the 
 cost ~ runs^e, by least squares over the logarithms: 0 does not grow, 1 grows as the number of runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

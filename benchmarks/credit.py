@@ -7,8 +7,6 @@ tokenizers cut, about four characters each, with planning phrases every few hund
 shown beside the bar that it must stay below.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import time

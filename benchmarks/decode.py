@@ -13,8 +13,6 @@ row, 8 and 32 tokens long; nothing else is fitted.
     predicted(lanes, prompts, group, new, rank) = call + new · (step + roofline(rows, mean length, rank))
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

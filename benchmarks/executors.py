@@ -7,8 +7,6 @@ number of workers in turn, and as often as asked. Prints for each the median sec
 time between the first run's start and the last one's end, beside those of the first number.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ tokens, correct ones the part of that in the first column. A cell is the share o
 above 0 with the paper's normalisation (`[gtpo] centred = true`); with `centred = false` it is none, as is checked.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import torch

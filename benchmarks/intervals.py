@@ -19,8 +19,6 @@
 Coverage and errors in per cent; differences are in units of one pair's standard deviation unless points are named.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable, Iterator

@@ -16,8 +16,6 @@ narrow with so few. What of a variance is that of the answers, given the policie
 a problem differ. `--runs` keeps the runs; a directory that already holds them is only read.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from dataclasses import dataclass

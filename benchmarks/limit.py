@@ -15,8 +15,6 @@ In fp32 or bf16, whichever this processor multiplies faster, or as ``--dtype`` s
 largest |π_trainer/π_sampler − 1| of the last step: both halves compute the same distribution.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

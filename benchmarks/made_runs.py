@@ -6,8 +6,6 @@ Four conditions, the runs in order of seeds; every key of the catalogue in every
 notes, and of the first run spans of time and summaries of rollouts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

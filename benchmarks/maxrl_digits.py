@@ -14,8 +14,6 @@ weights, the order of images and the random numbers of sampling. RATES holds the
 for each method and N alone from the same grid, on seeds and images that the table does not use.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import time

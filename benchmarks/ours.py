@@ -5,8 +5,6 @@ rewards alternate within each group, as on every side. Sampling is the time insi
 rest of the step counts as update.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -10,8 +10,6 @@ creation to the end of its first one-token sampling, beside a fresh process that
 peft; the two take turns.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ steps, in which kernels warm up and the queue fills, are left out. Prints for ea
 median over the repeats of seconds per step, of which waiting for rollouts and of which sampling went on meanwhile.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

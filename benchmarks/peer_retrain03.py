@@ -4,8 +4,6 @@ Driven as its trainer drives it: ``sample`` for all prompts, then one ``train_st
 log-probabilities and advantages padded by zeros over the prompt.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from typing import Any

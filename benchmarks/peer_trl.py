@@ -6,8 +6,6 @@ the whole batch on a GPU, autocast to bf16 only where the device is faster at it
 ``_generate_and_score_completions``; the rest of the step counts as update.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from typing import Any

@@ -4,8 +4,6 @@ Runs in an environment of its own with a build of vLLM for this device. The mode
 no end token; its prefix cache may keep what it wants.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

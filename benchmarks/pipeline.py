@@ -11,8 +11,6 @@ been declared; beside each stands the power that `retrain explain` promises for 
 together. Directories that are there already are only read, so that it can be stopped and continued.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

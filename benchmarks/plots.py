@@ -1,7 +1,5 @@
 """A line plot as plain SVG: predictions as lines, measurements as dots, readable in light and dark pages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ one adapter of rank 16, the update one step on them; both after one of warm-up. 
 every run reports of its base (``policy.quantized``).
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import gc

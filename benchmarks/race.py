@@ -14,8 +14,6 @@ rule has, for the same difference and the spread of TRL's own runs, with the int
 say where the factor comes from: a cheaper run, lanes over one base, and fewer runs (pairs, and the rule that decides).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -7,8 +7,6 @@ its best local setting (no gradient checkpointing, no reference model, no saving
 ``accuracy`` after the last update, ``train_s`` and ``eval_s`` (imports and loading not counted), ``process_s``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -9,8 +9,6 @@ machine does. Means over the steps after the first; ten of them hold one step of
 with the default `rollouts_every = 10`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -21,8 +21,6 @@ effects are in these standard deviations. Told are, for families of 1, 2 and 4 c
 - collapsed: how often conditions of equal means are called different because runs of one collapse, and without a flag.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable

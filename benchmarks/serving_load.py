@@ -8,8 +8,6 @@ without a stream, and compares what it reads. Prints one JSON line; exit status 
 one in a thousand is another than alone (rounding moves a draw that falls on the edge between two tokens).
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

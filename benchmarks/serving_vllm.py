@@ -9,8 +9,6 @@ line: the largest difference of log-probabilities, every other difference, statu
 (ours takes no texts for numbers); exit status 1 when an answer differs.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

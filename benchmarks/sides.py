@@ -1,7 +1,5 @@
 """The sides of a comparison: one process each, that works only when asked, and medians over their steps."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

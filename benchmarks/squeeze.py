@@ -8,8 +8,6 @@ one layer (scaled from a smaller square). Each part runs in a process of its own
 the mapped file included) is that above the process's start, after the imports.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

@@ -14,8 +14,6 @@ and, by seed, the random numbers, and are compared by paired seeds. The paper's 
 and continue come from the runs of `full`, and train on at its rate. `--out` keeps the runs; what is there is only read.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from collections.abc import Mapping, Sequence

@@ -12,8 +12,6 @@ Each side is a process of its own that waits between its steps, so one works at 
 step, after one step of warm-up each. Medians over ``--repeats`` steps; ``--json FILE`` keeps every step.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -8,8 +8,6 @@ sampled, which nothing had read). ``read again`` is the same without that: every
 The aim, written down before anything was measured: at most 1.2 times one turn.
 """
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from pathlib import Path

@@ -12,8 +12,6 @@ Beside the time until an answer was parsed stands the server's processor time, w
 machine does: bars of a tenth of a second are of that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

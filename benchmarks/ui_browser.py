@@ -8,8 +8,6 @@ list of campaigns, the server warm; from another choice of smoothing until the c
 them, and all); from another colour until the tokens wear it, layout and paint included.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import statistics

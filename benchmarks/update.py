@@ -10,8 +10,6 @@ limit knows ``plain``, and in bfloat16 the last two. ``--together`` takes all va
 count, and sets them against ``plain``. ``--profile`` prints torch's profile of one update of each variant.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

@@ -16,8 +16,6 @@ planned for the difference; its cost is told where there is that difference and 
 bootstrap intervals of 95 % over the measured seeds. `--out` keeps the runs; a directory that holds them is only read.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import tempfile

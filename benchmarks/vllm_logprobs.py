@@ -7,8 +7,6 @@ vLLM samples answers to some held-out prompts of the run, with the base and with
 largest difference for each, in nats; exit status 1 when one exceeds 1e-4. In float32 (vLLM 0.31 for CPUs).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

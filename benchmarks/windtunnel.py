@@ -1,7 +1,5 @@
 """The wind tunnel: campaigns of the bundled model small enough to be trained by the dozen, and what they scored."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 The public names are loaded when they are first used, so that ``import retrain`` costs nothing.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

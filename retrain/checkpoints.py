@@ -1,7 +1,5 @@
 """Checkpoints of one run: a directory written aside, hashed, fsynced and renamed; the newest whole one is loaded."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence

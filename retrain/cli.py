@@ -4,8 +4,6 @@ Nothing heavy is imported here or at the top of ``retrain.commands``: ``retrain 
 half a second, and ``retrain check`` without torch.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Time stamps whose differences are durations, whatever happens to the machine's clock."""
 
-from __future__ import annotations
-
 import time
 
 _BEGIN = time.time() - time.monotonic()

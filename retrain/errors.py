@@ -1,7 +1,5 @@
 """The exception tree. Every error a user can cause derives from RetrainError and carries its exit status."""
 
-from __future__ import annotations
-
 import errno
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ evaluates the same weights after the same number of updates gets the same answer
 so that no set changes the numbers of the others.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

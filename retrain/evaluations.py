@@ -3,8 +3,6 @@
 What an evaluation raises ends the runs that it was for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial

@@ -1,7 +1,5 @@
 """Optional packages: the extra that installs each, and the error when one is missing. None is imported here."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Writing files so that nothing is lost or half-written, and all JSON is strict."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

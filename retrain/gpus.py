@@ -1,8 +1,6 @@
 """What can be known of GPUs without importing torch: which there are, whether torch was built for them, and whether an
 error says that one is gone."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

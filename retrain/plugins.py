@@ -4,8 +4,6 @@ It is looked up in the TOML's folder, then in the current directory, then among 
 loaded that the configuration does not name.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import math

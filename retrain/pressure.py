@@ -4,8 +4,6 @@ Only speed and memory depend on it, never what is sampled beyond rounding. Decis
 throughputs, which are part of every checkpoint: a resumed cohort decides from the record, not from a new clock.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from retrain.config.upkeep import Backpressure

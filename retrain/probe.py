@@ -5,8 +5,6 @@ Batches are those that the baseline's run would sample next; every condition cre
 that training uses, and its gradient is the one that its optimizer would receive.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ longer than the call that uses it, so there is no state to save, batching cannot
 conditions with the same seed have common random numbers.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

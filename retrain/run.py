@@ -1,7 +1,5 @@
 """One run: its policy, algorithm, data cursor and records. All its state is declared here and changed only here."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

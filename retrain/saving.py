@@ -5,8 +5,6 @@ last bits of what is sampled depend on the composition of the batch, so the runs
 from which all of them can resume.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial

@@ -1,7 +1,5 @@
 """Safetensors files whose bytes depend on their content alone: safetensors' own writer orders metadata at random."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from math import prod

@@ -1,7 +1,5 @@
 """A tokenizer without a model: the text of tokens, each token's place in it, and the tokenizer's digest."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

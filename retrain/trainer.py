@@ -5,8 +5,6 @@ own run's adapter. Everything else belongs to one run alone; a run that fails le
 A cohort of one is the single run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ them (PPO, arXiv 1707.06347): its log-probabilities are computed once and kept o
 loss by what its own minibatch counts, groups without signal included.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

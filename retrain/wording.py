@@ -1,7 +1,5 @@
 """Numbers and lists in sentences for people."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

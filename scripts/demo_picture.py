@@ -5,8 +5,6 @@
 Writes demo.svg, the live view two thirds through, and result.svg, the comparison and the recommended rank at the end.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

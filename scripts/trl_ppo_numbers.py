@@ -13,8 +13,6 @@ the digits that give the same float32 when it is read. Without ``eps``, episodes
 seeds alone (and on the last bits of the matrix products of the machine).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

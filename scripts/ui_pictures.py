@@ -6,8 +6,6 @@
 Needs playwright, pillow and a Chromium (`--chromium PATH`), and logs with the campaigns quickstart and gtpo.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -5,8 +5,6 @@ published code: it stands beside the reward's advantage instead of in the reward
 groups nor discounted; and completions whose reward could not be had take no part, as everywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar

@@ -8,8 +8,6 @@ comes with its last token, and what the total is beyond those of single turns wi
 later where there is room, here on the last token.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

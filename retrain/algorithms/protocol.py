@@ -1,7 +1,5 @@
 """What the loop asks of an algorithm: rollouts with rewards become rollouts with advantages, token by token."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol

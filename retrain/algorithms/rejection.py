@@ -8,8 +8,6 @@ What is rejected keeps its place in the other terms of the loss and in all stati
 0, nothing else changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar

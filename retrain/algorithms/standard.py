@@ -4,8 +4,6 @@ The formulas are in ``retrain.maths``; this file lays rollouts out as padded ten
 remembers from step to step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ every turn of the group, also of the same rollout, that began with the same word
 counts such a turn once for a rollout, or every time; here every time. A state that nobody else came to adds nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """``sample`` and ``export``: what to do with a trained adapter."""
 
-from __future__ import annotations
-
 import sys
 from enum import StrEnum
 from pathlib import Path

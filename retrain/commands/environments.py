@@ -1,7 +1,5 @@
 """``environments``: what a model can act in here, and whether it can be trusted."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,7 +1,5 @@
 """What a configuration computes, in words and as formulas, for ``explain``; the modes' are from ``config.modes``."""
 
-from __future__ import annotations
-
 import math
 
 from retrain.config import Config

@@ -1,7 +1,5 @@
 """``check``, ``report`` and ``compare``: commands that read and print, and never import torch."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """``probe``: the updates that the conditions of a file would make, compared on the same rollouts before any run."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any

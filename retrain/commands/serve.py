@@ -1,7 +1,5 @@
 """``serve``: a model and adapters behind OpenAI's protocol."""
 
-from __future__ import annotations
-
 import os
 from typing import Annotated
 

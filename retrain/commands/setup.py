@@ -1,7 +1,5 @@
 """``init``, ``schema``, ``doctor``: what one needs before the first run."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -1,7 +1,5 @@
 """``status``: how runs stand, from their files alone; once, or followed as they grow. Never imports torch."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

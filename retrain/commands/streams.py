@@ -1,7 +1,5 @@
 """Standard output and error of a command that outlives whoever reads them: a closed terminal, a pipe's dead end."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

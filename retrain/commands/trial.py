@@ -1,7 +1,5 @@
 """``try``: what the model is asked, answers and is paid, before anything is trained."""
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated, Any
 

@@ -3,8 +3,6 @@
 ``load`` reads a TOML file, ``parse_dict`` plain data; both give a frozen `Config` or raise one `ConfigError`.
 """
 
-from __future__ import annotations
-
 from retrain.config.campaign import Campaign, Condition
 from retrain.config.loading import Loaded, load, parse_dict
 from retrain.config.reference import configuration_markdown, json_schema

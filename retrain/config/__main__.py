@@ -1,7 +1,5 @@
 """``python -m retrain.config FILE…`` writes the reference page (``.md``) or the JSON Schema (``.json``)."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

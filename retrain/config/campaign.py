@@ -1,7 +1,5 @@
 """[campaign] and [[campaign.conditions]]: what is compared, over which seeds."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

@@ -4,8 +4,6 @@ Keys that are wrong by themselves are reported and put aside (they count as unse
 asked about everything else. A rule that involves a key put aside says nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """[ray]: which Ray cluster trains a campaign, and what its nodes get."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field

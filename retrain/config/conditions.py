@@ -1,7 +1,5 @@
 """A campaign's conditions: their overrides brought into one form, and applied to the base configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

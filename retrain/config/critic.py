@@ -1,7 +1,5 @@
 """[critic]: what PPO compares with, a value for every token of a completion."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, ClassVar
 

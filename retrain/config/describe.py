@@ -1,7 +1,5 @@
 """What a key accepts, in words and in TOML: for error messages and for the reference."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import re

@@ -3,8 +3,6 @@
 The keys of 0.3: https://github.com/teilomillet/retrain/blob/v0.3.2/retrain/config.py
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

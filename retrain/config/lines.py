@@ -4,8 +4,6 @@
 the line of every key, table header and array element. It need not reject anything.
 """
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """From a TOML file and ``--set`` values to a `Config`, or to all of its mistakes at once."""
 
-from __future__ import annotations
-
 import os
 import re
 from ast import literal_eval

@@ -1,7 +1,5 @@
 """[model], [lora], [backend]: what is trained, and on what."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 

@@ -5,8 +5,6 @@ keys and which further keys have an effect, what ``explain`` prints, what is pla
 documents. A new mode is a row here and a function under the same name in the table of ``retrain.maths``.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """From what pydantic says to one line that a person can act on."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The JSON Schema and the reference page, made from the models."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """[backpressure], [squeeze], [resume], [logging]: what goes on around the learning."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec

@@ -11,8 +11,6 @@ No intermediate result is negative. The side of a problem, train or held-out, is
 alone: no seed, count or choice of levels can bring a held-out problem into training.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterator, Sequence

@@ -9,8 +9,6 @@ policy reads the whole conversation anew: a new sequence, so that every sample i
 Between the marks nothing depends on what the policy said, which may hold any text at all.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

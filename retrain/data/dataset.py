@@ -4,8 +4,6 @@ Which problems of a data set are held out is a function of their texts alone (a 
 counts asked for: all runs of a campaign, and all campaigns on the same data, are evaluated on the same problems.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

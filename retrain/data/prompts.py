@@ -1,7 +1,5 @@
 """From a problem to the tokens that the model sees."""
 
-from __future__ import annotations
-
 import heapq
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Table of all checks, in the order in which they run, and their report."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Checks of the machine: torch and its GPU, rates of copies and products, the code paths that are taken, and speed."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Checks of memory: predicted against measured sizes, and recovery from simulated and real shortages."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -4,8 +4,6 @@ A limit may differ by number format ("bfloat16") or device type ("cuda"); the nu
 "Measured" refers to the bundled model unless a comment says otherwise.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Checks of sampling: replayed against eager steps, sampler against trainer, lanes in a batch against lanes alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

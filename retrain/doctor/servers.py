@@ -1,7 +1,5 @@
 """Checks that servers sample what is trained here, as a run does before its first step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Checks of training: the gradient against plain formulas in higher precision, and a resumed run against one that was
 never stopped."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """A key/value cache with room reserved ahead, so that a decode step writes one column and copies nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ batched matrix product. A prompt is prefilled once and its cache repeated for it
 leave as soon as a quarter of the grid is idle.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Keys and values of sequences that may go on: the next turn of an episode begins where the last one ended."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence

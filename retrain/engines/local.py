@@ -5,8 +5,6 @@ through the model's own forward pass (``engines.grid``), slower and in waves. Ea
 per token from its own stream and inverts the cumulative distribution: batching never changes what is sampled.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Sampling with a backend of the user's own (see ``policy.plugin``)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the loop asks of an engine: actions, with the log-probabilities of the distribution sampled from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Sequences of a decode batch: which they are, and the actions that came of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """The in-process engine on every rank of one run: a batch is cut into pieces as for as many workers as all ranks have,
 and each rank decodes some of them. What is sampled therefore is what one process with so many workers samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ product. A prompt is prefilled once for all of its samples that start together. 
 run out of work, the batch is cut anew: lanes without work leave and the others share its rows.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Validation of the arguments of environments and tools, with one-line errors."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 from collections.abc import Iterable, Mapping

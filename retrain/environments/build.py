@@ -1,7 +1,5 @@
 """From the configuration to what its runs act in, in training and in every held-out set."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path

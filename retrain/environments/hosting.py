@@ -3,8 +3,6 @@
 Nothing of torch is imported, and nothing but what the environment itself needs: it may run under another Python.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """Problems of [data]: the policy answers, perhaps after it has called tools, and a reward grades the answer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ float64 and carry no gradient. Rewards that differ by less than 1e-8 (relative t
 count as equal: float noise must not become an advantage.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

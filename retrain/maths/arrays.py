@@ -1,7 +1,5 @@
 """As ``shapes``, of numpy's arrays, and the name of a plug-in: what is imported where torch is not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

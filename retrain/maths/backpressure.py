@@ -5,8 +5,6 @@ believes it only when κ̂ − 2·SE > 0 and loads on both sides of n* were obse
 averaged together.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ spent as may be. Levels are for the largest of j statistics, j = 1 … m: the co
 stepping down valid). 100,000 simulated campaigns leave a standard error of 0.07 points in a spent 5 %.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

@@ -11,8 +11,6 @@ What was never seen therefore counts: n equal values leave q²/(n + q²) of the 
 ``benchmarks/intervals.py``.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -13,8 +13,6 @@ a multiple for large samples, flags 26 to 28 % of normal tables of two condition
 (``benchmarks/rules.py flags``).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

@@ -6,8 +6,6 @@ away. Both are constants of the gradient. What they are compared with is the tra
 ("When Speed Kills Stability", and the papers named below). A sequence is a row: every action token of a sample.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ Everything is vectorised over the padded batch [B, T]; column t is position t of
 weights are constants of the loss. Float dtype of the inputs is kept.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ between has no value and no reward, and the value after the last action is 0, al
 the critic may have different λ. Advantages are whitened with the unbiased variance, as TRL does.
 """
 
-from __future__ import annotations
-
 import torch
 
 from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT

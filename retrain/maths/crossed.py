@@ -7,8 +7,6 @@ clustering two ways (Cameron, Gelbach and Miller 2011) with the small-sample cor
 and its degrees of freedom are Satterthwaite's (1946). Coverage: ``benchmarks/intervals.py``.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

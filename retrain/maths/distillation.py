@@ -6,8 +6,6 @@ Thinking Machines, "On-Policy Distillation"; verl pull request 4897). The advant
 estimate k1 has no gradient in expectation, and k3 has that of the forward divergence.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ interval. No formula here is new; what is chosen is that k samples out of n are 
 rest) nor all subsets (too many): pass@k has a closed form, majorities are averaged over the disjoint blocks of k.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 

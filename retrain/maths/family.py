@@ -11,8 +11,6 @@ used instead follows the declared test (benchmarks/intervals.py has the joint co
   only as good as equal spreads are true.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -9,8 +9,6 @@ and how often each contains the truth, is measured by ``benchmarks/calibration.p
 - interquartile means, ``iqm_interval``: Tukey and McLaughlin's trimmed t, with the quantile that normal seeds need.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 

@@ -11,8 +11,6 @@ optimizer step beforehand, so cutting it into micro-batches, or skipping a group
 the update. Only ``logprobs_BT`` (and the entropy of the bonus) carry a gradient. Padding may hold any value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

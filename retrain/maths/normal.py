@@ -10,8 +10,6 @@ by the spread that earlier campaigns showed; unlike there, the spread is never t
 What unequal spreads, heavy tails and collapses do to the error is in ``docs/verdicts.md``.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

@@ -10,8 +10,6 @@ All permutations are gone through up to ``ENUMERATED``; beyond, as many random o
 arrangement counted (Phipson and Smyth 2010).
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import combinations, permutations, product
 from math import factorial

@@ -5,8 +5,6 @@ breaks between words do not matter; phrases begin and end at word boundaries ("t
 Overlapping phrases both count. Each text is decoded and searched once; no Python loop over tokens.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from itertools import chain

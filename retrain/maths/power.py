@@ -7,8 +7,6 @@ need no simulation: sign flips of many pairs are the paired t test to within a p
 distribution tells the power of both.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -13,8 +13,6 @@ Futility never counts as evidence, and the error is kept if nobody heeds it. In 
 cannot be expected to beat the baseline, from the second seed on.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

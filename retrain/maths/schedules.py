@@ -5,8 +5,6 @@ afterwards (``sepa_observe``). A batch that reaches the gate therefore opens it 
 clock starts at 0.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -15,8 +15,6 @@ signs that wins nothing on average if they are random, so that it ever reaches 1
 1939), however pairs are added. ``hopeless`` is no test: it tells when going on is unlikely to show anything.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

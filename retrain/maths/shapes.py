@@ -4,8 +4,6 @@ They cost nothing at run time: nobody looks at an annotation unless asked to, as
 What a user's function returns is checked by ``of_shape``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

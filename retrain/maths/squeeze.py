@@ -8,8 +8,6 @@ Factors are as PEFT stores them, A [r, in] and B [out, r]; for embeddings (A [r,
 transpose, with the same values. Half-precision factors are computed in float32, float64 stays.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

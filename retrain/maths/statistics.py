@@ -5,8 +5,6 @@ so intervals cluster by problem) and the *seed* between conditions (pairs share 
 numbers, so conditions are compared by paired differences). Completions are never pooled over seeds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass

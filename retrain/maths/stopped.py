@@ -11,8 +11,6 @@ the estimate leans towards 0, by less than 0.1 spreads; so little depends on siz
 (``benchmarks/intervals.py``). It is a cautious reading beside the mean, no replacement of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,8 +1,6 @@
 """Whether a directory holds a model that can be loaded, from names, sizes and headers: no weight is read, and neither
 torch nor transformers is imported."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import importlib.util

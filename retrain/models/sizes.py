@@ -1,7 +1,5 @@
 """Sizes that both the estimate of a run and the run itself use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 SMALL_MODEL_BYTES = 32 << 20

@@ -1,7 +1,5 @@
 """Which linear layers ``[lora] target_modules`` means, by the names of a model's layers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

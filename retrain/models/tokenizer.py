@@ -4,8 +4,6 @@
 module imports no torch. What training uses is transformers' tokenizer; tests compare the two.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

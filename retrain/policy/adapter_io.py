@@ -4,8 +4,6 @@ The configuration is peft's own ``LoraConfig``, so that a file has whatever the 
 imported when the first is made: with a model loaded that takes a moment, without one seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum

@@ -6,8 +6,6 @@ are used; a model that does not allow one of them says so in ``notes``. What is 
 forward passes of norms, MLPs and layers) is taken off again by ``BaseModel.release``.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext

@@ -6,8 +6,6 @@ beyond rounding, so the step made again is the step that failed; and because it 
 and what was learnt is kept in checkpoints.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ in its context, the tokens that lead there are more probable. The words stand at
 in the same chat template; the answer that follows is the student's, token for token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

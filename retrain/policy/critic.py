@@ -4,8 +4,6 @@ The value before an action token is a linear function of the hidden state that p
 0, so an untrained critic expects nothing, whatever the base.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Where the base lives: which device a setting means, how a GPU is set up, and what it is called."""
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

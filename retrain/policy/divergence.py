@@ -4,8 +4,6 @@ As in ``policy.head`` the output layer is frozen, so the forward pass works out 
 states while it holds a chunk's logits; no logits [rows, V] of all rows are kept.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Autograd through the plain formulas is right but keeps what it need not keep and
 needed, which a model bound by memory pays for.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The built-in policy: a LoRA adapter over a frozen base that other runs share, with its optimizer."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """AdamW over flat weights, and the step of one optimizer: norm, check, clipping, change."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

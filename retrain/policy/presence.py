@@ -1,7 +1,5 @@
 """Whether the base's weights lie on this device as a whole, or are gathered from several ranks when they are used."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 

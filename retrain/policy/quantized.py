@@ -7,8 +7,6 @@ anew for each product, in the backward pass too, and never kept. Whoever reads `
 same numbers: the update through its modules, the sampler through ``engines.dense``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

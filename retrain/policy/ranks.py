@@ -7,8 +7,6 @@ disagree about where training is, and a checkpoint is that of one process.
 What goes between them are pickled messages over gloo, which tells at once when the other end has died.
 """
 
-from __future__ import annotations
-
 import pickle
 import traceback
 from collections.abc import Callable, Iterator, Sequence

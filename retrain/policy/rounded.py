@@ -11,8 +11,6 @@ The copies of the weights are made once and live as long as the weights; a threa
 products of this kind.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

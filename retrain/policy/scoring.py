@@ -1,7 +1,5 @@
 """What a model with an adapter says of sampled tokens, by forward passes without gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ Weights of the policy's own base (an adapter, or none) are scored by the policy 
 ranks; another model is a second base in memory, which has the same tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 

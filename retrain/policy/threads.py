@@ -6,8 +6,6 @@ independent piece (a part of the decode batch, one run's update) per core instea
 their weights, keep torch's own split. Which pieces there are never depends on timing, so results do not either.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor

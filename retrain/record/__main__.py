@@ -1,7 +1,5 @@
 """``python -m retrain.record [PATH]`` writes ``docs/metrics.md`` from the catalogue."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

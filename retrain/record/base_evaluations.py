@@ -5,8 +5,6 @@ its first evaluation is the same for all. A cohort that starts later, or after a
 improve on is one number, not one number per cohort. One ``.npz`` file per way of measuring (sampling, reward, data).
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

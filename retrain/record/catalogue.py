@@ -5,8 +5,6 @@
 rows of runs whose configuration can define them; all other keys stand in every row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args

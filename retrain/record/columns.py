@@ -9,8 +9,6 @@ A block names the last line that it covers by its length and checksum, so that a
 continued by something that does not know of it) is found out and made anew, not believed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -3,8 +3,6 @@
 Text from models, files and plug-ins is shown as text: rich's markup and a terminal's escape sequences have no effect.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

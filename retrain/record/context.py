@@ -1,7 +1,5 @@
 """What the record layer knows of the run it describes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

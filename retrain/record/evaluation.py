@@ -6,8 +6,6 @@ interval is over problems. A vote is for the answer that a completion gives, ext
 that this does not unite are two answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ An observer (a console, or ``JsonLines``) is called as it would be inside the pr
 by a resume, vanish, or end in half a line at any moment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any

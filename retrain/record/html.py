@@ -6,8 +6,6 @@ so that even markup that slipped through could not run or load anything. Styles,
 are the files of ``assets/``, written into each page.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

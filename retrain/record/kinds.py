@@ -1,7 +1,5 @@
 """Whether the values of a JSON line that anybody may have damaged are of the kinds that they should be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 

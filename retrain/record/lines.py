@@ -1,7 +1,5 @@
 """Growing files of lines, read on from where reading stopped, and found out when they are other ones."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

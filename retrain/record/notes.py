@@ -4,8 +4,6 @@
 would. A rule gets what was recent and the values that it needs, and answers with (text, remedy) or None.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """How numbers are written for people: tables, sentences, charts' tables and the live view."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 NOTHING = "-"  # Where there is no value

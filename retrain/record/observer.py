@@ -1,7 +1,5 @@
 """Who is informed while runs go on: consoles, tests, anything that follows a campaign from inside the process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol

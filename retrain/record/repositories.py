@@ -4,8 +4,6 @@ Git is only read: neither the index nor the object store of a repository is writ
 patch through an index of our own, a copy in a temporary directory.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

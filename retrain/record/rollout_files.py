@@ -1,8 +1,6 @@
 """The files of an iteration's rollouts: summary lines, logtree, the page that shows the same, every token; and the
 index of them all, ``iterations.jsonl``, so that nobody has to list or read them to know what there is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ as run lengths and, with a critic, values and value targets in thousandths. The 
 what is left out is counted on the page.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 

@@ -6,8 +6,6 @@ conversation, ``data``. Strings among a logtree's children are HTML-escaped, as 
 ``data`` are the plain text.
 """
 
-from __future__ import annotations
-
 import datetime
 import math
 import re

@@ -1,7 +1,5 @@
 """What must not get into a run directory: files named like secrets, access keys, values of secret variables."""
 
-from __future__ import annotations
-
 import fnmatch
 import os
 import re

@@ -1,7 +1,5 @@
 """State of runs and campaigns, read from their files alone; nothing here needs the process that writes them."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -1,7 +1,5 @@
 """Results as tables and lines: rich on a terminal, aligned text everywhere else."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

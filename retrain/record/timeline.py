@@ -5,8 +5,6 @@ spans themselves, which the page carries as integers (milliseconds since the fir
 recorded: a step lasts from the end of the one before to its own last span, and what no span names is ``other``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 ``Reporter`` is one tracker behind another, so that a slow service holds back neither the training nor the files.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@ A reward of your own is a function named in the TOML (``[reward] type = "custom"
 Python, a subclass of ``Reward`` handed to ``Grader``.
 """
 
-from __future__ import annotations
-
 from retrain.rewards.base import Grader, Reward
 from retrain.rewards.build import build_grader
 from retrain.types import RewardResult

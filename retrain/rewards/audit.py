@@ -4,8 +4,6 @@ Its score goes into the sample metrics of a result, as ``audit``, which are reco
 goes wrong with it costs that number alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from retrain.plugins import described

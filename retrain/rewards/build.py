@@ -1,7 +1,5 @@
 """From the ``[reward]`` section to a grader."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ numbers (``reward_min``, ``reward_max``, ``metrics_ranges = {"steps": {"min": 0,
 else depends on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path

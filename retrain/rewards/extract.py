@@ -4,8 +4,6 @@ A completion comes from a model under optimisation: 1 MB of braces or of ``\boxe
 nothing here backtracks, recurses or turns digits into numbers.
 """
 
-from __future__ import annotations
-
 import re
 from collections import deque
 

@@ -12,8 +12,6 @@ numbers, results, and None where the reward does not apply. Prompts and completi
 data's prompts are. Either may be a coroutine function, or a class with ``__call__`` that is made without arguments.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence

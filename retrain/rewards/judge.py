@@ -1,7 +1,5 @@
 """``judge``: a language model behind an OpenAI-compatible endpoint scores completions between 0 and 1."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

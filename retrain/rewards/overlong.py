@@ -3,8 +3,6 @@
 Differences from published code: the punishment ends at −1, and whether an answer is correct is decided before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

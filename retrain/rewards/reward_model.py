@@ -7,8 +7,6 @@ Which rows are scored together shows in the last bits of their scores. So it mus
 arrive together: a batch holds answers to one problem only.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import threading

@@ -11,8 +11,6 @@ their sizes, as in open-instruct. Implicitly, the judge sees the criteria and gi
 A reply that leaves a criterion out, or says something else of it, is no grade: null, never 0.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

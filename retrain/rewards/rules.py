@@ -5,8 +5,6 @@ end in a line ``#### …`` (as GSM8K's do) also such a line. The functions of ``
 neither a worker nor a time limit is needed.
 """
 
-from __future__ import annotations
-
 from retrain.rewards.base import Reward
 from retrain.rewards.extract import final_line, has_box, last_boxed, last_line, last_number, normalise, plain_number
 from retrain.types import Problem, RewardResult

@@ -6,8 +6,6 @@ tree; no text is ever evaluated as code) and compared symbolically and numerical
 decide (the same spelling, two different integers) never reach a worker.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ The GSM8K recipe ``correct + 0.1·(format − 1)`` has the components (math, wei
 offset −1): 1 for a correct marked answer, 0 for a wrong one, −0.1 for none at all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ a reward prints reaches the terminal or the protocol. Frames are those of ``mult
 are pickled (they come from the trainer), replies are JSON (they come from code that is not trusted).
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -5,8 +5,6 @@ with all its children and replaced. Workers are plain ``python -c`` processes (n
 of its main module or of torch), started when the first job comes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

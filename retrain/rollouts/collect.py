@@ -5,8 +5,6 @@ actions are there, while others are still being sampled. What an episode raises 
 place of its reward; what a grader or the chat template raises belongs to the group's run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading

@@ -10,8 +10,6 @@ step, and two conditions with the same seed draw from the same list in the same 
 however far each of them goes. The data cursor counts the prompts of first rounds, as without.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -6,8 +6,6 @@ while a policy is updated. How far ahead is decided by who offers, and what is o
 long rollout is passed over for a short one, none is sampled in vain, and a step has the same problems either way.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ With the bound k (``[training] max_off_policy_steps``) the rollouts of step t ar
 before step max(0, t − k). With k = 0 these are the weights that train on them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ With ``keep_state`` one fork runs one call after the other. Between calls everyt
 without it everything but this process is killed when the call ends.
 """
 
-from __future__ import annotations
-
 import ast
 import codecs
 import contextlib

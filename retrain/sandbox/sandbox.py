@@ -12,8 +12,6 @@ What is not bounded: memory of several processes together, other than by looking
 bounded by the kernel); the kernel's own memory for sockets and pipes; processor time within the time limit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

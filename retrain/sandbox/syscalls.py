@@ -1,7 +1,5 @@
 """The seccomp filter of a sandbox: code may make all system calls but those that reach out of it."""
 
-from __future__ import annotations
-
 import struct
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}

@@ -1,7 +1,5 @@
 """Weights of the base and of the adapters over it that are served."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import tempfile

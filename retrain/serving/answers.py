@@ -1,7 +1,5 @@
 """Answers in OpenAI's shapes, with vLLM's additions."""
 
-from __future__ import annotations
-
 import json
 import math
 import secrets

@@ -1,7 +1,5 @@
 """The routes: OpenAI's completions and chats, and vLLM's for adapters, as one ASGI application."""
 
-from __future__ import annotations
-
 import hmac
 from collections.abc import Awaitable, Callable
 

@@ -6,8 +6,6 @@ drawn is told. The engine keeps what it has computed of each sequence from piece
 stream goes on where it was, so that pieces change nothing of what is drawn.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -1,7 +1,5 @@
 """``/v1/chat/completions``: conversations through the model's chat template, with tools and their calls."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import secrets

@@ -1,7 +1,5 @@
 """``/v1/completions``: texts or token ids in, texts and token ids out."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any

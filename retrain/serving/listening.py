@@ -1,7 +1,5 @@
 """The server's socket, and its beginning and end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

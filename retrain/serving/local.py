@@ -1,7 +1,5 @@
 """Which addresses are this machine's own."""
 
-from __future__ import annotations
-
 import ipaddress
 
 

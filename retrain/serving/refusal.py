@@ -1,7 +1,5 @@
 """The one error that a client sees, in OpenAI's shape."""
 
-from __future__ import annotations
-
 from typing import Any
 
 KINDS = {

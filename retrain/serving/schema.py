@@ -4,8 +4,6 @@ Fields are those of OpenAI's API and vLLM's additions. What would change the dis
 refused, not ignored.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, NoReturn, TypeVar
 

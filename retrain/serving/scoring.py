@@ -1,7 +1,5 @@
 """Log-probabilities of tokens that are there already, and of those that would have been likelier: one forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

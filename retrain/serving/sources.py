@@ -1,7 +1,5 @@
 """What ``retrain serve`` is pointed at: a model, a run or adapter, a campaign, or the file of one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Answers whose reader may leave: what is drawn for nobody is given up."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """The text of a generation as it grows: only what no later token can change is said."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from retrain.tokenizer import Tokenizer

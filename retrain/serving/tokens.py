@@ -1,7 +1,5 @@
 """``/tokenize`` and ``/detokenize``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from starlette.requests import Request

@@ -3,8 +3,6 @@
 As ``maths.squeeze`` computes them, with numpy: a page server is to stay far below the memory that torch takes.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import struct

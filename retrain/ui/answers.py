@@ -1,7 +1,5 @@
 """Answers of the API: JSON with an ETag, errors of one sentence, and what is asked for in a query."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Sequence

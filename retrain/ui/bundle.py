@@ -7,8 +7,6 @@ under every condition, notes, timelines and adapters. Filters, searches and hist
 the machine that settings, notes and logs name, a copy has the last part alone.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import time

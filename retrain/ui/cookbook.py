@@ -1,7 +1,5 @@
 """Runs of the Tinker cookbook: ``metrics.jsonl`` with a row for every step, ``config.json`` beside it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

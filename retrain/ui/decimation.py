@@ -1,7 +1,5 @@
 """Long lines as short ones that keep their extremes: a chart has a couple of thousand columns of pixels."""
 
-from __future__ import annotations
-
 import numpy as np
 
 MOST_POINTS = 2_000

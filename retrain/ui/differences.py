@@ -4,8 +4,6 @@ A longest common subsequence, a row of it as the bits of one number (Hyyrö 2004
 revisited"): 6,000 words against 6,000 take some 20 ms, whatever they are.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

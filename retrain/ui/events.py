@@ -3,8 +3,6 @@
 Files are looked at once a second, and only while somebody listens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator

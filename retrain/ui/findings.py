@@ -1,7 +1,5 @@
 """What campaigns found, by the functions of ``retrain compare``; kept while their files stay, made anew in a thread."""
 
-from __future__ import annotations
-
 import math
 import time
 import traceback

@@ -1,7 +1,5 @@
 """Directories of other tools: single runs, and folders of runs that are read as one campaign."""
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ server as its own (the Host header is checked, against names that are rebound to
 across origins, and can neither post nor listen to events, since that takes this page's origin.
 """
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 import re

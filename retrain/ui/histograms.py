@@ -1,7 +1,5 @@
 """How often values occur: the bins of the page's histograms."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

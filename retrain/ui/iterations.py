@@ -5,8 +5,6 @@ what there is. A recorded iteration comes whole out of its file of tokens; of an
 shortened texts of ``emergence/`` remain.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections import defaultdict

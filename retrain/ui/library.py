@@ -1,7 +1,5 @@
 """What there is below the given directories, read again only where files changed."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Runs as comparisons and reports see them (``RunResult``), from columns where their rows would not fit in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

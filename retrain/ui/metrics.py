@@ -1,7 +1,5 @@
 """What the catalogue says of a key, also by another tool's name; a key that it does not know says its own place."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Collection, Iterator, Mapping

@@ -4,8 +4,6 @@
 user's own cache directory: below the directories that are looked at nothing is ever written.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

@@ -4,8 +4,6 @@ A place is ``<root>/<relative path>``, where the root is the name of a directory
 leads out of its root, over ``..`` or a symbolic link, is refused as if there were nothing.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Sequence

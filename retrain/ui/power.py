@@ -1,7 +1,5 @@
 """How many more seeds would tell a difference as large as was seen: lines of words, and of TOML to paste."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Held-out problems × conditions: who solves what, how that has changed, and the same prompt under two conditions."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass

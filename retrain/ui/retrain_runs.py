@@ -1,7 +1,5 @@
 """Campaigns and runs of retrain."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rollouts as the page shows them: a table to sort and filter, groups as strips, and one rollout token by token."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Our modules keep to three forms, ``import {a, b as c} from "./x.js"``, ``export 
 at the beginning of a line, and nothing else of the module syntax; anything else is refused.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path, PurePosixPath
 

@@ -1,7 +1,5 @@
 """The application: the API, the page's files, and one shell for every address of a page."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import mimetypes

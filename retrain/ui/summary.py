@@ -1,7 +1,5 @@
 """One campaign or run in a few numbers: an entry of the first page."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Any

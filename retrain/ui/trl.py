@@ -4,8 +4,6 @@ The newest state is that of the output directory itself, written when training h
 largest number. What was logged at one step, the lines of an evaluation among them, is one row.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Compress an adapter, then train it on at the smaller rank (the ``continue`` mode of LoRA-Squeeze, 2602.10993)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

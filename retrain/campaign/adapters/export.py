@@ -5,8 +5,6 @@ Merging is peft's ``merge_and_unload`` on the base in float32; every weight then
 has in the base's own files. What is checked is what was written: it is read again and compared with the adapter.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import shutil

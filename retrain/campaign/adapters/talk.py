@@ -1,7 +1,5 @@
 """Answers of a trained adapter beside those of its base: the same prompts, the same random numbers, one batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace

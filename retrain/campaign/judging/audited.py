@@ -4,8 +4,6 @@ Of every seed the change from the first evaluation to the last counts, of both; 
 over seeds (Student's t, 95 %). A reward is called hacked where its interval lies above 0 and the audit's below.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -49,8 +49,6 @@ seed has the same adapter, the same order of problems and the same random number
     note        one text for people: warnings and what is missing
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict

@@ -14,8 +14,6 @@ Under ``[campaign] sequential`` a look before the end is part of the plan: what 
 ``"always_valid"`` seeds may be added at any time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

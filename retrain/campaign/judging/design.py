@@ -4,8 +4,6 @@ Everything comes from the plan and, where there is one, from a pilot's runs. The
 paired differences between conditions: common seeds, problems and random numbers are already taken out of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What a report shows, from the files of a campaign: curves over seeds, distributions, and the same prompt twice."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ rule looked, corrected for the moment at which it stopped (``difference_adjusted
 ``maths.crossed`` and ``maths.stopped``; here it meets runs, scales and verdicts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """Measures how long earlier runs took on this machine, from their records, so that ``explain`` can give a duration."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

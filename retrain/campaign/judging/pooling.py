@@ -5,8 +5,6 @@ one condition are pooled over directories when their settings agree; when not, t
 ``label@directory`` and the keys are named. Different data, base weights, code or lengths of training are noted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

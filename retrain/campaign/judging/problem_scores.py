@@ -1,7 +1,5 @@
 """What a run scored on every held-out problem, from the completions of its evaluations."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

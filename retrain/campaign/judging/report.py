@@ -4,8 +4,6 @@ Everything is read from the campaign's directory, so a report can be made again 
 was stopped. What a model wrote goes through ``record.html.escape`` and nowhere else.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Each takes the campaign and returns HTML, "" where there is nothing to show. Text from files and models is escaped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

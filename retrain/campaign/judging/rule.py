@@ -14,8 +14,6 @@ the baseline are filled in:
     stop_reason "decided", "futility", "planned end" or null, with looks
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

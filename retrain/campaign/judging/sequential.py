@@ -18,8 +18,6 @@ of the pairs where runs are missing), ``p`` (stage-wise, of this comparison), ``
 normal test looked at, which needs all conditions of a seed at once. Records without ``test`` are of the exact test.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """A comparison in words: the verdict, and the sentence that a person can quote without the table."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

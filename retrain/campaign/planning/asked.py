@@ -1,7 +1,5 @@
 """The problems that the runs of a plan are asked, in training and in every held-out set; torch is not imported."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Compared is what a run directory recorded with what is there now: the resolved c
 that of plug-ins, package versions, the base model's weights and tokenizer, the data, device and number format.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache

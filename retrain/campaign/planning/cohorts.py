@@ -1,7 +1,5 @@
 """Which runs of a campaign step together: cohorts that share one base model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from retrain.campaign.planning.manifest import Manifest

@@ -1,7 +1,5 @@
 """Looks before anything is written whether all places that a launch will write to are its own, or free."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Where a teacher is, and what can be known to be wrong with it before anything is loaded. Nothing of torch is imported
 here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Put a cohort together: model, data, graders, and each run restored to where it was."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing

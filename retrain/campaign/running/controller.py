@@ -4,8 +4,6 @@ The controller alone writes the campaign's manifest, decides what comes next and
 the cohorts, and all that is known of them here are its events.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ A worker's folder has ``commands_<k>.jsonl`` and ``answers_<k>.jsonl`` for its k
 further process is wanted.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The executor that a plan asks for, and on which devices its workers compute."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """How many runs of a campaign share the memory: what a lane takes, measured against what is free beside the base."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from retrain.campaign.planning.plan import RunSpec

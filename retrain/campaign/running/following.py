@@ -1,7 +1,5 @@
 """What a rank other than 0 does: hold the base of the cohort, and compute what rank 0 asks for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path

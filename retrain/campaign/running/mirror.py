@@ -5,8 +5,6 @@ before the checkpoints that follow from them, the manifest after the runs, and l
 the copy. The token in the index stops a writer whose copy another process has resumed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ One base is in memory at a time. A cohort that wants the base of the one before 
 before another is loaded, everything that was put on it is taken off and it is freed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

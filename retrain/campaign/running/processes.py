@@ -1,7 +1,5 @@
 """The executor of worker processes on this machine: two pipes to each, and a log of what it prints."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

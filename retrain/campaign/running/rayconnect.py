@@ -1,7 +1,5 @@
 """Ray itself, and the connection to a cluster: with what its nodes get of this code."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import math

@@ -5,8 +5,6 @@ answers, started again when it dies or hangs, ended with the actor. The controll
 that is gone, with its node perhaps, is replaced by another, and the workers are told the new address.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import threading

@@ -1,7 +1,5 @@
 """A refused command leaves the directory as it found it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path

@@ -5,8 +5,6 @@ what follows from that. Nothing is known here of runs but their names: two works
 way at the same time.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Set
 from contextlib import closing

@@ -1,7 +1,5 @@
 """What happens to servers while runs sample from them: for the reader, and for the records of those runs."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Starting a worker's process with its two pipes, and saying how it ended; for whoever is at the other end of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

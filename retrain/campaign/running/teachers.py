@@ -1,7 +1,5 @@
 """The teachers of a cohort's runs: adapters of the base in memory, further models beside it, or servers."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ the prompts are those of its first batch, the answers those of its first step, t
 one after the other, so that each has its time.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

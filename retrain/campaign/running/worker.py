@@ -6,8 +6,6 @@ output and error are the worker's log. It holds the lease of every run that it t
 any more it ends after its step, with everything saved.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """What there is to do in a campaign, as a scheduler takes it: cohorts to train, adapters to analyse."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

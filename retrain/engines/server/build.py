@@ -1,7 +1,5 @@
 """The server engine that a configuration asks for."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -9,8 +9,6 @@ Every server is tried by itself. One that is away meanwhile, or goes away later,
 model trains nothing of ours can be computed, so what it should say of one next token is computed beforehand.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """An answer becomes an action only when nothing in it contradicts what was asked."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -6,8 +6,6 @@ several threads at once. An adapter is loaded at an address before the first req
 the server has forgotten it, and unloaded once it is retired and no request in flight names it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence

@@ -4,8 +4,6 @@ One process alone starts its servers itself (``Launches``). The workers of a cam
 which tells them the addresses (``Told``), as often as these change.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ file. A minder beside it ends it when this process is killed. Who it is stands b
 was killed as well is found, and ended, at the next start.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

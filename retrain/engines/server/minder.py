@@ -4,8 +4,6 @@ So a server ends with the process that has started it, also where that one is ki
 as its arguments, as the leader of a process group, which is the command's too; it ends as the command does.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

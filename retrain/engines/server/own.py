@@ -4,8 +4,6 @@ A server that reads an adapter differently is wrong in one of a few ways. Each i
 to what the server said is the likely cause: nobody has to guess from a number that is merely large.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext

@@ -5,8 +5,6 @@ again, because what comes back may be another. Where none is left, requests wait
 patience.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Hashable, Sequence

@@ -5,8 +5,6 @@ event loop of its own, so that several runs may ask at once. A server that is aw
 then everything stops and is saved, as with servers that sample.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

@@ -4,8 +4,6 @@ A few rollouts of every step are scored before the update, with the very weights
 that rollouts which are meant to be behind the policy are judged as well. Above the limit the likely cause is computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

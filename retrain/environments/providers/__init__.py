@@ -1,7 +1,5 @@
 """Environments of other people's libraries behind ``environments.protocol``; one file for each, none imported here."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

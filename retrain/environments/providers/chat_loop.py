@@ -4,8 +4,6 @@ It does what the library's ``null`` harness does, which starts a Python of its o
 one's packages. Found by the library as ``retrain-chat``; imported only where verifiers is.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import AsyncExitStack, suppress
 from typing import Any

@@ -5,8 +5,6 @@ Every rollout has a channel. A request names it by its address (``/<name>/v1/cha
 port.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -10,8 +10,6 @@ Concurrent requests of one rollout (sub-agents) are answered one at a time, in t
 does not continue the last is a conversation of its own (``Step.conversation``).
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib

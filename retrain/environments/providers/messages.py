@@ -1,7 +1,5 @@
 """Chat messages of other libraries as ours: a role and a text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 

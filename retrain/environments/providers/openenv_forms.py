@@ -1,7 +1,5 @@
 """Conversion of OpenEnv's observations to chat messages, and of completions and tool calls to actions."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

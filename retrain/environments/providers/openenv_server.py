@@ -1,7 +1,5 @@
 """A server of one's own: a command on a free loopback port, which ends with the process that started it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

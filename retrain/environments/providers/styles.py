@@ -9,8 +9,6 @@
 Methods may be async or not.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any

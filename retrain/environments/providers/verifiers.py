@@ -4,8 +4,6 @@ Both kinds: a module with ``load_environment`` (verifiers up to 0.3), and one th
 verifiers.v1``, from 0.4). They lead their rollouts themselves; ``inversion`` turns them round.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence

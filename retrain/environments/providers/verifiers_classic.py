@@ -1,7 +1,5 @@
 """Environments with ``load_environment``, as verifiers has them up to 0.3: data, rollout and rubric in one class."""
 
-from __future__ import annotations
-
 import contextvars
 import importlib
 import logging

@@ -4,8 +4,6 @@ One run of an agent is one rollout here, so an environment whose episodes have s
 code, and says so only when it is executed: here with agents that answer nothing, at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 from collections.abc import AsyncIterator

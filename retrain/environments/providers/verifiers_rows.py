@@ -1,7 +1,5 @@
 """Tasks of both kinds of verifiers' environments as rows, some of them held out."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

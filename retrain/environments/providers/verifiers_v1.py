@@ -1,7 +1,5 @@
 """Environments of ``verifiers.v1``: a taskset of tasks that grade themselves, and the agents that work on them."""
 
-from __future__ import annotations
-
 import contextvars
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Exact arithmetic over integers, fractions and decimals, with bounds on all that an expression can ask for."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

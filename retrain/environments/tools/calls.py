@@ -18,8 +18,6 @@ All work is linear in the length of the text, times ``MAX_CALLS``.
 A reader gets the text and where its opener ends; it returns the calls and where they end, or raises _Malformed.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The tool that runs Python code."""
 
-from __future__ import annotations
-
 import signal
 
 from retrain.environments.arguments import validated

@@ -8,8 +8,6 @@ Arguments are taken as models write them: "3" is a number where a number is want
 that is neither may be the JSON of what is wanted, as formats without types of their own (Qwen3-Coder's) have it.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

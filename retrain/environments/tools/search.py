@@ -1,7 +1,5 @@
 """The tool that searches a local corpus by BM25 (bm25s: numpy only, maintained, a lookup and not a loop per query)."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

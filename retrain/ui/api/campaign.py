@@ -1,7 +1,5 @@
 """``/api/campaign``: one campaign with its comparison, how many more seeds would tell, and what it cost."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``/api/columns``: metrics of runs as columns, for charts; only the newest rows on request."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

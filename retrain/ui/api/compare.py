@@ -1,7 +1,5 @@
 """``/api/compare``: in what two runs or campaigns differ: settings, code, machine, data, what they began from."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from pathlib import Path

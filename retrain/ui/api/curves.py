@@ -3,8 +3,6 @@
 Means and bands are made by the report's own function (``judging.evidence.curve``), at so many steps as a chart shows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """``/api/histogram``: a number of every rollout, at one step with the rollouts of each bin, or over the steps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``/api/lora``: energy by rank, by module and over the checkpoints, and the directions that seeds share."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

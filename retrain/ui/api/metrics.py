@@ -1,7 +1,5 @@
 """``/api/metrics`` and ``/api/why``: what the numbers of runs are called, what they mean, and what an odd one says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from starlette.routing import Route

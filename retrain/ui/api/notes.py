@@ -1,7 +1,5 @@
 """``/api/notes`` and ``/api/log``: remarks over all runs of a place, and the lines of a run's log from its end."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``/api/places``: every campaign and run that is there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from starlette.routing import Route

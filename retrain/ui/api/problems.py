@@ -1,7 +1,5 @@
 """``/api/problems``, ``/api/problem``, ``/api/prompt``: held-out problems by condition, and one prompt twice."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from starlette.routing import Route

@@ -1,7 +1,5 @@
 """``/api/iterations``, ``/api/rollouts``, ``/api/rollout``: what a run sampled, to sort, filter and read by token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from starlette.routing import Route

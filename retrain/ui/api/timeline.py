@@ -1,7 +1,5 @@
 """``/api/timeline``: what some steps of a run spent their time on, by lane."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``/api/events`` and ``POST /api/view``: what changes is told to open pages, and a program may move them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence
