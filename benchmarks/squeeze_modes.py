@@ -39,11 +39,7 @@ PROBLEMS, SAMPLES = 256, 2
 
 def condition(mode: str, rate: float, steps: int, last: int) -> dict[str, Any]:
     """One way to train, as a condition of a campaign."""
-    own = {
-        "direct": {"model.lora_rank": 1},
-        "full": {},
-        "anneal": {"lora.anneal": anneal_stages(steps, last)},
-    }[mode]
+    own = {"direct": {"model.lora_rank": 1}, "full": {}, "anneal": {"lora.anneal": anneal_stages(steps, last)}}[mode]
     return {"advantage_mode": "grpo", "transform_mode": "none", "training.lr": rate, **own}
 
 

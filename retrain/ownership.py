@@ -25,15 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from retrain.errors import LeaseLost, NotOurs, NotReadable, StorageError, UsageError
-from retrain.files import (
-    is_aside,
-    publish_directory,
-    read_json,
-    read_json_if_present,
-    write_bytes,
-    write_json,
-    writing,
-)
+from retrain.files import is_aside, publish_directory, read_json, read_json_if_present, write_bytes, write_json, writing
 from retrain.wording import listed
 
 MARK = "retrain.json"

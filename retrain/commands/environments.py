@@ -38,8 +38,7 @@ ABOUT_TOOLS = {
 
 def environments(
     check: Annotated[
-        bool,
-        typer.Option("--check", help="Also look at every data set of reasoning-gym: a minute or two."),
+        bool, typer.Option("--check", help="Also look at every data set of reasoning-gym: a minute or two.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -30,8 +30,7 @@ def serve(
         ),
     ] = None,
     adapters: Annotated[
-        list[str] | None,
-        typer.Option("--adapter", metavar="NAME=DIR", help="Serve this adapter too; may be repeated."),
+        list[str] | None, typer.Option("--adapter", metavar="NAME=DIR", help="Serve this adapter too; may be repeated.")
     ] = None,
     base: Annotated[
         str | None,

@@ -88,16 +88,8 @@ class Loss(Mode):
 
 
 ADVANTAGES: dict[str, Advantage] = {
-    "grpo": Advantage(
-        formula="(r − mean) / std of its group",
-        paper="2402.03300",
-        scale=lambda p: 1.0,
-    ),
-    "dr_grpo": Advantage(
-        formula="r − mean of its group",
-        paper="2503.20783",
-        scale=lambda p: math.sqrt(p * (1.0 - p)),
-    ),
+    "grpo": Advantage(formula="(r − mean) / std of its group", paper="2402.03300", scale=lambda p: 1.0),
+    "dr_grpo": Advantage(formula="r − mean of its group", paper="2503.20783", scale=lambda p: math.sqrt(p * (1.0 - p))),
     "rloo": Advantage(
         formula="r − mean of the others in its group",
         paper="2402.14740",
@@ -111,10 +103,7 @@ ADVANTAGES: dict[str, Advantage] = {
         unit_rewards=True,
     ),
     "reinforce_pp": Advantage(
-        formula="r − mean of its group, whitened over the batch",
-        paper="2501.03262",
-        scale=lambda p: 1.0,
-        whitened=True,
+        formula="r − mean of its group, whitened over the batch", paper="2501.03262", scale=lambda p: 1.0, whitened=True
     ),
     "gae": Advantage(
         formula="Σ_k (γλ)^k·δ_(t+k) with δ_t = r_t + γV_(t+1) − V_t of a critic, then whitened over the batch",
@@ -131,12 +120,7 @@ _UNCERTAINTY = "algorithm.uncertainty_kind"
 _WEIGHTS = (_UNCERTAINTY, "gtpo.beta")
 TOKEN_CREDIT: dict[str, Credit] = {
     "none": Credit(formula="A", words="every token alike"),
-    "gtpo": Credit(
-        formula=_WEIGHTED,
-        words="uncertain tokens more",
-        keys=_WEIGHTS,
-        features=frozenset({"weights"}),
-    ),
+    "gtpo": Credit(formula=_WEIGHTED, words="uncertain tokens more", keys=_WEIGHTS, features=frozenset({"weights"})),
     "gtpo_hicra": Credit(
         formula="x + {hicra.alpha:g}·|x| on planning tokens ({detector}), x elsewhere; x = " + _WEIGHTED,
         paper="2509.03646",
@@ -259,7 +243,7 @@ UNAVAILABLE: dict[str, dict[str, tuple[str, str]]] = {
     "transform_mode": {
         name: ("this variant is not available", 'transform_mode = "gtpo_sepa"')
         for name in ("gtpo_sepa_amp", "gtpo_sepa_amp_c")
-    },
+    }
 }
 """Modes that other tools know: why each cannot be used here, and what to type instead."""
 

@@ -421,9 +421,7 @@ def audit_rules(config: Config) -> Iterator[Finding]:
     """The audit's score has its name for itself."""
     if config.audit.wanted and "audit" in {part.shown_name for part in (config.reward, *config.reward.components)}:
         yield Finding(
-            ("reward.name", "audit.type"),
-            'is "audit", which is what the score of [audit] is called',
-            'name = "own"',
+            ("reward.name", "audit.type"), 'is "audit", which is what the score of [audit] is called', 'name = "own"'
         )
 
 

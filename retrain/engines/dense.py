@@ -317,12 +317,7 @@ class DenseDecoder:
         return logits(self.frame, x_RTH[torch.arange(len(ids_RT), device=self.device), last_R])
 
     def hidden(
-        self,
-        ids_RT: torch.Tensor,
-        blocks: Blocks,
-        kv_cache: KVCache,
-        rows_S: torch.Tensor,
-        source_S: torch.Tensor,
+        self, ids_RT: torch.Tensor, blocks: Blocks, kv_cache: KVCache, rows_S: torch.Tensor, source_S: torch.Tensor
     ) -> torch.Tensor:
         """What the last block gives of every token [R, T, H]. Layer by layer the states of the prompts ``source_S``
         become the beginning of the cache's rows ``rows_S``.
@@ -389,14 +384,7 @@ class DenseDecoder:
         return fp32_product(hidden_NH, self.frame.head.weight, self.frame.head.bias)
 
     def decode_steps(
-        self,
-        blocks: Blocks,
-        rows: Rows,
-        sampled: Sampled,
-        kv_cache: KVCache,
-        columns: int,
-        ragged: bool,
-        steps: int,
+        self, blocks: Blocks, rows: Rows, sampled: Sampled, kv_cache: KVCache, columns: int, ragged: bool, steps: int
     ) -> int:
         """See ``engines.step.decode_steps``; on a CPU it runs compiled, unless weights come and go in between."""
         self.presence.ends()

@@ -19,11 +19,7 @@ class SingleTurn:
     """
 
     def __init__(
-        self,
-        splits: Mapping[str, Sequence[Problem]],
-        data: Data,
-        grader: Grader,
-        tools: Hosted | None = None,
+        self, splits: Mapping[str, Sequence[Problem]], data: Data, grader: Grader, tools: Hosted | None = None
     ):
         self.splits, self.data, self.grader, self.tools = splits, data, grader, tools
         self.exact = tools is None or tools.exact

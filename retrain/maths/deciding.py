@@ -153,12 +153,7 @@ def _looked(y: np.ndarray, rule: Rule, resolution: float) -> tuple[Decision, ...
 
 
 def decide_look(
-    table: Table,
-    paths: Sequence[Table],
-    rule: Rule,
-    left: Sequence[Left | None],
-    fresh: Marks,
-    resolution: float = 0.0,
+    table: Table, paths: Sequence[Table], rule: Rule, left: Sequence[Left | None], fresh: Marks, resolution: float = 0.0
 ) -> list[Decision | None]:
     """One look, at the comparisons that are ``fresh`` [family]: those with a pair that no look has seen.
 

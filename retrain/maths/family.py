@@ -17,14 +17,7 @@ import numpy as np
 
 from retrain.maths.arrays import Doubles_S, Table, Values
 from retrain.maths.normal import additive_fit, dunnett_quantile
-from retrain.maths.statistics import (
-    Interval,
-    _t_quantile,
-    _vector,
-    difference_error,
-    pairs_for_verdict,
-    sign_flip_p,
-)
+from retrain.maths.statistics import Interval, _t_quantile, _vector, difference_error, pairs_for_verdict, sign_flip_p
 
 ENUMERATED_PAIRS = 20
 """Up to so many pairs all 2^n − 1 means of subsets are formed; beyond, the ends are found by bisection."""

@@ -343,11 +343,7 @@ def mismatch_sums(
     weight_BT = mask_BT.to(torch.float64)
     before_BT = -log_ratio(old_logprobs_BT, sampler_logprobs_BT, mask_BT).to(torch.float64) * weight_BT
     now_BT = -log_ratio(logprobs_BT, sampler_logprobs_BT, mask_BT).to(torch.float64) * weight_BT
-    return {
-        "k1": before_BT.sum(),
-        "k2": 0.5 * before_BT.square().sum(),
-        "k3": (torch.expm1(-now_BT) + now_BT).sum(),
-    }
+    return {"k1": before_BT.sum(), "k2": 0.5 * before_BT.square().sum(), "k3": (torch.expm1(-now_BT) + now_BT).sum()}
 
 
 def add_sums(total: Sums | None, part: Sums) -> Sums:

@@ -91,11 +91,7 @@ def sepa_lambda(schedule: SepaSchedule, state: dict[str, Any], step: int) -> flo
 
 
 def sepa_observe(
-    schedule: SepaSchedule,
-    state: dict[str, Any],
-    step: int,
-    correct_rate: float | None,
-    exec_variance: float | None,
+    schedule: SepaSchedule, state: dict[str, Any], step: int, correct_rate: float | None, exec_variance: float | None
 ) -> dict[str, Any]:
     """The state after the batch of ``step``; ``state`` itself is left alone.
 

@@ -21,15 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from retrain.policy.base import BaseModel
 from retrain.policy.fused import rms_norm, swiglu
 from retrain.policy.head import Head, split_head
-from retrain.policy.packing import (
-    NAME,
-    Layout,
-    laid_out,
-    packed_layout,
-    padded_layout,
-    predicting,
-    register_attention,
-)
+from retrain.policy.packing import NAME, Layout, laid_out, packed_layout, padded_layout, predicting, register_attention
 from retrain.policy.rounded import left_narrow, rounded_linear, rounds
 from retrain.rng import generator
 from retrain.types import Sample

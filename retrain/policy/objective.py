@@ -110,13 +110,7 @@ class PolicyTerm:
             own_BT = correction.weights(ratio_BT)
             weights_BT = own_BT if weights_BT is None else weights_BT * own_BT
         per_token_BT, sums = policy_loss(
-            self.loss,
-            logprobs_BT,
-            old_BT,
-            batch.advantages_BT,
-            mask_BT,
-            self.bounds,
-            weights_BT=weights_BT,
+            self.loss, logprobs_BT, old_BT, batch.advantages_BT, mask_BT, self.bounds, weights_BT=weights_BT
         )
         if given_BT is not None:
             if loss_of(self.loss).from_sampler:  # how far it has moved is told from where it was, as with other losses

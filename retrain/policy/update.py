@@ -25,14 +25,7 @@ from retrain.policy.context import view_of
 from retrain.policy.critic import Critic, ValueHead
 from retrain.policy.divergence import head_divergence
 from retrain.policy.head import Head
-from retrain.policy.logprobs import (
-    MicroBatch,
-    by_place,
-    collate,
-    hidden_states,
-    split_microbatches,
-    token_logprobs,
-)
+from retrain.policy.logprobs import MicroBatch, by_place, collate, hidden_states, split_microbatches, token_logprobs
 from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.objective import Objective, TeacherTerm, TokenScores, ValueTerm
 from retrain.policy.optimizer import Step

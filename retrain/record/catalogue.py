@@ -38,13 +38,7 @@ class Metric:
 
 
 def _metric(
-    key: str,
-    definition: str,
-    unit: str = "",
-    healthy: str = "",
-    requires: str = "",
-    wandb: str = "",
-    **aliases: str,
+    key: str, definition: str, unit: str = "", healthy: str = "", requires: str = "", wandb: str = "", **aliases: str
 ) -> Metric:
     """One row of the tables below; aliases of one tool are separated by blanks."""
     named = {tool: tuple(names.split()) for tool, names in aliases.items()}

@@ -208,13 +208,7 @@ def spread_labels(ends: Sequence[tuple[float, Series]], top: float, bottom: floa
 
 
 def dot_chart(
-    rows: Sequence[Row],
-    *,
-    label: str,
-    x_title: str,
-    unit: str = "",
-    zero: bool = False,
-    margin: float | None = None,
+    rows: Sequence[Row], *, label: str, x_title: str, unit: str = "", zero: bool = False, margin: float | None = None
 ) -> str:
     """One row for each condition: every seed a dot, the mean a large one, its interval a bar, a wider one a thin line.
 

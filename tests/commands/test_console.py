@@ -11,11 +11,7 @@ from rich.console import Console
 from retrain.record.console import Board, LiveConsole, PlainConsole, board_view, make_console
 from retrain.record.evaluation import eval_row
 from retrain.record.measure import step_row
-from retrain.record.tables import (
-    comparison_table,
-    squeeze_line,
-    squeeze_table,
-)
+from retrain.record.tables import comparison_table, squeeze_line, squeeze_table
 
 NASTY = "[bold red]<b>\x1b[2J\x1b]0;owned\x07 \u202e\udc80[/] 答案"
 

@@ -46,11 +46,7 @@ class Source:
 
 
 def compare_directories(
-    directories: Sequence[Path],
-    *,
-    metric: str | None = None,
-    baseline: str | None = None,
-    read: Reader = read_run,
+    directories: Sequence[Path], *, metric: str | None = None, baseline: str | None = None, read: Reader = read_run
 ) -> dict[str, Any]:
     """The comparison (as ``compare_runs`` describes it) of all runs of these campaigns and runs.
 

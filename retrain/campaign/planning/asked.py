@@ -125,10 +125,7 @@ def _room(config: Config, section: Data, completion: int, context: int, key: str
             f"{model}, and max_tokens = {completion} leaves none for a prompt: lower {key} below {context}"
         )
     if context and (limit is None or room < limit):
-        limit, why = (
-            room,
-            f"{model}, max_tokens = {completion} takes the rest",
-        )
+        limit, why = (room, f"{model}, max_tokens = {completion} takes the rest")
     return Room(section, limit, why)
 
 

@@ -92,11 +92,7 @@ class Worker:
         if self.executor.team is None and config.backend.shard != "none":
             self.executor.team = Team(config)
         self._say(name, begun=True)
-        with (
-            _leases(job) as locks,
-            self._submitted(name, job),
-            closing(self.executor.events()) as events,
-        ):
+        with _leases(job) as locks, self._submitted(name, job), closing(self.executor.events()) as events:
             self.executor.guard = lambda directory: locks[directory].check()
             for event in events:
                 for lock in locks.values():

@@ -55,9 +55,7 @@ class Channel:
             self.arrived.set()
             raise Refused(OUT_OF_CONTEXT)
         request = Request(
-            list(body.get("messages") or []),
-            list(body.get("tools") or []),
-            asyncio.get_running_loop().create_future(),
+            list(body.get("messages") or []), list(body.get("tools") or []), asyncio.get_running_loop().create_future()
         )
         self.waiting.append(request)
         self.arrived.set()

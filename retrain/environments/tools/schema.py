@@ -165,10 +165,7 @@ def _schema(
     }
     parameters = {"type": "object", "properties": properties, "required": required}
     parameters |= {"$defs": schema["$defs"]} if "$defs" in schema else {}
-    return model, {
-        "type": "function",
-        "function": {"name": name, "description": description, "parameters": parameters},
-    }
+    return model, {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 def _fields(name: str, function: Callable[..., Any], documented: Mapping[str, str]) -> dict[str, Any]:

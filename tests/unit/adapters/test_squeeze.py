@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.errors import UsageError
-from retrain.maths.squeeze import (
-    analyse,
-    energy,
-    rank_pattern,
-    recommend,
-    table,
-    truncate,
-)
+from retrain.maths.squeeze import analyse, energy, rank_pattern, recommend, table, truncate
 
 
 def factors(seed: int, rank: int, inputs: int, outputs: int, dtype: torch.dtype = torch.float64):

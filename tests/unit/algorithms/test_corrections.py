@@ -8,12 +8,7 @@ import math
 import pytest
 import torch
 
-from retrain.maths.corrections import (
-    CORRECTIONS,
-    Correction,
-    kept_by_second_moment,
-    kept_sequences,
-)
+from retrain.maths.corrections import CORRECTIONS, Correction, kept_by_second_moment, kept_sequences
 
 SAMPLER = torch.full((1, 3), -1.0, dtype=torch.float64)
 W = torch.tensor([[1.5, 0.4, 2.5]], dtype=torch.float64)

@@ -13,14 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from retrain.commands.formulas import (
-    DIVISORS,
-    advantage_words,
-    credit_formula,
-    credit_words,
-    critic_words,
-    loss_words,
-)
+from retrain.commands.formulas import DIVISORS, advantage_words, credit_formula, credit_words, critic_words, loss_words
 from retrain.config import parse_dict
 from retrain.config.base import UsedWhen
 from retrain.config.describe import choices
@@ -179,11 +172,7 @@ OWN = {"lora_rank": 4, "lr": 0.01, "gamma": 0.9, "lam_policy": 0.8, "whiten": Fa
         (loss_words, {"algorithm": {"tis_cap": 2.0}, "training": PASSES}, "clipped), weighted by π_old/π_sampler"),
         (loss_words, {"algorithm": KL}, ", plus 0.05 × KL to the base"),
         (loss_words, {"algorithm": {**KL, "kl_in_reward": "k1"}}, "KL to the base (k1) taken from the reward of every"),
-        (
-            advantage_words,
-            {"algorithm": GAE, "critic": OWN},
-            "γV_(t+1) − V_t of a critic, γ = 0.9, λ = 0.8",
-        ),
+        (advantage_words, {"algorithm": GAE, "critic": OWN}, "γV_(t+1) − V_t of a critic, γ = 0.9, λ = 0.8"),
         (critic_words, {"algorithm": GAE, "critic": OWN}, "a value head and an adapter of its own of rank 4, lr 0.01"),
     ],
 )

@@ -17,11 +17,7 @@ from retrain.environments.providers.randomness import OwnRandomness
 from retrain.errors import MissingExtra
 from retrain.extras import EXTRAS
 
-ARGUMENTS = {
-    "reasoning_gym": {"id": "chain_sum"},
-    "verifiers": {"id": "any"},
-    "openenv": {"url": "http://127.0.0.1:9"},
-}
+ARGUMENTS = {"reasoning_gym": {"id": "chain_sum"}, "verifiers": {"id": "any"}, "openenv": {"url": "http://127.0.0.1:9"}}
 
 
 @pytest.mark.parametrize("name", PROVIDERS)

@@ -235,8 +235,7 @@ def test_results_come_back_whole(module):
 
 
 @pytest.mark.parametrize(
-    ("function", "reward"),
-    [("fields", 4 + 0.5 + 0.02 + 0.003), ("peers", 0.0), ("anything", 8.0), ("torch_free", 1.0)],
+    ("function", "reward"), [("fields", 4 + 0.5 + 0.02 + 0.003), ("peers", 0.0), ("anything", 8.0), ("torch_free", 1.0)]
 )
 def test_parameters_are_filled_by_name(module, function, reward):
     """A prompt of messages is text for a reward."""

@@ -138,10 +138,7 @@ def test_published_intervals_and_answers_that_all_agree():
 
 def most_likely(support: np.ndarray, counts: np.ndarray, mean: float) -> np.ndarray:
     """Probabilities [values] of largest multinomial likelihood among those with this mean, by a general optimiser."""
-    rules = [
-        {"type": "eq", "fun": lambda p: p.sum() - 1.0},
-        {"type": "eq", "fun": lambda p: p @ support - mean},
-    ]
+    rules = [{"type": "eq", "fun": lambda p: p.sum() - 1.0}, {"type": "eq", "fun": lambda p: p @ support - mean}]
     found = optimize.minimize(
         lambda p: -(counts * np.log(np.maximum(p, 1e-12))).sum(),
         np.full(len(support), 1.0 / len(support)),

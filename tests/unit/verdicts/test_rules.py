@@ -13,14 +13,7 @@ from retrain.maths.deciding import decide
 from retrain.maths.following import follow
 from retrain.maths.normal import additive_fit, step_down, t_p
 from retrain.maths.permutation import closed_permutation
-from retrain.maths.power import (
-    detectable,
-    power,
-    seeds_needed,
-    spread_interval,
-    spread_limit,
-    t_test_power,
-)
+from retrain.maths.power import detectable, power, seeds_needed, spread_interval, spread_limit, t_test_power
 from retrain.maths.rules import Rule
 from retrain.maths.sequential import MOST_PAIRS, SPENDING, evidence, hopeless, sequential_looks
 from retrain.maths.statistics import holm, sign_flip_p
