@@ -199,7 +199,6 @@ def _compare(
 
 
 def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Return the cosine of two gradients, NaN where one is 0."""
     lengths = float(first.double().norm() * second.double().norm())
     return float(first.double() @ second.double()) / lengths if lengths > 0 else math.nan
 

@@ -209,7 +209,6 @@ class Rollout:
 
     @property
     def logprobs_T(self) -> np.ndarray:
-        """The sampler's log-probability of each."""
         return np.concatenate([np.zeros(0), *(turn.action.logprobs_T for turn in self.turns)])
 
     @property
@@ -408,7 +407,6 @@ def without_advantages(sample: Sample) -> Sample:
 
 
 def single_turn(prompt: Prompt, actions: Sequence[Action], rewards: Sequence[RewardResult]) -> Group:
-    """The group of these answers to one prompt."""
     turns = [Turn(prompt.token_ids, action, prompt.messages) for action in actions]
     return Group(prompt, [Rollout(prompt, [turn], reward) for turn, reward in zip(turns, rewards, strict=True)])
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 
 def plural(number: int, word: str) -> str:
-    """The number with its noun: 1 run, 2 runs, 20,000 problems."""
     return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
 
 

@@ -117,7 +117,6 @@ class Standard:
     def _advantages(
         self, groups: Sequence[Group], scores: Scores | None
     ) -> tuple[Mapping[Rollout, np.ndarray], dict[str, Any]]:
-        """Set the advantages of all rollouts; where a critic gives one to every token, those too, and its numbers."""
         if self.config.distillation.alone:
             no_comparison(groups)
             return {}, {}
@@ -136,7 +135,6 @@ class Standard:
         return {"sepa": self.sepa}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a ``state()``."""
         self.sepa = state["sepa"]
 
 

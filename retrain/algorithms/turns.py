@@ -29,7 +29,6 @@ class Compared:
 
     @property
     def places(self) -> list[int | None]:
-        """The turn of each, None for the whole."""
         return [None] * len(self.rollouts) if self.turns is None else [*self.turns]
 
     @property
@@ -73,7 +72,6 @@ def compared(group: Group, by: TurnCredit | None = None) -> Iterator[Compared]:
 
 
 def returns_to_go(rollout: Rollout, discount: float) -> list[float]:
-    """G_t of every turn."""
     returns, later = [], 0.0
     for reward in reversed(own_rewards(rollout)):
         later = reward + discount * later

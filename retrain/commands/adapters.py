@@ -83,7 +83,6 @@ def sample(
 
 
 def print_answers(report: dict[str, Any]) -> None:
-    """Both answers to each prompt, for a person."""
     for prompt in report["prompts"]:
         print(f"prompt    {plural(prompt['tokens'], 'token')}")
         print_text(prompt["rendered"], 2)

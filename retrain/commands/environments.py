@@ -24,7 +24,6 @@ class Found:
 
     @property
     def ready(self) -> bool:
-        """Whether it can be used."""
         return self.state == READY
 
 
@@ -67,7 +66,6 @@ def environments(
 
 
 def providers() -> list[Found]:
-    """Whose environments run here."""
     from retrain.environments.providers import PROVIDERS
 
     states = {
@@ -77,7 +75,6 @@ def providers() -> list[Found]:
 
 
 def tools() -> list[Found]:
-    """The tools of ours."""
     from retrain.sandbox.sandbox import available
 
     (bm25,) = EXTRAS["search"].packages

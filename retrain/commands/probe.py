@@ -36,7 +36,6 @@ def probe(
 
 
 def _progress(text: str) -> None:
-    """Print a line on standard error for a person who waits."""
     if sys.stderr.isatty():
         print(visible(text), file=sys.stderr)
 

@@ -92,7 +92,6 @@ def schema() -> None:
 
 
 def schema_text() -> str:
-    """The JSON Schema as indented text."""
     from retrain.config import json_schema
     from retrain.files import dumps
 

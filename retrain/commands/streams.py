@@ -27,7 +27,6 @@ class LastingStream:
         return len(text)
 
     def flush(self) -> None:
-        """As ``write``."""
         with self._without_reader():
             self._stream.flush()
 

@@ -51,7 +51,6 @@ def try_(
 
 
 def print_trial(report: dict[str, Any]) -> None:
-    """The trial for a person."""
     for number, prompt in enumerate(report["prompts"], start=1):
         reference = f", answer {visible(prompt['answer'])[:80]}" if prompt["answer"] else ""
         print(f"problem {number}  {visible(prompt['id'])}, {plural(prompt['tokens'], 'token')}{reference}")
@@ -132,7 +131,6 @@ def seconds_words(seconds: float | None) -> str:
 
 
 def verdict_words(verdict: dict[str, Any]) -> str:
-    """What the rewards come to."""
     cut = f", {verdict['truncated']} cut off at max_tokens = {verdict['max_tokens']}" if verdict["truncated"] else ""
     return (
         f"{number_words(verdict['mean_reward'])} on average, {verdict['correct']} of {verdict['answers']} correct, "

@@ -76,7 +76,6 @@ def ui(
 
 
 def write_copy(library: Library, out: Path) -> None:
-    """The copy, with a line for what it is."""
     from retrain.commands.output import note
     from retrain.ui.bundle import write_bundle
 

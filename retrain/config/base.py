@@ -146,7 +146,6 @@ def _split_commas(value: Any) -> Any:
 
 
 def _alone(value: list[str]) -> list[str]:
-    """`all` and `none` say it all."""
     for word in ("all", "none"):
         if word in value and value != [word]:
             raise fault(f'has "{word}" beside others', f'"{word}", or a list without it')

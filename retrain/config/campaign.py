@@ -277,7 +277,6 @@ PERMUTED_MOST = 6
 
 
 def test_rules(campaign: Campaign) -> Iterator[Finding]:
-    """Which test goes with what."""
     others = len(campaign.conditions) - 1
     if campaign.test == "permutation" and others > PERMUTED_MOST:
         yield Finding(

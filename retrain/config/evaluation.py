@@ -168,7 +168,6 @@ class HeldOut:
 
     @property
     def recorded_name(self) -> str:
-        """Its name in files and metrics."""
         return self.name if self.every == 1 else self.name + PART
 
 

@@ -67,7 +67,6 @@ class Lora(Section):
     40 on rank 8, from 80 on rank 2. The adapter that is saved has the last rank."""
 
     def findings(self) -> Iterator[Finding]:
-        """Dropout has a price."""
         if self.dropout > 0:
             yield Finding(
                 ("lora.dropout",),

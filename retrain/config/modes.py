@@ -278,7 +278,6 @@ def used_by(key: str, dotted: str) -> tuple[str, ...]:
 
 
 def modes_markdown() -> str:
-    """A table of all modes, for the reference page."""
     return "\n".join(["| key | mode | formula | paper | needs |", "|---|---|---|---|---|", *_rows()]) + "\n"
 
 

@@ -189,7 +189,6 @@ def keys() -> dict[str, FieldInfo]:
 
 
 def fields_of(table: type[Section]) -> dict[str, FieldInfo]:
-    """The keys of a table by their TOML names."""
     return {field.alias or name: field for name, field in table.model_fields.items()}
 
 
@@ -265,7 +264,6 @@ def _defaults() -> dict[str, dict[str, Any]]:
 
 
 def differing(config: Config) -> dict[str, Any]:
-    """The values that are not the defaults, by dotted key."""
     return {
         dotted: value
         for section, defaults in _defaults().items()

@@ -353,7 +353,6 @@ class Audit(Grader):
 
     @property
     def wanted(self) -> bool:
-        """Whether there is one."""
         return self.type != "off"
 
     def findings(self) -> Iterator[Finding]:
@@ -443,7 +442,6 @@ class Environment(Section):
 
     @property
     def turns(self) -> int:
-        """Most turns of an episode."""
         return self.max_turns or (DEFAULT_TURNS if self.hosted else 1)
 
     def findings(self) -> Iterator[Finding]:

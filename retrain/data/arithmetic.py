@@ -102,7 +102,6 @@ def problems(split: Split, count: int, levels: Sequence[str] | None = None, seed
 
 
 def _stream(split: Split, level: str, seed: int) -> Iterator[Problem]:
-    """Different problems of one level and side in an order that only the seed decides, until none is left."""
     numbers = generator("arithmetic", split, level, seed)
     seen: set[str] = set()
     while True:

@@ -242,7 +242,6 @@ class Subject:
         return policy
 
     def publish(self, policies: Sequence[LocalPolicy]) -> list[PolicyRef]:
-        """Publish the current weights of all lanes to the engine."""
         refs = [PolicyRef(f"lane {lane}", policy.version) for lane, policy in enumerate(policies)]
         for ref, policy in zip(refs, policies, strict=True):
             self.engine.publish(ref, policy.snapshot())

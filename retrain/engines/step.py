@@ -106,7 +106,6 @@ def product(x: torch.Tensor, given: Product) -> torch.Tensor:
 
 
 def activated(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """One of ``ACTIVATIONS``."""
     if kind == "gelu":
         return F.gelu(x)
     if kind == "gelu_pytorch_tanh":

@@ -68,7 +68,6 @@ class Budget:
         self.noted.update(lines)
 
     def take_notes(self) -> list[str]:
-        """The notes since the last call."""
         taken, self.notes = self.notes, []
         return taken
 

@@ -153,7 +153,6 @@ class Company:
         return RankLost(f"{LOST} ({next(iter(str(error).splitlines()), type(error).__name__)})")
 
     def _let_pass(self) -> None:
-        """Let go of passing units."""
         for place in [place for place in self._there if not self._units[place].stays]:
             self._units[place].let_go()
             self._there.remove(place)

@@ -247,7 +247,6 @@ class LocalPolicy:
         return {"version": self.version, "budget": self.budget.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state()``."""
         self.version = state["version"]
         self.budget.restore(state["budget"])
 

@@ -216,7 +216,6 @@ class Lanes:
         base.on_release(self.detach)
 
     def detach(self) -> None:
-        """Put the base's own layers back; a second call does nothing."""
         for shape in self.shapes:
             parent_name, _, leaf = shape.name.rpartition(".")
             parent = self.base.model.get_submodule(parent_name)

@@ -253,7 +253,6 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[Want]:
-        """What all terms together read."""
         return frozenset().union(*(term.needs for term in self.terms))
 
     @property

@@ -210,7 +210,6 @@ class PluginPolicy:
         return {"version": self.version}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state()``."""
         self.version = state["version"]
 
     def notes(self) -> list[str]:

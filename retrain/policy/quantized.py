@@ -65,7 +65,6 @@ class QuantizedLinear(nn.Module):
         return _Multiplied.apply(x, self)  # pyright: ignore[reportReturnType]
 
     def extra_repr(self) -> str:
-        """What ``print`` says of it."""
         return f"{self.in_features}, {self.out_features}, {self.kind}"
 
 

@@ -258,7 +258,6 @@ class Work:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Where the gradients are."""
         weights = [] if self.frozen else [self.adapter.flat]
         grads = [flat.grad for flat in (*weights, *([] if self.head is None else [self.head.flat]))]
         return [grad for grad in grads if grad is not None]

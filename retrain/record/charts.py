@@ -103,7 +103,6 @@ class Axis:
 
 
 def nice_step(least: float) -> float:
-    """The smallest of 1, 2, 2.5, 5 × 10^n that is at least this."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if factor * power >= least * (1 - 1e-9))
 

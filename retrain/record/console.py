@@ -57,7 +57,6 @@ class Board(NullObserver):
         self.clock = time.monotonic
 
     def view(self, spec: SpecLike) -> RunView:
-        """Return the run's view, made at the first call."""
         return self.runs.setdefault(spec.run_id, RunView(spec.run_id, spec.label, spec.seed))
 
     def steps_of_all(self) -> tuple[int, int]:

@@ -10,7 +10,6 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def percent(share: float | None, digits: int = 0) -> str:
-    """A share as a percentage."""
     return NOTHING if share is None else f"{100 * share:.{digits}f}%"
 
 

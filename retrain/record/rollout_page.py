@@ -275,7 +275,6 @@ def _shortened(text: str, limit: int) -> str:
 
 
 def _folded(text: str) -> str:
-    """Escaped text in which what the model thought is folded away."""
     html, start = [], 0
     for match in THINKING.finditer(text):
         if match[0]:

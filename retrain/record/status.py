@@ -58,7 +58,6 @@ class RunView:
 
     @property
     def held_out(self) -> Change:
-        """Accuracy on the first held-out set."""
         return next((rates for name, rates in self.evaluations.items() if not name.endswith(PART)), NO_CHANGE)
 
     @property

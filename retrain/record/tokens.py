@@ -229,7 +229,6 @@ class RolloutTokens:
     arrays: Mapping[str, np.ndarray]
 
     def pieces(self) -> list[list[str]]:
-        """The text of each sampled token, turn by turn."""
         found, at = [], 0
         for turn in self.line["turns"]:
             ends = self.arrays["ends"][at : at + turn["tokens"]].tolist()
@@ -278,7 +277,6 @@ class TokenFile:
         self.close()
 
     def __len__(self) -> int:
-        """Rollouts."""
         return len(self._index["rollout_at"]) - 1
 
     def close(self) -> None:
@@ -296,11 +294,9 @@ class TokenFile:
             yield self._line("rollout", i)
 
     def prompt(self, group: int) -> dict[str, Any]:
-        """The line of a group."""
         return self._line("prompt", group)
 
     def prompts(self) -> list[dict[str, Any]]:
-        """The lines of all groups."""
         return [self._line("prompt", i) for i in range(len(self._index["prompt_at"]) - 1)]
 
     def beside(self, index: int) -> range:

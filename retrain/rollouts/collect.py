@@ -65,7 +65,6 @@ class _Trajectory:
     error: str = ""
 
     def fail(self, error: Exception) -> None:
-        """The episode cannot go on."""
         self.ended = error.ended if isinstance(error, EpisodeFailed) else "raised"
         self.error = str(error) if isinstance(error, EpisodeFailed) else described(error)
         if (close := getattr(self.episode, "close", None)) is not None:
@@ -134,7 +133,6 @@ class _Open:
             self._answer(one, action, step)
 
     def _answer(self, one: _Trajectory, action: Action, step: Step) -> None:
-        """What the policy reads next."""
         assert one.conversation is not None
         read = one.conversation.reply(action, step.messages)
         if step.conversation is not None:
@@ -176,7 +174,6 @@ class _Open:
 
     @property
     def living(self) -> list[int]:
-        """The samples that go on."""
         return [sample for sample, one in enumerate(self.trajectories) if one.ended is None]
 
     def results(self, given: Iterable[RewardResult]) -> None:

@@ -4,7 +4,6 @@ import ipaddress
 
 
 def is_local(host: str) -> bool:
-    """Return whether an address or name is the loopback's."""
     if host == "localhost":
         return True
     try:

@@ -43,7 +43,6 @@ class Cookbook(Foreign):
         return places.file(path, "metrics.jsonl")
 
     def numbers(self, run: Run, places: Places, pool: Pool) -> Numbers:
-        """Of ``metrics.jsonl``."""
         return pool.of(run.path)
 
     def settings(self, run: Run, places: Places) -> dict[str, Any]:

@@ -90,11 +90,9 @@ class Library:
         return self._source_of(run).settings(run, self.places)
 
     def file(self, run: Run, name: str) -> Path | None:
-        """One of a run's files."""
         return self.places.file(run.path, name)
 
     def index(self, run: Run) -> Index:
-        """What a run has sampled."""
         with self._lock:
             return self._indices.setdefault(run.path, Index(run.path, self.places.file, run.place))
 

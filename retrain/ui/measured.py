@@ -34,13 +34,11 @@ class ColumnRun(RunResult):
 
     @property
     def device_seconds(self) -> float:
-        """As ``RunResult``."""
         seconds = own_seconds(self.numbers) if self.numbers is not None else None
         return float(np.nansum(seconds)) if seconds is not None else 0.0
 
 
 def result_of(library: Library, run: Run) -> ColumnRun:
-    """A run for curves and for costs."""
     numbers = library.numbers(run)
     settings = library.settings(run)
     last = dict(numbers.last)

@@ -26,7 +26,6 @@ HISTOGRAMS = {
 
 @functools.cache
 def about(key: str) -> dict[str, Any]:
-    """The ``Metric`` of the API."""
     metric, alias = _found(key)
     head, _, name = key.rpartition("/")
     section = _SECTION_OF[metric.key] if metric else head.partition("/")[0] or GENERAL

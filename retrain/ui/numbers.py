@@ -247,7 +247,6 @@ class Pool:
 
 
 def cache_directory() -> Path:
-    """Where the user keeps what can be made again."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "retrain" / "columns"
 
@@ -328,7 +327,6 @@ def _only_one(cache: Path) -> Iterator[None]:
 
 
 def _tidy(cache: Path) -> None:
-    """Remove what was not used for a month."""
     for path in cache.glob("*.*") if cache.is_dir() else ():
         with suppress(OSError):
             if path.suffix in (".f32", ".lock", MADE) and time.time() - path.stat().st_mtime > UNUSED_S:

@@ -57,7 +57,6 @@ class Places:
             return None
 
     def folder(self, directory: Path, name: str) -> Path | None:
-        """The same of a directory."""
         path = self._real(directory / name)
         return path if path is not None and path.is_dir() else None
 

@@ -61,7 +61,6 @@ class Home:
 
     @property
     def labels(self) -> list[str]:
-        """The conditions, the baseline first."""
         by_index = {run.index: run.label for run in self.runs}
         return [by_index[index] for index in sorted(by_index)]
 

@@ -34,7 +34,6 @@ class Campaign:
 
     @property
     def labels(self) -> list[str]:
-        """Conditions, the baseline first."""
         return [condition["label"] for condition in self.comparison["conditions"]]
 
     @property

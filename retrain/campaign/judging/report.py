@@ -177,7 +177,6 @@ def _difference_words(comparison: dict[str, Any], rows: Sequence[Row]) -> str:
 
 
 def _seed_plot(campaign: Campaign) -> list[str]:
-    """Every seed's result: lines through the conditions, or dots for a single condition."""
     comparison, measure = campaign.comparison, campaign.measure
     unit, limits = ("%", (0.0, 1.0)) if comparison["share"] else ("", None)
     conditions = comparison["conditions"]

@@ -343,7 +343,6 @@ def _verified_plot(verified: dict[str, Any]) -> str:
 
 
 def settings_section(campaign: Campaign) -> str:
-    """The settings in which conditions differ."""
     if not campaign.configs:
         return ""
     configs = {label: campaign.configs[label] for label in campaign.labels if label in campaign.configs}

@@ -58,7 +58,6 @@ class Measure:
 
     @property
     def name(self) -> str:
-        """As ``parse`` reads it, in full."""
         return f"{self.summary}:{self.key}"
 
     @property
@@ -117,7 +116,6 @@ class RunResult:
 
     @property
     def schedule(self) -> str:
-        """Its `[evaluation] schedule`."""
         return self.config.get("evaluation", {}).get("schedule", "every")
 
     @property

@@ -162,7 +162,6 @@ def _pressure(runs: Sequence[Run], model: CohortModel) -> Pressure | None:
 
 
 def use_deterministic(wanted: bool) -> None:
-    """Have torch compute everything in a fixed order, or as fast as it can."""
     if wanted:
         # cuBLAS reads this when its first handle is made; without it torch refuses deterministic matrix products.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -375,7 +374,6 @@ def _build_run(
 
 
 def tags_of(problems: Sequence[Problem]) -> tuple[str, ...]:
-    """All tags of these problems, in alphabetical order."""
     return tuple(sorted({tag for problem in problems for tag in problem.tags}))
 
 

@@ -114,7 +114,6 @@ def _seen(gpus: Sequence[tuple[str, str]]) -> str:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

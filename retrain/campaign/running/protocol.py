@@ -153,9 +153,7 @@ class Handle(Protocol):
     """A job on its way. ``id`` is what ``JobEnded.job`` says."""
 
     @property
-    def id(self) -> str:
-        """Its name, unique in its executor."""
-        ...
+    def id(self) -> str: ...
 
     def stop(self) -> None:
         """Ask for an end after the step that is under way, with everything saved; does not wait."""
@@ -207,7 +205,6 @@ _KINDS = {
 
 
 def to_json(item: Job | Event) -> dict[str, Any]:
-    """A job or event as a JSON object."""
     return {"kind": type(item).__name__, **asdict(item)}
 
 

@@ -131,7 +131,6 @@ class Cluster:
     links: list[Actor] = field(default_factory=list, init=False)
 
     def start(self, slots: Sequence[int]) -> Iterator[tuple[int, Actor]]:
-        """Ask for the workers of these slots."""
         owner = claim(self.plan.directory)
         threads = os.environ.get("OMP_NUM_THREADS") or str(self.cpus)
         for slot in slots:
@@ -342,7 +341,6 @@ def _count(count: float, kind: str) -> str:
 
 
 def _line(**facts: Any) -> bytes:
-    """What is said about a worker that has no job yet."""
     return json.dumps({"id": None, **facts}).encode() + b"\n"
 
 

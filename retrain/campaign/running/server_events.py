@@ -32,7 +32,6 @@ class ServerEvents:
                     run.recorder.record_server(run.step, text, level)
 
     def attach(self, runs: Sequence[Run]) -> None:
-        """Record for these runs from now on, and what came before."""
         with self._lock:
             self._runs, early = runs, self._early
         for message in early:

@@ -88,7 +88,6 @@ class Team:
         self._restore()
 
     def _places(self) -> list[str]:
-        """The device of every rank."""
         from retrain.campaign.running.executors import gpus_of
 
         backend, asked = self.config.backend, self.config.backend.ranks

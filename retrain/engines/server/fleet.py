@@ -21,9 +21,7 @@ class Fleet(Protocol):
     """Servers of one base model that somebody keeps alive."""
 
     @property
-    def urls(self) -> list[str]:
-        """Their addresses; none before the first is known."""
-        ...
+    def urls(self) -> list[str]: ...
 
     @property
     def gave_up(self) -> str:
@@ -112,7 +110,6 @@ def named(config: Config) -> str:
 
 
 def names_of(replicas: int) -> list[str]:
-    """Of the files of each server."""
     return ["server"] if replicas == 1 else [f"server_{number}" for number in range(1, replicas + 1)]
 
 

@@ -85,7 +85,6 @@ class Launched:
         return ""
 
     def close(self) -> None:
-        """End it, by force where it does not end by itself."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -184,7 +183,6 @@ class Health:
 
     @property
     def answered_s(self) -> float:
-        """Seconds from its first answer to its last."""
         return self._answered - self._first
 
     def hung(self) -> bool:

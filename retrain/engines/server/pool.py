@@ -77,7 +77,6 @@ class Pool:
         return home
 
     def forget_homes(self) -> None:
-        """No rollout of those so far goes on."""
         self._homes.clear()
 
     async def doubt(self, server: Server, reason: str) -> None:

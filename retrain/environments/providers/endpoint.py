@@ -100,7 +100,6 @@ class Endpoint:
             self._close = None
 
     def url_of(self, channel: Channel) -> str:
-        """Return the base_url for an OpenAI client."""
         return f"{self.url}/{channel.name}/v1"
 
     @property

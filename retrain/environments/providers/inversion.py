@@ -212,7 +212,6 @@ class InvertedEpisode:
         return Step(conversation=rewritten, done=False)
 
     def _fail(self, error: PluginError) -> None:
-        """End the episode without a reward."""
         self.close()
         self._failure = str(error)
 

@@ -20,7 +20,6 @@ class _Silence:
         self.trace, self._end = trace, vf.Segment(messages=[], terminated=True)
 
     async def turn(self, *message: Any) -> Any:
-        """Return the end of the run."""
         return self._end
 
     send = steer = turn

@@ -37,7 +37,6 @@ def _number(one: Iteration) -> int:
 
 
 def at_step(index: Index, name: str, one: Iteration) -> dict[str, Any]:
-    """Bins of one step, and every rollout with its value."""
     rows = list(index.summaries(one))
     values = [value_of(row, name) for row in rows]
     known = np.array([value for value in values if value is not None], np.float64)
