@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from foreign_cases import cookbook_run
-from ui_cases import campaign, client_of, get
+from ui_cases import campaign, client_of, cookbook_run, get
 
 from retrain.errors import UsageError
 from retrain.ui.answers import Refusal
@@ -29,35 +28,18 @@ def test_roots_have_names_of_their_own(tmp_path):
             Places([tmp_path / name])
 
 
-@pytest.fixture
-def roots(tmp_path):
-    campaign(tmp_path / "secret" / "inner", seeds=1)
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    (logs / "link").symlink_to(tmp_path / "secret")
-    (logs / "linked").symlink_to(tmp_path)
-    (logs / "file").write_text("no directory")
-    return logs
-
-
 OUTSIDE = [
-    "logs/..",
-    "logs/../secret",
-    "logs/./x",
-    "logs//x",
-    "other",
-    "logs/x\0",
-    "/etc",
-    "logs/link",
-    "logs/linked/secret",
-    "logs/file",
-    "logs/" + "a" * 300,
-    "logs/" + "a/" * 2500,
-    "logs\\x",
-]
+    "logs/..", "logs/../secret", "logs/./x", "logs//x", "other", "logs/x\0", "/etc", "logs/link", "logs/linked/secret",
+    "logs/file", "logs/" + "a" * 300, "logs/" + "a/" * 2500, "logs\\x",
+]  # fmt: skip
 
 
-def test_nothing_outside_is_found_or_read_by_an_endpoint(roots, tmp_path):
+def test_nothing_outside_is_found_or_read_by_an_endpoint(tmp_path):
+    campaign(tmp_path / "secret" / "inner", seeds=1)
+    (roots := tmp_path / "logs").mkdir()
+    (roots / "link").symlink_to(tmp_path / "secret")
+    (roots / "linked").symlink_to(tmp_path)
+    (roots / "file").write_text("no directory")
     places, client = Places([roots]), client_of(roots)
     for place in ("", "/", ".", "..", "~", *OUTSIDE):
         with pytest.raises(Refusal) as refused:
@@ -72,8 +54,6 @@ def test_nothing_outside_is_found_or_read_by_an_endpoint(roots, tmp_path):
     assert places.file(roots, "inside") == roots / "file"
     for name in ("out", "pipe", "none", "link/inner/manifest.json", "a\0b"):
         assert places.file(roots, name) is None
-    assert places.inside(roots / "none")
-    assert not places.inside(roots / "out")
 
 
 def test_a_link_that_leads_out_or_a_pipe_hides_the_run_that_has_it(tmp_path):
