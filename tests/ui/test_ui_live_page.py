@@ -9,8 +9,7 @@ from urllib.parse import quote
 
 import pytest
 import ui_cases
-from adapter_cases import adapter
-from ui_cases import LABELS, campaign, note, row
+from ui_cases import LABELS, adapter, campaign, note, row
 
 from retrain.files import append_jsonl, write_json
 from retrain.record.recorder import RunRecorder
