@@ -54,7 +54,7 @@ def campaign(path: Path, seeds: int = 2, steps: int = 6, state: str = "done", la
         append_jsonl(run / "evals.jsonl", [evaluation(step, rate) for step, rate in rates.items()])
         settings = {"training": {"seed": seed, "max_steps": steps, "eval_every": steps}, "data_hash": "d1",
                     "algorithm": {"advantage_mode": label.partition("+")[0]}, "campaign": {"seed": 0},
-                    "ranges": {"reward": {"min": 0, "max": 1}}}  # fmt: skip
+                    "ranges": {"reward": {"min": 0, "max": 1}, "match": {"max": 1}}}  # fmt: skip
         write_json(run / "config.json", settings | {"run_id": run_id, "condition": label})
         append_jsonl(run / "notes.jsonl", [note(2, "nothing_clipped"), note(4, "truncated", "warning")])
         (run / "run.log").write_text("2026-01-01 00:00:00 info    start\nno date <script>\n")

@@ -17,24 +17,16 @@ from retrain.record.recorder import RunRecorder
 from retrain.types import RewardResult
 
 ROWS = (
-    "metrics.jsonl",
-    "emergence/steps.jsonl",
-    "emergence/generations.jsonl",
-    "timing_spans.jsonl",
-    "evals.jsonl",
+    "metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "timing_spans.jsonl", "evals.jsonl",
     "emergence/evaluations.jsonl",
-)
+)  # fmt: skip
 
 
 def strict(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file in which every line is complete and holds nothing but strict JSON."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} in {path}")
-
+    """Return the rows of a file in which every line is complete and strict JSON."""
     text = path.read_text(encoding="utf-8")
     assert text.endswith("\n")
-    return [json.loads(line, parse_constant=refuse) for line in text.split("\n")[:-1]]
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.split("\n")[:-1]]
 
 
 def play(recorder: RunRecorder, first: int, last: int) -> None:
@@ -121,20 +113,6 @@ def test_pages_of_rollouts_can_be_switched_off(tmp_path):
     assert len(list(tmp_path.glob("*_rollout_summaries.jsonl"))) == 4
 
 
-def test_truncating_keeps_what_belongs_to_finished_steps(tmp_path):
-    recorder = RunRecorder(tmp_path, context())
-    play(recorder, 0, 6)
-    for batch in (2, 4, 6):
-        recorder.record_checkpoint({"name": f"{batch:06d}", "batch": batch})
-    recorder.truncate(4)
-    assert [row["step"] for row in strict(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
-    assert [row["step"] for row in strict(tmp_path / "evals.jsonl")] == [0, 2, 4]
-    assert [row["batch"] for row in strict(tmp_path / "checkpoints.jsonl")] == [2, 4]
-    recorder.truncate(0)
-    for name in (*ROWS, "checkpoints.jsonl"):
-        assert (tmp_path / name).read_text() == "", name
-
-
 def test_every_completion_is_there_and_text_is_safe(tmp_path):
     nasty = "a\x1b[31m\ud800\u2028" + "x" * 600
     groups = [group([1.0, None], [3, 4])]
@@ -160,13 +138,10 @@ def test_every_completion_is_there_and_text_is_safe(tmp_path):
 
 
 def test_errors_leave_their_traceback_in_the_log(tmp_path):
-    def run() -> None:
-        with RunRecorder(tmp_path, context()) as recorder:
-            recorder.start()
-            raise ValueError("boom")
-
-    with pytest.raises(ValueError, match="boom"):
-        run()
+    recorder = RunRecorder(tmp_path, context())
+    recorder.start()
+    with pytest.raises(ValueError, match="boom"), recorder:
+        raise ValueError("boom")
     log = (tmp_path / "run.log").read_text()
     assert "Traceback" in log
     assert "ValueError: boom" in log

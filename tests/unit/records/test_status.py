@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import pytest
 from record_cases import context, evaluation, group, step
-from rich.console import Console
 
 from retrain.config import parse_dict
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import write_json
 from retrain.ownership import claim
-from retrain.record.console import status_view
 from retrain.record.environment import environment_facts, package_versions, run_facts
 from retrain.record.recorder import RunRecorder
 from retrain.record.status import last_row, read_status
@@ -41,10 +38,6 @@ def test_a_campaign_and_a_run_from_their_files(tmp_path):
     assert (status["kind"], status["recommended_rank"]) == ("campaign", 4)
     assert [run["step"] for run in status["runs"]] == [3, 0, 0]
     assert (status["runs"][0]["row"]["mean_reward"], status["runs"][0]["heldout_before"]) == (0.5, 0.5)
-    stream = io.StringIO()
-    Console(file=stream, width=80).print(status_view(status))
-    for text in ("3/10", "a_s2: RunFailed: no reward", "1 waiting", "recommended rank 4"):
-        assert text in stream.getvalue()
     make_run(tmp_path / "others" / "alone", 2)
     status = read_status(tmp_path / "others" / "alone")
     (run,) = status["runs"]
@@ -53,19 +46,11 @@ def test_a_campaign_and_a_run_from_their_files(tmp_path):
         read_status(tmp_path / "others")
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "error"),
-    [
-        ("manifest.json", '{"format": 1, "runs": [', UsageError),
-        ("manifest.json", '{"format": 1, "runs": [{"run_id": 3}]}', UsageError),
-        ("metrics.jsonl", "nonsense\n", CheckpointError),
-        ("metrics.jsonl", "[1]\n", CheckpointError),
-    ],
-)
-def test_damaged_files_are_named_in_one_line(tmp_path, name, text, error):
+@pytest.mark.parametrize("text", ["nonsense\n", "[1]\n"])
+def test_damaged_rows_are_named_in_one_line(tmp_path, text):
     claim(tmp_path)
-    (tmp_path / name).write_text(text)
-    with pytest.raises(error, match=rf"{name} is damaged \(") as raised:
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(CheckpointError, match=r"metrics.jsonl is damaged \(") as raised:
         read_status(tmp_path)
     assert "\n" not in str(raised.value)
 

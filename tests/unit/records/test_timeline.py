@@ -8,12 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from browser import Browser, needs_chromium
-from pages import Reader
+from hostile import Reader
 from record_cases import context, group, step
 
 from retrain.record.recorder import RunRecorder
-from retrain.record.timeline import BARS, SPANS_SHOWN, steps_of, timeline_page, write_timeline
+from retrain.record.timeline import BARS, SPANS_SHOWN, steps_of, timeline_page
 
 
 def rows(count: int, seconds: float = 4.0) -> list[dict]:
@@ -32,10 +31,8 @@ def rows(count: int, seconds: float = 4.0) -> list[dict]:
 
 
 def spans_of(text: str) -> dict[str, Any]:
-    """The data that the page's script reads."""
-    match = re.search(r'id="spans">(.*?)</script>', text)
-    assert match is not None
-    return json.loads(match[1])
+    """Return the data that the page's script reads."""
+    return json.loads(re.search(r'id="spans">(.*?)</script>', text)[1])
 
 
 def test_phases_add_up_to_the_steps():
@@ -91,45 +88,3 @@ def test_the_recorder_writes_it_at_the_end(tmp_path):
     with RunRecorder(tmp_path / "empty", context()) as recorder:
         recorder.start()
     assert not (tmp_path / "empty" / "timeline.html").exists()
-
-
-@needs_chromium
-def test_a_browser_shows_hovers_zooms_and_moves(tmp_path):
-    """Real events of mouse and keyboard; 40 steps of 4 s: two spans each, records of all but the first."""
-    numbers = "[...document.querySelectorAll('#detail text.number')].map(each => Number(each.textContent))"
-    spans = "[...document.querySelectorAll('#detail .span')].map(each => each.dataset.text)"
-    (tmp_path / "timing_spans.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(40)))
-    path = write_timeline(tmp_path)
-    assert path is not None
-    with Browser() as browser:
-        browser.open(path)
-        assert len(browser.run(spans)) == 40 * 3 - 1
-        everything = browser.run(numbers)
-
-        browser.mouse("mouseMoved", *browser.centre("#steps .bar:nth-of-type(4) .hit"))
-        told = browser.run("document.getElementById('stepreadout').textContent")
-        assert re.match(r"step (\d+): 4\.0 s = rollout 2\.0 s, update 1\.5 s", told), told
-        browser.mouse("mouseMoved", *browser.centre("#detail .span.p4"))
-        told = browser.run("document.getElementById('readout').textContent")
-        assert told == "step 0 · update · 1.5 s · from 2.0 s"
-
-        browser.click(*browser.centre('#steps .bar[data-step="7"] .hit'))
-        assert browser.run(numbers) == [7]
-        assert {each.split(" · ")[0] for each in browser.run(spans)} == {"step 7"}
-        browser.click(*browser.centre('[data-do="right"]'))
-        assert browser.run(numbers) == [8]
-        browser.click(*browser.centre('[data-do="all"]'))
-        assert browser.run(numbers) == everything
-
-        x, y = browser.centre("#detail")
-        for _ in range(8):
-            browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-100)
-        near = {int(each.split()[1]) for each in browser.run(spans)}
-        assert {15, 18, 21} < near <= {*range(15, 23)}  # around the pointer
-        browser.mouse("mousePressed", x, y)
-        browser.mouse("mouseMoved", x + 400, y, buttons=1)
-        browser.mouse("mouseReleased", x + 400, y)
-        assert max(browser.run(numbers)) < 21
-        browser.key("0")
-        assert browser.run(numbers) == everything
-        assert browser.errors == []

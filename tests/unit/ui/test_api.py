@@ -254,6 +254,7 @@ def test_metrics_are_the_catalogue_s_and_others_stand_where_their_names_say(home
     reward, match = by_key["mean_reward"], by_key["rewards/match/mean"]
     assert (reward["section"], reward["range"]) == ("Reward", {"min": 0, "max": 1, "invert": False})
     assert (match["section"], match["spread"]["std"], match["histogram"]) == ("Reward", "rewards/match/std", "match")
+    assert match["range"] == {"min": None, "max": 1, "invert": False}
     assert by_key["entropy"]["healthy"]["text"]
     assert (found["tags"], found["watch"][0]) == (["easy"], "eval/heldout/correct_rate")
     assert not {"condition", "loss/policy_avg"} & set(by_key)  # other names are shown once
