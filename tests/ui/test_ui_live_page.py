@@ -9,18 +9,18 @@ from urllib.parse import quote
 
 import pytest
 import ui_cases
-from ui_cases import LABELS, adapter, campaign, note, row
+from ui_cases import LABELS, RUN, adapter, campaign, manifest, note, row
 
 from retrain.files import append_jsonl, write_json
 from retrain.record.recorder import RunRecorder
-from tests.record_cases import config, context, evaluation, group, step
+from tests.record_cases import config, evaluation, group, step
+from tests.record_cases import context as run_context
 from tests.ui.conftest import serving
 from tests.ui.watch import Watched
 
 SEEN_S = 2.0
 MOST = 8
 """Steps that a run is to have."""
-RUN = "one/runs/grpo+none_s1"
 
 
 @pytest.fixture
@@ -29,12 +29,12 @@ def home(tmp_path):
 
 
 @pytest.fixture
-def live(home, tmp_path, browser):
+def live(home, tmp_path, context):
     """(page, server's address) over a small campaign that a test may change."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
     with serving([home], tmp_path / "cache") as url:
-        yield Watched(context.new_page(), url), url
-        context.close()
+        watched = Watched(context.new_page(), url)
+        yield watched, url
+        watched.page.close()
 
 
 def opened(page, address):
@@ -91,15 +91,9 @@ class Training:
         self.home, self.runs = home, {label: home / "runs" / f"{label}_s1" for label in LABELS}
         for number, (label, run) in enumerate(self.runs.items()):
             write_json(run / "config.json", {"run_id": run.name, "condition": label, "training": {"lr": number}})
-        entries = [
-            {"run_id": run.name, "label": label, "seed": 1, "state": "running", "reason": None, "step": 0,
-             "max_steps": MOST, "path": f"runs/{run.name}"} for label, run in self.runs.items()
-        ]  # fmt: skip
-        write_json(
-            home / "manifest.json", {"format": 1, "name": "two", "created": 1.0, "updated": 2.0, "runs": entries}
-        )
+        manifest(home, [(run.name, label, 1) for label, run in self.runs.items()], steps=MOST, state="running")
         self.recorders = [
-            RunRecorder(run, context(condition=label, run_id=run.name, max_steps=MOST,
+            RunRecorder(run, run_context(condition=label, run_id=run.name, max_steps=MOST,
                                      config=config(logging={"rollouts_every": 1})), {}, token_text=pieces)
             for label, run in self.runs.items()
         ]  # fmt: skip
@@ -131,12 +125,12 @@ def training(tmp_path):
 
 
 @pytest.fixture
-def following(training, tmp_path, browser):
+def following(training, tmp_path, context):
     """A page over two runs that train, before their first step."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
     with serving([training.home], tmp_path / "cache") as url:
-        yield Watched(context.new_page(), url)
-        context.close()
+        watched = Watched(context.new_page(), url)
+        yield watched
+        watched.page.close()
 
 
 TEXT = "document.querySelector('#main').innerText"
@@ -159,36 +153,32 @@ STEP_6 = {
 }  # fmt: skip
 
 
+FIRST_STEP = {
+    "campaign/two": ".chartcard .readout b",
+    "metrics/two?keys=mean_reward": ".chartcard .readout .at",
+    "problems/two": ".matrixtable",
+    "prompt/two": ".sides .message",
+    "rollouts/two": "tr[data-index]",
+    "tokens/two": ".t",
+    "lora/two": ".matrix",
+}
+
+
 @pytest.mark.parametrize("view", STEP_6)
-def test_every_page_shows_a_step_that_comes_while_it_is_open(following, training, view):
-    for at in range(6):
-        training.step(at)
+def test_a_page_that_is_opened_before_anything_is_recorded_fills_and_shows_later_steps(following, training, view):
     opened(following, f"/{view}")
-    shown = f"() => Boolean({STEP_6[view]})"
-    assert not following.page.evaluate(shown)
-    training.step(6)
+    if selector := FIRST_STEP.get(view):
+        assert following.page.locator(f"#main {selector}").count() == 0
+    training.step(0)
+    if selector:
+        following.until(f"() => document.querySelector('#main {selector}')", "the first step", 5 * SEEN_S)
+    for at in range(1, 7):
+        training.step(at)
     for path in training.runs.values():
         for name in ("metrics.jsonl", "evals.jsonl", "notes.jsonl", "run.log"):
             with open(path / name, "ab") as file:
                 file.write(b'{"step": 7, "torn')
-    following.until(shown, "step 6", 5 * SEEN_S)
-    following.fine()
-
-
-@pytest.mark.parametrize(
-    ("view", "first"),
-    [("metrics/two", ".chartcard .readout .at"), ("metrics/two?tab=all", ".chartcard .readout .at"),
-     ("campaign/two", ".chartcard .readout b"), ("lora/two", ".matrix"), ("problems/two", ".matrixtable"),
-     ("rollouts/two", "tr[data-index]"), ("tokens/two", ".t"), ("prompt/two", ".sides .message")],
-)  # fmt: skip
-def test_a_page_that_was_opened_before_anything_was_recorded_fills(following, training, view, first):
-    opened(following, f"/{view}")
-    assert following.page.locator(f"#main {first}").count() == 0
-    training.step(0)
-    following.until(f"() => document.querySelector('#main {first}')", "the first step", 5 * SEEN_S)
-    if view.startswith("campaign"):
-        options = "document.querySelectorAll('select.metric option').length"
-        following.until(f"() => {options} > 20", "the keys to choose from", 5 * SEEN_S)
+    following.until(f"() => Boolean({STEP_6[view]})", "step 6", 5 * SEEN_S)
     following.fine()
 
 
@@ -204,8 +194,7 @@ def test_new_keys_and_runs_get_charts_while_the_page_is_open(live, home):
 
 
 @pytest.mark.parametrize("view", ["problems/one", "notes/one", "metrics/one?keys=mean_reward"])
-def test_a_page_whose_server_came_back_shows_what_happened_meanwhile(home, tmp_path, browser, view):
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
+def test_a_page_whose_server_came_back_shows_what_happened_meanwhile(home, tmp_path, context, view):
     page = Watched(context.new_page(), "")
     with serving([home], tmp_path / "cache") as url:
         port = url.rpartition(":")[2]
@@ -220,7 +209,7 @@ def test_a_page_whose_server_came_back_shows_what_happened_meanwhile(home, tmp_p
         again = "performance.getEntriesByType('resource').filter((each) => each.name.includes('/api/problems')).length"
         wanted = {"problems": f"{again} > 1", "notes": f"{TEXT}.includes('about meanwhile')", "metrics": AT_6}
         page.until(f"() => Boolean({wanted[view.partition('/')[0]]})", "what happened meanwhile", 5 * SEEN_S)
-        context.close()
+        page.page.close()
 
 
 def test_an_open_page_is_sent_elsewhere(live):
