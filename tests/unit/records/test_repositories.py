@@ -10,7 +10,7 @@ import pytest
 
 from retrain.record import repositories
 from retrain.record.environment import SystemInfo
-from retrain.record.repositories import code_diff, git_state, own_checkout
+from retrain.record.repositories import code_diff, git_state
 
 
 def git(repo: Path, *arguments: str) -> str:
@@ -38,10 +38,9 @@ def repo(tmp_path):
 
 def change_everything(root: Path) -> None:
     """Staged, unstaged and both; binary, without a last line break, other bytes than UTF-8; new, moved and deleted."""
-    (root / "one.py").write_text("staged\n")
-    (root / "both.py").write_text("staged\n")
-    (root / "fresh.py").write_text("new and staged\n")
-    git(root, "add", "one.py", "both.py", "fresh.py")
+    for name in ("one.py", "both.py", "fresh.py"):
+        (root / name).write_text("staged\n")
+        git(root, "add", name)
     (root / "both.py").write_text("and changed again\n")
     (root / "two.py").write_text("no line break at the end")
     (root / "gone.py").unlink()
@@ -49,10 +48,9 @@ def change_everything(root: Path) -> None:
     (root / "weights.bin").write_bytes(b"\0\1\2" * 300)
     (root / "windows.txt").write_bytes(b"first\r\nchanged\r\n")
     (root / "latin.txt").write_bytes(b"th\xe9\nend\n")
-    (root / "new.py").write_text("untracked\nwithout a last line break")
     (root / "empty.py").touch()
     (root / "sub" / "new binary").write_bytes(bytes(reversed(range(256))))
-    (root / "sub" / 'é "quoted"\t.py').write_text("odd name\n")
+    (root / "sub" / 'é "quoted"\t.py').write_text("odd name, without a last line break")
     (root / "script.sh").write_text("#!/bin/sh\n")
     (root / "script.sh").chmod(0o755)
     (root / "link").symlink_to("one.py")
@@ -116,16 +114,6 @@ def test_every_repository_has_its_part(repo, tmp_path, monkeypatch):
     ]
     for root, part in zip((repo, other, source), parts, strict=True):
         assert contents(applied(root, part.encode(), tmp_path / f"{root.name}.clone")) == contents(root)
-
-
-def test_source_that_is_merely_installed_is_no_checkout(repo, monkeypatch):
-    package = repo / "ignored" / "site-packages"
-    package.mkdir(parents=True)
-    (package / "repositories.py").write_text("")
-    monkeypatch.setattr(repositories, "__file__", str(package / "repositories.py"))
-    assert own_checkout() is None
-    monkeypatch.setattr(repositories, "__file__", str(repo / "one.py"))
-    assert own_checkout() == repo
 
 
 def test_no_commit_no_repository_no_git_and_a_hook_of_another_repository(repo, tmp_path, monkeypatch):

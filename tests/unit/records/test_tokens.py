@@ -61,15 +61,13 @@ def test_a_rollout_comes_back_token_for_token_with_its_whole_text(tmp_path):
         for name, values in expected.items():
             assert found.arrays[name].tolist() == values
         assert found.pieces() == [["a", "b"], ["c", "d", "e"]]
-        assert found.prompt["reference"] == "42"
-        assert found.prompt["messages"] == [{"role": "user", "content": "ask"}]
+        assert (found.prompt["reference"], found.prompt["messages"]) == ("42", [{"role": "user", "content": "ask"}])
         turn = found.line["turns"][1]
         assert turn["messages"] == [{"role": "tool", "content": "<script>é\u2028" + "x" * 300_000}]
         assert (turn["reward"], turn["metrics"], turn["stop_reason"]) == (0.5, {"calls": 1.0}, "length")
         assert (ungraded.line["reward"], ungraded.line["error"]) == (None, "timed out")
         assert np.isnan([*ungraded.arrays["advantages"], *ungraded.arrays["trainer_logprobs"]]).all()
         assert not ungraded.arrays["trained"].any()
-        assert [(line["group"], line["sample"]) for line in file.lines()] == [(0, 0), (0, 1), (0, 2), (1, 0)]
         with pytest.raises(IndexError, match="has 4 rollouts"):
             file.rollout(4)
         tensors = load_file(path)  # safetensors' own reader
@@ -142,8 +140,6 @@ def test_the_index_names_every_iteration_and_its_lines_and_is_cut_with_them(tmp_
     check(10, [0, 5, 10])  # the evaluation after ten updates was made before the state that is restored
     recorder.truncate(7)
     check(7, [0, 5])
-    recorder.truncate(0)
-    check(0, [])
     recorder.close()
 
 

@@ -93,8 +93,7 @@ def test_wandb_has_the_names_that_dashboards_read(tmp_path, wandb_context):
     settings = run["config"]["update"]
     assert (settings["condition"], settings["seed"], settings["max_steps"]) == ("maxrl+gtpo_sepa", 3, 10)
     assert (settings["gtpo_beta"], settings["sepa_delay_steps"], settings["lora_rank"]) == (0.1, 5, 8)
-    others = "advantage_mode transform_mode uncertainty_kind model lr batch_size group_size max_tokens temperature"
-    assert {*others.split(), "backend", "hicra_alpha", "sepa_steps", "sepa_correct_rate_gate"} <= set(settings)
+    assert {"advantage_mode", "model", "lr", "batch_size", "backend", "hicra_alpha", "sepa_steps"} <= set(settings)
 
 
 def test_the_squeeze_analysis_is_a_run_that_a_repetition_continues(tmp_path, wandb_context):
@@ -112,8 +111,7 @@ def test_the_squeeze_analysis_is_a_run_that_a_repetition_continues(tmp_path, wan
     assert [path.name for path in paths] == [f"run-{run['run_id']}.wandb"] * 2
     assert (run["display_name"], run["run_group"]) == ("squeeze-analysis", "maxrl+gtpo_sepa")
     assert run["config"]["update"]["run_id"] == "maxrl+gtpo_sepa_s3"
-    for name in ("recommended_rank", "source_rank", "min_variance_retention", "num_layers"):
-        assert summary[f"squeeze/{name}"] == report[name]
+    assert (summary["squeeze/recommended_rank"], summary["squeeze/source_rank"]) == (4, 8)
     table = next(tmp_path.glob("wandb/offline-run-*/files/media/table/squeeze/*.table.json"))
     assert json.loads(table.read_text()) == {
         "columns": ["rank", "mean_variance", "min_variance", "max_variance", "recommended"],
@@ -130,7 +128,6 @@ def test_names_outside_a_campaign_and_in_one():
     assert named(False) == ("grpo+none", None, [])
     assert named(False, wandb_run_name="mine", wandb_tags=["a", "b"]) == ("mine", None, ["a", "b"])
     assert named(True) == ("grpo+none_s1", "grpo+none", ["grpo+none", "seed1"])
-    assert named(True, wandb_group="ablation") == ("grpo+none_s1", "ablation", ["grpo+none", "seed1"])
     # As the plan of a campaign with wandb_run_name = "paper" has it:
     paper = {"wandb_run_name": "paper_grpo+none_s1", "wandb_group": "grpo+none", "wandb_tags": ["a"]}
     assert named(True, **paper) == ("paper_grpo+none_s1", "grpo+none", ["a", "grpo+none", "seed1"])
@@ -207,28 +204,22 @@ def test_a_tracker_that_is_not_installed_stops_the_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("function", "message"),
     [
-        ("closed", "plugins:closed could not start: ConnectionError: no route to host"),
-        ("nothing", "returned object, which has no method start"),
-        ("broken", "raised OSError: disk"),
-        ("missing", "has no function 'missing'"),
+        ("    class Closed:\n        def start(self, run, state):\n            raise ConnectionError('no route')\n"
+         "        def log(self, step, values):\n            pass\n    return Closed()",
+         "mine:make could not start: ConnectionError: no route"),
+        ("    return object()", "returned object, which has no method start"),
+        ("    raise OSError('disk')", "raised OSError: disk"),
     ],
-)
-def test_a_plug_in_that_cannot_start_stops_the_run(tmp_path, monkeypatch, name, message):
-    (tmp_path / "plugins.py").write_text(
-        "class Closed:\n"
-        "    def start(self, run, state):\n        raise ConnectionError('no route to host')\n"
-        "    def log(self, step, values):\n        pass\n"
-        "def closed(folder):\n    return Closed()\n"
-        "def nothing(folder):\n    return object()\n"
-        "def broken(folder):\n    raise OSError('disk')\n"
-    )
+)  # fmt: skip
+def test_a_plug_in_that_cannot_start_stops_the_run(tmp_path, monkeypatch, function, message):
+    (tmp_path / "mine.py").write_text(f"def make(folder):\n{function}\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    settings = context(config=config(logging={"report_to": [f"plugins:{name}"]}), folder=tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    settings = context(config=config(logging={"report_to": ["mine:make"]}), folder=tmp_path)
     with pytest.raises(RetrainError, match=message):
         RunRecorder(tmp_path, settings).start()
-    sys.modules.pop("plugins", None)
 
 
 def test_the_documented_tracker_reports_and_is_continued(tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ from retrain.campaign.judging.evidence import curve, read_campaign, smoothed
 from retrain.campaign.judging.pooling import compare_directories
 from retrain.config.campaign import condition_name
 from retrain.files import append_jsonl, jsonable, read_json, read_jsonl, write_json
-from retrain.ui.answers import plain
 from retrain.ui.decimation import extremes, last_of_stretches
 
 
@@ -139,8 +138,6 @@ def test_axes(home, x, expected):
     held_out = found["columns"]["eval/heldout/correct_rate"]
     assert held_out["x"] == [0, expected[-1] if x != "step" else 6]
     assert held_out["y"] == [0.25, 0.515625]
-    curves = get(client, "/api/curves", at=run, key="mean_reward", x=x, smooth=1)
-    assert [point[0] for point in curves["conditions"][0]["mean"]] == expected
 
 
 def test_rows_without_a_wall_clock_are_left_out_of_it(tmp_path):
@@ -173,8 +170,6 @@ def test_columns_leave_out_rows_and_keep_extremes(tmp_path):
     assert run["columns"]["b"]["y"] == [None] * 10
     c = run["columns"]["c"]
     assert (c["x"], c["y"][0]) == (list(range(93, 1_000, 100)), 9.3), "no last row of a stretch has one"
-    points = get(client_of(home), "/api/curves", at="one", key="a", smooth=1)["conditions"][0]["runs"][0]["points"]
-    assert [777.0, 100.0] in points
 
 
 @pytest.fixture(scope="module")
@@ -284,12 +279,7 @@ def test_notes_reasons_and_two_runs_side_by_side(home):
     assert {"name": "data_hash", "a": "d1", "b": "d1", "same": True} in found["hashes"]
 
 
-def test_numbers_for_json():
-    values = plain(np.array([0.1, 1 / 3, np.nan, np.inf, -np.inf, 0, 12345678.0, -2.5e30], np.float32))
-    assert values == [0.1, 0.3333333, None, None, None, 0, 12345678, pytest.approx(-2.5e30)]
-
-
-@pytest.mark.parametrize("most", [4, 10, 101])
+@pytest.mark.parametrize("most", [4, 101])
 def test_decimation_keeps_ends_and_extremes(most):
     y = np.random.default_rng(1).normal(size=10_000)
     y[::7] = np.nan

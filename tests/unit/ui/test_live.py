@@ -154,27 +154,6 @@ def test_a_damaged_manifest_says_so(home):
         assert str(home) not in json.dumps(ask(client, ROWS | SAMPLES, 400, 404))
 
 
-def test_bad_lines_inside_a_token_file_are_named(home):
-    path, client = home / "runs/grpo+none_s1/tokens_000000.safetensors", client_of(home)
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-
-    for kind, before, after, words in (
-        ("rollouts", b'{"group"', b'["group"', "the line of rollout 0"),
-        ("rollouts", b'"group":', b'"graup":', "rollout 0: it has no group"),
-        ("rollouts", b'"tokens": 3', b'"tokens": 4', "another number of tokens than its turns"),
-        ("rollouts", b'"reward": 1.0', b'"reward": "1"', "rollout 0: reward is not a finite number"),
-        ("prompts", b'"tags": []', b'"tags": 55', "prompt 0: tags is not a list of texts"),
-    ):
-        at = data.index(before, 8 + length + header[kind]["data_offsets"][0])
-        path.write_bytes(data[:at] + after + data[at + len(before) :])
-        error = get(client, "/api/rollout", 400, at=RUN, index=0)["error"]
-        assert error.startswith(f"{RUN}/tokens_000000.safetensors is damaged: ")
-        assert words in error
-    ask(client, SAMPLES, 400)
-
-
 def test_rows_that_are_torn_cut_and_written_otherwise(home):
     client, path = client_of(home), home / "runs/grpo+none_s1/metrics.jsonl"
     text = json.dumps(row(6))
@@ -241,19 +220,6 @@ def test_columns_of_a_long_run_are_made_in_the_cache_and_nothing_beside_it(tmp_p
     without = client_of(home, cache=tmp_path / "file")  # a cache that cannot be written
     until_read(without)
     assert len(rewards(without)) == 500
-
-
-def test_columns_beside_are_read_unless_they_are_of_other_rows(tmp_path, cached):
-    home = campaign(tmp_path / "one", seeds=1, steps=200)
-    path = home / "runs/grpo+none_s1/metrics.jsonl"
-    for each in home.glob("runs/*/metrics.jsonl"):
-        ColumnWriter(each).follow()
-    client = client_of(home, cache=tmp_path / "cache")
-    assert len(rewards(client)) == 200
-    assert len(list((tmp_path / "cache").glob("*.f32"))) == 0
-    path.unlink()
-    append_jsonl(path, [row(step, mean_reward=float(step)) for step in range(300)])
-    assert rewards(client) == [float(step) for step in range(300)]
 
 
 def test_a_long_run_without_columns_is_read_beside_what_is_asked(tmp_path, cached, monkeypatch):
