@@ -1,14 +1,16 @@
-"""Every page opens in a browser, and nothing goes wrong in it: for axe-core, in the dark, on narrow screens."""
+"""Every page opens in a browser, also from a copy, is accessible in light and dark, and fits narrow screens."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
 from retrain.ui.server import VIEWS
-from tests.ui.addresses import NASTY, OTHERS, TRAINED
+from tests.ui.addresses import HOME, NASTY, OTHERS, TRAINED
+from tests.ui.conftest import retrain
 from tests.ui.hostile import VISIBLE
 from tests.ui.watch import Watched
 
@@ -80,3 +82,43 @@ def test_what_is_not_there_is_said(context, server):
         assert len(watched.text()) > 20
         assert not any("script raised" in each for each in watched.wrong)
         watched.page.close()
+
+
+# What the copy that ``retrain ui --bundle`` writes is opened with from the file system.
+COPIED = [
+    *("campaigns", "campaign", "watch", "all", "problems", "prompt", "rollouts", "tokens", "timeline", "lora"),
+    *("compared", "notes", "hostile campaign", "hostile metrics of a run", "hostile tokens", "hostile notes"),
+]
+
+
+@pytest.fixture(scope="module")
+def copy(logs, hostile, tmp_path_factory):
+    out = tmp_path_factory.mktemp("copy") / "page"
+    retrain("ui", str(logs), str(hostile), "--bundle", str(out), XDG_CACHE_HOME=str(out.parent / "cache"))
+    return (out / "index.html").as_uri()
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_a_page_of_the_copy(context, copy, name):
+    watched = Watched(context.new_page(), copy.rpartition("/")[0]).open(f"{copy}#{PAGES[name]}")
+    assert watched.page.locator("#main h1").count() == 1
+    assert watched.page.locator(".state.wrong").count() == 0, watched.text(".state.wrong")
+    assert watched.text(".live").startswith("copy of ")
+    assert watched.page.evaluate("() => window.hacked") is None
+    watched.fine().page.close()
+
+
+def test_the_pages_of_a_copy_lead_to_each_other(context, copy):
+    watched = Watched(context.new_page(), copy.rpartition("/")[0]).open(copy)
+    watched.page.locator(f"a.open[href='#/campaign{quote(HOME)}']").click()
+    watched.settle()
+    titles = watched.page.locator("nav[aria-label=views] a").all_inner_texts()
+    for title in titles:
+        watched.page.locator("nav[aria-label=views] a", has_text=title).first.click()
+        watched.settle()
+        assert watched.text("nav[aria-label=views] a[aria-current]") == title
+        assert watched.page.locator(".state.wrong").count() == 0, f"{title}: {watched.text('.state.wrong')}"
+    watched.page.go_back()
+    watched.settle()
+    assert watched.text("nav[aria-label=views] a[aria-current]") == titles[-2]
+    watched.fine().page.close()

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from record_cases import completion, config, context, evaluation, group, step
 
@@ -50,8 +49,7 @@ def test_one_row_per_step_in_every_file(tmp_path):
     rows = strict(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [row["eval/heldout/step"] for row in rows] == [0, 2, None, 4]
-    assert rows[2]["eval/heldout/easy/correct_rate"] is None
-    assert rows[3]["rewards/depth/mean"] is None
+    assert rows[2]["eval/heldout/easy/correct_rate"] is rows[3]["rewards/depth/mean"] is None
     assert [row["episode"] for row in rows] == [4, 8, 12, 16]
     assert rows[3]["running_correct_rate"] == 2 / 16
     assert set(rows[1]) <= set(rows[2]) <= set(rows[3])
@@ -66,9 +64,6 @@ def test_one_row_per_step_in_every_file(tmp_path):
     assert {"name", "problem_id", "prompt", "completion", "correct", "sample", "tags"} <= set(evaluated[0])
     assert strict(tmp_path / "checkpoints.jsonl")[0]["batch"] == 4
     assert json.loads((tmp_path / "config.json").read_text()) == {"training": {"seed": 1}}
-    frame = pd.read_json(tmp_path / "metrics.jsonl", lines=True)
-    assert list(frame["progress/batch"]) == [0, 1, 2, 3]
-    assert list(frame["env/all/reward/total"]) == list(frame["mean_reward"])
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -114,16 +109,12 @@ def test_pages_of_rollouts_can_be_switched_off(tmp_path):
 
 
 def test_every_completion_is_there_and_text_is_safe(tmp_path):
-    nasty = "a\x1b[31m\ud800\u2028" + "x" * 600
     groups = [group([1.0, None], [3, 4])]
-    groups[0].prompt = replace(
-        groups[0].prompt,
-        text="<|user|>Solve: What is p0?<|assistant|>",
-        messages=({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Solve: What is p0?"}),
-    )
+    messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Solve: What is p0?"})
+    prompt = replace(groups[0].prompt, text="<|user|>Solve: What is p0?<|assistant|>", messages=messages)
     first, second = groups[0].rollouts
-    first.prompt = second.prompt = groups[0].prompt
-    first.turns[0].action = completion(3, text=nasty)
+    groups[0].prompt = first.prompt = second.prompt = prompt
+    first.turns[0].action = completion(3, text="a\x1b[31m\ud800\u2028" + "x" * 600)
     second.turns[0].action = completion(4, text="cut", stop=False)
     with RunRecorder(tmp_path, context()) as recorder:
         recorder.record_step(step(groups))
@@ -131,7 +122,7 @@ def test_every_completion_is_there_and_text_is_safe(tmp_path):
     assert len(first["completion"]) == 500
     assert first["completion"].startswith("a\x1b[31m?\u2028x")
     assert (first["prompt"], first["reward"], first["num_tokens"]) == ("Solve: What is p0?", 1.0, 3)
-    assert first["reference"] == second["reference"] == groups[0].prompt.problem.answer
+    assert first["reference"] == second["reference"] == prompt.problem.answer
     assert (first["group"], first["sample"], first["stop_reason"]) == (0, 0, "stop")
     assert (second["reward"], second["advantage"], second["stop_reason"]) == (None, None, "length")
     assert second["error"] == "timed out"

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mixed_cases import completions_of, rows_of, runs_of
 from record_cases import completion, config, context, evaluation, group, step
 
 from retrain.record.catalogue import METRICS
@@ -333,22 +332,3 @@ def test_the_interval_is_clustered_by_problem():
     assert 0.75 < perfect["eval/heldout/ci_low"] < perfect["eval/heldout/ci_high"] == 1.0
     empty = eval_row(evaluation([]))
     assert (empty["eval/heldout/correct_rate"], empty["eval/heldout/problems"]) == (None, 0)
-
-
-def test_metrics_count_every_completion_that_was_sampled_and_logged(mixed_campaign, silent_campaign):
-    uniform = 0
-    for run in [*runs_of(mixed_campaign / "out").values(), *runs_of(silent_campaign / "out").values()]:
-        logged = completions_of(run)
-        groups, samples = max(one["group"] for one in logged) + 1, max(one["sample"] for one in logged) + 1
-        places = [(one["step"], one["group"], one["sample"]) for one in logged]
-        assert places == [(s, g, n) for s in range(3) for g in range(groups) for n in range(samples)]
-        for row in rows_of(run):
-            sampled = [one for one in logged if one["step"] == row["step"]]
-            assert len(sampled) == 12
-            assert row["mean_reward"] == pytest.approx(np.mean([one["reward"] for one in sampled]))
-            assert row["correct_rate"] == pytest.approx(np.mean([one["correct"] for one in sampled]))
-            assert row["completions/mean_length"] == pytest.approx(np.mean([one["num_tokens"] for one in sampled]))
-            rewards = [{one["reward"] for one in sampled if one["group"] == number} for number in range(groups)]
-            if run.is_relative_to(mixed_campaign):
-                uniform += sum(len(each) == 1 for each in rewards)
-    assert uniform  # some groups of the mixed campaign were without signal

@@ -3,47 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-from record_cases import context, evaluation, group, step
 
 from retrain.config import parse_dict
-from retrain.errors import CheckpointError, UsageError
-from retrain.files import write_json
+from retrain.errors import CheckpointError
 from retrain.ownership import claim
 from retrain.record.environment import environment_facts, package_versions, run_facts
-from retrain.record.recorder import RunRecorder
 from retrain.record.status import last_row, read_status
-
-
-def make_run(directory: Path, steps: int) -> None:
-    with RunRecorder(directory, context(run_id=directory.name)) as recorder:
-        recorder.record_eval(evaluation([group([1.0, 0.0], [2, 2])]))
-        for n in range(steps):
-            recorder.record_step(step([group([1.0, 0.0], [2, 2])], n))
-
-
-def test_a_campaign_and_a_run_from_their_files(tmp_path):
-    campaign = tmp_path / "campaign"
-    make_run(campaign / "runs" / "a_s1", 3)
-    runs = [
-        {"run_id": f"a_s{seed}", "label": "a", "seed": seed, "state": state, "reason": reason, "step": 0,
-         "max_steps": 10, "path": f"runs/a_s{seed}"}
-        for seed, state, reason in ((1, "running", None), (2, "failed", "RunFailed: no reward"), (3, "pending", None))
-    ]  # fmt: skip
-    write_json(campaign / "manifest.json", {"runs": runs, "squeeze": {"recommended_rank": 4}})
-    status = read_status(campaign)
-    json.dumps(status, allow_nan=False)
-    assert (status["kind"], status["recommended_rank"]) == ("campaign", 4)
-    assert [run["step"] for run in status["runs"]] == [3, 0, 0]
-    assert (status["runs"][0]["row"]["mean_reward"], status["runs"][0]["heldout_before"]) == (0.5, 0.5)
-    make_run(tmp_path / "others" / "alone", 2)
-    status = read_status(tmp_path / "others" / "alone")
-    (run,) = status["runs"]
-    assert (status["kind"], run["step"], run["max_steps"], run["state"]) == ("run", 2, 10, "interrupted")
-    with pytest.raises(UsageError, match="holds no runs"):
-        read_status(tmp_path / "others")
 
 
 @pytest.mark.parametrize("text", ["nonsense\n", "[1]\n"])

@@ -81,13 +81,6 @@ def rewards(client, place=RUN):
     return run["columns"]["mean_reward"]["y"]
 
 
-def test_everything_is_answered(home):
-    answers = ask(client_of(home), ROWS | SAMPLES)
-    assert answers["/api/rollout"]["pieces"]
-    assert answers["/api/problems"]["problems"]
-    assert answers["/api/prompt"]["a"]["pieces"]
-
-
 DEEP = b"[" * 100_000 + b"\n"
 ODD_SAMPLES = [
     None, b"", b"\0" * 1000, b"{", b"[1, 2]\n", DEEP,
@@ -130,7 +123,11 @@ def test_damaged_rollouts_cost_a_sentence(home, tmp_path, name, recorded):
         if name != "emergence/generations.jsonl":
             (run / "iterations.jsonl").unlink()
     client = client_of(home)
-    ask(client, SAMPLES, 400, 404)
+    answers = ask(client, SAMPLES, 400, 404)
+    if recorded:
+        assert answers["/api/rollout"]["pieces"]
+        assert answers["/api/problems"]["problems"]
+        assert answers["/api/prompt"]["a"]["pieces"]
     for _ in replaced(run / name, ODD_SAMPLES):
         answers = ask(client, SAMPLES, 400, 404)
         assert str(tmp_path) not in json.dumps(answers)
