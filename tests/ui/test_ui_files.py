@@ -100,16 +100,16 @@ def test_a_timeline_shows_hovers_zooms_and_moves(file, tmp_path):
 
     every_number = numbers()
     assert len([text for text in spans() if "rollout" in text or "update" in text]) == 80
-    page.hover("#steps .bar:nth-of-type(4) .hit")
+    page.hover("#steps .bar:nth-of-type(4) .hit", force=True)
     assert re.match(r"step \d+: 4\.0 s = rollout 2\.0 s, update 1\.0 s", page.text_content("#stepreadout"))
-    page.click('#steps .bar[data-step="7"] .hit')
+    page.click('#steps .bar[data-step="7"] .hit', force=True)
     assert numbers() == [7]
     assert {text.split(" · ")[0] for text in spans()} == {"step 7"}
     page.click('[data-do="right"]')
     assert numbers() == [8]
     page.click('[data-do="all"]')
     assert numbers() == every_number
-    page.hover("#detail")
+    page.hover("#detail", force=True)
     for _ in range(8):
         page.mouse.wheel(0, -100)
     page.wait_for_function("() => document.querySelectorAll('#detail .span').length < 40")

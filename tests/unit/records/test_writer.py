@@ -205,7 +205,7 @@ def test_training_does_not_wait_for_a_tracker_that_starts_slowly(tmp_path, monke
     gate.set()
     assert recorder.close()
     assert tracker.rows == rows
-    assert [line.partition(";")[0] for line in warnings if line.startswith("slow could")] == end
+    assert [line.partition(". ")[0] for line in warnings if line.startswith("slow could")] == end
 
 
 def test_a_tracker_gets_the_rows_that_a_killed_process_had_not_sent(tmp_path):

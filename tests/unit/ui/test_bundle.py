@@ -19,27 +19,6 @@ from retrain.ui.bundle import without_paths, write_bundle
 from retrain.ui.library import Library
 from retrain.ui.numbers import Pool
 from retrain.ui.places import Places
-from retrain.ui.scripts import joined
-
-
-def test_modules_become_one_script_each_before_who_needs_it(tmp_path):
-    (tmp_path / "views").mkdir()
-    (tmp_path / "app.js").write_text('import {a, b as c} from "./views/x.js";\nc(a);\n')
-    (tmp_path / "low.js").write_text("export const one = 1;\n")
-    x = 'import {\n  one,\n} from "../low.js";\nexport async function a() {}\nexport class b {}\none;\n'
-    (tmp_path / "views" / "x.js").write_text(x)
-    text = joined(tmp_path, "app.js")
-    assert re.findall(r'^parts\$\["(.*)"\] = ', text, re.MULTILINE) == ["low.js", "views/x.js", "app.js"]
-    assert 'const {a, b: c} = parts$["views/x.js"];' in text
-    assert 'const {one} = parts$["low.js"];' in text
-    assert "return {a, b};" in text
-    for text, message in (
-        ('import x from "./low.js";\n', "is a form that a copy of the page cannot have"),
-        ('import {a} from "./app.js";\n', r"app\.js imports itself"),
-    ):
-        (tmp_path / "app.js").write_text(text)
-        with pytest.raises(ValueError, match=message):
-            joined(tmp_path, "app.js")
 
 
 @pytest.mark.parametrize(
