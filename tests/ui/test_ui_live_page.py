@@ -48,9 +48,10 @@ def at_step(step):
         return at && at.textContent === "at {step}"; }}"""
 
 
-def test_a_new_row_is_seen_within_two_seconds_and_a_torn_one_when_it_is_whole(live, home):
+def test_a_page_follows_a_file_that_grows_is_torn_cut_and_gone(live, home):
     page, _ = live
     opened(page, f"/metrics/{RUN}?keys=mean_reward")
+    page.until(at_step(5), "the rows there are")
     path = home / "runs/grpo+none_s1/metrics.jsonl"
     for number in (6, 7):
         append_jsonl(path, [row(number)])
@@ -62,23 +63,16 @@ def test_a_new_row_is_seen_within_two_seconds_and_a_torn_one_when_it_is_whole(li
     assert page.page.evaluate(at_step(7))
     with open(path, "a") as file:
         file.write(text[50:] + "\n")
-    page.until(at_step(8), "the row that is whole", SEEN_S)
+    page.until(at_step(8), "the completed row", SEEN_S)
     page.fine()
-
-
-def test_a_file_that_is_cut_or_gone_and_comes_back_breaks_no_page(live, home):
-    page, _ = live
-    page.open(f"/metrics/{RUN}?keys=mean_reward").until(at_step(5), "the rows there are")
-    path = home / "runs/grpo+none_s1/metrics.jsonl"
     rows = path.read_text().splitlines(keepends=True)
     path.write_text("".join(rows[:3]))
-    page.until(at_step(2), "the rows that are left", 2 * SEEN_S)
+    page.until(at_step(2), "the remaining rows", 2 * SEEN_S)
     path.write_bytes(b"\0" * 100 + b"\n{\n[1]\n")
     page.page.wait_for_timeout(2500)
     path.unlink()
     page.page.wait_for_timeout(2500)
-    path.write_text("".join(rows))
-    append_jsonl(path, [row(6)])
+    path.write_text("".join(rows[:7]))
     page.until(at_step(6), "the rows that came back", 3 * SEEN_S)
     assert not [each for each in page.wrong if "script raised" in each]
 
@@ -192,23 +186,27 @@ def test_new_keys_and_runs_get_charts_while_the_page_is_open(live, home):
     page.fine()
 
 
-@pytest.mark.parametrize("view", ["problems/one", "notes/one", "metrics/one?keys=mean_reward"])
-def test_a_page_whose_server_came_back_shows_what_happened_meanwhile(home, tmp_path, context, view):
-    page = Watched(context.new_page(), "")
+def test_pages_whose_server_came_back_show_what_happened_meanwhile(home, tmp_path, context):
+    pages = {view: Watched(context.new_page(), "") for view in ("problems", "notes", "metrics")}
     with serving([home], tmp_path / "cache") as url:
         port = url.rpartition(":")[2]
-        opened(page, f"{url}/{view}")
-    page.until("() => document.querySelector('.live').textContent === 'connection lost'", "lost")
+        for view, page in pages.items():
+            opened(page, f"{url}/{view}/one" + "?keys=mean_reward" * (view == "metrics"))
     run = home / "runs/grpo+none_s1"
     append_jsonl(run / "metrics.jsonl", [row(6)])
     append_jsonl(run / "evals.jsonl", [ui_cases.evaluation(7, 0.5)])
     append_jsonl(run / "notes.jsonl", [note(6, "meanwhile")])
+    again = "performance.getEntriesByType('resource').filter((each) => each.name.includes('/api/problems')).length"
+    expected = {"problems": f"{again} > 1", "notes": f"{TEXT}.includes('about meanwhile')", "metrics": AT_6}
+    for page in pages.values():
+        page.page.bring_to_front()
+        page.until("() => document.querySelector('.live').textContent === 'connection lost'", "lost")
     with serving([home], tmp_path / "cache2", port):
-        page.until("() => document.querySelector('.live').textContent === 'live'", "live again", 15)
-        again = "performance.getEntriesByType('resource').filter((each) => each.name.includes('/api/problems')).length"
-        wanted = {"problems": f"{again} > 1", "notes": f"{TEXT}.includes('about meanwhile')", "metrics": AT_6}
-        page.until(f"() => Boolean({wanted[view.partition('/')[0]]})", "what happened meanwhile", 5 * SEEN_S)
-        page.page.close()
+        for view, page in pages.items():
+            page.page.bring_to_front()
+            page.until("() => document.querySelector('.live').textContent === 'live'", "live again", 15)
+            page.until(f"() => Boolean({expected[view]})", "what happened meanwhile", 5 * SEEN_S)
+            page.page.close()
 
 
 def test_an_open_page_is_sent_elsewhere(live):

@@ -140,22 +140,6 @@ def test_axes(home, x, expected):
     assert held_out["y"] == [0.25, 0.515625]
 
 
-def test_rows_without_a_wall_clock_are_left_out_of_it(tmp_path):
-    """The wall clock of a run that an earlier release began starts with the resume."""
-    home = campaign(tmp_path / "one", seeds=1, steps=2)
-    for first, path in zip((4, 0), sorted(home.glob("runs/*/metrics.jsonl")), strict=True):
-        rewritten(path, [row(n, **({"timing_wall_clock": 10.0 * n} if n >= first else {})) for n in range(8)])
-        append_jsonl(path.with_name("evals.jsonl"), [evaluation(6, 0.75)])
-    client, held_out = client_of(home), "eval/heldout/correct_rate"
-    (run,) = get(client, "/api/columns", at=RUN, key=["mean_reward", held_out], x="wall")["runs"]
-    assert (run["x"], run["columns"]["mean_reward"]["y"]) == ([40, 50, 60, 70], [0.4, 0.5, 0.6, 0.7])
-    assert run["columns"][held_out]["x"] == [50]  # the evaluations after 0 and 2 updates have no place
-    assert run["note"].startswith("there are 4 rows of an earlier release")
-    curves = get(client, "/api/curves", at="one", key="mean_reward", x="wall", smooth=1)
-    assert curves["conditions"][0]["runs"][0]["points"] == [[40, 0.4], [50, 0.5], [60, 0.6], [70, 0.7]]
-    assert curves["note"].startswith("1 of 2 runs have rows of an earlier release")
-
-
 def test_columns_leave_out_rows_and_keep_extremes(tmp_path):
     home = campaign(tmp_path / "one", seeds=1, steps=2)
     rows = [
