@@ -172,23 +172,14 @@ def test_tensorboard_after_a_resume_has_one_curve_in_the_directory_that_is_named
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
-@pytest.mark.parametrize(
-    ("sections", "project"),
-    [({}, "sweep"), ({"name": "paper"}, "paper"), ({"wandb_project": "house"}, "house")],
-)
-def test_the_project_of_trackio(tmp_path, monkeypatch, sections, project):
+@pytest.mark.parametrize(("name", "project"), [("", "sweep"), ("house", "house")])
+def test_the_project_of_trackio(tmp_path, monkeypatch, name, project):
     """Its name needs no wandb_project, which would start wandb as well."""
     calls: dict[str, Any] = {}
     module = ModuleType("trackio")
     module.init = lambda **arguments: calls.update(arguments) or SimpleNamespace(id="r1")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "trackio", module)
-    tables: dict[str, Any] = {"logging": {"report_to": ["trackio"]}}
-    if "name" in sections:
-        conditions = [{"advantage_mode": "grpo", "transform_mode": "none"}]
-        tables["campaign"] = {"seeds": [1], "conditions": conditions} | sections
-    else:
-        tables["logging"] |= sections
-    settings = context(config=config(**tables), is_campaign=True)
+    settings = context(config=config(logging={"report_to": ["trackio"], "wandb_project": name}), is_campaign=True)
     tracker = make_trackers(settings, tmp_path / "sweep" / "runs" / "grpo+none_s1")["trackio"]
     tracker.start(TrackedRun.of(settings), None)
     assert (calls["project"], calls["name"], calls["group"]) == (project, "grpo+none_s1", "grpo+none")

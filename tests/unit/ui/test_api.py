@@ -12,7 +12,6 @@ from retrain.campaign.judging.evidence import curve, read_campaign, smoothed
 from retrain.campaign.judging.pooling import compare_directories
 from retrain.config.campaign import condition_name
 from retrain.files import append_jsonl, jsonable, read_json, read_jsonl, write_json
-from retrain.ui.decimation import extremes, last_of_stretches
 
 
 def rewritten(path, rows):
@@ -131,8 +130,8 @@ def test_a_curve_of_runs_that_go_on_is_as_long_as_all_of_them(tmp_path):
      ("device", [1, 2, 3, 4, 5, 6])],
 )  # fmt: skip
 def test_axes(home, x, expected):
-    client, run = client_of(home), RUN
-    (found,) = get(client, "/api/columns", at=run, key=["mean_reward", "eval/heldout/correct_rate"], x=x)["runs"]
+    keys = ["mean_reward", "eval/heldout/correct_rate"]
+    (found,) = get(client_of(home), "/api/columns", at=RUN, key=keys, x=x)["runs"]
     assert found["x"] == expected
     assert found["columns"]["mean_reward"]["y"] == [0, 0.1, 0.2, 0.3, 0.4, 0.5]
     held_out = found["columns"]["eval/heldout/correct_rate"]
@@ -152,6 +151,8 @@ def test_columns_leave_out_rows_and_keep_extremes(tmp_path):
     assert run["columns"]["a"] == {"y": [1] * 10, "low": [0] * 10, "high": [1] * 7 + [100] + [1] * 2}
     c = run["columns"]["c"]
     assert (c["x"], c["y"][0]) == (list(range(93, 1_000, 100)), 9.3)  # the last row of no stretch has a value
+    curves = get(client_of(home), "/api/curves", at="one", key="a", smooth=1)
+    assert [777.0, 100.0] in curves["conditions"][0]["runs"][0]["points"]
 
 
 @pytest.fixture(scope="module")
@@ -259,21 +260,6 @@ def test_notes_reasons_and_two_runs_side_by_side(home):
     assert {"key": "algorithm.advantage_mode", "a": "grpo", "b": "maxrl"} in found["config"]
     assert "++two" in [line.replace(" ", "") for line in found["code"]["diff"]]
     assert {"name": "data_hash", "a": "d1", "b": "d1", "same": True} in found["hashes"]
-
-
-@pytest.mark.parametrize("most", [4, 101])
-def test_decimation_keeps_ends_and_extremes(most):
-    y = np.random.default_rng(1).normal(size=10_000)
-    y[::7] = np.nan
-    places = extremes(y, most)
-    assert most - 4 < len(places) <= most  # an even number beside the ends
-    assert list(places) == sorted(set(places))
-    assert {int(np.nanargmax(y)), int(np.nanargmin(y)), 1, 9_999} <= set(places.tolist())
-    assert np.isfinite(y[places]).all()
-    _, places, low, high = last_of_stretches(y, most - 2)
-    assert (np.nanmin(low), np.nanmax(high)) == (np.nanmin(y), np.nanmax(y))
-    assert (low <= y[places]).all()
-    assert len(places) == most - 2
 
 
 def test_histograms_and_timelines(home):

@@ -13,31 +13,19 @@ from ui_cases import OTHER, RUN, campaign, client_of, get, record, row
 from retrain.files import append_jsonl, read_json, read_jsonl, write_json
 from retrain.record.columns import ColumnWriter
 
+# Endpoints that read rows of numbers and settings, and those that read rollouts and times.
 ROWS = {
-    "/api/places": {},
-    "/api/campaign": {"at": "one", "wait_ms": 2_000},
-    "/api/curves": {"at": "one", "key": "mean_reward"},
-    "/api/metrics": {"at": "one"},
-    "/api/columns": {"at": "one", "key": "mean_reward"},
-    "/api/notes": {"at": "one"},
-    "/api/log": {"at": RUN},
-    "/api/compare": {"a": RUN, "b": OTHER},
-    "/api/why": {"at": RUN, "key": "kl"},
-    "/api/lora": {"at": "one"},
-}
-"""Endpoints that read rows of numbers and settings."""
+    "/api/places": {}, "/api/campaign": {"at": "one", "wait_ms": 2_000}, "/api/metrics": {"at": "one"},
+    "/api/curves": {"at": "one", "key": "mean_reward"}, "/api/columns": {"at": "one", "key": "mean_reward"},
+    "/api/notes": {"at": "one"}, "/api/log": {"at": RUN}, "/api/compare": {"a": RUN, "b": OTHER},
+    "/api/why": {"at": RUN, "key": "kl"}, "/api/lora": {"at": "one"},
+}  # fmt: skip
 SAMPLES = {
-    "/api/places": {},
-    "/api/timeline": {"at": RUN},
-    "/api/histogram": {"at": RUN, "metric": "reward"},
-    "/api/iterations": {"at": RUN},
-    "/api/rollouts": {"at": RUN, "sort": "reward"},
-    "/api/rollout": {"at": RUN, "index": 1},
-    "/api/problems": {"at": "one"},
-    "/api/problem": {"at": "one", "id": "p1"},
+    "/api/places": {}, "/api/timeline": {"at": RUN}, "/api/histogram": {"at": RUN, "metric": "reward"},
+    "/api/iterations": {"at": RUN}, "/api/rollouts": {"at": RUN, "sort": "reward"},
+    "/api/rollout": {"at": RUN, "index": 1}, "/api/problems": {"at": "one"}, "/api/problem": {"at": "one", "id": "p1"},
     "/api/prompt": {"a": RUN, "b": OTHER},
-}
-"""Endpoints that read rollouts and times."""
+}  # fmt: skip
 SAMPLED = ("iterations.jsonl", "timing_spans.jsonl", "emergence/*", "tokens_*", "*_rollout_summaries.jsonl")
 
 
@@ -226,13 +214,10 @@ def test_a_long_run_without_columns_is_read_beside_what_is_asked(tmp_path, cache
     client = client_of(home, cache=tmp_path / "cache")
     (run,) = get(client, "/api/columns", at=RUN, key="mean_reward", x="tokens")["runs"]
     assert (run["reading"], run["rows"], run["x"]) == (True, 0, [])
-    assert get(client, "/api/curves", at="one", key="mean_reward")["reading"] == 2
     ask(client, ROWS, 400, 404)
-    reading = get(client, "/api/places")["reading"]
-    assert reading["of"] > reading["done"]
+    assert get(client, "/api/places")["reading"]["of"] > 0
     go_on.set()
     until_read(client)
-    assert get(client, "/api/columns", at=RUN, key="mean_reward")["runs"][0]["reading"] is False
     assert len(rewards(client)) == 200
 
 
