@@ -127,7 +127,7 @@ def following(training, tmp_path, context):
 
 
 TEXT = "document.querySelector('#main').innerText"
-AT_6 = "document.querySelector('[data-key=mean_reward] .readout .at').textContent === 'at 6'"
+AT_6 = "document.querySelector('[data-key=mean_reward] .readout .at')?.textContent === 'at 6'"
 OWN, OTHER = (f"two/runs/{label}_s1" for label in LABELS)
 STEP_6 = {
     "": f"{TEXT}.includes('14 of 16')",
@@ -136,8 +136,8 @@ STEP_6 = {
     "metrics/two?keys=mean_reward&lines=conditions": AT_6,
     "problems/two": f"{TEXT}.includes('→ 7')",
     "prompt/two": f"{TEXT}.includes('step 7')",
-    "rollouts/two": "document.querySelector('h1 + p').textContent.includes('step 6')",
-    "tokens/two": "document.querySelector('.steps input').getAttribute('aria-valuetext').endsWith('of 7')",
+    "rollouts/two": "document.querySelector('h1 + p')?.textContent.includes('step 6')",
+    "tokens/two": "document.querySelector('.steps input')?.getAttribute('aria-valuetext').endsWith('of 7')",
     f"timeline/{OWN}": f"{TEXT}.includes('steps 0 to 6')",
     "lora/two": f"{TEXT}.includes('step 7')",
     f"compare/two?a={quote(OWN)}&b={quote(OTHER)}":
