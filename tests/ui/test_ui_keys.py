@@ -34,7 +34,7 @@ WALKS = {
     f"/tokens{SECOND}?iteration=10&index=8": (
         "j k h l g G c C",
         None,
-        {"jk": "index", "ggG": "index", "ccC": "colour", "hl": "iteration"},
+        {"jk": "index", "ccC": "colour", "hl": "iteration"},
     ),
     f"/timeline{FIRST}?step=5": ("h l", None, {"hl": "step"}),
     f"/notes{HOSTILE}": ("j k", "li.note", {}),
@@ -150,7 +150,10 @@ def test_both_sides_of_a_prompt_go_together_or_one_alone(page):
     assert int(on["step_b"]) > int(back["step_b"])
 
 
-def test_tokens_with_arrows(page):
+def test_tokens_by_group_and_with_arrows(page):
+    page.open(f"/tokens{SECOND}?iteration=10&index=8")
+    assert changes(page, "g", "index")["index"] == "16"
+    assert 8 <= int(changes(page, "G", "index")["index"]) < 16
     page.open(f"/tokens{FIRST}?iteration=10&index=1")
     page.page.locator(".conversation").focus()
     moves = (("ArrowRight", "1"), ("ArrowLeft", "0"), ("End", None), ("Home", "0"), ("ArrowDown", "10"))
