@@ -120,17 +120,6 @@ def test_files_that_vanish_under_a_reader(tmp_path):
     assert (len(columns), columns.keys) == (0, [])
 
 
-def test_half_a_line_waits_and_a_damaged_one_keeps_its_place(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0}\n{"step": \n[1]\n{"step": 3}\n{"st')
-    columns = read(tmp_path)
-    np.testing.assert_array_equal(columns.column("step"), [0, np.nan, np.nan, 3])
-    with open(path, "a") as file:
-        file.write('ep": 4}\n')
-    assert not columns.refresh()
-    assert columns.column("step")[-1] == 4
-
-
 def test_a_full_disk_is_told(tmp_path):
     append_jsonl(tmp_path / "metrics.jsonl", [row(number) for number in range(BLOCK)])
     with pytest.raises(StorageError, match="full"):

@@ -42,19 +42,14 @@ def test_a_tail_gives_every_complete_row_once_and_reads_only_what_is_new(tmp_pat
     assert tail.rows() == (False, [{"n": 5}])
 
 
-def test_a_cut_is_seen_also_when_the_file_has_grown_past_it_and_of_a_long_one_the_end_is_read(tmp_path):
+def test_of_a_long_file_the_end_is_read_and_a_cut_is_seen_also_when_the_file_has_grown_past_it(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"n": n, "t": 0.1 * n}) + "\n" for n in range(5)))
-    tail = Tail(path)
-    tail.rows()
-    path.write_text("".join(json.dumps({"n": n, "t": 0.2 * n}) + "\n" for n in range(9)))
-    replaced, rows = tail.rows()
-    assert (replaced, [row["n"] for row in rows]) == (True, [*range(9)])
     path.write_text("".join(json.dumps({"n": n, "pad": "x" * 1000}) + "\n" for n in range(1000)))
-    _, rows = Tail(path, last_only=True).rows()
+    tail = Tail(path, last_only=True)
+    _, rows = tail.rows()
     assert (rows[-1]["n"], len(rows) <= LAST_BLOCK // 1000) == (999, True)
-    path.write_text(json.dumps({"n": 0, "pad": "x" * 2 * LAST_BLOCK}) + "\n")
-    assert [row["n"] for row in Tail(path, last_only=True).rows()[1]] == [0]
+    path.write_text("".join(json.dumps({"n": n, "pad": "y" * 2000}) + "\n" for n in range(1000)))
+    assert tail.rows()[0]
 
 
 class Campaign:

@@ -167,18 +167,6 @@ def test_policy_numbers_come_from_the_step_and_entropy_from_all_completions():
     assert row_of(*groups)["entropy"] is None
 
 
-def test_state_of_controllers_and_the_mirrored_entropy_names():
-    off = row_of(group([1.0], [2]))
-    assert (off["sepa_lambda"], off["sepa_gate_open"], off["bp_action"], off["bp_regime"]) == (0.0, False, "off", "off")
-    state = {"sepa_lambda": 0.5, "exec_surprisal_mean": 1.5, "plan_surprisal_var": 0.2}
-    row = row_of(group([1.0], [2]), bp_action="hold", **state)
-    assert (row["sepa_lambda"], row["uncertainty_kind"], row["bp_action"]) == (0.5, "surprisal", "hold")
-    assert (row["exec_entropy_mean"], row["plan_entropy_var"]) == (1.5, 0.2)
-    shannon = {"config": config(algorithm={"uncertainty_kind": "shannon_entropy"})}
-    row = row_of(group([1.0], [2]), settings=shannon, exec_entropy_mean=0.7, **state)
-    assert (row["exec_surprisal_mean"], row["exec_entropy_mean"], row["plan_entropy_var"]) == (1.5, 0.7, None)
-
-
 def test_the_score_and_its_penalty_stand_in_every_row():
     """Without KL the penalty is 0; with KL both values come from the update, and are null without one."""
 

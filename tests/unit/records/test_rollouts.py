@@ -205,11 +205,10 @@ def test_tokens_carry_surprisal_advantage_planning_and_the_values_of_a_critic():
     assert re.findall(r' data-v="([^"]*)"', text) == ["1000000000000000 -1000000000000000 0", "0 500"]
 
 
-def test_summaries_have_the_values_of_a_critic_turn_by_turn(tmp_path):
+def test_summaries_have_the_values_of_a_critic_turn_by_turn():
     both = two_turns()
     both.rollouts[0].turns.append(Turn((9,), Action([], "", np.zeros(0), None, "length")))  # nothing was sampled
-    write_files(tmp_path, batch([both, two_turns(critic=False)]), None)
-    with_critic, without = read_jsonl(tmp_path / "train_iteration_000003_rollout_summaries.jsonl")
+    with_critic, without = summary_rows(batch([both, two_turns(critic=False)]))
     means = [(turn["value_mean"], turn["value_target_mean"]) for turn in with_critic["steps"]]
     assert means == [(pytest.approx(-0.1266 / 3), 0.25), (pytest.approx(0.6248), 1.25), (None, None)]
     assert not {"value_mean", "value_target_mean"} & set(without["steps"][0])

@@ -80,16 +80,6 @@ def test_what_cannot_be_written_fails_the_run_at_its_next_record(tmp_path):
     assert "RunFailed: told" in (tmp_path / "run.log").read_text()
 
 
-def test_a_fault_of_ours_on_the_thread_is_raised_with_its_traceback(tmp_path, monkeypatch):
-    recorder = RunRecorder(tmp_path, context())
-    monkeypatch.setattr("retrain.record.recorder.generations", lambda record: 1 / 0)
-    record(recorder, 0, 1)
-    with pytest.raises(RunFailed, match="records could not be written: ZeroDivisionError") as error:
-        recorder.flush()
-    assert isinstance(error.value.__cause__, ZeroDivisionError)
-    recorder.close(failed=True)
-
-
 def test_a_full_disk_leaves_no_part_of_a_row(tmp_path):
     """A limit on the file's size stands for the disk: the kernel writes a part, then refuses."""
     path = tmp_path / "metrics.jsonl"

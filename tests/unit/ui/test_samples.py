@@ -10,7 +10,6 @@ from record_cases import context, evaluation, group
 from ui_cases import client_of, get, manifest, record
 
 from retrain.record.recorder import RunRecorder
-from retrain.ui.histograms import rewards
 from retrain.ui.iterations import Index
 from retrain.ui.problems import matrix
 
@@ -204,9 +203,3 @@ def test_conditions_that_go_on_are_compared_at_a_step_that_all_have(tmp_path):
     early = matrix({"a": [begun]}, "heldout").shown()  # what is after training is not what was before
     assert early["problems"][0]["rates"]["a"] == {"before": 1.0, "after": None, "answers": 0}
     assert early["taken"]["a"] == {"runs": 1, "of": "finished", "before": [0], "after": []}
-
-
-def test_histograms():
-    many = rewards([float(n) for n in range(100)] + [None])
-    assert (sum(many["counts"]), many["absent"], len(many["ends"])) == (100, 1, len(many["counts"]) + 1)
-    assert rewards([]) == {"ends": [], "counts": [], "at": None, "absent": 0}
