@@ -176,15 +176,9 @@ AGO = re.compile(r"\b(?:just now|(?:\d+ [a-z]+ )+ago)")
 def differences(before: dict[str, Any], after: dict[str, Any]) -> str:
     """In what two pictures of a page differ; empty where they are the same. Charts out of sight may not be read yet,
     and how long ago something changed may have gone on."""
-    out = []
     before, after = (json.loads(AGO.sub("ago", json.dumps(seen, ensure_ascii=False))) for seen in (before, after))
-    pairs = list(zip(before["charts"], after["charts"], strict=False))
     if len(before["charts"]) == len(after["charts"]):
-        both = [(a, b) for a, b in pairs if "Reading" not in a and "Reading" not in b]
-        before, after = ({**seen, "charts": [pair[i] for pair in both]} for i, seen in enumerate((before, after)))
-    for key, value in before.items():
-        if value != after[key]:
-            a, b = json.dumps(value, ensure_ascii=True), json.dumps(after[key], ensure_ascii=True)
-            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-            out.append(f"{key}: …{a[max(0, at - 60) : at + 120]}… and …{b[max(0, at - 60) : at + 120]}…")
-    return "\n".join(out)
+        pairs = list(zip(before.pop("charts"), after.pop("charts"), strict=True))
+        before["charts"] = [a for a, b in pairs if "Reading" not in a + b]
+        after["charts"] = [b for a, b in pairs if "Reading" not in a + b]
+    return "\n".join(f"{key}: {before[key]!r} and {after[key]!r}" for key in before if before[key] != after[key])
