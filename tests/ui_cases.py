@@ -35,10 +35,12 @@ def row(step: int, **more: Any) -> dict[str, Any]:
             "env/easy/correct": 0.5} | more  # fmt: skip
 
 
-def manifest(path: Path, runs: Sequence[tuple[str, str, int]], steps: int, state: str = "done") -> Path:
+def manifest(
+    path: Path, runs: Sequence[tuple[str, str, int]], steps: int, state: str = "done", step: int | None = None
+) -> Path:
     """Write the manifest of a campaign with these runs: name, condition and seed of each."""
-    entries = [{"run_id": run_id, "label": label, "seed": seed, "state": state, "reason": None, "step": steps,
-                "max_steps": steps, "path": f"runs/{run_id}"} for run_id, label, seed in runs]  # fmt: skip
+    entries = [{"run_id": run_id, "label": label, "seed": seed, "state": state, "reason": None,
+                "step": steps if step is None else step, "max_steps": steps, "path": f"runs/{run_id}"} for run_id, label, seed in runs]  # fmt: skip
     content = {"format": 1, "name": path.name, "created": 1.0, "updated": 2.0, "runs": entries}
     write_json(path / "manifest.json", content)
     return path

@@ -84,7 +84,8 @@ class Training:
         self.home, self.runs = home, {label: home / "runs" / f"{label}_s1" for label in LABELS}
         for number, (label, run) in enumerate(self.runs.items()):
             write_json(run / "config.json", {"run_id": run.name, "condition": label, "training": {"lr": number}})
-        manifest(home, [(run.name, label, 1) for label, run in self.runs.items()], steps=MOST, state="running")
+        runs = [(run.name, label, 1) for label, run in self.runs.items()]
+        manifest(home, runs, steps=MOST, state="running", step=0)
         self.recorders = [
             RunRecorder(run, run_context(condition=label, run_id=run.name, max_steps=MOST,
                                      config=config(logging={"rollouts_every": 1})), {}, token_text=pieces)
