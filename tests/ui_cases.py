@@ -40,7 +40,8 @@ def manifest(
 ) -> Path:
     """Write the manifest of a campaign with these runs: name, condition and seed of each."""
     entries = [{"run_id": run_id, "label": label, "seed": seed, "state": state, "reason": None,
-                "step": steps if step is None else step, "max_steps": steps, "path": f"runs/{run_id}"} for run_id, label, seed in runs]  # fmt: skip
+                "step": steps if step is None else step, "max_steps": steps, "path": f"runs/{run_id}"}
+               for run_id, label, seed in runs]  # fmt: skip
     content = {"format": 1, "name": path.name, "created": 1.0, "updated": 2.0, "runs": entries}
     write_json(path / "manifest.json", content)
     return path
