@@ -86,7 +86,7 @@ def test_what_is_not_there_is_said(context, server):
 
 # What the copy that ``retrain ui --bundle`` writes is opened with from the file system.
 COPIED = [
-    *("campaigns", "campaign", "watch", "all", "problems", "prompt", "rollouts", "tokens", "timeline", "lora"),
+    *("campaigns", "campaign", "watch", "problems", "prompt", "rollouts", "tokens", "timeline", "lora"),
     *("compared", "notes", "hostile campaign", "hostile metrics of a run", "hostile tokens", "hostile notes"),
 ]
 
