@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from html.parser import HTMLParser
+
 MARKER = "retrain_was_here"
 """A page in which a script of these texts ran has this name on ``window``."""
 
@@ -55,3 +57,22 @@ MEGABYTE = "a<b&\x1b[31m" * 125_000
 
 BAD_UTF8 = b"\xff\xfe\x80\xc3\x28\xed\xa0\x80\xf8\x88"
 """Bytes that are no UTF-8 anywhere."""
+
+
+class Reader(HTMLParser):
+    """Elements, attributes and text of a page as a browser would see them."""
+
+    def __init__(self, text: str):
+        super().__init__(convert_charrefs=True)
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes.extend(attrs)
+
+    def handle_data(self, data):
+        self.texts.append(data)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from foreign_cases import cookbook_run, trainer_state
+from ui_cases import cookbook_run, trainer_state
 
 from tests.ui.hostile import ALONE, hostile_campaign
 from tests.ui.watch import CHROMIUM, Watched, browser_of
@@ -25,59 +25,55 @@ from tests.ui.watch import CHROMIUM, Watched, browser_of
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 STEPS = 12
-LACKING = next(
-    (f"no {name} here: make test-ui" for name, there in
-     (("chromium", CHROMIUM), ("playwright", importlib.util.find_spec("playwright"))) if not there), None,
-)  # fmt: skip
-
+MISSING = [
+    name
+    for name, there in (("chromium", CHROMIUM), ("playwright", importlib.util.find_spec("playwright")))
+    if not there
+]
 WINDOW = {"width": 1280, "height": 900}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if LACKING:
-        for item in items:
-            if HERE in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason=LACKING))
-
-
-def retrain(*arguments: str, cwd: Path = ROOT, **more: str) -> None:
-    """The command, which must end well."""
-    done = subprocess.run(
-        [sys.executable, "-m", "retrain", *arguments], cwd=cwd, env=environment(**more), capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    for item in items if MISSING else ():
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=f"no {MISSING[0]} here: make test-ui"))
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This one, with the repository to import from."""
+    """Return this process's environment, with the repository to import from."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, **more}
+
+
+def retrain(*arguments: str, **more: str) -> None:
+    """Run the command, which must end well."""
+    command = [sys.executable, "-m", "retrain", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment(**more), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @contextlib.contextmanager
 def serving(directories: Sequence[Path], cache: Path, port: str = "0") -> Iterator[str]:
     """The address of a server over these directories."""
     command = [sys.executable, "-m", "retrain", "ui", *map(str, directories), "--port", port]
-    with open(cache.with_suffix(".log"), "w") as log:
+    log_path = cache.with_suffix(".log")
+    with open(log_path, "w") as log:
         server = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT,
             env=environment(XDG_CACHE_HOME=str(cache)),
         )  # fmt: skip
-    try:
-        assert server.stdout is not None
-        line = server.stdout.readline()
-        assert "http://" in line, cache.with_suffix(".log").read_text()[-3000:]
-        yield line.split()[-1].rstrip("/")
-    finally:
-        server.send_signal(signal.SIGINT)
+    with server:
         try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-        if server.stdout:
-            server.stdout.close()
-    assert "Traceback" not in (said := cache.with_suffix(".log").read_text()), said[-3000:]
+            line = server.stdout.readline()
+            assert "http://" in line, log_path.read_text()[-3000:]
+            yield line.split()[-1].rstrip("/")
+        finally:
+            server.send_signal(signal.SIGINT)
+            try:
+                server.wait(20)
+            except subprocess.TimeoutExpired:
+                server.kill()
+    assert "Traceback" not in log_path.read_text(), log_path.read_text()[-3000:]
 
 
 @pytest.fixture(scope="session")
@@ -137,17 +133,3 @@ def page(context: Any, server: str) -> Iterator[Watched]:
     watched = Watched(context.new_page(), server)
     yield watched
     watched.fine().page.close()
-
-
-@pytest.fixture
-def fresh(browser: Any) -> Iterator[Any]:
-    """fresh(base, **context): a page in a context of its own, which nobody has used before."""
-    contexts = []
-
-    def make(base: str, **options: Any) -> Watched:
-        contexts.append(browser.new_context(**{"viewport": WINDOW, **options}))
-        return Watched(contexts[-1].new_page(), base)
-
-    yield make
-    for context in contexts:
-        context.close()

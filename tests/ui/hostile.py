@@ -26,16 +26,9 @@ LONG = "w" * 30_000
 COMMENT = "]]> --> <!-- */ \\u003cscript\\u003e"
 TEXTS = (SCRIPT, IMAGE, BREAKOUT, LINK, TEMPLATE, BIDI, NUL, LONE, LONG, COMMENT)
 KEYS = (
-    "__proto__",
-    "constructor",
-    "toString",
-    "hasOwnProperty",
-    f"env/{IMAGE}/reward",
-    "a" * 600,
-    "../../etc/passwd",
-    "%00",
-    "a b&c=d#e?f",
-)
+    "__proto__", "constructor", "toString", "hasOwnProperty", f"env/{IMAGE}/reward", "a" * 600, "../../etc/passwd",
+    "%00", "a b&c=d#e?f",
+)  # fmt: skip
 LABELS = (f"grpo+{SCRIPT}", f"maxrl+{IMAGE}")
 RUNS = ("__proto___s1", "constructor_s1")
 ALONE = "x'\"><svg onload=window.hacked=5>%41&a=b#c"
@@ -50,11 +43,11 @@ def hostile_campaign(path: Path) -> Path:
     entries = []
     for number, (label, run_id) in enumerate(zip(LABELS, RUNS, strict=True)):
         run = path / "runs" / run_id
-        _record(run, label, run_id, number)
+        _record(run, label, number)
         _worse(run, label)
         entries.append({"run_id": run_id, "label": label, "seed": 1, "state": ("done", "failed")[number],
-                        "reason": SCRIPT + BIDI,
-                        "step": STEPS, "max_steps": STEPS, "path": f"runs/{run_id}"})  # fmt: skip
+                        "reason": SCRIPT + BIDI, "step": STEPS, "max_steps": STEPS,
+                        "path": f"runs/{run_id}"})  # fmt: skip
     content = {"format": 1, "name": f"{IMAGE} {BIDI}", "created": 1.0, "updated": 2.0, "runs": entries}
     write_json(path / "manifest.json", content)
     (path / "code.diff").write_text(f"+{SCRIPT}\n-{IMAGE}\n+{BIDI}\n")
@@ -62,13 +55,14 @@ def hostile_campaign(path: Path) -> Path:
     return path
 
 
-def _record(run: Path, label: str, run_id: str, number: int) -> None:
-    told = context(condition=label, run_id=run_id, max_steps=STEPS)
-    with RunRecorder(run, told, {}, token_text=_pieces) as recorder:
+def _record(run: Path, label: str, number: int) -> None:
+    facts = context(condition=label, run_id=run.name, max_steps=STEPS)
+    with RunRecorder(run, facts, {}, token_text=_pieces) as recorder:
         for at in range(STEPS):
+            groups = [_group(k, at + number) for k in range(4)]
             if at in (0, STEPS - 1):
-                recorder.record_eval(evaluation([_group(k, at + number) for k in range(4)], at + (at > 0)))
-            recorder.record_step(step([_group(k, at + number) for k in range(4)], at))
+                recorder.record_eval(evaluation(groups, at + (at > 0)))
+            recorder.record_step(step(groups, at))
 
 
 def _pieces(ids: Any) -> tuple[str, list[tuple[int, int]]]:
@@ -79,9 +73,8 @@ def _pieces(ids: Any) -> tuple[str, list[tuple[int, int]]]:
 
 
 def _action(length: int, text: str, stop: str = "stop") -> Action:
-    return Action(
-        list(range(length)), text, np.linspace(-3.0, -0.1, length), np.full(length, 0.5, dtype=np.float32), stop
-    )  # type: ignore[arg-type]
+    logprobs, entropy = np.linspace(-3.0, -0.1, length), np.full(length, 0.5, dtype=np.float32)
+    return Action(list(range(length)), text, logprobs, entropy, stop)  # type: ignore[arg-type]
 
 
 def _group(k: int, salt: int) -> Group:
@@ -96,11 +89,9 @@ def _group(k: int, salt: int) -> Group:
         turns = [Turn((1, 2, 3), _action(12, texts[n + 2]), asked),
                  Turn((4,), _action(9, texts[n + 3], "length"), back,
                       reward=0.5, metrics={IMAGE: 1.0}, logs={SCRIPT: IMAGE})]  # fmt: skip
-        reward = (
-            RewardResult(None, error=SCRIPT + NUL)
-            if n == 2
-            else RewardResult(float((n + salt) % 2), sample_metrics={IMAGE: 1.0})
-        )
+        reward = RewardResult(float((n + salt) % 2), sample_metrics={IMAGE: 1.0})
+        if n == 2:
+            reward = RewardResult(None, error=SCRIPT + NUL)
         rollouts.append(Rollout(prompt, turns, reward))
         if reward.total_reward is not None:
             rollouts[-1].advantage = reward.total_reward - 0.5

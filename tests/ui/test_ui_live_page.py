@@ -9,19 +9,18 @@ from urllib.parse import quote
 
 import pytest
 import ui_cases
-from adapter_cases import adapter
-from ui_cases import LABELS, campaign, note, row
+from ui_cases import LABELS, RUN, adapter, campaign, manifest, note, row
 
 from retrain.files import append_jsonl, write_json
 from retrain.record.recorder import RunRecorder
-from tests.record_cases import config, context, evaluation, group, step
+from tests.record_cases import config, evaluation, group, step
+from tests.record_cases import context as run_context
 from tests.ui.conftest import serving
 from tests.ui.watch import Watched
 
 SEEN_S = 2.0
 MOST = 8
 """Steps that a run is to have."""
-RUN = "one/runs/grpo+none_s1"
 
 
 @pytest.fixture
@@ -30,12 +29,12 @@ def home(tmp_path):
 
 
 @pytest.fixture
-def live(home, tmp_path, browser):
+def live(home, tmp_path, context):
     """(page, server's address) over a small campaign that a test may change."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
     with serving([home], tmp_path / "cache") as url:
-        yield Watched(context.new_page(), url), url
-        context.close()
+        watched = Watched(context.new_page(), url)
+        yield watched, url
+        watched.page.close()
 
 
 def opened(page, address):
@@ -49,7 +48,7 @@ def at_step(step):
         return at && at.textContent === "at {step}"; }}"""
 
 
-def test_a_new_row_is_seen_within_two_seconds_and_a_torn_one_when_it_is_whole(live, home):
+def test_a_page_follows_a_file_that_grows_is_torn_cut_and_gone(live, home):
     page, _ = live
     opened(page, f"/metrics/{RUN}?keys=mean_reward")
     page.until(at_step(5), "the rows there are")
@@ -64,23 +63,16 @@ def test_a_new_row_is_seen_within_two_seconds_and_a_torn_one_when_it_is_whole(li
     assert page.page.evaluate(at_step(7))
     with open(path, "a") as file:
         file.write(text[50:] + "\n")
-    page.until(at_step(8), "the row that is whole", SEEN_S)
+    page.until(at_step(8), "the completed row", SEEN_S)
     page.fine()
-
-
-def test_a_file_that_is_cut_or_gone_and_comes_back_breaks_no_page(live, home):
-    page, _ = live
-    page.open(f"/metrics/{RUN}?keys=mean_reward").until(at_step(5), "the rows there are")
-    path = home / "runs/grpo+none_s1/metrics.jsonl"
     rows = path.read_text().splitlines(keepends=True)
     path.write_text("".join(rows[:3]))
-    page.until(at_step(2), "the rows that are left", 2 * SEEN_S)
+    page.until(at_step(2), "the remaining rows", 2 * SEEN_S)
     path.write_bytes(b"\0" * 100 + b"\n{\n[1]\n")
     page.page.wait_for_timeout(2500)
     path.unlink()
     page.page.wait_for_timeout(2500)
-    path.write_text("".join(rows))
-    append_jsonl(path, [row(6)])
+    path.write_text("".join(rows[:7]))
     page.until(at_step(6), "the rows that came back", 3 * SEEN_S)
     assert not [each for each in page.wrong if "script raised" in each]
 
@@ -92,15 +84,10 @@ class Training:
         self.home, self.runs = home, {label: home / "runs" / f"{label}_s1" for label in LABELS}
         for number, (label, run) in enumerate(self.runs.items()):
             write_json(run / "config.json", {"run_id": run.name, "condition": label, "training": {"lr": number}})
-        entries = [
-            {"run_id": run.name, "label": label, "seed": 1, "state": "running", "reason": None, "step": 0,
-             "max_steps": MOST, "path": f"runs/{run.name}"} for label, run in self.runs.items()
-        ]  # fmt: skip
-        write_json(
-            home / "manifest.json", {"format": 1, "name": "two", "created": 1.0, "updated": 2.0, "runs": entries}
-        )
+        runs = [(run.name, label, 1) for label, run in self.runs.items()]
+        manifest(home, runs, steps=MOST, state="running", step=0)
         self.recorders = [
-            RunRecorder(run, context(condition=label, run_id=run.name, max_steps=MOST,
+            RunRecorder(run, run_context(condition=label, run_id=run.name, max_steps=MOST,
                                      config=config(logging={"rollouts_every": 1})), {}, token_text=pieces)
             for label, run in self.runs.items()
         ]  # fmt: skip
@@ -132,16 +119,16 @@ def training(tmp_path):
 
 
 @pytest.fixture
-def following(training, tmp_path, browser):
+def following(training, tmp_path, context):
     """A page over two runs that train, before their first step."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
     with serving([training.home], tmp_path / "cache") as url:
-        yield Watched(context.new_page(), url)
-        context.close()
+        watched = Watched(context.new_page(), url)
+        yield watched
+        watched.page.close()
 
 
 TEXT = "document.querySelector('#main').innerText"
-AT_6 = "document.querySelector('[data-key=mean_reward] .readout .at').textContent === 'at 6'"
+AT_6 = "document.querySelector('[data-key=mean_reward] .readout .at')?.textContent === 'at 6'"
 OWN, OTHER = (f"two/runs/{label}_s1" for label in LABELS)
 STEP_6 = {
     "": f"{TEXT}.includes('14 of 16')",
@@ -150,8 +137,8 @@ STEP_6 = {
     "metrics/two?keys=mean_reward&lines=conditions": AT_6,
     "problems/two": f"{TEXT}.includes('→ 7')",
     "prompt/two": f"{TEXT}.includes('step 7')",
-    "rollouts/two": "document.querySelector('h1 + p').textContent.includes('step 6')",
-    "tokens/two": "document.querySelector('.steps input').getAttribute('aria-valuetext').endsWith('of 7')",
+    "rollouts/two": "document.querySelector('h1 + p')?.textContent.includes('step 6')",
+    "tokens/two": "document.querySelector('.steps input')?.getAttribute('aria-valuetext').endsWith('of 7')",
     f"timeline/{OWN}": f"{TEXT}.includes('steps 0 to 6')",
     "lora/two": f"{TEXT}.includes('step 7')",
     f"compare/two?a={quote(OWN)}&b={quote(OTHER)}":
@@ -160,36 +147,32 @@ STEP_6 = {
 }  # fmt: skip
 
 
+FIRST_STEP = {
+    "campaign/two": ".chartcard .readout b",
+    "metrics/two?keys=mean_reward": ".chartcard .readout .at",
+    "problems/two": ".matrixtable",
+    "prompt/two": ".sides .message",
+    "rollouts/two": "tr[data-index]",
+    "tokens/two": ".t",
+    "lora/two": ".matrix",
+}
+
+
 @pytest.mark.parametrize("view", STEP_6)
-def test_every_page_shows_a_step_that_comes_while_it_is_open(following, training, view):
-    for at in range(6):
-        training.step(at)
+def test_a_page_that_is_opened_before_anything_is_recorded_fills_and_shows_later_steps(following, training, view):
     opened(following, f"/{view}")
-    shown = f"() => Boolean({STEP_6[view]})"
-    assert not following.page.evaluate(shown)
-    training.step(6)
+    if selector := FIRST_STEP.get(view):
+        assert following.page.locator(f"#main {selector}").count() == 0
+    training.step(0)
+    if selector:
+        following.until(f"() => document.querySelector('#main {selector}')", "the first step", 5 * SEEN_S)
+    for at in range(1, 7):
+        training.step(at)
     for path in training.runs.values():
         for name in ("metrics.jsonl", "evals.jsonl", "notes.jsonl", "run.log"):
             with open(path / name, "ab") as file:
                 file.write(b'{"step": 7, "torn')
-    following.until(shown, "step 6", 5 * SEEN_S)
-    following.fine()
-
-
-@pytest.mark.parametrize(
-    ("view", "first"),
-    [("metrics/two", ".chartcard .readout .at"), ("metrics/two?tab=all", ".chartcard .readout .at"),
-     ("campaign/two", ".chartcard .readout b"), ("lora/two", ".matrix"), ("problems/two", ".matrixtable"),
-     ("rollouts/two", "tr[data-index]"), ("tokens/two", ".t"), ("prompt/two", ".sides .message")],
-)  # fmt: skip
-def test_a_page_that_was_opened_before_anything_was_recorded_fills(following, training, view, first):
-    opened(following, f"/{view}")
-    assert following.page.locator(f"#main {first}").count() == 0
-    training.step(0)
-    following.until(f"() => document.querySelector('#main {first}')", "the first step", 5 * SEEN_S)
-    if view.startswith("campaign"):
-        options = "document.querySelectorAll('select.metric option').length"
-        following.until(f"() => {options} > 20", "the keys to choose from", 5 * SEEN_S)
+    following.until(f"() => Boolean({STEP_6[view]})", "step 6", 5 * SEEN_S)
     following.fine()
 
 
@@ -204,24 +187,27 @@ def test_new_keys_and_runs_get_charts_while_the_page_is_open(live, home):
     page.fine()
 
 
-@pytest.mark.parametrize("view", ["problems/one", "notes/one", "metrics/one?keys=mean_reward"])
-def test_a_page_whose_server_came_back_shows_what_happened_meanwhile(home, tmp_path, browser, view):
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    page = Watched(context.new_page(), "")
+def test_pages_whose_server_came_back_show_what_happened_meanwhile(home, tmp_path, context):
+    pages = {view: Watched(context.new_page(), "") for view in ("problems", "notes", "metrics")}
     with serving([home], tmp_path / "cache") as url:
         port = url.rpartition(":")[2]
-        opened(page, f"{url}/{view}")
-    page.until("() => document.querySelector('.live').textContent === 'connection lost'", "lost")
+        for view, page in pages.items():
+            opened(page, f"{url}/{view}/one" + "?keys=mean_reward" * (view == "metrics"))
     run = home / "runs/grpo+none_s1"
     append_jsonl(run / "metrics.jsonl", [row(6)])
     append_jsonl(run / "evals.jsonl", [ui_cases.evaluation(7, 0.5)])
     append_jsonl(run / "notes.jsonl", [note(6, "meanwhile")])
+    again = "performance.getEntriesByType('resource').filter((each) => each.name.includes('/api/problems')).length"
+    expected = {"problems": f"{again} > 1", "notes": f"{TEXT}.includes('about meanwhile')", "metrics": AT_6}
+    for page in pages.values():
+        page.page.bring_to_front()
+        page.until("() => document.querySelector('.live').textContent === 'connection lost'", "lost")
     with serving([home], tmp_path / "cache2", port):
-        page.until("() => document.querySelector('.live').textContent === 'live'", "live again", 15)
-        again = "performance.getEntriesByType('resource').filter((each) => each.name.includes('/api/problems')).length"
-        wanted = {"problems": f"{again} > 1", "notes": f"{TEXT}.includes('about meanwhile')", "metrics": AT_6}
-        page.until(f"() => Boolean({wanted[view.partition('/')[0]]})", "what happened meanwhile", 5 * SEEN_S)
-        context.close()
+        for view, page in pages.items():
+            page.page.bring_to_front()
+            page.until("() => document.querySelector('.live').textContent === 'live'", "live again", 15)
+            page.until(f"() => Boolean({expected[view]})", "what happened meanwhile", 5 * SEEN_S)
+            page.page.close()
 
 
 def test_an_open_page_is_sent_elsewhere(live):

@@ -50,15 +50,15 @@ class Watched:
         self.requests: list[str] = []
         self._flying: dict[Any, float] = {}
         page.set_default_timeout(1000 * SECONDS)
-        page.on("console", self._said)
+        page.on("console", self._console)
         page.on("pageerror", lambda error: self.wrong.append(f"a script raised {error}"))
         page.on("dialog", self._dialog)
-        page.on("request", self._asked)
+        page.on("request", self._request)
         page.on("requestfinished", lambda request: self._flying.pop(request, None))
         page.on("requestfailed", self._failed)
-        page.on("response", self._answered)
+        page.on("response", self._response)
 
-    def _said(self, message: Any) -> None:
+    def _console(self, message: Any) -> None:
         if message.type in ("error", "warning"):
             self.wrong.append(f"console {message.type}: {message.text} at {message.location.get('url', '')}")
 
@@ -66,7 +66,7 @@ class Watched:
         self.wrong.append(f"a dialog: {dialog.message}")
         dialog.dismiss()
 
-    def _asked(self, request: Any) -> None:
+    def _request(self, request: Any) -> None:
         self.requests.append(request.url)
         if HELD not in request.url:
             self._flying[request] = time.monotonic()
@@ -79,7 +79,7 @@ class Watched:
         if request.failure != "net::ERR_ABORTED":
             self.wrong.append(f"{request.url} failed: {request.failure}")
 
-    def _answered(self, response: Any) -> None:
+    def _response(self, response: Any) -> None:
         if response.status >= 400:
             self.wrong.append(f"{response.url} answered with status {response.status}")
 
@@ -113,10 +113,7 @@ class Watched:
     @property
     def path(self) -> str:
         """Path and query of the address."""
-        parts = urlsplit(self.page.url)
-        return (
-            parts.path + (f"?{parts.query}" if parts.query else "") + (f"#{parts.fragment}" if parts.fragment else "")
-        )
+        return urlsplit(self.page.url)._replace(scheme="", netloc="").geturl()
 
     @property
     def query(self) -> dict[str, str]:
@@ -179,15 +176,9 @@ AGO = re.compile(r"\b(?:just now|(?:\d+ [a-z]+ )+ago)")
 def differences(before: dict[str, Any], after: dict[str, Any]) -> str:
     """In what two pictures of a page differ; empty where they are the same. Charts out of sight may not be read yet,
     and how long ago something changed may have gone on."""
-    out = []
     before, after = (json.loads(AGO.sub("ago", json.dumps(seen, ensure_ascii=False))) for seen in (before, after))
-    pairs = list(zip(before["charts"], after["charts"], strict=False))
     if len(before["charts"]) == len(after["charts"]):
-        both = [(a, b) for a, b in pairs if "Reading" not in a and "Reading" not in b]
-        before, after = ({**seen, "charts": [pair[i] for pair in both]} for i, seen in enumerate((before, after)))
-    for key, value in before.items():
-        if value != after[key]:
-            a, b = json.dumps(value, ensure_ascii=True), json.dumps(after[key], ensure_ascii=True)
-            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-            out.append(f"{key}: …{a[max(0, at - 60) : at + 120]}… and …{b[max(0, at - 60) : at + 120]}…")
-    return "\n".join(out)
+        pairs = list(zip(before.pop("charts"), after.pop("charts"), strict=True))
+        before["charts"] = [a for a, b in pairs if "Reading" not in a + b]
+        after["charts"] = [b for a, b in pairs if "Reading" not in a + b]
+    return "\n".join(f"{key}: {before[key]!r} and {after[key]!r}" for key in before if before[key] != after[key])

@@ -8,33 +8,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from record_cases import completion, config, context, evaluation, group, step
 
+from retrain.config import parse_dict
+from retrain.errors import CheckpointError
+from retrain.ownership import claim
 from retrain.record.catalogue import METRICS, metrics_markdown
+from retrain.record.environment import environment_facts, package_versions, run_facts
 from retrain.record.recorder import RunRecorder
+from retrain.record.status import last_row, read_status
 from retrain.types import RewardResult
 
 ROWS = (
-    "metrics.jsonl",
-    "emergence/steps.jsonl",
-    "emergence/generations.jsonl",
-    "timing_spans.jsonl",
-    "evals.jsonl",
+    "metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "timing_spans.jsonl", "evals.jsonl",
     "emergence/evaluations.jsonl",
-)
+)  # fmt: skip
 
 
 def strict(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file in which every line is complete and holds nothing but strict JSON."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} in {path}")
-
+    """Return the rows of a file in which every line is complete and strict JSON."""
     text = path.read_text(encoding="utf-8")
     assert text.endswith("\n")
-    return [json.loads(line, parse_constant=refuse) for line in text.split("\n")[:-1]]
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.split("\n")[:-1]]
 
 
 def play(recorder: RunRecorder, first: int, last: int) -> None:
@@ -58,8 +54,7 @@ def test_one_row_per_step_in_every_file(tmp_path):
     rows = strict(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [row["eval/heldout/step"] for row in rows] == [0, 2, None, 4]
-    assert rows[2]["eval/heldout/easy/correct_rate"] is None
-    assert rows[3]["rewards/depth/mean"] is None
+    assert rows[2]["eval/heldout/easy/correct_rate"] is rows[3]["rewards/depth/mean"] is None
     assert [row["episode"] for row in rows] == [4, 8, 12, 16]
     assert rows[3]["running_correct_rate"] == 2 / 16
     assert set(rows[1]) <= set(rows[2]) <= set(rows[3])
@@ -74,9 +69,6 @@ def test_one_row_per_step_in_every_file(tmp_path):
     assert {"name", "problem_id", "prompt", "completion", "correct", "sample", "tags"} <= set(evaluated[0])
     assert strict(tmp_path / "checkpoints.jsonl")[0]["batch"] == 4
     assert json.loads((tmp_path / "config.json").read_text()) == {"training": {"seed": 1}}
-    frame = pd.read_json(tmp_path / "metrics.jsonl", lines=True)
-    assert list(frame["progress/batch"]) == [0, 1, 2, 3]
-    assert list(frame["env/all/reward/total"]) == list(frame["mean_reward"])
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -121,31 +113,13 @@ def test_pages_of_rollouts_can_be_switched_off(tmp_path):
     assert len(list(tmp_path.glob("*_rollout_summaries.jsonl"))) == 4
 
 
-def test_truncating_keeps_what_belongs_to_finished_steps(tmp_path):
-    recorder = RunRecorder(tmp_path, context())
-    play(recorder, 0, 6)
-    for batch in (2, 4, 6):
-        recorder.record_checkpoint({"name": f"{batch:06d}", "batch": batch})
-    recorder.truncate(4)
-    assert [row["step"] for row in strict(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
-    assert [row["step"] for row in strict(tmp_path / "evals.jsonl")] == [0, 2, 4]
-    assert [row["batch"] for row in strict(tmp_path / "checkpoints.jsonl")] == [2, 4]
-    recorder.truncate(0)
-    for name in (*ROWS, "checkpoints.jsonl"):
-        assert (tmp_path / name).read_text() == "", name
-
-
 def test_every_completion_is_there_and_text_is_safe(tmp_path):
-    nasty = "a\x1b[31m\ud800\u2028" + "x" * 600
     groups = [group([1.0, None], [3, 4])]
-    groups[0].prompt = replace(
-        groups[0].prompt,
-        text="<|user|>Solve: What is p0?<|assistant|>",
-        messages=({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Solve: What is p0?"}),
-    )
+    messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Solve: What is p0?"})
+    prompt = replace(groups[0].prompt, text="<|user|>Solve: What is p0?<|assistant|>", messages=messages)
     first, second = groups[0].rollouts
-    first.prompt = second.prompt = groups[0].prompt
-    first.turns[0].action = completion(3, text=nasty)
+    groups[0].prompt = first.prompt = second.prompt = prompt
+    first.turns[0].action = completion(3, text="a\x1b[31m\ud800\u2028" + "x" * 600)
     second.turns[0].action = completion(4, text="cut", stop=False)
     with RunRecorder(tmp_path, context()) as recorder:
         recorder.record_step(step(groups))
@@ -153,20 +127,17 @@ def test_every_completion_is_there_and_text_is_safe(tmp_path):
     assert len(first["completion"]) == 500
     assert first["completion"].startswith("a\x1b[31m?\u2028x")
     assert (first["prompt"], first["reward"], first["num_tokens"]) == ("Solve: What is p0?", 1.0, 3)
-    assert first["reference"] == second["reference"] == groups[0].prompt.problem.answer
+    assert first["reference"] == second["reference"] == prompt.problem.answer
     assert (first["group"], first["sample"], first["stop_reason"]) == (0, 0, "stop")
     assert (second["reward"], second["advantage"], second["stop_reason"]) == (None, None, "length")
     assert second["error"] == "timed out"
 
 
 def test_errors_leave_their_traceback_in_the_log(tmp_path):
-    def run() -> None:
-        with RunRecorder(tmp_path, context()) as recorder:
-            recorder.start()
-            raise ValueError("boom")
-
-    with pytest.raises(ValueError, match="boom"):
-        run()
+    recorder = RunRecorder(tmp_path, context())
+    recorder.start()
+    with pytest.raises(ValueError, match="boom"), recorder:
+        raise ValueError("boom")
     log = (tmp_path / "run.log").read_text()
     assert "Traceback" in log
     assert "ValueError: boom" in log
@@ -185,3 +156,36 @@ def test_the_catalogue_is_one_table():
 def test_the_document_is_made_from_the_catalogue():
     document = Path(__file__).parents[3] / "docs" / "metrics.md"
     assert document.read_text(encoding="utf-8") == metrics_markdown(), "type: python -m retrain.record"
+
+
+@pytest.mark.parametrize("text", ["nonsense\n", "[1]\n"])
+def test_damaged_rows_are_named_in_one_line(tmp_path, text):
+    claim(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(CheckpointError, match=r"metrics.jsonl is damaged \(") as raised:
+        read_status(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_last_row_of_a_long_file_with_a_torn_end(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert last_row(path) == {}
+    for text, step_number in (
+        ('{"step": 0', None),
+        ('{"step": 0}\n', 0),
+        ("".join(json.dumps({"step": n, "pad": "x" * 50_000}) + "\n" for n in range(9)) + '{"step": 9, "to', 8),
+        (json.dumps({"step": 1, "pad": "x" * 400_000}) + "\n", 1),
+    ):
+        path.write_text(text)
+        assert last_row(path).get("step") == step_number
+
+
+def test_facts_hold_types_and_versions_and_no_environment_variables(monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", "sk-very-secret")
+    facts = run_facts(parse_dict({"training": {"lr": 1e-4, "seed": 1}}), run_id="a_s1")
+    types = {"training.lr": "float", "training.seed": "int", "training.clip_eps_high": "null", "lora.anneal": "list"}
+    assert types.items() <= facts["types"].items()
+    assert (facts["run_id"], facts["training"]["lr"]) == ("a_s1", 1e-4)
+    assert facts["packages"]["numpy"] == package_versions()["numpy"]
+    assert environment_facts()["cpu_count"] >= 1
+    assert "sk-very-secret" not in json.dumps([facts, environment_facts()])

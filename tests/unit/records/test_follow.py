@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from record_cases import context, evaluation, group, step
-from rich.console import Console
 
 from retrain.files import write_json
-from retrain.record.console import LiveConsole, PlainConsole
 from retrain.record.follow import Follower, JsonLines
 from retrain.record.lines import LAST_BLOCK, Tail
 from retrain.record.recorder import RunRecorder
@@ -44,20 +42,14 @@ def test_a_tail_gives_every_complete_row_once_and_reads_only_what_is_new(tmp_pat
     assert tail.rows() == (False, [{"n": 5}])
 
 
-def test_a_cut_is_seen_also_when_the_file_has_grown_past_it_and_of_a_long_one_the_end_is_read(tmp_path):
+def test_of_a_long_file_the_end_is_read_and_a_cut_is_seen_also_when_the_file_has_grown_past_it(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"n": n, "t": 0.1 * n}) + "\n" for n in range(5)))
-    tail = Tail(path)
-    tail.rows()
-    path.write_text("".join(json.dumps({"n": n, "t": 0.2 * n}) + "\n" for n in range(9)))
-    replaced, rows = tail.rows()
-    assert (replaced, [row["n"] for row in rows]) == (True, [*range(9)])
     path.write_text("".join(json.dumps({"n": n, "pad": "x" * 1000}) + "\n" for n in range(1000)))
-    _, rows = Tail(path, last_only=True).rows()
-    assert rows[-1]["n"] == 999
-    assert len(rows) <= LAST_BLOCK // 1000
-    path.write_text(json.dumps({"n": 0, "pad": "x" * 2 * LAST_BLOCK}) + "\n")
-    assert [row["n"] for row in Tail(path, last_only=True).rows()[1]] == [0]
+    tail = Tail(path, last_only=True)
+    _, rows = tail.rows()
+    assert (rows[-1]["n"], len(rows) <= LAST_BLOCK // 1000) == (999, True)
+    path.write_text("".join(json.dumps({"n": n, "pad": "y" * 2000}) + "\n" for n in range(1000)))
+    assert tail.rows()[0]
 
 
 class Campaign:
@@ -81,9 +73,6 @@ class Campaign:
         self.lock = open(self.directory / ".lock", "a")  # noqa: SIM115
         fcntl.flock(self.lock, fcntl.LOCK_EX)
 
-    def release(self) -> None:
-        self.lock.close()
-
     def state(self, index: int, state: str, reason: str | None = None) -> None:
         self.runs[index] |= {"state": state, "reason": reason}
         self.write()
@@ -95,15 +84,15 @@ class Campaign:
 
 
 def events(stream: io.StringIO) -> list[str]:
-    """What was told since the last call, one word per fact."""
-    told = []
+    """Return what was reported since the last call, one word per fact."""
+    reported = []
     for line in stream.getvalue().splitlines():
         event = json.loads(line)
         detail = event.get("step", event.get("status", event.get("text", "")))
-        told.append(f"{event['event']} {event.get('run', '')} {detail}".strip())
+        reported.append(f"{event['event']} {event.get('run', '')} {detail}".strip())
     stream.seek(0)
     stream.truncate()
-    return told
+    return reported
 
 
 def test_a_campaign_from_its_first_to_its_last_step(tmp_path):
@@ -126,84 +115,45 @@ def test_a_campaign_from_its_first_to_its_last_step(tmp_path):
     campaign.state(0, "done")
     campaign.write(squeeze={"recommended_rank": 4})
     follower.look()
-    assert events(stream) == [
-        "step a_s1 2",
-        "step a_s1 3",
-        "end a_s1 done",
-        f"message  {tmp_path / 'c'}: recommended rank 4",
-    ]
+    message = f"message  {tmp_path / 'c'}: recommended rank 4"
+    assert events(stream) == ["step a_s1 2", "step a_s1 3", "end a_s1 done", message]
     campaign.state(1, "running")
+    campaign.recorders[1].record_eval(evaluation([group([1.0, 0.0], [2, 2])]))
     campaign.steps(1, 0, 3)
     follower.look()
-    campaign.release()  # killed
+    campaign.lock.close()  # killed
     assert read_status(tmp_path / "c" / "runs" / "a_s2")["runs"][0]["state"] == "interrupted"
     assert not follower.look()
     assert events(stream)[-1] == "end a_s2 interrupted"
     campaign.hold()  # resumed from a checkpoint at step 1
-    campaign.recorders[1].truncate(1)
+    campaign.recorders[1].truncate(1)  # the evaluation comes again, and is not reported twice
     campaign.steps(1, 1, 2)
     follower.look()
     assert events(stream) == ["start a_s2 1", "step a_s2 1"]
     campaign.steps(1, 2, 4)
     campaign.state(1, "failed", "RunFailed: loss is not finite")
-    campaign.release()
+    campaign.lock.close()
     assert follower.look()
     assert events(stream) == ["step a_s2 2", "step a_s2 3", "end a_s2 failed"]
     campaign.state(1, "stopped", "decided")  # by a rule
     assert Follower(tmp_path / "c", JsonLines(stream)).look()
 
 
-def test_after_a_truncation_no_evaluation_is_reported_twice(tmp_path):
-    campaign, stream = Campaign(tmp_path), io.StringIO()
-    campaign.hold()
-    campaign.state(0, "running")
-    for number in (0, 1):
-        campaign.recorders[0].record_eval(evaluation([group([1.0, 0.0], [2, 2])], number=number))
-    campaign.steps(0, 0, 3)
-    follower = Follower(tmp_path, JsonLines(stream))
-    follower.look()
-    events(stream)
-    campaign.recorders[0].truncate(2)
-    follower.look()
-    assert events(stream) == ["start a_s1 1", "step a_s1 1"]  # the evaluations come again and were reported
-    campaign.release()
-
-
 def test_several_directories_and_files_that_go(tmp_path):
-    first, second = Campaign(tmp_path / "one"), Campaign(tmp_path / "two")
-    for campaign in (first, second):
+    for name in ("one", "two"):
+        campaign = Campaign(tmp_path / name)
         campaign.state(0, "done")
         campaign.steps(0, 0, 1)
     stream = io.StringIO()
     follower = Follower(tmp_path, JsonLines(stream))
     follower.look()
-    told = events(stream)
-    assert "step one/a_s1 0" in told
-    assert "end two/a_s1 done" in told
+    assert {"step one/a_s1 0", "end two/a_s1 done"} <= {*events(stream)}
     shutil.rmtree(tmp_path / "two")
     follower.look()
     assert sorted(events(stream)) == ["end two/a_s1 interrupted", "end two/a_s2 interrupted"]
-    shutil.rmtree(tmp_path / "one" / "runs")
     (tmp_path / "one" / "manifest.json").write_text('{"runs": [{"half')
     assert not follower.look()
-    shutil.rmtree(tmp_path / "one")
     assert not Follower(tmp_path / "gone", JsonLines(stream)).look()
-
-
-def test_consoles_show_what_is_followed(tmp_path):
-    campaign = Campaign(tmp_path)
-    campaign.hold()
-    campaign.state(0, "running")
-    campaign.steps(0, 0, 2)
-    plain, screen = io.StringIO(), io.StringIO()
-    Follower(tmp_path, PlainConsole(plain, verbose=True)).look()
-    assert "step run=a_s1 step=1 done=2/4 reward=0.500" in plain.getvalue()
-    live = LiveConsole(Console(file=screen, force_terminal=True, width=100))
-    Follower(tmp_path, live).look()
-    live.close()
-    assert "2/4" in screen.getvalue()
-    assert "1 waiting" in screen.getvalue()
-    campaign.release()
 
 
 def test_the_command_ends_with_the_runs_and_quietly_with_ctrl_c(tmp_path):
@@ -215,9 +165,9 @@ def test_the_command_ends_with_the_runs_and_quietly_with_ctrl_c(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     ended = subprocess.run([*command, "--json"], env=environment, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
-    told = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert [event["event"] for event in told] == ["plan", "start", "step", "end", "start", "step", "end"]
-    assert told[2]["row"]["mean_reward"] == 0.5
+    reported = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert [event["event"] for event in reported] == ["plan", "start", "step", "end", "start", "step", "end"]
+    assert reported[2]["row"]["mean_reward"] == 0.5
 
     campaign.state(1, "interrupted")
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

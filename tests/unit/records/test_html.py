@@ -1,4 +1,4 @@
-"""Self-contained pages: what a model wrote stays text, and nothing reaches the network."""
+"""Self-contained pages and the timeline: what a model wrote stays text, and nothing reaches the network."""
 
 from __future__ import annotations
 
@@ -7,25 +7,15 @@ import hashlib
 import json
 import re
 import unicodedata
-from pathlib import Path
+from itertools import pairwise
 
 import pytest
-from browser import Browser, needs_chromium
-from hostile import HOSTILE
-from pages import Reader
+from hostile import HOSTILE, Reader
+from record_cases import context, group, step
 
-from retrain.record import html
-from retrain.record.html import asset, data_block, escape, page, visible
-
-ASSETS = Path(html.__file__).parent / "assets"
-
-
-def test_hostile_text_stays_text():
-    for text in filter(None, HOSTILE.values()):
-        for place in (f"<p>{escape(text)}</p>", f'<p title="{escape(text)}"></p>'):
-            reader = Reader(place)
-            assert reader.tags == ["p"]
-            assert "".join(reader.texts or [value or "" for _, value in reader.attributes]) == visible(text)
+from retrain.record.html import data_block, escape, page, visible
+from retrain.record.recorder import RunRecorder
+from retrain.record.timeline import BARS, SPANS_SHOWN, steps_of, timeline_page
 
 
 def test_every_character_is_inert_and_visible():
@@ -66,26 +56,76 @@ def test_scripts_styles_and_data_cannot_end_their_element():
     assert json.loads(inside)["numbers"] == [1.5, None, None]
 
 
-def test_our_styles_and_scripts_load_nothing_and_stay_inside_their_element():
-    for path in [*ASSETS.glob("*.css"), *ASSETS.glob("*.js")]:
-        text = asset(path.name)
-        assert not re.search(r"</s(tyle|cript)|<!--|\burl\(|@import|\bfetch\(|\bimport\b", text), path
-        assert not re.findall(r"https?:(?!//www\.w3\.org/)", text), path
+def timing(count: int, seconds: float = 4.0) -> list[dict]:
+    """Steps of rollout, update, then half a second without a name; the record of a step stands in the next row."""
+    made = []
+    for number in range(count):
+        start = 1000.0 + number * seconds
+        spans = [("rollout", start, start + 2.0), ("update", start + 2.0, start + seconds - 0.5)]
+        if number:
+            spans.insert(0, ("record", start - 0.5, start - 0.25))
+        made.append({
+            "step": number,
+            "spans": [{"name": n, "duration": b - a, "wall_start": a, "wall_end": b} for n, a, b in spans],
+        })  # fmt: skip
+    return made
 
 
-@needs_chromium
-def test_the_button_turns_light_into_dark_and_back_and_paper_is_white(tmp_path):
-    light, dark, paper = "rgb(251, 251, 249)", "rgb(21, 23, 27)", "rgb(255, 255, 255)"
-    (tmp_path / "page.html").write_text(page("t", "<p>text</p>"), encoding="utf-8")
-    ground = "getComputedStyle(document.body).backgroundColor"
-    with Browser() as browser:
-        for prefers_dark, colours in ((False, [light, dark, light]), (True, [dark, light, dark])):
-            browser.open(tmp_path / "page.html", dark=prefers_dark)
-            seen = [browser.run(ground)]
-            for _ in range(2):
-                browser.click(*browser.centre("#theme"))
-                seen.append(browser.run(ground))
-            assert seen == colours
-            browser.call("Emulation.setEmulatedMedia", media="print")
-            assert browser.run(ground) == paper
-            browser.call("Emulation.setEmulatedMedia", media="")
+def spans_of(text: str) -> dict:
+    """Return the data that the page's script reads."""
+    return json.loads(re.search(r'id="spans">(.*?)</script>', text)[1])
+
+
+def test_phases_add_up_to_the_steps():
+    steps = steps_of(timing(5))
+    assert [one.number for one in steps] == [0, 1, 2, 3, 4]
+    for before, one in pairwise(steps):
+        assert one.start == before.end
+        assert sum(one.seconds.values()) == pytest.approx(one.end - one.start)
+        assert one.seconds["other"] == pytest.approx(0.25)
+    assert steps[0].seconds == pytest.approx({"rollout": 2.0, "update": 1.5, "other": 0.0})
+    resumed = timing(2)
+    for span in resumed[1]["spans"]:
+        span["wall_start"] += 3600.0
+        span["wall_end"] += 3600.0
+    assert steps_of(resumed)[1].end - steps_of(resumed)[1].start < 5  # the gap of a resume belongs to no step
+
+
+def test_the_page_says_where_the_time_went_and_names_stay_text():
+    hostile = timing(1)
+    hostile[0]["spans"][0]["name"] = "</script><script>alert(1)</script>"
+    assert Reader(timeline_page(steps_of(hostile), "run")).tags.count("script") == 3
+    text = timeline_page(steps_of(timing(5)), "run <b>")
+    reader = Reader(text)
+    assert reader.tags.count("script") == 3
+    assert "b" not in reader.tags
+    words = " ".join(reader.texts)
+    assert re.search(r"rollout\s+10\.0 s\s+51\.3%", words)
+    data = spans_of(text)
+    assert data["lanes"] == ["rollout", "update", "record"]
+    assert data["steps"][0] == [0, 0.0, 3500.0, [0, 0.0, 2000.0, 1, 2000.0, 3500.0]]
+
+
+def test_a_long_run_is_bounded():
+    steps = steps_of(timing(10_000))
+    text = timeline_page(steps, "run")
+    assert text.count('<g class="bar"') <= BARS
+    assert re.search(r"The first [\d,]+ steps are not shown here", text)
+    data = spans_of(text)
+    assert sum(len(one[3]) // 3 for one in data["steps"]) <= SPANS_SHOWN
+    assert len(text) < 1_500_000
+
+
+def test_the_recorder_writes_it_at_the_end(tmp_path):
+    with RunRecorder(tmp_path, context()) as recorder:
+        recorder.record_step(step([group([1.0, 0.0], [3, 4])]))
+        recorder.flush()
+        assert not (tmp_path / "timeline.html").exists()
+        recorder.record_checkpoint({"name": "000001", "batch": 1})
+        recorder.flush()
+        assert (tmp_path / "timeline.html").is_file()
+        (tmp_path / "timeline.html").unlink()
+    assert "<title>Timeline" in (tmp_path / "timeline.html").read_text()
+    with RunRecorder(tmp_path / "empty", context()) as recorder:
+        recorder.start()
+    assert not (tmp_path / "empty" / "timeline.html").exists()

@@ -10,7 +10,7 @@ import pytest
 
 from retrain.record import repositories
 from retrain.record.environment import SystemInfo
-from retrain.record.repositories import code_diff, git_state, own_checkout
+from retrain.record.repositories import code_diff, git_state
 
 
 def git(repo: Path, *arguments: str) -> str:
@@ -38,10 +38,9 @@ def repo(tmp_path):
 
 def change_everything(root: Path) -> None:
     """Staged, unstaged and both; binary, without a last line break, other bytes than UTF-8; new, moved and deleted."""
-    (root / "one.py").write_text("staged\n")
-    (root / "both.py").write_text("staged\n")
-    (root / "fresh.py").write_text("new and staged\n")
-    git(root, "add", "one.py", "both.py", "fresh.py")
+    for name in ("one.py", "both.py", "fresh.py"):
+        (root / name).write_text("staged\n")
+        git(root, "add", name)
     (root / "both.py").write_text("and changed again\n")
     (root / "two.py").write_text("no line break at the end")
     (root / "gone.py").unlink()
@@ -49,10 +48,9 @@ def change_everything(root: Path) -> None:
     (root / "weights.bin").write_bytes(b"\0\1\2" * 300)
     (root / "windows.txt").write_bytes(b"first\r\nchanged\r\n")
     (root / "latin.txt").write_bytes(b"th\xe9\nend\n")
-    (root / "new.py").write_text("untracked\nwithout a last line break")
     (root / "empty.py").touch()
     (root / "sub" / "new binary").write_bytes(bytes(reversed(range(256))))
-    (root / "sub" / 'é "quoted"\t.py').write_text("odd name\n")
+    (root / "sub" / 'é "quoted"\t.py').write_text("odd name, without a last line break")
     (root / "script.sh").write_text("#!/bin/sh\n")
     (root / "script.sh").chmod(0o755)
     (root / "link").symlink_to("one.py")
@@ -70,10 +68,6 @@ def contents(root: Path) -> dict[str, object]:
     }
 
 
-def git_files(root: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in (root / ".git").rglob("*") if path.is_file()}
-
-
 def applied(root: Path, patch: bytes, to: Path) -> Path:
     """A clone of the commit with the patch applied."""
     git(root.parent, "clone", "-q", str(root), str(to))
@@ -85,34 +79,21 @@ def applied(root: Path, patch: bytes, to: Path) -> Path:
 
 def test_the_recorded_changes_give_the_working_tree_back(repo, tmp_path, monkeypatch):
     change_everything(repo)
-    before = git_files(repo)
+    before = {path: path.read_bytes() for path in (repo / ".git").rglob("*") if path.is_file()}
     monkeypatch.chdir(repo / "sub")
     monkeypatch.setattr("retrain.record.environment.own_checkout", lambda: None)
     SystemInfo.now(repo).write(tmp_path / "run")
-    assert git_files(repo) == before  # neither index nor objects: git was only read
+    assert {path: path.read_bytes() for path in (repo / ".git").rglob("*") if path.is_file()} == before
     patch = (tmp_path / "run" / "code.diff").read_bytes()
     state = git_state(repo)
-    assert state is not None
     assert patch.startswith(f"### repo: {state['root']} @ {state['revision']}\n".encode())
-    assert len(state["revision"]) == 40
-    assert state["changed"] is True
-    assert patch.count(b"### repo:") == 1  # the same repository three times over
+    assert (len(state["revision"]), state["changed"]) == (40, True)
+    assert patch.count(b"### repo:") == 1
     assert contents(applied(repo, patch, tmp_path / "clone")) == contents(repo)
     plain = code_diff(repo)
     for name, value in (("diff.noprefix", "true"), ("diff.mnemonicPrefix", "true"), ("color.ui", "always")):
         git(repo, "config", name, value)
         assert code_diff(repo) == plain
-
-
-def test_a_repository_without_a_commit(tmp_path):
-    git(tmp_path, "init", "-q")
-    (tmp_path / "new.py").write_text("a = 1\n")
-    text = code_diff(tmp_path)
-    assert text.startswith(f"### repo: {tmp_path.resolve()} @ no commit yet\n")
-    (tmp_path / "new.py").unlink()
-    (tmp_path.parent / "code.diff").write_text(text)
-    git(tmp_path, "apply", str(tmp_path.parent / "code.diff"))
-    assert (tmp_path / "new.py").read_text() == "a = 1\n"
 
 
 def test_every_repository_has_its_part(repo, tmp_path, monkeypatch):
@@ -135,22 +116,16 @@ def test_every_repository_has_its_part(repo, tmp_path, monkeypatch):
         assert contents(applied(root, part.encode(), tmp_path / f"{root.name}.clone")) == contents(root)
 
 
-def test_source_that_is_merely_installed_is_no_checkout(repo, monkeypatch):
-    package = repo / "ignored" / "site-packages"
-    package.mkdir(parents=True)
-    (package / "repositories.py").write_text("")
-    monkeypatch.setattr(repositories, "__file__", str(package / "repositories.py"))
-    assert own_checkout() is None
-    monkeypatch.setattr(repositories, "__file__", str(repo / "one.py"))
-    assert own_checkout() == repo
-
-
-def test_no_repository_no_git_and_a_hook_of_another_repository(repo, tmp_path, monkeypatch):
+def test_no_commit_no_repository_no_git_and_a_hook_of_another_repository(repo, tmp_path, monkeypatch):
+    (bare := tmp_path / "bare").mkdir()
+    git(bare, "init", "-q")
+    (bare / "new.py").write_text("a = 1\n")
+    text = code_diff(bare)
+    assert text.startswith(f"### repo: {bare} @ no commit yet\n")
+    assert "+a = 1\n" in text
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere" / ".git"))
     monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "elsewhere" / "index"))
-    state = git_state(repo)
-    assert state is not None
-    assert state["root"] == str(repo)
+    assert git_state(repo)["root"] == str(repo)
     assert code_diff(tmp_path) == f"### no git repository around {tmp_path}\n"
     monkeypatch.setenv("PATH", "")
     assert git_state(repo) is None

@@ -61,16 +61,13 @@ def test_a_rollout_comes_back_token_for_token_with_its_whole_text(tmp_path):
         for name, values in expected.items():
             assert found.arrays[name].tolist() == values
         assert found.pieces() == [["a", "b"], ["c", "d", "e"]]
-        assert found.prompt["reference"] == "42"
-        assert found.prompt["messages"] == [{"role": "user", "content": "ask"}]
+        assert (found.prompt["reference"], found.prompt["messages"]) == ("42", [{"role": "user", "content": "ask"}])
         turn = found.line["turns"][1]
         assert turn["messages"] == [{"role": "tool", "content": "<script>é\u2028" + "x" * 300_000}]
         assert (turn["reward"], turn["metrics"], turn["stop_reason"]) == (0.5, {"calls": 1.0}, "length")
         assert (ungraded.line["reward"], ungraded.line["error"]) == (None, "timed out")
         assert np.isnan([*ungraded.arrays["advantages"], *ungraded.arrays["trainer_logprobs"]]).all()
         assert not ungraded.arrays["trained"].any()
-        assert [(line["group"], line["sample"]) for line in file.lines()] == [(0, 0), (0, 1), (0, 2), (1, 0)]
-        assert [each["problem_id"] for each in file.prompts()] == ["p0", "p"]
         with pytest.raises(IndexError, match="has 4 rollouts"):
             file.rollout(4)
         tensors = load_file(path)  # safetensors' own reader
@@ -98,13 +95,10 @@ def test_what_is_no_file_of_tokens_is_told_and_nothing_outside_of_it_is_read(tmp
     path = write_tokens(tmp_path, batch(TRAIN, [group([1.0, 0.0], [3, 4])]))
     whole = path.read_bytes()
     length = int.from_bytes(whole[:8], "little")
-    for size in (0, 8, 20, 8 + length, len(whole) - 1):
+    for size in (0, 20, 8 + length, len(whole) - 1):
         path.write_bytes(whole[:size])
         with pytest.raises(CheckpointError, match="no file of tokens, or cut short"):
             TokenFile(path)
-    path.write_bytes(b"\xff" * 100)
-    with pytest.raises(CheckpointError):
-        TokenFile(path)
     header = json.loads(whole[8 : 8 + length])
     header["ids"]["data_offsets"] = [0, 10**9]
     text = json.dumps(header).encode()
@@ -146,8 +140,6 @@ def test_the_index_names_every_iteration_and_its_lines_and_is_cut_with_them(tmp_
     check(10, [0, 5, 10])  # the evaluation after ten updates was made before the state that is restored
     recorder.truncate(7)
     check(7, [0, 5])
-    recorder.truncate(0)
-    check(0, [])
     recorder.close()
 
 
@@ -160,10 +152,8 @@ def test_a_run_keeps_the_advantages_that_its_tokens_train_with(mixed_campaign):
                 assert "trainer_logprobs" not in file.names
                 continue
             trained, advantages = file.array("trained").astype(bool), file.array("advantages")
-            assert trained.any()
             assert np.isfinite(advantages[trained]).all()
             assert np.isnan(advantages[~trained]).all()
             assert np.abs(advantages[trained]).max() > 0
-            assert all(line["turns"][0]["tokens"] > 0 for line in file.lines())
             seen += 1
     assert seen

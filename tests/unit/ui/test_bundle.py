@@ -19,27 +19,6 @@ from retrain.ui.bundle import without_paths, write_bundle
 from retrain.ui.library import Library
 from retrain.ui.numbers import Pool
 from retrain.ui.places import Places
-from retrain.ui.scripts import joined
-
-
-def test_modules_become_one_script_each_before_who_needs_it(tmp_path):
-    (tmp_path / "views").mkdir()
-    (tmp_path / "app.js").write_text('import {a, b as c} from "./views/x.js";\nc(a);\n')
-    (tmp_path / "low.js").write_text("export const one = 1;\n")
-    x = 'import {\n  one,\n} from "../low.js";\nexport async function a() {}\nexport class b {}\none;\n'
-    (tmp_path / "views" / "x.js").write_text(x)
-    text = joined(tmp_path, "app.js")
-    assert re.findall(r'^parts\$\["(.*)"\] = ', text, re.MULTILINE) == ["low.js", "views/x.js", "app.js"]
-    assert 'const {a, b: c} = parts$["views/x.js"];' in text
-    assert 'const {one} = parts$["low.js"];' in text
-    assert "return {a, b};" in text
-    for text in ('import x from "./low.js";\n', "export default 1;\n", 'const x = import("./low.js");\n'):
-        (tmp_path / "app.js").write_text(text)
-        with pytest.raises(ValueError, match="is a form that a copy of the page cannot have"):
-            joined(tmp_path, "app.js")
-    (tmp_path / "app.js").write_text('import {a} from "./app.js";\n')
-    with pytest.raises(ValueError, match=r"app\.js imports itself"):
-        joined(tmp_path, "app.js")
 
 
 @pytest.mark.parametrize(
@@ -48,10 +27,7 @@ def test_modules_become_one_script_each_before_who_needs_it(tmp_path):
         ("adapter at /home/me/x y/final.", "adapter at …/x y/final."),
         ('"/home/me/runs/a": ("/tmp/b/c.py", line 3)', '"…/a": ("…/c.py", line 3)'),
         ("file:///home/me/a and ~/a/b and https://me.org/a/b", "file://…/a and ~/a/b and https://me.org/a/b"),
-        (
-            "and/or, 3 / 4, eval/heldout/x, ../a/b, --- /dev/null",
-            "and/or, 3 / 4, eval/heldout/x, ../a/b, --- /dev/null",
-        ),
+        ("and/or, 3 / 4, ../a/b, --- /dev/null", "and/or, 3 / 4, ../a/b, --- /dev/null"),
     ],
 )
 def test_of_a_path_of_the_machine_the_last_part_is_told(text, copied):

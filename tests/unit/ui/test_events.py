@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import shutil
 import threading
 
 import httpx
 import pytest
-from ui_cases import campaign, client_of, evaluation, get, note, row
+from ui_cases import campaign, client_of, evaluation, get, row
 
 from retrain.files import append_jsonl, read_json, write_json
 from retrain.serving.listening import Server, listening_socket
@@ -28,42 +27,6 @@ def library(tmp_path, monkeypatch):
     return Library(Places([tmp_path / "one"]), Pool())
 
 
-def told(library, findings, before):
-    now = look(library, findings, "one")
-    return changes(library, before, now), now
-
-
-def test_files_that_grow_are_told_by_run(library, tmp_path):
-    findings = Findings(library)
-    seen = look(library, findings, "one")
-    assert all(each["what"] == ["comparison"] for each in told(library, findings, seen)[0])
-    run = tmp_path / "one/runs/grpo+none_s1"
-    append_jsonl(run / "metrics.jsonl", [row(6)])
-    found, seen = told(library, findings, seen)
-    found = [each for each in found if each["what"] != ["comparison"]]  # made beside, whenever it is ready
-    assert found == [{"place": "one/runs/grpo+none_s1", "what": ["metrics"], "rows": 7}]
-    append_jsonl(run / "evals.jsonl", [evaluation(6, 0.5)])
-    append_jsonl(run / "notes.jsonl", [note(6, "kl_large")])
-    found, seen = told(library, findings, seen)
-    assert [sorted(each["what"]) for each in found if each["place"].endswith("grpo+none_s1")] == [["evals", "notes"]]
-    shutil.rmtree(run)
-    found, seen = told(library, findings, seen)
-    assert any(each["place"] == "one/runs/grpo+none_s1" for each in found)
-    shutil.rmtree(tmp_path / "one")
-    assert look(library, findings, "one") == {}
-
-
-def test_another_worker_is_told(library, tmp_path):
-    findings, manifest = Findings(library), read_json(tmp_path / "one/manifest.json")
-    with open(tmp_path / "one/.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        seen = look(library, findings, "one")
-        manifest["runs"][1]["worker"] = "2 gpu:1"
-        write_json(tmp_path / "one/manifest.json", manifest)
-        found = [each for each in told(library, findings, seen)[0] if each["what"] != ["comparison"]]
-    assert found == [{"place": "one/runs/maxrl+none_s1", "what": ["state"]}]
-
-
 def test_a_new_comparison_is_told_and_made_when_its_files_change(library, tmp_path):
     findings, run = Findings(library), tmp_path / "one/runs/grpo+none_s1"
 
@@ -77,17 +40,18 @@ def test_a_new_comparison_is_told_and_made_when_its_files_change(library, tmp_pa
     seen = look(library, findings, "one")
     append_jsonl(run / "evals.jsonl", [evaluation(6, 0.5)])
     assert version() == 2
-    assert {"place": "one", "what": ["comparison"]} in told(library, findings, seen)[0]
+    found = changes(library, seen, look(library, findings, "one"))
+    assert {"place": "one", "what": ["comparison"]} in found
+    run_changes = next(each for each in found if each["place"] == "one/runs/grpo+none_s1")
+    assert "evals" in run_changes["what"]
     manifest = read_json(tmp_path / "one/manifest.json")
     for key, value in (("sequential", {"rule": "looks"}), ("declared", {"margin": 0.1}), ("notes", ["repeated"])):
         before = findings.signature(library.home("one"))
         write_json(tmp_path / "one/manifest.json", manifest := manifest | {key: value})
         assert findings.signature(library.home("one")) != before
-    for key, value in (("state", "failed"), ("reason", "out of memory")):
-        before = findings.signature(library.home("one"))
-        manifest["runs"][0][key] = value
-        write_json(tmp_path / "one/manifest.json", manifest)
-        assert findings.signature(library.home("one")) != before
+    shutil.rmtree(run)
+    found = changes(library, seen, look(library, findings, "one"))
+    assert any(each["place"] == "one/runs/grpo+none_s1" for each in found)
 
 
 def test_too_many_listeners_are_refused(monkeypatch, tmp_path):

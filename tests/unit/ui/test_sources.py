@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from foreign_cases import cookbook_run, trainer_state
-from ui_cases import campaign, client_of, get
+from ui_cases import campaign, client_of, cookbook_run, get, trainer_state
 
 
 def test_a_cookbook_run(tmp_path):
@@ -12,11 +11,10 @@ def test_a_cookbook_run(tmp_path):
     (place,) = get(client, "/api/places")["places"]
     assert (place["kind"], place["source"], place["name"], place["state"]) == ("run", "cookbook", "math_rl", "done")
     assert place["verdict"] is None
-    assert any("verdict" in words for words in place["missing"])
+    assert any("verdict" in line for line in place["missing"])
     found = get(client, "/api/metrics", at="math_rl")
     metrics = {metric["key"]: metric for metric in found["metrics"]}
     reward, correct = "env/all/reward/total", "test/env/all/correct"
-    assert {reward, "optim/lr", correct} <= set(metrics)
     assert metrics[reward]["alias_of"] == "mean_reward"
     assert metrics[reward]["definition"]
     assert reward in found["watch"]
@@ -34,23 +32,21 @@ def test_a_cookbook_run(tmp_path):
 def test_a_folder_of_cookbook_runs_is_a_campaign(tmp_path):
     for name, shift in (("ppo-seed1", 0.0), ("ppo-seed2", 0.1), ("grpo_s1", 0.5), ("grpo_s2", 0.7)):
         cookbook_run(tmp_path / "sweep" / name, shift=shift)
-    client = client_of(tmp_path)
+    client, home = client_of(tmp_path), f"{tmp_path.name}/sweep"
     (place,) = get(client, "/api/places")["places"]
     assert (place["kind"], place["conditions"], place["seeds"]["planned"]) == ("campaign", ["grpo", "ppo"], 2)
-    root = tmp_path.name
-    found = get(client, "/api/curves", at=f"{root}/sweep", key="env/all/reward/total", smooth=1)
+    found = get(client, "/api/curves", at=home, key="env/all/reward/total", smooth=1)
     assert [mean[1] for mean in found["conditions"][0]["mean"]] == pytest.approx([0.6, 0.7, 0.8, 0.9])
     assert [mean[1] for mean in found["differences"][0]["mean"]] == pytest.approx([-0.55] * 4)
-    run = get(client, "/api/campaign", at=f"{root}/sweep/ppo-seed2")["runs"]
-    assert [(each["label"], each["seed"], each["index"]) for each in run] == [("ppo", 2, 1)]
-    compared = get(client, "/api/compare", a=f"{root}/sweep/ppo-seed2", b=f"{root}/sweep/grpo_s1")
-    assert compared["config"] == []
+    (run,) = get(client, "/api/campaign", at=f"{home}/ppo-seed2")["runs"]
+    assert (run["label"], run["seed"], run["index"]) == ("ppo", 2, 1)
+    assert get(client, "/api/compare", a=f"{home}/ppo-seed2", b=f"{home}/grpo_s1")["config"] == []
 
 
-def test_runs_of_others_beside_ours_are_each_their_own_and_an_empty_directory_has_nothing(tmp_path):
+def test_runs_of_other_tools_beside_ours_and_an_empty_directory(tmp_path):
     ours = campaign(tmp_path / "logs/ours")
-    cookbook_run(tmp_path / "logs/a")
-    cookbook_run(tmp_path / "logs/b")
+    for name in "ab":
+        cookbook_run(tmp_path / "logs" / name)
     places = get(client_of(tmp_path / "logs"), "/api/places")["places"]
     found = sorted((place["place"], place["source"]) for place in places)
     assert found == [("logs/a", "cookbook"), ("logs/b", "cookbook"), ("logs/ours", "retrain")]
@@ -61,9 +57,7 @@ def test_runs_of_others_beside_ours_are_each_their_own_and_an_empty_directory_ha
     assert (found["runs"][0]["seed"], found["runs"][0]["max_steps"], found["runs"][0]["step"]) == (2, 6, 6)
     assert found["comparison"] is None
     (empty := tmp_path / "empty").mkdir()
-    client = client_of(empty)
-    assert get(client, "/api/places") == {"places": [], "reading": {"done": 0, "of": 0}}
-    get(client, "/api/campaign", 404, at="empty")
+    assert get(client_of(empty), "/api/places") == {"places": [], "reading": {"done": 0, "of": 0}}
 
 
 def test_a_trl_run_from_its_newest_checkpoint(tmp_path, monkeypatch):
@@ -75,7 +69,6 @@ def test_a_trl_run_from_its_newest_checkpoint(tmp_path, monkeypatch):
     (place,) = get(client, "/api/places")["places"]
     assert (place["source"], place["kind"], place["state"]) == ("trl", "run", "running")
     assert place["steps"] == {"done": 10, "planned": 20}
-    assert any("logging_steps" in words for words in place["missing"])
     query = {"at": "grpo_out", "key": ["reward", "eval_reward"], "x": "tokens"}
     (run,) = get(client, "/api/columns", **query)["runs"]
     assert (run["x"], run["rows"]) == ([250, 500], 2)
@@ -88,18 +81,19 @@ def test_a_trl_run_from_its_newest_checkpoint(tmp_path, monkeypatch):
     assert get(client, "/api/columns", **query)["runs"][0]["rows"] == 4
     metrics = {metric["key"]: metric for metric in get(client, "/api/metrics", at="grpo_out")["metrics"]}
     assert metrics["reward"]["alias_of"] == "mean_reward"
-    assert metrics["learning_rate"]["definition"]
 
 
-def test_a_damaged_state_stops_nothing(tmp_path):
-    contents = ["", "[]", "{}", '{"log_history": 5}', '{"log_history": [5, {"step": "x", "loss": "y"}]}',
-                '{"log_history": [{"step": 1e400, "loss": 1}]}', "[" * 100_000]  # fmt: skip
-    for number, content in enumerate(contents):
-        (home := tmp_path / str(number)).mkdir()
-        (home / "trainer_state.json").write_text(content)
-        client = client_of(home)
-        assert len(get(client, "/api/places")["places"]) == 1
-        for path in ("/api/campaign", "/api/metrics", "/api/notes", "/api/lora"):
-            get(client, path, at=home.name)
-        assert get(client, "/api/columns", at=home.name, key="loss")["runs"][0]["x"] in ([], [0])
-        get(client, "/api/histogram", 404, at=home.name, metric="reward")
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"log_history": 5}', '{"log_history": [5, {"step": "x", "loss": "y"}]}',
+     '{"log_history": [{"step": 1e400, "loss": 1}]}', "[" * 100_000],
+)  # fmt: skip
+def test_a_damaged_state_stops_nothing(tmp_path, content):
+    (home := tmp_path / "run").mkdir()
+    (home / "trainer_state.json").write_text(content)
+    client = client_of(home)
+    assert len(get(client, "/api/places")["places"]) == 1
+    for path in ("/api/campaign", "/api/metrics", "/api/notes", "/api/lora"):
+        get(client, path, at="run")
+    assert get(client, "/api/columns", at="run", key="loss")["runs"][0]["x"] in ([], [0])
+    get(client, "/api/histogram", 404, at="run", metric="reward")
