@@ -1,0 +1,255 @@
+"""LoRA-Squeeze in campaigns: annealed ranks, an analysis of every condition, and training on at a compressed rank."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from lane_cases import adamw, update
+from record_cases import config
+from safetensors.torch import load_file
+from toycampaign import StopAfter
+from toymodels import toy_base
+from typer.testing import CliRunner
+
+from retrain.campaign.judging.report import write_report
+from retrain.campaign.running.controller import launch, resume
+from retrain.cli import app
+from retrain.config import load
+from retrain.errors import ConfigError, UsageError
+from retrain.files import read_json, read_jsonl, write_json
+from retrain.policy.adapter_io import read_adapter
+from retrain.policy.lora import Lanes
+from retrain.record.observer import NullObserver
+from retrain.rng import generator
+from retrain.types import Sample
+
+CONDITIONS = """[campaign]
+seeds = [1]
+max_steps = 2
+[[campaign.conditions]]
+advantage_mode = "grpo"
+transform_mode = "none"
+[[campaign.conditions]]
+advantage_mode = "maxrl"
+transform_mode = "none"
+[evaluation]
+problems = 2
+[squeeze]
+runs = "one per condition"
+compress_to = 1
+"""
+ANNEALED = """[lora]
+anneal = {stages}
+[evaluation]
+problems = 0
+"""
+WORLD = """[model]
+model = "{model}"
+lora_rank = 4
+[reward]
+type = "custom"
+custom_module = "{model.parent}/toyrewards.py"
+workers = 1
+[training]
+batch_size = 2
+group_size = 4
+max_tokens = 8
+lr = 0.05
+"""
+
+
+def written(folder: Path, model: Path, first: str, more: str = "") -> Path:
+    path = folder / "run.toml"
+    path.write_text(first + WORLD.format(model=model) + more)
+    return path
+
+
+# Annealed ranks
+
+
+def delta(adapter, name):
+    return adapter.scale * (adapter.B[name] @ adapter.A[name]).detach()
+
+
+def test_a_lowered_adapter_is_the_best_approximation_and_keeps_its_rank_while_it_trains(tmp_path):
+    lanes = Lanes(toy_base(tmp_path / "toy"))
+    adapter = lanes.new_adapter(4, 8.0).initialise("lower")
+    noise = generator("lower", 1)
+    with torch.no_grad():
+        for b in adapter.B.values():
+            b.copy_(torch.from_numpy(noise.normal(0, 0.1, b.shape)))
+    before = {name: delta(adapter, name) for name in adapter.A}
+    adapter.lower(2)
+    for name, product in before.items():
+        u, s, vh = torch.linalg.svd(product.double())
+        best = u[:, :2] * s[:2] @ vh[:2]
+        torch.testing.assert_close(delta(adapter, name).double(), best, atol=1e-5, rtol=0)
+    optimizer = adamw(adapter, 0.05, weight_decay=0.01)
+    ids = [int(t) for t in noise.integers(3, 200, 9)]
+    ones = torch.ones(9).numpy()
+    sample = Sample.single_turn((5, 6, 7), ids, -3 * ones, ones)
+    lowered = {name: delta(adapter, name).clone() for name in adapter.A}
+    for _ in range(3):
+        update(lanes, adapter, [sample], optimizer=optimizer, lr=0.05, grad_clip_norm=1.0)
+    for name in adapter.A:
+        assert not adapter.A[name][2:].any()
+        assert not adapter.B[name][:, 2:].any()
+        assert not torch.equal(delta(adapter, name), lowered[name])
+    assert {tuple(a.shape[:1] + b.shape[1:]) for a, b in adapter.tensors().values()} == {(2, 2)}
+
+
+def test_an_annealed_run_ends_at_its_last_rank_and_resumes_exactly(model, tmp_path):
+    path = written(tmp_path, model, ANNEALED.format(stages="[[1, 3], [2, 1]]"), "max_steps = 4\nsave_every = 1\n")
+    run, stopped = tmp_path / "uninterrupted", tmp_path / "stopped"
+    assert launch(load(path), run, NullObserver()).exit_status == 0
+    assert launch(load(path), stopped, StopAfter(2)).exit_status == 130  # between the stages
+    assert resume(stopped, NullObserver()).exit_status == 0
+    one, other = (load_file(folder / "final/adapter_model.safetensors") for folder in (run, stopped))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert read_json(run / "final/adapter_config.json")["r"] == 1
+    final, last = read_adapter(run / "final"), read_adapter(run / "checkpoints/step_000003")
+    assert set(final.scales.values()) == {8.0}  # alpha 32 / rank 4, as it was trained
+    assert {a.shape[0] for a, _ in last.tensors.values()} == {1}
+    assert any(b.any() for _, b in final.tensors.values())
+    rows = read_jsonl(run / "metrics.jsonl")
+    assert all(row["kl_sample_train_v2"] < 1e-9 for row in rows)  # what is sampled from is what trains
+    assert [row["off_policy_steps_max"] for row in rows] == [0] * 4
+    log = (run / "run.log").read_text()
+    assert "step 1: the adapter goes on with rank 3 of 4" in log
+    assert "step 2: the adapter goes on with rank 1 of 3" in log
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ("[[2, 4]]", "ranks to fall"),
+        ("[[2, 3], [2, 1]]", "steps have to grow"),
+        ("[[9, 2]]", "it has no effect"),
+        ("[[2]]", "list of a list of integers"),
+    ],
+)
+def test_impossible_stages_are_refused(model, tmp_path, stages, message):
+    path = written(tmp_path, model, ANNEALED.format(stages=stages), "max_steps = 4\n")
+    with pytest.raises(ConfigError, match=message):
+        load(path)
+
+
+# An analysis of every condition
+
+
+@pytest.fixture(scope="module")
+def home(model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("squeezed")
+    path = written(folder, model, CONDITIONS)
+    assert launch(load(path), folder / "out", NullObserver()).exit_status == 0
+    return folder / "out"
+
+
+def test_every_condition_has_an_analysis_of_its_own(home):
+    manifest = read_json(home / "manifest.json")
+    first, others = manifest["squeeze"], manifest["squeezes"]
+    assert (first["run_id"], list(others)) == ("grpo+none_s1", ["maxrl+none"])
+    assert others["maxrl+none"]["run_id"] == "maxrl+none_s1"
+    for folder, report in (("squeeze", first), ("squeeze/maxrl+none", others["maxrl+none"])):
+        assert read_json(home / folder / "analysis.json") == report
+        assert read_json(home / folder / "verification.json") == report["verified"]
+        assert report["verified"]["ranks"][-1]["rank"] == 1
+        assert (home / folder / "rank_1" / "adapter_model.safetensors").is_file()
+    html = write_report(home).read_text()
+    assert "<h3>grpo+none_s1</h3>" in html
+    assert "<h3>maxrl+none_s1</h3>" in html
+    with pytest.raises(UsageError, match="room for one adapter"):
+        config(squeeze={"runs": "one per condition", "output_path": "small"})
+
+
+@pytest.fixture
+def out(home, tmp_path) -> Path:
+    """Its directory as left by a process that was killed after the first analysis."""
+    folder = shutil.copytree(home, tmp_path / "out")
+    manifest = read_json(folder / "manifest.json")
+    del manifest["squeezes"]
+    write_json(folder / "manifest.json", manifest)
+    shutil.rmtree(folder / "squeeze/maxrl+none")
+    return folder
+
+
+def test_what_a_killed_process_left_out_is_made_up_for(home, out):
+    """Also where the first analysis was written by a release that did not say whose it is."""
+    before = read_json(out / "manifest.json")
+    old = {key: value for key, value in before["squeeze"].items() if key not in ("label", "run_id")} | {"mark": 1}
+    write_json(out / "manifest.json", before | {"squeeze": old})
+    assert resume(out, NullObserver()).exit_status == 0
+    after = read_json(out / "manifest.json")
+    assert after["squeeze"] == old  # not made again
+    rows = read_json(home / "manifest.json")["squeezes"]["maxrl+none"]["rows"]
+    assert {label: report["rows"] for label, report in after["squeezes"].items()} == {"maxrl+none": rows}
+
+
+def test_an_analysis_that_fails_is_reported_once_and_tried_again_by_the_next_process(out):
+    messages = []
+
+    class Listener(NullObserver):
+        def message(self, text: str, level: str = "info") -> None:
+            if "squeeze" in text:
+                messages.append(text)
+
+    weights = out / "runs/maxrl+none_s1/final/adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.unlink()
+    weights.write_bytes(b"no adapter")
+    assert resume(out, Listener()).exit_status == 0
+    assert [text.split(":")[0] for text in messages] == ["squeeze analysis of maxrl+none_s1 failed"]
+    weights.write_bytes(content)
+    assert resume(out, NullObserver()).exit_status == 0
+    assert list(read_json(out / "manifest.json")["squeezes"]) == ["maxrl+none"]
+
+
+# Compressed adapters
+
+
+def squeeze(*arguments: str | Path):
+    return CliRunner().invoke(app, ["squeeze", *map(str, arguments)])
+
+
+def test_a_compressed_adapter_trains_on_at_its_new_rank(home, tmp_path):
+    out = shutil.copytree(home, tmp_path / "out")
+    for _ in range(2):  # the second time there is nothing left to do
+        result = squeeze(out, "--to", "2", "--continue", "3")
+        assert result.exit_code == 0, result.output
+    squeezed = out / "runs/grpo+none_s1/squeeze"
+    run, start = squeezed / "continue_2", squeezed / "continue_2_from"
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [0, 1, 2]
+    assert read_json(run / "final/adapter_config.json")["r"] == 2
+    started, ended = read_adapter(start).tensors, read_adapter(run / "final").tensors
+    assert any(not torch.equal(started[name][1], ended[name][1]) for name in started)
+    assert f"starts at step 0 with the weights of {start.absolute()}" in (run / "run.log").read_text()
+    wrong = squeeze(out, "--continue", "3")
+    assert (wrong.exit_code, "--to RANK" in wrong.output) == (2, True)
+
+
+def test_ranks_by_module_keep_the_energy_of_a_uniform_rank_with_fewer(home, model, tmp_path):
+    """peft computes from the patterns the truncated products."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    source = read_adapter(home / "runs/grpo+none_s1/final")
+    result = squeeze(home, "--to", "2", "--pattern", "--out", tmp_path / "small")
+    assert result.exit_code == 0, result.output
+    small = read_adapter(tmp_path / "small")
+    ranks = {name: a.shape[0] for name, (a, _) in small.tensors.items()}
+    assert len(set(ranks.values())) > 1
+    assert sum(ranks.values()) <= 2 * len(ranks)
+    kept = uniform = 0.0
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "small")
+    for name, (a, b) in source.tensors.items():
+        u, s, vh = torch.linalg.svd((source.scales[name] * b @ a).double())
+        k = ranks[name]
+        uniform += float((s[:2] ** 2).sum())
+        kept += float((s[:k] ** 2).sum())
+        computed = loaded.get_submodule(f"base_model.model.{name}").get_delta_weight("default").double()
+        torch.testing.assert_close(computed, u[:, :k] * s[:k] @ vh[:k], atol=1e-5, rtol=0)
+    assert kept >= uniform * (1 - 1e-6)
+    assert squeeze(home, "--pattern").exit_code == 2
