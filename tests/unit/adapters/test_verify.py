@@ -1,5 +1,3 @@
-"""A compressed adapter is really evaluated beside the full one, and the words follow from the interval."""
-
 from __future__ import annotations
 
 import json
@@ -19,7 +17,6 @@ from retrain.campaign.running.controller import launch, resume
 from retrain.campaign.running.models import Bases
 from retrain.cli import app
 from retrain.config import load
-from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.record.observer import NullObserver
 
@@ -35,7 +32,7 @@ group_size = 4
 max_tokens = 8
 lr = 0.05
 [evaluation]
-problems = {problems}
+problems = 6
 samples = 3
 [reward]
 type = "custom"
@@ -50,7 +47,7 @@ def trained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("verified")
     (folder / "threerewards.py").write_text(REWARD)
     qwen3_directory(folder / "model", ["12+34=? the answer is \\boxed{46}"])
-    (folder / "run.toml").write_text(RUN.format(folder=folder, problems=6))
+    (folder / "run.toml").write_text(RUN.format(folder=folder))
     outcome = launch(load(folder / "run.toml"), folder / "out", NullObserver())
     assert outcome.exit_status == 0, outcome.summary
     return folder / "out"
@@ -79,11 +76,10 @@ def test_every_rank_of_the_table_is_verified(trained):
     assert not [path for path in (trained / "squeeze").iterdir() if path.name.startswith("tmp")]
 
 
-def test_the_same_adapter_gives_the_same_answers_which_proves_little(trained):
-    plan = read_plan(trained)
-    specs, folder = plan.specs, plan.folder
-    same = compress_adapter(trained / "final", 4, trained / "whole")
-    found = verified(specs[0], folder, trained / "final", [same], trained / "again.json")
+def test_the_same_adapter_gives_the_same_answers_which_proves_little(trained, tmp_path):
+    (spec,), folder = read_plan(trained).specs, read_plan(trained).folder
+    same = compress_adapter(trained / "final", 4, tmp_path / "whole")
+    found = verified(spec, folder, trained / "final", [same], tmp_path / "again.json")
     (row,) = found["ranks"]
     assert row["difference"]["mean"] == 0.0  # common random numbers: answer by answer
     assert row["difference"]["low"] == -row["difference"]["high"] < -0.02  # of six problems
@@ -92,10 +88,8 @@ def test_the_same_adapter_gives_the_same_answers_which_proves_little(trained):
 
 @pytest.mark.parametrize("change", ["samples", "problems"])
 def test_an_evaluation_made_otherwise_is_sampled_anew_and_that_is_said(trained, tmp_path, change):
-    run = tmp_path / "run"
-    shutil.copytree(trained, run)
-    plan = read_plan(trained)
-    (spec,), folder = plan.specs, plan.folder
+    run = shutil.copytree(trained, tmp_path / "run")
+    (spec,), folder = read_plan(trained).specs, read_plan(trained).folder
     if change == "samples":
         evaluation = spec.config.evaluation.model_copy(update={"samples": 2})
         spec = replace(spec, config=spec.config.model_copy(update={"evaluation": evaluation}))
@@ -116,16 +110,14 @@ def test_squeeze_reads_the_verification_of_this_adapter_alone(trained, tmp_path)
         told = CliRunner().invoke(app, ["squeeze", "--json", str(directory)])
         assert json.loads(told.output)["verified"] == verified
     assert verified["sentence"] in CliRunner().invoke(app, ["squeeze", str(trained)]).output
-    other = tmp_path / "run"
-    shutil.copytree(trained, other)
+    other = shutil.copytree(trained, tmp_path / "run")
     compress_adapter(trained / "final", 2, tmp_path / "smaller")
     shutil.copytree(tmp_path / "smaller", other / "final", dirs_exist_ok=True)
     assert "verified" not in json.loads(CliRunner().invoke(app, ["squeeze", "--json", str(other)]).output)
 
 
 def test_a_process_that_died_after_the_verification_does_not_repeat_it(trained, tmp_path):
-    out = tmp_path / "run"
-    shutil.copytree(trained, out)
+    out = shutil.copytree(trained, tmp_path / "run")
     manifest = read_json(out / "manifest.json")
     write_json(out / "manifest.json", manifest | {"squeeze": None})
     verification = read_json(out / "squeeze/verification.json") | {"sentence": "read, not sampled again"}
@@ -134,23 +126,11 @@ def test_a_process_that_died_after_the_verification_does_not_repeat_it(trained, 
     assert read_json(out / "manifest.json")["squeeze"]["verified"] == verification
 
 
-def test_without_held_out_problems_nothing_is_claimed(trained, tmp_path):
-    path = tmp_path / "none.toml"
-    path.write_text(RUN.format(folder=trained.parent, problems=0))
-    from retrain.campaign.planning.plan import plan
-
-    (spec,) = plan(load(path))
-    with pytest.raises(UsageError, match="held-out problems"):
-        verified(spec, tmp_path, trained / "final", [trained / "final"], tmp_path / "v.json")
-
-
-def test_the_verdict_follows_from_the_interval():
+def test_the_verdict_follows_from_the_interval_and_ranks_are_judged_from_the_largest_down():
     assert [verdict(-0.019, 0.01), verdict(0.01, 0.05), verdict(-0.01, -0.001)] == ["kept"] * 3
     assert verdict(-0.10, -0.01) == "lost"
     assert verdict(-0.10, 0.05) == verdict(None, None) == "unclear"
 
-
-def test_ranks_are_judged_from_the_largest_down():
     def rows(*verdicts: str):
         interval = {"mean": -0.05, "low": -0.1, "high": 0.01}
         ranks = zip((8, 4, 2, 1), verdicts, strict=False)
