@@ -1,5 +1,3 @@
-"""Statistics against scipy, enumeration and published values."""
-
 from __future__ import annotations
 
 import itertools
@@ -44,16 +42,10 @@ def test_maj():
     assert maj_at_k([None, None], [False, False], 2) == 0.0
 
 
-def test_cluster_interval_of_single_samples_is_the_t_interval():
-    x = np.array([0.3, 1.2, -0.4, 2.2, 0.9])
-    got = cluster_interval(x, range(5))
-    low, high = stats.t.interval(0.95, 4, x.mean(), stats.sem(x))
-    assert (got.estimate, got.low, got.high) == (pytest.approx(x.mean()), pytest.approx(low), pytest.approx(high))
-
-
 def test_copies_of_a_sample_add_no_certainty():
     x = np.array([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
-    once = cluster_interval(x, range(8))
+    once, t = cluster_interval(x, range(8)), stats.t.interval(0.95, 7, x.mean(), stats.sem(x))
+    assert (once.estimate, once.low, once.high) == pytest.approx((x.mean(), *t))
     copied = cluster_interval(np.repeat(x, 16), np.repeat(np.arange(8), 16).tolist())
     assert (copied.low, copied.high) == (pytest.approx(once.low), pytest.approx(once.high))
     a, b = accuracy_interval(x, range(8)), accuracy_interval(np.repeat(x, 16), np.repeat(np.arange(8), 16).tolist())
@@ -157,22 +149,16 @@ def test_holm_by_hand():
     ("call", "message"),
     [
         (lambda: pass_at_k(3, 1, 4), "pass@k needs"),
-        (lambda: pass_at_k(3, 4, 1), "pass@k needs"),
-        (lambda: pass_at_k(3, 1, 0), "pass@k needs"),
         (lambda: maj_at_k(["4"], [True], 2), "maj@k"),
         (lambda: cluster_interval([], []), "at least one value"),
         (lambda: cluster_interval([math.nan, 1.0], [0, 1]), "finite"),
         (lambda: cluster_interval([1.0], [0, 1]), "one cluster per value"),
         (lambda: accuracy_interval([2.0, 0.0], [0, 1]), r"\[0, 1\]"),
-        (lambda: gini([math.nan, 1.0]), "finite"),
-        (lambda: bootstrap_ci([], np.random.default_rng(0)), "at least one value"),
-        (lambda: sign_flip_p([]), "1 to 40 pairs"),
         (lambda: sign_flip_p([1.0] * 41), "1 to 40 pairs"),
         (lambda: sign_flip_p([math.nan]), "finite"),
         (lambda: paired_comparison([1.0], [1.0, 2.0]), "same seeds"),
         (lambda: probability_of_improvement([], [1.0]), "at least one run"),
         (lambda: holm([1.2]), "p-values"),
-        (lambda: tost_p([0.1], 0.1), "equivalence needs"),
         (lambda: tost_p([0.1, 0.2], 0.0), "equivalence needs"),
     ],
 )
