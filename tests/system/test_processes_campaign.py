@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from played_campaigns import configuration
 from toycampaign import StopAfter
+from verdict_cases import configuration
 from worker_cases import Heard, alone, contents, differing, planned, writer
 
 import retrain.campaign.running.spawning as spawning

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from played_campaigns import Played
 from typer.testing import CliRunner
-from verdict_cases import BASE, campaign, shifted
+from verdict_cases import BASE, Played, campaign, shifted
 
 from retrain.campaign.judging.declaration import freeze
 from retrain.campaign.judging.pooling import compare_directories

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from played_campaigns import DR_GRPO, EIGHT, GRPO, RLOO, Played, configuration
 from toymodels import qwen3_directory
+from verdict_cases import DR_GRPO, EIGHT, GRPO, RLOO, Played, configuration
 
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load, parse_dict

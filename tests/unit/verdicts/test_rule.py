@@ -4,8 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from played_campaigns import DR_GRPO, EIGHT, GRPO, RLOO, Played
-from verdict_cases import BASE, campaign, shifted
+from verdict_cases import BASE, DR_GRPO, EIGHT, GRPO, RLOO, Played, campaign, shifted
 
 from retrain.campaign.judging.pooling import compare_directories
 from retrain.campaign.judging.rule import FUTILITY
