@@ -1,5 +1,3 @@
-"""Corrections of and rejections by the ratio of trainer and sampler: cases by hand, and trees that are summed up."""
-
 from __future__ import annotations
 
 import itertools
@@ -8,13 +6,7 @@ import math
 import pytest
 import torch
 
-from retrain.maths.corrections import (
-    CORRECTIONS,
-    Correction,
-    correction_weights,
-    kept_by_second_moment,
-    kept_sequences,
-)
+from retrain.maths.corrections import CORRECTIONS, Correction, correction_weights, kept_by_second_moment, kept_sequences
 
 SAMPLER = torch.full((1, 3), -1.0, dtype=torch.float64)
 W = torch.tensor([[1.5, 0.4, 2.5]], dtype=torch.float64)

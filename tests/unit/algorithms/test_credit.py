@@ -1,5 +1,3 @@
-"""Token credit against plain per-token loops, and the identities that hold for every batch."""
-
 from __future__ import annotations
 
 import math
@@ -8,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxtyping import TypeCheckError
 
 from retrain.maths.credit import (
     TRANSFORMS,
@@ -236,9 +233,7 @@ def test_wrong_calls_are_named():
         ("gtpo_paper", {}, "rewards_B, correct_B and group_B"),
         ("gtpo_paper", {"inputs": batch.inputs(rewards_B=short)}, r"rewards_B has shape \(2,\)"),
         ("gtpo_paper", {"inputs": batch.inputs(rewards_B=unknown)}, "rewards must be finite"),
-        ("entropy_mask", {"inputs": ModeInputs(entropy_denominator="some")}, "kept or all"),
         ("gtpo_sepa", {"sepa_lambda": math.nan}, "NaN"),
-        ("gtpo", {"beta": -0.1}, "beta"),
         ("gtpo", {"beta": math.inf}, "beta"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -254,17 +249,6 @@ def test_wrong_calls_are_named():
     batch.logprobs[0, 0] = math.nan
     with pytest.raises(ValueError, match="logprob is NaN at completion 0, token 0"):
         batch.credit("none")
-    huge = Batch(dtype=torch.float32)
-    huge.advantages = torch.full((6,), 1e300, dtype=torch.float64)
-    with pytest.raises(ValueError, match="episode advantages must be finite"):
-        huge.credit("gtpo")
-
-
-def test_shapes_are_checked_in_every_test():
-    zeros, ones = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    for h, mask in ((zeros, ones[:1]), (zeros[0], ones[0]), (zeros, zeros)):
-        with pytest.raises(TypeCheckError):
-            gtpo_weights(h, mask, 0.1)
 
 
 @pytest.mark.parametrize("mode", TRANSFORMS)

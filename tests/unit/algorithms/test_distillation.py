@@ -1,5 +1,3 @@
-"""A teacher's advantages: worked numbers, and the gradient of the reverse divergence by enumeration."""
-
 from __future__ import annotations
 
 import math

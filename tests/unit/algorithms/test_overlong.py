@@ -1,5 +1,3 @@
-"""The soft punishment of long answers."""
-
 from __future__ import annotations
 
 import numpy as np

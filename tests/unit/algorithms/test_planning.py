@@ -1,5 +1,3 @@
-"""Planning phrases found as a reader sees them, and marked on exactly the tokens that overlap."""
-
 from __future__ import annotations
 
 import re
@@ -59,14 +57,6 @@ def test_token_oracles():
 )
 def test_apostrophes_hyphens_breaks_and_words(text, phrases):
     assert found(text) == phrases
-
-
-def test_split_and_zero_width_tokens():
-    text = "so notice that it"
-    offsets = [(0, 2), (2, 6), (6, 7), (7, 9), (9, 14), (14, 17), (17, 17)]
-    assert DETECTOR.token_mask(text, offsets).tolist() == [False, True, True, True, True, False, False]
-    assert DETECTOR.token_mask(text, np.array(offsets)).tolist() == DETECTOR.token_mask(text, offsets).tolist()
-    assert DETECTOR.token_mask("notice that", [(0, 0), (0, 6), (6, 11), (0, 0)]).tolist() == [False, True, True, False]
 
 
 def test_own_phrases():

@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from toymodels import train_quietly
 
 from retrain.algorithms.protocol import Credit
@@ -12,9 +11,6 @@ from retrain.algorithms.rejection import leave_out_anew, reject
 from retrain.config import parse_dict
 from retrain.config.modes import Need
 from retrain.errors import ConfigError
-from retrain.maths.corrections import Correction
-from retrain.policy.logprobs import MicroBatch
-from retrain.policy.objective import KLTerm, Objective, PolicyTerm, TokenScores
 from retrain.policy.protocol import Denominators, Scores, TrainBatch, Want
 from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Sample, Turn, samples_of_rollout
 
@@ -144,39 +140,6 @@ def test_a_rewritten_conversation_is_looked_at_sample_by_sample():
     assert rollout.policy_weights_T.tolist() == [0.0, 1.0, 1.0]
     assert (found.denominators.tokens, found.denominators.sequences) == (2, 1)
     assert [sample.policy_weights.tolist() for sample in samples_of_rollout(rollout)] == [[0, 0, 0], [0, 0, 0, 1, 1]]
-
-
-def table(*values: float) -> torch.Tensor:
-    return torch.tensor([values], dtype=torch.float64)
-
-
-def micro_batch(**more) -> MicroBatch:
-    mask = torch.ones(1, 3).bool()
-    keys = {"action_BT": mask, "loss_mask_BT": mask, "advantages_BT": table(1.0, 1.0, 1.0)}
-    return MicroBatch(None, torch.zeros(3), **keys, sampler_logprobs_BT=table(-1.0, -1.0, -1.0), **more)
-
-
-def test_weights_are_one_more_factor_of_the_policy_loss_alone():
-    logprobs = table(-0.9, -1.2, -1.0)
-    scores = TokenScores(logprobs, reference_BT=table(-1.1, -1.0, -1.3))
-    plain, left_out = micro_batch(), micro_batch(policy_weights_BT=table(1.0, 0.0, 1.0))
-    for term in (PolicyTerm("reinforce"), PolicyTerm(correction=Correction("tis", high=1.05))):
-        whole, sums = term.per_token(plain, scores)
-        some, counted = term.per_token(left_out, scores)
-        assert some.tolist() == (whole * table(1.0, 0.0, 1.0)).tolist()
-        assert all(torch.equal(sums[key], counted[key]) for key in sums)  # all tokens are compared
-    assert torch.equal(KLTerm(0.1).per_token(plain, scores)[0], KLTerm(0.1).per_token(left_out, scores)[0])
-
-
-@pytest.mark.parametrize(("normalizer", "kept"), [("tokens", 1 / 2), ("sequences", 1 / 2), ("constant", 1 / 8)])
-def test_divisors_of_what_is_kept(normalizer, kept):
-    batch = micro_batch(policy_weights_BT=table(1.0, 0.0, 1.0))
-    objective = Objective((PolicyTerm("m2po"),), normalizer, max_tokens=8)
-    scores = TokenScores(table(-1.0, -1.0, -1.0))
-    loss, _ = objective.loss(batch, scores, Denominators(2, 1, kept_tokens=True))
-    assert float(loss) == pytest.approx(-2 * kept)
-    loss, _ = objective.loss(batch, scores, Denominators(3, 1))
-    assert float(loss) == pytest.approx(-2 * (kept if normalizer == "constant" else 1 / 3))
 
 
 class FixedScores:

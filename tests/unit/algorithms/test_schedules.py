@@ -1,5 +1,3 @@
-"""Schedules at the points where they bend, and the SEPA controller as a state that survives JSON."""
-
 from __future__ import annotations
 
 import json

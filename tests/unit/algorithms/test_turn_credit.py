@@ -1,5 +1,3 @@
-"""Advantages turn by turn, against numbers worked out by hand."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -56,17 +54,6 @@ def test_a_reward_at_the_end_and_as_many_turns_equals_the_credit_of_episodes(mod
         assert one.turn_advantages == pytest.approx([other.advantage] * 2)
         assert one.advantage == pytest.approx(other.advantage)
         assert other.turn_advantages is None
-
-
-def test_whitening_weighs_turns_by_their_tokens():
-    """A turn of as many tokens as another turn of two: the same as with those two merged into their tokens."""
-    rollouts = [rollout([0.0, 1.0], 1.0, [3, 1]), rollout([0.0, 0.0], 0.0, [1, 2])]
-    credited(rollouts, "reinforce_pp")
-    values = np.concatenate(
-        [np.repeat(one.turn_advantages, [len(turn.action) for turn in one.turns]) for one in rollouts]
-    )
-    assert values.mean() == pytest.approx(0, abs=1e-9)
-    assert values.std() == pytest.approx(1, abs=1e-3)
 
 
 def test_turns_that_cancel_out_are_signal_all_the_same():
