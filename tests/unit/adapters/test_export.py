@@ -253,26 +253,14 @@ def test_a_relative_base_is_found_again_and_written_absolute(home, tmp_path, mon
     assert read_json(tmp_path / "padded" / "adapter_config.json")["base_model_name_or_path"] == str(moved / "model")
 
 
-def test_sample_asks_the_adapter_and_its_base(home):
-    """The run's template and tokenizer; the base answers as an untrained run does; seeds decide what is drawn."""
-    ask = ("sample", home / "out", "--prompt", "12", "--prompt", "7 + 4", "--samples", "3", "--max-tokens", "12")
-    found = report_of(*ask)
-    rendered = [prompt["rendered"] for prompt in found["prompts"]]
-    assert rendered == ["<turn>Say 12 now<turn>", "<turn>Say 7 + 4 now<turn>"]
-    answers = {who: [each for prompt in found["prompts"] for each in prompt[who]] for who in ("base", "adapter")}
-    assert answers["base"] != answers["adapter"]
-    assert all(each["tokens"] <= 12 for own in answers.values() for each in own)
-    assert report_of(*ask) == found
-    assert report_of(*ask, "--seed", "1")["prompts"] != found["prompts"]
-
-
 def test_sample_is_the_model_s_own_answer(home):
-    """Greedy answers of both, token for token, as transformers and peft generate them."""
+    """Greedy answers of both, token for token, as transformers and peft generate them; otherwise seeds decide."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     found = report_of("sample", home / "out", "--prompt", "12", "--temperature", "0", "--max-tokens", "10")
     (prompt,) = found["prompts"]
+    assert prompt["rendered"] == "<turn>Say 12 now<turn>"  # by the run's template
     tokenizer = AutoTokenizer.from_pretrained(home / "model")
     ids = tokenizer(prompt["rendered"], return_tensors="pt", add_special_tokens=False)
     base = AutoModelForCausalLM.from_pretrained(home / "model")
@@ -280,6 +268,8 @@ def test_sample_is_the_model_s_own_answer(home):
         model = base if who == "base" else PeftModel.from_pretrained(base, str(home / "out" / "final")).eval()
         drawn = model.generate(**ids, max_new_tokens=10, do_sample=False)[0, ids["input_ids"].shape[1] :]
         assert prompt[who][0]["text"] == tokenizer.decode(drawn, skip_special_tokens=True)
+    ask = ("sample", home / "out", "--prompt", "12", "--samples", "3", "--max-tokens", "12")
+    assert report_of(*ask)["prompts"] == report_of(*ask)["prompts"] != report_of(*ask, "--seed", "1")["prompts"]
 
 
 def test_sample_reads_standard_input_and_prints_lines(home):

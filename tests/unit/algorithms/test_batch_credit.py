@@ -211,32 +211,6 @@ def test_no_phrase_spans_two_turns(base):
     assert "".join(marked).replace(" ", "") == "noticethatnoticethat"
 
 
-def test_credit_of_several_turns_runs_over_the_tokens_of_all_actions(base):
-    """The same advantages as one action with all of those tokens, and none for what was read between."""
-    modes = {"algorithm": {"transform_mode": "gtpo_sepa"}}
-    whole, parted = (group(base, [1.0, 0.0], ["so x = notice that 4", "so x = 5"]) for _ in range(2))
-    for rollout in parted.rollouts:
-        action = rollout.turns[0].action
-        halves = [
-            Action(action.token_ids[part], "", action.logprobs_T[part], action.entropy_T[part], "stop")
-            for part in (slice(0, 3), slice(3, None))
-        ]
-        rollout.turns = [Turn(rollout.prompt.token_ids, halves[0]), Turn((9, 9), halves[1])]
-    mark_planning([whole], RegexDetector(), base.text)
-    for mine, theirs in zip(parted.rollouts, whole.rollouts, strict=True):
-        mine.planning_T = theirs.planning_T
-    fill_advantages([whole, parted], "grpo")
-    (result, theirs), (parted_result, mine) = (credited([one], parse_dict(modes)) for one in (whole, parted))
-    assert result == parted_result
-    for one, other in zip(mine, theirs, strict=True):
-        assert one.token_ids == other.token_ids
-        assert one.advantages_T.tolist() == other.advantages_T.tolist()
-        assert one.loss_mask_T.tolist() == other.loss_mask_T.tolist()
-    sample = samples_of([parted])[0]
-    assert sample.token_ids[~sample.action_mask].tolist() == [5, 6, 7, 9, 9]
-    assert sample.action_mask.tolist() == [*[False] * 3, *[True] * 3, *[False] * 2, *[True] * (len(sample) - 8)]
-
-
 # What the algorithm remembers
 
 

@@ -266,20 +266,6 @@ def test_gspo_is_its_token_form():
     assert [slope / 3 for slope in slopes] == pytest.approx([-0.368390, 0.0, 0.368390], abs=1e-6)
 
 
-def test_empty_completions_have_no_clipped_share():
-    """Beside a completion whose every token is clipped, one without trained tokens is not the smallest share."""
-    sampler = torch.zeros(2, 2, dtype=torch.float64)
-    mask = torch.tensor([[True, True], [False, False]])
-    for ratio, advantage, side in ((0.5, -1.0, "low"), (2.0, 1.0, "high")):
-        logprobs = torch.full_like(sampler, math.log(ratio))
-        sums = policy_loss("ppo", logprobs, sampler, torch.full_like(sampler, advantage), mask)[1]
-        assert loss_metrics(sums)[f"clip_ratio/{side}_mean"] == 1.0
-        assert loss_metrics(sums)["clip_ratio/low_min"] == float(side == "low")
-        assert loss_metrics(sums)["clip_ratio/high_max"] == float(side == "high")
-        alone = policy_loss("ppo", logprobs[1:], sampler[1:], sampler[1:], mask[1:])[1]
-        assert loss_metrics(add_sums(sums, alone)) == loss_metrics(sums)
-
-
 def test_kl_estimators_by_enumeration():
     """Expected value and expected gradient over every token of a small vocabulary, sampled from the policy."""
     draw = torch.Generator().manual_seed(2)

@@ -7,12 +7,8 @@ import pytest
 from typer.testing import CliRunner
 from verdict_cases import BASE, Played, campaign, shifted
 
-from retrain.campaign.judging.declaration import freeze
 from retrain.campaign.judging.pooling import compare_directories
-from retrain.campaign.planning.manifest import Manifest
-from retrain.campaign.planning.plan import plan
 from retrain.cli import app
-from retrain.config import parse_dict
 from retrain.files import read_json, write_json
 from retrain.maths.statistics import sign_flip_p
 
@@ -122,26 +118,3 @@ def test_directories_from_before_there_was_a_declaration_are_judged_as_planned(t
     write_json(old / "manifest.json", manifest | {"declared": {"primary_metric": "final", "equivalence_margin": 0.02}})
     report = compare_directories([old])
     assert (report["margin"], report["conditions"][1]["verdict"]) == (0.02, "better")
-
-
-def test_a_declaration_may_be_corrected_until_a_run_has_begun(tmp_path):
-    """So may the runs of seeds that leave the file."""
-
-    def planned(seeds: list[int], margin: float):
-        modes = [{"advantage_mode": mode, "transform_mode": "none"} for mode in ("grpo", "rloo")]
-        return plan(parse_dict({"campaign": {"conditions": modes, "seeds": seeds, "equivalence_margin": margin}}))
-
-    def opened(specs) -> tuple[int, float]:
-        with Manifest.open(tmp_path, "m", specs) as manifest:
-            freeze(manifest.content, specs, manifest.content["runs"], {})
-            manifest.write()
-            return len(manifest.content["runs"]), manifest.content["declared"]["equivalence_margin"]
-
-    few, many = planned([1, 2], 0.01), planned([1, 2, 3], 0.02)
-    assert (opened(many), opened(few)) == ((6, 0.02), (4, 0.01))
-    declaration = read_json(tmp_path / "manifest.json")["declared"]
-    assert declaration["conditions"] == ["grpo+none", "rloo+none"]
-    assert declaration["max_steps"] == dict.fromkeys(["grpo+none", "rloo+none"], 100)
-    with Manifest.open(tmp_path, "m", few) as manifest:
-        manifest.update(few[0].run_id, state="running")
-    assert (opened(many), opened(few)) == ((6, 0.01), (6, 0.01))

@@ -106,11 +106,6 @@ def harmless_report(out: Path) -> Reader:
 
 def test_a_whole_campaign(tmp_path):
     reader = harmless_report(made(tmp_path))
-    body = reader.text[reader.text.index("rloo against grpo") :]  # below the title and the links
-    order = [body.index(each) for each in (
-        "cannot tell", "Final held-out accuracy: difference", "Held-out accuracymean", "Secondary metrics",
-        "Same prompt", "Reward", "algorithm.advantage_mode", "metrics.jsonl")]  # fmt: skip
-    assert order == sorted(order)
     assert "made <b>" in reader.text
     assert "2 conditions × 3 seeds" in reader.text
     pooling = reader.page[reader.page.index("SEPA: pooling λ") :].partition("</figure>")[0]
