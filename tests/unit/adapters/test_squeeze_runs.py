@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,13 @@ from toycampaign import StopAfter
 from toymodels import toy_base
 from typer.testing import CliRunner
 
+from retrain.campaign.adapters.squeeze import compress_adapter
+from retrain.campaign.adapters.verify import enough, sentence, verdict, verify_ranks
 from retrain.campaign.judging.report import write_report
+from retrain.campaign.planning.asked import longest_completions
+from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.running.controller import launch, resume
+from retrain.campaign.running.models import Bases
 from retrain.cli import app
 from retrain.config import load
 from retrain.errors import ConfigError, UsageError
@@ -36,7 +43,8 @@ transform_mode = "none"
 advantage_mode = "maxrl"
 transform_mode = "none"
 [evaluation]
-problems = 2
+problems = 6
+samples = 3
 [squeeze]
 runs = "one per condition"
 compress_to = 1
@@ -65,6 +73,10 @@ def written(folder: Path, model: Path, first: str, more: str = "") -> Path:
     path = folder / "run.toml"
     path.write_text(first + WORLD.format(model=model) + more)
     return path
+
+
+def squeeze(*arguments: str | Path):
+    return CliRunner().invoke(app, ["squeeze", *map(str, arguments)])
 
 
 # Annealed ranks
@@ -148,6 +160,12 @@ def home(model, tmp_path_factory) -> Path:
     return folder / "out"
 
 
+@pytest.fixture(scope="module")
+def run(home) -> Path:
+    """The first run, whose adapter is verified."""
+    return home / "runs/grpo+none_s1"
+
+
 def test_every_condition_has_an_analysis_of_its_own(home):
     manifest = read_json(home / "manifest.json")
     first, others = manifest["squeeze"], manifest["squeezes"]
@@ -156,6 +174,7 @@ def test_every_condition_has_an_analysis_of_its_own(home):
     for folder, report in (("squeeze", first), ("squeeze/maxrl+none", others["maxrl+none"])):
         assert read_json(home / folder / "analysis.json") == report
         assert read_json(home / folder / "verification.json") == report["verified"]
+        assert not [path for path in (home / folder).iterdir() if path.name.startswith("tmp")]
         assert report["verified"]["ranks"][-1]["rank"] == 1
         assert (home / folder / "rank_1" / "adapter_model.safetensors").is_file()
     html = write_report(home).read_text()
@@ -166,24 +185,105 @@ def test_every_condition_has_an_analysis_of_its_own(home):
 
 
 def test_what_a_killed_process_left_out_is_made_up_for(home, tmp_path):
-    """Also where the first analysis was written by a release that did not say whose it is."""
+    """What it verified is not sampled again; also where the first analysis does not say whose it is, as those of
+    earlier releases."""
     out = shutil.copytree(home, tmp_path / "out")
     before = read_json(out / "manifest.json")
     rows = before.pop("squeezes")["maxrl+none"]["rows"]
+    verification = read_json(out / "squeeze/maxrl+none/verification.json")
     old = {key: value for key, value in before["squeeze"].items() if key not in ("label", "run_id")} | {"mark": 1}
     write_json(out / "manifest.json", before | {"squeeze": old})
     shutil.rmtree(out / "squeeze/maxrl+none")
+    verification["sentence"] = "read, not sampled again"
+    write_json(out / "squeeze/maxrl+none/verification.json", verification)
     assert resume(out, NullObserver()).exit_status == 0
     after = read_json(out / "manifest.json")
     assert after["squeeze"] == old  # not made again
     assert {label: report["rows"] for label, report in after["squeezes"].items()} == {"maxrl+none": rows}
+    assert after["squeezes"]["maxrl+none"]["verified"] == verification
+
+
+# Accuracy of compressed adapters
+
+
+def verified(home: Path, run: Path, out: Path, **evaluation):
+    """Verify the whole adapter as if it were compressed, with this evaluation, over a base of its own."""
+    plan = read_plan(home)
+    spec = plan.specs[0]
+    changed = spec.config.evaluation.model_copy(update=evaluation)
+    spec = replace(spec, config=spec.config.model_copy(update={"evaluation": changed}))
+    same = compress_adapter(run / "final", 4, out / "whole")
+    with Bases() as bases:
+        longest = longest_completions([spec.config])
+        return verify_ranks(spec, plan.folder, run / "final", [same], out / "again.json", longest, bases)
+
+
+def test_every_rank_of_the_table_is_verified(home, run):
+    report = read_json(home / "manifest.json")["squeeze"]
+    found = report["verified"]
+    candidates = {row["rank"] for row in report["rows"]} | {report["recommended_rank"]}
+    assert [row["rank"] for row in found["ranks"]] == sorted(candidates - {4}, reverse=True)
+    assert (found["full"]["rank"], found["problems"], found["samples"]) == (4, 6, 3)
+    for row in found["ranks"]:
+        assert row["difference"]["mean"] == pytest.approx(row["accuracy"] - found["full"]["accuracy"])
+    final = read_jsonl(run / "evals.jsonl")[-1]
+    assert found["full"]["accuracy"] == final["eval/heldout/correct_rate"]
+    assert found["full"]["sampled_anew"] is False
+    assert "On 6 held-out problems with 3 samples each, " in found["sentence"]
+    assert "sampled again" not in found["sentence"]
+
+
+def test_the_same_adapter_gives_the_same_answers_which_proves_little(home, run, tmp_path):
+    found = verified(home, run, tmp_path)
+    (row,) = found["ranks"]
+    assert row["difference"]["mean"] == 0.0  # common random numbers: answer by answer
+    assert row["difference"]["low"] == -row["difference"]["high"] < -0.02  # of six problems
+    assert (row["verdict"], found["enough"]) == ("unclear", None)
+
+
+def test_an_evaluation_made_otherwise_is_sampled_anew_and_that_is_said(home, run, tmp_path):
+    """With another number of samples, and where the run was evaluated on other problems."""
+    other = shutil.copytree(run, tmp_path / "run")
+    write_json(other / "config.json", read_json(other / "config.json") | {"heldout_hashes": {"heldout": "of others"}})
+    for folder, evaluation in ((run, {"samples": 2}), (other, {})):
+        found = verified(home, folder, tmp_path / str(len(evaluation)), **evaluation)
+        assert (found["full"]["sampled_anew"], ", sampled again" in found["sentence"]) == (True, True)
+    again = read_jsonl(run / "evals.jsonl")[-1]["eval/heldout/correct_rate"]
+    assert found["full"]["accuracy"] == again  # the same streams: asked as the run asked
+
+
+def test_squeeze_reads_the_verification_of_this_adapter_alone(home, run, tmp_path):
+    verification = read_json(home / "squeeze/verification.json")
+    for directory in (home, run, run / "final"):
+        assert json.loads(squeeze(directory, "--json").output)["verified"] == verification
+    assert verification["sentence"] in squeeze(home).output
+    other = shutil.copytree(home, tmp_path / "other")
+    compress_adapter(run / "final", 2, tmp_path / "smaller")
+    shutil.copytree(tmp_path / "smaller", other / "runs/grpo+none_s1/final", dirs_exist_ok=True)
+    assert "verified" not in json.loads(squeeze(other, "--json").output)
+
+
+def test_the_verdict_follows_from_the_interval_and_ranks_are_judged_from_the_largest_down():
+    assert [verdict(-0.019, 0.01), verdict(0.01, 0.05), verdict(-0.01, -0.001)] == ["kept"] * 3
+    assert verdict(-0.10, -0.01) == "lost"
+    assert verdict(-0.10, 0.05) == verdict(None, None) == "unclear"
+
+    def rows(*verdicts: str):
+        interval = {"mean": -0.05, "low": -0.1, "high": 0.01}
+        ranks = zip((8, 4, 2, 1), verdicts, strict=False)
+        return [{"rank": rank, "verdict": each, "accuracy": 0.75, "difference": interval} for rank, each in ranks]
+
+    assert enough(rows("kept", "kept", "unclear", "kept")) == 4
+    assert enough(rows("unclear", "kept")) is None
+    found = {"problems": 90, "samples": 2, "full": {"accuracy": 0.8, "rank": 16}, "ranks": rows("kept", "kept")}
+    assert (
+        "rank 4 is at most 2 points worse than rank 16: 75.0% against 80.0%, difference −5.0 points [−10.0, +1.0]"
+        in sentence(found | {"enough": 4})
+    )
+    assert "cannot be ruled out even at rank 8" in sentence(found | {"enough": None})
 
 
 # Compressed adapters
-
-
-def squeeze(*arguments: str | Path):
-    return CliRunner().invoke(app, ["squeeze", *map(str, arguments)])
 
 
 def test_a_compressed_adapter_trains_on_at_its_new_rank(home, tmp_path):
@@ -202,12 +302,12 @@ def test_a_compressed_adapter_trains_on_at_its_new_rank(home, tmp_path):
     assert (wrong.exit_code, "--to RANK" in wrong.output) == (2, True)
 
 
-def test_ranks_by_module_keep_the_energy_of_a_uniform_rank_with_fewer(home, model, tmp_path):
+def test_ranks_by_module_keep_the_energy_of_a_uniform_rank_with_fewer(home, run, model, tmp_path):
     """peft computes from the patterns the truncated products."""
     import peft
     from transformers import AutoModelForCausalLM
 
-    source = read_adapter(home / "runs/grpo+none_s1/final")
+    source = read_adapter(run / "final")
     result = squeeze(home, "--to", "2", "--pattern", "--out", tmp_path / "small")
     assert result.exit_code == 0, result.output
     small = read_adapter(tmp_path / "small")
