@@ -45,7 +45,7 @@ def test_divisors_of_what_is_kept(normalizer, kept):
 
 
 def numbers(sums):
-    return {key: pytest.approx(float(value)) for key, value in sums.items()}
+    return {key: float(value) for key, value in sums.items()}
 
 
 def test_the_divergence_to_the_base_by_hand():
@@ -59,7 +59,7 @@ def test_the_divergence_to_the_base_by_hand():
     expected = {"kl": 2 * k3, "sequence_kl": 5 * 0.5, "sequences": 2.0}
     for coef, loss in ((0.0, None), (1.0, 0.125), (3.0, 0.375)):
         per_token, sums = KLTerm(coef).per_token(batch, scores)
-        assert sums == numbers(expected)
+        assert numbers(sums) == pytest.approx(expected)
         assert per_token is None if loss is None else per_token.tolist() == [[loss, 0, 0], [loss, 0, 0], [0, 0, 0]]
 
 
@@ -68,7 +68,7 @@ def test_the_divergence_from_a_teacher_is_of_taught_and_trained_tokens():
     scores = TokenScores(divergence_BT=table(0.5, 7.0, 9.0), taught_BT=torch.tensor([[True, False, True]]))
     per_token, sums = TeacherTerm(4.0, 1.0).per_token(batch, scores)
     assert per_token.tolist() == [[2.0, 0.0, 0.0]]
-    assert sums == numbers({"divergence": 0.5, "taught_tokens": 1.0})
+    assert numbers(sums) == {"divergence": 0.5, "taught_tokens": 1.0}
 
 
 def test_an_entropy_bonus_lowers_the_loss_and_is_logged_where_asked():
@@ -77,7 +77,7 @@ def test_an_entropy_bonus_lowers_the_loss_and_is_logged_where_asked():
     per_token, sums = EntropyTerm(2.0).per_token(batch, scores)
     assert (per_token.tolist(), sums) == ([[-1.0, -2.0, 0.0]], {})
     per_token, sums = EntropyTerm(logged=True).per_token(batch, scores)
-    assert (per_token, sums) == (None, numbers({"entropy": 1.5}))
+    assert (per_token, numbers(sums)) == (None, {"entropy": 1.5})
 
 
 def test_an_objective_knows_what_its_terms_need():
