@@ -107,10 +107,9 @@ def masks_of(value):
     return lambda: masks.token_masks(["so x", "x = 4"], [[(0, 2), (2, 4)], [(0, 1), (1, 5)]])
 
 
-def credit_of(**keys):
+def credit_of(mode="gtpo", **keys):
     logprobs, mask = torch.zeros(1, 3), torch.ones(1, 3).bool()
-    options = {"mode": "gtpo", **keys}
-    return lambda: token_advantages(options.pop("mode"), torch.ones(1), logprobs, None, mask, mask, **options)
+    return lambda: token_advantages(mode, torch.ones(1), logprobs, None, mask, mask, **keys)
 
 
 @pytest.mark.parametrize(
