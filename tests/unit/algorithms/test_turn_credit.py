@@ -56,6 +56,16 @@ def test_a_reward_at_the_end_and_as_many_turns_equals_the_credit_of_episodes(mod
         assert other.turn_advantages is None
 
 
+def test_whitening_weighs_turns_by_their_tokens():
+    rollouts = [rollout([0.0, 1.0], 1.0, [3, 1]), rollout([0.0, 0.0], 0.0, [1, 2])]
+    credited(rollouts, "reinforce_pp")
+    values = np.concatenate(
+        [np.repeat(one.turn_advantages, [len(turn.action) for turn in one.turns]) for one in rollouts]
+    )
+    assert values.mean() == pytest.approx(0, abs=1e-9)
+    assert values.std() == pytest.approx(1, abs=1e-3)
+
+
 def test_turns_that_cancel_out_are_signal_all_the_same():
     rollouts = [rollout([1.0, 0.0], 1.0), rollout([-1.0, 1.0], 0.0)]
     group = Group(PROMPT, rollouts)
