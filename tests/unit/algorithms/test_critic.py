@@ -49,16 +49,6 @@ def test_gae_is_its_definition(gamma, lam):
     assert not found[~mask].any()
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
-def test_no_rows_and_no_tokens(shape):
-    nothing, mask = torch.zeros(shape, dtype=F64), torch.zeros(shape, dtype=torch.bool)
-    assert gae(nothing, nothing, mask, 1.0, 0.95).shape == shape
-    assert token_rewards(torch.ones(shape[0], dtype=F64), nothing, mask, 0.1).shape == shape
-    assert whiten_tokens(nothing, mask).shape == shape
-    assert value_loss(nothing, nothing, nothing, mask, 0.2)[0].shape == shape
-    assert explained_variance(nothing, nothing, mask) is None
-
-
 def test_gae_keeps_the_dtype_and_no_gradient():
     for dtype in (torch.bfloat16, torch.float32, F64):
         values = torch.tensor([[0.5, 0.25]], dtype=dtype, requires_grad=True)

@@ -120,19 +120,11 @@ def test_stepping_down():
         assert dunnett_p(float(stats.t.isf(level / 2, 20.0)), j, 20.0) == pytest.approx(0.05, abs=1e-5)
 
 
-def test_an_earlier_spread_never_lowers_the_observed_one_and_what_has_no_answer_is_refused():
+def test_an_earlier_spread_never_lowers_the_observed_one():
     assert moderated(1.0, 4, 2.0, 4) == (pytest.approx(2.5**0.5), 8)
     assert moderated(2.0, 4, 0.1, 4) == (2.0, 8)
     assert moderated(1.0, 4, 3.0, 100)[1] == 12
     assert moderated(1.0, 4, 3.0, 0) == (1.0, 4)
-    for call, message in (
-        (lambda: moderated(1.0, 4, -1.0, 4), "negative"),
-        (lambda: simultaneous_intervals(np.zeros((4, 2)), "both"), "exact or normal"),
-        (lambda: closed_permutation(np.zeros((3, 9))), "1 to 6"),
-        (lambda: collapses(np.zeros(4)), "shape"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
 
 
 @pytest.mark.parametrize("spending", ["linear", "square"])

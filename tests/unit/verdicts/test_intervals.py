@@ -252,21 +252,3 @@ def test_the_estimate_is_nearly_median_unbiased_and_more_cautious_than_the_mean(
     assert 0.40 < np.mean(np.array(estimates) > 0.5) <= np.mean(np.array(means) > 0.5) < 0.64
     assert np.mean(estimates) < np.mean(means)
     assert coverage(found, 0.5) > 0.91
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: mean_interval([0.5, 1.1], share=True), "shares lie in"),
-        (lambda: mean_interval([]), "at least one"),
-        (lambda: iqm_interval([]), "at least one"),
-        (lambda: tango_interval(3, 3, 5), "parts of n"),
-        (lambda: same_problems_interval([1.5, 0.0]), r"\[-1, 1\]"),
-        (lambda: new_problems_interval(np.zeros((5, 30))), "seeds, problems, 2"),
-        (lambda: stopped_interval(0.1, 1.0, [], 6), "a look and a positive spread"),
-        (lambda: stopped_interval(0.1, 0.0, [0.03], 6), "a look and a positive spread"),
-    ],
-)
-def test_what_has_no_answer_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
