@@ -4,14 +4,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from retrain.campaign.adapters.squeeze import analyse_adapter, compress_adapter, squeeze
+from retrain.campaign.adapters.squeeze import analyse_adapter, compress_adapter
 from retrain.config.upkeep import Squeeze
 from retrain.errors import ModelError, UsageError
 from retrain.files import read_json, write_json
 from retrain.maths.squeeze import truncate
-from retrain.policy.adapter_io import write_peft
 from retrain.policy.adapter_stream import AdapterFile, Factors, write_streamed
-from retrain.record.tables import squeeze_table
 
 PREFIX = "base_model.model."
 
@@ -100,21 +98,3 @@ def test_what_is_more_than_lora_is_not_dropped_and_wrong_ranks_and_files_are_tol
     (source / "adapter_model.safetensors").write_bytes(b"not a header")
     with pytest.raises(ModelError, match="no safetensors file"):
         analyse_adapter(source, Squeeze())
-
-
-def test_the_recommended_rank_is_not_from_the_mean_alone(tmp_path):
-    """A recommended rank from energy averaged over layers."""
-    sharp, flat = torch.diag(torch.tensor([1.0, 0, 0, 0])), torch.eye(4)
-    tensors = {f"layer{i}": (torch.eye(4), sharp.clone()) for i in range(30)} | {"last": (torch.eye(4), flat)}
-    config = {"r": 4, "lora_alpha": 4, "peft_type": "LORA", "target_modules": list(tensors)}
-    write_peft(tmp_path / "adapter", tensors, config)
-    analysis = squeeze(tmp_path / "adapter")
-    row = analysis["rows"][0]
-    assert row["rank"] == 1
-    assert row["mean_variance"] > 0.95 > 0.5 > row["min_variance"]
-    assert row["relative_error"] == pytest.approx((1 - row["mean_variance"]) ** 0.5)
-    assert (analysis["recommended_rank"], analysis["worst_module"]) == (4, "last")
-    assert "Accuracy was not measured" in squeeze_table(analysis).text()  # energy is no accuracy
-    # A run that says how little its worst layer may keep is taken at its word.
-    write_json(tmp_path / "config.json", {"squeeze": {"min_layer_retention": 0.4}})
-    assert squeeze(tmp_path / "adapter")["recommended_rank"] == 2

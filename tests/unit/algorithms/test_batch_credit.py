@@ -24,7 +24,6 @@ from retrain.files import dumps
 from retrain.maths.planning import RegexDetector
 from retrain.policy.base import BaseModel
 from retrain.policy.protocol import probe_of, samples_of
-from retrain.tokenizer import Tokenizer
 from retrain.types import Action, Problem, Prompt, RewardResult, Turn, single_turn
 
 TEXTS = ["so x = 4", "wait let me check so x", "notice that x = 4"]
@@ -78,9 +77,7 @@ def credited(groups, config=None, sepa_lambda=0.5, modes=None):
     return result, sampled_tokens(samples_of(groups))
 
 
-@pytest.mark.parametrize(
-    "text", ["so x = notice that 4", "naïve café ≤ 3 — wait, let me check", "日本 🙂 that’s not right"]
-)
+@pytest.mark.parametrize("text", ["naïve café ≤ 3 — wait, let me check", "日本 🙂 that’s not right"])
 def test_offsets_cover_the_text_exactly(base, text):
     ids = completion(base, text).token_ids
     decoded, offsets = base.text.offsets(ids)
@@ -90,12 +87,6 @@ def test_offsets_cover_the_text_exactly(base, text):
         covered[start:end] = True
     assert covered.all()
     assert tuple(np.asarray(offsets)[-1]) == (len(text), len(text))  # the end token stands for nothing
-    if text.isascii():
-        streamed = Tokenizer(base.tokenizer)
-        streamed.__dict__["token_bytes"] = None  # as of a tokenizer whose tokens are no bytes
-        slow_text, slow = streamed.offsets(ids)
-        assert slow_text == decoded
-        assert [list(pair) for pair in slow] == np.asarray(offsets).tolist()
 
 
 def test_missing_rewards_take_no_part(base):

@@ -106,9 +106,6 @@ def test_hicra_raises_and_dampens():
     advantages = torch.tensor([[2.0, 2.0, -1.0, -1.0]])
     planning = torch.tensor([[True, False, True, False]])
     assert hicra(advantages, planning, 0.2).tolist() == [[pytest.approx(2.4), 2.0, pytest.approx(-0.8), -1.0]]
-    for alpha in (-0.1, 1.0, math.nan):
-        with pytest.raises(ValueError, match="hicra alpha"):
-            hicra(advantages, planning, alpha)
     batch = Batch()
     inputs, plain = batch.inputs(), batch.credit("gtpo").advantages_BT
     for mode, raised in (("gtpo_hicra", batch.planning & batch.mask), ("gtpo_hicra_placebo", inputs.placebo_BT)):
@@ -151,9 +148,6 @@ def test_the_share_is_the_decimal_that_was_written_and_the_first_of_equal_tokens
     mask = torch.ones(1, tokens, dtype=torch.bool)
     expected = [True] * kept + [False] * (tokens - kept)
     assert entropy_mask(torch.ones(1, tokens), mask, rho)[0].tolist() == expected
-    for wrong in (0.0, 1.1, math.nan):
-        with pytest.raises(ValueError, match="rho"):
-            entropy_mask(torch.ones(1, tokens), mask, wrong)
 
 
 def test_entropy_mask_denominators():
@@ -164,8 +158,6 @@ def test_entropy_mask_denominators():
     assert torch.equal(both.denominator_mask_BT, batch.mask)
     assert torch.equal(kept.advantages_BT, both.advantages_BT)
     assert torch.equal(kept.advantages_BT != 0, kept.loss_mask_BT)
-    with pytest.raises(ValueError, match="kept or all"):
-        batch.credit("entropy_mask", inputs=ModeInputs(entropy_denominator="some"))
 
 
 def looped_paper(h, rewards, correct, groups, lengths, a1, a2, centred):
@@ -217,10 +209,6 @@ def test_uncertainty_kinds():
     assert surprisal == [pytest.approx(math.log(4)), 0.0, 50.0, 0.0]
     assert uncertainty("predictive_variance", logprobs, None, mask).tolist()[0] == [0.1875, 0.0, 0.0, 0.0]
     assert uncertainty("shannon_entropy", logprobs, entropy, mask).tolist()[0] == [1.5, 0.0, 50.0, 0.0]
-    with pytest.raises(ValueError, match="unknown uncertainty kind"):
-        uncertainty("varentropy", logprobs, entropy, mask)
-    with pytest.raises(ValueError, match="needs entropy_BT, which was not given"):
-        uncertainty("shannon_entropy", logprobs, None, mask)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -231,6 +219,7 @@ def test_numbers_that_are_not_finite_are_named():
     batch.logprobs[0, 0] = math.nan
     with pytest.raises(ValueError, match="logprob is NaN at completion 0, token 0"):
         batch.credit("none")
+    batch = Batch()
     batch.advantages = unknown
     with pytest.raises(ValueError, match="episode advantages must be finite"):
         batch.credit("gtpo")

@@ -69,14 +69,9 @@ def test_every_row_may_have_a_lambda_of_its_own():
     """VAPO's λ by hand (arXiv 2504.05118), for three tokens with rewards 0, 0, 1 and values .2, .5, .4."""
     lengths = torch.tensor([1.0, 20.0, 100.0, 1000.0], dtype=F64)
     assert length_lambda(lengths, 0.05).tolist() == pytest.approx([0.0, 0.0, 0.8, 0.98])
-    with pytest.raises(ValueError, match="above 0"):
-        length_lambda(lengths, 0.0)
     rewards, values = rows(*[[0.0, 0.0, 1.0]] * 3), rows(*[[0.2, 0.5, 0.4]] * 3)
     found = gae(rewards, values, ones(3, 3), 1.0, rows(1.0, 0.5, 0.0)).tolist()
     assert found == [pytest.approx(row) for row in ([0.8, 0.5, 0.6], [0.4, 0.2, 0.6], [0.3, -0.1, 0.6])]
-    for gamma, lam in ((1.0, torch.tensor([0.5, 1.5, 0.5])), (1.1, 0.9), (-0.1, 0.9), (0.9, -1.0), (NAN, 1.0)):
-        with pytest.raises(ValueError, match="must be in"):
-            gae(rewards, values, ones(3, 3), gamma, lam)
 
 
 # Rewards of tokens and whitening

@@ -39,9 +39,6 @@ def test_weight_clamp_and_mask():
     assert clamped == pytest.approx([2 * 0.336472, -0.8, -0.8], abs=1e-6)  # the bound is on the difference itself
     some, unread = torch.tensor([[True, False, True]]), torch.tensor([[0.0, math.nan, 0.0]])
     assert distillation_advantages(student, teacher + unread, some, 1.0)[0, 1] == 0.0
-    for weight, clamp in ((-1.0, None), (1.0, 0.0), (1.0, -1.0)):
-        with pytest.raises(ValueError, match="weight must not be negative"):
-            distillation_advantages(student, teacher, mask(1, 3), weight, clamp)
 
 
 @pytest.mark.parametrize("loss", ["ppo", "reinforce"])
@@ -72,8 +69,6 @@ def test_the_ends_are_the_plain_divergences(alpha, gradient):
     assert float(found.detach()) == pytest.approx(float((first * (first / second).log()).sum()))
     assert logits.grad is not None
     assert torch.allclose(logits.grad, gradient, atol=1e-6)
-    with pytest.raises(ValueError, match="alpha must be in"):
-        divergence(S.log()[None], T.log()[None], 1.5)
 
 
 def test_the_likeliest_tokens_and_the_rest_as_one():

@@ -62,9 +62,6 @@ def test_apostrophes_hyphens_breaks_and_words(text, phrases):
 def test_own_phrases():
     detector = RegexDetector(["Plan B", "(aha)", "c'est ça"])
     assert found("plan b and (AHA)! C’EST ÇA; plan bee", detector) == ["plan b", "(AHA)", "C’EST ÇA"]
-    for wrong in ([], [" "], ["ok", "--"], "notice that"):
-        with pytest.raises(ValueError, match="phrase"):
-            RegexDetector(wrong)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -72,12 +69,6 @@ def test_batches_and_empty_completions():
     masks = DETECTOR.token_masks(["", "notice that", "notice that"], [[], [(0, 6), (6, 11)], np.zeros((0, 2), int)])
     assert [mask.tolist() for mask in masks] == [[], [True, True], []]
     assert all(mask.dtype == bool for mask in masks)
-    with pytest.raises(ValueError, match="zip"):
-        DETECTOR.token_masks(["a"], [])
-    with pytest.raises(ValueError, match="pairs"):
-        DETECTOR.token_mask("notice that", [(0, 1, 2)])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match=r"\[T, 2\]"):
-        DETECTOR.token_mask("notice that", np.zeros(3, int))
 
 
 @given(

@@ -10,7 +10,6 @@ from retrain.maths.schedules import (
     LR_SCHEDULES,
     SepaSchedule,
     learning_rate,
-    sepa_gate_open,
     sepa_lambda,
     sepa_observe,
     sepa_start,
@@ -40,16 +39,6 @@ def test_gate_starts_the_clock_and_stays_open():
     batches = [(0.1, 1.0), (None, None), (0.6, 1.0), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0)]
     values = run(SepaSchedule(steps=2, correct_rate_gate=0.5), batches)
     assert values == [0.0, 0.0, 0.0, 0.0, 0.5, 1.0]
-
-
-def test_gate_state_is_readable():
-    schedule = SepaSchedule(correct_rate_gate=0.5)
-    state = sepa_start(schedule)
-    assert not sepa_gate_open(state, 0)
-    after = sepa_observe(schedule, state, 0, 0.5, None)
-    assert sepa_gate_open(after, 1)
-    assert not sepa_gate_open(state, 1)  # the transition left the old state alone
-    assert sepa_gate_open(sepa_start(SepaSchedule()), 0)
 
 
 def test_auto_follows_the_fall_of_the_variance():

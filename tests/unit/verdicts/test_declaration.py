@@ -109,12 +109,3 @@ def test_the_declared_order_and_metric_decide_whatever_the_file_says_now(tmp_pat
     assert report["conditions"][1]["standing"] == "declared"
     assert "primary_metric was declared as auc and is final in the file now" in report["note"]
     assert "equivalence_margin was declared as 0.5 and is 0.01" in report["note"]
-
-
-def test_directories_from_before_there_was_a_declaration_are_judged_as_planned(tmp_path):
-    assert finding(campaign(tmp_path, TWO))["verdict"] == "better"
-    old = campaign(tmp_path / "old", TWO)
-    manifest = read_json(old / "manifest.json")
-    write_json(old / "manifest.json", manifest | {"declared": {"primary_metric": "final", "equivalence_margin": 0.02}})
-    report = compare_directories([old])
-    assert (report["margin"], report["conditions"][1]["verdict"]) == (0.02, "better")

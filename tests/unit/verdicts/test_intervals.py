@@ -58,20 +58,6 @@ def test_equal_shares_are_known_up_to_rounding():
     assert mean_interval(spread, share=True, resolution=0.01) == mean_interval(spread, share=True)
 
 
-def test_the_trimmed_error_is_never_below_that_of_a_step_of_the_scale():
-    """With h values kept and a scale in steps of r: √((h − 1)·r²/12 / (h(h − 1))), a uniform error within a step."""
-    distinct = np.array([0.1, 0.2, 0.3, 0.45, 0.5, 0.6, 0.75, 0.9])
-    winsorised = np.clip(distinct, distinct[2], distinct[5])
-    error = (((winsorised - winsorised.mean()) ** 2).sum() / (4 * 3)) ** 0.5
-    known = iqm_interval(distinct)
-    quantile = (known.high - known.estimate) / error  # of eight values, whatever they are
-    assert quantile / stats.t.ppf(0.975, 3) == pytest.approx(1.13, abs=0.015)
-    assert iqm_interval(distinct, resolution=0.01) == known
-    for values, step in (([0.5] * 8, 1 / 16), (distinct, 2.0)):
-        found = iqm_interval(values, resolution=step)
-        assert found.high - found.estimate == pytest.approx(quantile * step / (12 * 4) ** 0.5)
-
-
 def test_the_trimmed_interval_of_many_values_is_tukey_and_mclaughlins():
     x = np.sort(np.random.default_rng(3).normal(size=4 * SIMULATED_SEEDS))
     n = len(x)
