@@ -87,7 +87,7 @@ def test_seeds_that_are_accepted_are_the_fewest_that_can_stop_early(rule):
         (
             2,
             {"sequential": "linear", "seeds": [1, 2, 3]},
-            r"after 6 at the earliest.*seeds = \[1, 2, 3, 4, 5, 6, 7, 8\]",
+            r"after 6 at the earliest.*seeds = \[1, 2, 3, 4,",
         ),
         (2, {"sequential": "linear", "seeds": [1, 2, 3], "test": "normal"}, "after 3 at the earliest"),
         (2, {"sequential": "linear", "seeds": list(range(30))}, "to 20"),
