@@ -97,7 +97,6 @@ def stepped(policy: LocalPolicy, times: int) -> None:
 
 
 def saved(directory: Path, policy: LocalPolicy, step: int) -> None:
-    """A checkpoint of the policy as it is now."""
     write_checkpoint(directory, Snapshot(step, policy.snapshot(resumable=True), f'{{"step": {step}}}\n'))
 
 

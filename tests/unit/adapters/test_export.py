@@ -30,7 +30,6 @@ def report_of(*arguments: str | Path):
 
 
 def refusal(*arguments: str | Path) -> str:
-    """The one line of a refusal."""
     result = run(*arguments)
     assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.output
     return result.stderr
@@ -59,7 +58,6 @@ def home(tmp_path_factory) -> Path:
 
 
 def enlarge(directory: Path) -> None:
-    """Fill B with random numbers."""
     stream = torch.Generator().manual_seed(3)
 
     def enlarged(name, tensor):
@@ -69,7 +67,6 @@ def enlarge(directory: Path) -> None:
 
 
 def logits_with(adapter: Path, model: Path | str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Logits of base and adapter as peft has them."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -240,7 +237,6 @@ def test_a_padded_rank_changes_no_weight_change(home, tmp_path, rslora):
 
 
 def test_a_relative_base_is_found_again_and_written_absolute(home, tmp_path, monkeypatch):
-    """From where the run was started, or from the folder of its file."""
     moved = shutil.copytree(home, tmp_path / "home")
     config = moved / "out" / "final" / "adapter_config.json"
     write_json(config, read_json(config) | {"base_model_name_or_path": "model"})

@@ -154,7 +154,6 @@ def home(model, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(home) -> Path:
-    """The first run, whose adapter is verified."""
     return home / "runs/grpo+none_s1"
 
 
@@ -234,7 +233,6 @@ def test_the_same_adapter_gives_the_same_answers_which_proves_little(home, run, 
 
 
 def test_an_evaluation_made_otherwise_is_sampled_anew_and_that_is_said(home, run, tmp_path):
-    """With another number of samples, and where the run was evaluated on other problems."""
     other = shutil.copytree(run, tmp_path / "run")
     write_json(other / "config.json", read_json(other / "config.json") | {"heldout_hashes": {"heldout": "of others"}})
     for folder, evaluation in ((run, {"samples": 2}), (other, {})):

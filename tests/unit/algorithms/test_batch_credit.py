@@ -44,15 +44,12 @@ def completion(base, text):
 
 
 def group(base, rewards, texts=None):
-    """A group without advantages yet."""
     texts = texts or [f"so x = {i}" for i in range(len(rewards))]
     prompt = Prompt(Problem("p", "1+1=?", "2"), "1+1=?", (5, 6, 7))
     return single_turn(prompt, [completion(base, text) for text in texts], [RewardResult(each) for each in rewards])
 
 
 class Trained(NamedTuple):
-    """What a policy trains on of one rollout, for its sampled tokens."""
-
     token_ids: list[int]
     logprobs_T: np.ndarray
     advantages_T: np.ndarray
@@ -72,7 +69,6 @@ def sampled_tokens(samples) -> list[Trained]:
 
 
 def credited(groups, config=None, sepa_lambda=0.5, modes=None):
-    """The credit with the advantages that are set, and what is trained on."""
     result = assign_credit(groups, config or parse_dict({}), sepa_lambda, ("placebo",), modes)
     return result, sampled_tokens(samples_of(groups))
 
@@ -113,7 +109,6 @@ def test_a_reward_that_the_mode_is_not_defined_for_names_the_reward(base, reward
     "mode", ["none", "gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa", "gtpo_paper", "entropy_mask"]
 )
 def test_every_transform_mode_and_an_answer_without_tokens(base, mode):
-    """An empty answer takes no part in the divisor."""
     one = group(base, [1.0, 0.0, 1.0, 0.0], [*TEXTS, ""])
     one.rollouts[3].turns[0].action = Action([], "", np.zeros(0), np.zeros(0), "stop")
     fill_advantages([one], "grpo")
@@ -159,7 +154,6 @@ def test_denominators_count_skipped_groups(base, keys):
 
 
 def test_the_probe_is_one_completion_of_every_group_first(base):
-    """The same whatever the rewards are, without advantages; empty completions cannot be scored."""
     texts = [["so x = 1", "so x = 2"], ["notice x = 3", "so x = 4"], ["so x = 5"]]
     groups = [group(base, [0.0] * len(each), each) for each in texts]
     groups[1].rollouts[0].turns[0].action = Action([], "", np.zeros(0), None, "stop")
@@ -190,7 +184,6 @@ def test_gtpo_paper_decides_by_itself_which_groups_have_signal(base, change):
 
 
 def test_no_phrase_spans_two_turns(base):
-    """ "notice" at the end of one action and "that" at the beginning of the next are no planning phrase together."""
     one = group(base, [1.0, 0.0], ["so x notice", "so x = notice that 4"])
     first, second = one.rollouts
     first.turns.append(Turn((9, 9), completion(base, " that x = 4")))
@@ -216,7 +209,6 @@ def standard(base) -> Standard:
 
 
 def batches(base):
-    """Steps of which the first is too seldom right for the gate; texts and rewards differ from step to step."""
     texts = [TEXTS, ["so x", "so x = notice that 4", "check x"]]
     steps = [0.0, 0.2, 0.1], [1.0, 0.0, 1.0], [1.0, 1.0, 0.0], [0.0, 1.0, 1.0], [1.0, 0.0, 0.0]
     for step, rewards in enumerate(steps):
@@ -224,7 +216,6 @@ def batches(base):
 
 
 def test_the_gate_counts_every_rollout_that_was_sampled(base):
-    """One that could not be graded is not right, and not left out either."""
     groups = [group(base, [1.0, None, 0.0, None]), group(base, [None, None]), group(base, [1.0, 1.0])]
     assert correct_rate(groups) == 3 / 8
 

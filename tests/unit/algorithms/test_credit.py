@@ -161,7 +161,6 @@ def test_entropy_mask_denominators():
 
 
 def looped_paper(h, rewards, correct, groups, lengths, a1, a2, centred):
-    """Group Token Policy Optimization, token by token."""
     rows = [[0.0] * h.shape[1] for _ in lengths]
     for group in set(groups):
         members = [i for i, g in enumerate(groups) if g == group]
@@ -241,7 +240,6 @@ def test_every_mode_is_finite_constant_and_zero_in_the_padding(mode, seed):
 
 
 def test_stats_by_kind():
-    """Of the uncertainty before pooling."""
     batch = Batch()
     plan, execution = batch.planning & batch.mask, ~batch.planning & batch.mask
     credit = batch.credit("gtpo_sepa", sepa_lambda=1.0)

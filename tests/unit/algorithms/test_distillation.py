@@ -84,7 +84,6 @@ def test_the_likeliest_tokens_and_the_rest_as_one():
 
 
 def groups_of(*rewards_and_lengths):
-    """A group of one rollout each."""
     prompt = Prompt(Problem("0", "1 + 1", "2"), "1 + 1", (1, 2))
     rollouts = [
         Rollout(prompt, [Turn((1, 2), Action([7] * n, "", np.full(n, -1.0), None, "stop"))], RewardResult(reward))

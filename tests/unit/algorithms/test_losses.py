@@ -21,7 +21,6 @@ from retrain.maths.losses import (
 
 
 def loss_and_slope(name, advantages, ratios=(1.5, 1.0, 0.5), **bounds):
-    """Loss and its slope in the log-probability of each token of one completion with these ratios, and the sums."""
     logprobs = torch.tensor([ratios], dtype=torch.float64).log().sub(1.0).requires_grad_()
     sampler = torch.full((1, len(ratios)), -1.0, dtype=torch.float64)
     given = torch.tensor([advantages], dtype=torch.float64)
@@ -84,7 +83,6 @@ def test_all_losses_agree_on_policy():
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
 def test_update_does_not_depend_on_micro_batches(normalizer, name):
-    """Not even on one without tokens."""
     draw = torch.Generator().manual_seed(0)
     mask = torch.arange(7)[None] < torch.tensor([5, 1, 0, 7, 3, 4])[:, None]
     features = torch.randn(6, 7, 3, generator=draw, dtype=torch.float64)

@@ -36,7 +36,6 @@ def store():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """A TOML's folder with the code above; what it adds to the interpreter is taken back."""
     (tmp_path / "toy_credit.py").write_text(CODE)
     (tmp_path / "toy_helpers.py").write_text("PLACE = 'there'\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -163,7 +162,6 @@ def test_a_loss_of_the_users_gives_the_gradient_of_ours():
 
 
 def test_the_example_of_the_documents_trains(folder):
-    """The TOML and the code under "Code of your own", as they stand there."""
     page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
     part = page[page.index("## Code of your own") :]
     toml = re.search(r"```toml\n(.*?)```", part, re.DOTALL)[1]

@@ -143,8 +143,6 @@ def test_a_rewritten_conversation_is_looked_at_sample_by_sample():
 
 
 class FixedScores:
-    """A policy with fixed log-probabilities."""
-
     def __init__(self, logprobs: list[np.ndarray]):
         self.logprobs, self.calls = logprobs, 0
 
@@ -198,7 +196,6 @@ def test_before_each_of_several_updates_the_second_moment_is_that_of_the_policy_
 @pytest.mark.parametrize("tokens", ["all", "harmful"])
 @pytest.mark.parametrize("apart", [0.0, 3.0])
 def test_groups_without_an_advantage_change_nothing_for_the_second_moment(tokens, apart):
-    """However near or far the sampler of a uniform group is: with one update, and before each of several."""
     algorithm = section(loss="m2po", m2po_threshold=0.05, m2po_tokens=tokens)
     ratios, advantages = (*W, [math.exp(apart)] * 6), (1.0, -1.0, 1.0, 0.0)
     kept = []

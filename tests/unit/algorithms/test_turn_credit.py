@@ -131,7 +131,6 @@ def test_a_rewritten_conversation_gives_a_sample_for_each_time_it_was_read():
 
 
 def in_states(*episodes: tuple[list[tuple[int, ...]], float]) -> list[Rollout]:
-    """Rollouts whose turns begin with these words of the environment, with their total rewards."""
     made = []
     for states, total in episodes:
         one = rollout([None] * len(states), total)

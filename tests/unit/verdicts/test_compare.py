@@ -116,7 +116,6 @@ def test_failed_and_unfinished_runs_are_named_and_never_silently_dropped(tmp_pat
 
 
 def test_directories_are_pooled_by_condition(tmp_path):
-    """Replicates may differ in what is kept, shown or given up, and a directory that is named twice counts once."""
     sections = {"training": ("keep_every", "nonfinite_limit"), "reward": ("reward_max", "reward_min", "timeout_s")}
     folders = []
     for value, half in ((3, slice(0, 4)), (7, slice(4, 8))):
@@ -243,7 +242,6 @@ def test_a_rule_of_stopping_holds_for_its_own_campaign_baseline_and_metric_alone
 
 
 def test_every_run_of_every_directory_is_measured_alike(tmp_path):
-    """Not only the first directory, nor the first run of one; a run that measured nothing is in nobody's way."""
     folders = [
         campaign(tmp_path / name, {"a": list(BASE[:2])}, seeds=[start, start + 1])
         for name, start in (("one", 1), ("two", 3), ("three", 5))
@@ -268,7 +266,6 @@ def test_every_run_of_every_directory_is_measured_alike(tmp_path):
     ("done", "done", [0.6]), ("failed", "done", [0.7]), ("done", "running", [0.6]), ("failed", "running", []),
 ])  # fmt: skip
 def test_of_a_seed_that_was_run_twice_the_first_finished_run_counts(tmp_path, first, second, counted):
-    """It is one replicate; where none finished, the first is named."""
     one = campaign(tmp_path / "one", {"a": [0.6]}, states={"a_s1": first})
     two = campaign(tmp_path / "two", {"a": [0.7]}, states={"a_s1": second})
     report = compare_directories([one, two])

@@ -78,7 +78,6 @@ def test_no_interval_stands_beside_a_contradicting_verdict(steps, seeds, looks):
 
 
 def looked_at(differences: dict[str, list[float]], planned: int, alpha: float = 0.05) -> dict:
-    """The record of looks at the conditions with these differences, up to where the rule stops."""
     conditions = {}
     for label, values in differences.items():
         seen = [vars(each) for each in sequential_looks(values, planned, alpha=alpha)]
@@ -89,7 +88,6 @@ def looked_at(differences: dict[str, list[float]], planned: int, alpha: float = 
 
 
 def judged(differences: list[float], looked: int = 8, **declared) -> dict:
-    """The verdict of b, of whose differences to a so many were looked at."""
     values = {"a": [0.5] * len(differences), "b": [0.5 + d for d in differences]}
     record = looked_at({"b": differences[:looked]}, 8)
     return found(values, sequential=record, **declared)["conditions"][1]

@@ -18,7 +18,6 @@ TWO = {"a": list(BASE), "b": shifted(0.03)}
 
 
 def declared(folder: Path, **first: Any) -> Path:
-    """Keep a declaration in a campaign's manifest: of what is there, unless told otherwise."""
     manifest = read_json(folder / "manifest.json")
     labels = list(dict.fromkeys(run["label"] for run in manifest["runs"]))
     kept = {
@@ -76,7 +75,6 @@ def test_a_condition_that_was_added_leaves_the_verdicts_of_the_others(tmp_path):
 
 
 def test_always_valid_allows_seeds_to_be_added(tmp_path):
-    """With the record of looks that the campaign itself makes; without that rule they would be exploratory."""
     played = Played(tmp_path, rule="always_valid", seeds=EIGHT[:4])
     for seed in EIGHT[:4]:
         played.finish(seed)

@@ -20,7 +20,6 @@ from retrain.maths.statistics import sign_flip_p
 
 @given(st.lists(st.integers(-60, 60), min_size=6, max_size=9), st.sampled_from([0.95, 0.9, 0.9875]))
 def test_the_interval_holds_0_exactly_where_the_test_does_not_reject(steps, level):
-    """No p-value contradicts the interval beside it, whatever the differences."""
     d = np.array(steps) / 64.0
     found = sign_flip_interval(d, level)
     if found.low is None:

@@ -71,7 +71,6 @@ def test_seeds_that_are_accepted_are_the_fewest_that_can_stop_early(rule):
     for conditions in (2, 4):
 
         def last_look(planned: int, alpha: float = 0.05 / (conditions - 1)) -> int:
-            """Where equal differences of one sign stop."""
             return sequential_looks(np.ones(planned), planned, alpha=alpha, spending=rule)[-1].pairs
 
         least = next(n for n in range(2, 20) if last_look(n) < n)
@@ -253,7 +252,6 @@ NOISE = 0.01 * np.random.default_rng(4).standard_normal((8, 3))
 
 @pytest.mark.parametrize("test", ["exact", "normal", "permutation"])
 def test_missing_runs_under_every_test(tmp_path, test):
-    """A missing run takes its pairs away from every test; the exact p stands beside what decides."""
     values = np.array(BASE)[:, None] + NOISE + [0.0, 0.06, 0.0]
     results = {label: values[:, i].tolist() for i, label in enumerate("abc")}
     failed = {"a_s2": "failed", "c_s5": "failed"}

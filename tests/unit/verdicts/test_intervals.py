@@ -224,7 +224,6 @@ def test_after_a_stop_it_scales_mirrors_and_is_the_t_interval_without_looks():
 
 
 def test_the_estimate_is_nearly_median_unbiased_and_more_cautious_than_the_mean():
-    """Half a spread apart, with the real rule."""
     random = np.random.default_rng(0)
     means, found = [], []
     for _ in range(150):

@@ -23,7 +23,6 @@ CONDITION = '[[campaign.conditions]]\nadvantage_mode = "{}"\ntransform_mode = "n
 
 def made(tmp_path: Path, seeds: int = 3, conditions: int = 2, states: dict | None = None, evaluated: bool = True,
          texts: list[str] | None = None) -> Path:  # fmt: skip
-    """A campaign's directory, written instead of trained."""
     head = f"[campaign]\nseeds = {list(range(1, seeds + 1))}\nmax_steps = 4\n"
     toml = tmp_path / "made.toml"
     toml.write_text(head + "".join(CONDITION.format(each) for each in ("grpo", "rloo", "maxrl")[:conditions]))
@@ -73,8 +72,6 @@ def made(tmp_path: Path, seeds: int = 3, conditions: int = 2, states: dict | Non
 
 
 class Reader(HTMLParser):
-    """Elements, their attributes, and the text of a page."""
-
     def __init__(self, page: str):
         super().__init__(convert_charrefs=True)
         self.elements: list[tuple[str, dict]] = []
@@ -139,7 +136,6 @@ ALL = [f"{mode}+none_s{seed}" for mode in ("grpo", "rloo") for seed in (1, 2, 3)
     ({"texts": list(HOSTILE.values())}, []),
 ])  # fmt: skip
 def test_campaigns_of_every_shape(tmp_path, shape, parts):
-    """Whatever is missing, and whatever a completion says."""
     reader = harmless_report(made(tmp_path, **shape))
     assert "Runs" in reader.text
     for part in parts:
