@@ -1,5 +1,3 @@
-"""Adapters: peft is the oracle for what is computed and what is saved; the same seed gives the same start."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -11,8 +9,8 @@ from lane_cases import local_policy, trained
 
 from retrain.campaign.adapters.provenance import provenance
 from retrain.campaign.adapters.squeeze import compress_adapter
-from retrain.checkpoints import Snapshot, load_checkpoint, newest_whole, write_checkpoint
-from retrain.errors import CheckpointError, ModelError
+from retrain.checkpoints import Snapshot, write_checkpoint
+from retrain.errors import ModelError
 from retrain.files import read_json, write_json
 from retrain.policy.adapter_io import read_adapter, save_adapter
 from retrain.policy.base import load_base
@@ -53,17 +51,6 @@ def test_the_configuration_is_peft_s_own(base, lanes, tmp_path):
     assert (read.r, read.lora_alpha, read.lora_dropout, read.revision) == (4, 8.0, 0.25, "main")
     assert (read.peft_type, read.task_type, read.inference_mode) == ("LORA", "CAUSAL_LM", True)
     assert written["target_modules"] == [shape.name for shape in lanes.shapes]  # in order, as sets are not
-
-
-def test_stacked_lanes_equal_each_lane_alone(base, lanes):
-    adapters = [trained(lanes, 0, rank=4), trained(lanes, 1, rank=2), trained(lanes, 2, rank=7)]
-    alone = torch.cat([lane_logits(base, lanes, adapter) for adapter in adapters])
-    with torch.no_grad(), lanes.stacked(adapters):
-        together = base.model(input_ids=IDS.repeat(3, 1)).logits
-    assert torch.allclose(alone, together, atol=1e-4)
-    with torch.no_grad():
-        reference = base.model(input_ids=IDS).logits
-    assert not torch.allclose(reference, alone[:2], atol=1e-2)
 
 
 def test_a_new_adapter_is_the_base_and_a_function_of_the_seed(base, lanes):
@@ -110,37 +97,7 @@ def stepped(policy: LocalPolicy, times: int) -> None:
 
 
 def saved(directory: Path, policy: LocalPolicy, step: int) -> None:
-    """A checkpoint of the policy as it is now."""
     write_checkpoint(directory, Snapshot(step, policy.snapshot(resumable=True), f'{{"step": {step}}}\n'))
-
-
-def test_checkpoint_continues_exactly_and_damage_is_found(base, lanes, tmp_path):
-    def fresh() -> LocalPolicy:
-        keys = {"lr": 1e-2, "weight_decay": 0.01}
-        return local_policy(base, lanes, lora={"alpha": 8.0}, training=keys, optimizer={"beta2": 0.95})
-
-    policy = fresh()
-    run = tmp_path / "checkpoints"
-    stepped(policy, 3)
-    saved(run / "step_000003", policy, 3)
-    stepped(policy, 2)
-    saved(run / "step_000005", policy, 5)
-
-    again = fresh()
-    assert load_checkpoint(run / "step_000003", again) == {"step": 3}
-    stepped(again, 5)
-    straight = fresh()
-    stepped(straight, 3)
-    stepped(straight, 5)
-    assert torch.equal(again.adapter.flat, straight.adapter.flat)
-
-    weights = run / "step_000005" / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="damaged"):
-        load_checkpoint(run / "step_000005", again)
-    told: list[str] = []
-    assert newest_whole(tmp_path, told) == run / "step_000003"
-    assert "damaged" in told[0]
 
 
 @pytest.mark.parametrize("resumable", [False, True])
@@ -161,36 +118,33 @@ def test_a_snapshot_does_not_change_while_training_goes_on(base, lanes, resumabl
     assert taken.weights.flat.data_ptr() != policy.adapter.flat.data_ptr()
 
 
-@pytest.mark.parametrize("recorded", ["tiny-reasoner", "/another/site-packages/retrain/models/tiny_reasoner"])
-def test_peft_finds_the_bundled_model_by_itself(tmp_path, recorded):
-    """Of an adapter that is written now, and of one that an earlier release or another machine has written, once it is
-    written again; retrain itself finds the base of both."""
+def test_the_base_that_is_recorded_is_found_by_peft_and_from_everywhere(base, lanes, tmp_path, monkeypatch):
+    """The bundled model by its path here, also where an earlier release or another machine has written the adapter; a
+    directory by its absolute path; a name of the hub as it is."""
     from peft import AutoPeftModelForCausalLM
 
-    base, path = load_base("tiny-reasoner", devices="cpu"), "base_model_name_or_path"
-    save_adapter(tmp_path / "adapter", Lanes(base).new_adapter(2, 4).initialise("a"), "tiny-reasoner")
-    model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
-    assert model.get_base_model().config.hidden_size == base.model.config.hidden_size
-    config = read_json(tmp_path / "adapter/adapter_config.json")
-    write_json(tmp_path / "adapter/adapter_config.json", config | {path: recorded})
-    assert provenance(tmp_path / "adapter").base == config[path]
-    assert sources(str(tmp_path / "adapter")).name == "tiny-reasoner"
-    assert sources("tiny-reasoner", [f"one={tmp_path / 'adapter'}"]).notes == ()
-    compress_adapter(tmp_path / "adapter", 1, tmp_path / "small")
-    assert read_json(tmp_path / "small/adapter_config.json")[path] == config[path]
-
-
-def test_a_base_on_this_machine_has_its_whole_path(base, lanes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models/mine").mkdir(parents=True)
-    adapter, path = trained(lanes, 0), "base_model_name_or_path"
-    for name, told in (("models/mine", str(tmp_path / "models/mine")), ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B")):
-        save_adapter(tmp_path / "adapter", adapter, name)
-        assert read_json(tmp_path / "adapter/adapter_config.json")[path] == told
-        policy = local_policy(replace(base, name=name), lanes)
-        saved(tmp_path / "saved" / told[-4:], policy, 1)
-        assert read_json(tmp_path / "saved" / told[-4:] / "adapter_config.json")[path] == told
-    write_json(tmp_path / "adapter/adapter_config.json", read_json(tmp_path / "adapter/adapter_config.json")
-               | {path: "models/mine"})  # fmt: skip
-    compress_adapter(tmp_path / "adapter", 2, tmp_path / "small")
-    assert read_json(tmp_path / "small/adapter_config.json")[path] == str(tmp_path / "models/mine")
+    path, written = tmp_path / "adapter", tmp_path / "adapter/adapter_config.json"
+    bundled = load_base("tiny-reasoner", devices="cpu")
+    save_adapter(path, Lanes(bundled).new_adapter(2, 4).initialise("a"), "tiny-reasoner")
+    model = AutoPeftModelForCausalLM.from_pretrained(path)
+    assert model.get_base_model().config.hidden_size == bundled.model.config.hidden_size
+    here = read_json(written)["base_model_name_or_path"]
+    for recorded, expected in (
+        ("tiny-reasoner", here),
+        ("/another/site-packages/retrain/models/tiny_reasoner", here),
+        ("models/mine", str(tmp_path / "models/mine")),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+    ):
+        write_json(written, read_json(written) | {"base_model_name_or_path": recorded})
+        if expected == here:
+            assert provenance(path).base == here
+            assert sources(str(path)).name == "tiny-reasoner"
+            assert sources("tiny-reasoner", [f"one={path}"]).notes == ()
+        compress_adapter(path, 1, tmp_path / recorded[-4:])
+        again = read_json(tmp_path / recorded[-4:] / "adapter_config.json")
+        assert again["base_model_name_or_path"] == expected
+    for name, expected in (("models/mine", str(tmp_path / "models/mine")), ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B")):
+        saved(tmp_path / "saved" / name, local_policy(replace(base, name=name), lanes), 1)
+        assert read_json(tmp_path / "saved" / name / "adapter_config.json")["base_model_name_or_path"] == expected

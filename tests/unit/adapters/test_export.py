@@ -1,10 +1,8 @@
-"""Adapters for other programs, and beside their base: merged models, padded ranks, answers of both, from the command
-line."""
-
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,11 +14,7 @@ from typer.testing import CliRunner
 from retrain.campaign.adapters import export as exporting
 from retrain.cli import app
 from retrain.files import read_json, write_json
-from retrain.models import bundled_model_path
-from retrain.policy.adapter_io import save_adapter
 from retrain.policy.adapter_stream import AdapterFile
-from retrain.policy.base import load_base
-from retrain.policy.lora import Lanes
 
 TEXTS = ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"]
 
@@ -29,9 +23,24 @@ def run(*arguments: str | Path, stdin: str | None = None):
     return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
 
 
-def told(result):
+def report_of(*arguments: str | Path):
+    result = run(*arguments, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
+
+
+def refusal(*arguments: str | Path) -> str:
+    result = run(*arguments)
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.output
+    return result.stderr
+
+
+def change(directory: Path, changed: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]) -> Path:
+    """Write every tensor of an adapter again, under another name or with other numbers."""
+    weights = directory / "adapter_model.safetensors"
+    tensors = dict(changed(name, tensor) for name, tensor in sorted(load_file(weights).items()))
+    save_file(tensors, weights, metadata={"format": "pt"})
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +58,15 @@ def home(tmp_path_factory) -> Path:
 
 
 def enlarge(directory: Path) -> None:
-    """Fill B with random numbers."""
-    weights = directory / "adapter_model.safetensors"
-    tensors, stream = load_file(weights), torch.Generator().manual_seed(3)
-    for name in sorted(tensors):
-        if ".lora_B." in name:
-            tensors[name] = 0.02 * torch.randn(tensors[name].shape, generator=stream)
-    save_file(tensors, weights, metadata={"format": "pt"})
+    stream = torch.Generator().manual_seed(3)
+
+    def enlarged(name, tensor):
+        return name, 0.02 * torch.randn(tensor.shape, generator=stream) if ".lora_B." in name else tensor
+
+    change(directory, enlarged)
 
 
 def logits_with(adapter: Path, model: Path | str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Logits of base and adapter as peft has them."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -74,11 +81,11 @@ def tokens() -> torch.Tensor:
 
 @pytest.mark.parametrize("which", ["", "checkpoints/step_000002"])
 def test_a_merged_model_is_base_and_adapter(home, tmp_path, which):
-    """A run, its final/ and a checkpoint: full models that transformers loads, with the same logits and tokenizer."""
+    """Of a run and a checkpoint: full models that transformers loads, with the same logits and tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source, out = home / "out" / which, tmp_path / "deep" / "merged"
-    report = told(run("export", source, "--merge", "--out", out, "--json"))
+    report = report_of("export", source, "--merge", "--out", out)
     adapter = Path(report["adapter"])
     assert adapter == (home / "out" / (which or "final")).resolve()
     assert (report["base"], report["dtype"], report["modules"]) == (str(home / "model"), "float32", 14)
@@ -104,30 +111,16 @@ def test_the_number_format_of_each_weight_is_kept(home, tmp_path):
     save_file(stored, half / "model.safetensors", metadata={"format": "pt"})
     write_json(half / "config.json", read_json(half / "config.json") | {"dtype": "bfloat16"})
     adapter = home / "out" / "final"
-    report = told(run("export", adapter, "--base", half, "--merge", "--out", tmp_path / "out", "--json"))
+    report = report_of("export", adapter, "--base", half, "--merge", "--out", tmp_path / "out")
     assert report["dtype"] == "bfloat16"
     assert 1e-4 < report["difference"] < report["tolerance"]
     merged = load_file(tmp_path / "out" / "model.safetensors")
     assert read_json(tmp_path / "out" / "config.json")["dtype"] == "bfloat16"
     assert {tensor.dtype for name, tensor in merged.items() if "norm" not in name} == {torch.bfloat16}
-    more = ("--dtype", "float32", "--out", tmp_path / "wide", "--json")
-    wide = told(run("export", adapter, "--base", half, "--merge", *more))
+    more = ("--dtype", "float32", "--out", tmp_path / "wide")
+    wide = report_of("export", adapter, "--base", half, "--merge", *more)
     assert wide["difference"] < 1e-5 < report["difference"]
     assert {tensor.dtype for tensor in load_file(tmp_path / "wide" / "model.safetensors").values()} == {torch.float32}
-
-
-def test_the_bundled_model_merges(home, tmp_path):
-    """Of an adapter that names it."""
-    base = load_base("tiny-reasoner", devices="cpu")
-    adapter = Lanes(base).new_adapter(4, 8.0).initialise("a")
-    with torch.no_grad():
-        for factor in adapter.B.values():
-            factor.fill_(0.01)
-    save_adapter(tmp_path / "adapter", adapter, "tiny-reasoner")
-    result = run("export", tmp_path / "adapter", "--merge", "--out", tmp_path / "merged")
-    assert result.exit_code == 0, result.output
-    assert f"base        {bundled_model_path('tiny-reasoner')}" in result.stdout
-    assert "logits differ from the adapter's by" in result.stdout
 
 
 def test_a_merge_that_is_wrong_is_not_published(home, tmp_path, monkeypatch):
@@ -141,56 +134,38 @@ def test_a_merge_that_is_wrong_is_not_published(home, tmp_path, monkeypatch):
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
     monkeypatch.setattr(exporting, "_save", broken)
-    result = run("export", home / "out", "--merge", "--out", tmp_path / "merged")
-    assert result.exit_code == 2
-    assert len(result.stderr.splitlines()) == 1
-    assert "nothing is written" in result.stderr
+    assert "nothing is written" in refusal("export", home / "out", "--merge", "--out", tmp_path / "merged")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_adapter_that_rounding_swallows_is_told(home, tmp_path):
-    adapter = tmp_path / "small"
-    shutil.copytree(home / "out" / "final", adapter)
-    weights = adapter / "adapter_model.safetensors"
-    tensors = {name: tensor * (1e-3 if ".lora_B." in name else 1) for name, tensor in load_file(weights).items()}
-    save_file(tensors, weights, metadata={"format": "pt"})
-    arguments = ("export", adapter, "--merge", "--out", tmp_path / "out")
-    result = run(*arguments, "--dtype", "bfloat16")
-    assert result.exit_code == 2
-    assert "type --dtype float32" in result.stderr
-    assert not (tmp_path / "out").exists()
-    assert run(*arguments).exit_code == 0  # float32 keeps it
+def test_an_adapter_that_would_be_lost_is_refused(home, tmp_path):
+    """By rounding, or because no layer takes it: peft would warn and export the base under the adapter's name."""
+    small = change(
+        shutil.copytree(home / "out/final", tmp_path / "small"),
+        lambda name, tensor: (name, tensor * (1e-3 if ".lora_B." in name else 1)),
+    )
+    renamed = change(
+        shutil.copytree(home / "out/final", tmp_path / "renamed"),
+        lambda name, tensor: (name.replace("model.layers", "model.blocks"), tensor),
+    )
+    out = tmp_path / "out"
+    assert "type --dtype float32" in refusal("export", small, "--merge", "--out", out, "--dtype", "bfloat16")
+    assert "no layer takes" in refusal("export", renamed, "--merge", "--out", out)
+    assert not out.exists()
+    assert run("export", small, "--merge", "--out", out).exit_code == 0  # float32 keeps it
 
 
 def test_other_base_weights_are_refused(home, tmp_path):
     """The run recorded what its base was; a directory that holds something else now would give another model."""
-    moved = tmp_path / "home"
-    shutil.copytree(home / "out", moved / "out")
+    moved = shutil.copytree(home / "out", tmp_path / "home/out")
     other = qwen3_directory(tmp_path / "model", TEXTS, seed=5)
-    result = run("export", moved / "out", "--merge", "--base", other, "--out", tmp_path / "merged")
-    assert result.exit_code == 2
-    assert "other weights" in result.stderr
-    result = run("sample", moved / "out", "--prompt", "4", "--base", other)
-    assert (result.exit_code, "other weights" in result.stderr) == (0, True)
     wide = qwen3_directory(tmp_path / "wide", TEXTS, hidden=64)
-    result = run("sample", moved / "out", "--prompt", "4", "--base", wide)
-    assert result.exit_code == 2
-    assert "not a linear layer of that size" in result.stderr
-    result = run("export", home / "out" / "final", "--merge", "--base", wide, "--out", tmp_path / "merged")
-    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
-
-
-def test_a_factor_that_no_layer_takes_is_told(home, tmp_path):
-    """peft warns and goes on, which would export the base under the adapter's name."""
-    adapter = tmp_path / "renamed"
-    shutil.copytree(home / "out" / "final", adapter)
-    weights = adapter / "adapter_model.safetensors"
-    tensors = {name.replace("model.layers", "model.blocks"): value for name, value in load_file(weights).items()}
-    save_file(tensors, weights, metadata={"format": "pt"})
-    result = run("export", adapter, "--merge", "--out", tmp_path / "out")
-    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
-    assert "no layer takes" in result.stderr
-    assert not (tmp_path / "out").exists()
+    merge = ("--merge", "--out", tmp_path / "merged")
+    assert "other weights" in refusal("export", moved, *merge, "--base", other)
+    refusal("export", home / "out/final", *merge, "--base", wide)
+    assert "not a linear layer of that size" in run("sample", moved, "--prompt", "4", "--base", wide).stderr
+    result = run("sample", moved, "--prompt", "4", "--base", other)
+    assert (result.exit_code, "other weights" in result.stderr) == (0, True)
 
 
 @pytest.mark.parametrize("how", [("--merge",), ("--rank-pad", "16")])
@@ -201,10 +176,7 @@ def test_nothing_that_is_there_is_overwritten(home, tmp_path, how):
     file.write_text("mine")
     link.symlink_to(tmp_path)
     for out in (full, file, link):
-        result = run("export", home / "out", *how, "--out", out)
-        assert result.exit_code == 2
-        assert len(result.stderr.splitlines()) == 1
-        assert "--out" in result.stderr
+        assert "--out" in refusal("export", home / "out", *how, "--out", out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full", "link"]
     assert (full / "mine.txt").read_text() == file.read_text() == "mine"
     (full / "mine.txt").unlink()
@@ -219,9 +191,7 @@ def test_usage_is_told_in_one_line(home, tmp_path):
         (("--rank-pad", "2"), "has rank 4"),
         (("--merge", "--base", "/no/such/model"), "not a directory here"),
     ):
-        result = run("export", home / "out", "--out", tmp_path / "out", *arguments)
-        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.output
-        assert words in result.stderr
+        assert words in refusal("export", home / "out", "--out", tmp_path / "out", *arguments)
     campaign = tmp_path / "campaign"
     write_json(campaign / "manifest.json", {"runs": [{"path": "runs/a_s1", "state": "done"}]})
     result = run("export", campaign, "--merge", "--out", tmp_path / "out")
@@ -246,7 +216,7 @@ def test_a_padded_rank_changes_no_weight_change(home, tmp_path, rslora):
         tmp_path / "source" / "adapter_config.json",
         read_json(tmp_path / "source" / "adapter_config.json") | {"base_model_name_or_path": str(home / "model")},
     )
-    report = told(run("export", tmp_path / "source", "--rank-pad", "16", "--out", tmp_path / "padded", "--json"))
+    report = report_of("export", tmp_path / "source", "--rank-pad", "16", "--out", tmp_path / "padded")
     config = read_json(tmp_path / "padded" / "adapter_config.json")
     assert (config["r"], config["use_rslora"], config["rank_pattern"], config["alpha_pattern"]) == (16, False, {}, {})
     assert report["ranks_before"] == [3, 6]
@@ -267,41 +237,26 @@ def test_a_padded_rank_changes_no_weight_change(home, tmp_path, rslora):
 
 
 def test_a_relative_base_is_found_again_and_written_absolute(home, tmp_path, monkeypatch):
-    """From where the run was started, or from the folder of its file."""
-    moved = tmp_path / "home"
-    shutil.copytree(home, moved)
+    moved = shutil.copytree(home, tmp_path / "home")
     config = moved / "out" / "final" / "adapter_config.json"
     write_json(config, read_json(config) | {"base_model_name_or_path": "model"})
     plan = moved / "out" / "plan.json"
     write_json(plan, read_json(plan) | {"folder": str(moved)})
     monkeypatch.chdir(tmp_path)
-    report = told(run("export", moved / "out", "--rank-pad", "8", "--out", "padded", "--json"))
+    report = report_of("export", moved / "out", "--rank-pad", "8", "--out", "padded")
     assert report["base"] == str(moved / "model")
     assert report["out"] == str(tmp_path / "padded")
     assert read_json(tmp_path / "padded" / "adapter_config.json")["base_model_name_or_path"] == str(moved / "model")
 
 
-def test_sample_asks_the_adapter_and_its_base(home):
-    """The run's template and tokenizer; the base answers as an untrained run does; seeds decide what is drawn."""
-    prompts = ("--prompt", "12", "--prompt", "7 + 4")
-    ask = ("sample", home / "out", *prompts, "--samples", "3", "--max-tokens", "12", "--json")
-    found = told(run(*ask))
-    rendered = [prompt["rendered"] for prompt in found["prompts"]]
-    assert rendered == ["<turn>Say 12 now<turn>", "<turn>Say 7 + 4 now<turn>"]
-    texts = {who: [[each["text"] for each in p[who]] for p in found["prompts"]] for who in ("base", "adapter")}
-    assert texts["base"] != texts["adapter"]
-    assert all(each["tokens"] <= 12 for p in found["prompts"] for who in ("base", "adapter") for each in p[who])
-    assert told(run(*ask)) == found
-    assert told(run(*ask, "--seed", "1"))["prompts"] != found["prompts"]
-
-
 def test_sample_is_the_model_s_own_answer(home):
-    """Greedy answers of both, token for token, as transformers and peft generate them."""
+    """Greedy answers of both, token for token, as transformers and peft generate them; otherwise seeds decide."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    found = told(run("sample", home / "out", "--prompt", "12", "--temperature", "0", "--max-tokens", "10", "--json"))
+    found = report_of("sample", home / "out", "--prompt", "12", "--temperature", "0", "--max-tokens", "10")
     (prompt,) = found["prompts"]
+    assert prompt["rendered"] == "<turn>Say 12 now<turn>"  # by the run's template
     tokenizer = AutoTokenizer.from_pretrained(home / "model")
     ids = tokenizer(prompt["rendered"], return_tensors="pt", add_special_tokens=False)
     base = AutoModelForCausalLM.from_pretrained(home / "model")
@@ -309,6 +264,8 @@ def test_sample_is_the_model_s_own_answer(home):
         model = base if who == "base" else PeftModel.from_pretrained(base, str(home / "out" / "final")).eval()
         drawn = model.generate(**ids, max_new_tokens=10, do_sample=False)[0, ids["input_ids"].shape[1] :]
         assert prompt[who][0]["text"] == tokenizer.decode(drawn, skip_special_tokens=True)
+    ask = ("sample", home / "out", "--prompt", "12", "--samples", "3", "--max-tokens", "12")
+    assert report_of(*ask)["prompts"] == report_of(*ask)["prompts"] != report_of(*ask, "--seed", "1")["prompts"]
 
 
 def test_sample_reads_standard_input_and_prints_lines(home):
@@ -326,5 +283,5 @@ def test_sample_reads_standard_input_and_prints_lines(home):
 def test_sample_of_an_adapter_without_a_run_says_so(home, tmp_path):
     shutil.copytree(home / "out" / "final", tmp_path / "alone")
     result = run("sample", tmp_path / "alone", "--prompt", "12", "--max-tokens", "4", "--json")
-    assert told(result)["prompts"][0]["rendered"] == "<turn>12<turn>"
+    assert json.loads(result.stdout)["prompts"][0]["rendered"] == "<turn>12<turn>"
     assert "belongs to no run here" in result.stderr

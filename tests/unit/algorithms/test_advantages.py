@@ -1,5 +1,3 @@
-"""Episode advantages against exact expectations: every reward vector of a group, weighted by its probability."""
-
 from __future__ import annotations
 
 import itertools
@@ -39,10 +37,6 @@ def test_published_weights_at_five_percent_success(size, of_maxrl, of_grpo):
     assert expected_weight("grpo", size, 0.05) == pytest.approx(of_grpo, rel=5e-3)
 
 
-def test_maxrl_with_two_samples_is_rloo_in_expectation():
-    assert expected_weight("maxrl", 2, 0.2) == pytest.approx(expected_weight("rloo", 2, 0.2))
-
-
 def test_worked_by_hand():
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0])
     assert group_advantages("dr_grpo", rewards).tolist() == pytest.approx([0.6, -0.4, -0.4, 0.6, -0.4])
@@ -77,22 +71,9 @@ def test_small_groups_and_several_at_once(mode):
         assert group_advantages(mode, torch.tensor([0.7])).tolist() == [0.0]
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: group_advantages("ppo", torch.zeros(2)), "unknown advantage mode 'ppo'"),
-        (lambda: group_advantages("rloo", torch.tensor([1.0])), "group_size >= 2"),
-        (lambda: group_advantages("maxrl", torch.tensor([0.0, -0.1])), r"in \[0, 1\]: got -0.1"),
-        (lambda: group_advantages("maxrl", torch.tensor([0.0, 1.5])), r"in \[0, 1\]: got 1.5"),
-        (lambda: group_advantages("grpo", torch.tensor([0.0, math.nan])), r"finite.*index \[1\]"),
-        (lambda: group_advantages("rloo", torch.tensor([0.0, -math.inf])), r"finite.*index \[1\]"),
-        (lambda: whiten(torch.zeros(3), torch.ones(2)), "one token count per advantage"),
-    ],
-)
-def test_what_has_no_advantage_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_rewards_that_are_not_finite_are_named():
+    with pytest.raises(ValueError, match=r"finite.*index \[1\]"):
+        group_advantages("grpo", torch.tensor([0.0, math.nan]))
 
 
 @given(REWARDS, st.sampled_from([1.0, 1e30]))

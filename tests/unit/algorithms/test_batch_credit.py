@@ -1,14 +1,16 @@
-"""From groups to training samples: offsets of sampled tokens, missing rewards, skipped groups, denominators."""
-
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-from credit_cases import completion, group, sampled_tokens, words_base
+import torch
+from toymodels import word_tokenizer
 
 from retrain.algorithms.standard import (
+    Modes,
     Standard,
     assign_credit,
     correct_rate,
@@ -20,19 +22,58 @@ from retrain.config import parse_dict
 from retrain.errors import RunFailed
 from retrain.files import dumps
 from retrain.maths.planning import RegexDetector
+from retrain.policy.base import BaseModel
 from retrain.policy.protocol import probe_of, samples_of
-from retrain.tokenizer import Tokenizer
-from retrain.types import Action, Turn
+from retrain.types import Action, Problem, Prompt, RewardResult, Turn, single_turn
+
+TEXTS = ["so x = 4", "wait let me check so x", "notice that x = 4"]
 
 
 @pytest.fixture(scope="module")
-def base():
-    return words_base()
+def base() -> BaseModel:
+    """A base that is a tokenizer alone."""
+    tokenizer = word_tokenizer(["so x = 4 notice that we can check", "that's not right wait let me check"], 280)
+    return BaseModel("toy", SimpleNamespace(), tokenizer, torch.device("cpu"), torch.float32, (1,), 0, "")
 
 
-@pytest.mark.parametrize(
-    "text", ["so x = notice that 4", "naïve café ≤ 3 — wait, let me check", "日本 🙂 that’s not right"]
-)
+def completion(base, text):
+    """The text as sampled; uncertainty grows with improbability."""
+    ids = base.tokenizer(text)["input_ids"] + [base.tokenizer.eos_token_id]
+    logprobs_T = np.linspace(-2, -0.1, len(ids))
+    return Action(ids, text, logprobs_T, np.abs(logprobs_T), "stop")
+
+
+def group(base, rewards, texts=None):
+    texts = texts or [f"so x = {i}" for i in range(len(rewards))]
+    prompt = Prompt(Problem("p", "1+1=?", "2"), "1+1=?", (5, 6, 7))
+    return single_turn(prompt, [completion(base, text) for text in texts], [RewardResult(each) for each in rewards])
+
+
+class Trained(NamedTuple):
+    token_ids: list[int]
+    logprobs_T: np.ndarray
+    advantages_T: np.ndarray
+    loss_mask_T: np.ndarray
+
+
+def sampled_tokens(samples) -> list[Trained]:
+    """The sampled tokens of each sample; what was read has no advantage and does not train."""
+    trained = []
+    for sample in samples:
+        own = sample.action_mask
+        assert not sample.advantages[~own].any()
+        assert not sample.loss_mask[~own].any()
+        ids = sample.token_ids[own].tolist()
+        trained.append(Trained(ids, sample.logprobs[own], sample.advantages[own], sample.loss_mask[own]))
+    return trained
+
+
+def credited(groups, config=None, sepa_lambda=0.5, modes=None):
+    result = assign_credit(groups, config or parse_dict({}), sepa_lambda, ("placebo",), modes)
+    return result, sampled_tokens(samples_of(groups))
+
+
+@pytest.mark.parametrize("text", ["naïve café ≤ 3 — wait, let me check", "日本 🙂 that’s not right"])
 def test_offsets_cover_the_text_exactly(base, text):
     ids = completion(base, text).token_ids
     decoded, offsets = base.text.offsets(ids)
@@ -42,12 +83,6 @@ def test_offsets_cover_the_text_exactly(base, text):
         covered[start:end] = True
     assert covered.all()
     assert tuple(np.asarray(offsets)[-1]) == (len(text), len(text))  # the end token stands for nothing
-    if text.isascii():
-        streamed = Tokenizer(base.tokenizer)
-        streamed.__dict__["token_bytes"] = None  # as of a tokenizer whose tokens are no bytes
-        slow_text, slow = streamed.offsets(ids)
-        assert slow_text == decoded
-        assert [list(pair) for pair in slow] == np.asarray(offsets).tolist()
 
 
 def test_missing_rewards_take_no_part(base):
@@ -70,17 +105,21 @@ def test_a_reward_that_the_mode_is_not_defined_for_names_the_reward(base, reward
     fill_advantages([group(base, [0.0, reward])], "grpo", "length")
 
 
-def test_an_answer_without_tokens_takes_no_part_in_the_divisor(base):
-    one = group(base, [1.0, 0.0, 0.0])
-    one.rollouts[2].turns[0].action = Action([], "", np.zeros(0), np.zeros(0), "stop")
+@pytest.mark.parametrize(
+    "mode", ["none", "gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa", "gtpo_paper", "entropy_mask"]
+)
+def test_every_transform_mode_and_an_answer_without_tokens(base, mode):
+    one = group(base, [1.0, 0.0, 1.0, 0.0], [*TEXTS, ""])
+    one.rollouts[3].turns[0].action = Action([], "", np.zeros(0), np.zeros(0), "stop")
     fill_advantages([one], "grpo")
     mark_planning([one], RegexDetector(), base.text)
-    for mode in ("none", "gtpo_sepa", "gtpo_paper", "entropy_mask"):
-        result = assign_credit([one], parse_dict({"algorithm": {"transform_mode": mode}}), 1.0, ("placebo",))
-        assert result.denominators.sequences == 2
-        sequences = sampled_tokens(samples_of([one]))
-        assert [len(s.token_ids) for s in sequences] == [len(rollout) for rollout in one.rollouts]
-        assert all(np.isfinite(s.advantages_T).all() for s in sequences)
+    result, sequences = credited([one], parse_dict({"algorithm": {"transform_mode": mode}}))
+    assert result.denominators.sequences == 3
+    assert [len(each.token_ids) for each in sequences] == [len(rollout) for rollout in one.rollouts]
+    assert all(np.isfinite(each.advantages_T).all() for each in sequences)
+    trained, total = sum(int(each.loss_mask_T.sum()) for each in sequences), sum(map(len, one.rollouts))
+    assert trained == (-(-total // 5) if mode == "entropy_mask" else total)
+    assert result.metrics["planning_fraction"] > 0
 
 
 def test_whitening_weighs_every_graded_completion_by_its_tokens(base):
@@ -102,10 +141,9 @@ def test_denominators_count_skipped_groups(base, keys):
     the loss has another term or it is not to be discarded."""
     groups = [group(base, [1.0, 0.0]), group(base, [0.0, 0.0]), group(base, [None, 1.0]), group(base, [None, None])]
     fill_advantages(groups, "grpo")
-    result = assign_credit(groups, parse_dict({"algorithm": keys}), 0.0, ("placebo",))
+    result, sequences = credited(groups, parse_dict({"algorithm": keys}))
     without = None if keys else "zero_advantage"
     assert [g.discarded for g in groups] == [None, without, without, "no_reward"]
-    sequences = sampled_tokens(samples_of(groups))
     assert len(sequences) == (5 if keys else 2)
     assert not any(sequence.advantages_T.any() for sequence in sequences[2:])
     graded = [rollout for g in groups for rollout in g.rollouts if np.isfinite(rollout.advantage)]
@@ -116,13 +154,11 @@ def test_denominators_count_skipped_groups(base, keys):
 
 
 def test_the_probe_is_one_completion_of_every_group_first(base):
-    """The same whatever the rewards are, without advantages; empty completions cannot be scored."""
     texts = [["so x = 1", "so x = 2"], ["notice x = 3", "so x = 4"], ["so x = 5"]]
     groups = [group(base, [0.0] * len(each), each) for each in texts]
     groups[1].rollouts[0].turns[0].action = Action([], "", np.zeros(0), None, "stop")
     fill_advantages(groups, "grpo")
-    assign_credit(groups, parse_dict({}), 0.0, ("placebo",))
-    assert samples_of(groups) == []
+    assert credited(groups)[1] == []
     a, b, c = (g.rollouts for g in groups)
     probe = sampled_tokens(probe_of(groups))
     assert [s.token_ids for s in probe] == [a[0].token_ids, c[0].token_ids, a[1].token_ids, b[1].token_ids]
@@ -139,35 +175,15 @@ def test_gtpo_paper_decides_by_itself_which_groups_have_signal(base, change):
     fill_advantages([equal, right], "grpo")
     assert (equal.discarded, right.discarded) == ("zero_advantage", None)
     config = parse_dict({"algorithm": {"transform_mode": "gtpo_paper", **change}})
-    result = assign_credit([equal, right], config, 0.0, ("placebo",))
+    result, (first, second, *others) = credited([equal, right], config)
     assert (equal.discarded, right.discarded) == (None, None if change else "zero_advantage")
-    first, second, *others = sampled_tokens(samples_of([equal, right]))
     assert (first.advantages_T > 0).all()
     assert (second.advantages_T < 0).all()
     assert len(others) == (2 if change else 0)
     assert result.denominators.sequences == 4
 
 
-@pytest.mark.parametrize(
-    "mode", ["none", "gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_sepa", "gtpo_paper", "entropy_mask"]
-)
-def test_every_transform_mode_is_reachable_from_the_configuration(base, mode):
-    config = parse_dict({"algorithm": {"transform_mode": mode}})
-    groups = [group(base, [1.0, 0.0, 1.0], ["so x = 4", "wait let me check so x", "notice that x = 4"])]
-    fill_advantages(groups, "grpo")
-    mark_planning(groups, RegexDetector(), base.text)
-    result = assign_credit(groups, config, 0.5, ("placebo",))
-    sequences = sampled_tokens(samples_of(groups))
-    assert len(sequences) == 3
-    assert all(np.isfinite(s.advantages_T).all() for s in sequences)
-    trained = sum(int(s.loss_mask_T.sum()) for s in sequences)
-    total = sum(len(s.token_ids) for s in sequences)
-    assert trained == (-(-total // 5) if mode == "entropy_mask" else total)
-    assert result.metrics["planning_fraction"] > 0
-
-
 def test_no_phrase_spans_two_turns(base):
-    """ "notice" at the end of one action and "that" at the beginning of the next are no planning phrase together."""
     one = group(base, [1.0, 0.0], ["so x notice", "so x = notice that 4"])
     first, second = one.rollouts
     first.turns.append(Turn((9, 9), completion(base, " that x = 4")))
@@ -179,33 +195,7 @@ def test_no_phrase_spans_two_turns(base):
     assert "".join(marked).replace(" ", "") == "noticethatnoticethat"
 
 
-def test_credit_of_several_turns_runs_over_the_tokens_of_all_actions(base):
-    """The same advantages as one action with all of those tokens, and none for what was read between."""
-    modes = {"algorithm": {"transform_mode": "gtpo_sepa"}}
-    whole, parted = (group(base, [1.0, 0.0], ["so x = notice that 4", "so x = 5"]) for _ in range(2))
-    for rollout in parted.rollouts:
-        action = rollout.turns[0].action
-        halves = [
-            Action(action.token_ids[part], "", action.logprobs_T[part], action.entropy_T[part], "stop")
-            for part in (slice(0, 3), slice(3, None))
-        ]
-        rollout.turns = [Turn(rollout.prompt.token_ids, halves[0]), Turn((9, 9), halves[1])]
-    mark_planning([whole], RegexDetector(), base.text)
-    for mine, theirs in zip(parted.rollouts, whole.rollouts, strict=True):
-        mine.planning_T = theirs.planning_T
-    fill_advantages([whole, parted], "grpo")
-    results = [assign_credit([one], parse_dict(modes), 0.5, ("placebo",)) for one in (whole, parted)]
-    assert results[0] == results[1]
-    for mine, theirs in zip(sampled_tokens(samples_of([parted])), sampled_tokens(samples_of([whole])), strict=True):
-        assert mine.token_ids == theirs.token_ids
-        assert mine.advantages_T.tolist() == theirs.advantages_T.tolist()
-        assert mine.loss_mask_T.tolist() == theirs.loss_mask_T.tolist()
-    sample = samples_of([parted])[0]
-    assert sample.token_ids[~sample.action_mask].tolist() == [5, 6, 7, 9, 9]
-    assert sample.action_mask.tolist() == [*[False] * 3, *[True] * 3, *[False] * 2, *[True] * (len(sample) - 8)]
-
-
-# -- what the algorithm remembers -------------------------------------------------------------------------------
+# What the algorithm remembers
 
 
 def standard(base) -> Standard:
@@ -219,16 +209,13 @@ def standard(base) -> Standard:
 
 
 def batches(base):
-    """Steps of which the first is too seldom right for the gate; texts and rewards differ from step to step."""
-    texts = [["so x = 4", "wait let me check so x", "notice that x = 4"], ["so x", "so x = notice that 4", "check x"]]
-    for step, rewards in enumerate(
-        ([0.0, 0.2, 0.1], [1.0, 0.0, 1.0], [1.0, 1.0, 0.0], [0.0, 1.0, 1.0], [1.0, 0.0, 0.0])
-    ):
+    texts = [TEXTS, ["so x", "so x = notice that 4", "check x"]]
+    steps = [0.0, 0.2, 0.1], [1.0, 0.0, 1.0], [1.0, 1.0, 0.0], [0.0, 1.0, 1.0], [1.0, 0.0, 0.0]
+    for step, rewards in enumerate(steps):
         yield step, [group(base, rewards, texts[step % 2])]
 
 
 def test_the_gate_counts_every_rollout_that_was_sampled(base):
-    """One that could not be graded is not right, and not left out either."""
     groups = [group(base, [1.0, None, 0.0, None]), group(base, [None, None]), group(base, [1.0, 1.0])]
     assert correct_rate(groups) == 3 / 8
 
@@ -252,3 +239,63 @@ def test_an_algorithm_goes_on_from_its_state(base):
     assert [row["sepa_gate_open"] for row in metrics] == [False, False, True, True, True]
     assert metrics[0]["sepa_lambda"] == metrics[1]["sepa_lambda"] == metrics[2]["sepa_lambda"] == 0.0
     assert 0 < metrics[3]["sepa_lambda"] < metrics[4]["sepa_lambda"] <= 1
+
+
+# Plug-ins
+
+
+def test_the_users_formulas_give_what_ours_give(base):
+    def grpo(rewards):
+        return (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
+
+    def gtpo(advantages_BT, h_BT, planning_BT, mask_BT):
+        assert planning_BT.shape == mask_BT.shape
+        mean = (h_BT * mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True)
+        return advantages_BT * (1 + 0.5 * (h_BT / mean - 1)).clamp(min=0)
+
+    def surprisal(logprobs_BT, entropy_BT, mask_BT):
+        return -logprobs_BT
+
+    results, trained = [], []
+    for modes in (Modes(grpo, gtpo, surprisal), Modes("grpo", "gtpo", "surprisal")):
+        groups = [group(base, [1.0, None, 0.0], TEXTS), group(base, [0.0, 0.0, 0.0], TEXTS)]
+        fill_advantages(groups, modes.advantage)
+        mark_planning(groups, RegexDetector(), base.text)
+        result, sequences = credited(
+            groups, parse_dict({"algorithm": {"transform_mode": "gtpo"}, "gtpo": {"beta": 0.5}}), modes=modes
+        )
+        results.append(result)
+        trained.append(sequences)
+        assert [g.discarded for g in groups] == [None, "zero_advantage"]
+    assert len(trained[0]) == 2
+    for mine, ours in zip(*trained, strict=True):
+        assert mine.advantages_T == pytest.approx(ours.advantages_T, rel=1e-5)
+    assert results[0].denominators == results[1].denominators
+    assert results[0].metrics.items() <= results[1].metrics.items()  # a plug-in has no weights
+
+
+def test_an_advantage_plug_in_gets_the_graded_completions(base):
+    seen = []
+
+    def longer_is_better(rewards, context):
+        seen.append((context.problem.id, [result.total_reward for result in context.rewards]))
+        return torch.tensor([float(len(completion)) for completion in context.completions])
+
+    one = group(base, [1.0, None, 0.0], ["so x", "so x = 4 so x = 4", "so"])
+    fill_advantages([one], longer_is_better)
+    lengths = [len(rollout) for rollout in one.rollouts]
+    assert one.advantages_N[[0, 2]].tolist() == [lengths[0], lengths[2]]
+    assert np.isnan(one.advantages_N[1])
+    assert seen == [("p", [1.0, 0.0])]
+
+
+def test_a_transform_plug_in_decides_which_groups_have_signal(base):
+    def bonus(advantages_BT, h_BT, planning_BT, mask_BT):
+        return torch.ones_like(advantages_BT)
+
+    one = group(base, [0.0, 0.0])
+    fill_advantages([one], "grpo")
+    assert one.discarded == "zero_advantage"
+    _, sequences = credited([one], modes=Modes("grpo", bonus, "surprisal"))
+    assert one.discarded is None
+    assert all((each.advantages_T == 1).all() for each in sequences)

@@ -1,5 +1,3 @@
-"""Corrections of and rejections by the ratio of trainer and sampler: cases by hand, and trees that are summed up."""
-
 from __future__ import annotations
 
 import itertools
@@ -53,9 +51,6 @@ def test_weights_at_the_edges():
         assert weights[0].tolist() == pytest.approx([expected] * 400, abs=1e-6)
     for kind in CORRECTIONS:
         assert not correction_weights(Correction(kind), OLD.clone().requires_grad_(), SAMPLER, MASK).requires_grad
-    for wrong in (("seq_icepop", 0.5, 2.0), ("icepop", 2.0, 0.5), ("icepop", -1.0, 2.0), ("icepop", 1.0, 1.0)):
-        with pytest.raises(ValueError, match=r"unknown correction 'seq_icepop'|0 <= low < high"):
-            Correction(*wrong)
 
 
 def test_the_whole_product_is_unbiased_and_single_weights_are_not():
@@ -99,8 +94,6 @@ def test_padding_and_empty_sequences_take_no_part():
     old[:, 1:] = -30.0
     for kind, low, high in (("geometric", 0.99, 1.01), ("k3", 0.0, 0.01), ("veto", 0.5, math.inf)):
         assert kept_sequences(kind, old, sampler, mask, low, high).tolist() == [[True], [True]]
-    with pytest.raises(ValueError, match="unknown rejection 'k1'"):
-        kept_sequences("k1", OLD, SAMPLER, MASK, 0.0, 1.0)
 
 
 LOG_RATIOS = torch.tensor([[0.1, -0.2, 0.3, -0.5, 0.05]], dtype=torch.float64)
@@ -131,5 +124,3 @@ def test_equal_tokens_leave_together_and_the_mean_is_of_the_step():
     assert not kept_by_second_moment(rows[:1], zero[:1], zero[:1] == 0, 0.03)[0, 0]
     masked = kept_by_second_moment(rows, zero, torch.tensor([[False, True], [True, True]]), 0.03)
     assert masked.tolist() == [[False, True], [True, True]]
-    with pytest.raises(ValueError, match="above 0"):
-        second_moment(0.0)

@@ -1,5 +1,3 @@
-"""Token credit against plain per-token loops, and the identities that hold for every batch."""
-
 from __future__ import annotations
 
 import math
@@ -8,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxtyping import TypeCheckError
 
 from retrain.maths.credit import (
     TRANSFORMS,
@@ -109,9 +106,6 @@ def test_hicra_raises_and_dampens():
     advantages = torch.tensor([[2.0, 2.0, -1.0, -1.0]])
     planning = torch.tensor([[True, False, True, False]])
     assert hicra(advantages, planning, 0.2).tolist() == [[pytest.approx(2.4), 2.0, pytest.approx(-0.8), -1.0]]
-    for alpha in (-0.1, 1.0, math.nan):
-        with pytest.raises(ValueError, match="hicra alpha"):
-            hicra(advantages, planning, alpha)
     batch = Batch()
     inputs, plain = batch.inputs(), batch.credit("gtpo").advantages_BT
     for mode, raised in (("gtpo_hicra", batch.planning & batch.mask), ("gtpo_hicra_placebo", inputs.placebo_BT)):
@@ -154,9 +148,6 @@ def test_the_share_is_the_decimal_that_was_written_and_the_first_of_equal_tokens
     mask = torch.ones(1, tokens, dtype=torch.bool)
     expected = [True] * kept + [False] * (tokens - kept)
     assert entropy_mask(torch.ones(1, tokens), mask, rho)[0].tolist() == expected
-    for wrong in (0.0, 1.1, math.nan):
-        with pytest.raises(ValueError, match="rho"):
-            entropy_mask(torch.ones(1, tokens), mask, wrong)
 
 
 def test_entropy_mask_denominators():
@@ -167,12 +158,9 @@ def test_entropy_mask_denominators():
     assert torch.equal(both.denominator_mask_BT, batch.mask)
     assert torch.equal(kept.advantages_BT, both.advantages_BT)
     assert torch.equal(kept.advantages_BT != 0, kept.loss_mask_BT)
-    with pytest.raises(ValueError, match="kept or all"):
-        batch.credit("entropy_mask", inputs=ModeInputs(entropy_denominator="some"))
 
 
 def looped_paper(h, rewards, correct, groups, lengths, a1, a2, centred):
-    """Group Token Policy Optimization, token by token."""
     rows = [[0.0] * h.shape[1] for _ in lengths]
     for group in set(groups):
         members = [i for i, g in enumerate(groups) if g == group]
@@ -220,51 +208,20 @@ def test_uncertainty_kinds():
     assert surprisal == [pytest.approx(math.log(4)), 0.0, 50.0, 0.0]
     assert uncertainty("predictive_variance", logprobs, None, mask).tolist()[0] == [0.1875, 0.0, 0.0, 0.0]
     assert uncertainty("shannon_entropy", logprobs, entropy, mask).tolist()[0] == [1.5, 0.0, 50.0, 0.0]
-    with pytest.raises(ValueError, match="unknown uncertainty kind"):
-        uncertainty("varentropy", logprobs, entropy, mask)
-    with pytest.raises(ValueError, match="needs entropy_BT, which was not given"):
-        uncertainty("shannon_entropy", logprobs, None, mask)
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_wrong_calls_are_named():
-    batch = Batch()
-    short, unknown = torch.ones(2), torch.full((6,), math.nan)
-    for mode, options, message in (
-        ("sepa", {}, "unknown transform mode 'sepa'"),
-        ("gtpo_hicra_placebo", {}, "gtpo_hicra_placebo needs placebo_BT"),
-        ("gtpo_paper", {}, "rewards_B, correct_B and group_B"),
-        ("gtpo_paper", {"inputs": batch.inputs(rewards_B=short)}, r"rewards_B has shape \(2,\)"),
-        ("gtpo_paper", {"inputs": batch.inputs(rewards_B=unknown)}, "rewards must be finite"),
-        ("entropy_mask", {"inputs": ModeInputs(entropy_denominator="some")}, "kept or all"),
-        ("gtpo_sepa", {"sepa_lambda": math.nan}, "NaN"),
-        ("gtpo", {"beta": -0.1}, "beta"),
-        ("gtpo", {"beta": math.inf}, "beta"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            batch.credit(mode, **options)
-    for mode, advantages, mask, message in (
-        ("gtpo_sepa", batch.advantages, batch.mask, "gtpo_sepa needs planning_BT"),
-        ("none", batch.advantages[:2], batch.mask, "one advantage per row"),
-        ("none", batch.advantages, batch.mask.long(), "must be bool"),
-        ("gtpo", unknown, batch.mask, "episode advantages must be finite"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            token_advantages(mode, advantages, batch.logprobs, None, None, mask)
+def test_numbers_that_are_not_finite_are_named():
+    batch, unknown = Batch(), torch.full((6,), math.nan)
+    with pytest.raises(ValueError, match="rewards must be finite"):
+        batch.credit("gtpo_paper", inputs=batch.inputs(rewards_B=unknown))
     batch.logprobs[0, 0] = math.nan
     with pytest.raises(ValueError, match="logprob is NaN at completion 0, token 0"):
         batch.credit("none")
-    huge = Batch(dtype=torch.float32)
-    huge.advantages = torch.full((6,), 1e300, dtype=torch.float64)
+    batch = Batch()
+    batch.advantages = unknown
     with pytest.raises(ValueError, match="episode advantages must be finite"):
-        huge.credit("gtpo")
-
-
-def test_shapes_are_checked_in_every_test():
-    zeros, ones = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    for h, mask in ((zeros, ones[:1]), (zeros[0], ones[0]), (zeros, zeros)):
-        with pytest.raises(TypeCheckError):
-            gtpo_weights(h, mask, 0.1)
+        batch.credit("gtpo")
 
 
 @pytest.mark.parametrize("mode", TRANSFORMS)
@@ -282,19 +239,7 @@ def test_every_mode_is_finite_constant_and_zero_in_the_padding(mode, seed):
     assert credit.weights_BT is None or not credit.weights_BT.requires_grad
 
 
-@pytest.mark.parametrize("mode", TRANSFORMS)
-def test_empty_batches(mode):
-    for shape in ((0, 4), (3, 0), (2, 3)):
-        mask, filler, rows = torch.zeros(shape).bool(), torch.full(shape, math.nan), torch.zeros(shape[0])
-        inputs = ModeInputs(mask, rows, rows.bool(), rows.long())
-        credit = token_advantages(mode, rows, filler, filler, mask, mask, inputs=inputs)
-        assert credit.advantages_BT.shape == shape
-        assert not credit.advantages_BT.any()
-        assert credit.stats["planning_fraction"] is credit.exec_variance is None
-
-
 def test_stats_by_kind():
-    """Of the uncertainty before pooling."""
     batch = Batch()
     plan, execution = batch.planning & batch.mask, ~batch.planning & batch.mask
     credit = batch.credit("gtpo_sepa", sepa_lambda=1.0)

@@ -1,5 +1,3 @@
-"""The critic's arithmetic: GAE by its definition and by enumeration, gradients by hand, padding, refusals."""
-
 from __future__ import annotations
 
 import math
@@ -51,16 +49,6 @@ def test_gae_is_its_definition(gamma, lam):
     assert not found[~mask].any()
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
-def test_no_rows_and_no_tokens(shape):
-    nothing, mask = torch.zeros(shape, dtype=F64), torch.zeros(shape, dtype=torch.bool)
-    assert gae(nothing, nothing, mask, 1.0, 0.95).shape == shape
-    assert token_rewards(torch.ones(shape[0], dtype=F64), nothing, mask, 0.1).shape == shape
-    assert whiten_tokens(nothing, mask).shape == shape
-    assert value_loss(nothing, nothing, nothing, mask, 0.2)[0].shape == shape
-    assert explained_variance(nothing, nothing, mask) is None
-
-
 def test_gae_keeps_the_dtype_and_no_gradient():
     for dtype in (torch.bfloat16, torch.float32, F64):
         values = torch.tensor([[0.5, 0.25]], dtype=dtype, requires_grad=True)
@@ -77,23 +65,13 @@ def test_a_long_episode_loses_no_precision():
     torch.testing.assert_close(found[0], wanted.float(), rtol=2e-7, atol=0)
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.1, 0.9), (-0.1, 0.9), (0.9, 1.01), (0.9, -1.0), (NAN, 1.0), (1.0, NAN)])
-def test_impossible_discounts_are_refused(gamma, lam):
-    with pytest.raises(ValueError, match="must be in"):
-        gae(torch.zeros(1, 2), torch.zeros(1, 2), ones(1, 2), gamma, lam)
-
-
 def test_every_row_may_have_a_lambda_of_its_own():
     """VAPO's λ by hand (arXiv 2504.05118), for three tokens with rewards 0, 0, 1 and values .2, .5, .4."""
     lengths = torch.tensor([1.0, 20.0, 100.0, 1000.0], dtype=F64)
     assert length_lambda(lengths, 0.05).tolist() == pytest.approx([0.0, 0.0, 0.8, 0.98])
-    with pytest.raises(ValueError, match="above 0"):
-        length_lambda(lengths, 0.0)
     rewards, values = rows(*[[0.0, 0.0, 1.0]] * 3), rows(*[[0.2, 0.5, 0.4]] * 3)
     found = gae(rewards, values, ones(3, 3), 1.0, rows(1.0, 0.5, 0.0)).tolist()
     assert found == [pytest.approx(row) for row in ([0.8, 0.5, 0.6], [0.4, 0.2, 0.6], [0.3, -0.1, 0.6])]
-    with pytest.raises(ValueError, match="must be in"):
-        gae(rewards, values, ones(3, 3), 1.0, torch.tensor([0.5, 1.5, 0.5]))
 
 
 # Rewards of tokens and whitening
@@ -194,16 +172,3 @@ def test_explained_variance():
         assert explained_variance(values, targets, mask) == pytest.approx(share)
     for kept in ([False, True, False], [False, False, False]):  # there is nothing to explain in one target
         assert explained_variance(rows([0.3, -4.0, 2.0]), rows([0.7, 0.1, 0.9]), torch.tensor([kept])) is None
-
-
-def test_the_rounding_of_targets_that_are_all_the_same_is_not_explained():
-    """Every episode is worth 1, and its targets are A + V in float32: not quite 1 each."""
-    draw = torch.Generator().manual_seed(1)
-    values, rewards = 3 * torch.randn(50, 40, generator=draw), torch.zeros(50, 40)
-    rewards[:, -1] = 1.0
-    targets = gae(rewards, values, ones(50, 40), 1.0, 1.0) + values
-    assert 0 < float((targets - 1).abs().max()) < 1e-5
-    assert explained_variance(values, targets, ones(50, 40)) is None
-    rewards[0, -1] = 1.01
-    targets = gae(rewards, values, ones(50, 40), 1.0, 1.0) + values
-    assert explained_variance(values, targets, ones(50, 40)) == pytest.approx(1 - 9 / (0.01**2 * 0.02 * 0.98), rel=0.1)

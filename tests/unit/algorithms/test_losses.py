@@ -1,5 +1,3 @@
-"""Policy losses: three tokens by hand, one gradient on policy, and updates that do not know about micro-batches."""
-
 from __future__ import annotations
 
 import math
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 from retrain.maths.losses import (
     NORMALIZERS,
     POLICY_LOSSES,
-    RATIO_METRICS,
     LossBounds,
     add_sums,
     kl_terms,
@@ -24,7 +21,6 @@ from retrain.maths.losses import (
 
 
 def loss_and_slope(name, advantages, ratios=(1.5, 1.0, 0.5), **bounds):
-    """Loss and its slope in the log-probability of each token of one completion with these ratios, and the sums."""
     logprobs = torch.tensor([ratios], dtype=torch.float64).log().sub(1.0).requires_grad_()
     sampler = torch.full((1, len(ratios)), -1.0, dtype=torch.float64)
     given = torch.tensor([advantages], dtype=torch.float64)
@@ -33,55 +29,35 @@ def loss_and_slope(name, advantages, ratios=(1.5, 1.0, 0.5), **bounds):
     return loss[0].tolist(), logprobs.grad[0].tolist(), {key: float(value) for key, value in sums.items()}
 
 
-def test_ppo_by_hand():
-    loss, slope, sums = loss_and_slope("ppo", [1.0, 1.0, 1.0])
-    assert loss == pytest.approx([-1.2, -1.0, -0.5])  # the first is clipped
-    assert slope == pytest.approx([0.0, -1.0, -0.5])
-    assert (sums["clip_low"], sums["clip_high"]) == (0, 1)
-    loss, slope, sums = loss_and_slope("ppo", [-1.0, -1.0, -1.0])
-    assert loss == pytest.approx([1.5, 1.0, 0.8])
-    assert slope == pytest.approx([1.5, 1.0, 0.0])
-    assert (sums["clip_low"], sums["clip_high"]) == (1, 0)
-
-
-def test_ppo_clip_higher_and_dual_clip():
-    loss, slope, _ = loss_and_slope("ppo", [1.0, 1.0, 1.0], clip_low=0.2, clip_high=0.6)
-    assert loss == pytest.approx([-1.5, -1.0, -0.5])
-    assert slope == pytest.approx([-1.5, -1.0, -0.5])
-    loss, slope, _ = loss_and_slope("ppo", [-2.0, -2.0, 2.0], dual_clip=1.25)
-    assert loss == pytest.approx([2.5, 2.0, -1.0])  # at most c·|A| = 2.5 instead of 3
-    assert slope == pytest.approx([0.0, 2.0, -1.0])
-
-
 def log_ratio_weighted(weights, advantages):
     """−sg(weight)·A·log π of the three ratios 1.5, 1 and 0.5 to a sampler's −1."""
     return [-w * a * (math.log(r) - 1) for w, a, r in zip(weights, advantages, (1.5, 1.0, 0.5), strict=True)]
 
 
-def test_reinforce_by_hand():
-    loss, slope, sums = loss_and_slope("reinforce", [1.0, -2.0, 3.0])
-    assert loss == pytest.approx(log_ratio_weighted([1.5, 1.0, 0.5], [1.0, -2.0, 3.0]))
-    assert slope == pytest.approx([-1.5, 2.0, -1.5])
-    assert sums["clip_low"] == sums["clip_high"] == 0
+UP, DOWN, MIXED = [1.0, 1.0, 1.0], [-1.0, -1.0, -1.0], [1.0, -2.0, 3.0]
+S = (1.5 * 1.0 * 0.5) ** (1 / 3)
+"""The sequence's ratio, 0.9086."""
 
 
-def test_cispo_by_hand():
-    loss, slope, sums = loss_and_slope("cispo", [1.0, -2.0, 3.0], ratio_cap=1.25)
-    assert loss == pytest.approx(log_ratio_weighted([1.25, 1.0, 0.5], [1.0, -2.0, 3.0]))
-    assert slope == pytest.approx([-1.25, 2.0, -1.5])
-    assert sums["clip_high"] == 1
-
-
-def test_gspo_by_hand():
-    s = (1.5 * 1.0 * 0.5) ** (1 / 3)  # 0.9086
-    loss, slope, sums = loss_and_slope("gspo", [1.0, 1.0, 1.0])
-    assert loss == pytest.approx([-s] * 3)
-    assert slope == pytest.approx([-s] * 3)
-    assert sums["clip_low"] == 0
-    loss, slope, sums = loss_and_slope("gspo", [-1.0, -1.0, -1.0], clip_low=0.05)
-    assert loss == pytest.approx([0.95] * 3)
-    assert slope == [0.0] * 3
-    assert sums["clip_low"] == 3
+@pytest.mark.parametrize(
+    ("name", "advantages", "bounds", "loss", "slope", "clipped"),
+    [
+        ("ppo", UP, {}, [-1.2, -1.0, -0.5], [0.0, -1.0, -0.5], (0, 1)),
+        ("ppo", DOWN, {}, [1.5, 1.0, 0.8], [1.5, 1.0, 0.0], (1, 0)),
+        ("ppo", UP, {"clip_low": 0.2, "clip_high": 0.6}, [-1.5, -1.0, -0.5], [-1.5, -1.0, -0.5], (0, 0)),
+        ("ppo", [-2.0, -2.0, 2.0], {"dual_clip": 1.25}, [2.5, 2.0, -1.0], [0.0, 2.0, -1.0], (0, 0)),  # at most c·|A|
+        ("reinforce", MIXED, {}, log_ratio_weighted([1.5, 1.0, 0.5], MIXED), [-1.5, 2.0, -1.5], (0, 0)),
+        ("cispo", MIXED, {"ratio_cap": 1.25}, log_ratio_weighted([1.25, 1, 0.5], MIXED), [-1.25, 2.0, -1.5], (0, 1)),
+        ("gspo", UP, {}, [-S] * 3, [-S] * 3, (0, 0)),
+        ("gspo", DOWN, {"clip_low": 0.05}, [0.95] * 3, [0.0] * 3, (3, 0)),
+        ("m2po", MIXED, {}, [-1.5, 2.0, -1.5], [-1.5, 2.0, -1.5], (0, 0)),
+    ],
+)
+def test_losses_by_hand(name, advantages, bounds, loss, slope, clipped):
+    found, slopes, sums = loss_and_slope(name, advantages, **bounds)
+    assert found == pytest.approx(loss)
+    assert slopes == pytest.approx(slope)
+    assert (sums["clip_low"], sums["clip_high"]) == clipped
 
 
 def test_all_losses_agree_on_policy():
@@ -107,7 +83,6 @@ def test_all_losses_agree_on_policy():
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
 def test_update_does_not_depend_on_micro_batches(normalizer, name):
-    """Not even on one without tokens."""
     draw = torch.Generator().manual_seed(0)
     mask = torch.arange(7)[None] < torch.tensor([5, 1, 0, 7, 3, 4])[:, None]
     features = torch.randn(6, 7, 3, generator=draw, dtype=torch.float64)
@@ -143,10 +118,6 @@ def test_normalizers_by_hand():
     assert of_all.flatten().tolist() == pytest.approx([0.25, 0, 0, 0, 0, 0])
     nothing = token_weights("tokens", mask, total_tokens=0, total_sequences=0, max_tokens=0)
     assert (nothing == 0).all()
-    with pytest.raises(ValueError, match="unknown loss normalizer 'mean'"):
-        token_weights("mean", mask, **totals)
-    with pytest.raises(ValueError, match=">= 0"):
-        token_weights("tokens", mask, total_tokens=-1, total_sequences=1, max_tokens=1)
 
 
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
@@ -165,7 +136,7 @@ def test_padding_and_weights_carry_no_gradient(name):
 
 
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(shift=st.floats(-1e6, 1e6), advantage=st.floats(-1e3, 1e3))
 def test_far_off_policy_stays_finite(name, shift, advantage):
     logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
@@ -175,44 +146,19 @@ def test_far_off_policy_stays_finite(name, shift, advantage):
     assert torch.isfinite(loss).all()
     assert torch.isfinite(logprobs.grad).all()
     assert math.isfinite(loss_metrics(sums)["val/ratio_var"])
-
-
-def test_a_product_of_ratios_that_leaves_every_range_has_no_weight():
-    far = torch.full((1, 400), 20.0)
+    product_out_of_range = torch.full((1, 400), 20.0)
     for power, decay in ((2.0, 3.0), (1.0, 0.0)):
-        assert float(sequence_weight(far, torch.ones_like(far).bool(), power, decay)) == 0.0
+        assert not sequence_weight(product_out_of_range, torch.ones(1, 400).bool(), power, decay).any()
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_wrong_calls_are_named():
+def test_log_probabilities_that_are_not_finite_are_named():
     good, mask = torch.zeros(1, 3), torch.ones(1, 3).bool()
     undefined = torch.tensor([[0.0, math.nan, 0.0]])
-    for call, message in (
-        (lambda: policy_loss("grpo", good, good, good, mask), "unknown loss 'grpo'"),
-        (lambda: policy_loss("ppo", undefined, good, good, mask), "trainer logprob is nan at completion 0, token 1"),
-        (lambda: policy_loss("ppo", good, good - math.inf, good, mask), "sampler logprob is -inf"),
-        (lambda: policy_loss("ppo", good, good, torch.zeros(1, 2), mask), r"advantages have shape \(1, 2\)"),
-        (lambda: kl_terms("k4", good, good, mask), "unknown KL estimator"),
-        (lambda: LossBounds(clip_low=1.5), "loss bounds"),
-        (lambda: LossBounds(clip_high=-0.1), "loss bounds"),
-        (lambda: LossBounds(clip_low=math.nan), "loss bounds"),
-        (lambda: LossBounds(ratio_cap=0.0), "loss bounds"),
-        (lambda: LossBounds(dual_clip=1.0), "loss bounds"),
-        (lambda: LossBounds(divergence="js"), "divergence must be one of tv, kl"),
-        (lambda: LossBounds(divergence_cap=0.0), "divergence must be one of tv, kl"),
-        (lambda: LossBounds(gate=(0.0, 1.0)), "temperatures must be above 0"),
-        (lambda: LossBounds(positive=(-1.0, 0.0)), "power and decay 0 or more"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
-def test_empty_batches(shape):
-    empty = torch.zeros(shape)
-    loss, sums = policy_loss("gspo", empty, empty, empty, empty.bool())
-    assert loss.shape == shape
-    assert loss_metrics(sums) == dict.fromkeys(RATIO_METRICS)
+    with pytest.raises(ValueError, match="trainer logprob is nan at completion 0, token 1"):
+        policy_loss("ppo", undefined, good, good, mask)
+    with pytest.raises(ValueError, match="sampler logprob is -inf"):
+        policy_loss("ppo", good, good - math.inf, good, mask)
 
 
 def test_metrics_by_hand():
@@ -286,30 +232,11 @@ def test_vespo_by_hand():
     assert loss_and_slope("vespo", [1.0, -2.0], [1.5, 0.8], **plain)[1] == pytest.approx([-1.2, 2.4])
 
 
-def test_m2po_is_importance_sampling_of_what_is_left():
-    loss, slope, _ = loss_and_slope("m2po", [1.0, -2.0], [1.5, 0.25])
-    assert loss == slope == pytest.approx([-1.5, 0.5])
-
-
 def test_gspo_is_its_token_form():
     """arXiv 2507.18071: with advantages of single tokens each has the slope of its own, times the sequence's ratio."""
     ratios = [math.exp(x) for x in (0.3, -0.1, 0.1)]
     _, slopes, _ = loss_and_slope("gspo", [1.0, 0.0, -1.0], ratios, clip_low=0.2)
     assert [slope / 3 for slope in slopes] == pytest.approx([-0.368390, 0.0, 0.368390], abs=1e-6)
-
-
-def test_empty_completions_have_no_clipped_share():
-    """Beside a completion whose every token is clipped, one without trained tokens is not the smallest share."""
-    sampler = torch.zeros(2, 2, dtype=torch.float64)
-    mask = torch.tensor([[True, True], [False, False]])
-    for ratio, advantage, side in ((0.5, -1.0, "low"), (2.0, 1.0, "high")):
-        logprobs = torch.full_like(sampler, math.log(ratio))
-        sums = policy_loss("ppo", logprobs, sampler, torch.full_like(sampler, advantage), mask)[1]
-        assert loss_metrics(sums)[f"clip_ratio/{side}_mean"] == 1.0
-        assert loss_metrics(sums)["clip_ratio/low_min"] == float(side == "low")
-        assert loss_metrics(sums)["clip_ratio/high_max"] == float(side == "high")
-        alone = policy_loss("ppo", logprobs[1:], sampler[1:], sampler[1:], mask[1:])[1]
-        assert loss_metrics(add_sums(sums, alone)) == loss_metrics(sums)
 
 
 def test_kl_estimators_by_enumeration():

@@ -1,5 +1,3 @@
-"""The soft punishment of long answers."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -17,9 +15,6 @@ def test_the_penalty_by_hand():
     """algorithms2 §7: L = 100, C = 20; beyond the limit it stays at -1."""
     assert [overlong_penalty(n, 100, 20) for n in (1, 80, 90, 100, 101, 500)] == [0.0, 0.0, -0.5, -1.0, -1.0, -1.0]
     assert overlong_penalty(50, 100, 100) == -0.5
-    for soft in (0, 101):
-        with pytest.raises(ValueError, match="between 1 and"):
-            overlong_penalty(5, 100, soft)
 
 
 def test_what_is_correct_stays_correct():
@@ -41,19 +36,18 @@ def test_what_is_correct_stays_correct():
     assert rewards[3].error == "no answer"
 
 
-OVERLONG = {"reward": {"overlong_tokens": 9}}
-TWO_LAMBDAS = {"lam_length": 0.05, "lam_policy": 0.9}
-
-
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [
         ({"reward": {"overlong_tokens": 300}}, "is 300, more than max_tokens = 256: overlong_tokens = 51"),
-        ({**OVERLONG, "algorithm": {"advantage_mode": "maxrl"}}, "makes rewards below 0"),
-        ({**OVERLONG, "environment": {"tools": ["calculator"]}}, "for single answers"),
-        ({"algorithm": {"advantage_mode": "gae"}, "critic": TWO_LAMBDAS}, "is 0.05 beside lam_policy = 0.9: keep one"),
+        ({"reward": {"overlong_tokens": 9}, "algorithm": {"advantage_mode": "maxrl"}}, "makes rewards below 0"),
+        (
+            {"algorithm": {"advantage_mode": "gae"}, "critic": {"lam_length": 0.05, "lam_policy": 0.9}},
+            "is 0.05 beside lam_policy = 0.9: keep one",
+        ),
+        ({"reward": {"overlong_tokens": 9}, "environment": {"tools": ["calculator"]}}, "for single answers"),
     ],
 )
-def test_what_does_not_go_together_is_said(data, says):
-    with pytest.raises(ConfigError, match=says):
+def test_what_does_not_go_together_is_said(data, message):
+    with pytest.raises(ConfigError, match=message):
         parse_dict(data)

@@ -1,5 +1,3 @@
-"""User code for advantage, transform and uncertainty: where it is looked up, what it gets, how it fails."""
-
 from __future__ import annotations
 
 import re
@@ -7,78 +5,39 @@ import statistics
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from credit_cases import group, sampled_tokens, words_base
 from toymodels import qwen3_directory, train_quietly
 
-from retrain.algorithms.standard import assign_credit, fill_advantages, load_detector, load_modes, mark_planning
+from retrain.algorithms.standard import load_detector, load_modes
 from retrain.campaign.planning.plan import plan
 from retrain.config import parse_dict
 from retrain.errors import PluginError
 from retrain.maths.advantages import group_advantages
 from retrain.maths.credit import token_advantages
 from retrain.maths.losses import policy_loss
-from retrain.maths.planning import PluginDetector, RegexDetector
+from retrain.maths.planning import PluginDetector
 from retrain.plugins import load_function
-from retrain.policy.protocol import samples_of
 
-CODE = '''
-"""GRPO and GTPO written again by a user."""
-import torch
-
-from toy_helpers import BETA
+CODE = """
+from toy_helpers import PLACE
 
 seen = []
 
 
-def grpo(rewards):
-    centred = rewards - rewards.mean()
-    return centred / (rewards.std(correction=0) + 1e-6)
+def place(*tensors):
+    return PLACE
 
 
-def longer_is_better(rewards, context):
-    seen.append(context.problem.id)
-    return torch.tensor([float(len(completion)) for completion in context.completions])
-
-
-def gtpo(advantages_BT, h_BT, planning_BT, mask_BT):
-    assert planning_BT.shape == mask_BT.shape
-    mean = (h_BT * mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True)
-    return advantages_BT * (1 + BETA * (h_BT / mean - 1)).clamp(min=0)
-
-
-def bonus(advantages_BT, h_BT, planning_BT, mask_BT):
-    return torch.ones_like(advantages_BT)
-
-
-def surprisal(logprobs_BT, entropy_BT, mask_BT):
-    return -logprobs_BT
-
-
-def reinforce(logprobs_BT, sampler_logprobs_BT, advantages_BT, mask_BT):
-    ratio = (logprobs_BT - sampler_logprobs_BT).exp().detach()
-    return -ratio * advantages_BT * logprobs_BT
-
-
-def checking(texts, offsets):
-    assert all(pairs.shape == (len(pairs), 2) for pairs in offsets)
-    return [["check" in text[a:b] for a, b in pairs] for text, pairs in zip(texts, offsets)]
-'''
-HELPERS = "BETA = 0.5\n"
-
-
-@pytest.fixture(scope="module")
-def base():
-    return words_base()
+def store():
+    return seen
+"""
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """A TOML's folder with the code above; what it adds to the interpreter is taken back."""
     (tmp_path / "toy_credit.py").write_text(CODE)
-    (tmp_path / "toy_helpers.py").write_text(HELPERS)
+    (tmp_path / "toy_helpers.py").write_text("PLACE = 'there'\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
     yield tmp_path
@@ -94,15 +53,22 @@ def algorithm(**keys: str):
 def test_where_a_function_is_looked_up(folder, tmp_path_factory, monkeypatch):
     """In the folder of the TOML, then in the current one; a module of the standard library is not in the way."""
     here = tmp_path_factory.mktemp("here")
-    (here / "toy_credit.py").write_text("def grpo(rewards):\n    return 'here'\n")
+    (here / "toy_credit.py").write_text("def place(rewards):\n    return 'here'\n")
     (here / "toy_only_here.py").write_text("def f():\n    return 'here'\n")
     (folder / "statistics.py").write_text("def mine(rewards):\n    return rewards\n")
     monkeypatch.chdir(here)
     assert load_function("toy_only_here:f", folder, "x")() == "here"
-    first, second = (load_function(f"toy_credit:{name}", folder, "x") for name in ("grpo", "longer_is_better"))
-    assert first(torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist() == pytest.approx([-1, 1], abs=1e-5)
-    assert first.__globals__ is second.__globals__  # functions of one file share its state
-    assert load_function("toy_credit:grpo", None, "x")(None) == "here"
+    place, store = (load_function(f"toy_credit:{name}", folder, "x") for name in ("place", "store"))
+    assert place() == "there"
+    assert place.__globals__["seen"] is store()  # functions of one file share its state
+    assert load_function("toy_credit:place", None, "x")(None) == "here"
+    keys = ("advantage_mode", "transform_mode", "uncertainty_kind", "loss")
+    modes = load_modes(algorithm(**dict.fromkeys(keys, "toy_credit:place")).algorithm, folder)
+    assert [mode() for mode in (modes.advantage, modes.transform, modes.uncertainty, modes.loss)] == ["there"] * 4
+    detector = load_detector(parse_dict({"planning": {"detector": "toy_credit:place"}}), folder)
+    with pytest.raises(PluginError, match="returned 5 masks for 1 completions"):
+        detector.token_masks(["so"], [[(0, 2)]])
+    assert load_detector(parse_dict({"logging": {"strategic_grams": ["aha"]}})).phrases == ("aha",)
     assert load_function("statistics:mine", folder, "x")(3) == 3
     assert sys.modules["statistics"] is statistics
 
@@ -129,49 +95,6 @@ def test_what_cannot_be_loaded_is_named(folder, code, reason):
     assert reason in str(caught.value)
     assert caught.value.exit_status == 2
     assert "\n" not in str(caught.value)
-
-
-def test_the_users_formulas_give_what_ours_give(base, folder):
-    """GRPO and GTPO written as plug-ins: the same samples as by name."""
-    texts = ["so x = 4", "wait let me check so x", "notice that x = 4"]
-    keys = {"advantage_mode": "grpo", "transform_mode": "gtpo", "uncertainty_kind": "surprisal"}
-    results, trained = [], []
-    for config in (
-        algorithm(**{key: f"toy_credit:{name}" for key, name in keys.items()}),
-        parse_dict({"algorithm": keys, "gtpo": {"beta": 0.5}}),
-    ):
-        modes = load_modes(config.algorithm, folder)
-        groups = [group(base, [1.0, None, 0.0], texts), group(base, [0.0, 0.0, 0.0], texts)]
-        fill_advantages(groups, modes.advantage)
-        mark_planning(groups, RegexDetector(), base.text)
-        results.append(assign_credit(groups, config, 0.0, ("placebo",), modes))
-        trained.append(sampled_tokens(samples_of(groups)))
-        assert [g.discarded for g in groups] == [None, "zero_advantage"]
-    assert len(trained[0]) == 2
-    for mine, ours in zip(*trained, strict=True):
-        assert mine.advantages_T == pytest.approx(ours.advantages_T, rel=1e-5)
-    assert results[0].denominators == results[1].denominators
-    assert results[0].metrics.items() <= results[1].metrics.items()  # a plug-in has no weights
-
-
-def test_an_advantage_plug_in_sees_the_graded_completions(base, folder):
-    modes = load_modes(algorithm(advantage_mode="toy_credit:longer_is_better").algorithm, folder)
-    one = group(base, [1.0, None, 0.0], ["so x", "so x = 4 so x = 4", "so"])
-    fill_advantages([one], modes.advantage)
-    lengths = [len(rollout) for rollout in one.rollouts]
-    assert one.advantages_N[[0, 2]].tolist() == [lengths[0], lengths[2]]
-    assert np.isnan(one.advantages_N[1])
-    assert modes.advantage.__globals__["seen"] == ["p"]
-
-
-def test_a_transform_plug_in_decides_which_groups_have_signal(base, folder):
-    config = algorithm(transform_mode="toy_credit:bonus")
-    one = group(base, [0.0, 0.0])
-    fill_advantages([one], "grpo")
-    assert one.discarded == "zero_advantage"
-    assign_credit([one], config, 0.0, ("placebo",), load_modes(config.algorithm, folder))
-    assert one.discarded is None
-    assert all((sample.advantages_T == 1).all() for sample in sampled_tokens(samples_of([one])))
 
 
 def loss_of(value):
@@ -207,6 +130,8 @@ def credit_of(mode="gtpo", **keys):
 def test_wrong_results_name_the_plug_in(call, reason):
     with pytest.raises(PluginError, match=reason):
         call()
+    first, second = masks_of([[True, False], [0, 1]])()
+    assert (first.tolist(), second.tolist()) == ([True, False], [False, True])
 
 
 def loss_inputs():
@@ -218,10 +143,13 @@ def loss_inputs():
     return logprobs, torch.where(mask, sampler, torch.nan), torch.where(mask, advantages, torch.nan), mask
 
 
-def test_a_loss_of_the_users_gives_the_gradient_of_ours(folder):
-    plugin = load_modes(algorithm(loss="toy_credit:reinforce").algorithm, folder).loss
+def test_a_loss_of_the_users_gives_the_gradient_of_ours():
+    def reinforce(logprobs_BT, sampler_logprobs_BT, advantages_BT, mask_BT):
+        ratio = (logprobs_BT - sampler_logprobs_BT).exp().detach()
+        return -ratio * advantages_BT * logprobs_BT
+
     gradients, losses = [], []
-    for loss in (plugin, "reinforce"):
+    for loss in (reinforce, "reinforce"):
         logprobs, *rest = loss_inputs()
         per_token, sums = policy_loss(loss, logprobs, *rest)
         per_token.sum().backward()
@@ -233,20 +161,7 @@ def test_a_loss_of_the_users_gives_the_gradient_of_ours(folder):
     assert not gradients[0][2].any()  # nothing flows into the padding, whatever it holds
 
 
-def test_a_detector_of_the_users_marks_tokens(base, folder):
-    one = group(base, [1.0, 0.0], ["wait let me check so x", "so x = 4"])
-    detector = load_detector(parse_dict({"planning": {"detector": "toy_credit:checking"}}), folder)
-    mark_planning([one], detector, base.text)
-    first, second = one.rollouts
-    marked = "".join(base.tokenizer.decode([i]) for i, on in zip(first.token_ids, first.planning_T, strict=True) if on)
-    assert marked.strip() == "check"
-    assert first.planning_T.dtype == bool
-    assert not second.planning_T.any()
-    assert load_detector(parse_dict({"logging": {"strategic_grams": ["aha"]}})).phrases == ("aha",)
-
-
 def test_the_example_of_the_documents_trains(folder):
-    """The TOML and the code under "Code of your own", as they stand there."""
     page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
     part = page[page.index("## Code of your own") :]
     toml = re.search(r"```toml\n(.*?)```", part, re.DOTALL)[1]

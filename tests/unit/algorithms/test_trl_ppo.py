@@ -32,7 +32,6 @@ class Batch:
         self.fills = self.tokens.all(1)
 
     def kl(self):
-        """Our estimate, at the tokens."""
         return kl_terms(self.arguments["kl_estimator"], self.trl["logprobs"], self.trl["ref_logprobs"], self.tokens)
 
     def rewards(self, mask):
@@ -42,14 +41,12 @@ class Batch:
         return gae(self.rewards(mask), self.trl["values"], mask, self.arguments["gamma"], self.arguments["lam"])
 
     def policy(self, update, mask):
-        """Our policy loss of an update as a mean over ``mask``, and its metrics."""
         rows, clip = update["micro_batch_inds"], self.arguments["cliprange"]
         old, advantages = self.trl["logprobs"][rows], self.trl["advantages"][rows]
         loss, sums = policy_loss("ppo", update["new_logprobs"], old, advantages, mask[rows], LossBounds(clip_low=clip))
         return mean(loss, mask[rows]), loss_metrics(sums)
 
     def value(self, update, mask):
-        """Our value loss of an update, and how much of it is clipped, as means over ``mask``."""
         rows, clip = update["micro_batch_inds"], self.arguments["cliprange_value"]
         old, returns = self.trl["values"][rows], self.trl["returns"][rows]
         loss, marks = value_loss(update["vpred"], old, returns, mask[rows], clip)
@@ -57,13 +54,11 @@ class Batch:
 
 
 def tensors(recorded):
-    """Its lists, of numbers or of truths."""
     lists = {key: torch.tensor(value) for key, value in recorded.items() if isinstance(value, list)}
     return {key: value.double() if value.is_floating_point() else value for key, value in lists.items()}
 
 
 def mean(values, mask):
-    """Over the tokens of the mask, with the weights of the `tokens` denominator."""
     total, rows = int(mask.sum()), len(mask)
     weights = token_weights("tokens", mask, total_tokens=total, total_sequences=rows, max_tokens=mask.shape[1])
     return float((torch.where(mask, values, 0.0) * weights.to(values)).sum())

@@ -1,5 +1,3 @@
-"""Advantages turn by turn, against numbers worked out by hand."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -59,7 +57,6 @@ def test_a_reward_at_the_end_and_as_many_turns_equals_the_credit_of_episodes(mod
 
 
 def test_whitening_weighs_turns_by_their_tokens():
-    """A turn of as many tokens as another turn of two: the same as with those two merged into their tokens."""
     rollouts = [rollout([0.0, 1.0], 1.0, [3, 1]), rollout([0.0, 0.0], 0.0, [1, 2])]
     credited(rollouts, "reinforce_pp")
     values = np.concatenate(
@@ -134,7 +131,6 @@ def test_a_rewritten_conversation_gives_a_sample_for_each_time_it_was_read():
 
 
 def in_states(*episodes: tuple[list[tuple[int, ...]], float]) -> list[Rollout]:
-    """Rollouts whose turns begin with these words of the environment, with their total rewards."""
     made = []
     for states, total in episodes:
         one = rollout([None] * len(states), total)

@@ -1,9 +1,6 @@
-"""Verdicts from run directories: what is compared, what is refused, what is said, whatever state the runs are in."""
-
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +12,14 @@ from typer.testing import CliRunner
 from verdict_cases import BASE, campaign, shifted
 
 from retrain.campaign.judging.comparison import compare_runs
-from retrain.campaign.judging.pooling import compare_directories, conclude, read_source
+from retrain.campaign.judging.pooling import compare_directories, conclude
 from retrain.campaign.judging.results import METRIC, Measure, RunResult, area_under
 from retrain.campaign.judging.words import probability
 from retrain.cli import app
 from retrain.config import parse_dict
 from retrain.errors import UsageError
-from retrain.files import append_jsonl, read_json, read_jsonl, write_json
+from retrain.files import read_json, write_json
 from retrain.maths.family import sign_flip_interval
-from retrain.maths.intervals import mean_interval
 from retrain.maths.statistics import holm, sign_flip_p
 
 
@@ -120,7 +116,6 @@ def test_failed_and_unfinished_runs_are_named_and_never_silently_dropped(tmp_pat
 
 
 def test_directories_are_pooled_by_condition(tmp_path):
-    """Replicates may differ in what is kept, shown or given up, and a directory that is named twice counts once."""
     sections = {"training": ("keep_every", "nonfinite_limit"), "reward": ("reward_max", "reward_min", "timeout_s")}
     folders = []
     for value, half in ((3, slice(0, 4)), (7, slice(4, 8))):
@@ -136,29 +131,6 @@ def test_directories_are_pooled_by_condition(tmp_path):
             assert mine[key] == theirs[key], key
 
 
-def test_other_settings_are_kept_apart_and_named(tmp_path):
-    one = campaign(tmp_path / "one", {"a": list(BASE)})
-    two = campaign(tmp_path / "two", {"a": shifted(0.03)}, {"training": {"lr": 0.002}, "logging": {"x": 1}})
-    report = compare_directories([one, two])
-    assert [one["label"] for one in report["conditions"]] == ["a", "a@two"]
-    assert report["conditions"][1]["verdict"] == "exploratory"
-    assert any("training.lr 0.002 instead of 0.001" in warning for warning in report["warnings"])
-
-
-@pytest.mark.parametrize(("change", "what"), [
-    ({"heldout": "problems B"}, "held-out problems"),
-    ({"config": {"evaluation": {"temperature": 0.0}}}, "[evaluation] temperature differ (1.0 and 0.0)"),
-    ({"config": {"evaluation": {"samples": 8}}}, "[evaluation] samples"),
-])  # fmt: skip
-def test_another_evaluation_is_refused(tmp_path, change, what):
-    one, two = campaign(tmp_path / "one", {"a": [0.6]}), campaign(tmp_path / "two", {"b": [0.7]}, **change)
-    result = invoke(one, two)
-    assert result.exit_code == 2
-    assert what in result.stderr
-    assert "Traceback" not in result.stderr
-    assert invoke(one, two, "--metric", "final:num_tokens").exit_code == 0  # a number of training is another matter
-
-
 def test_metrics_and_baseline_are_chosen(tmp_path):
     folder = campaign(tmp_path, {"a": list(BASE), "b": shifted(0.03)})
     report = json.loads(invoke(folder, "--json", "--metric", "auc", "--baseline", "b").stdout)
@@ -170,39 +142,17 @@ def test_metrics_and_baseline_are_chosen(tmp_path):
     longer = compare_directories([folder], metric="mean_length")
     assert not longer["share"]
     assert longer["conditions"][1]["sentence"].startswith("b − a: +0 [0, 0], p = 1, 8 pairs: exploratory")
-    result = invoke(folder, "--metric", "corect_rate")
-    assert result.exit_code == 2
-    assert "did you mean correct_rate" in result.stderr
-    assert "the conditions are a, b" in invoke(folder, "--baseline", "c").stderr
-
-
-def test_a_graded_reward_is_told_of_where_accuracy_decides(tmp_path):
-    folder = campaign(tmp_path, {"a": list(BASE), "b": shifted(0.03)})
-    graded = {"reward_min": 0.0, "reward_max": 1.0, "mean_reward": 0.4, "reward_std": 0.3}
-    for path in folder.glob("runs/*/metrics.jsonl"):
-        rows = [row | graded for row in read_jsonl(path)]
-        path.unlink()
-        append_jsonl(path, rows)
-    (note,) = [text for text in compare_directories([folder])["warnings"] if "other than 0 and 1" in text]
-    assert 'primary_metric = "final:reward_mean"' in note
-    assert not any("0 and 1" in text for text in compare_directories([folder], metric="mean_reward")["warnings"])
-
-
-def test_what_is_no_campaign_is_told(tmp_path):
-    result = invoke(tmp_path)
-    assert result.exit_code == 2
-    assert "not the directory of a campaign or run" in result.stderr
-    folder = campaign(tmp_path / "c", {"a": [0.5]})
-    assert "its campaign is" in invoke(folder / "runs/a_s1").stderr
-    assert "is not a directory" in invoke(tmp_path / "nowhere").stderr
-
-
-def test_what_the_campaign_declared_decides(tmp_path):
-    folder = campaign(tmp_path, {"a": list(BASE), "b": shifted(0.03)}, {"campaign": {"primary_metric": "auc"}})
-    report = compare_directories([folder])
-    assert (report["summary"], report["warnings"]) == ("auc", [])
+    for arguments, message in (
+        ((folder, "--metric", "corect_rate"), "did you mean correct_rate"),
+        ((folder, "--baseline", "c"), "the conditions are a, b"),
+        ((folder / "runs/a_s1",), "its campaign is"),
+        ((folder / "runs",), "not the directory of a campaign or run"),
+        ((folder / "nowhere",), "is not a directory"),
+    ):
+        result = invoke(*arguments)
+        assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
     at_the_end = conclude(folder)
-    assert at_the_end["conditions"] == report["conditions"]
+    assert at_the_end["conditions"] == compare_directories([folder])["conditions"]
     assert read_json(folder / "comparison.json") == json.loads(json.dumps(at_the_end))
 
 
@@ -238,20 +188,35 @@ def test_names_of_measures():
     assert area_under([(5, 1.0)]) is None
 
 
-@pytest.mark.parametrize(("metric", "other", "message"), [
-    ("best", {}, "not final, last3 or auc"),
-    ("auc", {}, "eval_every"),
-    ("final:pass@4", {}, "4 samples"),
-    ("auc", {"evaluation": {"problems": 0}}, "held-out problems"),
-])  # fmt: skip
-def test_what_cannot_be_measured_cannot_be_declared(metric, other, message):
-    with pytest.raises(UsageError, match=message):
-        parse_dict({"campaign": {"primary_metric": metric}, **other})
+def test_what_cannot_be_measured_cannot_be_declared():
     measured = {"training": {"eval_every": 5}, "evaluation": {"samples": 4}}
     parse_dict({"campaign": {"primary_metric": "auc:pass@4"}, **measured})
+    for metric, message in (("best", "not final, last3 or auc"), ("auc", "eval_every"), ("final:pass@4", "4 samples")):
+        with pytest.raises(UsageError, match=message):
+            parse_dict({"campaign": {"primary_metric": metric}})
 
 
 # Several directories
+
+
+def test_other_settings_are_kept_apart_and_other_margins_are_not_applied(tmp_path):
+    def made(name: str, margin: float, lr: float = 0.001, seeds: int = 1) -> Path:
+        config = {"campaign": {"equivalence_margin": margin}, "training": {"lr": lr}}
+        results = {"a": list(BASE), "b": shifted(0.0, 0.01)}
+        return campaign(tmp_path / name, results, config, seeds=list(range(seeds, seeds + 8)))
+
+    one, same, other, faster = made("1", 0.02), made("2", 0.02, seeds=11), made("3", 0.05, seeds=11), made("4", 0.02, 1)
+    for folders, margin in (([one, same], 0.02), ([one, other], None), ([other, one], None)):
+        report = compare_directories(folders)
+        assert report["margin"] == margin
+        assert (report["conditions"][1]["equivalence_p"] is None) == (margin is None)
+        refused = any("different equivalence margins; none is applied" in warning for warning in report["warnings"])
+        assert refused == (margin is None)
+    report = compare_directories([one, faster])
+    assert [each["label"] for each in report["conditions"]] == ["a", "b", "a@4", "b@4"]
+    assert report["conditions"][2]["verdict"] == "exploratory"
+    assert any("training.lr 1 instead of 0.001" in warning for warning in report["warnings"])
+
 
 RULE = {
     "rule": "linear", "metric": Measure().name, "planned": 8, "alpha": 0.05,
@@ -276,23 +241,7 @@ def test_a_rule_of_stopping_holds_for_its_own_campaign_baseline_and_metric_alone
     assert (pooled["pairs"], pooled["p_value"]) == (16, sign_flip_p([*differences, *differences]))
 
 
-@pytest.mark.parametrize(("margins", "applied"), [((0.02, 0.02), 0.02), ((0.02, 0.05), None), ((0.05, 0.02), None)])
-def test_different_margins_are_none_and_equal_ones_hold(tmp_path, margins, applied):
-    folders = []
-    for start, margin in zip((1, 11), margins, strict=True):
-        config = {"campaign": {"equivalence_margin": margin}}
-        seeds = list(range(start, start + 8))
-        results = {"a": list(BASE), "b": shifted(0.0, 0.01)}
-        folders.append(campaign(tmp_path / str(start), results, config, seeds=seeds))
-    report = compare_directories(folders)
-    assert report["margin"] == applied
-    assert (report["conditions"][1]["equivalence_p"] is None) == (applied is None)
-    refused = any("different equivalence margins; none is applied" in warning for warning in report["warnings"])
-    assert refused == (applied is None)
-
-
 def test_every_run_of_every_directory_is_measured_alike(tmp_path):
-    """Not only the first directory, nor the first run of one; a run that measured nothing is in nobody's way."""
     folders = [
         campaign(tmp_path / name, {"a": list(BASE[:2])}, seeds=[start, start + 1])
         for name, start in (("one", 1), ("two", 3), ("three", 5))
@@ -308,6 +257,7 @@ def test_every_run_of_every_directory_is_measured_alike(tmp_path):
         write_json(last / "config.json", facts | change)
         with pytest.raises(UsageError, match=what):
             compare_directories(folders)
+    assert invoke(*folders, "--metric", "final:num_tokens").exit_code == 0  # a number of training is another matter
     (last / "evals.jsonl").unlink()
     assert compare_directories(folders)["conditions"][0]["finished"] == [1, 2, 3, 4, 5]
 
@@ -316,20 +266,9 @@ def test_every_run_of_every_directory_is_measured_alike(tmp_path):
     ("done", "done", [0.6]), ("failed", "done", [0.7]), ("done", "running", [0.6]), ("failed", "running", []),
 ])  # fmt: skip
 def test_of_a_seed_that_was_run_twice_the_first_finished_run_counts(tmp_path, first, second, counted):
-    """It is one replicate; where none finished, the first is named."""
     one = campaign(tmp_path / "one", {"a": [0.6]}, states={"a_s1": first})
     two = campaign(tmp_path / "two", {"a": [0.7]}, states={"a_s1": second})
     report = compare_directories([one, two])
     assert report["conditions"][0]["after_values"] == counted
     assert [run["state"] for run in report["conditions"][0]["missing"]] == ([] if counted else [first])
     assert any("more than once" in warning for warning in report["warnings"])
-
-
-def test_the_coarsest_evaluation_decides_how_fine_an_interval_can_be(tmp_path):
-    """Equal values have the width of one answer; of runs measured on 50 and on 5 problems, that of 5."""
-    runs = read_source(campaign(tmp_path, {"a": [0.6, 0.6, 0.6, 0.6]})).runs
-    coarse = [{**row, "eval/heldout/problems": 5} for row in runs[2].evaluations]
-    runs[2] = replace(runs[2], evaluations=coarse)
-    expected = mean_interval([0.6] * 4, share=True, resolution=1 / 10)  # 5 problems × 2 samples
-    for order in (runs, runs[::-1]):
-        assert compare_runs(order, ["a"])["conditions"][0]["interval"] == pytest.approx([expected.low, expected.high])

@@ -1,5 +1,3 @@
-"""Several comparisons at once: enumeration, least squares, scipy's distributions, and error rates by simulation."""
-
 from __future__ import annotations
 
 import itertools
@@ -22,7 +20,6 @@ from retrain.maths.statistics import sign_flip_p
 
 @given(st.lists(st.integers(-60, 60), min_size=6, max_size=9), st.sampled_from([0.95, 0.9, 0.9875]))
 def test_the_interval_holds_0_exactly_where_the_test_does_not_reject(steps, level):
-    """No p-value contradicts the interval beside it, whatever the differences."""
     d = np.array(steps) / 64.0
     found = sign_flip_interval(d, level)
     if found.low is None:
@@ -127,8 +124,6 @@ def test_an_earlier_spread_never_lowers_the_observed_one():
     assert moderated(2.0, 4, 0.1, 4) == (2.0, 8)
     assert moderated(1.0, 4, 3.0, 100)[1] == 12
     assert moderated(1.0, 4, 3.0, 0) == (1.0, 4)
-    with pytest.raises(ValueError, match="negative"):
-        moderated(1.0, 4, -1.0, 4)
 
 
 @pytest.mark.parametrize("spending", ["linear", "square"])
@@ -180,8 +175,6 @@ def test_missing_runs_and_conditions_without_a_pair():
     assert simultaneous_intervals(x, "exact")[1:] == [sign_flip_interval(d, 1 - 0.05 / 3), None]
     few = simultaneous_intervals(x[:4], "exact")[1]
     assert few == t_interval(x[:4, 2] - x[:4, 0], 1 - 0.05 / 3)
-    with pytest.raises(ValueError, match="exact or normal"):
-        simultaneous_intervals(x, "both")
 
 
 @pytest.mark.parametrize(("kind", "seeds"), [("exact", 7), ("normal", 5)])
@@ -235,8 +228,6 @@ def test_permutation_with_missing_runs_and_sampled_arrangements():
     assert bigger == pytest.approx(permutation_p(whole), abs=0.01)
     clear = np.random.default_rng(5).normal([0.0, 30.0, 0.0, 0.0, 0.0], 1.0, (6, 5))
     assert closed_permutation(clear)[0] <= 0.05  # six seeds can decide four comparisons
-    with pytest.raises(ValueError, match="1 to 6"):
-        closed_permutation(np.zeros((3, 9)))
 
 
 # Collapsed runs
@@ -272,8 +263,6 @@ def test_collapses_among_missing_and_equal_runs_and_in_normal_tables():
     steps = np.full((6, 2), 0.5)
     steps[0, 1] -= 1 / 128
     assert collapses(steps, resolution=1 / 128) == []  # one answer of 128
-    with pytest.raises(ValueError, match="shape"):
-        collapses(np.zeros(4))
     tables = np.random.default_rng(77).standard_normal((3000, 8, 5))
     assert flagged(tables).any(axis=(1, 2)).mean() == pytest.approx(0.05, abs=0.015)
     assert threshold(8, 5) > 4.0

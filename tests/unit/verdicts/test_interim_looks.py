@@ -1,5 +1,3 @@
-"""The sequential rule in a campaign: what it looks at, what it stops, what it writes, and that resuming repeats it."""
-
 from __future__ import annotations
 
 import json
@@ -8,17 +6,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from played_campaigns import DR_GRPO, EIGHT, GRPO, RLOO, Played, configuration
 from toymodels import qwen3_directory
+from verdict_cases import BASE, DR_GRPO, EIGHT, GRPO, RLOO, Played, campaign, configuration, shifted
 
+from retrain.campaign.judging.pooling import compare_directories
+from retrain.campaign.judging.rule import FUTILITY
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load, parse_dict
+from retrain.config.campaign import seeds_for_verdict
 from retrain.errors import ConfigError, UsageError
-from retrain.files import read_json
+from retrain.files import append_jsonl, read_json
+from retrain.maths.normal import additive_fit, step_down
+from retrain.maths.permutation import closed_permutation
+from retrain.maths.rules import Rule
 from retrain.maths.sequential import sequential_looks
+from retrain.maths.statistics import sign_flip_p
 from retrain.record.observer import NullObserver
 
 THREE = [GRPO, RLOO, DR_GRPO]
+MODES = [{"advantage_mode": mode, "transform_mode": "none"} for mode in ("grpo", "rloo", "maxrl", "dr_grpo")]
 
 
 def test_a_clear_difference_stops_after_six_pairs_and_the_rest_is_listed(tmp_path):
@@ -60,63 +66,56 @@ def test_the_decision_does_not_depend_on_when_and_how_often_one_looks(tmp_path):
     assert once.look() == other
 
 
-def test_no_difference_runs_to_the_end(tmp_path):
-    played = Played(tmp_path)
-    for seed in EIGHT:
-        played.finish(seed, sign=1 if seed % 2 else -1)
-        played.look()
-    assert played.states() == ["done"] * 16
-    found = played.compare()["conditions"][1]
-    assert found["verdict"] == "no difference shown"
-    assert found["sentence"].endswith("Sequential rule: not stopped in 8 looks, 0.031 of 0.05 spent.")
-
-
 @pytest.mark.parametrize("rule", ["linear", "pocock", "obrien_fleming"])
 def test_seeds_that_are_accepted_are_the_fewest_that_can_stop_early(rule):
-    modes = [{"advantage_mode": mode, "transform_mode": "none"} for mode in ("grpo", "rloo", "maxrl", "dr_grpo")]
     for conditions in (2, 4):
 
         def last_look(planned: int, alpha: float = 0.05 / (conditions - 1)) -> int:
-            """Where equal differences of one sign stop."""
             return sequential_looks(np.ones(planned), planned, alpha=alpha, spending=rule)[-1].pairs
 
         least = next(n for n in range(2, 20) if last_look(n) < n)
-        settings = {"conditions": modes[:conditions], "sequential": rule}
+        settings = {"conditions": MODES[:conditions], "sequential": rule}
         parse_dict({"campaign": {**settings, "seeds": list(range(least))}})
         with pytest.raises(ConfigError, match="to stop early"):
             parse_dict({"campaign": {**settings, "seeds": list(range(least - 1))}})
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("conditions", "keys", "message"),
     [
-        ({"seeds": [1, 2, 3]}, r"rule.toml:4 .*after 6 at the earliest.*seeds = \[1, 2, 3, 4, 5, 6, 7, 8\]"),
-        ({"seeds": list(range(30))}, "to 20"),
-        ({"lanes": 16}, 'lanes = 16 trains all 16 runs at once.*lanes = "auto"'),
-        ({"conditions": [GRPO]}, r'rule.toml:4 .*there is one condition.*sequential = "off"'),
+        (2, {"sequential": "linear", "seeds": [1, 2, 3]}, r"after 6 at the earliest.*seeds = \[1, 2, 3, 4,"),
+        (2, {"sequential": "linear", "seeds": [1, 2, 3], "test": "normal"}, "after 3 at the earliest"),
+        (2, {"sequential": "linear", "seeds": list(range(30))}, "to 20"),
+        (2, {"sequential": "linear", "seeds": EIGHT, "lanes": 16}, 'lanes = 16 trains all 16 runs.*lanes = "auto"'),
+        (1, {"sequential": "linear", "seeds": EIGHT}, 'there is one condition.*sequential = "off"'),
+        (2, {"test": "permutation", "sequential": "linear"}, "looks by the exact or the normal test only"),
+        (2, {"test": "normal", "sequential": "always_valid"}, "looks by signs only"),
+        (3, {"race": True}, 'is on with sequential = "off".*sequential = "obrien_fleming"'),
+        (2, {"race": True, "sequential": "linear"}, "is on with 2 conditions.*race = false"),
+        (3, {"test": "normal", "prior_spread": 0.04}, "two conditions and sequential"),
+        (2, {"prior_spread": 0.04}, "an earlier spread counts"),
     ],
 )
-def test_impossible_rules_are_configuration_errors(tmp_path, settings, message):
+def test_impossible_rules_are_configuration_errors(conditions, keys, message):
     with pytest.raises(ConfigError, match=message):
-        load(configuration(tmp_path, **{"conditions": [GRPO, RLOO], **settings}))
+        parse_dict({"campaign": {"conditions": MODES[:conditions], **keys}})
 
 
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
         ({"conditions": [RLOO, GRPO, DR_GRPO]}, "grpo.none as the first of its conditions"),
-        ({"conditions": [*THREE, ("maxrl", "none")]}, "conditions grpo.none, rloo.none, dr_grpo.none"),
         ({"conditions": THREE[:2]}, "conditions grpo.none, rloo.none, dr_grpo.none"),
         ({"rule": "pocock"}, "sequential = 'linear'"),
         ({"rule": "off"}, "sequential = 'linear'"),
         ({"seeds": list(range(1, 11))}, "seeds = "),
-        ({"test": "normal"}, "test = 'exact'"),
         ({"race": True}, "race = "),
         ({"primary_metric": "auc", "rest": "[training]\neval_every = 1"}, "primary_metric = "),
     ],
 )
 def test_what_is_compared_is_fixed_when_the_first_run_begins(tmp_path, settings, what):
-    """Until then the file is corrected freely, and the order of the other conditions is free."""
+    """Until then the file is corrected freely, and the order of the other conditions is free. Looks that were not
+    declared are refused too: deciding to look early after results is what the declaration is there to stop."""
     as_declared: dict[str, Any] = {"conditions": THREE, "seeds": list(range(1, 10))}
     played = Played(tmp_path, conditions=THREE[:2], rule="pocock")
     played.look()
@@ -133,22 +132,15 @@ def test_what_is_compared_is_fixed_when_the_first_run_begins(tmp_path, settings,
         with pytest.raises(UsageError, match="was begun with "):
             played.look()
     assert played.manifest.content["sequential"]["conditions"]["rloo+none"] == before
-
-
-def test_looks_that_were_not_declared_are_refused_once_a_run_has_begun(tmp_path):
-    """Deciding after results to look at them early is what the declaration is there to stop."""
-    played = Played(tmp_path, rule="off")
-    for seed in range(1, 7):
-        played.finish(seed)
-    played.start_again(rule="linear")
+    late = Played(tmp_path / "late", rule="off")
+    late.finish(1)
+    late.start_again(rule="linear")
     with pytest.raises(UsageError, match=r"was begun with .campaign. sequential = 'off'"):
-        played.look()
-    assert "sequential" not in played.manifest.content
-    assert "stopped" not in played.states()
+        late.look()
+    assert "sequential" not in late.manifest.content
 
 
-@pytest.mark.parametrize("failed", ["rloo", "grpo"])
-@pytest.mark.parametrize(("rule", "test"), [("linear", "exact"), ("always_valid", "exact"), ("linear", "normal")])
+@pytest.mark.parametrize(("rule", "test", "failed"), [("always_valid", "exact", "rloo"), ("linear", "normal", "grpo")])
 def test_a_failed_first_seed_is_no_pair_and_comes_in_late(tmp_path, rule, test, failed):
     played = Played(tmp_path, rule=rule, test=test)
     played.finish(1)
@@ -185,19 +177,6 @@ def test_what_has_left_stays_out_whatever_comes_late(tmp_path):
     assert [each["pairs"] for each in other["looks"]] == [1, 2, 3, 4]
     assert [seed for seed, _ in other["differences"]] == [1, 3, 4, 2]
     assert not other["looks"][-1]["stop"]
-
-
-@pytest.mark.parametrize(("problems", "stopped"), [(10, 4), (10_000, None)])
-def test_the_exact_rule_knows_the_step_of_the_scale(tmp_path, problems, stopped):
-    """Equal differences of less than a step have no spread of 0: going on is futile, as with the normal test."""
-    played = Played(tmp_path, futility=True)
-    for seed in (1, 2, 3, 4):
-        for label, value in (("grpo", 0.5), ("rloo", 0.51)):
-            played.put(seed, label, value, **{"eval/heldout/problems": problems, "samples": 1})
-        condition = played.look()
-    assert played.manifest.content["sequential"]["resolution"] == 1 / problems
-    assert condition["stopped_after"] == stopped
-    assert condition["stop_reason"] == (stopped and "futility")
 
 
 WORLD = """
@@ -261,27 +240,111 @@ def test_several_comparisons_share_alpha_and_their_p_values_are_corrected(tmp_pa
         assert found["p_holm"] == min(1.0, 2 * found["p_value"])
 
 
-@pytest.mark.parametrize("test", ["exact", "normal"])
-@pytest.mark.parametrize(("left", "verdict"), [(0, "cannot tell: no pair"), (2, "cannot tell: 2 pairs of seeds")])
-def test_a_condition_whose_runs_failed_has_no_verdict_from_the_few_that_did_not(tmp_path, test, left, verdict):
-    played = Played(tmp_path, test=test)
-    for seed in EIGHT:
-        played.finish(seed, only="grpo")
-        played.finish(seed, "done" if seed <= left else "failed", only="rloo")
-    played.look()
-    found = played.compare()["conditions"][1]
-    assert (found["verdict"].startswith(verdict), found["p_holm"]) == (True, None)
+# What decides
+
+MAXRL = ("maxrl", "none")
+NOISE = 0.01 * np.random.default_rng(4).standard_normal((8, 3))
 
 
-def test_what_looks_decided_keeps_its_p_whatever_the_others_do_later(tmp_path):
-    played = Played(tmp_path, conditions=THREE, rule="linear", test="normal")
-    random = np.random.default_rng(3)
+@pytest.mark.parametrize("test", ["exact", "normal", "permutation"])
+def test_missing_runs_under_every_test(tmp_path, test):
+    values = np.array(BASE)[:, None] + NOISE + [0.0, 0.06, 0.0]
+    results = {label: values[:, i].tolist() for i, label in enumerate("abc")}
+    failed = {"a_s2": "failed", "c_s5": "failed"}
+    folder = campaign(tmp_path, results, {"campaign": {"seed": 0, "test": test}}, states=failed)
+    values[1, 0] = values[4, 2] = np.nan
+    base, better, same = compare_directories([folder])["conditions"]
+    assert (better["pairs"], same["pairs"]) == (7, 6)
+    assert (better["verdict"], better["test"]) == ("better", test)
+    fit, differences = additive_fit(values[None]), values[:, 1:] - values[:, :1]
+    tested = fit.difference[0] if test == "normal" else np.nanmean(differences, axis=0)
+    for each, one in zip((better, same), tested, strict=True):
+        assert each["difference"] == each["difference_tested"] == pytest.approx(one)
+        assert f"{100 * one:+.1f}".replace("-", "−") + " points [" in each["sentence"]
+    if test == "exact":
+        expected = 2 * sign_flip_p(np.delete(differences[:, 0], 1))
+    elif test == "normal":
+        expected = step_down(fit.t()[0], float(fit.freedom[0]), float(fit.correlation[0]))[0]
+    else:
+        expected = closed_permutation(values)[0]
+    assert better["p_holm"] == pytest.approx(expected)
+    assert better["p_exact"] == sign_flip_p(np.delete(differences[:, 0], 1))
+    assert base["collapsed"] == better["collapsed"] == []
+    assert same["verdict"] == ("cannot tell: 6 pairs of seeds, 7 needed" if test == "exact" else "no difference shown")
+
+
+def test_a_collapsed_run_is_named_and_the_exact_test_decides(tmp_path):
+    fallen = shifted(0.05)
+    fallen[2] -= 0.3
+    results = {"a": list(BASE), "b": fallen}
+    compared = compare_directories([campaign(tmp_path, results, {"campaign": {"seed": 0, "test": "normal"}})])
+    found = compared["conditions"][1]
+    (run,) = found["collapsed"]
+    assert run["seed"] == 3
+    assert run["gap"] == pytest.approx(0.3, abs=0.03)
+    assert (found["test"], found["pairs_needed"]) == ("exact", 6)
+    assert found["p_value"] == found["p_exact"]
+    assert "This speaks of typical runs, not of the mean: b of seed 3 collapsed (29.2 points below" in found["sentence"]
+    assert found["sentence"].endswith("The exact test decides.")
+
+
+def test_a_family_steps_down_by_looks_of_the_normal_test(tmp_path):
+    settings = {"conditions": [GRPO, RLOO, DR_GRPO], "rule": "obrien_fleming", "test": "normal", "futility": True}
+    played = Played(tmp_path, **settings)
+    random = np.random.default_rng(0)
     for seed in EIGHT:
-        for label, gain in (("grpo", 0.0), ("rloo", 0.2), ("dr_grpo", -0.4 if seed == 8 else 0.0)):
-            if played.manifest.run(f"{label}+none_s{seed}")["state"] != "stopped":
-                played.put(seed, label, 0.5 + gain + 0.004 * random.standard_normal())
+        finish(played, seed, {"rloo": 0.1, "dr_grpo": 0.0}, random)
         played.look()
-    found = next(each for each in played.compare()["conditions"] if each["label"] == "rloo+none")
-    assert (found["verdict"], found["stop_reason"]) == ("better", "decided")
-    assert found["p_holm"] <= 0.05
-    assert found["pairs_needed"] <= found["pairs"] < 8
+    record = played.manifest.content["sequential"]
+    first, second = record["conditions"].values()
+    assert (first["stop_reason"], second["stop_reason"]) == ("decided", "futility")
+    assert first["stopped_after"] == first["looks"][-1]["pairs"] < 8
+    assert second["stopped_after"] >= 4
+    assert first["looks"][-1]["p_adjusted"] <= 0.05 < second["looks"][-1]["p_adjusted"]
+    assert "stopped" in played.states()
+    reasons = [run["reason"] for run in played.manifest.content["runs"] if run["label"].startswith("dr_grpo")]
+    assert reasons[-1] == f"sequential rule: stopped for futility after {second['stopped_after']} of 8 pairs"
+    found = played.compare()["conditions"]
+    assert found[1]["verdict"] == "better"
+    assert (found[1]["test"], found[1]["stop_reason"]) == ("normal", "decided")
+    assert found[2]["verdict"] == FUTILITY
+    assert "does not make the conditions equivalent" in found[2]["sentence"]
+    again = json.loads(json.dumps(record))
+    played.look()
+    assert played.manifest.content["sequential"] == again
+
+
+def finish(played: Played, seed: int, leads: dict[str, float], random: np.random.Generator) -> None:
+    """Put a seed's runs that still train on the disk, with noise of a point."""
+    for spec in played.specs:
+        if spec.seed == seed and played.manifest.run(spec.run_id)["state"] != "stopped":
+            value = 0.5 + leads.get(spec.config.algorithm.advantage_mode, 0.0) + 0.01 * float(random.standard_normal())
+            row = {"step": 1, "name": "heldout", "eval/heldout/correct_rate": value}
+            append_jsonl(played.manifest.directory / "runs" / spec.run_id / "evals.jsonl", [row])
+            played.manifest.update(spec.run_id, state="done", step=1)
+
+
+def test_in_a_race_what_cannot_win_leaves_first_and_a_resumed_one_agrees(tmp_path):
+    settings = {"conditions": [GRPO, RLOO, DR_GRPO, MAXRL], "rule": "square", "test": "normal", "race": True}
+    records = []
+    for begin in (1, 3):  # in the second, the first seeds were not looked at before the process ended
+        played, random = Played(tmp_path / str(begin), **settings), np.random.default_rng(3)
+        for seed in EIGHT:
+            finish(played, seed, {"rloo": 0.1, "dr_grpo": -0.1}, random)
+            if seed >= begin - 1:
+                played.look()
+        records.append(played.manifest.content["sequential"]["conditions"])
+    record = records[0]
+    assert records[1] == record
+    assert (record["dr_grpo+none"]["stop_reason"], record["dr_grpo+none"]["stopped_after"]) == ("futility", 2)
+    assert record["rloo+none"]["stop_reason"] == "decided"
+    assert played.states("dr_grpo").count("done") == 2
+    last = max(each["stopped_after"] or 8 for each in record.values())
+    assert played.states("grpo").count("done") == last  # the baseline stays while one is in the race
+
+
+def test_the_configuration_refuses_by_the_numbers_of_the_tests():
+    """Configuration imports nothing above it, so that these numbers stand there a second time."""
+    for family in range(1, 40):
+        for test in ("exact", "normal", "permutation"):
+            assert seeds_for_verdict(family, test) == Rule(test=test, family=family).fewest

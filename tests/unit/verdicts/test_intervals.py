@@ -1,5 +1,3 @@
-"""Intervals over few seeds, between bounds, for new problems and after a stop: oracles, and coverage by simulation."""
-
 from __future__ import annotations
 
 import math
@@ -31,13 +29,10 @@ def coverage(intervals, truth: float) -> float:
 # Means over seeds
 
 
-def test_what_is_no_share_has_the_t_interval():
-    x = np.array([1.0, 2.0, 3.0, 4.0, 7.0])
-    assert mean_interval(x).estimate == pytest.approx(3.4)
-    assert ends(mean_interval(x)) == pytest.approx(stats.t.interval(0.95, 4, x.mean(), x.std(ddof=1) / 5**0.5))
-
-
 def test_the_ends_of_a_share_lie_as_many_of_their_own_standard_errors_away():
+    """What is no share has the t-interval."""
+    x = np.array([1.0, 2.0, 3.0, 4.0, 7.0])
+    assert ends(mean_interval(x)) == pytest.approx(stats.t.interval(0.95, 4, x.mean(), stats.sem(x)))
     x = np.array([0.90, 0.97, 0.98, 0.99, 0.96, 0.98])
     found, m = mean_interval(x, share=True), x.mean()
     factor = x.var(ddof=1) / (m * (1 - m)) / len(x)
@@ -45,17 +40,12 @@ def test_the_ends_of_a_share_lie_as_many_of_their_own_standard_errors_away():
         assert abs(m - end) / (factor * end * (1 - end)) ** 0.5 == pytest.approx(stats.t.ppf(0.975, 5))
     mirrored = mean_interval(1 - x, share=True)
     assert ends(mirrored) == pytest.approx((1 - found.high, 1 - found.low))
-    with pytest.raises(ValueError, match="shares lie in"):
-        mean_interval([0.5, 1.1], share=True)
 
 
 def test_one_value_equal_values_and_none():
     assert mean_interval([0.5]).low is None
     assert mean_interval([0.5] * 4) == mean_interval([0.5] * 4, share=True) == iqm_interval([0.5] * 4)
     assert iqm_interval([0.5, 0.6, 0.7]).low is None
-    for function in (mean_interval, iqm_interval):
-        with pytest.raises(ValueError, match="at least one"):
-            function([])
 
 
 def test_equal_shares_are_known_up_to_rounding():
@@ -66,20 +56,6 @@ def test_equal_shares_are_known_up_to_rounding():
     assert 0.98 < perfect.low < perfect.high == pytest.approx(1.0)
     spread = [0.3, 0.5, 0.6, 0.4]
     assert mean_interval(spread, share=True, resolution=0.01) == mean_interval(spread, share=True)
-
-
-def test_the_trimmed_error_is_never_below_that_of_a_step_of_the_scale():
-    """With h values kept and a scale in steps of r: √((h − 1)·r²/12 / (h(h − 1))), a uniform error within a step."""
-    distinct = np.array([0.1, 0.2, 0.3, 0.45, 0.5, 0.6, 0.75, 0.9])
-    winsorised = np.clip(distinct, distinct[2], distinct[5])
-    error = (((winsorised - winsorised.mean()) ** 2).sum() / (4 * 3)) ** 0.5
-    known = iqm_interval(distinct)
-    quantile = (known.high - known.estimate) / error  # of eight values, whatever they are
-    assert quantile / stats.t.ppf(0.975, 3) == pytest.approx(1.13, abs=0.015)
-    assert iqm_interval(distinct, resolution=0.01) == known
-    for values, step in (([0.5] * 8, 1 / 16), (distinct, 2.0)):
-        found = iqm_interval(values, resolution=step)
-        assert found.high - found.estimate == pytest.approx(quantile * step / (12 * 4) ** 0.5)
 
 
 def test_the_trimmed_interval_of_many_values_is_tukey_and_mclaughlins():
@@ -218,9 +194,6 @@ def test_problems_that_do_not_differ_leave_the_interval_over_seeds():
     same = new_problems_interval(np.zeros((5, 30, 2)), resolution=1 / 30)
     assert same.high == pytest.approx(stats.t.ppf(0.975, 4) / 30 / 30**0.5)
     assert new_problems_interval(np.zeros((1, 30, 2))).low is None
-    for wrong in (np.zeros((5, 30)), np.full((2, 2, 2), np.nan)):
-        with pytest.raises(ValueError, match="seeds, problems, 2"):
-            new_problems_interval(wrong)
 
 
 def test_it_holds_on_new_problems_where_the_interval_over_seeds_does_not():
@@ -251,13 +224,9 @@ def test_after_a_stop_it_scales_mirrors_and_is_the_t_interval_without_looks():
         (-found.estimate / 10, -found.high / 10, -found.low / 10)
     )
     assert found.estimate < 1.2  # it went on where a larger difference would have stopped
-    for looks, spread in (([], 1.0), (spent, 0.0)):
-        with pytest.raises(ValueError, match="a look and a positive spread"):
-            stopped_interval(0.1, spread, looks, 6)
 
 
 def test_the_estimate_is_nearly_median_unbiased_and_more_cautious_than_the_mean():
-    """Half a spread apart, with the real rule."""
     random = np.random.default_rng(0)
     means, found = [], []
     for _ in range(150):

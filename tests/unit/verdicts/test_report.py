@@ -1,5 +1,3 @@
-"""The report of a campaign: complete, self-contained, harmless, whatever the campaign looks like."""
-
 from __future__ import annotations
 
 import itertools
@@ -25,7 +23,6 @@ CONDITION = '[[campaign.conditions]]\nadvantage_mode = "{}"\ntransform_mode = "n
 
 def made(tmp_path: Path, seeds: int = 3, conditions: int = 2, states: dict | None = None, evaluated: bool = True,
          texts: list[str] | None = None) -> Path:  # fmt: skip
-    """A campaign's directory, written instead of trained."""
     head = f"[campaign]\nseeds = {list(range(1, seeds + 1))}\nmax_steps = 4\n"
     toml = tmp_path / "made.toml"
     toml.write_text(head + "".join(CONDITION.format(each) for each in ("grpo", "rloo", "maxrl")[:conditions]))
@@ -75,13 +72,11 @@ def made(tmp_path: Path, seeds: int = 3, conditions: int = 2, states: dict | Non
 
 
 class Reader(HTMLParser):
-    """Elements, their attributes, and the text of a page."""
-
-    def __init__(self, text: str):
+    def __init__(self, page: str):
         super().__init__(convert_charrefs=True)
         self.elements: list[tuple[str, dict]] = []
-        self.text = ""
-        self.feed(text)
+        self.page, self.text = page, ""
+        self.feed(page)
 
     def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
@@ -90,35 +85,27 @@ class Reader(HTMLParser):
         self.text += data
 
 
-def read(out: Path) -> tuple[Reader, str]:
-    text = write_report(out).read_text(encoding="utf-8")
-    return Reader(text), text
-
-
-def check_harmless(reader: Reader, text: str) -> None:
+def harmless_report(out: Path) -> Reader:
+    reader = Reader(write_report(out).read_text(encoding="utf-8"))
     assert [tag for tag, _ in reader.elements].count("script") == 1  # the page's own switch of light and dark
     for tag, attributes in reader.elements:
         assert tag not in ("img", "iframe", "link", "object", "form", "base"), tag
         assert not [name for name in attributes if name.startswith("on")], attributes
         address = attributes.get("href") or attributes.get("src") or "#"
         assert re.match(r"(#|runs/)", address), address
-    assert "http-equiv" in text
-    assert "nan" not in re.sub(r"[a-z]nan|nan[a-z]", "", " ".join(re.findall(r"<svg.*?</svg>", text)).lower())
-    for drawn in re.findall(r"<svg.*?</svg>", text):
-        ElementTree.fromstring(drawn)
+    assert "http-equiv" in reader.page
+    drawings = re.findall(r"<svg.*?</svg>", reader.page)
+    assert "nan" not in re.sub(r"[a-z]nan|nan[a-z]", "", " ".join(drawings).lower())
+    for drawing in drawings:
+        ElementTree.fromstring(drawing)
+    return reader
 
 
 def test_a_whole_campaign(tmp_path):
-    reader, text = read(made(tmp_path))
-    check_harmless(reader, text)
-    body = reader.text[reader.text.index("rloo against grpo") :]  # below the title and the links
-    order = [body.index(each) for each in (
-        "cannot tell", "Final held-out accuracy: difference", "Held-out accuracymean", "Secondary metrics",
-        "Same prompt", "Reward", "algorithm.advantage_mode", "metrics.jsonl")]  # fmt: skip
-    assert order == sorted(order)
+    reader = harmless_report(made(tmp_path))
     assert "made <b>" in reader.text
     assert "2 conditions × 3 seeds" in reader.text
-    pooling = text[text.index("SEPA: pooling λ") :].partition("</figure>")[0]
+    pooling = reader.page[reader.page.index("SEPA: pooling λ") :].partition("</figure>")[0]
     assert pooling.count('<path class="line"') == 1  # 0 where there is no SEPA
     assert "SEPA: gate open" not in reader.text
     links = [attributes["href"] for tag, attributes in reader.elements if tag == "a"]
@@ -126,7 +113,14 @@ def test_a_whole_campaign(tmp_path):
     same = reader.text[reader.text.index("grpo → rloo, after training") :]
     assert same.index("What is 2?") < same.index("0/3 → 3/3") < same.index("+100 points")
     assert "rloo, seed 1: right" in same
-    assert text == write_report(tmp_path / "out").read_text(encoding="utf-8")
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "out"), "--out", str(tmp_path / "made/by/it/r.html")])
+    assert (done.exit_code, done.output.strip()) == (0, str(tmp_path / "made/by/it/r.html"))
+    assert (tmp_path / "made/by/it/r.html").read_text(encoding="utf-8") == reader.page
+    refused = CliRunner().invoke(
+        app, ["report", str(tmp_path / "out"), "--out", str(tmp_path / "made.toml/below.html")]
+    )
+    assert (refused.exit_code, len(refused.stderr.splitlines())) == (2, 1)
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "nowhere")]).exit_code == 2
 
 
 STATES = {"rloo+none_s1": "failed", "grpo+none_s2": "interrupted", "rloo+none_s3": "pending"}
@@ -136,37 +130,15 @@ ALL = [f"{mode}+none_s{seed}" for mode in ("grpo", "rloo") for seed in (1, 2, 3)
 @pytest.mark.parametrize(("shape", "parts"), [
     ({"seeds": 1}, ["cannot tell"]),
     ({"seeds": 1, "conditions": 1}, ["One condition: nothing is compared"]),
-    ({"seeds": 2, "conditions": 3}, ["cannot tell"]),
     ({"evaluated": False}, ["training prompts"]),
     ({"states": STATES}, ["3 done, 1 failed, 1 interrupted, 1 pending", "broken <script>", "interim", *STATES]),
-    ({"states": dict.fromkeys(ALL, "failed")}, ["6 failed"]),
     ({"states": dict.fromkeys(ALL, "pending")}, ["6 pending"]),
     ({"texts": list(HOSTILE.values())}, []),
 ])  # fmt: skip
 def test_campaigns_of_every_shape(tmp_path, shape, parts):
-    """Whatever is missing, and whatever a completion says."""
-    reader, text = read(made(tmp_path, **shape))
-    check_harmless(reader, text)
+    reader = harmless_report(made(tmp_path, **shape))
     assert "Runs" in reader.text
     for part in parts:
         assert part.lower() in reader.text.lower()
-    assert f"<script>window.{MARKER}" not in text
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2066]", text)
-
-
-def test_the_command(tmp_path):
-    out = made(tmp_path)
-    for where, written in (
-        ("r.html", "r.html"),
-        ("made/by/it/r.html", "made/by/it/r.html"),
-        ("made", "made/report.html"),
-    ):
-        done = CliRunner().invoke(app, ["report", str(out), "--out", str(tmp_path / where)])
-        assert (done.exit_code, done.output.strip()) == (0, str(tmp_path / written))
-        assert (tmp_path / written).is_file()
-    refused = CliRunner().invoke(app, ["report", str(out), "--out", str(tmp_path / "r.html/below.html")])
-    assert (refused.exit_code, len(refused.stderr.splitlines())) == (2, 1)
-    assert "below.html cannot be written: " in refused.stderr
-    (tmp_path / "empty").mkdir()
-    for nothing in ("empty", "nowhere"):
-        assert CliRunner().invoke(app, ["report", str(tmp_path / nothing)]).exit_code == 2
+    assert f"<script>window.{MARKER}" not in reader.page
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2066]", reader.page)

@@ -1,5 +1,3 @@
-"""The function that decides, its sequential tests and its power, by their parts, enumeration and simulation."""
-
 from __future__ import annotations
 
 import itertools
@@ -15,7 +13,7 @@ from retrain.maths.normal import additive_fit, step_down, t_p
 from retrain.maths.permutation import closed_permutation
 from retrain.maths.power import detectable, power, seeds_needed, spread_interval, spread_limit, t_test_power
 from retrain.maths.rules import Rule
-from retrain.maths.sequential import MOST_PAIRS, SPENDING, evidence, hopeless, sequential_looks
+from retrain.maths.sequential import SPENDING, evidence, hopeless, sequential_looks
 from retrain.maths.statistics import holm, sign_flip_p
 
 RACE = Rule("normal", 4, 8, "obrien_fleming", race=True)
@@ -59,7 +57,6 @@ def test_exact_looks_are_the_sequential_sign_flip_test_at_a_share_of_alpha(spend
         Rule("normal", 1, 5, prior_spread=1.0, prior_freedom=4),
         Rule("permutation", 2, 6),
         Rule(family=2, planned=8, looks="square", futility=0.2),
-        Rule("normal", 2, 7, "linear", 0.2),
         RACE,
         Rule(planned=12, looks="always_valid"),
     ],
@@ -124,31 +121,8 @@ def test_looks_of_the_normal_test_by_hand():
     assert decided > 12
 
 
-def test_rules_that_cannot_be():
-    for wrong in (
-        {"test": "permutation", "looks": "linear"},
-        {"test": "normal", "looks": "always_valid"},
-        {"race": True},
-        {"futility": 0.2, "looks": "always_valid"},
-        {"prior_freedom": 4.0},
-        {"family": 0},
-    ):
-        with pytest.raises(ValueError, match=r"looks|signs|futility|earlier|at least one"):
-            Rule(**wrong)
-    with pytest.raises(ValueError, match="tables of 2"):
-        follow(np.zeros((1, 4, 3)), Rule())
-
-
 @pytest.mark.parametrize(
-    "rule",
-    [
-        Rule("normal", 4, 6),
-        Rule("normal", 2, 6, "linear"),
-        RACE,
-        Rule("exact", 2, 9, "square", 0.2),
-        Rule("normal", 1, 4, prior_spread=1.0, prior_freedom=8),
-    ],
-    ids=lambda rule: f"{rule.test}-{rule.family}-{rule.looks}",
+    "rule", [Rule("normal", 4, 6), RACE, Rule("exact", 2, 9, "square", 0.2)], ids=lambda rule: rule.looks
 )
 def test_the_error_of_the_family_is_kept(rule):
     """2,000 campaigns: a true 5 % shows as 6.5 % or more once in a thousand times."""
@@ -193,20 +167,11 @@ def test_looks_by_hand():
     assert (looks[5].spent, looks[5].stop) == (2 / 64, False)
     assert (looks[6].tail, looks[6].p) == (12 / 128, 4 / 128 + 12 / 128)
     differences = np.random.default_rng(1).normal(0.4, 1.0, 9)
+    assert sequential_looks([], 5) == []
+    assert not sequential_looks([0.0] * 6, 6)[-1].stop
     looks = sequential_looks(differences, 9, alpha=1e-3)  # too little to stop before the end
     assert [look.pairs for look in looks] == list(range(1, 10))
     assert looks[-1].p == looks[-1].tail == sign_flip_p(differences)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_values_that_have_no_answer():
-    assert sequential_looks([], 5) == []
-    assert not sequential_looks([0.0] * 6, 6)[-1].stop
-    for wrong, planned in (([np.nan], 2), ([[1.0]], 2), ([1.0] * 3, 2), ([1.0], MOST_PAIRS + 1)):
-        with pytest.raises(ValueError, match=r"finite|planned"):
-            sequential_looks(wrong, planned)
-    with pytest.raises(ValueError, match="spending"):
-        sequential_looks([1.0], 4, spending="all at once")
 
 
 def test_evidence_is_one_on_average_over_signs_after_every_pair():
@@ -265,23 +230,6 @@ def test_seeds_that_are_needed():
     assert detectable(Rule(planned=5)) is None
     assert [seeds_needed(rule, 50.0) for rule in (Rule(), Rule(family=4), Rule("normal", 4))] == [6, 8, 3]
     assert seeds_needed(Rule(), 1e-6) is None
-    for wrong in (
-        lambda: seeds_needed(Rule(), 0.0),
-        lambda: t_test_power(1.0, 1),
-        lambda: power(Rule(planned=30, looks="linear"), 1.0),
-    ):
-        with pytest.raises(ValueError, match=r"pairs|difference of 0|20 seeds"):
-            wrong()
-
-
-@pytest.mark.parametrize("rule", [Rule(planned=7), Rule("normal", 2, 5)])
-def test_what_is_detectable_needs_those_seeds(rule):
-    effect = detectable(rule)
-    assert effect is not None
-    assert power(rule, 0.96 * effect) < 0.8 <= power(rule, effect)
-    needed = seeds_needed(rule, effect)
-    assert needed is not None
-    assert needed <= rule.planned
 
 
 def test_the_interval_and_the_limit_of_a_spread_cover():
@@ -289,14 +237,3 @@ def test_the_interval_and_the_limit_of_a_spread_cover():
     inside = [low <= 2.0 <= high for low, high in (spread_interval(spread, 3) for spread in draws)]
     assert np.mean(inside) == pytest.approx(0.9, abs=0.03)
     assert np.mean([spread_limit(spread, 3) >= 2.0 for spread in draws]) == pytest.approx(0.8, abs=0.03)
-    for of in (spread_interval, spread_limit):
-        with pytest.raises(ValueError, match="two values"):
-            of(1.0, 0)
-
-
-def test_one_comparison_at_exact_looks_is_found_as_often_as_among_all():
-    """Power simulates it alone, at its share of α; the whole family must say the same, campaign by campaign."""
-    rule = Rule("exact", 3, 9, "square")
-    noise = np.random.default_rng(rule.planned).standard_normal((2000, rule.planned, rule.family + 1)) / 2**0.5
-    noise[..., 1] += 1.3
-    assert power(rule, 1.3) == follow(noise, rule).different[:, 0].mean()

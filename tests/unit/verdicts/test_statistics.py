@@ -1,5 +1,3 @@
-"""Statistics against scipy, enumeration and published values."""
-
 from __future__ import annotations
 
 import itertools
@@ -44,32 +42,14 @@ def test_maj():
     assert maj_at_k([None, None], [False, False], 2) == 0.0
 
 
-def test_cluster_interval_of_single_samples_is_the_t_interval():
-    x = np.array([0.3, 1.2, -0.4, 2.2, 0.9])
-    got = cluster_interval(x, range(5))
-    low, high = stats.t.interval(0.95, 4, x.mean(), stats.sem(x))
-    assert (got.estimate, got.low, got.high) == (pytest.approx(x.mean()), pytest.approx(low), pytest.approx(high))
-
-
 def test_copies_of_a_sample_add_no_certainty():
     x = np.array([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
-    once = cluster_interval(x, range(8))
+    once, t = cluster_interval(x, range(8)), stats.t.interval(0.95, 7, x.mean(), stats.sem(x))
+    assert (once.estimate, once.low, once.high) == pytest.approx((x.mean(), *t))
     copied = cluster_interval(np.repeat(x, 16), np.repeat(np.arange(8), 16).tolist())
     assert (copied.low, copied.high) == (pytest.approx(once.low), pytest.approx(once.high))
     a, b = accuracy_interval(x, range(8)), accuracy_interval(np.repeat(x, 16), np.repeat(np.arange(8), 16).tolist())
     assert (a.low, a.high) == (pytest.approx(b.low), pytest.approx(b.high))
-
-
-def test_accuracy_interval_covers():
-    """Problems of unequal difficulty, four samples each: about 95 of 100 intervals hold the truth."""
-    rng = np.random.default_rng(0)
-    hits = 0
-    for _ in range(400):
-        p = rng.beta(2, 1, size=60)
-        correct = rng.random((60, 4)) < p[:, None]
-        got = accuracy_interval(correct.ravel(), np.repeat(np.arange(60), 4).tolist())
-        hits += got.low <= 2 / 3 <= got.high
-    assert 0.92 <= hits / 400 <= 0.98
 
 
 def test_perfect_and_tiny_evaluations():
@@ -151,34 +131,6 @@ def test_holm_by_hand():
     assert holm([0.01, 0.04, 0.03, 0.005]).tolist() == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]).tolist() == [1.0, 1.0]
     assert holm([]).tolist() == []
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: pass_at_k(3, 1, 4), "pass@k needs"),
-        (lambda: pass_at_k(3, 4, 1), "pass@k needs"),
-        (lambda: pass_at_k(3, 1, 0), "pass@k needs"),
-        (lambda: maj_at_k(["4"], [True], 2), "maj@k"),
-        (lambda: cluster_interval([], []), "at least one value"),
-        (lambda: cluster_interval([math.nan, 1.0], [0, 1]), "finite"),
-        (lambda: cluster_interval([1.0], [0, 1]), "one cluster per value"),
-        (lambda: accuracy_interval([2.0, 0.0], [0, 1]), r"\[0, 1\]"),
-        (lambda: gini([math.nan, 1.0]), "finite"),
-        (lambda: bootstrap_ci([], np.random.default_rng(0)), "at least one value"),
-        (lambda: sign_flip_p([]), "1 to 40 pairs"),
-        (lambda: sign_flip_p([1.0] * 41), "1 to 40 pairs"),
-        (lambda: sign_flip_p([math.nan]), "finite"),
-        (lambda: paired_comparison([1.0], [1.0, 2.0]), "same seeds"),
-        (lambda: probability_of_improvement([], [1.0]), "at least one run"),
-        (lambda: holm([1.2]), "p-values"),
-        (lambda: tost_p([0.1], 0.1), "equivalence needs"),
-        (lambda: tost_p([0.1, 0.2], 0.0), "equivalence needs"),
-    ],
-)
-def test_what_has_no_answer_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 def test_tost_is_the_larger_one_sided_test():

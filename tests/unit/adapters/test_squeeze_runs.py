@@ -1,0 +1,317 @@
+"""LoRA-Squeeze in campaigns: annealed ranks, an analysis of every condition, and training on at a compressed rank."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from lane_cases import adamw, update
+from record_cases import config
+from safetensors.torch import load_file
+from toycampaign import StopAfter
+from toymodels import toy_base
+from typer.testing import CliRunner
+
+from retrain.campaign.adapters.squeeze import compress_adapter
+from retrain.campaign.adapters.verify import enough, sentence, verdict, verify_ranks
+from retrain.campaign.judging.report import write_report
+from retrain.campaign.planning.asked import longest_completions
+from retrain.campaign.planning.manifest import read_plan
+from retrain.campaign.running.controller import launch, resume
+from retrain.campaign.running.models import Bases
+from retrain.cli import app
+from retrain.config import load
+from retrain.errors import ConfigError, UsageError
+from retrain.files import read_json, read_jsonl, write_json
+from retrain.policy.adapter_io import read_adapter
+from retrain.policy.lora import Lanes
+from retrain.record.observer import NullObserver
+from retrain.rng import generator
+from retrain.types import Sample
+
+CONDITIONS = """[campaign]
+seeds = [1]
+max_steps = 2
+[[campaign.conditions]]
+advantage_mode = "grpo"
+transform_mode = "none"
+[[campaign.conditions]]
+advantage_mode = "maxrl"
+transform_mode = "none"
+[evaluation]
+problems = 6
+samples = 3
+[squeeze]
+runs = "one per condition"
+compress_to = 1
+"""
+ANNEALED = """[lora]
+anneal = {stages}
+[evaluation]
+problems = 0
+"""
+WORLD = """[model]
+model = "{model}"
+lora_rank = 4
+[reward]
+type = "custom"
+custom_module = "{model.parent}/toyrewards.py"
+workers = 1
+[training]
+batch_size = 2
+group_size = 4
+max_tokens = 8
+lr = 0.05
+"""
+
+
+def written(folder: Path, model: Path, first: str, more: str = "") -> Path:
+    path = folder / "run.toml"
+    path.write_text(first + WORLD.format(model=model) + more)
+    return path
+
+
+def squeeze(*arguments: str | Path):
+    return CliRunner().invoke(app, ["squeeze", *map(str, arguments)])
+
+
+# Annealed ranks
+
+
+def delta(adapter, name):
+    return adapter.scale * (adapter.B[name] @ adapter.A[name]).detach()
+
+
+def test_a_lowered_adapter_is_the_best_approximation_and_keeps_its_rank_while_it_trains(tmp_path):
+    lanes = Lanes(toy_base(tmp_path / "toy"))
+    adapter = lanes.new_adapter(4, 8.0).initialise("lower")
+    noise = generator("lower", 1)
+    with torch.no_grad():
+        for b in adapter.B.values():
+            b.copy_(torch.from_numpy(noise.normal(0, 0.1, b.shape)))
+    before = {name: delta(adapter, name) for name in adapter.A}
+    adapter.lower(2)
+    for name, product in before.items():
+        u, s, vh = torch.linalg.svd(product.double())
+        best = u[:, :2] * s[:2] @ vh[:2]
+        torch.testing.assert_close(delta(adapter, name).double(), best, atol=1e-5, rtol=0)
+    optimizer = adamw(adapter, 0.05, weight_decay=0.01)
+    ids = [int(t) for t in noise.integers(3, 200, 9)]
+    ones = torch.ones(9).numpy()
+    sample = Sample.single_turn((5, 6, 7), ids, -3 * ones, ones)
+    lowered = {name: delta(adapter, name).clone() for name in adapter.A}
+    for _ in range(3):
+        update(lanes, adapter, [sample], optimizer=optimizer, lr=0.05, grad_clip_norm=1.0)
+    for name in adapter.A:
+        assert not adapter.A[name][2:].any()
+        assert not adapter.B[name][:, 2:].any()
+        assert not torch.equal(delta(adapter, name), lowered[name])
+    assert {tuple(a.shape[:1] + b.shape[1:]) for a, b in adapter.tensors().values()} == {(2, 2)}
+
+
+def test_an_annealed_run_ends_at_its_last_rank_and_resumes_exactly(model, tmp_path):
+    path = written(tmp_path, model, ANNEALED.format(stages="[[1, 3], [2, 1]]"), "max_steps = 4\nsave_every = 1\n")
+    run, stopped = tmp_path / "uninterrupted", tmp_path / "stopped"
+    assert launch(load(path), run, NullObserver()).exit_status == 0
+    assert launch(load(path), stopped, StopAfter(2)).exit_status == 130  # between the stages
+    assert resume(stopped, NullObserver()).exit_status == 0
+    one, other = (load_file(folder / "final/adapter_model.safetensors") for folder in (run, stopped))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert read_json(run / "final/adapter_config.json")["r"] == 1
+    final, last = read_adapter(run / "final"), read_adapter(run / "checkpoints/step_000003")
+    assert set(final.scales.values()) == {8.0}  # alpha 32 / rank 4, as it was trained
+    assert {a.shape[0] for a, _ in last.tensors.values()} == {1}
+    assert any(b.any() for _, b in final.tensors.values())
+    rows = read_jsonl(run / "metrics.jsonl")
+    assert all(row["kl_sample_train_v2"] < 1e-9 for row in rows)  # what is sampled from is what trains
+    assert [row["off_policy_steps_max"] for row in rows] == [0] * 4
+    log = (run / "run.log").read_text()
+    assert "step 1: the adapter goes on with rank 3 of 4" in log
+    assert "step 2: the adapter goes on with rank 1 of 3" in log
+
+
+def test_impossible_stages_are_refused(model, tmp_path):
+    for stages, message in (("[[2, 4]]", "ranks to fall"), ("[[2, 3], [2, 1]]", "steps have to grow")):
+        path = written(tmp_path, model, ANNEALED.format(stages=stages), "max_steps = 4\n")
+        with pytest.raises(ConfigError, match=message):
+            load(path)
+
+
+# An analysis of every condition
+
+
+@pytest.fixture(scope="module")
+def home(model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("squeezed")
+    path = written(folder, model, CONDITIONS)
+    assert launch(load(path), folder / "out", NullObserver()).exit_status == 0
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def run(home) -> Path:
+    return home / "runs/grpo+none_s1"
+
+
+def test_every_condition_has_an_analysis_of_its_own(home):
+    manifest = read_json(home / "manifest.json")
+    first, others = manifest["squeeze"], manifest["squeezes"]
+    assert (first["run_id"], list(others)) == ("grpo+none_s1", ["maxrl+none"])
+    assert others["maxrl+none"]["run_id"] == "maxrl+none_s1"
+    for folder, report in (("squeeze", first), ("squeeze/maxrl+none", others["maxrl+none"])):
+        assert read_json(home / folder / "analysis.json") == report
+        assert read_json(home / folder / "verification.json") == report["verified"]
+        assert not [path for path in (home / folder).iterdir() if path.name.startswith("tmp")]
+        assert report["verified"]["ranks"][-1]["rank"] == 1
+        assert (home / folder / "rank_1" / "adapter_model.safetensors").is_file()
+    html = write_report(home).read_text()
+    assert "<h3>grpo+none_s1</h3>" in html
+    assert "<h3>maxrl+none_s1</h3>" in html
+    with pytest.raises(UsageError, match="room for one adapter"):
+        config(squeeze={"runs": "one per condition", "output_path": "small"})
+
+
+def test_what_a_killed_process_left_out_is_made_up_for(home, tmp_path):
+    """What it verified is not sampled again; also where the first analysis does not say whose it is, as those of
+    earlier releases."""
+    out = shutil.copytree(home, tmp_path / "out")
+    before = read_json(out / "manifest.json")
+    rows = before.pop("squeezes")["maxrl+none"]["rows"]
+    verification = read_json(out / "squeeze/maxrl+none/verification.json")
+    old = {key: value for key, value in before["squeeze"].items() if key not in ("label", "run_id")} | {"mark": 1}
+    write_json(out / "manifest.json", before | {"squeeze": old})
+    shutil.rmtree(out / "squeeze/maxrl+none")
+    verification["sentence"] = "read, not sampled again"
+    write_json(out / "squeeze/maxrl+none/verification.json", verification)
+    assert resume(out, NullObserver()).exit_status == 0
+    after = read_json(out / "manifest.json")
+    assert after["squeeze"] == old  # not made again
+    assert {label: report["rows"] for label, report in after["squeezes"].items()} == {"maxrl+none": rows}
+    assert after["squeezes"]["maxrl+none"]["verified"] == verification
+
+
+# Accuracy of compressed adapters
+
+
+def verified(home: Path, run: Path, out: Path, **evaluation):
+    """Verify the whole adapter as if it were compressed, with this evaluation, over a base of its own."""
+    plan = read_plan(home)
+    spec = plan.specs[0]
+    changed = spec.config.evaluation.model_copy(update=evaluation)
+    spec = replace(spec, config=spec.config.model_copy(update={"evaluation": changed}))
+    same = compress_adapter(run / "final", 4, out / "whole")
+    with Bases() as bases:
+        longest = longest_completions([spec.config])
+        return verify_ranks(spec, plan.folder, run / "final", [same], out / "again.json", longest, bases)
+
+
+def test_every_rank_of_the_table_is_verified(home, run):
+    report = read_json(home / "manifest.json")["squeeze"]
+    found = report["verified"]
+    candidates = {row["rank"] for row in report["rows"]} | {report["recommended_rank"]}
+    assert [row["rank"] for row in found["ranks"]] == sorted(candidates - {4}, reverse=True)
+    assert (found["full"]["rank"], found["problems"], found["samples"]) == (4, 6, 3)
+    for row in found["ranks"]:
+        assert row["difference"]["mean"] == pytest.approx(row["accuracy"] - found["full"]["accuracy"])
+    final = read_jsonl(run / "evals.jsonl")[-1]
+    assert found["full"]["accuracy"] == final["eval/heldout/correct_rate"]
+    assert found["full"]["sampled_anew"] is False
+    assert "On 6 held-out problems with 3 samples each, " in found["sentence"]
+    assert "sampled again" not in found["sentence"]
+
+
+def test_the_same_adapter_gives_the_same_answers_which_proves_little(home, run, tmp_path):
+    found = verified(home, run, tmp_path)
+    (row,) = found["ranks"]
+    assert row["difference"]["mean"] == 0.0  # common random numbers: answer by answer
+    assert row["difference"]["low"] == -row["difference"]["high"] < -0.02  # of six problems
+    assert (row["verdict"], found["enough"]) == ("unclear", None)
+
+
+def test_an_evaluation_made_otherwise_is_sampled_anew_and_that_is_said(home, run, tmp_path):
+    other = shutil.copytree(run, tmp_path / "run")
+    write_json(other / "config.json", read_json(other / "config.json") | {"heldout_hashes": {"heldout": "of others"}})
+    for folder, evaluation in ((run, {"samples": 2}), (other, {})):
+        found = verified(home, folder, tmp_path / str(len(evaluation)), **evaluation)
+        assert (found["full"]["sampled_anew"], ", sampled again" in found["sentence"]) == (True, True)
+    again = read_jsonl(run / "evals.jsonl")[-1]["eval/heldout/correct_rate"]
+    assert found["full"]["accuracy"] == again  # the same streams: asked as the run asked
+
+
+def test_squeeze_reads_the_verification_of_this_adapter_alone(home, run, tmp_path):
+    verification = read_json(home / "squeeze/verification.json")
+    for directory in (home, run, run / "final"):
+        assert json.loads(squeeze(directory, "--json").output)["verified"] == verification
+    assert verification["sentence"] in squeeze(home).output
+    other = shutil.copytree(home, tmp_path / "other")
+    compress_adapter(run / "final", 2, tmp_path / "smaller")
+    shutil.copytree(tmp_path / "smaller", other / "runs/grpo+none_s1/final", dirs_exist_ok=True)
+    assert "verified" not in json.loads(squeeze(other, "--json").output)
+
+
+def test_the_verdict_follows_from_the_interval_and_ranks_are_judged_from_the_largest_down():
+    assert [verdict(-0.019, 0.01), verdict(0.01, 0.05), verdict(-0.01, -0.001)] == ["kept"] * 3
+    assert verdict(-0.10, -0.01) == "lost"
+    assert verdict(-0.10, 0.05) == verdict(None, None) == "unclear"
+
+    def rows(*verdicts: str):
+        interval = {"mean": -0.05, "low": -0.1, "high": 0.01}
+        ranks = zip((8, 4, 2, 1), verdicts, strict=False)
+        return [{"rank": rank, "verdict": each, "accuracy": 0.75, "difference": interval} for rank, each in ranks]
+
+    assert enough(rows("kept", "kept", "unclear", "kept")) == 4
+    assert enough(rows("unclear", "kept")) is None
+    found = {"problems": 90, "samples": 2, "full": {"accuracy": 0.8, "rank": 16}, "ranks": rows("kept", "kept")}
+    assert (
+        "rank 4 is at most 2 points worse than rank 16: 75.0% against 80.0%, difference −5.0 points [−10.0, +1.0]"
+        in sentence(found | {"enough": 4})
+    )
+    assert "cannot be ruled out even at rank 8" in sentence(found | {"enough": None})
+
+
+# Compressed adapters
+
+
+def test_a_compressed_adapter_trains_on_at_its_new_rank(home, tmp_path):
+    out = shutil.copytree(home, tmp_path / "out")
+    for _ in range(2):  # the second time there is nothing left to do
+        result = squeeze(out, "--to", "2", "--continue", "3")
+        assert result.exit_code == 0, result.output
+    squeezed = out / "runs/grpo+none_s1/squeeze"
+    run, start = squeezed / "continue_2", squeezed / "continue_2_from"
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [0, 1, 2]
+    assert read_json(run / "final/adapter_config.json")["r"] == 2
+    started, ended = read_adapter(start).tensors, read_adapter(run / "final").tensors
+    assert any(not torch.equal(started[name][1], ended[name][1]) for name in started)
+    assert f"starts at step 0 with the weights of {start.absolute()}" in (run / "run.log").read_text()
+    wrong = squeeze(out, "--continue", "3")
+    assert (wrong.exit_code, "--to RANK" in wrong.output) == (2, True)
+
+
+def test_ranks_by_module_keep_the_energy_of_a_uniform_rank_with_fewer(home, run, model, tmp_path):
+    """peft computes from the patterns the truncated products."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    source = read_adapter(run / "final")
+    result = squeeze(home, "--to", "2", "--pattern", "--out", tmp_path / "small")
+    assert result.exit_code == 0, result.output
+    small = read_adapter(tmp_path / "small")
+    ranks = {name: a.shape[0] for name, (a, _) in small.tensors.items()}
+    assert len(set(ranks.values())) > 1
+    assert sum(ranks.values()) <= 2 * len(ranks)
+    kept = uniform = 0.0
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "small")
+    for name, (a, b) in source.tensors.items():
+        u, s, vh = torch.linalg.svd((source.scales[name] * b @ a).double())
+        k = ranks[name]
+        uniform += float((s[:2] ** 2).sum())
+        kept += float((s[:k] ** 2).sum())
+        computed = loaded.get_submodule(f"base_model.model.{name}").get_delta_weight("default").double()
+        torch.testing.assert_close(computed, u[:, :k] * s[:k] @ vh[:k], atol=1e-5, rtol=0)
+    assert kept >= uniform * (1 - 1e-6)
+    assert squeeze(home, "--pattern").exit_code == 2
