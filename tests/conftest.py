@@ -1,7 +1,5 @@
 """What holds for every test: no hub, no tracker service, one torch thread, nothing written outside tmp_path."""
 
-from __future__ import annotations
-
 import os
 import signal
 

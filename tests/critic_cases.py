@@ -1,7 +1,5 @@
 """Campaigns with and without critics, and what must be equal in directories of interrupted and uninterrupted runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -10,8 +10,6 @@ has more than ``MEMORY_MIB`` more memory at the end than after the first tenth.
 Prints one JSON line; exit status 1 when something was wrong, with the first such request.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """Texts that a model, a data set or a web page may hold to do harm where they are shown, stored or read back."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 
 MARKER = "retrain_was_here"

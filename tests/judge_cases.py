@@ -1,7 +1,5 @@
 """A judge on the loopback interface that answers as a test says."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

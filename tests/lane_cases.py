@@ -1,7 +1,5 @@
 """Trained adapters, sampling requests, the samples that they give, and updates on those."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any

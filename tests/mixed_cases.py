@@ -3,8 +3,6 @@
 The fixtures ``toy_home``, ``mixed_campaign`` and ``silent_campaign`` of ``conftest.py`` train them once for all tests.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from toymodels import TWO_CONDITIONS, qwen3_directory

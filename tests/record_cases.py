@@ -1,7 +1,5 @@
 """Hand-made steps for the tests of the record layer: small enough to work every number by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What tests of server engines share: engines of a stand-in, adapters of a base, and our own log-probabilities."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every call into ``retrain.maths`` checked against its annotations: shapes by jaxtyping, the rest by beartype."""
 
-from __future__ import annotations
-
 from beartype import BeartypeConf, beartype
 from jaxtyping import install_import_hook
 

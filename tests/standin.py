@@ -1,8 +1,6 @@
 """A server that computes truly and lies on demand: ``retrain serve``'s application on a socket, behind a layer that
 changes or withholds answers. It speaks SGLang's protocol as well, in words of its own over the same completions."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import threading

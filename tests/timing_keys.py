@@ -1,7 +1,5 @@
 """Which numbers of a row depend on the clock or the machine, so that a repeated run may differ in them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from retrain.record.catalogue import METRICS

@@ -1,7 +1,5 @@
 """Campaigns of a toy model: its directory, its rewards, and the file that trains it."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

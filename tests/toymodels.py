@@ -1,7 +1,5 @@
 """Small random models and tokenizers, built on the spot: real transformers classes, no downloads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

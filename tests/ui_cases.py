@@ -1,7 +1,5 @@
 """Files of runs as retrain and other tools write them, and a page's server over directories."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Directories of campaigns whose held-out accuracies are given, finished or run by run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Campaigns that workers train: two conditions and four seeds of the toy model, and what they leave behind."""
 
-from __future__ import annotations
-
 import json
 import time
 from contextlib import suppress

@@ -1,7 +1,3 @@
-"""``fixtures/removed_keys`` is a campaign of an earlier version, one of whose two runs is finished."""
-
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

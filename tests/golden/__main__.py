@@ -10,8 +10,6 @@ reason, into ``intended.toml`` and removed from there once it has landed. The la
 were compared; exit status 1 when one differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import hashlib

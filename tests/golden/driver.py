@@ -6,8 +6,6 @@ Third-party packages are imported once and every command runs in a fork, so that
 the five seconds of importing torch. Nothing of retrain is imported here: what runs is ``python -m retrain``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 Each function writes its files, runs commands as a user does, and leaves what they wrote; nothing is asserted here.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import random

@@ -1,7 +1,5 @@
 """The models, problems and rewards of the golden campaigns, made without any code of retrain."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -11,8 +11,6 @@ blanks; the second says what goes wrong for the user:
 Prints one line per patch; the exit status is 1 if a patch does not apply or its tests pass.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

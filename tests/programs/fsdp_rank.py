@@ -1,7 +1,5 @@
 """One of several processes that hold a model together: the bytes that it holds while it loads, samples and trains."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

@@ -6,8 +6,6 @@ many tasks may run at a time, ``state_<task>`` what sacct says, ``pid_<task>`` t
 cancelled or requeued hears SIGTERM first.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -2,8 +2,6 @@
 its jobs takes three steps. What the name of a run says happens in it: die, exit, full (no room on the disk), lost (the
 device), wait (nothing is done until it is stopped), once-… (only the first time, as a file beside tells)."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

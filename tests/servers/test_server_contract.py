@@ -3,8 +3,6 @@
 RETRAIN_VLLM is the Python of an environment with vLLM (``make test-servers`` makes one).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

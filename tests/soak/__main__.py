@@ -11,8 +11,6 @@ happens is drawn from ``--seed``; which moment of training it hits is up to the 
 1 at the first difference, with the directories left as they are.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The campaigns that a soak kills, and what has to be equal in their directories."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

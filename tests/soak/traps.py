@@ -1,7 +1,5 @@
 """``retrain`` as a soak starts it: with a trap, which is SIGKILL in a chosen place of the code."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """One campaign that is killed and continued until it ends: what is done to its processes, and what is counted."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

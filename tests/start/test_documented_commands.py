@@ -1,7 +1,3 @@
-"""The commands that README.md and docs/start.md begin with, typed in fresh checkouts: ``make test-start``."""
-
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Slurm and Ray in this machine, workers that train nothing, and what campaigns with servers leave behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

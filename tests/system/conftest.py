@@ -1,7 +1,5 @@
 """Fixtures that several files of the system suite share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path

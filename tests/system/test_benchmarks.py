@@ -1,7 +1,3 @@
-"""The benchmarks in their quick form: the tables that they print, equal work on all sides, and numbers by hand."""
-
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,5 +1,3 @@
-"""Ranks that gather weights together, as threads: whatever each of them does, no rank waits for ever."""
-
 from __future__ import annotations
 
 import gc

@@ -1,8 +1,6 @@
 """What is never lost: a process writes only the directory that is its own, a refused command changes nothing, and
 missing records are named instead of being replaced."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,5 +1,3 @@
-"""Executors: jobs and events of plain data, and a controller that knows nothing else of who trains."""
-
 from __future__ import annotations
 
 import json

@@ -1,7 +1,3 @@
-"""A base in 8 or 4 bits: its numbers, that sampler and update read the same ones, and what is refused."""
-
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

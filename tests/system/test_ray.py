@@ -1,7 +1,3 @@
-"""A Ray cluster of this machine: where workers and servers are placed, and deaths of actors and nodes."""
-
-from __future__ import annotations
-
 import os
 import signal
 

@@ -3,8 +3,6 @@
 ``make real-model`` makes it in models/smollm2; RETRAIN_REAL_MODEL names it elsewhere.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

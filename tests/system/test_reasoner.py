@@ -1,7 +1,3 @@
-"""The bundled reasoner: its files, its tokenizer, what it can do at the start, and how it is made."""
-
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

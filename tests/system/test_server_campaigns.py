@@ -1,7 +1,3 @@
-"""Campaigns that servers sample for: as good as our own engine, whatever happens to the servers."""
-
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,8 +1,6 @@
 """Servers that are started here and that several workers share: who keeps them alive, and what an engine does when they
 come, go and move."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

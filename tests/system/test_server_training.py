@@ -1,7 +1,3 @@
-"""Runs that sample from servers: rollouts ahead of the updates, and a sampler that goes wrong while it trains."""
-
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,3 @@
-"""Campaigns that several ranks train together: what they leave is what one process leaves, and also when they stop."""
-
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -1,7 +1,3 @@
-"""Workers as jobs of Slurm, with workers that train nothing: the task on the node, and a stand-in for Slurm itself."""
-
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,3 @@
-"""The soaks of ``make test-soak``, for a few kills each."""
-
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

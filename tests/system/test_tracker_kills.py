@@ -1,7 +1,3 @@
-"""Runs that are killed and resumed while they report to real trackers: no step is missing and none differs."""
-
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 """Campaigns that workers train, as processes, jobs of Slurm and actors of Ray: the same bytes as in one process, also
 after deaths, stops and a change of executor."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,3 @@
-"""Workers that train nothing, as processes, local jobs of submitit and actors of Ray; and which devices each has."""
-
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Addresses of pages over what ``conftest.py`` serves, each under a name."""
 
-from __future__ import annotations
-
 from urllib.parse import quote
 
 from retrain.ui.server import VIEWS

@@ -4,8 +4,6 @@
 campaigns (with a ``quickstart``) to look at instead of training one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """A campaign whose every text wants to be a script, markup, a line of a log, or more than a page can hold."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

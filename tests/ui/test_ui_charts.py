@@ -1,7 +1,3 @@
-"""Charts: a part of the x axis with finer points, a cursor by keys, files to save, and rounding that looks flat."""
-
-from __future__ import annotations
-
 import csv
 import re
 

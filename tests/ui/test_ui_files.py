@@ -1,7 +1,3 @@
-"""Pages that a run writes as files: rollouts and timeline, opened from the file system."""
-
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,3 @@
-"""Every key that the overlay names does what it says there."""
-
-from __future__ import annotations
-
 import pytest
 
 from tests.ui.addresses import FIRST, HOME, HOSTILE, SECOND, TRAINED

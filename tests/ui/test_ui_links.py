@@ -1,7 +1,3 @@
-"""An address holds the whole state of a page, and only the view that was asked for last is drawn."""
-
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,3 @@
-"""A page follows files while they are written, torn and cut, and goes where it is sent."""
-
-from __future__ import annotations
-
 import json
 import urllib.request
 from pathlib import Path

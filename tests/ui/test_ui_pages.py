@@ -1,7 +1,3 @@
-"""Every page opens in a browser, also from a copy, is accessible in light and dark, and fits narrow screens."""
-
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from urllib.parse import quote

@@ -1,7 +1,3 @@
-"""LoRA-Squeeze in campaigns: annealed ranks, an analysis of every condition, and training on at a compressed rank."""
-
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -5,8 +5,6 @@ token. With that place in the mask our functions give TRL's advantages. TRL aver
 too; ours run over the tokens.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

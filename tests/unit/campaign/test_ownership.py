@@ -1,7 +1,3 @@
-"""Nothing that a run did not write is removed or overwritten, whatever it is called and wherever it lies."""
-
-from __future__ import annotations
-
 import os
 import re
 import shutil

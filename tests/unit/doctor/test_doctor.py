@@ -1,7 +1,3 @@
-"""``retrain doctor --device``: a correct machine passes every check, and each check fails on the fault it is for."""
-
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

@@ -1,7 +1,3 @@
-"""``retrain doctor --url``: a running server is compared with the model here."""
-
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

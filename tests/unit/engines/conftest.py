@@ -1,7 +1,5 @@
 """Servers and engines that tests of one module open; the modules define ``base`` and ``server`` by ``served_world``."""
 
-from __future__ import annotations
-
 import pytest
 from served_cases import engine_of
 from standin import StandIn

@@ -1,7 +1,3 @@
-"""A teacher behind a server: its answers are those of the model, and wrong ones stop the run."""
-
-from __future__ import annotations
-
 import re
 
 import numpy as np

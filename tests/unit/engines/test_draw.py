@@ -1,7 +1,3 @@
-"""Drawing from a large vocabulary: sums of blocks first, then inside one block."""
-
-from __future__ import annotations
-
 import math
 
 import pytest

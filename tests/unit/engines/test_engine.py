@@ -1,7 +1,3 @@
-"""The in-process engine against fresh forward passes of the same model, and against itself in other batches."""
-
-from __future__ import annotations
-
 import dataclasses
 import threading
 

@@ -1,8 +1,6 @@
 """Keys and values that are kept between the turns of an episode, or the pieces of a completion: only new tokens are
 computed, and results stay the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import chain
 

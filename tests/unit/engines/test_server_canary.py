@@ -1,7 +1,3 @@
-"""The canary: a server that computes something else than we train is refused, with the cause."""
-
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from itertools import count, repeat

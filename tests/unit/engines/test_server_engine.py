@@ -1,7 +1,3 @@
-"""Sampling from servers: requests, checks of answers, recovery from faults; against ``retrain serve``."""
-
-from __future__ import annotations
-
 import asyncio
 import json
 import select

@@ -1,7 +1,3 @@
-"""Top-p, top-k and min-p: the set that is kept and recorded, and updates over the same set."""
-
-from __future__ import annotations
-
 import dataclasses
 import math
 

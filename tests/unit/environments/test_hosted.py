@@ -1,7 +1,3 @@
-"""Environments in worker processes: whatever one episode does costs that episode alone."""
-
-from __future__ import annotations
-
 import json
 import os
 import sys

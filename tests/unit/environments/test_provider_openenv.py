@@ -1,7 +1,3 @@
-"""OpenEnv against servers of its own kind, in processes on loopback: played, refused, killed in the middle."""
-
-from __future__ import annotations
-
 import json
 import os
 import random

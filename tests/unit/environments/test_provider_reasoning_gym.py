@@ -1,7 +1,3 @@
-"""reasoning-gym behind the environment protocol: problems are drawn, held out and scored; broken tasks are refused."""
-
-from __future__ import annotations
-
 import json
 import os
 import random

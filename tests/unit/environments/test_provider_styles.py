@@ -1,7 +1,3 @@
-"""Classes in the styles of Telescope and the Tinker cookbook become environments of ours."""
-
-from __future__ import annotations
-
 import asyncio
 import inspect
 from types import SimpleNamespace

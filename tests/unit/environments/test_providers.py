@@ -1,7 +1,3 @@
-"""What the providers have in common: the table, packages that are not there, global generators held apart."""
-
-from __future__ import annotations
-
 import contextlib
 import importlib
 import random

@@ -1,7 +1,3 @@
-"""Tool calls in texts: every format, what is no call, what is a broken one, and texts that mean harm."""
-
-from __future__ import annotations
-
 import json
 import time
 

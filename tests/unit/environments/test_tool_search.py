@@ -1,7 +1,3 @@
-"""The search tool, over real files, with bm25s."""
-
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,3 @@
-"""Tools: their schemas, the check of arguments, the calculator, and episodes that answer calls."""
-
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -3,8 +3,6 @@
 Either kind is tested where a version of verifiers that has it is installed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

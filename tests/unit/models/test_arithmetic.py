@@ -1,7 +1,3 @@
-"""The problems that bundled models are trained on."""
-
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,3 @@
-"""Models that cannot be loaded are refused in one line, before anything is written."""
-
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

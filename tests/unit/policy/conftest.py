@@ -1,7 +1,5 @@
 """Tiny models with random weights of the families that are tested."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,3 @@
-"""Hidden states packed by group and the output layer in chunks, against whole logits of one sequence at a time."""
-
-from __future__ import annotations
-
 from itertools import accumulate
 
 import numpy as np

@@ -1,7 +1,3 @@
-"""A base is prepared once, kept for the next cohort, restored by one call, and freed when it is no longer needed."""
-
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,3 @@
-"""GPU behaviour without a GPU: CUDA graphs by an emulator, devices by fakes, errors by injection."""
-
-from __future__ import annotations
-
 import gc
 import os
 import stat

@@ -1,5 +1,3 @@
-"""Memory of a cohort: counted on the meta device at the shapes of an 8B model, planned once and kept on resume."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,7 +1,3 @@
-"""The built-in policy behind its protocol: scores, versions, checkpoints."""
-
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

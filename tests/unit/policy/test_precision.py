@@ -1,8 +1,6 @@
 """Half precision: sampler and trainer round alike, logits keep the digits of their sums, a wrong decoder is refused,
 and no sum has an order that a GPU chooses."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

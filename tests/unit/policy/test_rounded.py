@@ -1,7 +1,3 @@
-"""Updates whose matrix products are in bfloat16 over a base in fp32 (``[training] update_dtype``)."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -4,8 +4,6 @@ Fake tensors have shapes, types and devices but no numbers: an operation that me
 device cannot be unregistered, so the test runs this file as a script.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from unittest import mock

@@ -1,7 +1,3 @@
-"""One optimizer step: on-policy ratio, micro-batch independence, skipped groups, failure without damage."""
-
-from __future__ import annotations
-
 import time
 from itertools import product
 

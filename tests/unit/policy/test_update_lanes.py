@@ -1,8 +1,6 @@
 """One cohort of runs with one update per batch, with four, with a critic of its own and with a shared one: each equals
 the run alone, and an update that is not finite affects its own run only."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,3 @@
-"""Several updates of a batch: how it is split, the denominator of the ratio, and the metrics of all of them."""
-
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,3 @@
-"""Updates of a critic and its policy: schedule, denominators and weight decay."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

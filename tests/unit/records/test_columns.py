@@ -1,7 +1,3 @@
-"""The numbers of a run as columns: the same as in its lines, whatever happened to either file."""
-
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,3 @@
-"""The run directory: what is written, that it is strict, and that a resumed run continues it exactly."""
-
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

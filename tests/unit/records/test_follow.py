@@ -1,7 +1,3 @@
-"""Runs followed from their files while somebody else writes, cuts and removes them."""
-
-from __future__ import annotations
-
 import fcntl
 import io
 import json

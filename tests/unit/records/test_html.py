@@ -1,7 +1,3 @@
-"""Self-contained pages and the timeline: what a model wrote stays text, and nothing reaches the network."""
-
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

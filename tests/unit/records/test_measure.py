@@ -1,7 +1,3 @@
-"""Metric rows of steps and evaluations, compared with numbers worked by hand."""
-
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

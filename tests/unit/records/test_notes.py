@@ -1,7 +1,3 @@
-"""Odd numbers are explained once, in words, and ordinary ones are not."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

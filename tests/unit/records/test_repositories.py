@@ -1,7 +1,3 @@
-"""code.diff against real repositories: what is recorded is applied to the commit and gives the working tree back."""
-
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

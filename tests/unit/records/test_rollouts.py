@@ -1,7 +1,3 @@
-"""Rollout records: the cookbook's readers work on them; pages are inert and bounded."""
-
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,3 @@
-"""Every token of recorded steps, read back piece by piece."""
-
-from __future__ import annotations
-
 import json
 
 import numpy as np

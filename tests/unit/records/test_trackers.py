@@ -3,8 +3,6 @@
 ``tests/system/test_tracker_kills.py`` kills and resumes runs that report to them.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

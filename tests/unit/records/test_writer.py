@@ -1,7 +1,3 @@
-"""The threads that write: order, barriers, full disks, and trackers that hang or fail."""
-
-from __future__ import annotations
-
 import json
 import os
 import resource

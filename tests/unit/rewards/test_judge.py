@@ -1,7 +1,3 @@
-"""The judge reward against a loopback server: good, slow, dripping, down, busy, broken, nonsense."""
-
-from __future__ import annotations
-
 import json
 import socket
 import time

@@ -1,8 +1,6 @@
 """Reward functions as users have them: written for TRL, asynchronous, as classes, several at once; and what is wrong
 with their parameters is found before anything is loaded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

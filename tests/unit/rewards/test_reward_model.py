@@ -1,7 +1,3 @@
-"""Reward models: real sequence classifiers of random weights, by hand, in batches, in runs."""
-
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,3 @@
-"""Rewards in worker processes: math-verify and the user's own code, with limits that hold."""
-
-from __future__ import annotations
-
 import math
 import os
 import signal

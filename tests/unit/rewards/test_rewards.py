@@ -1,7 +1,3 @@
-"""Rewards by text: extraction, normalisation, match, format, weighted sums, and what a grader makes of faults."""
-
-from __future__ import annotations
-
 import math
 import sys
 import time

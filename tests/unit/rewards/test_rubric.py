@@ -1,7 +1,3 @@
-"""Rubrics: the weighted share of criteria, replies that are no grade, and criteria of data sets."""
-
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What the policy reads in episodes of several turns under chat templates with the habits of well-known ones, and that
 it trains on the very tokens it sampled."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

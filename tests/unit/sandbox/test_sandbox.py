@@ -1,7 +1,3 @@
-"""Code in the sandbox, through the tool that runs it: its reach, its limits, and the answers to the policy."""
-
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

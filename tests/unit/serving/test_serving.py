@@ -1,7 +1,3 @@
-"""``retrain serve``: answers are the model's, whatever other requests run."""
-
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

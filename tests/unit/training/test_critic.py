@@ -1,7 +1,3 @@
-"""The formulas of the critic have their oracles in ``algorithms/test_critic.py`` and ``algorithms/test_trl_ppo.py``."""
-
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

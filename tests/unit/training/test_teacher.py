@@ -1,7 +1,3 @@
-"""The formulas of distillation have their oracles in ``algorithms/test_distillation.py``."""
-
-from __future__ import annotations
-
 import math
 import re
 import shutil

@@ -1,7 +1,3 @@
-"""Spectra of adapters on the page are those of ``retrain squeeze``."""
-
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,3 @@
-"""What the API says of a campaign, beside what the functions of ``retrain compare`` and of the report say."""
-
-from __future__ import annotations
-
 import fcntl
 
 import numpy as np

@@ -1,7 +1,3 @@
-"""A copy of the page: its modules as one script, and the answers that its views ask for."""
-
-from __future__ import annotations
-
 import html
 import json
 import os

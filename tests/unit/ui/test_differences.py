@@ -1,7 +1,3 @@
-"""The words in which two texts differ: as many equal as there can be, and soon, whatever the texts are."""
-
-from __future__ import annotations
-
 import random
 import time
 

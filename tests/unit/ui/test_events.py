@@ -1,7 +1,3 @@
-"""What changes is told to those that listen, from the files alone."""
-
-from __future__ import annotations
-
 import contextlib
 import shutil
 import threading

@@ -1,7 +1,3 @@
-"""Who may ask, and for what: names of servers and directories, and that nothing else is read."""
-
-from __future__ import annotations
-
 import gzip
 import os
 import socket

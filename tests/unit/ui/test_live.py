@@ -1,7 +1,3 @@
-"""Files that are written, torn, cut, replaced and taken away while they are served."""
-
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -1,7 +1,3 @@
-"""Rollouts, tokens, problems and the same prompt twice, out of the files that a recorder writes."""
-
-from __future__ import annotations
-
 import os
 import shutil
 

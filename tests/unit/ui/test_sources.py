@@ -1,7 +1,3 @@
-"""Directories of the Tinker cookbook and of TRL, which retrain did not write."""
-
-from __future__ import annotations
-
 import pytest
 from ui_cases import campaign, client_of, cookbook_run, get, trainer_state
 

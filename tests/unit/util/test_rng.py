@@ -1,7 +1,3 @@
-"""Random streams by name: order, type and boundaries of the parts count, and a larger count extends a smaller one."""
-
-from __future__ import annotations
-
 import itertools
 
 from retrain.rng import stream_key, torch_seed, uniforms

@@ -1,7 +1,3 @@
-"""Safetensors files have the same bytes wherever their content is the same."""
-
-from __future__ import annotations
-
 import json
 import os
 import subprocess
