@@ -146,7 +146,7 @@ test-system: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --timeout 900 tests/system
 
 test-serving: $(VENV)/.dev
-	$(BIN)/python -m tests.fuzz_serving --requests 10000
+	$(BIN)/python -m tests.programs.fuzz_serving --requests 10000
 	$(BIN)/retrain train campaigns/quickstart.toml --out build/served
 	$(BIN)/python benchmarks/serving_load.py build/served --clients 200 --requests 5
 

@@ -4,8 +4,8 @@ import os
 import signal
 
 import pytest
+from helpers import check_maths
 from hypothesis import settings
-from shapes import check_maths
 
 # Set before anything imports huggingface_hub, torch or wandb, which read them once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -42,15 +42,15 @@ def unchecked():
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A Qwen3 of random weights in float32, as training loads it."""
-    from toymodels import toy_base
+    from helpers.models import toy_base
 
     return toy_base(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The directory of a model that campaigns of ``toycampaign`` train, with their rewards beside it."""
-    from toycampaign import toy_world
+    """The directory of a model that toy campaigns train, with their rewards beside it."""
+    from helpers.campaigns import toy_world
 
     return toy_world(tmp_path_factory.mktemp("world"))
 
@@ -73,8 +73,8 @@ def lanes(base):
 
 @pytest.fixture(scope="session")
 def toy_home(tmp_path_factory):
-    """A model, rewards, and problems that are sorted by subject: what the campaigns of ``mixed_cases`` train on."""
-    from mixed_cases import toy_world_of_subjects
+    """A model, rewards, and problems that are sorted by subject."""
+    from helpers.campaigns import toy_world_of_subjects
 
     return toy_world_of_subjects(tmp_path_factory.mktemp("home"))
 
@@ -90,7 +90,7 @@ def fresh_base(toy_home):
 @pytest.fixture(scope="session")
 def mixed_campaign(toy_home, tmp_path_factory):
     """The directory of ``mixed.toml`` and its finished campaign ``out``: two conditions that differ in every key."""
-    from mixed_cases import train_mixed
+    from helpers.campaigns import train_mixed
 
     return train_mixed(toy_home, tmp_path_factory.mktemp("mixed"))
 
@@ -98,6 +98,6 @@ def mixed_campaign(toy_home, tmp_path_factory):
 @pytest.fixture(scope="session")
 def silent_campaign(toy_home, tmp_path_factory):
     """The directory of ``silent.toml`` and its finished campaign ``out``, in which all completions score the same."""
-    from mixed_cases import train_silent
+    from helpers.campaigns import train_silent
 
     return train_silent(toy_home, tmp_path_factory.mktemp("silent"))

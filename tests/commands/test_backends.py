@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from timing_keys import is_timing_key
-from toymodels import campaign_head
+from helpers.campaigns import is_timing_key
+from helpers.models import campaign_head
 from typer.testing import CliRunner
 
 from retrain.cli import app

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from toymodels import TINY_RUN, TWO_CONDITIONS, qwen3_directory
+from helpers.models import TINY_RUN, TWO_CONDITIONS, qwen3_directory
 from typer.testing import CliRunner
 
 from retrain.cli import app

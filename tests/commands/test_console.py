@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from record_cases import context, evaluation, group, step
+from helpers.records import context, evaluation, group, step
 from rich.console import Console
 
 from retrain.record.console import Board, LiveConsole, PlainConsole, board_view, make_console

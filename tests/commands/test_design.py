@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toymodels import campaign_head
+from helpers.models import campaign_head
+from helpers.records import BASE, campaign, shifted
 from typer.testing import CliRunner
-from verdict_cases import BASE, campaign, shifted
 
 from retrain.campaign.judging.design import factors, pilot_spread, verdict_lines, warnings_of
 from retrain.campaign.judging.results import Measure

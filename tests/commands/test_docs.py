@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import typer.main
-from snippets import FENCE, PAGES, blocks
+from helpers.campaigns import FENCE, PAGES, blocks
 
 from retrain.cli import app
 from retrain.config import load

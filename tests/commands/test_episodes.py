@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from snippets import blocks
+from helpers.campaigns import blocks
 from typer.testing import CliRunner
 
 from retrain.cli import app

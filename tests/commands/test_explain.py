@@ -3,7 +3,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from toymodels import TINY_RUN, campaign_head, qwen3_directory
+from helpers.models import TINY_RUN, campaign_head, qwen3_directory
 from typer.testing import CliRunner
 
 from retrain.cli import app

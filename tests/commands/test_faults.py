@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hostile import HOSTILE, MEGABYTE
-from record_cases import context, evaluation, group, step
+from helpers.records import HOSTILE, MEGABYTE, context, evaluation, group, step
 
 from retrain.campaign.planning.manifest import MANIFEST, PLAN, Manifest, read_manifest, read_plan
 from retrain.checkpoints import (

@@ -4,8 +4,8 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from record_cases import context, group, step
-from toymodels import TINY_RUN, train_quietly
+from helpers.models import TINY_RUN, train_quietly
+from helpers.records import context, group, step
 
 from retrain.files import read_jsonl
 from retrain.plugins import load_file

@@ -7,7 +7,7 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-from snippets import blocks
+from helpers.campaigns import blocks
 
 from retrain.commands import setup
 

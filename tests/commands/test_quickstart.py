@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from snippets import blocks
+from helpers.campaigns import blocks
 
 from retrain.campaign.running.controller import launch
 from retrain.config import load

@@ -2,9 +2,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from toymodels import campaign_head
+from helpers.models import campaign_head
+from helpers.pages import client_of, get
 from typer.testing import CliRunner
-from ui_cases import client_of, get
 
 from retrain.cli import app
 from retrain.config.legacy import REMOVED, removed_note, without_removed

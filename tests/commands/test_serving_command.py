@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from toycampaign import toy_world
-from toymodels import TINY_RUN, train_quietly
+from helpers.campaigns import toy_world
+from helpers.models import TINY_RUN, train_quietly
 from typer.testing import CliRunner
 
 from retrain.cli import app

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import wandb
+from helpers.campaigns import campaign
 from programs.wandb_server import wandb_server
-from toycampaign import campaign
 from typer.testing import CliRunner
 
 from retrain.cli import app

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hostile import HOSTILE
-from toymodels import TINY_RUN, TWO_CONDITIONS, qwen3_directory, train_quietly
+from helpers.models import TINY_RUN, TWO_CONDITIONS, qwen3_directory, train_quietly
+from helpers.records import HOSTILE
 from typer.testing import CliRunner
 
 from retrain.campaign.planning.plan import Plan

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from helpers.pages import campaign
 from typer.testing import CliRunner
-from ui_cases import campaign
 
 from retrain.cli import app
 from retrain.ui.server import STATIC, static_version

@@ -13,11 +13,9 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from lane_cases import in_turns, local_policy, rollout, trained
-from served_cases import apart, engine_of, ids, publish, requests, weights
-from standin import StandIn
-from toycampaign import StopAfter
-from worker_cases import Heard
+from helpers.campaigns import Heard, StopAfter
+from helpers.lanes import in_turns, local_policy, rollout, trained
+from helpers.servers import StandIn, apart, engine_of, ids, publish, requests, weights
 
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load

@@ -69,7 +69,7 @@ def episodes(head: str) -> str:
 
 def prepare(folder: Path) -> None:
     """Write a model, a reward, a data source and the file of every kind into ``folder``."""
-    from tests.toymodels import qwen3_directory
+    from tests.helpers.models import qwen3_directory
 
     qwen3_directory(folder / "model", ["What is 3 + 4? 7", "Compute 12 * 3."], hidden=16)
     (folder / "soakreward.py").write_text(REWARD)
@@ -98,7 +98,7 @@ def records(out: Path, exact: bool) -> dict[str, Any]:
     are left out.
     """
     from retrain.files import ASIDE
-    from tests.timing_keys import is_timing_key, without_clock
+    from tests.helpers.campaigns import is_timing_key, without_clock
 
     manifest = json.loads((out / "manifest.json").read_text())
     compared = (manifest.get("comparison") or {}).get("conditions", [])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from snippets import FENCE, ROOT
+from helpers.campaigns import FENCE, ROOT
 
 from retrain.models import find_file
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from toycampaign import campaign
-from toymodels import TINY_RUN
+from helpers.campaigns import campaign
+from helpers.models import TINY_RUN
 from typer.testing import CliRunner
 
 from retrain.campaign.planning.changes import Approval

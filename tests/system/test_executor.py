@@ -6,9 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from played_campaigns import configuration
-from toycampaign import campaign
-from worker_cases import Heard
+from helpers.campaigns import Heard, campaign
+from helpers.records import configuration
 
 from retrain.campaign.planning.changes import Approval
 from retrain.campaign.planning.manifest import read_plan

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lane_cases import fresh_logprobs, lane_of, requests, rollout, sample, trained, update
+from helpers.campaigns import campaign
+from helpers.lanes import fresh_logprobs, lane_of, requests, rollout, sample, trained, update
+from helpers.models import TINY_RUN, config_errors, qwen3_directory
 from safetensors.torch import load_file, save_file
 from torch import nn
-from toycampaign import campaign
-from toymodels import TINY_RUN, config_errors, qwen3_directory
 from typer.testing import CliRunner
 
 from retrain.campaign.adapters.provenance import provenance

@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lane_cases import drawn, requests, rollout, totals, trained, with_tokens
+from helpers.lanes import drawn, requests, rollout, totals, trained, with_tokens
+from helpers.models import qwen3_directory, word_tokenizer
 from programs import fsdp_rank
 from safetensors.torch import load_file, save_file
-from toymodels import qwen3_directory, word_tokenizer
 
 from retrain.algorithms.standard import load_modes
 from retrain.campaign.planning.plan import RunSpec

@@ -3,8 +3,7 @@ import signal
 
 import psutil
 import pytest
-from toycampaign import campaign, toy_world
-from worker_cases import Heard
+from helpers.campaigns import Heard, campaign, toy_world
 
 import retrain.campaign.running.raycluster as raycluster
 from retrain.campaign.running.controller import launch

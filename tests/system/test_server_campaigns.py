@@ -5,11 +5,9 @@ import sys
 
 import psutil
 import pytest
-import toymodels
-from standin import StandIn
-from toycampaign import campaign
-from toymodels import Messages
-from worker_cases import Heard
+from helpers.campaigns import Heard, campaign
+from helpers.models import Messages, qwen3_directory
+from helpers.servers import StandIn
 
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.references import check
@@ -104,7 +102,7 @@ def test_a_server_that_stays_away_stops_the_runs_with_everything_saved(tmp_path,
 
 
 def test_a_server_that_computes_something_else_is_refused_before_step_0(tmp_path, model, quick):
-    other = StandIn(toymodels.qwen3_directory(tmp_path / "other", ["12+34=? the answer is"], seed=3))
+    other = StandIn(qwen3_directory(tmp_path / "other", ["12+34=? the answer is"], seed=3))
     with pytest.raises(ModelError):
         launch(load(campaign(tmp_path, model), [*QUIET, *SERVED, at(other)]), tmp_path / "out", NullObserver())
     assert not list((tmp_path / "out").rglob("metrics.jsonl"))

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from served_cases import apart, engine_of, publish, requests, served_world, weights
-from standin import StandIn
-from toymodels import config_errors
+from helpers.models import config_errors
+from helpers.servers import StandIn, apart, engine_of, publish, requests, served_world, weights
 
 from retrain.campaign.running.executors import slots_of
 from retrain.config import parse_dict

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from standin import StandIn
-from toycampaign import StopAfter, campaign
+from helpers.campaigns import StopAfter, campaign
+from helpers.servers import StandIn
 
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load

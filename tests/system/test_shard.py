@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from standin import StandIn
-from toycampaign import StopAfter, campaign
-from toymodels import config_errors
-from worker_cases import Heard, contents
+from helpers.campaigns import Heard, StopAfter, campaign, contents
+from helpers.models import config_errors
+from helpers.servers import StandIn
 
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.plan import Plan

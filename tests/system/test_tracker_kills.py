@@ -16,7 +16,7 @@ from tests.system.clusters import eventually
 RECORD = """
 import json, os, signal, sys
 from pathlib import Path
-from record_cases import config, context, evaluation, group, step
+from helpers.records import config, context, evaluation, group, step
 from retrain.record.recorder import RunRecorder
 
 def play(recorder, first, last):

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from toycampaign import StopAfter
-from worker_cases import Heard, a_writer, alone, contents, differing, planned, who_writes, writer
+from helpers.campaigns import Heard, StopAfter, a_writer, alone, contents, differing, planned, who_writes, writer
 
 import retrain.campaign.running.slurm as slurm
 from retrain.campaign.planning.manifest import read_plan

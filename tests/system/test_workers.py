@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toymodels import campaign_head, config_errors
+from helpers.models import campaign_head, config_errors
 from typer.testing import CliRunner
 
 from retrain.campaign.planning.manifest import fingerprint, read_plan, write_plan

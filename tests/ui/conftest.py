@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ui_cases import cookbook_run, trainer_state
+from helpers.pages import cookbook_run, trainer_state
 
 from tests.ui.hostile import ALONE, hostile_campaign
 from tests.ui.watch import CHROMIUM, Watched, browser_of

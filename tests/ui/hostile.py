@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from helpers.records import context, evaluation, step
 
 from retrain.files import append_jsonl, write_json
 from retrain.record.recorder import RunRecorder
 from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Turn
-from tests.record_cases import context, evaluation, step
 
 SCRIPT = "<script>window.hacked=1;alert(1)</script>"
 IMAGE = '<img src=x onerror="window.hacked=2">'

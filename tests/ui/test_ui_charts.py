@@ -2,7 +2,7 @@ import csv
 import re
 
 import pytest
-from ui_cases import LABELS, campaign, row
+from helpers.pages import LABELS, campaign, row
 
 from retrain.files import append_jsonl
 from tests.ui.conftest import serving

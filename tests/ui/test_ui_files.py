@@ -2,7 +2,7 @@ import re
 
 import numpy as np
 import pytest
-from record_cases import completion, config, context, group, step
+from helpers.records import completion, config, context, group, step
 
 from retrain.record.html import page as html_page
 from retrain.record.recorder import RunRecorder

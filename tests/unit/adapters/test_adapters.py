@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lane_cases import local_policy, trained
+from helpers.lanes import local_policy, trained
 
 from retrain.campaign.adapters.provenance import provenance
 from retrain.campaign.adapters.squeeze import compress_adapter

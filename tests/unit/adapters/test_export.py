@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.models import TINY_RUN, qwen3_directory, train_quietly
 from safetensors.torch import load_file, save_file
-from toymodels import TINY_RUN, qwen3_directory, train_quietly
 from typer.testing import CliRunner
 
 from retrain.campaign.adapters import export as exporting

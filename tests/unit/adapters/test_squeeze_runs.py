@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from lane_cases import adamw, update
-from record_cases import config
+from helpers.campaigns import StopAfter
+from helpers.lanes import adamw, update
+from helpers.models import toy_base
+from helpers.records import config
 from safetensors.torch import load_file
-from toycampaign import StopAfter
-from toymodels import toy_base
 from typer.testing import CliRunner
 
 from retrain.campaign.adapters.squeeze import compress_adapter

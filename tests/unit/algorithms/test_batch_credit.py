@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from toymodels import word_tokenizer
+from helpers.models import word_tokenizer
 
 from retrain.algorithms.standard import (
     Modes,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toymodels import qwen3_directory, train_quietly
+from helpers.models import qwen3_directory, train_quietly
 
 from retrain.algorithms.standard import load_detector, load_modes
 from retrain.campaign.planning.plan import plan

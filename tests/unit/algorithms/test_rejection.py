@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 import pytest
-from toymodels import train_quietly
+from helpers.models import train_quietly
 
 from retrain.algorithms.protocol import Credit
 from retrain.algorithms.rejection import leave_out_anew, reject

@@ -7,9 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mixed_cases import CHANGED, adapter_bytes, completions_of, launch_file, rows_of, runs_of
-from timing_keys import is_timing_key
-from toycampaign import StopAfter, campaign
+from helpers.campaigns import (
+    CHANGED,
+    StopAfter,
+    adapter_bytes,
+    campaign,
+    completions_of,
+    is_timing_key,
+    launch_file,
+    rows_of,
+    runs_of,
+)
 
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load

@@ -2,8 +2,8 @@ import json
 
 import pytest
 import torch
+from helpers.models import qwen3_directory
 from peft import LoraConfig, get_peft_model
-from toymodels import qwen3_directory
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from retrain.campaign.planning.architecture import Architecture, architecture_of

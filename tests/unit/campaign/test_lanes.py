@@ -2,9 +2,9 @@ import re
 
 import pytest
 import torch
-from lane_cases import ref, sample
-from toycampaign import campaign
-from toymodels import toy_base
+from helpers.campaigns import campaign
+from helpers.lanes import ref, sample
+from helpers.models import toy_base
 
 from retrain.campaign.planning.cohorts import smaller_cohorts
 from retrain.campaign.planning.plan import plan

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from toycampaign import StopAfter
+from helpers.campaigns import StopAfter, contents, differing, planned
 from typer.testing import CliRunner
-from worker_cases import contents, differing, planned
 
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.running.controller import execute

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toycampaign import campaign
+from helpers.campaigns import campaign
 from typer.testing import CliRunner
 
 from retrain.campaign.adapters.squeeze import compress_adapter, squeeze

@@ -2,8 +2,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from toycampaign import campaign
-from toymodels import Messages
+from helpers.campaigns import campaign
+from helpers.models import Messages
 from typer.testing import CliRunner
 
 from retrain.campaign.judging.pooling import compare_directories

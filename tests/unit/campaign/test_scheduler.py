@@ -3,7 +3,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
-from toymodels import campaign_head
+from helpers.models import campaign_head
 
 from retrain.campaign.planning.cohorts import cut
 from retrain.campaign.planning.plan import plan

@@ -1,5 +1,5 @@
 import pytest
-from toymodels import config_errors
+from helpers.models import config_errors
 
 from retrain.config import parse_dict
 from retrain.config.slurm import minutes_of

@@ -3,7 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from toycampaign import campaign
+from helpers.campaigns import campaign
 
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.controller import execute

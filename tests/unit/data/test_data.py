@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mixed_cases import BASE, completions_of, launch_file, rows_of, runs_of, toy_file
+from helpers.campaigns import BASE, completions_of, launch_file, rows_of, runs_of, toy_file
 from typer.testing import CliRunner
 
 from retrain import config

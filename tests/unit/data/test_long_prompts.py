@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toycampaign import REWARDS
-from toymodels import Messages, campaign_head, word_tokenizer
+from helpers.campaigns import REWARDS
+from helpers.models import Messages, campaign_head, word_tokenizer
 from typer.testing import CliRunner
 
 from retrain.campaign.running import models

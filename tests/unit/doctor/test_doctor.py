@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toymodels import qwen3_directory
+from helpers.models import qwen3_directory
 from typer.testing import CliRunner
 
 from retrain.cli import app

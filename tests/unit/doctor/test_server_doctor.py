@@ -3,9 +3,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from standin import StandIn
+from helpers.models import qwen3_directory
+from helpers.servers import StandIn
 from starlette.responses import JSONResponse
-from toymodels import qwen3_directory
 from typer.testing import CliRunner
 
 from retrain.cli import app

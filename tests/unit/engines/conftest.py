@@ -1,8 +1,7 @@
 """Servers and engines that tests of one module open; the modules define ``base`` and ``server`` by ``served_world``."""
 
 import pytest
-from served_cases import engine_of
-from standin import StandIn
+from helpers.servers import StandIn, engine_of
 
 from retrain.engines.server import engine as engine_module
 from retrain.engines.server import pool as pool_module

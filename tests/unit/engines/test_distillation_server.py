@@ -2,9 +2,9 @@ import re
 
 import numpy as np
 import pytest
-from lane_cases import in_turns, local_policy, rollout, trained
-from served_cases import served_world
-from toymodels import TINY_RUN, campaign_head
+from helpers.lanes import in_turns, local_policy, rollout, trained
+from helpers.models import TINY_RUN, campaign_head
+from helpers.servers import served_world
 from typer.testing import CliRunner
 
 from retrain.campaign.running.controller import launch, resume

@@ -4,8 +4,20 @@ import threading
 import numpy as np
 import pytest
 import torch
-from lane_cases import adamw, decoded, fresh_logprobs, lane_of, publish, ref, requests, rollout, sample, trained, update
-from toymodels import qwen3_directory, toy_base
+from helpers.lanes import (
+    adamw,
+    decoded,
+    fresh_logprobs,
+    lane_of,
+    publish,
+    ref,
+    requests,
+    rollout,
+    sample,
+    trained,
+    update,
+)
+from helpers.models import qwen3_directory, toy_base
 
 from retrain.engines import dense, slots
 from retrain.engines.local import LocalEngine

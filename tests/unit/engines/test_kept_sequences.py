@@ -7,8 +7,8 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from lane_cases import fresh_logprobs, publish, trained
-from lane_cases import ref as ref_of
+from helpers.lanes import fresh_logprobs, publish, trained
+from helpers.lanes import ref as ref_of
 
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.kept import Batch, KeptSequences

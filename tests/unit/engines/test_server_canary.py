@@ -4,8 +4,8 @@ from itertools import count, repeat
 
 import numpy as np
 import pytest
-from served_cases import TEXTS, publish, requests, served_world, weights
-from toymodels import qwen3_directory
+from helpers.models import qwen3_directory
+from helpers.servers import TEXTS, publish, requests, served_world, weights
 
 from retrain.engines.server import adapters, canary, own
 from retrain.engines.server.dialects import VLLM, Answer, Ask

@@ -11,7 +11,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
-from served_cases import apart, ids, publish, requests, served_world, weights
+from helpers.servers import apart, ids, publish, requests, served_world, weights
 
 from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.engines.server import engine as engine_module

@@ -4,7 +4,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from lane_cases import (
+from helpers.campaigns import campaign
+from helpers.lanes import (
     decoded,
     drawn,
     fresh_logits,
@@ -19,7 +20,6 @@ from lane_cases import (
     update,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from toycampaign import campaign
 
 from retrain.campaign.running.controller import launch
 from retrain.config import load

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toymodels import TINY_RUN
+from helpers.models import TINY_RUN
 from typer.testing import CliRunner
 
 from retrain.cli import app

@@ -3,7 +3,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
-from lane_cases import drawn, fresh_scores, in_turns, trained, update
+from helpers.lanes import drawn, fresh_scores, in_turns, trained, update
 from torch.autograd import gradcheck
 from torch.nn import functional as F
 

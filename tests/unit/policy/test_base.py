@@ -3,8 +3,8 @@ import weakref
 
 import pytest
 import torch
-from lane_cases import publish, requests, rollout, sample, trained, update
-from toymodels import qwen3_directory, toy_base
+from helpers.lanes import publish, requests, rollout, sample, trained, update
+from helpers.models import qwen3_directory, toy_base
 
 from retrain.campaign.running import models
 from retrain.campaign.running.models import Bases

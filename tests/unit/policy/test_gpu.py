@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-from lane_cases import requests, sample, trained
+from helpers.campaigns import campaign
+from helpers.lanes import requests, sample, trained
+from helpers.models import qwen3_directory, toy_base
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from toycampaign import campaign
-from toymodels import qwen3_directory, toy_base
 
 from retrain.campaign.planning.changes import machine_changes
 from retrain.campaign.planning.manifest import read_manifest

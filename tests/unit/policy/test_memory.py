@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import transformers.masking_utils
-from lane_cases import local_policy, objective, requests, rollout, sample, totals, trained
+from helpers.campaigns import campaign
+from helpers.lanes import local_policy, objective, requests, rollout, sample, totals, trained
+from helpers.models import Messages, toy_base
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from toycampaign import campaign
-from toymodels import Messages, toy_base
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from retrain.campaign.running.controller import launch

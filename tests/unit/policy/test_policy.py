@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from lane_cases import fresh_scores, in_turns, local_policy, objective, rollout, totals, trained, with_tokens
+from helpers.lanes import fresh_scores, in_turns, local_policy, objective, rollout, totals, trained, with_tokens
 
 from retrain.errors import CheckpointError, ModelError, NonFinite, RunFailed, UsageError
 from retrain.policy.local import LocalPolicy

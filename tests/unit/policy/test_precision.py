@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from lane_cases import lane_of, ref, sample, trained, update
+from helpers.lanes import lane_of, ref, sample, trained, update
+from helpers.models import toy_base
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from toymodels import toy_base
 
 from retrain.engines import dense, grid
 from retrain.engines.dense import DenseDecoder, dense_decoder

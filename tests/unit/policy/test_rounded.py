@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from lane_cases import gradient, local_policy, objective, relative_gap, rollout, totals, trained
+from helpers.lanes import gradient, local_policy, objective, relative_gap, rollout, totals, trained
 from torch import nn
 
 from retrain.policy.budget import Budget

@@ -4,7 +4,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from lane_cases import (
+from helpers.lanes import (
     adamw,
     drawn,
     fresh_scores,
@@ -18,7 +18,7 @@ from lane_cases import (
     update,
     with_tokens,
 )
-from record_cases import group
+from helpers.records import group
 
 from retrain.algorithms.standard import assign_credit, fill_advantages
 from retrain.config import parse_dict

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from critic_cases import ALL, NAMES, by_name, critic_campaign, critic_files, last_checkpoint
+from helpers.campaigns import StopAfter
+from helpers.lanes import ALL, NAMES, by_name, critic_campaign, critic_files, last_checkpoint
 from safetensors.torch import load_file
-from toycampaign import StopAfter
 
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load

@@ -3,9 +3,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from lane_cases import drawn, local_policy, objective, rollout, trained, update
-from record_cases import group
-from toymodels import TINY_RUN, train_quietly
+from helpers.lanes import drawn, local_policy, objective, rollout, trained, update
+from helpers.models import TINY_RUN, train_quietly
+from helpers.records import group
 
 from retrain.algorithms.protocol import Credit
 from retrain.config import parse_dict

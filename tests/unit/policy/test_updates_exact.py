@@ -3,8 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from critic_cases import single_run
-from lane_cases import local_policy, rollout, totals, trained
+from helpers.lanes import local_policy, rollout, single_run, totals, trained
 
 from retrain.campaign.running.controller import launch
 from retrain.config import load, parse_dict

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from record_cases import completion, config, context, evaluation, group, step
+from helpers.records import completion, config, context, evaluation, group, step
 
 from retrain.config import parse_dict
 from retrain.errors import CheckpointError

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from record_cases import context, evaluation, group, step
+from helpers.records import context, evaluation, group, step
 
 from retrain.files import write_json
 from retrain.record.follow import Follower, JsonLines

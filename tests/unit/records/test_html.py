@@ -6,8 +6,7 @@ import unicodedata
 from itertools import pairwise
 
 import pytest
-from hostile import HOSTILE, Reader
-from record_cases import context, group, step
+from helpers.records import HOSTILE, Reader, context, group, step
 
 from retrain.record.html import data_block, escape, page, visible
 from retrain.record.recorder import RunRecorder

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from record_cases import completion, config, context, evaluation, group, step
+from helpers.records import completion, config, context, evaluation, group, step
 
 from retrain.record.catalogue import METRICS
 from retrain.record.evaluation import eval_row

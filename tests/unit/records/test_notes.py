@@ -1,7 +1,7 @@
 from typing import Any
 
 import pytest
-from record_cases import config, context, group, step
+from helpers.records import config, context, group, step
 
 from retrain.files import read_jsonl
 from retrain.record.notes import RULES, WINDOW, explain

@@ -5,8 +5,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hostile import HOSTILE, MEGABYTE, Reader
-from record_cases import completion, config, context, evaluation, find_conversations, group, step
+from helpers.records import (
+    HOSTILE,
+    MEGABYTE,
+    Reader,
+    completion,
+    config,
+    context,
+    evaluation,
+    find_conversations,
+    group,
+    step,
+)
 
 from retrain.files import read_jsonl
 from retrain.record.html import visible

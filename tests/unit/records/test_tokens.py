@@ -2,7 +2,7 @@ import json
 
 import numpy as np
 import pytest
-from record_cases import completion, context, evaluation, group, step
+from helpers.records import completion, context, evaluation, group, step
 from safetensors.numpy import load_file
 
 from retrain.errors import CheckpointError

@@ -13,8 +13,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from record_cases import config, context, evaluation, group, step
-from snippets import blocks
+from helpers.campaigns import blocks
+from helpers.records import config, context, evaluation, group, step
 
 from retrain.config import parse_dict
 from retrain.config.upkeep import trackers

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from record_cases import context, evaluation, group, step
+from helpers.records import context, evaluation, group, step
 
 from retrain.errors import RetrainError, RunFailed
 from retrain.files import append_jsonl, read_jsonl

@@ -5,7 +5,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
-from judge_cases import CAPITAL, Server, chat, judging, says
+from helpers.servers import CAPITAL, JudgeServer, chat, judging, says
 
 from retrain.config import tasks
 from retrain.errors import UsageError
@@ -18,13 +18,13 @@ KEY = "sk-secret-0123456789"
 server = judging
 
 
-def judged(server: Server, *completions: str, problem: Problem = CAPITAL, **options: Any) -> list[RewardResult]:
+def judged(server: JudgeServer, *completions: str, problem: Problem = CAPITAL, **options: Any) -> list[RewardResult]:
     options = {"timeout_s": 5.0, "pause_s": 0.01, **options}
     reward = JudgeReward(Endpoint("judge-1", server.url, **options))
     return reward.grade_all([(problem, completion) for completion in completions or ("Paris",)])
 
 
-def test_scores_come_back_in_order(server: Server) -> None:
+def test_scores_come_back_in_order(server: JudgeServer) -> None:
     def respond(handler: Any, request: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
         number = int(request["messages"][-1]["content"].rpartition("<response>\n")[2].split("\n")[0])
         time.sleep(0.05 if number % 3 == 0 else 0)
@@ -38,7 +38,7 @@ def test_scores_come_back_in_order(server: Server) -> None:
     assert "Authorization" not in server.headers[0]
 
 
-def test_the_question_holds_task_reference_and_response(server: Server) -> None:
+def test_the_question_holds_task_reference_and_response(server: JudgeServer) -> None:
     server.respond = says("1")
     nasty = Problem("p", ({"role": "user", "content": "Capital of France?"},), "Paris")
     (result,) = judged(server, "It is Paris\x00\ud800" + "x" * 50, problem=nasty)
@@ -81,7 +81,7 @@ CUT_OFF["choices"][0]["finish_reason"] = "length"
         (b"x" * (2 << 20), "more than"),
     ],
 )
-def test_nonsense_is_null_and_not_asked_again(server: Server, body: bytes, reason: str) -> None:
+def test_nonsense_is_null_and_not_asked_again(server: JudgeServer, body: bytes, reason: str) -> None:
     server.respond = lambda handler, request: (200, body, {})
     (result,) = judged(server)
     assert result.total_reward is None
@@ -90,7 +90,7 @@ def test_nonsense_is_null_and_not_asked_again(server: Server, body: bytes, reaso
 
 
 @pytest.mark.parametrize("fault", [500, 429, "hangs up"])
-def test_a_busy_or_broken_server_is_asked_again(server: Server, fault: int | str) -> None:
+def test_a_busy_or_broken_server_is_asked_again(server: JudgeServer, fault: int | str) -> None:
     def respond(handler: Any, request: Any) -> tuple[int, bytes, dict[str, str]] | None:
         if len(server.requests) % 3 == 0:
             return 200, chat("1"), {}
@@ -107,14 +107,14 @@ def test_a_busy_or_broken_server_is_asked_again(server: Server, fault: int | str
     assert len(server.requests) == 5
 
 
-def test_a_long_retry_after_does_not_hold_the_run(server: Server) -> None:
+def test_a_long_retry_after_does_not_hold_the_run(server: JudgeServer) -> None:
     server.respond = lambda handler, request: (429, b"", {"Retry-After": "86400"})
     start = time.monotonic()
     judged(server, timeout_s=0.3, attempts=2)
     assert time.monotonic() - start < 5
 
 
-def test_a_refusal_is_final_and_does_not_stop_the_others(server: Server) -> None:
+def test_a_refusal_is_final_and_does_not_stop_the_others(server: JudgeServer) -> None:
     def respond(handler: Any, request: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
         long = "too long" in request["messages"][-1]["content"]
         return (400, b"context length exceeded", {}) if long else (200, chat("1"), {})
@@ -127,7 +127,7 @@ def test_a_refusal_is_final_and_does_not_stop_the_others(server: Server) -> None
 
 
 @pytest.mark.parametrize("part", ["body", "headers", "nothing"])
-def test_a_slow_or_dripping_server_does_not_hold_the_run(server: Server, part: str) -> None:
+def test_a_slow_or_dripping_server_does_not_hold_the_run(server: JudgeServer, part: str) -> None:
     """One byte in a while keeps every socket time-out happy; the limit is on the whole request."""
 
     def respond(handler: BaseHTTPRequestHandler, request: Any) -> None:
@@ -147,7 +147,7 @@ def test_a_slow_or_dripping_server_does_not_hold_the_run(server: Server, part: s
     assert time.monotonic() - start < 10
 
 
-def test_when_nobody_is_there_the_batch_is_given_up_quickly(server: Server) -> None:
+def test_when_nobody_is_there_the_batch_is_given_up_quickly(server: JudgeServer) -> None:
     with socket.socket() as taken:  # bound and never listening: connections are refused
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
@@ -158,7 +158,7 @@ def test_when_nobody_is_there_the_batch_is_given_up_quickly(server: Server) -> N
     assert f"not tried after {FAILURES_IN_A_ROW} failures in a row" in (results[-1].error or "")
 
 
-def test_the_key_goes_to_the_server_and_nowhere_else(server: Server, monkeypatch, capfd, caplog) -> None:
+def test_the_key_goes_to_the_server_and_nowhere_else(server: JudgeServer, monkeypatch, capfd, caplog) -> None:
     caplog.set_level(0)
     server.respond = lambda handler, request: (401, f"wrong key {handler.headers['Authorization']}".encode(), {})
     keys = {"type": "judge", "judge_model": "m", "judge_url": server.url, "judge_api_key_env": "JUDGE_KEY"}

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from toymodels import train_quietly
+from helpers.models import train_quietly
 from typer.testing import CliRunner
 
 from retrain.cli import app

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.models import TINY_RUN, qwen3_directory
 from safetensors.torch import load_file, save_file
-from toymodels import TINY_RUN, qwen3_directory
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,

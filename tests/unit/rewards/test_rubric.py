@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judge_cases import CAPITAL, Server, chat, judging, says
-from toymodels import config_errors
+from helpers.models import config_errors
+from helpers.servers import CAPITAL, JudgeServer, chat, judging, says
 
 from retrain.campaign.planning.asked import data_of
 from retrain.campaign.planning.changes import world_changes
@@ -28,7 +28,7 @@ CRITERIA = [
 JUDGE = {"type": "rubric", "judge_model": "j"}
 
 
-def grader_of(server: Server, **keys: Any):
+def grader_of(server: JudgeServer, **keys: Any):
     return build_grader(parse_dict({"reward": JUDGE | {"judge_url": server.url, "criteria": CRITERIA} | keys}).reward)
 
 

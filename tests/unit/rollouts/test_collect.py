@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from toymodels import word_tokenizer
+from helpers.models import word_tokenizer
 
 from retrain.config.evaluation import HELDOUT, HeldOut
 from retrain.config.tasks import Data

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from lane_cases import fresh_logprobs, trained
-from toymodels import word_tokenizer
+from helpers.lanes import fresh_logprobs, trained
+from helpers.models import word_tokenizer
 
 from retrain.config import parse_dict
 from retrain.config.tasks import Data

@@ -10,9 +10,9 @@ import time
 
 import pytest
 import torch
+from helpers.servers import NAMES, World, events
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from serving_cases import NAMES, World, events
 from transformers import AutoModelForCausalLM
 
 from retrain.engines.local import LocalEngine

@@ -3,10 +3,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judge_cases import CAPITAL, judging, says  # noqa: F401  a fixture
-from toycampaign import StopAfter, campaign
-from toymodels import campaign_head, config_errors
-from worker_cases import contents
+from helpers.campaigns import StopAfter, campaign, contents
+from helpers.models import campaign_head, config_errors
+from helpers.servers import CAPITAL, judging, says  # noqa: F401  a fixture
 
 from retrain.campaign.judging.audited import audited
 from retrain.campaign.judging.pooling import conclude, tells_apart

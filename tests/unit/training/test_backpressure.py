@@ -2,9 +2,9 @@ import math
 
 import numpy as np
 import pytest
+from helpers.models import train_quietly
 from hypothesis import given
 from hypothesis import strategies as st
-from toymodels import train_quietly
 
 from retrain.config.upkeep import Backpressure
 from retrain.maths.backpressure import DecodeWork, Limits, decide, fit_usl, usl

@@ -5,10 +5,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from critic_cases import OWN, SHARED, critic_campaign, critic_files, last_checkpoint, made, rows_of, runs_of
-from lane_cases import in_turns, local_policy, rollout, totals, trained
+from helpers.lanes import (
+    OWN,
+    SHARED,
+    critic_campaign,
+    critic_files,
+    in_turns,
+    last_checkpoint,
+    local_policy,
+    made,
+    rollout,
+    rows_of,
+    runs_of,
+    totals,
+    trained,
+)
+from helpers.models import Messages
 from safetensors.torch import load_file
-from toymodels import Messages
 from transformers import AutoModelForCausalLM
 
 from retrain.algorithms.gae import fill_token_advantages

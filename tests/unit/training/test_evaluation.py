@@ -4,10 +4,10 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from helpers.models import word_tokenizer
+from helpers.records import config, context
 from hypothesis import given
 from hypothesis import strategies as st
-from record_cases import config, context
-from toymodels import word_tokenizer
 
 from retrain.config.tasks import Reward as RewardSection
 from retrain.config.tasks import RewardComponent

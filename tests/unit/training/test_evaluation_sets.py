@@ -2,8 +2,8 @@ import json
 from pathlib import Path
 
 import pytest
-from toycampaign import campaign, toy_world
-from toymodels import Messages
+from helpers.campaigns import campaign, toy_world
+from helpers.models import Messages
 from typer.testing import CliRunner
 
 from retrain.campaign.judging.pooling import compare_directories

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lane_cases import local_policy, rollout, totals, trained
-from toycampaign import WORLD, toy_world
-from toymodels import campaign_head, qwen3_directory
+from helpers.campaigns import WORLD, toy_world
+from helpers.lanes import local_policy, rollout, totals, trained
+from helpers.models import campaign_head, qwen3_directory
 from typer.testing import CliRunner
 
 from retrain.campaign.planning.plan import Plan

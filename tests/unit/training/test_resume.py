@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from mixed_cases import adapter_bytes
+from helpers.campaigns import adapter_bytes, is_timing_key
+from helpers.models import Messages, campaign_head, qwen3_directory
 from safetensors.torch import load_file, save
-from timing_keys import is_timing_key
-from toymodels import Messages, campaign_head, qwen3_directory
 from typer.testing import CliRunner
 
 from retrain.campaign.planning.changes import Approval

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from toycampaign import campaign
+from helpers.campaigns import campaign
 
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.assemble import assemble

@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from mixed_cases import adapter_bytes, runs_of
-from toymodels import campaign_head, qwen3_directory
+from helpers.campaigns import adapter_bytes, runs_of
+from helpers.models import campaign_head, qwen3_directory
 
 from retrain.campaign.running.controller import launch
 from retrain.checkpoints import newest_whole

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from critic_cases import made, runs_of
-from record_cases import group
-from toycampaign import StopAfter, campaign, toy_world
+from helpers.campaigns import StopAfter, campaign, toy_world
+from helpers.lanes import made, runs_of
+from helpers.records import group
 
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load

@@ -6,12 +6,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from critic_cases import critic_campaign, made, runs_of
-from lane_cases import drawn, fresh_logits, in_turns, local_policy, requests, rollout, totals, trained
-from mixed_cases import adapter_bytes
+from helpers.campaigns import StopAfter, adapter_bytes
+from helpers.lanes import (
+    critic_campaign,
+    drawn,
+    fresh_logits,
+    in_turns,
+    local_policy,
+    made,
+    requests,
+    rollout,
+    runs_of,
+    totals,
+    trained,
+)
+from helpers.models import qwen3_directory
 from safetensors.torch import load_file, save_file
-from toycampaign import StopAfter
-from toymodels import qwen3_directory
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from ui_cases import adapter, campaign, client_of, get
+from helpers.pages import adapter, campaign, client_of, get
 
 from retrain.maths import squeeze
 from retrain.ui.adapters import overlap, spectra

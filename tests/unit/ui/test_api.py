@@ -2,7 +2,7 @@ import fcntl
 
 import numpy as np
 import pytest
-from ui_cases import LABELS, OTHER, RUN, campaign, client_of, evaluation, get, row
+from helpers.pages import LABELS, OTHER, RUN, campaign, client_of, evaluation, get, row
 
 from retrain.campaign.judging.evidence import curve, read_campaign, smoothed
 from retrain.campaign.judging.pooling import compare_directories

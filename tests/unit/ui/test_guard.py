@@ -3,7 +3,7 @@ import os
 import socket
 
 import pytest
-from ui_cases import HOST, campaign, client_of, cookbook_run, get
+from helpers.pages import HOST, campaign, client_of, cookbook_run, get
 
 from retrain.errors import UsageError
 from retrain.record.html import asset

@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from ui_cases import OTHER, RUN, campaign, client_of, get, record, row
+from helpers.pages import OTHER, RUN, campaign, client_of, get, record, row
 
 from retrain.files import append_jsonl, read_json, read_jsonl, write_json
 from retrain.record.columns import ColumnWriter

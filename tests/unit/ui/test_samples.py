@@ -2,8 +2,8 @@ import os
 import shutil
 
 import pytest
-from record_cases import context, evaluation, group
-from ui_cases import client_of, get, manifest, record
+from helpers.pages import client_of, get, manifest, record
+from helpers.records import context, evaluation, group
 
 from retrain.record.recorder import RunRecorder
 from retrain.ui.iterations import Index

@@ -1,5 +1,5 @@
 import pytest
-from ui_cases import campaign, client_of, cookbook_run, get, trainer_state
+from helpers.pages import campaign, client_of, cookbook_run, get, trainer_state
 
 
 def test_a_cookbook_run(tmp_path):

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.models import TINY_RUN, qwen3_directory
 from safetensors import numpy as their_numpy
 from safetensors import torch as their_torch
-from toymodels import TINY_RUN, qwen3_directory
 from typer.testing import CliRunner
 
 from retrain.cli import app

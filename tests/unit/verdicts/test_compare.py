@@ -3,11 +3,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.records import BASE, campaign, shifted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from typer.testing import CliRunner
-from verdict_cases import BASE, campaign, shifted
 
 from retrain.campaign.judging.comparison import compare_runs
 from retrain.campaign.judging.pooling import compare_directories, conclude

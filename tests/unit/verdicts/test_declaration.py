@@ -2,8 +2,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.records import BASE, Played, campaign, shifted
 from typer.testing import CliRunner
-from verdict_cases import BASE, Played, campaign, shifted
 
 from retrain.campaign.judging.pooling import compare_directories
 from retrain.cli import app

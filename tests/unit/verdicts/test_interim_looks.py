@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toymodels import qwen3_directory
-from verdict_cases import BASE, DR_GRPO, EIGHT, GRPO, RLOO, Played, campaign, configuration, shifted
+from helpers.models import qwen3_directory
+from helpers.records import BASE, DR_GRPO, EIGHT, GRPO, RLOO, Played, campaign, configuration, shifted
 
 from retrain.campaign.judging.pooling import compare_directories
 from retrain.campaign.judging.rule import FUTILITY

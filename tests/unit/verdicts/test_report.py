@@ -5,7 +5,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hostile import HOSTILE, MARKER
+from helpers.records import HOSTILE, MARKER
 from typer.testing import CliRunner
 
 from retrain.campaign.judging.pooling import conclude

@@ -1,6 +1,6 @@
 """Send a real server requests that are wrong in every way, and see that it refuses them and stays as it was.
 
-    python -m tests.fuzz_serving --requests 10000 --seed 1
+    python -m tests.programs.fuzz_serving --requests 10000 --seed 1
 
 Every request is a well-formed one with one to four changes: other values at known and unknown fields, fields left out,
 bodies that are cut, flipped or no JSON at all, other headers, other routes. Wrong is an answer of status 500 or above

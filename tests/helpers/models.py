@@ -1,4 +1,6 @@
-"""Small random models and tokenizers, built on the spot: real transformers classes, no downloads."""
+"""Toy models, tokenizers and configurations."""
+
+from __future__ import annotations
 
 import json
 from pathlib import Path

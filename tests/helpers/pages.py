@@ -1,13 +1,13 @@
-"""Files of runs as retrain and other tools write them, and a page's server over directories."""
+"""Directories, clients and conversations for tests of pages."""
+
+from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import record_cases
 import torch
-from record_cases import context, group
 from safetensors.torch import save_file
 from starlette.testclient import TestClient
 
@@ -18,6 +18,9 @@ from retrain.ui.library import Library
 from retrain.ui.numbers import Pool
 from retrain.ui.places import Places
 from retrain.ui.server import app_of
+
+from . import records
+from .records import context, group
 
 HOST = "http://127.0.0.1:8571"
 LABELS = ("grpo+none", "maxrl+none")
@@ -86,14 +89,14 @@ def record(
                     group([1.0], [3], problem_id="p0"),
                     group([solved[number > 0]], [4], problem_id="p1", tags=("hard",)),
                 ]
-                recorder.record_eval(record_cases.evaluation(answers, number + (number > 0)))
+                recorder.record_eval(records.evaluation(answers, number + (number > 0)))
             failed = RewardResult(None, error="timed out")
             calls = RewardResult(0.0, sample_metrics={"tools/tool_errors": 2.0})
             mixed = group([1.0, calls, failed], [3, 5, 2])
             rollout = mixed.rollouts[1]
             rollout.token_advantages_T = rollout.logprobs_T * 0 + rollout.advantage + 1
             uniform = group([0.0, 0.0], [2, 7], discarded="zero_advantage")
-            recorder.record_step(record_cases.step([mixed, uniform], number))
+            recorder.record_step(records.step([mixed, uniform], number))
     return folder
 
 

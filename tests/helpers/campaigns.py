@@ -1,0 +1,310 @@
+"""Toy campaigns: their files, their training, and what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrain.campaign.planning.plan import Plan
+from retrain.campaign.planning.references import check
+from retrain.campaign.running.controller import execute, launch
+from retrain.campaign.running.lease import LEASE
+from retrain.config import load
+from retrain.files import append_jsonl, read_json, read_jsonl
+from retrain.ownership import process_start
+from retrain.record.catalogue import METRICS
+from retrain.record.observer import NullObserver
+
+from .models import TWO_CONDITIONS, campaign_head, qwen3_directory
+
+REWARDS = '''
+def score(completion, answer):
+    """Share of even digits among the characters: a toy model gets a spread of it."""
+    return sum(c in "02468" for c in completion) / max(1, len(completion))
+
+def fragile(completion, answer):
+    raise RuntimeError("this grader is broken")
+'''
+CONDITIONS = (("grpo", "none"), ("rloo", "gtpo_hicra_placebo"))
+WORLD = """
+[model]
+model = "{model}"
+lora_rank = 4
+[reward]
+type = "custom"
+custom_module = "{module}"
+workers = 1
+[inference]
+dtype = "{dtype}"
+"""
+"""What every campaign of the toy model has."""
+TRAINING = """[training]
+batch_size = 3
+group_size = 4
+max_tokens = 10
+lr = 0.01
+save_every = 2
+eval_every = 2
+[evaluation]
+problems = 5
+"""
+TOML = "\n{condition}" + WORLD + TRAINING
+
+
+class StopAfter(NullObserver):
+    """Asks to stop once runs have done so many steps together."""
+
+    def __init__(self, steps: int):
+        self.left = steps
+
+    def step(self, spec, row):
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def toy_world(folder: Path) -> Path:
+    """A model directory in ``folder``, with the rewards of its campaigns beside it."""
+    (folder / "toyrewards.py").write_text(REWARDS)
+    return qwen3_directory(
+        folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4 6 8"]
+    )
+
+
+def campaign(tmp_path: Path, model: Path, name: str = "toy", *, steps: int = 4, lanes: int | str = "auto",
+             condition: str = "", dtype: str = "float32") -> Path:  # fmt: skip
+    """A file of two conditions and two seeds; ``condition`` has further keys of the second."""
+    head = campaign_head(*CONDITIONS, seeds=[1, 2], max_steps=steps, lanes=lanes)
+    path = tmp_path / f"{name}.toml"
+    rest = TOML.format(model=model, module=model.parent / "toyrewards.py", condition=condition, dtype=dtype)
+    path.write_text(head + rest)
+    return path
+
+
+UNITS = {"s", "tokens/s", "completions/s", "GiB", "share of peak"}
+FITTED = {"bp_action", "bp_regime", "bp_p_star", "bp_sigma", "bp_kappa"}
+TIMED = [metric for metric in METRICS if metric.unit in UNITS or metric.key in FITTED]
+TIMING_KEYS = {metric.key for metric in TIMED}
+TIMING_KEYS |= {alias for metric in TIMED for names in metric.aliases.values() for alias in names}
+
+
+def is_timing_key(key: str) -> bool:
+    """Whether the value under ``key`` may differ between two otherwise identical runs."""
+    return key in TIMING_KEYS or key.startswith(("time/", "timing_", "perf/")) or "tools/tool_time" in key
+
+
+def without_clock(value: Any) -> Any:
+    """Nested data without the seconds that tools took."""
+    if isinstance(value, dict):
+        return {key: without_clock(inner) for key, inner in value.items() if "tools/tool_time" not in key}
+    return [without_clock(inner) for inner in value] if isinstance(value, list) else value
+
+
+SUBJECT_REWARDS = '''
+def score(completion, answer):
+    """Right when there is a 2: most groups of a toy model are mixed, some have no signal."""
+    return float("2" in completion)
+
+def even(completion, answer):
+    return sum(c in "02468" for c in completion) / max(1, len(completion))
+
+def same(completion, answer):
+    return 0.25
+'''
+SUBJECT_SETTINGS = """
+[model]
+model = "{home}/model"
+lora_rank = 4
+[training]
+batch_size = 3
+group_size = 4
+max_tokens = 10
+max_steps = 3
+lr = 0.01
+save_every = 2
+keep_last = 1
+[data]
+source = "{home}/subjects.jsonl"
+[evaluation]
+problems = 0
+[reward]
+type = "custom"
+custom_module = "{home}/rewards.py"
+custom_function = "{reward}"
+workers = 1
+[inference]
+dtype = "float64"
+[squeeze]
+enabled = false
+"""
+OTHER = """
+lr = 0.002
+temperature = 0.7
+max_tokens = 5
+group_size = 6
+batch_size = 2
+"model.lora_rank" = 2
+"""
+BASE, CHANGED = 0, 1
+"""Positions of the two conditions of a campaign in ``runs_of``."""
+
+
+def toy_world_of_subjects(home: Path) -> Path:
+    """A model, rewards, and problems that are sorted by subject, in ``home``."""
+    qwen3_directory(home / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4 6 8"])
+    (home / "rewards.py").write_text(SUBJECT_REWARDS)
+    subjects = [{"prompt": f"{'algebra' if i < 20 else 'counting'} {i}: 2 + {i} = ?", "answer": "x"} for i in range(40)]
+    append_jsonl(home / "subjects.jsonl", subjects)
+    return home
+
+
+def toy_file(home: Path, path: Path, *, pair: str | None = None, reward: str = "score") -> Path:
+    """A single run's file, or with ``pair`` (further keys of the second condition) a campaign's."""
+    campaign = "" if pair is None else TWO_CONDITIONS + pair + "\n"
+    path.write_text(campaign + SUBJECT_SETTINGS.format(home=home, reward=reward))
+    return path
+
+
+def launch_file(path: Path, out: Path, *sets: str):
+    return launch(load(path, sets), out, NullObserver())
+
+
+def runs_of(out: Path) -> dict[tuple[int, int], Path]:
+    """Run directories by (position of the condition, seed)."""
+    runs = read_json(out / "manifest.json")["runs"]
+    assert len(runs) == 4
+    labels = list(dict.fromkeys(run["label"] for run in runs))
+    return {(labels.index(run["label"]), run["seed"]): out / run["path"] for run in runs}
+
+
+def rows_of(run: Path) -> list[dict]:
+    return read_jsonl(run / "metrics.jsonl")
+
+
+def completions_of(run: Path) -> list[dict]:
+    return read_jsonl(run / "emergence" / "generations.jsonl")
+
+
+def adapter_bytes(directory: Path) -> bytes:
+    return (directory / "adapter_model.safetensors").read_bytes()
+
+
+def train_mixed(home: Path, folder: Path) -> Path:
+    """A finished cohort whose two conditions differ in every key that has reached sampling and update."""
+    path = toy_file(home, folder / "mixed.toml", pair=OTHER)
+    export, trackers = f'backend.adapter_path="{folder}/export"', 'logging.report_to=["tensorboard"]'
+    assert launch_file(path, folder / "out", "campaign.lanes=4", export, trackers).exit_status == 0
+    return folder
+
+
+def train_silent(home: Path, folder: Path) -> Path:
+    """A finished campaign in which every completion scores the same: no update, the adapters stay as initialised."""
+    path = toy_file(home, folder / "silent.toml", pair="", reward="same")
+    assert launch_file(path, folder / "out", "training.save_every=1", "data.shuffle=false").exit_status == 0
+    return folder
+
+
+def planned(world: Path, out: Path, sets=(), **settings) -> Plan:
+    """Two conditions and four seeds, three steps, in cohorts of one seed."""
+    path = campaign(out.parent, world / "model", f"toy_{out.name}", **{"steps": 3, "lanes": 2} | settings)
+    mine = ["campaign.seeds=[1,2,3,4]", "training.save_every=1", "squeeze.enabled=false", *sets]
+    return check(Plan.of(load(path, mine), out))
+
+
+def alone(world: Path, out: Path, sets=()) -> dict:
+    """What one process leaves behind."""
+    assert execute(planned(world, out, sets), NullObserver()).exit_status == 0
+    return contents(out)
+
+
+def contents(out: Path) -> dict:
+    """All that a campaign leaves behind and no clock has part in."""
+    found: dict = {}
+    for run in sorted((out / "runs").iterdir()):
+        for path in sorted(path for path in run.rglob("*") if path.is_file() and path.name not in (".lock", LEASE)):
+            name = str(path.relative_to(out))
+            found[name] = None
+            if path.name in ("metrics.jsonl", "evals.jsonl"):
+                rows = read_jsonl(path)
+                found[name] = [
+                    {k: v for k, v in row.items() if not is_timing_key(k) and k != "seconds"} for row in rows
+                ]
+            elif path.suffix == ".safetensors":
+                data = path.read_bytes()
+                end = 8 + int.from_bytes(data[:8], "little")
+                found[name] = json.loads(data[8:end]), data[end:]  # the order of the header's keys is free
+            elif path.name == "config.json":
+                found[name] = {key: read_json(path)[key] for key in ("backend", "built", "seeds", "data_hash")}
+    manifest = read_json(out / "manifest.json")
+    found["runs"] = [{k: v for k, v in run.items() if k != "fingerprint"} for run in manifest["runs"]]
+    found["cohorts"] = sorted(map(sorted, manifest["cohorts"]))
+    return found
+
+
+def differing(mine: dict, reference: dict, runs: int = 8) -> list[str]:
+    assert len(reference) > 12 * runs  # files
+    return sorted(name for name in {*mine, *reference} if mine.get(name, "absent") != reference.get(name, "absent"))
+
+
+class Heard(NullObserver):
+    """What was told; ``on_step`` is called after each step with the number of steps so far."""
+
+    def __init__(self, on_step=lambda spec, count: None):
+        self.on_step, self.steps, self.workers, self.messages = on_step, 0, {}, []
+
+    def placed(self, spec, worker):
+        self.workers.setdefault(spec.run_id, []).append(worker)
+
+    def step(self, spec, row):
+        self.steps += 1
+        self.on_step(spec, self.steps)
+
+    def message(self, text, level="info"):
+        self.messages.append(text)
+
+
+def writer(out: Path, run_id: str) -> int:
+    """The process that trains a run."""
+    return read_json(out / "runs" / run_id / LEASE)["pid"]
+
+
+def who_writes(out: Path) -> int | None:
+    """A process that trains some run now."""
+    for lease in out.glob(f"runs/*/{LEASE}"):
+        with suppress(OSError, ValueError):
+            if process_start(pid := writer(out, lease.parent.name)) is not None:
+                return pid
+    return None
+
+
+def a_writer(out: Path) -> int:
+    """A process that trains some run, as soon as there is one; not for an observer, whom the controller waits for."""
+    for _ in range(6000):
+        if (pid := who_writes(out)) is not None:
+            return pid
+        time.sleep(0.01)
+    raise TimeoutError(f"nobody trains in {out}")
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> Iterator[Any]:
+    """Every fenced block whose info string begins with ``language``, named by page and line."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in FENCE.finditer(text):
+            if match[1].split()[:1] == [language]:
+                line = text.count("\n", 0, match.start()) + 1
+                yield pytest.param(match[2], id=f"{page.name}:{line}")
