@@ -108,7 +108,7 @@ def test_the_environment_in_the_documents_trains(tmp_path):
     ('provider = "toys:Missing"', r'run\.toml:\d+  environment\.provider  is "toys:Missing": .*no function'),
     ('provider = "toys:Rich"', r"the reward is 2, outside the declared range \[0, 1\]"),
     ('tools = ["calculater"]', r"environment\.tools .*calculator"),
-    ('provider = "reasoning_gym"\nid = "chain_summ"', "did you mean chain_sum"),
+    ('provider = "reasoning_gym"\nid = "chain_summ"', "did you mean 'chain_sum'"),
 ])  # fmt: skip
 def test_mistakes_are_one_line_before_anything_is_loaded(section, message, tmp_path):
     (tmp_path / "toys.py").write_text(

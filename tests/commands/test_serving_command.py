@@ -63,7 +63,8 @@ class Running:
     def __exit__(self, *error: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
-            self.process.communicate()
+        with self.process:  # closes its pipes
+            pass
 
 
 def test_a_run_and_further_adapters_for_openai_s_client(home):

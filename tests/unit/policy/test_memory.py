@@ -242,11 +242,11 @@ class Live(TorchDispatchMode):
 
 
 def test_a_batch_is_compacted_with_one_layer_there_twice(base):
-    decoder = DenseDecoder(base)
+    decoder, rows = DenseDecoder(base), torch.tensor([3, 1, 15, 15, 8])
     with Live() as live:
         cache = KVCache(decoder, 16, 64)
         whole, live.peak = live.peak, 0
-        cache.select(torch.tensor([3, 1, 15, 15, 8]))
+        cache.select(rows)
     one = cache.keys[0].nbytes
     assert whole == 2 * 2 * one * 16 // 5
     assert live.peak == whole + one
