@@ -1,7 +1,10 @@
 import glob
+import os
 import re
 import shlex
 import socket
+import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 
