@@ -70,12 +70,13 @@ def test_training_goes_on_offline_where_wandb_does_not_answer(tmp_path, model, l
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         if not listens:
             server.close()
-        done = subprocess.run(
-            [sys.executable, "-m", "retrain", "train", file, "--out", tmp_path / "out", "--plain"],
-            env=inherited | {"WANDB_BASE_URL": url}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    lines = done.stdout.splitlines()
+        with open(tmp_path / "printed", "w") as printed:  # no pipe, which wandb's service holds until it gives up
+            done = subprocess.run(
+                [sys.executable, "-m", "retrain", "train", file, "--out", tmp_path / "out", "--plain"],
+                env=inherited | {"WANDB_BASE_URL": url}, stdout=printed, stderr=printed,
+            )  # fmt: skip
+    lines = (tmp_path / "printed").read_text().splitlines()
+    assert done.returncode == 0, lines
     (warning,) = [line for line in lines if "has not answered" in line]
     assert f"W&B at {url} has not answered for 5 s; recording offline" in warning
     assert {path.parents[1] for path in uploaded_by(lines)} == {tmp_path / "out"}

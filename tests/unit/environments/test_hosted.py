@@ -17,7 +17,7 @@ from retrain.errors import DataError, PluginMissing
 from retrain.sandbox.sandbox import available
 from retrain.types import Action, Problem
 
-HERE = Path(__file__).parents[2]
+HERE = Path(__file__).parents[2] / "programs"
 
 
 def send(episode, text):
