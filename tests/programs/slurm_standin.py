@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 HOME = Path(os.environ["STANDIN"])
-KILL_WAIT = float(os.environ.get("STANDIN_KILL_WAIT", "5"))
+KILL_WAIT = 5.0
 BEAT = 0.05
 
 

@@ -125,41 +125,12 @@ def walk(*script):
     return work
 
 
-def fails(error, *places):
-    """Need some units, then raise."""
-
-    def work(own, units):
-        with own.work():
-            for place in places:
-                own.need(place)
-            raise error
-
-    return work
-
-
-def test_ranks_that_do_the_same_gather_everything_once(ranks):
-    made = ranks(3)
-    script = [ENDS, 0, 1, 2, 3, 3, 2, 2, 1, 0]  # a forward and a backward pass
-    assert made.do(*[walk(*script)] * 3) == [len(script)] * 3
-    gathered = [what for what in made.table.met if isinstance(what, tuple)]
-    assert gathered == [("gather", place) for place in [ENDS, 0, 1, 2, 3, 2, 1, 0]]
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_each_needs_all_come_to_an_end(ranks, seed):
     draw, made = random.Random(seed), ranks(3)
     for _ in range(3):  # one request after another
         scripts = [[draw.randrange(ENDS + 1) for _ in range(draw.choice([0, 1, 5, 30]))] for _ in range(3)]
         assert made.do(*(walk(*script) for script in scripts)) == [len(script) for script in scripts]
-
-
-def test_an_error_stays_one_ranks_own_and_the_next_request_works(ranks):
-    made = ranks(3)
-    found = made.do(fails(ZeroDivisionError("mine"), 1), *[walk(*[ENDS, 0, 1, 2, 3] * 3)] * 2)
-    assert isinstance(found[0], ZeroDivisionError)
-    assert found[1:] == [15, 15]
-    assert not any(unit.whole for units in made.units for unit in units)
-    assert made.do(*[walk(2, 3)] * 3) == [2, 2, 2]
 
 
 def test_without_room_for_a_unit_a_rank_asks_no_other_for_it_and_frees_what_it_holds(ranks):
@@ -190,24 +161,6 @@ def test_without_room_for_a_unit_a_rank_asks_no_other_for_it_and_frees_what_it_h
     assert found[1] is True
     assert ("gather", 2) not in made.table.met
     assert made.do(walk(2), walk(2)) == [1, 1]
-
-
-def test_a_rank_that_is_lost_in_the_middle_ends_the_others(ranks):
-    made = ranks(3)
-
-    def dies(own, units):
-        with own.work():
-            own.need(0)
-            made.table.barrier.abort()
-            raise KeyboardInterrupt
-
-    found = made.do(dies, walk(0, 1, 2), walk(0, 1, 2))
-    assert isinstance(found[0], KeyboardInterrupt)
-    for error in found[1:]:
-        assert isinstance(error, RankLost)
-        assert str(error) == f"{LOST} (Connection closed by peer)"
-    with pytest.raises(RankLost, match=LOST), made.companies[1].work():
-        made.companies[1].need(0)
 
 
 def test_a_rank_that_runs_out_of_memory_while_all_gather_lets_no_rank_wait(ranks):

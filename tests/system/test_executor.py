@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,28 +8,13 @@ from helpers.campaigns import Heard, campaign
 from helpers.records import configuration
 
 from retrain.campaign.planning.changes import Approval
-from retrain.campaign.planning.manifest import read_plan
-from retrain.campaign.planning.plan import Plan, RunSpec
+from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running.controller import execute
 from retrain.campaign.running.executor import InProcess
-from retrain.campaign.running.protocol import (
-    CohortJob,
-    Evaluated,
-    Facts,
-    JobEnded,
-    JobStarted,
-    Message,
-    RunEnded,
-    RunStarted,
-    SqueezeJob,
-    StepDone,
-    Tick,
-    from_json,
-    to_json,
-)
+from retrain.campaign.running.protocol import CohortJob, JobEnded, JobStarted, RunEnded, RunStarted, StepDone, Tick
 from retrain.config import load
-from retrain.errors import RetrainError, UsageError
+from retrain.errors import UsageError
 from retrain.files import append_jsonl, read_json
 from retrain.record.observer import NullObserver
 
@@ -40,63 +23,10 @@ def planned(folder: Path, model: Path, **settings) -> Plan:
     return check(Plan.of(load(campaign(folder, model, steps=2, **settings)), folder / "out"))
 
 
-def through_json(item):
-    return from_json(json.loads(json.dumps(to_json(item), allow_nan=False)))
-
-
-def test_jobs_and_events_are_plain_data(tmp_path, model):
-    """JSON and pickle give back what went in, and so does a run's configuration."""
+def test_a_job_of_one_run_knows_the_longest_completions_of_the_plan(tmp_path, model):
     plan = planned(tmp_path, model, condition='"training.max_tokens" = 40')
-    runs, longest = [spec.to_json() for spec in plan.specs], {"training": 8, "heldout": {"heldout": 16}}
-    items = [
-        CohortJob("out", "here", runs, longest, {"grpo+none_s1": 3}, together=False, accepted=["data: a → b"]),
-        SqueezeJob("out", "here", runs[0], longest),
-        RunStarted("grpo+none_s1", 2, 4),
-        StepDone("grpo+none_s1", {"step": 2, "loss": None, "mean_reward": 0.1 + 0.2}),
-        Evaluated("grpo+none_s1", "heldout", {"eval/heldout/correct_rate": 0.5}),
-        RunEnded("grpo+none_s1", "failed", "a reason"),
-        Facts({"squeeze": {"recommended_rank": 2, "rows": [{"rank": 1}]}}),
-        Message("a line", "warning"),
-        JobStarted("1", "2 gpu:1", ["grpo+none_s1"]),
-        Tick(),
-        JobEnded("1", "too_large", "two fit", 2, ["a", "b"]),
-    ]
-    for item in items:
-        assert through_json(item) == item
-        assert pickle.loads(pickle.dumps(item)) == item
-    assert [RunSpec.from_json(json.loads(json.dumps(run))) for run in runs] == plan.specs
-    # What problems fit depends on the longest completions of the whole plan, which a job of one run knows as well.
     assert {CohortJob.of(plan, [spec]).longest["training"] for spec in plan.specs} == {40}
     assert {spec.config.training.max_tokens for spec in plan.specs} == {10, 40}
-
-
-def test_what_the_executor_here_says_is_plain_data_in_order(tmp_path, model):
-    plan = planned(tmp_path, model, lanes=4)
-    executor = InProcess()
-    handle = executor.submit(CohortJob.of(plan, plan.specs))
-    assert not (tmp_path / "out").exists()  # nothing is done before somebody listens
-    events = list(executor.events())
-    executor.close()
-    assert [through_json(event) for event in events] == events
-    assert events[-1] == JobEnded(handle.id)
-    assert not (tmp_path / "out/manifest.json").exists()  # that is the controller's
-    for spec in plan.specs:
-        mine = [event for event in events if getattr(event, "run_id", None) == spec.run_id]
-        kinds = [type(event).__name__ for event in mine]
-        assert kinds == ["RunStarted", "Evaluated", "StepDone", "Evaluated", "StepDone", "RunEnded"]
-        assert mine[-1] == RunEnded(spec.run_id, "done")
-
-
-def test_an_executor_that_fails_leaves_the_runs_to_be_continued(tmp_path, model):
-    class Fails(InProcess):
-        def events(self):
-            yield Tick()
-            raise RetrainError("the machine has gone")
-
-    with pytest.raises(RetrainError, match="the machine has gone"):
-        execute(planned(tmp_path, model), NullObserver(), executor=Fails())
-    assert {run["state"] for run in read_json(tmp_path / "out/manifest.json")["runs"]} == {"pending"}
-    assert execute(check(read_plan(tmp_path / "out")), NullObserver()).exit_status == 0
 
 
 def test_accepted_changes_reach_a_job_that_has_found_them(tmp_path, model):

@@ -165,19 +165,6 @@ def test_on_policy_ratio_is_one_and_every_split_gives_the_same_gradient(quant, l
         assert float((other - gradients[0]).norm() / gradients[0].norm()) < 1e-5
 
 
-def test_the_gradient_is_that_of_a_plain_model_with_the_same_weights(quant, lanes, toy):
-    samples, adapter = rollout(quant, lanes, trained(lanes, 0)), trained(lanes, 0)
-    update(lanes, adapter, samples)
-    plain = base_in(toy, "none")
-    for name, module in quant.model.named_modules():
-        if isinstance(module, QuantizedLinear):
-            plain.model.get_submodule(name.replace(".base", "")).weight.data = module.weight
-    other_lanes = Lanes(plain)
-    other = trained(other_lanes, 0)
-    update(other_lanes, other, samples)
-    assert float((adapter.flat.grad - other.flat.grad).norm() / other.flat.grad.norm()) < 1e-5
-
-
 # -- the difference to the unquantised base -------------------------------------------------------------------------
 
 

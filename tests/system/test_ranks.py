@@ -8,9 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,8 +20,6 @@ from safetensors.torch import load_file, save_file
 
 from retrain.algorithms.standard import load_modes
 from retrain.campaign.planning.plan import RunSpec
-from retrain.campaign.running import assemble
-from retrain.campaign.running.following import Desk
 from retrain.campaign.running.models import Bases
 from retrain.campaign.running.team import Team
 from retrain.config import parse_dict
@@ -32,14 +28,12 @@ from retrain.engines.protocol import PolicyRef
 from retrain.engines.rows import LaneRequest, Row
 from retrain.engines.shared import DecodingAsked, SharedEngine
 from retrain.errors import ModelError, NonFinite, RunFailed
-from retrain.policy import ranks as ranks_module
-from retrain.policy import shares, update
+from retrain.policy import shares
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalPolicy, LocalSnapshot
 from retrain.policy.objective import objective_of
 from retrain.policy.protocol import TrainBatch, Want
-from retrain.policy.ranks import Answers, Ranks, follow
-from retrain.policy.shares import dealt
+from retrain.policy.ranks import Answers, Ranks
 from retrain.policy.threads import Workers
 
 TEXTS = ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"]
@@ -243,23 +237,6 @@ def test_what_a_loss_raises_on_another_rank_is_raised_here_and_all_are_in_step(w
     assert updated(base, lanes, config, folder, shared.ranks, whole[:2])[1]
 
 
-# -- ranks with the whole base ----------------------------------------------------------------------------------------
-
-
-@only_dp
-def test_few_large_micro_batches_are_cut_so_that_every_rank_has_one(whole, shared, folder, monkeypatch):
-    monkeypatch.setattr(update, "LEAST_SHARED_TOKENS", 40)
-    config = config_of({"training": {"micro_batch_tokens": 4096}})
-    _, rows, _ = updated(*whole[:2], config, folder, None)
-    base, lanes, _ = taken(shared, config, folder)
-    policy = LocalPolicy(base, lanes, config, (0, 0), Workers(), ranks=shared.ranks)
-    samples = samples_of(*whole[:2], False)
-    numbers = policy.update(TrainBatch(samples, totals(samples), 0, (0, 0)), objective_of(config, "ppo"), 0.01)
-    assert numbers["timing_microbatches"] >= 3
-    assert policy.budget.tokens == 4096
-    assert numbers["optim/grad_norm"] == pytest.approx(rows[0]["optim/grad_norm"], rel=2e-6)
-
-
 @only_dp
 def test_sums_of_shares_differ_by_rounding_alone(whole, shared, folder, monkeypatch):
     monkeypatch.setattr(shares, "APART_BYTES", 0)
@@ -270,6 +247,9 @@ def test_sums_of_shares_differ_by_rounding_alone(whole, shared, folder, monkeypa
     assert theirs[0] == pytest.approx(mine[0], rel=2e-7)
     change = (alone.adapter.flat - LocalPolicy(*whole[:2], config, (0, 0)).adapter.flat).norm()
     assert (together.adapter.flat - alone.adapter.flat).norm() < 1e-4 * change  # AdamW: rounding near 0 shows
+
+
+# -- ranks with the whole base ----------------------------------------------------------------------------------------
 
 
 class Beside:
@@ -307,56 +287,6 @@ def test_what_one_rank_has_sampled_is_kept_when_another_runs_out_of_memory(whole
     expected = published(LocalEngine(base, lanes), lanes).sample(asked)
     assert [[a.token_ids for a in group] for group in groups] == [[a.token_ids for a in group] for group in expected]
     assert engine.state()["fitting"] == 48
-
-
-def test_dealing_is_even_and_complete():
-    sizes = [7, 1, 5, 3, 3, 2, 9, 1]
-    for count in (1, 2, 3, 5, 9):
-        parts = dealt(sizes, count)
-        assert sorted(place for part in parts for place in part) == list(range(len(sizes)))
-        assert all(part == sorted(part) for part in parts)
-        assert max(sum(sizes[place] for place in part) for part in parts) <= sum(sizes) / count + max(sizes)
-    assert dealt([4], 3) == [[0], [], []]
-
-
-def test_a_rank_does_what_it_is_asked_in_order_and_tells_of_faults_once(monkeypatch):
-    said, answers = [], []
-
-    def note(word):
-        if word == "bad":
-            raise ValueError("a bad word")
-        said.append(word)
-        return word.upper()
-
-    asked = [
-        ("note", ("a",), False), ("note", ("b",), True), ("note", ("bad",), False), ("note", ("c",), False),
-        ("note", ("d",), True), ("note", ("e",), True), ("end", (), False),
-    ]  # fmt: skip
-    monkeypatch.setattr(ranks_module, "send", lambda item, to: answers.append(item))
-    monkeypatch.setattr(ranks_module, "receive", lambda of, seconds=0.0: asked.pop(0))
-    follow(SimpleNamespace(note=note, work=nullcontext))
-    assert said == ["a", "b", "e"]  # after a fault nothing is done until it has been told
-    assert [done for done, _ in answers] == [True, False, True]
-    assert (answers[0][1], answers[2][1]) == ("B", "E")
-    assert str(answers[1][1]) == "a bad word"
-    assert "in note" in answers[1][1].__notes__[0]
-
-
-def test_a_rank_with_another_base_is_refused(whole, folder):
-    config = config_of({})
-    spec = RunSpec("run", "label", 1, 0, {}, False, config)
-    base = whole[0]
-    assert Desk(Bases()).load([spec.to_json()], str(folder), "cpu") == base.fingerprint
-
-    class Other(Ranks):
-        def ask(self, name, args, own):
-            assert [name, *(place for _, _, place in args)] == ["load", "gpu:1", "gpu:2"]
-            return Answers(own(), [base.fingerprint, "another"])
-
-    model = SimpleNamespace(identity=base.fingerprint, name=base.name)
-    with pytest.raises(ModelError, match=f"rank 2 has other weights of {base.name} than rank 0"):
-        assemble._on_all_ranks([spec], folder, Bases(ranks=Other(["gpu:1", "gpu:2"])), lambda: model)
-    assert assemble._on_all_ranks([spec], folder, Bases(), lambda: model) is model
 
 
 # -- ranks with parts of the base -------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from retrain.data.arithmetic import LEVELS, problems
-from retrain.maths.planning import STRATEGIC_GRAMS, RegexDetector
 from retrain.models import bundled_model_path
 from retrain.plugins import load_file
 
@@ -50,29 +49,6 @@ def test_prompts_are_short_and_end_where_the_answer_begins(script, tokenizer):
     assert tokenizer.eos_token == "<|end|>"
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
     assert tokenizer.tokenize("1234567890") == list("1234567890")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "7+8=15, 4+3+1=8, 85\n\\boxed{85}",
-        "Wait, let me check: that's not right!  Two  spaces, a\ttab.\n\n",
-        "\\frac{1}{2} naïve 数学 🙂 \x00\x7f",
-        " leading and trailing ",
-    ],
-)
-def test_every_text_comes_back(tokenizer, text):
-    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
-
-
-@pytest.mark.parametrize("phrase", STRATEGIC_GRAMS)
-def test_the_detector_marks_exactly_the_words_of_a_phrase(tokenizer, phrase):
-    text = f"7+8=16, {phrase}: 7+8=15, 85\n\\boxed{{85}}"
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    mask = RegexDetector().token_mask(text, encoded["offset_mapping"])
-    start = text.index(phrase)
-    for (left, right), marked in zip(encoded["offset_mapping"], mask, strict=True):
-        assert bool(marked) == (left < start + len(phrase) and right > start)
 
 
 def test_accuracy_at_the_start_leaves_room_to_learn(script, model, tokenizer):

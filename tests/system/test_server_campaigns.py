@@ -12,8 +12,7 @@ from helpers.servers import StandIn
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running.controller import execute, launch, resume
-from retrain.campaign.running.models import Bases
-from retrain.config import load, parse_dict
+from retrain.config import load
 from retrain.engines.server import engine as engine_module
 from retrain.errors import ModelError, RetrainError, UsageError
 from retrain.files import read_json
@@ -109,16 +108,6 @@ def test_a_server_that_computes_something_else_is_refused_before_step_0(tmp_path
     other.close()
 
 
-def test_a_server_stays_for_adapters_of_another_rank(tmp_path, model, server):
-    with Bases() as bases:
-        engines = []
-        for rank in (4, 8):
-            sections = {"model": {"model": str(model), "lora_rank": rank}, "backend": {"devices": "cpu"}}
-            config = parse_dict({**sections, "inference": {"engine": "vllm", "url": server.url}})
-            engines.append(bases.take_served(config, tmp_path / "out")[2])
-    assert engines[0] is engines[1]
-
-
 def test_a_launched_server_that_is_killed_is_started_again(tmp_path, model):
     out, killed = tmp_path / "out", []
 
@@ -137,16 +126,6 @@ def test_a_launched_server_that_is_killed_is_started_again(tmp_path, model):
 
 
 # -- workers that share servers ---------------------------------------------------------------------------------------
-
-
-def test_workers_share_the_servers_of_an_address(tmp_path, model, server):
-    heard = Heard()
-    sets = [*WORKERS, "inference.engine=vllm", at(server)]
-    assert launch(load(campaign(tmp_path, model, steps=3), sets), tmp_path / "out", heard).exit_status == 0
-    check_complete(tmp_path / "out")
-    assert {worker for workers in heard.workers.values() for worker in workers} == {"1 cpu", "2 cpu"}
-    assert canaries(heard.messages) == 2
-    assert server.adapters == []
 
 
 def test_workers_share_servers_that_the_controller_keeps(tmp_path, model):

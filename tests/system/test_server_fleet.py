@@ -3,7 +3,6 @@ come, go and move."""
 
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from retrain.config import parse_dict
 from retrain.engines.server import engine as engine_module
 from retrain.engines.server import launch as launching
 from retrain.engines.server import pool as pooling
-from retrain.engines.server.canary import canaries
 from retrain.engines.server.fleet import Launches, Told, shares
 from retrain.engines.server.launch import Launched
 from retrain.errors import ServerFailed, UsageError
@@ -103,29 +101,6 @@ def test_a_server_that_hangs_is_started_again(tmp_path, monkeypatch, launched, t
     eventually(lambda: "at 127.0.0.1" in (tmp_path / "server.log").read_text())
 
 
-def test_a_command_that_dies_is_given_up_with_what_it_said(tmp_path, launched, told):
-    script = tmp_path / "dies.py"
-    script.write_text("import os\nprint('no GPU for', os.environ['CUDA_VISIBLE_DEVICES'])\nraise SystemExit(3)")
-    server = launched(f"{sys.executable} {script} --port 1234", "5")
-    eventually(lambda: server.gave_up)
-    assert "died 4 times in a row, last by exit status 3" in server.gave_up
-    assert "no GPU for 5" in server.gave_up
-    assert (server.port, len(told)) == (1234, 3)
-
-
-def test_a_server_whose_owner_was_killed_is_ended_at_the_next_start(tmp_path, launched, told):
-    first = launched(SLEEPER)
-    first._closing.set()  # as if its process were gone
-    pid = pid_in(tmp_path)
-    second = launched(SLEEPER)
-    first._process.wait(10)
-    assert not psutil.pid_exists(pid)
-    assert told == [f"ending the server that an earlier process left behind (process {pid})"]
-    now = pid_in(tmp_path)
-    second.close()
-    assert not psutil.pid_exists(now)
-
-
 def test_a_server_listens_where_it_is_told(tmp_path, launched):
     def filled(command: str, host: str = "10.0.0.3"):
         return launching._filled(command, "m", host)
@@ -207,23 +182,6 @@ def test_an_engine_follows_its_servers(tmp_path, base, lanes, quick, told, two):
         check()
     engine.close()
     fleet.tell([first.url])  # which nobody hears any more
-
-
-def test_a_server_that_is_given_up_while_it_is_tried_costs_nothing(tmp_path, base, lanes, quick, two):
-    """The trial goes on with the one that comes in its place."""
-    (first, second), fleet = two, Told()
-    fleet.tell([first.url])
-    engine = engine_of(base, [], tmp_path / "adapters", fleet=fleet, patience_s=30.0)
-
-    def moves(status: int, payload: object) -> None:
-        threading.Thread(target=first.stop).start()
-        fleet.tell([second.url])
-
-    first.always = moves
-    (canary,) = canaries(engine, base, lanes, [(4, 8.0, 1.0, 1e-4)])
-    assert 0 < canary.tokens <= 96
-    assert len(second.asked) > len(first.asked) > 0
-    engine.close()
 
 
 def test_an_engine_waits_for_the_first_address(tmp_path, base):

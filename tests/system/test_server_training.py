@@ -116,26 +116,6 @@ def test_a_server_that_keeps_an_old_adapter_is_found_out(tmp_path, model, server
         assert "2 steps in a row" in text
 
 
-@pytest.mark.parametrize("rounding", [0.0, 0.01])
-def test_an_adapter_that_is_many_versions_old_is_not_called_precision(tmp_path, model, server, rounding):
-    """Each update changes little, so that the limit is passed some versions after the server has stopped taking new
-    ones: what it says is nearer to the last version, but not by much."""
-
-    rounded = with_logprobs(lambda logprob, noise: min(0.0, logprob + noise.gauss(0, rounding)))
-
-    def stick(step: int) -> None:
-        server.stuck = step >= 1
-        server.always = rounded if server.stuck else None
-
-    out = tmp_path / "out"
-    sets = settings(server, "training.lr=0.004", "campaign.seeds=[1]", "inference.mismatch_limit=5e-4")
-    assert launch(load(campaign(tmp_path, model, steps=20), sets), out, AfterStep(stick)).exit_status == 1
-    for text in logs_of(out):
-        assert "sampler and trainer disagree about the same tokens" in text
-        assert "it looks like a stale adapter: version" in text
-        assert "precision" not in text
-
-
 def test_a_server_that_computes_otherwise_is_found_out(tmp_path, model, server):
     """One bad step is only told; what is saved of a run that fails is what it was before the second."""
 

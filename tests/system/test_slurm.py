@@ -1,26 +1,21 @@
 import os
 import signal
-import threading
-import time
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import retrain.campaign.running.slurm as slurm
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.exchange import Tail, answers_of, append, newest
+from retrain.campaign.running.exchange import newest
 from retrain.campaign.running.executors import executor_of
-from retrain.campaign.running.lease import LEASE
 from retrain.campaign.running.protocol import JobStarted, StepDone
 from retrain.campaign.running.slurm import Cluster
-from retrain.campaign.running.slurm_task import Keeper, Task
 from retrain.campaign.running.workers import Workers
 from retrain.config import load, parse_dict
 from retrain.errors import MissingExtra, UsageError, WorkersLost
-from retrain.files import read_json, write_json
-from tests.system.clusters import FAST, STUB_BOOT, ends, events_of, eventually, job, of_kind, pids, texts
+from retrain.files import read_json
+from tests.system.clusters import ends, events_of, eventually, job, of_kind, pids, texts
 
 pytest.importorskip("submitit")
 
@@ -29,8 +24,8 @@ pytest.importorskip("submitit")
 def workers(stub_workers, out):
     """Makes executors, with a job submitted for each name."""
 
-    def make(count: int, *names: str, executor: str = "slurm", **keys) -> Workers:
-        return submit(stub_workers(executor, count, **keys), out, names)
+    def make(count: int, *names: str, **keys) -> Workers:
+        return submit(stub_workers("slurm", count, **keys), out, names)
 
     return make
 
@@ -57,92 +52,6 @@ def at_start(run: str, act):
             act(f"4711_{int(event.worker.split()[0]) - 1}")
 
     return on_event
-
-
-# -- the files between a controller and a worker ----------------------------------------------------------------------
-
-
-def test_lines_are_read_once_and_whole(tmp_path):
-    path = tmp_path / "answers_1.jsonl"
-    tail = Tail(path)
-    assert tail.lines() == []
-    append(path, {"a": 1}, b'{"b": "\\u2028"}\n')
-    assert tail.lines() == [b'{"a": 1}\n', b'{"b": "\\u2028"}\n']
-    with open(path, "ab", buffering=0) as file:
-        file.write(b'{"c"')
-        assert tail.lines() == []
-        file.write(b": 3}\n" + b"\0" * 4 + b"}\n")
-        assert tail.lines() == [b'{"c": 3}\n']
-        assert tail.lines() == []
-    path.write_bytes(path.read_bytes().replace(b"\0" * 4 + b"}", b'{"d": 4}'))  # the bytes have come
-    assert tail.lines() == [b'{"d": 4}\n']
-
-
-# -- the task on the node ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def keeper(tmp_path):
-    """A task's keeper at work in a thread, of a controller with the token "mine"."""
-    started: list[tuple[Keeper, threading.Thread]] = []
-    folder = tmp_path / "worker_1"
-    folder.mkdir()
-    write_json(tmp_path / LEASE, {"token": "mine", "count": 1})
-
-    def start(**pace) -> Keeper:
-        made = Keeper(Task(str(tmp_path), str(folder), "mine", [], STUB_BOOT, 3, True, replace(FAST, **pace)))
-        thread = threading.Thread(target=made.keep)
-        thread.start()
-        started.append((made, thread))
-        eventually(lambda: newest(folder) > 0 and bool(Tail(answers_of(folder, newest(folder))).lines()))
-        return made
-
-    yield start
-    for made, thread in started:
-        made.leave()
-        thread.join()
-
-
-@pytest.mark.parametrize("how", ["silent", "token", "removed"])
-def test_a_task_ends_when_its_controller_is_gone_and_when_it_is_no_longer_wanted(tmp_path, keeper, how):
-    made = keeper(patience=1.0 if how == "silent" else 1000.0)
-    for count in range(2, 8):  # renewed, it goes on
-        write_json(tmp_path / LEASE, {"token": "mine", "count": count})
-        time.sleep(0.3)
-        assert not made.over
-    if how == "token":
-        write_json(tmp_path / LEASE, {"token": "another's", "count": 1})
-    elif how == "removed":
-        (tmp_path / "worker_1").rename(tmp_path / "elsewhere")
-    eventually(lambda: made.over, 20)
-    assert newest(tmp_path / "worker_1") == (0 if how == "removed" else 1)
-    assert how == "removed" or b'"ended"' in Tail(answers_of(tmp_path / "worker_1", 1)).lines()[-1]
-
-
-# -- jobs of this machine, by submitit --------------------------------------------------------------------------------
-
-
-def test_a_signal_before_the_time_limit_ends_a_job_and_the_worker_comes_back(out, workers):
-    executor, sent = workers(1, "wait", executor="slurm, local"), []
-
-    def signal_once(event):
-        if isinstance(event, StepDone) and not sent:
-            sent.append(cluster_of(executor).places[0].job.job_id)
-            task = f"/proc/{sent[0]}/task/{sent[0]}/children"
-            os.kill(int(Path(task).read_text().split()[0]), signal.SIGUSR1)
-
-    events = events_of(executor, signal_once)
-    assert statuses(events) == ["died"]  # the stub ends at once when there are no more commands
-    later = events_of(submit(executor, out, "b"))
-    assert statuses(later) == ["done"]
-    assert any("was told to make room: all is saved" in text for text in texts([*events, *later]))
-    assert cluster_of(executor).places[0].job.job_id == sent[0]
-    assert newest(out / "workers/slurm_1/worker_1") == 2
-    executor.close()
-    assert read_json(out / "workers/slurm_1/jobs.json")["closed"]
-
-
-# -- the stand-in for Slurm -------------------------------------------------------------------------------------------
 
 
 def test_all_workers_are_one_array_with_what_was_asked_for(out, workers, standin, monkeypatch):

@@ -3,14 +3,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from programs.wandb_server import wandb_server
 
-from retrain.files import read_jsonl
 from tests.system.clusters import eventually
 
 RECORD = """
@@ -122,21 +120,6 @@ def test_a_killed_wandb_run_has_no_gap_on_the_server(tmp_path):
     assert [row["_step"] for row in history] == list(range(9))
     assert [row.get("train/loss") for row in history[:8]] == [step / 8 for step in range(8)]
     assert [row["_step"] for row in history if "eval/heldout/step" in row] == [0, 2, 4, 6, 8]
-
-
-def test_a_killed_tensorboard_run_has_no_gap_and_evaluations_at_their_steps(tmp_path):
-    pytest.importorskip("tensorboard")
-    output(python(KILLED, tmp_path, "tensorboard"), -signal.SIGKILL)
-    time.sleep(1.1)  # event files are named by the second
-    output(python(RESUMED, tmp_path, "tensorboard"))
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(n, n / 8) for n in range(8)]
-    rates = [(line["step"], line["eval/heldout/correct_rate"]) for line in read_jsonl(tmp_path / "evals.jsonl")]
-    assert [(event.step, event.value) for event in events.Scalars("eval/heldout/correct_rate")] == rates
-    assert [step for step, _ in rates] == [0, 2, 4, 6, 8]
 
 
 def test_a_killed_trackio_run_is_continued_whatever_has_its_name(tmp_path):

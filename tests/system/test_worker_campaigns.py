@@ -196,41 +196,6 @@ def test_early_stopping_decides_the_same_in_workers(tmp_path, world):
     assert differing(found, expected, runs=12) == []
 
 
-GRADER = """
-from pathlib import Path
-
-def score(completion, answer):
-    if (Path(__file__).parent / "broken").exists():
-        raise RuntimeError("this grader is broken")
-    return sum(c in "02468" for c in completion) / max(1, len(completion))
-"""
-
-
-def test_what_failed_is_tried_again_alike_in_workers(tmp_path, world):
-    """A condition whose grader is broken at first: what fails, what is kept and what is trained again."""
-    (tmp_path / "grader.py").write_text(GRADER)
-    kept = []
-    for name, executor in (("here", []), ("there", PROCESSES)):
-        out = tmp_path / name
-        condition = f'reward = {{custom_module = "{tmp_path}/grader.py"}}'
-        (tmp_path / "broken").touch()
-        plan = planned(world, out, ["campaign.seeds=[1,2]", *executor], condition=condition)
-        assert execute(plan, NullObserver()).exit_status == 1
-        runs = read_json(out / "manifest.json")["runs"]
-        kept.append([(run["state"], run["reason"], run["step"]) for run in runs])
-        assert "this grader is broken" in (out / runs[1]["path"] / "run.log").read_text()
-        (tmp_path / "broken").unlink()
-        heard = Heard()
-        assert goes_on(out, [], heard) == 1
-        assert any("2 failed runs not continued; type --retry-failed" in text for text in heard.messages)
-        assert heard.steps == 0
-        assert goes_on(out, [], heard, retry_failed=True) == 0
-        assert heard.steps == 2  # the last one of each, from its own newest checkpoint
-    assert kept[0] == kept[1]
-    assert [state for state, _, _ in kept[0]] == ["done", "failed"] * 2
-    assert differing(contents(tmp_path / "there"), contents(tmp_path / "here"), runs=4) == []
-
-
 @pytest.mark.parametrize("command", ["scancel --signal=USR1", "scontrol requeue"])
 def test_a_worker_that_slurm_preempts_goes_on_from_its_step(tmp_path, world, whole, standin, on_slurm, command):
     """Before its time limit SIGUSR1 to all processes of the job, as Slurm may send it; or SIGTERM and SIGKILL, after

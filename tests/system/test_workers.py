@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 from retrain.campaign.planning.manifest import fingerprint, read_plan, write_plan
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running import team
 from retrain.campaign.running.executors import executor_of, gpus_of, slots_of
 from retrain.campaign.running.processes import Slot
 from retrain.campaign.running.protocol import JobStarted, StepDone
@@ -94,28 +93,6 @@ def test_a_full_disk_ends_the_campaign_once_the_others_have_stopped(out, stub_wo
     assert caught.value.advice.startswith("Make room")
     assert [end.status for end in ends(heard).values()] == ["stopped"]
     assert "never" not in pids(heard)
-
-
-def test_a_stop_reaches_a_job_in_the_middle_and_one_that_waits(out, stub_workers, executor):
-    workers = stub_workers(executor, 1)
-    handles = [workers.submit(job(out, name)) for name in ("wait-a", "wait-b")]
-
-    def stop(event):
-        if isinstance(event, StepDone):
-            for handle in (*handles, *handles):
-                handle.stop()
-
-    assert [end.status for end in ends(events_of(workers, stop)).values()] == ["stopped", "stopped"]
-
-
-def test_what_is_given_up_is_killed(out, stub_workers, executor):
-    workers = stub_workers(executor, 1)
-    workers.submit(job(out, "wait"))
-    events = workers.events()
-    pid = next(event.row["pid"] for event in events if isinstance(event, StepDone))
-    events.close()
-    workers.close()
-    eventually(lambda: process_start(pid) is None)
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -213,16 +190,6 @@ def test_a_process_with_gpus_of_its_own_uses_those(slots, monkeypatch):
     campaign = {"executor": "processes", "gpus_per_cohort": 2}
     config = parse_dict({"campaign": campaign, "backend": {"devices": "gpu:0-7", "shard": "dp"}})
     assert gpus_of(config) == [("gpu:0", "6"), ("gpu:1", "3")]
-    started = []
-
-    def start(words, **options):
-        started.append(options["env"])
-        raise BlockingIOError
-
-    monkeypatch.setattr(team.subprocess, "Popen", start)
-    with pytest.raises(BlockingIOError):
-        team.Team(config).ranks()
-    assert [(row.get("RETRAIN_OWN_GPU"), row["CUDA_VISIBLE_DEVICES"]) for row in started] == [(None, "6,3")]
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
