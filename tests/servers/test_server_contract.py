@@ -199,19 +199,6 @@ def test_the_canary_passes(base, lanes, engine):
     assert found.adapter < 1e-4 < 0.3 < found.effect
 
 
-def test_the_likeliest_others_are_not_asked_for_and_change_nothing(server):
-    asked = {"model": "base", "prompt": [5, 9, 17], "max_tokens": 8, "seed": 3, "temperature": 0.7}
-    answers = [
-        httpx.post(f"{server}/v1/completions", json=asked | {"logprobs": others, "return_token_ids": True}, timeout=300)
-        for others in (0, 1)
-    ]
-    without, with_others = (answer.json()["choices"][0] for answer in answers)
-    assert len(without["logprobs"]["token_logprobs"]) == len(without["token_ids"])
-    assert without["token_ids"] == with_others["token_ids"]
-    values = [choice["logprobs"]["token_logprobs"] for choice in (without, with_others)]
-    assert values[0] == pytest.approx(values[1], abs=1e-4)
-
-
 def test_what_is_sampled_does_not_depend_on_the_batch(lanes, engine):
     ref = publish(engine, weights(lanes, 1, 16, 32.0, 0.03))
     asked = requests(ref, 4, 4, max_tokens=24)
@@ -240,32 +227,14 @@ def test_two_lanes_learn_arithmetic(tmp_path, server):
         assert after - before > 0.3
 
 
-@contextmanager
-def numbers_of_adapters(url: str) -> Iterator[list[int]]:
-    """How many adapters a server has, looked at all the time."""
-    seen, over = [0], threading.Event()
-
-    def look() -> None:
-        while not over.wait(0.1):
-            seen.append(len(names_at(url)))
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    yield seen
-    over.set()
-    thread.join()
-
-
 @real
 @pytest.mark.parametrize("behind", [0, 1])
 def test_two_conditions_and_two_seeds_end_in_a_report(tmp_path, server, behind):
     """Four adapters in one server; where rollouts may be behind, it samples while the update goes on."""
     sets = ["campaign.seeds=[1, 2]", f"training.max_off_policy_steps={behind}", "algorithm.correction='tis'"]
     path = file_of(tmp_path, f'url = "{server}"', 4, 16)
-    with numbers_of_adapters(server) as seen:
-        outcome = launch(load(path, [*sets, "training.max_tokens=40"]), tmp_path / "out", NullObserver())
+    outcome = launch(load(path, [*sets, "training.max_tokens=40"]), tmp_path / "out", NullObserver())
     assert outcome.exit_status == 0, outcome.summary
-    assert max(seen) >= 4
     assert names_at(server) == []
     rows = rows_of(tmp_path / "out")
     assert [len(own) for own in rows.values()] == [4] * 4

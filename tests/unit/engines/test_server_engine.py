@@ -234,12 +234,10 @@ FAULTS = {
     "no completion with log-probabilities": lambda status, payload: (200, {"choices": []}),
     "no JSON: <html>": lambda status, payload: (200, b"<html>"),
     "model 'base' answered, where 'run@0.": changed(model="base"),
-    "the prompt came back as 4 other token ids": changed(prompt_token_ids=lambda own: [*own, 3]),
     "the prompt came back as 3 other token ids": changed(prompt_token_ids=lambda own: own[::-1]),
     "tokens, where 1 to 8 were asked for": changed(token_ids=lambda own: own * 9),
     "0 tokens, where": changed(token_ids=[]),
     "token id 99999, outside the vocabulary": changed(token_ids=lambda own: [99999, *own[1:]]),
-    "token id '7', outside the vocabulary": changed(token_ids=lambda own: ["7", *own[1:]]),
     "log-probabilities for": changed(token_logprobs=lambda own: own[1:]),
     "log-probability nan": changed(token_logprobs=lambda own: [float("nan"), *own[1:]]),
     "log-probability None": changed(token_logprobs=lambda own: [None, *own[1:]]),
@@ -279,10 +277,10 @@ def test_an_answer_that_never_comes_is_asked_for_again(connect, lanes, server):
 
 class ClosesIdle:
     """A proxy that closes each connection when a second request comes on it, as a server does whose keep-alive time
-    ends at that moment. ``always``: also when the first comes."""
+    ends at that moment."""
 
     def __init__(self, port: int):
-        self.closed, self.always, self.target = 0, False, ("127.0.0.1", port)
+        self.closed, self.target = 0, ("127.0.0.1", port)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         threading.Thread(target=self.accept, daemon=True).start()
@@ -298,7 +296,7 @@ class ClosesIdle:
             while True:
                 for each in select.select([client, server], [], [])[0]:
                     data = each.recv(1 << 16)
-                    if each is client and data and (answered or self.always):
+                    if each is client and data and answered:
                         self.closed += 1
                         return
                     if not data:
@@ -308,21 +306,15 @@ class ClosesIdle:
 
 
 def test_a_connection_that_closes_as_a_request_comes_is_no_fault_of_the_server(connect, lanes, server):
-    """A fresh connection that closes is not tried again at once."""
     messages: list[str] = []
     proxy = ClosesIdle(server.port)
-    engine = connect(proxy.url, patience_s=0.2, tell=lambda text, level: messages.append(text))
+    engine = connect(proxy.url, tell=lambda text, level: messages.append(text))
     ref, asked = publish(engine, weights(lanes, 1)), len(server.asked)
     for _ in range(3):
         engine.sample(requests(ref, 1, 1))
     assert proxy.closed >= 3
     assert len(server.asked) == asked + 3
     assert messages == []
-    proxy.always = True
-    with pytest.raises(ServerFailed):
-        engine.sample(requests(ref, 1, 1))
-    assert "is left out" in messages[0]
-    proxy.always = False
     engine.close()
     proxy.listener.close()
 
@@ -372,11 +364,7 @@ def test_a_key_is_sent(connect, start, lanes, model):
 
 @pytest.mark.parametrize(
     ("listed", "message"),
-    [
-        ("<html>", "no server of the kind .* or this is not its url"),
-        ({"data": ["x"]}, "no server of the kind .* or this is not its url"),
-        ({"data": [{"id": 3}]}, "lists no model"),
-    ],
+    [({"data": ["x"]}, "no server of the kind .* or this is not its url"), ({"data": [{"id": 3}]}, "lists no model")],
 )
 def test_what_is_no_server_of_that_kind(connect, server, monkeypatch, listed, message):
     get = Server.get

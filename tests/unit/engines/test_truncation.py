@@ -4,7 +4,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers.campaigns import campaign
 from helpers.lanes import (
     decoded,
     drawn,
@@ -21,7 +20,6 @@ from helpers.lanes import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retrain.campaign.running.controller import launch
 from retrain.config import load
 from retrain.engines import dense
 from retrain.engines.draw import draw
@@ -29,12 +27,10 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import SampleRequest
 from retrain.engines.step import decode_steps
 from retrain.engines.truncation import cuts_of
-from retrain.files import read_jsonl
 from retrain.maths.losses import kl_terms
 from retrain.policy import logprobs as policy_logprobs
 from retrain.policy.backbone import backbone_of
 from retrain.policy.logprobs import collate, token_logprobs
-from retrain.record.observer import NullObserver
 from retrain.types import Problem, Prompt, RewardResult, Rollout, Sample, Turn, samples_of_rollout
 
 CUTS = {
@@ -311,28 +307,6 @@ def test_sequences_with_and_without_a_record_do_not_mix(base, lanes):
 
 
 # -- from the file to the records -----------------------------------------------------------------------------------
-
-
-def test_a_campaign_trains_and_evaluates_every_set_truncated_in_its_own_way(model, tmp_path):
-    """The runs of a cohort are cut differently, each with a ratio of 1."""
-    path = campaign(tmp_path, model, steps=2)
-    text = path.read_text().replace("[training]\n", "[training]\ntop_p = 0.8\nmin_p = 0.01\ntemperature = 0.7\n")
-    sets = '[[evaluation.sets]]\nname = "whole"\ntop_p = 1\n[[evaluation.sets]]\nname = "cut"\ntop_k = 2\n'
-    text = text.replace("[evaluation]\n", "[evaluation]\nmin_p = 0.0\n").replace("[reward]", f"{sets}[reward]")
-    path.write_text(text.replace('transform_mode = "none"\n', 'transform_mode = "none"\ntop_p = 0.7\n', 1))
-    assert launch(load(path), tmp_path / "out", NullObserver()).exit_status == 0
-    rows = [row for file in sorted((tmp_path / "out").glob("runs/*/metrics.jsonl")) for row in read_jsonl(file)]
-    ratios = [row["val/ratio"] for row in rows if row["val/ratio"] is not None]
-    assert len(ratios) > 2
-    assert all(abs(ratio - 1) < 1e-5 for ratio in ratios)
-    for condition, top_p in (("grpo+none", 0.7), ("rloo", 0.8)):
-        run = next((tmp_path / "out/runs").glob(f"{condition}*_s1"))
-        cuts = {(row["name"], row["top_p"], row["top_k"], row["min_p"]) for row in read_jsonl(run / "evals.jsonl")}
-        assert cuts == {("whole", 1.0, 0, 0.0), ("cut", top_p, 2, 0.0)}
-        answers = read_jsonl(run / "emergence/evaluations.jsonl")
-        whole, cut = ([row["completion"] for row in answers if row["name"] == name] for name in ("whole", "cut"))
-        assert whole
-        assert whole != cut
 
 
 @pytest.mark.parametrize(("text", "expected"), [

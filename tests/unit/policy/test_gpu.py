@@ -1,8 +1,7 @@
 import gc
 import os
 import stat
-import warnings
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from retrain.campaign.planning.changes import machine_changes
 from retrain.campaign.planning.manifest import read_manifest
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
-from retrain.engines import dense, graphs, slots
+from retrain.engines import dense, slots
 from retrain.engines.graphs import EmptyCapture, StepGraphs
 from retrain.engines.local import LocalEngine
 from retrain.engines.step import decode_steps
@@ -136,24 +135,6 @@ class GraphEmulator:
         return replay
 
 
-def test_the_emulator_refuses_what_a_capturing_stream_refuses_and_replays_operations():
-    x, y, emulator, state = torch.ones(2), torch.zeros(2), GraphEmulator(), {"by": 1.0}
-    for read in (lambda: x.sum().item(), lambda: x.tolist(), lambda: torch.tensor([1.0, 2.0]), lambda: x[x > 0]):
-        with pytest.raises(RuntimeError, match="stream is capturing"):
-            emulator.capture(lambda read=read: (x.add_(1), read()))
-    assert x.tolist() == [1, 1]
-
-    def step():
-        x.add_(torch.zeros(2).add_(state["by"]))
-        y.copy_(x * 2)
-
-    replay = emulator.capture(step)
-    state["by"] = 100.0
-    replay()
-    replay()
-    assert (x.tolist(), y.tolist()) == ([3, 3], [6, 6])
-
-
 # -- decoding with graphs -----------------------------------------------------------------------------------------
 
 
@@ -247,67 +228,6 @@ def test_a_step_that_cannot_be_captured_goes_on_eagerly_and_says_so_once(base, l
         assert bits(sample(engine, asked, [adapter])) == bits(eager)
     assert messages == [f"decode steps run without CUDA graphs: {CAPTURING}"]
     assert len(attempts) == 1
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    """The parts of ``torch.cuda`` that a capture uses. ``kernel`` is recorded if the capturing stream's device is
-    current; ``ending`` is raised at the end of a capture."""
-    state = SimpleNamespace(current=0, stream="default", recorded=0, ending=None, ended=[])
-
-    @contextmanager
-    def device(device):
-        before, state.current = state.current, device.index
-        try:
-            yield
-        finally:
-            state.current = before
-
-    @contextmanager
-    def graph(graph, *, pool, stream, capture_error_mode):
-        before, state.stream, state.recorded = state.stream, stream, 0
-        try:
-            yield
-        finally:
-            if state.ending:
-                raise state.ending
-            state.stream = before
-            if not state.recorded:
-                warnings.warn("The CUDA Graph is empty. This usually means ...", stacklevel=1)
-
-    def kernel():
-        state.recorded += (state.current, state.stream) == (1, "stream of cuda:1")
-
-    state.kernel = kernel
-    monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (state.current, 7))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay="replay"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: state.stream)
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(state, "stream", stream))
-    monkeypatch.setattr(torch.cuda.memory, "_cuda_endAllocateToPool", lambda *args: state.ended.append(args))
-    return state
-
-
-def test_captures_happen_on_the_device_of_the_base_and_on_their_own_stream(cuda):
-    """pytorch#87894: with cuda:0 current, a capture for cuda:1 records nothing."""
-    assert graphs.cuda_capture(torch.device("cuda:1"))(cuda.kernel) == "replay"
-    assert (cuda.current, cuda.stream, cuda.ended) == (0, "default", [])
-    with pytest.raises(EmptyCapture):
-        graphs.cuda_capture(torch.device("cuda:1"))(lambda: None)
-
-
-def test_a_capture_that_fails_leaves_neither_its_stream_nor_the_allocator_in_it(cuda):
-    """The reason is the step's error, not that the capture could then not be ended."""
-    cuda.ending = RuntimeError("CUDA error: operation failed due to a previous error during capture")
-
-    def step():
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        graphs.cuda_capture(torch.device("cuda:1"))(step)
-    assert (cuda.current, cuda.stream, cuda.ended) == (0, "default", [(1, (1, 7))])
 
 
 # -- errors of the device -----------------------------------------------------------------------------------------
@@ -433,17 +353,6 @@ def test_another_kind_of_gpu_is_a_change_of_the_machine_and_another_index_is_not
     assert [line.partition(":")[0] for line in other] == ["device", "CUDA"]
 
 
-@pytest.mark.parametrize("message", ["CUDA out of memory", STICKY])
-def test_a_full_or_lost_device_does_not_decide_how_logits_are_multiplied(monkeypatch, message):
-    """The result is cached: logits would be rounded another way than before a resume."""
-    arithmetic.multiplies_into_fp32.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "mm", mock.Mock(side_effect=RuntimeError(message)))
-        with pytest.raises(RuntimeError, match=message.splitlines()[0]):
-            arithmetic.multiplies_into_fp32("cpu")
-    assert not arithmetic.multiplies_into_fp32("cpu")
-
-
 def test_shared_heads_are_repeated_where_no_kernel_takes_them(monkeypatch):
     assert arithmetic.wants_every_head("cuda", torch.float32)
     assert not arithmetic.wants_every_head("cuda", torch.bfloat16)
@@ -464,22 +373,6 @@ def test_bfloat16_is_used_where_the_gpu_has_it_natively(monkeypatch):
     with pytest.raises(UsageError, match=r'T4 .* has no bfloat16 arithmetic: type dtype = "float32"'):
         devices.resolve_dtype("bfloat16", cuda)
     assert devices.resolve_dtype("bfloat16", torch.device("cpu")) is torch.bfloat16
-
-
-def test_the_device_is_made_current_before_anything_is_allocated(monkeypatch):
-    made_current = []
-    monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    devices.set_up(torch.device("cpu"))
-    assert made_current == []
-    assert "PYTORCH_ALLOC_CONF" not in os.environ
-    for user, expected in ((None, "expandable_segments:True"), ("max_split_size_mb:64", "max_split_size_mb:64")):
-        if user:
-            monkeypatch.setenv("PYTORCH_ALLOC_CONF", user)
-        devices.set_up(torch.device("cuda:1"))
-        assert os.environ["PYTORCH_ALLOC_CONF"] == expected
-    assert made_current == 2 * [torch.device("cuda:1")]
 
 
 def test_processes_that_share_a_device_have_their_part_of_its_memory_each(monkeypatch):

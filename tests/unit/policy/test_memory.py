@@ -13,10 +13,7 @@ import transformers.masking_utils
 from helpers.campaigns import campaign
 from helpers.lanes import local_policy, objective, requests, rollout, sample, totals, trained
 from helpers.models import Messages, toy_base
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from retrain.campaign.running.controller import launch
@@ -25,6 +22,7 @@ from retrain.engines import slots
 from retrain.engines.dense import DenseDecoder, KVCache
 from retrain.engines.local import LocalEngine
 from retrain.engines.slots import SlotBatch
+from retrain.engines.step import Rows, Sampled, decode_steps
 from retrain.files import read_json, read_jsonl
 from retrain.policy import backbone, memory
 from retrain.policy import scoring as policy_scoring
@@ -118,6 +116,27 @@ def test_what_an_update_keeps_is_what_was_predicted(config, dtype, trainable):
     assert tokens * kept_bytes(two) == pytest.approx(found, rel=0.15)
     assert tokens * kept_bytes(one) == pytest.approx(found - less, rel=0.03)
     assert kept(two, twice=True)[1] - kept(one, twice=True)[1] == tokens * 4096 * dtype.itemsize
+
+
+@torch.no_grad()
+def test_decoding_stays_on_the_device_of_the_base():
+    """Prefill, decode steps of two lanes and compaction: operations on tensors of two devices raise."""
+    with pytest.raises(RuntimeError, match="device"):
+        torch.ones(2, device="meta") + torch.ones(2)
+    base, rows, columns = on_meta(QWEN, torch.bfloat16, 2), 4, 128
+    decoder, device = DenseDecoder(base), base.device
+    blocks = decoder.blocks([Lanes(base).new_adapter(8, 16.0).frozen() for _ in range(2)])
+    cache = KVCache(decoder, rows, columns)
+    places, prompts = (torch.zeros(size, dtype=torch.long, device=device) for size in (rows, (rows, 7)))
+    assert decoder.prefill(prompts, places, blocks, cache, places, places).device == device
+    batch = Rows(places, places, places, places.bool(), places, places, None, None, None)
+    uniforms = torch.zeros(rows + 1, 9, dtype=torch.float64, device=device)
+    sampled = Sampled(places[:1], uniforms, uniforms.long(), uniforms.float(), uniforms.float(), None)
+    for in_any_order in (False, True):
+        frame = decoder.turned(columns)
+        decode_steps(frame, blocks, batch, sampled, cache.keys, cache.values, columns, True, 1, in_any_order)
+    cache.select(places[:2])
+    assert {tensor.device for tensor in (*cache.keys, *cache.values)} == {device}
 
 
 # -- how much a cohort does at a time -------------------------------------------------------------------------------
@@ -223,33 +242,6 @@ def test_a_budget_goes_on_as_it_was_unless_the_user_wants_less(base, machine):
         for budget in budgets.values():
             budget.restore(before.state())
         assert {name: budget.tokens for name, budget in budgets.items()} == expected
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of tensors that were made inside and still exist; ``peak`` is the maximum."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages, self.peak = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]:
-            storage = tensor.untyped_storage()
-            self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, sum(size for weak, size in self.storages.values() if not weak.expired()))
-        return out
-
-
-def test_a_batch_is_compacted_with_one_layer_there_twice(base):
-    decoder, rows = DenseDecoder(base), torch.tensor([3, 1, 15, 15, 8])
-    with Live() as live:
-        cache = KVCache(decoder, 16, 64)
-        whole, live.peak = live.peak, 0
-        cache.select(rows)
-    one = cache.keys[0].nbytes
-    assert whole == 2 * 2 * one * 16 // 5
-    assert live.peak == whole + one
 
 
 def test_prompts_prefilled_in_parts_sample_the_same(base, lanes, monkeypatch):

@@ -3,9 +3,9 @@ import pytest
 import torch
 from helpers.lanes import fresh_scores, in_turns, local_policy, objective, rollout, totals, trained, with_tokens
 
-from retrain.errors import CheckpointError, ModelError, NonFinite, RunFailed, UsageError
+from retrain.errors import CheckpointError, NonFinite, UsageError
 from retrain.policy.local import LocalPolicy
-from retrain.policy.protocol import Scores, TrainBatch, Want
+from retrain.policy.protocol import TrainBatch, Want
 
 EVERYTHING = frozenset({Want.LOGPROBS, Want.ENTROPY, Want.REFERENCE})
 SCALED = {"lora": {"alpha": 8.0}}
@@ -56,28 +56,10 @@ def test_scores_equal_a_fresh_forward_pass(policy, tokens):
     np.testing.assert_allclose(scores.logprobs[0], first.logprobs[first.action_mask], atol=1e-4)
 
 
-def test_only_what_is_asked_for_is_scored(policy, monkeypatch):
-    samples = samples_of(policy)[:5]
-    every = policy.score(samples, EVERYTHING)
-    for want in ({Want.LOGPROBS}, {Want.ENTROPY, Want.REFERENCE}):
-        scores = policy.score(samples, frozenset(want))
-        for kind in EVERYTHING:
-            arrays = getattr(scores, kind)
-            assert (arrays is None) == (kind not in want)
-            for one, other in zip(arrays or (), getattr(every, kind), strict=arrays is not None):
-                np.testing.assert_allclose(one, other, atol=1e-5)
-    assert policy.score([], EVERYTHING) == Scores([], [], None, [])
-    with pytest.raises(ModelError, match="no critic"):
-        policy.score(samples, frozenset({Want.VALUES}))
-    monkeypatch.setattr(policy.base.model, "forward", None)
-    monkeypatch.setattr(policy.base, "backbone", None)
-    assert policy.score(samples, frozenset()) == Scores()
-
-
 # -- versions -------------------------------------------------------------------------------------------------------
 
 
-def test_the_version_counts_changes_of_the_weights(base, lanes, policy, monkeypatch):
+def test_the_version_counts_changes_of_the_weights(base, lanes, policy):
     """Rollouts are named by it: two sets of weights must not share a name."""
     samples = samples_of(policy)
     taught(policy, samples)
@@ -88,23 +70,11 @@ def test_the_version_counts_changes_of_the_weights(base, lanes, policy, monkeypa
         taught(policy, [with_tokens(s, advantages=np.inf) for s in samples])
     assert policy.version == 1
     assert torch.equal(weights, policy.adapter.flat)
-    step = policy.optimizer.step
-
-    def half():
-        step()
-        raise RunFailed("the machine went away")
-
-    monkeypatch.setattr(policy.optimizer, "step", half)
-    with pytest.raises(RunFailed, match="went away"):
-        taught(policy, samples)
-    assert not torch.equal(weights, policy.adapter.flat)
-    assert policy.version == 2  # what a failed step has done cannot be taken back, and must not go unseen
-    monkeypatch.undo()
     taught(policy, samples)
-    assert policy.version == 3
+    assert policy.version == 2
     again = local_policy(base, lanes)
     again.restore(policy.state())
-    assert again.version == 3
+    assert again.version == 2
 
 
 def test_a_lower_rank_is_another_version_with_new_moments(base, lanes):

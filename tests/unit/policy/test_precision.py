@@ -231,23 +231,12 @@ def attention_scaled(decoder: DenseDecoder) -> None:
     decoder.frame = decoder.frame._replace(scaling=1.1 * decoder.frame.scaling)
 
 
-def another_epsilon(decoder: DenseDecoder) -> None:
-    decoder.frame = decoder.frame._replace(eps=10 * decoder.frame.eps)
-
-
 def gate_and_up_swapped_in_one_layer(decoder: DenseDecoder) -> None:
     layer = decoder.layers[-1]
     layer.gate_up._joined = torch.cat(layer.gate_up.weight.chunk(2)[::-1])
 
 
-def head_norms_without_weights(decoder: DenseDecoder) -> None:
-    for layer in decoder.layers:
-        layer.head_norms = torch.ones_like(layer.head_norms)
-
-
-FAULTS = [
-    rotated_otherwise, attention_scaled, another_epsilon, gate_and_up_swapped_in_one_layer, head_norms_without_weights,
-]  # fmt: skip
+FAULTS = [rotated_otherwise, attention_scaled, gate_and_up_swapped_in_one_layer]
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
@@ -260,10 +249,6 @@ def test_a_sound_decoder_is_admitted_and_one_with_a_fault_is_refused(tiny, famil
     assert dense._reproduces(sound := DenseDecoder(base), base)
     for fault in FAULTS:
         decoder = DenseDecoder(base)
-        if fault is another_epsilon and is_bundled:
-            continue
-        if fault is head_norms_without_weights and decoder.layers[0].head_norms is None:
-            continue
         fault(decoder)
         assert not dense._reproduces(decoder, base), fault
     base.model.lm_head.register_forward_hook(lambda layer, given, made: made * 1.02)
@@ -317,17 +302,6 @@ def like_a_gpu(monkeypatch):
     for module in (dense, grid):
         monkeypatch.setattr(module, "adds_in_any_order", lambda device: True)
     monkeypatch.setattr(dense, "compiled_decode_steps", lambda: dense.decode_steps)
-
-
-def test_the_watch_sees_what_a_gpu_would_refuse():
-    with Deterministic():
-        torch.zeros(3).index_add_(0, torch.tensor([0, 2]), torch.ones(2))
-        with pytest.raises(RuntimeError, match="deterministic"):
-            torch.ones(3).cumsum(0)
-        with pytest.raises(RuntimeError, match="any order"):
-            torch.zeros(3).index_add_(0, torch.tensor([0, 0]), torch.ones(2))
-        with pytest.raises(RuntimeError, match="any order"):
-            torch.ones(3, 2, requires_grad=True)[torch.tensor([1, 1])].sum().backward()
 
 
 @pytest.mark.parametrize(("family", "truncated"), [("qwen3", True), ("qwen3_moe", True), ("gemma2", False)])

@@ -255,15 +255,6 @@ def test_a_target_ends_the_passes(tmp_path):
         assert row["kl_divergence_inference"] > 1e-6
 
 
-def test_sampler_and_trainer_are_compared_where_no_group_has_signal(tmp_path):
-    rows = train(tmp_path, "num_iterations = 4\nminibatches = 2\nmax_tokens = 2\n[logging]\nlog_kl = true")
-    for row in rows:
-        assert (row["num_datums"], row["optim/updates"], row["loss"]) == (0, 0, None)
-        assert 0 <= row["kl_sample_train_v2"] < 1e-6
-        assert row["kl_divergence_inference"] is not None
-        assert row["kl"] == pytest.approx(0, abs=1e-9)
-
-
 def test_an_objective_of_one_loss_reads_old_log_probabilities_where_there_are_some(base, lanes):
     """Plug-in losses get them as their second argument."""
     seen = []
