@@ -419,11 +419,8 @@ def test_a_traceback_shows_the_policys_own_lines(tool):
     assert [line for line in lines if line.startswith("  File")] == [
         f'  File "<code>", line {number}, in {name}' for number, name in ((5, "<module>"), (2, "outer"), (4, "inner"))
     ]
-    assert "    return {}['key']" in lines
     assert lines[-1] == "KeyError: 'key'"
-    deep = python("def f(n): return f(n + 1)\nf(0)")
-    assert deep.endswith("RecursionError: maximum recursion depth exceeded\n")
-    assert len(deep) < 2000
+    assert len(python("def f(n): return f(n + 1)\nf(0)")) < 2000
     assert "inside" not in python("class E(Exception):\n    def __str__(self): raise ValueError\nraise E")
 
 
