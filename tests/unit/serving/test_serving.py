@@ -298,9 +298,7 @@ MALFORMED = {
     "echo": [1],
     "model": [3],
     **{key: [value] for key, value in {
-        "frequency_penalty": 0.5, "presence_penalty": 1, "repetition_penalty": 1.1, "logit_bias": {"5": 1},
-        "min_tokens": 2, "best_of": 4, "suffix": "x", "response_format": {"type": "json_object"}, "prompt_logprobs": 0,
-        "use_beam_search": True, "bad_words": ["x"],
+        "frequency_penalty": 0.5, "logit_bias": {"5": 1}, "best_of": 4, "response_format": {"type": "json_object"},
     }.items()},
 }  # fmt: skip
 USER = {"role": "user", "content": "hello"}
