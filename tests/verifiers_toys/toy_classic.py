@@ -1,6 +1,5 @@
 """Environments of verifiers up to 0.3, as users write them."""
 
-import asyncio
 import random
 
 import verifiers as vf
@@ -60,15 +59,6 @@ class Forgetful(Guess):
         ]
 
 
-class Twins(vf.SingleTurnEnv):
-    """Asks two sub-agents at once; the rubric sees the answer to the task."""
-
-    async def setup_state(self, state):
-        asks = [[vf.UserMessage(content=f"Twin {n}?")] for n in (1, 2)]
-        state["twins"] = await asyncio.gather(*(self.get_model_response(state, ask) for ask in asks))
-        return state
-
-
 def load_environment(kind="sums", fault="", max_turns=4):
     rubric = vf.Rubric(funcs=[exact])
     data = Dataset.from_list(SUMS)
@@ -85,8 +75,6 @@ def load_environment(kind="sums", fault="", max_turns=4):
         case "tools":
             asked = Dataset.from_list([{"question": f"Capital of {c}?", "answer": a} for c, a in CAPITALS.items()])
             return vf.ToolEnv(dataset=asked, tools=[capital], rubric=rubric, max_turns=max_turns)
-        case "twins":
-            return Twins(dataset=one, rubric=rubric)
         case "group":
 
             def best(completions, **kwargs):

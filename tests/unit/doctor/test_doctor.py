@@ -1,4 +1,3 @@
-import itertools
 import json
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -7,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.models import qwen3_directory
 from typer.testing import CliRunner
 
 from retrain.cli import app
@@ -135,10 +133,6 @@ def no_dense_decoder(subject: Subject, monkeypatch) -> None:
     monkeypatch.setattr(subject.engine, "decoder", None)
 
 
-def no_bandwidth(subject: Subject, monkeypatch) -> None:
-    monkeypatch.setattr(machine, "measure", lambda subject: {"bandwidth": 0.0, "matrix": 1e12})
-
-
 def a_gpu_that_torch_cannot_use(subject: Subject, monkeypatch) -> None:
     monkeypatch.setattr(machine, "build_fault", lambda devices: "this machine has a GPU (NVIDIA H100)")
 
@@ -154,19 +148,8 @@ def unnoticed_shortages(subject: Subject, monkeypatch) -> None:
         monkeypatch.setattr(f"{module}.is_out_of_memory", lambda error: False)
 
 
-def another_lane_after_a_shortage(subject: Subject, monkeypatch) -> None:
-    """Decoding continues with other weights than before."""
-    decode, calls = type(subject.engine)._decode, itertools.count(1)
-
-    def damaged(engine: Any, requests: Any, work: Any, weights: Any, rows: int, keep: Any) -> None:
-        decode(engine, requests, work, weights[::-1] if next(calls) == 2 else weights, rows, keep)
-
-    monkeypatch.setattr(type(subject.engine), "_decode", damaged)
-
-
 FAULTS = [
     (a_gpu_that_torch_cannot_use, "device and build", ()),
-    (no_bandwidth, "rates", ("bandwidth",)),
     (no_dense_decoder, "paths", ()),
     (an_engine_weight_that_is_not_the_trainers, "sampler = trainer", ("k3", "p99")),
     (mixed_up_lanes, "lane of 5 = alone", ("lane_parted",)),
@@ -174,7 +157,6 @@ FAULTS = [
     (a_turned_gradient, "gradient", ("gradient_angle",)),
     (sizes_planned_too_small, "memory", ("cache_growth", "kept_growth")),
     (unnoticed_shortages, "out of memory", ()),
-    (another_lane_after_a_shortage, "out of memory", ("drill_parted",)),
 ]
 
 
@@ -212,14 +194,6 @@ def test_replayed_steps_equal_eager_ones_or_fail(subject, monkeypatch):
 
     with_capture(stale)
     assert check(subject).status == FAIL
-
-    def refuse(step: Callable[[], object]) -> Callable[[], object]:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    with_capture(refuse)
-    failed = check(subject)
-    assert failed.status == FAIL
-    assert "not permitted when stream is capturing" in failed.facts["messages"][-1]
 
 
 def test_a_checkpoint_without_the_optimizer_fails(subject, monkeypatch):
@@ -279,15 +253,6 @@ def test_the_reference_gradient_equals_central_differences(subject):
     assert (losses[0] - losses[1]) / 2e-2 == pytest.approx(norm, rel=2e-2)
 
 
-def test_a_deep_model_is_compared_on_its_first_layers(tmp_path, monkeypatch):
-    model = qwen3_directory(tmp_path / "deep", ["12+34=? the answer is 46"], layers=6)
-    with opened(tmp_path, model, "bfloat16") as subject:
-        right = CHECKS["gradient"](subject)
-        assert (right.status, right.words) == (PASS, "against float32, first 4 of 6 layers")
-        a_turned_gradient(subject, monkeypatch)
-        assert CHECKS["gradient"](subject).status == FAIL
-
-
 def test_checks_that_do_not_fit_in_memory_are_skipped(subject, monkeypatch):
     for module in (memory, training):
         monkeypatch.setattr(module, "available_memory", lambda device: 1000)
@@ -344,12 +309,10 @@ def test_a_model_that_is_unknown_or_does_not_fit_is_one_line(tmp_path):
     ("arguments", "words"),
     [
         (["--file", "a.toml"], "--file belongs to the self-check; type: retrain doctor --device auto --file a.toml"),
-        (["--device", "gpu:seven"], "is none of auto, cpu"),
         (["--device", "gpu:99"], 'type devices = "auto" or "cpu"'),
         (["--device", "cpu", "--file", "missing.toml"], "missing.toml: no such file or directory"),
         (["--device", "cpu", "--file", "faulty.toml"], "faulty.toml:2"),
         (["--device", "cpu", "--json", "."], "is a directory"),
-        (["--device", "cpu", "--json", "not/there.json"], "is no directory that can be written to"),
         (["--device", "cpu", "--json", "other.json"], "is no report of retrain doctor"),
     ],
 )

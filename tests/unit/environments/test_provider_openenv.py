@@ -150,10 +150,7 @@ def test_an_mcp_environment_is_played_by_calls_of_its_tools(own):
     assert (step.done, step.metrics) == (False, {"invalid_actions": 3})
     assert all(message["content"].startswith("Error: ") for message in step.messages)
     assert send(clumsy, "I give up.").done
-    assert clumsy.result().total_reward == 0
-    silent, _ = begun(environment)
-    assert send(silent, "I say nothing.").done
-    assert (silent.result().total_reward, silent.result().error) == (0, None)
+    assert (clumsy.result().total_reward, clumsy.result().error) == (0, None)
 
 
 def test_a_server_that_dies_is_told_and_replaced(own):
@@ -207,11 +204,9 @@ def test_a_server_ends_with_whoever_started_it():
     ("arguments", "message"),
     [
         ({"url": "http://a:1", "command": ["a"]}, "takes either url = "),
-        ({"id": "wordle"}, "'wordle' is no address of a server"),
         ({"command": "python x.py"}, "command is 'python x.py': Input should be a valid list"),
         ({"url": "http://a:1", "sise": 3}, r"has no argument 'sise' \(did you mean 'size'\?\)"),
         ({"url": "http://a:1", "reward_range": [1, 0]}, "whose first number is not below its second"),
-        ({"url": "http://a:1", "step_seconds": 0}, "step_seconds is 0: Input should be greater than 0"),
     ],
 )
 def test_mistakes_are_told_in_one_line(arguments, message):
@@ -219,21 +214,10 @@ def test_mistakes_are_told_in_one_line(arguments, message):
         OpenEnv(**arguments)
 
 
-def test_fields_that_are_not_there(server):
-    fields = {
-        "message_field": "'board' is not in the observation, which has metadata, text, distance",
-        "action_field": "'board' is not in the server's actions, which have guess",
-    }
-    for name, message in fields.items():
-        with pytest.raises(UsageError, match=f"{name} {message}"):
-            begun(OpenEnv(url=server.url, **{name: "board"}))
-
-
 @pytest.mark.parametrize(
     ("observation", "field", "contents"),
     [
         ({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}, None, ["a", "b"]),
-        ({"messages": [], "prompt": "go"}, None, ["go"]),
         ({"messages": [{"sender_id": -1, "content": "x"}, {"sender_id": 0, "content": "y"}]}, None, ["x\ny"]),
         ({"board": [1, 2], "metadata": {}}, None, ['{"board": [1, 2]}']),
         ({"board": {"rows": ["a b", "c d"]}}, "board.rows", ["a b\nc d"]),

@@ -107,8 +107,6 @@ def test_one_turn_that_is_graded():
     assert broken.result().total_reward is None
     assert "ValueError: invalid literal for int()" in (broken.result().error or "")
     assert sizes(adapted(Squares, heldout=5)) == [15, 5]
-    with pytest.raises(DataError, match="returned 1 samples"):
-        adapted(Squares, largest=1).problems("train")
     with pytest.raises(DataError, match="heldout = 20 leaves none of 20 problems"):
         adapted(Squares, heldout=20).problems("train")
 
@@ -128,9 +126,6 @@ def test_several_turns_that_are_graded():
     limited = type("Limited", (Echo,), {"is_done": None, "max_turns": 2})
     episode = begun(adapted(limited))
     assert [move(episode, "w9").done for _ in range(2)] == [False, True]
-    limited.max_turns = None
-    with pytest.raises(PluginError, match="neither is_done nor max_turns to end it"):
-        move(begun(adapted(limited)), "w9")
 
 
 # The Tinker cookbook: data sets of builders of environments, with its own types stood for.
@@ -296,9 +291,7 @@ def test_tokens_need_a_tokenizer():
         (Talk, {"word": "ab"}, PluginError, "Talk is one episode .* and takes no seed"),
         (lambda: Builder(Talk, "ab"), {}, PluginError, "is one problem .* with get_batch and __len__"),
         (Squares, {"largst": 3}, UsageError, "args: got an unexpected keyword argument 'largst'"),
-        (Squares, {"size": 3}, UsageError, "Squares has no argument 'size'"),
         (Squares, {"heldout": "x"}, UsageError, "Squares: heldout is 'x': Input should be a valid integer"),
-        (GuessTwice, {}, UsageError, "args: missing a required argument: 'problems'"),
     ],
 )
 def test_what_is_no_environment_is_told(written, arguments, error, message):

@@ -33,21 +33,17 @@ POSITIVES = {
         "<tool_call><function=run><parameter=code>\nif x < 3:\n    print('<b>')\n\n</parameter></function></tool_call>",
         [Call("run", {"code": "if x < 3:\n    print('<b>')\n"})],
     ),
-    "Qwen3-Coder, no parameters": ("<tool_call>\n<function=now>\n</function>\n</tool_call>", [NOW]),
     "Qwen3-Coder, its tag taken out": ("<function=now>\n</function>", [NOW]),
     "Llama 3.1's own form": ('<function=add>{"a": 1, "b": 2}</function>', [ADD]),
-    "Llama with its token and an end": (f"<|python_tag|>{ADD_LLAMA}<|eom_id|>", [ADD]),
     "two of Llama with the token": (f"<|python_tag|>{ADD_LLAMA};{ADD_LLAMA}<|eot_id|>", [ADD, ADD]),
     "as the OpenAI interface has it": ('{"type": "function", "function": ' + ADD_JSON + "}", [ADD]),
     "Hermes, its tags taken out": (f"\n{ADD_JSON}\n\n{NOW_JSON}\n", [ADD, NOW]),
-    "two of Mistral": (f"[TOOL_CALLS][{ADD_JSON}, {NOW_JSON}]</s>", [ADD, NOW]),
     "two of Mistral v11": ('[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}[TOOL_CALLS]now[ARGS]{}</s>', [ADD, NOW]),
     "Mistral v11 with an id": (
         '[TOOL_CALLS]add[CALL_ID]abcdef123[ARGS]{"a": 1, "b": 2}',
         [Call("add", {"a": 1, "b": 2}, "abcdef123")],
     ),
     "Mistral v11, its tokens taken out": ('add{"a": 1, "b": 2}now{}', [ADD, NOW]),
-    "a block with two": ("```tool\nadd(a=1, b=2)\nnow()\n```", [ADD, NOW]),
     "a block, other literals": (
         "```tool\nf(a=-1.5, b=[1, 'x'], c={'k': None}, d=True, e='''two\nlines''', g=(1, 2))\n```",
         [Call("f", {"a": -1.5, "b": [1, "x"], "c": {"k": None}, "d": True, "e": "two\nlines", "g": [1, 2]})],
@@ -62,18 +58,14 @@ def test_a_call_is_read():
 
 ANSWERS = [
     "",
-    "The answer is 46.",
     'The object {"name": "add", "arguments": {"a": 1}} is a call in JSON.',
     f"Here it is:\n{ADD_JSON}",
     '{"name": "Ada", "age": 36}',
-    '{"name": "ResNet", "parameters": 25000000}',
     '{"name": "ResNet", "parameters": {"layers": 50}, "year": 2015}',
     "[1, 2, 3]",
-    "{1, 2}",
     "```json\n" + ADD_JSON + "\n```",
     "```python\nadd(a=1, b=2)\n```",
     "add(a=1, b=2)",
-    "`[1]` and {2}",
     "Use the ```tool fence``` well",
     '{"name": ["x"], "arguments": {}}',
 ]
@@ -101,22 +93,16 @@ FAULTS = [
     (f"<tool_call>{ADD_JSON}}}</tool_call>", "</tool_call> is expected, not '}", calls.HERMES),
     (f"<tool_call>{ADD_JSON}", "not closed with </tool_call>", calls.HERMES),
     ('<tool_call>{"arguments": {"a": 1}}</tool_call>', 'no "name"', calls.HERMES),
-    ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', "broken at", calls.HERMES),
     ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "NaN is no JSON", calls.HERMES),
     ("<tool_call>" + '{"a":' * 100_000 + "</tool_call>", "nested too deeply", calls.HERMES),
     ('<tool_call>{"name": ' + "9" * 5000 + "}</tool_call>", "number is too long", calls.HERMES),
     ("<tool_call><function=f>\n<parameter=x>1\n<parameter=y>2</parameter></function></tool_call>",
      "<parameter=x> is not closed", calls.XML),
-    ("<tool_call><function=></function></tool_call>", "the name of a tool", calls.XML),
     ('{"name": "add", "parameters": {"a": 1', "broken at the end of the message", calls.LLAMA),
-    ("<|python_tag|>print(3)", "broken at 'print(3)'", calls.LLAMA),
-    ('{"name": "add", "parameters": [1, 2]}', "is a list", calls.LLAMA),
     ('[TOOL_CALLS] [{"name": "add"', "broken at", calls.MISTRAL),
-    ("[TOOL_CALLS] []", "is empty", calls.MISTRAL),
     ("[TOOL_CALLS]?", "no list of calls and no name", calls.MISTRAL_NAMED),
     ("```tool\nadd(a=1, b=2)\n", "not closed with ```", calls.FENCED),
     ("```tool\nadd(1, 2)\n```", "need their names", calls.FENCED),
-    ("```tool\nx = 3\n```", "is no call like", calls.FENCED),
     ("```tool\nf(a=open('x'))\n```", "the value of a in f(…)", calls.FENCED),
     ("```tool\nf(a='\0')\n```", "neither JSON nor a call", calls.FENCED),
     ("```tool\nf(a='" + "x" * 20_000 + "')\n```", "write it as JSON", calls.FENCED),
@@ -218,7 +204,6 @@ def test_what_templates_write_is_read_back(written, ascii_only):
     texts = [
         "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects),
         "; ".join(llama),
-        "<|python_tag|>" + "; ".join(llama),
         f"[TOOL_CALLS] [{', '.join(objects)}]",
         f"[{', '.join(objects)}]",
         "".join(f"[TOOL_CALLS]{name}[ARGS]{dumps(arguments)}" for name, arguments in written),
@@ -226,11 +211,3 @@ def test_what_templates_write_is_read_back(written, ascii_only):
     ]
     for text in texts:
         assert parse(text).found == expected
-
-
-@settings(max_examples=100, deadline=None)
-@given(NAMES, st.dictionaries(NAMES, st.text().filter(lambda text: "</parameter>" not in text), max_size=4))
-def test_texts_of_the_xml_format_are_read_back(name, arguments):
-    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-    text = f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
-    assert parse(text).found == (Call(name, arguments),)

@@ -42,15 +42,12 @@ def test_what_fits_best_comes_first(corpus, tmp_path):
     assert find("fish") == "[1] fish Fish\nFish swim. Fish eat. Fish sleep with open eyes."
     assert ids(find("CAT on a mat?")) == ["cat", "dog"]
     assert ids(find("7")) == ["4"]  # a document without an id has its line's number
-    assert ids(Search(corpus(ANIMALS), k=1)("the cat on the mat")) == ["cat"]
     assert find("unicorn") == "[Nothing found]"
     assert ids(find("cats")) == ["cat"]  # by its title
     assert ids(find("mat " * 100_000)) == ["cat"]
     assert ids(find("\0 \ud800 mat")) == ["cat"]
     with pytest.raises(ToolError, match="query has no words"):
         find(" ?! ")
-    with pytest.raises(ToolError, match="query must be a text, not list"):
-        find(["cat"])
     other = Search(corpus(['{"text": "Größe \\ud800 naïve Москва"}', {"text": "else"}]))
     assert other("москва") == "[1] 1\nGröße \N{REPLACEMENT CHARACTER} naïve Москва"
     (tmp_path / "below").mkdir()
@@ -119,8 +116,6 @@ def test_the_index_is_made_once_and_again_when_the_file_changes(corpus):
         ([{"text": "a"}, "{"], r"corpus\.jsonl:2 is no JSON"),
         ([{"text": "a"}, "", "[1]"], r"corpus\.jsonl:3 is no document .*valid dictionary"),
         ([{"title": "a"}], r'corpus\.jsonl:1 is no document .*"text": Field required'),
-        ([{"text": "a", "id": True}], r'corpus\.jsonl:1 is no document .*"id": Input should be'),
-        ([{"text": "a", "title": []}], r'corpus\.jsonl:1 is no document .*"title": Input should be'),
         ([{"text": "a", "id": 2}, {"text": "b"}], r"corpus\.jsonl:2 has the id '2' of line 1"),
         ([{"text": "?!"}], "has no words"),
         (["[" * 100_000], r"corpus\.jsonl:1 is no JSON"),
@@ -144,9 +139,6 @@ def test_a_corpus_that_is_not_there(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(DataError, match=r"latin\.txt is not UTF-8"):
         Search(str(tmp_path))
-    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
-    with pytest.raises(DataError, match=r"latin\.jsonl:1 is no JSON"):
-        Search(str(tmp_path / "latin.jsonl"))
 
 
 def test_without_bm25s(monkeypatch, tmp_path):

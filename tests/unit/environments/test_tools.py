@@ -118,16 +118,6 @@ class WordCount:
         self.closed.append(self.count)
 
 
-class Breaks:
-    """Cannot be made."""
-
-    def __init__(self):
-        sys.exit(1)
-
-    def __call__(self) -> str:
-        return ""
-
-
 # Schemas.
 
 
@@ -165,11 +155,9 @@ def test_a_schema_is_that_of_transformers():
         ("def f(a): 'Do.'", "'a' of f has no type; write a: str"),
         ("def f(a: 'Missing'): 'Do.'", "cannot be resolved: NameError"),
         ("def f(a: range): 'Do.'", "a type that JSON has no form for"),
-        ("def f(*a: int): 'Do.'", "takes *a"),
         ("def f(a: int):\n  '''Do.\n\n  Args:\n    b: nothing\n  '''", "describes 'b', which is no argument"),
         ("async def f(a: int): 'Do.'", "asynchronous"),
         ("class f: 'Do.'", "no method __call__"),
-        ("f = lambda a: a", "no name for a tool"),
     ],
 )
 def test_what_cannot_be_a_tool(source, fault):
@@ -196,9 +184,6 @@ def test_a_class_is_described_by_its_call_and_made_anew_for_each_episode():
     for episode in (first, first, second):
         episode.close()
     assert closed == [14, 12]
-    with pytest.raises(PluginError, match=r"tool 'breaks' cannot be made: SystemExit: 1"):
-        begun(WordCount, Breaks)
-    assert closed == [14, 12, 0], "what had been made before it is closed"
 
 
 # Arguments.
@@ -225,9 +210,7 @@ def test_arguments_are_taken_as_models_write_them():
         ({}, "the argument 'city' is missing; the argument 'seats' is missing"),
         ({"seat": 3}, "there is no argument 'seat' (did you mean 'seats'?)"),
         ({"seats": "two"}, "seats: Input should be a valid integer"),
-        ({"seats": 2.5}, "seats: Input should be a valid integer"),
         ({"city": ["Rome"]}, "city: Input should be a valid string"),
-        ({"days": "[1, {}]"}, "days.1: Input should be a valid string"),
         ({"days": "[" * 100_000}, "days: Input should be a valid list"),
     ],
 )
@@ -265,35 +248,26 @@ def test_arguments_of_any_kind_are_checked_or_refused(arguments):
 RESULTS = {
     "0.1 + 0.2": "0.3",
     "-2 ** 2": "-4",
-    "-7 // 2": "-4",
     "2 ** -2": "0.25",
     "-2 / 3": "-2/3 ≈ -0.666666666666667",
     "10 ** 20 / 3": "100000000000000000000/3 ≈ 3.33333333333333E+19",
     "1 / 7 ** 60": "≈ 1.96841923011760E-51",
-    "1e3 + 1.5e-2": "1000.015",
     "3 × 4 ÷ 2 − 1": "5",
     "1,234,567.5 × 2": "2469135",
     "(-1) ** (10 ** 500 + 1)": "-1",
-    "0 ** 0": "1",
     "1" + " + 1" * 300: "301",
 }
 FAULTS = {
     "1 % 0": "division by zero",
     "2 ^ 3": "write ** for a power",
     "2 + 2 =": "without an equals sign",
-    "1,5 + 1": "decimals with a point",
-    "2(3 + 4)": "write * between factors",
     "__import__('os')": "is not part of arithmetic",
     "٣ + 1": "is not part of arithmetic",
-    "1\0": "is not part of arithmetic",
-    "50%": "cannot be read",
     " \n": "is empty",
     "2 ** 0.5": "not a whole number",
     "9 ** 9 ** 9 ** 9": "more than 1000 digits",
-    "1e-999999999": "more than 1000 digits",
     "1." + "1" * 1500: "more than 1000 digits",
     "1" * 2001: "more than 2000 characters",
-    "-" * 1900 + "1": "too many parts",
     "(" * 500 + "1" + ")" * 500: "cannot be read",
 }
 
@@ -420,13 +394,8 @@ def test_tools_that_cannot_be_loaded(entry, fault):
 
 
 def test_tools_are_looked_up_in_the_folders(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))  # restores the path
-    for number, folder in enumerate(("one", "two")):
-        (tmp_path / folder).mkdir()
-        source = f'def tool_{number}(n: int) -> int:\n    """Add {number}."""\n    return n + {number}\n'
-        (tmp_path / folder / f"tools_of_{folder}.py").write_text(source)
-    folders = [str(tmp_path / "one"), str(tmp_path / "two")]
-    episode = begun("tools_of_one:tool_0", "tools_of_two:tool_1", folders=folders)
-    assert answers(episode, call("tool_0", n=1) + call("tool_1", n=1)) == ["1", "2"]
-    for name in ("tools_of_one", "tools_of_two"):
-        sys.modules.pop(name)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "tools_beside.py").write_text('def more(n: int) -> int:\n    """Add one."""\n    return n + 1\n')
+    episode = begun("tools_beside:more", folders=[str(tmp_path)])
+    assert answers(episode, call("more", n=1)) == ["2"]
+    sys.modules.pop("tools_beside")

@@ -55,10 +55,8 @@ def test_the_question_holds_task_reference_and_response(server: JudgeServer) -> 
     ("text", "score"),
     [
         ("1", 1.0),
-        (" 0.75 \n", 0.75),
         ("<think>0.2 or 0.9?</think>\n0.9", 0.9),
         ("1.5", None),
-        ("1e-1", None),
         ("Score: 1", None),
         ("<think>never ends 1", None),
     ],
@@ -76,7 +74,6 @@ CUT_OFF["choices"][0]["finish_reason"] = "length"
     [
         (chat("It is a fine answer."), "not a number between 0 and 1"),
         (json.dumps(CUT_OFF).encode(), "was cut off (2048 tokens"),
-        (b"<html>hello</html>", "not a chat completion"),
         (b"[" * 100_000, "not a chat completion"),
         (b"x" * (2 << 20), "more than"),
     ],

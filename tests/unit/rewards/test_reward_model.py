@@ -145,11 +145,6 @@ def test_broken_weights_give_no_grades(tmp_path):
         results = made.grade([(ADD, "7"), (ADD, "8")])
     assert [result.total_reward for result in results] == [None, None]
     assert {result.error for result in results} == {"the reward model gave nan, not a number within ±1e30"}
-    del weights["score.weight"]
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    with grader(path) as made:
-        (result,) = made.grade([(ADD, "7")])
-    assert result.error == "the reward model failed: its files lack 1 of its weights, such as score.weight"
 
 
 def test_beside_match_the_answer_decides_what_is_correct(scorer):
@@ -168,10 +163,6 @@ def test_beside_match_the_answer_decides_what_is_correct(scorer):
         assert result.is_correct == bool(value)
     assert long.total_reward is None
     assert str(long.error).startswith("taste: the conversation has")
-    with grader(scorer) as made:  # without another reward
-        for result in made.grade([(ADD, answer) for answer in ANSWERS]):
-            assert result.components == {"reward_model": result.total_reward}
-            assert result.correct is (float(str(result.total_reward)) > 0.5)
 
 
 def with_config(path: Path, **keys) -> None:
@@ -183,7 +174,6 @@ BROKEN = {
     "labels": (lambda path: classifier(path, labels=2), "it has 2 labels, and a reward model has one, its score"),
     "language": (lambda path: qwen3_directory(path, ["3 + 4"]), "it is a Qwen3ForCausalLM"),
     "weights": (lambda path: (path / "model.safetensors").unlink(), "it has no weights"),
-    "config": (lambda path: (path / "config.json").unlink(), "it has no config.json"),
     "tokenizer": (lambda path: (path / "tokenizer.json").unlink(), "it has no tokenizer"),
     "code": (lambda path: with_config(path, model_type="mine", auto_map={"A": "b.C"}), "comes with its own code"),
     "gone": (shutil.rmtree, "there is no such directory"),
@@ -219,9 +209,6 @@ def test_a_model_of_the_hub_comes_from_its_cache_or_not_at_all(scorer, tmp_path,
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("c0ffee")
     assert graded(Path("owner/scorer"), [(ADD, "7")]) == graded(scorer, [(ADD, "7")])
-    (repository / "snapshots" / "c0ffee" / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="it has no weights"):
-        grader(Path("owner/scorer"))
 
 
 RUN = TINY_RUN + 'max_tokens = 8\n[evaluation]\nproblems = 4\n[squeeze]\nenabled = false\n[reward]\ntype = "{type}"\n'

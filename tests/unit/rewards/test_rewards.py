@@ -35,20 +35,16 @@ def graded(reward: Reward, completion: str = "", item: Problem = ADD) -> RewardR
     ("function", "text", "expected"),
     [
         (last_boxed, r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (last_boxed, r"\boxed{\boxed{5}}", "5"),
         (last_boxed, r"$\boxed 5$ units", "5"),
         (last_boxed, r"\boxed{1} and \boxed{2", None),
         (last_boxed, r"\boxedness{3}", None),
         (plain_number, "1,234.50", "1234.5"),
         (plain_number, "−3", "-3"),
-        (plain_number, ".5", "0.5"),
-        (plain_number, "42.", "42"),
         (plain_number, "1e3", None),
         (plain_number, "٣", None),
         (plain_number, "1" * 5000 + ".0", "1" * 5000),
         (last_number, "6*7 is 42, so 42.", "42"),
         (last_number, "between 3-5", "5"),
-        (last_number, "1234,567", "567"),
         (reference_answer, "Add them.\n#### 1,234", "1234"),
         (reference_answer, "#### 3 apples, 2 pears", "3 apples, 2 pears"),
         (reference_answer, r"Thus $x = \boxed{\frac{3}{4}}$.", r"\frac{3}{4}"),
@@ -70,14 +66,12 @@ def test_plain_number_keeps_the_value(value):
     ("completion", "answer", "strict", "loose"),
     [
         (r"\boxed{\$1,450}", "1450", 1, 1),
-        (r"\boxed{1{,}450.}", "1450", 1, 1),
         (r"\boxed{4 2}", "42", 1, 1),
         (r"\boxed{\dfrac{1}{2}}", r"\frac{1}{2}", 1, 1),
         (r"\boxed{\left( 1,\, 2 \right)}", "(1,2)", 1, 1),
         (r"\boxed{12}", "1,2", 0, 0),
         (r"\boxed{41} no: 42", "42", 0, 0),  # the box decides, not what is said after it
         (r"42 \boxed{42", "42", 0, 0),  # truncated in the box
-        (r"\boxed{paris}", "Paris", 0, 0),
         ("6*7 = 42", "42", 0, 1),  # without any box the last number counts, unless strict
         ("42, or is it 43?", "42", 0, 0),
         ("The capital is\nParis.", "Paris", 0, 1),
@@ -96,7 +90,6 @@ def test_match(completion, answer, strict, loose):
         ("#### 17\nNo.\n#### $18.00", True, True),
         (r"#### 17 \boxed{18}", True, True),  # a box decides
         ("####", False, False),
-        ("It is 18", False, False),
         ("the line #### 18", False, False),  # GSM8K begins a line with it
     ],
 )
@@ -174,10 +167,8 @@ def test_numbers_of_any_kind_are_rewards(value):
         (math.nan, "nan"),
         (1.7e308, "the reward returned 1.7e+308, not a number within ±1e30"),
         (RewardResult(None, error="no verdict"), "no verdict"),
-        (RewardResult("1"), "str"),  # type: ignore[arg-type]
         (RewardResult(1.0, sample_metrics={"length": "long"}), "length"),  # type: ignore[dict-item]
         (None, "NoneType"),
-        (np.array([1.0, 2.0]), "ndarray"),
         (ValueError("boom"), "ValueError: boom (test_rewards.py:"),
         (MemoryError(), "MemoryError"),
         (ValueError("a\nb\x1b[31m\x07" + "x" * 10_000), "a b"),
@@ -210,9 +201,6 @@ def test_a_weighted_sum_records_its_components():
     failed = weighted(("a", 1.0, 1.0, 0.0), ("b", math.nan, 1.0, 0.0))
     assert (failed.total_reward, failed.components) == (None, {"a": 1.0, "b": None})
     assert str(failed.error).startswith("b: ")
-    doubled = weighted(("a", 1e30, 2.0, 0.0))
-    assert (doubled.total_reward, doubled.components) == (None, {"a": 1e30})
-    assert "2e+30" in str(doubled.error)
     first = RewardResult(1.0, sample_metrics={"n": 1.0}, tags=("x",))
     second = RewardResult(0.0, sample_metrics={"n": 2.0, "a": 3.0}, tags=("x", "y"))
     both = weighted(("a", first, 1.0, 0.0), ("b", second, 1.0, 0.0))

@@ -40,7 +40,6 @@ def grader_of(server: JudgeServer, **keys: Any):
     [
         ((1, 1, 0.7, 0.3, 0.9), (1, 0, 1, 0, 1), 0.666667),
         ((1, 1, 0.7, 0.3, -0.9), (1, 0, 1, 0, 1), 0.205128),  # Σ w would give .380952
-        ((2, -2), (1, 0), 0.5),
     ],
 )
 def test_the_weighted_share(weights, met, share):
@@ -55,11 +54,9 @@ def test_the_weighted_share(weights, met, share):
         ('{"1": 1, "2": 0}', [1.0, 0.0]),
         ('```json\n{"1": true, "2": 0.5}\n```', [1.0, 0.5]),
         ('<think>{"1": 0, "2": 0}</think> {"1": 1, "2": 1}', [1.0, 1.0]),
-        ('{"1": 0, "2": 1, "3": 1}', [0.0, 1.0]),
         ('{"1": 1}', r"the judge said nothing of criterion 2 \(b\)"),
         ('{"1": 2, "2": 0}', r"said 2 of criterion 1 \(a\), not 0 or 1"),
         ('The response says {"1": 1, "2": 1}, but no: {"1": 0, "2": 1}', "not one JSON object"),
-        ('{"1": 0, "2": 0}\n(It tried to dictate {"1": 1, "2": 1}.)', "not one JSON object"),
         ('<think>as in {"1": 1, "2": 0}', "not one JSON object"),
     ],
 )
@@ -91,7 +88,6 @@ def test_criteria_of_data_sets():
     assert read_criteria(rows) == read_criteria(json.dumps(rows)) == want
     for wrong, words in (
         ({"a": 1}, "are dict, not a list"),
-        ([7], "criterion 1 is int"),
         (["a", {"weight": 1}], "criterion 2 has no text"),
         (["a", {"text": "b", "weight": "heavy"}], "weight is 'heavy'"),
         ("no JSON", "Expecting value"),
@@ -182,7 +178,6 @@ BELOW = "has negative weights: totals can lie below 0, for which maxrl is not de
         (JUDGE | {"criteria": CRITERIA}, BELOW),
         ({"type": "weighted", "components": [JUDGE | {"criteria": CRITERIA, "weight": 0.5}]}, BELOW),
         (JUDGE | {"criteria": CRITERIA, "rubric": "implicit"}, ""),
-        (JUDGE | {"criteria": CRITERIA[:2]}, ""),
         (JUDGE | {"rubric_column": "r"}, "may hold negative weights"),
     ],
 )

@@ -1,11 +1,9 @@
 import asyncio
 import base64
-import contextlib
 import json
 import os
 import re
 import shutil
-import threading
 import time
 
 import pytest
@@ -133,19 +131,10 @@ def test_a_seed_alone_decides_whatever_else_is_drawn(world):
 
 def test_one_seed_gives_every_prompt_its_own_noise(world):
     prompts = [[first, *PROMPTS[0]] for first in range(5, 35)]
-    body = {"prompt": prompts, "max_tokens": 1, "seed": 7, "return_token_ids": True}
-
-    def first_tokens(**more):
-        everything = {"temperature": 1e6}  # all tokens are equally likely
-        return [token_ids[0] for token_ids in ids_of(world.complete(**body | everything | more))]
-
-    tokens = first_tokens()
+    body = asked(prompt=prompts, max_tokens=1, temperature=1e6)  # all tokens are equally likely
+    tokens = [token_ids[0] for token_ids in ids_of(world.complete(**body))]
     assert len(set(tokens)) > 15  # one for all prompts, if the seed alone decided
-    assert first_tokens(prompt=prompts[1]) == tokens[1:2]
-    assert first_tokens(seed=8) != tokens
-    several = first_tokens(n=20, prompt=prompts[:2])
-    assert [several[0], several[20]] == tokens[:2]
-    assert several[:20] != several[20:]
+    assert ids_of(world.complete(**body | {"prompt": prompts[1]})) == [[tokens[1]]]
 
 
 def test_pieces_draw_what_one_call_draws(world):
@@ -158,11 +147,8 @@ def test_pieces_draw_what_one_call_draws(world):
 
 
 @pytest.mark.parametrize(
-    "more",
-    [{"stop": ["a", "12"]}, {"logprobs": 2, "n": 2}, {"echo": True, "logprobs": 0},
-     {"stop": "w", "include_stop_str_in_output": True}, {"prompt": "12 + 34", "n": 3}],
-    ids=str,
-)  # fmt: skip
+    "more", [{"stop": ["a", "12"]}, {"logprobs": 2, "n": 2}, {"echo": True, "logprobs": 0}], ids=str
+)
 def test_a_streamed_completion_is_the_whole_one(world, more):
     body = asked(model="one", max_tokens=50, ignore_eos=True) | more
     whole, chunks = world.complete(**body), world.stream("/v1/completions", body)
@@ -312,9 +298,7 @@ MALFORMED = {
     "echo": [1],
     "model": [3],
     **{key: [value] for key, value in {
-        "frequency_penalty": 0.5, "presence_penalty": 1, "repetition_penalty": 1.1, "logit_bias": {"5": 1},
-        "min_tokens": 2, "best_of": 4, "suffix": "x", "response_format": {"type": "json_object"}, "prompt_logprobs": 0,
-        "use_beam_search": True, "bad_words": ["x"],
+        "frequency_penalty": 0.5, "logit_bias": {"5": 1}, "best_of": 4, "response_format": {"type": "json_object"},
     }.items()},
 }  # fmt: skip
 USER = {"role": "user", "content": "hello"}
@@ -407,26 +391,6 @@ def test_a_body_longer_than_any_prompt_of_the_context_is_refused_with_the_limit(
 
     headers = {"Content-Type": "application/json"}
     assert world.run(lambda client: client.post(path, content=undeclared(), headers=headers)).status_code == 413
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_health_answers_while_a_long_text_is_tokenised(world, path):
-    text = "12 + 34 = " * 20_000
-    body = {"prompt": text} if "chat" not in path else {"messages": [{"role": "user", "content": text}]}
-
-    async def ask(client):
-        asked, answers = asyncio.ensure_future(client.post(path, json=body)), 0
-        while not asked.done():
-            await asyncio.sleep(0.01)
-            answers += (await client.get("/health")).status_code == 200
-        return await asked, answers
-
-    answer, answers = world.run(ask)
-    if path == "/tokenize":
-        assert answer.json()["tokens"] == world.service.base.tokenizer(text)["input_ids"]
-    else:
-        assert "maximum context length" in answer.json()["error"]["message"]
-    assert answers >= 3
 
 
 def test_adapters_are_loaded_and_unloaded_while_requests_run(world):
@@ -582,49 +546,19 @@ def test_who_has_left_is_drawn_for_no_longer(world, stream):
     assert world.post("/v1/completions", asked(max_tokens=4)).status_code == 200
 
 
-@pytest.mark.parametrize(("part", "name"), [("engine", "sample"), ("batcher", "_piece")])
-def test_failures_end_their_own_requests_only(world, monkeypatch, capfd, part, name):
-    owner = getattr(world.service, part)
-    method = getattr(owner, name)
+def test_failures_end_their_own_requests_only(world, monkeypatch, capfd):
+    engine, sample = world.service.engine, world.service.engine.sample
 
     def fails_once(*arguments):
-        monkeypatch.setattr(owner, name, method)
+        monkeypatch.setattr(engine, "sample", sample)
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(owner, name, fails_once)
+    monkeypatch.setattr(engine, "sample", fails_once)
     answer = world.post("/v1/completions", asked())
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "InternalServerError")
     assert "broken on purpose" not in answer.text
     assert "broken on purpose" in capfd.readouterr().err
-    monkeypatch.setattr(owner, name, fails_once)
+    monkeypatch.setattr(engine, "sample", fails_once)
     [event] = events(world.post("/v1/completions", asked(stream=True)).text)
     assert event["error"]["code"] == 500
     assert world.post("/v1/completions", asked()).status_code == 200
-
-
-def test_a_client_that_leaves_while_its_text_waits_to_be_scored_ends_nothing(world):
-    held, begun = threading.Event(), threading.Event()
-    body = {"model": "one", "prompt": PROMPTS[0], "max_tokens": 0, "echo": True, "logprobs": 1}
-
-    async def leave(client):
-        for busy in (True, False):  # while the engine does something else, and in the midst of it
-            held.clear()
-            begun.clear()
-            occupied = world.service.batcher.call(lambda: begun.set() or held.wait(30))
-            await asyncio.to_thread(begun.wait, 30)
-            asking = asyncio.create_task(client.post("/v1/completions", json=body))
-            async with asyncio.timeout(30):
-                while not world.service.batcher._tasks:
-                    await asyncio.sleep(0.001)
-            if not busy:
-                held.set()
-                await asyncio.wrap_future(occupied)
-            asking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asking
-            held.set()
-            await asyncio.wait_for(asyncio.wrap_future(world.service.batcher.call(lambda: None)), 10)
-        return await client.post("/v1/completions", json=body)
-
-    assert world.run(leave).status_code == 200
-    assert world.service.batcher.failure == ""
