@@ -279,6 +279,20 @@ def echo():
     return grade
 
 
+def forger():
+    """Entry of a pool in this file: writes a false reply on every socket it can find."""
+
+    def grade(job):
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, job)
+            except OSError:
+                continue
+        return 1.0
+
+    return grade
+
+
 def asked_to_end():
     """Entry of a pool in this file: the processes of a job are asked to end, and a program that it has started."""
 
@@ -322,6 +336,14 @@ def test_a_batch_that_only_times_out_is_given_up(pool, monkeypatch):
     assert all("longer than 1 s" in (reply.error or "") for reply in replies[:2])
     assert all(reply.error == "not tried after 2 time-outs of 1 s in a row" for reply in replies[2:])
     assert workers.map([(1, 0.0)])[0].value == 1  # the next step tries again
+
+
+def test_a_forged_reply_is_no_reply(pool):
+    """Without an end, two at once, no JSON, no object."""
+    forged = [b"\xff\xff\xff\xff", b"\x00\x00\x00\x02{}{}", b"\x00\x00\x00\x04oops", b"\x00\x00\x00\x0212"]
+    for reply in pool("forger", timeout_s=1.0).map(forged):
+        assert reply.value is None
+        assert reply.error is not None
 
 
 @pytest.mark.usefixtures("nothing_left")
