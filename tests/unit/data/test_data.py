@@ -1,6 +1,5 @@
 import itertools
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,11 @@ import pytest
 from helpers.campaigns import BASE, completions_of, launch_file, rows_of, runs_of, toy_file
 from typer.testing import CliRunner
 
-from retrain import config
 from retrain.cli import app
 from retrain.config.tasks import Data, Reward
 from retrain.data import Dataset, content_hash, load_data
 from retrain.data.prompts import conversation, render
-from retrain.data.sources import HUB, read_problems
+from retrain.data.sources import HUB
 from retrain.errors import DataError, ModelError, PluginError
 from retrain.files import append_jsonl, read_json
 from retrain.policy.adapter_io import read_adapter
@@ -115,7 +113,6 @@ def test_files_of_gsm8k_and_math_are_read_as_they_are(tmp_path):
         ("a.csv", b'prompt,answer\n1?,1\n"2?,2\n', "a.csv:3  is not CSV: unexpected end of data"),
         ("a.csv", b"prompt,answer\n1?,1\n\xff,2\n", "a.csv:3  is not UTF-8"),
         ("a.csv", b"prompt,prompt\n1?,1\n", 'names the column "prompt" twice'),
-        ("a.csv", b"prompt,result\n1?,1\n", 'a.csv:2  has no column answer or solution: set '),
         ("a.csv", b"", "holds no problems"),
         ("a.jsonl", b"{", "a.jsonl:1  is not JSON: "),
         ("a.jsonl", b"[1]", "is not an object"),
@@ -123,11 +120,8 @@ def test_files_of_gsm8k_and_math_are_read_as_they_are(tmp_path):
         ("a.jsonl", b'{"text": "1?", "answer": "1"}', "has no column prompt or question or problem: set "),
         ("a.jsonl", b'{"question": "1?", "answer": "1"}\n{"prompt": "1?"}', 'a.jsonl:2  has no column "question"'),
         ("a.jsonl", b'{"prompt": "", "answer": "1"}', 'column "prompt" is empty'),
-        ("a.jsonl", b'{"prompt": 3, "answer": "1"}', 'column "prompt" is .*not a text or a list of chat messages'),
-        ("a.jsonl", b'{"prompt": [{"role": "user"}], "answer": "1"}', "a message is not"),
         ("a.jsonl", b'{"prompt": [{"role": "assistant", "content": "1"}], "answer": "1"}', "nothing is left to answer"),
         ("a.jsonl", b'{"prompt": "1?", "answer": true}', "True.*not a text or a number"),
-        ("a.jsonl", b'{"prompt": "1?", "answer": NaN}', "nan.*not a text or a number"),
         ("a.jsonl", b'{"prompt": "1?", "answer": "1"}\n{"prompt": "2?", "answer": ""}', "no completion could ever be"),
         ("a.jsonl", b'{"prompt": "1?", "answer": "1", "tag": {"a": 1}}', "not a tag or a list of tags"),
         ("a.jsonl", b'{"prompt": "1?", "answer": "1", "level": 1}', r'"tag": set \[data\] tags_column .*answer, level'),
@@ -229,12 +223,9 @@ def one_list():
     return (Problem(str(i), f"q{i}", str(i)) for i in range(50))
 
 def wrong_type(): return "abc"
-def wrong_item(): return [1, 2]
 def bad_row(): return [{"prompt": "x"}]
 def empty(): return []
 def raises(): raise KeyError("my own bug")
-def silent(): return [Problem("a", "", "1")]
-value = 3
 """
 
 
@@ -263,13 +254,10 @@ def test_a_function_can_be_a_source(plugin):
     ("function", "error", "reason"),
     [
         ("my_problems:wrong_type", PluginError, "returned str, not a list of problems"),
-        ("my_problems:wrong_item", PluginError, "returned int as item 1"),
         ("my_problems:bad_row", DataError, "my_problems:bad_row:train:1  has no column answer or solution"),
         ("my_problems:empty", DataError, "returned no problems"),
         ("my_problems:raises", KeyError, "my own bug"),
-        ("my_problems:silent", DataError, "my_problems:silent:train:1 .* is empty"),
         ("my_problems:absent", PluginError, "has no function 'absent'"),
-        ("my_problems:value", PluginError, "has no function 'value'"),
         ("no_such_module_here:f", PluginError, "no module 'no_such_module_here'"),
     ],
 )
@@ -391,17 +379,14 @@ GOOD = b'{"prompt": "1+1=?", "answer": "2"}\n{"prompt": "1+2=?", "answer": "3"}\
 WRONG = {
     "no such file": None,
     'bad.jsonl:3  has no column "answer"': GOOD + b'{"prompt": "1?"}\n',
-    "bad.jsonl:1  cannot be read: ": "/proc/self/mem",
     "holds a single problem": GOOD.splitlines(keepends=True)[0],
 }
 
 
 @pytest.mark.parametrize(("message", "content"), WRONG.items())
 def test_check_and_train_find_what_is_wrong_with_a_file(message, content, tmp_path):
-    if isinstance(content, bytes):
+    if content is not None:
         (tmp_path / "bad.jsonl").write_bytes(content)
-    elif content is not None:
-        (tmp_path / "bad.jsonl").symlink_to(content)
     file = tmp_path / "own.toml"
     file.write_text('[data]\nshuffle = true\nsource = "bad.jsonl"\n')
     for command in (["check", str(file)], ["train", str(file), "--out", str(tmp_path / "out")]):
@@ -511,15 +496,6 @@ def gsm8k() -> Dataset:
     return load(FOLDER / "train.jsonl", 1319, eval_source=str(FOLDER / "test.jsonl"))
 
 
-def test_every_problem_of_gsm8k_is_read_and_no_test_problem_is_trained_on(gsm8k):
-    assert (len(gsm8k.train), len(gsm8k.heldout)) == (7473, 1319)
-    lines = (FOLDER / "test.jsonl").read_text(encoding="utf-8").splitlines()
-    written = [json.loads(line)["answer"].rpartition("####")[2].strip().replace(",", "") for line in lines]
-    assert sorted(problem.answer for problem in gsm8k.heldout) == sorted(written)
-    assert all(str(int(problem.answer)) == problem.answer for problem in gsm8k.heldout)
-    assert {problem.prompt for problem in gsm8k.train}.isdisjoint(problem.prompt for problem in gsm8k.heldout)
-
-
 @pytest.mark.parametrize("kind", ["match", "math"])
 def test_gold_answers_score_one_and_their_neighbours_zero(gsm8k, kind):
     if kind == "math":
@@ -531,25 +507,3 @@ def test_gold_answers_score_one_and_their_neighbours_zero(gsm8k, kind):
         for by in (1, -1):
             wrong = grader.grade([(p, rf"\boxed{{{int(p.answer) + by}}}") for p in gsm8k.heldout])
             assert [result.total_reward for result in wrong] == [0.0] * 1319
-
-
-CAMPAIGNS = Path(__file__).parents[3] / "campaigns"
-ANSWERS = {
-    "sum": "{0} + {1}", "difference": "{0} - {1}", "product": "{0} * {1}", "gain": "{0} + {1}", "loss": "{0} - {1}",
-    "boxes": "{0} * {1}", "change": "{0} + {1} - {2}", "bags": "{0} * {1} + {2}", "formula": "{0} * {1} + {2}",
-}  # fmt: skip
-"""How the numbers of a question of each kind of the SmolLM2 campaigns make its answer."""
-
-
-@pytest.mark.parametrize(("file", "kinds"), [("smollm2", list(ANSWERS)[:6]), ("smollm2_rare", list(ANSWERS)[6:])])
-def test_every_question_of_a_campaign_has_its_answer_and_stays_on_its_side(file, kinds):
-    data = config.load(CAMPAIGNS / f"{file}.toml").config.data
-    train, test = (read_problems(data.source, split, data, CAMPAIGNS) for split in ("train", "test"))
-    assert (len(train), len(test)) == (6000, 600)
-    assert len({problem.prompt for problem in (*train, *test)}) == 6600
-    assert {tag for problem in train for tag in problem.tags} == set(kinds)
-    assert {tag for problem in test for tag in problem.tags} == set(kinds)
-    for problem in (*train[:600], *test):
-        (kind,) = problem.tags
-        numbers = re.findall(r"\d+", problem.prompt)
-        assert eval(ANSWERS[kind].format(*numbers)) == int(problem.answer) >= 0

@@ -14,11 +14,9 @@ from retrain.cli import app
 from retrain.config import load
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
-from retrain.data import Dataset, content_hash, load_data
+from retrain.data import Dataset, content_hash
 from retrain.data.prompts import Room, fitting, render
 from retrain.errors import DataError
-from retrain.files import read_json, read_jsonl
-from retrain.record.observer import NullObserver
 from retrain.types import Problem
 
 TRAIN = """
@@ -92,28 +90,6 @@ def test_exactly_the_prompts_above_the_limit_are_left_out(tokenizer, limit: int,
     assert fitting(data, tokenizer, anything, {HELDOUT: anything}) is data
 
 
-def test_every_held_out_set_is_measured_as_it_is_asked(tokenizer):
-    problems = [Problem(f"p.jsonl:{i}", "1" * i, "1") for i in range(1, 31)]
-    data = Dataset("p.jsonl", problems, {HELDOUT: problems[:20], "hard": problems[:25], "wordy": problems[:9]}, "")
-    plain = Data(long_prompts="skip")
-    wordy = Data(long_prompts="skip", prompt_template="1 1 1 1 1 1 1 1 1 1 {prompt}")
-    markup = len(render(problems[0], tokenizer, plain).token_ids) - 1
-    least = len(render(problems[0], tokenizer, wordy).token_ids)
-    room = Room(plain, markup + 12, "a")
-    sets = {HELDOUT: room, "hard": Room(plain, markup + 5, "b"), "wordy": Room(wordy, least, "c")}
-    fitted = fitting(data, tokenizer, room, sets)
-    assert fitted.train == problems[:12]
-    assert fitted.sets == {HELDOUT: problems[:12], "hard": problems[:5], "wordy": problems[:1]}
-    assert fitted.skipped == 18 + 8 + 20 + 8
-    assert len(fitted.notes) == 3
-    everything = Room(Data(), 500, "")
-    fitting(data, tokenizer, everything, dict.fromkeys(data.sets, everything))
-    with pytest.raises(DataError, match=r"^p.jsonl:6  the prompt in the set hard has .*; 19 more are too long: "):
-        fitting(data, tokenizer, everything, {**sets, HELDOUT: everything, "wordy": everything})
-    with pytest.raises(DataError, match=r"held out in the set wordy is longer than 3 tokens \(c\)"):
-        fitting(data, tokenizer, Room(plain, 500, ""), {**sets, "wordy": Room(wordy, 3, "c")})
-
-
 SETS = """
 [evaluation]
 problems = 4
@@ -171,9 +147,7 @@ def test_train_check_and_explain_look_at_every_held_out_set(model, tmp_path):
     [
         ("training.max_tokens=2048", "training.max_tokens  is 2048, and {} has a context of 2048 tokens"),
         ("evaluation.max_tokens=3000", "evaluation.max_tokens  is 3000, and {} has a context of 2048 tokens"),
-        ('evaluation.sets=[{{name="a", max_tokens=3000}}]', "evaluation.sets[1].max_tokens  is 3000, and {} has a"),
         ("training.max_tokens=2044", 'data.long_prompts  is "error": problems.jsonl:1  the prompt has '),
-        ("data.max_prompt_tokens=3", 'data.long_prompts  is "error": problems.jsonl:1  the prompt has '),
         ("data.max_prompt_tokens=30", "more than 30 ([data] max_prompt_tokens = 30)"),
         ("data.max_prompt_tokens=100000", "more than 2040 ("),  # a wish for more than the model holds
     ],
@@ -183,7 +157,7 @@ def test_check_and_train_refuse_completions_that_leave_no_room(model, tmp_path, 
     long = "more than" in message
     file = campaign(tmp_path, model, rows(12, {5: 3000} if long else None))
     for command in (["check"], ["train", "--plain", "--out", str(tmp_path / "out")]):
-        result = CliRunner().invoke(app, [*command, str(file), "--set", setting.format()])
+        result = CliRunner().invoke(app, [*command, str(file), "--set", setting])
         assert result.exit_code == 2
         (line,) = [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
         assert message.format(model) in line
@@ -196,63 +170,17 @@ def weightless(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(models, "load_weights", lambda *_: pytest.fail("weights are loaded"))
 
 
-def with_template(model: Path, folder: Path, addition: str) -> Path:
-    """A copy of the model with ``addition`` before its chat template."""
-    template = shutil.copytree(model, folder / "model") / "chat_template.jinja"
-    template.write_text(addition + template.read_text())
-    return template.parent
-
-
 @pytest.mark.usefixtures("weightless")
 def test_a_template_that_raises_is_an_error_before_the_weights_are_loaded(model, tmp_path):
-    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    file = campaign(tmp_path, with_template(model, tmp_path, template), rows(12), 'system_prompt = "Be brief."\n')
+    template = shutil.copytree(model, tmp_path / "model") / "chat_template.jinja"
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    template.write_text(refusal + template.read_text())
+    file = campaign(tmp_path, template.parent, rows(12), 'system_prompt = "Be brief."\n')
     result = CliRunner().invoke(app, ["train", str(file), "--out", str(tmp_path / "out"), "--plain"])
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()[-1:]
     assert "refuses problem problems.jsonl:" in line
     assert line.endswith("no system role: leave [data] system_prompt out")
-
-
-def test_skipped_problems_are_counted_logged_and_in_the_row(model, tmp_path):
-    long = dict.fromkeys(range(0, 12, 3), 40)
-    file = campaign(tmp_path, model, rows(12, long), 'max_prompt_tokens = 30\nlong_prompts = "skip"\n', heldout=6)
-    file.write_text(file.read_text() + "eval_fraction = 0.5\n")
-    observer = Messages()
-    outcome = launch(load(file), tmp_path / "out", observer)
-    assert outcome.exit_status == 0
-    assert not any("has no chat template" in text for text in observer.lines)
-    (note,) = [text for text in observer.lines if "left out for prompts of more than 30 tokens" in text]
-    (run,) = (tmp_path / "out" / "runs").iterdir()
-    assert note in (run / "run.log").read_text()
-    made = read_jsonl(run / "metrics.jsonl")
-    assert [row["skipped_prompts"] for row in made] == [4, 4]
-    sizes = read_json(run / "config.json")["data_sizes"]
-    assert sizes["train"] + sizes["heldout"] == 8
-    asked = load_data(load(file).config.data, 6, base_dir=tmp_path)
-    assert f"{6 - sizes['train']} of 6 training problems, {6 - sizes['heldout']} of 6 held-out ones" in note
-    assert {p.id for p in asked.train} > {row["problem_id"] for row in read_jsonl(run / "emergence/generations.jsonl")}
-    evaluated = {row["problem_id"] for row in read_jsonl(run / "emergence/evaluations.jsonl")}
-    assert len(evaluated) == sizes["heldout"]
-    assert evaluated.isdisjoint({f"problems.jsonl:{i + 1}" for i in long})
-
-
-def test_a_prompt_that_cannot_be_rendered_costs_its_own_run(model, tmp_path):
-    """The one with the larger batch comes to it in its second step, the other in no step."""
-    template = "{% if 'odd' in messages[0]['content'] %}{{ raise_exception('not this one') }}{% endif %}"
-    problems = [*rows(6), {"prompt": "odd", "answer": "1"}, *rows(31)[7:]]
-    path = campaign(
-        tmp_path, with_template(model, tmp_path, template), problems, "shuffle = false\n", heldout=0, max_steps=3
-    )
-    second = campaign_head(("grpo", "none")).removeprefix("[campaign]\n") + "batch_size = 4\n"
-    path.write_text(path.read_text().replace("\n[model]", second + "[model]", 1))
-    launch(load(path), tmp_path / "out", NullObserver())
-    small, large = read_json(tmp_path / "out/manifest.json")["runs"]
-    assert (small["state"], large["state"]) == ("done", "failed")
-    assert "not this one" in large["reason"]
-    assert "problems.jsonl:7" in large["reason"]
-    lengths = [len(read_jsonl(tmp_path / "out" / run["path"] / "metrics.jsonl")) for run in (small, large)]
-    assert lengths == [3, 1]
 
 
 def test_a_model_without_a_chat_template_is_noted(model, tmp_path):

@@ -227,8 +227,6 @@ def test_a_finished_run_keeps_its_settings(copied):
         resume(copied, NullObserver(), approval=Approval(accept=True), sets=["training.lr=0.02"])
     with pytest.raises(UsageError, match="says which runs there are"):
         resume(copied, NullObserver(), sets=["campaign.seeds=[1]"])
-    with pytest.raises(ConfigError, match="max_step"):
-        resume(copied, NullObserver(), sets=["training.max_step=3"])
 
 
 @pytest.mark.parametrize(("name", "change"), [

@@ -47,35 +47,6 @@ def state(run):
     return {key: value for key, value in run.state().items() if key != "recorder"}
 
 
-def sampled(cohort, run):
-    cohort.queue.offer(run, {run.step: run.requests_of(run.step)})
-    groups = cohort.queue.take({run: run.step}).groups[run]
-    run.take(groups)
-    return groups
-
-
-def tokens_of(groups):
-    return [rollout.token_ids for group in groups for rollout in group.rollouts]
-
-
-def test_a_step_that_failed_is_taken_back(cohort):
-    cohort.step(cohort.runs)
-    run = cohort.runs[1]
-    assert run.error is None
-    point, before = run.rollback_point(), state(run)
-    assert before["algorithm"]["sepa"]["observed"] == 1
-    groups = sampled(cohort, run)
-    first = run.credit(groups)
-    run.ungraded_steps, run.skipped_updates = 2, 1
-    moved = state(run)
-    assert all(moved[key] != before[key] for key in ("cursor", "algorithm", "ungraded_steps", "skipped_updates"))
-    assert run.roll_back(point)
-    assert state(run) == before
-    again = sampled(cohort, run)
-    assert tokens_of(again) == tokens_of(groups)
-    assert run.credit(again) == first
-
-
 def test_weights_that_moved_in_the_step_that_failed_are_not_taken_back(cohort, monkeypatch):
     """What was before is no more, so the run is not saved as if it were."""
     other, run = cohort.runs
@@ -101,6 +72,7 @@ def test_a_run_that_fails_in_its_credit_is_saved_as_it_was_before_the_step(cohor
 
     def failing(groups, scores, step):
         run.algorithm.sepa = {"opened_at": 99}
+        run.ungraded_steps, run.skipped_updates = 2, 1
         raise RuntimeError("credit went wrong")
 
     monkeypatch.setattr(run.algorithm, "credit", failing)

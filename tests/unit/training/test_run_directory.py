@@ -1,13 +1,6 @@
-import os
 import re
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-import pandas as pd
 import pytest
 from helpers.campaigns import adapter_bytes, runs_of
 from helpers.models import campaign_head, qwen3_directory
@@ -18,7 +11,6 @@ from retrain.config import load
 from retrain.files import read_jsonl
 from retrain.record.catalogue import METRICS
 from retrain.record.observer import NullObserver
-from retrain.trainer import Cohort
 
 RUN = "grpo+none_s1"
 FILES = Path(__file__).parents[2] / "golden" / "campaign_directory.txt"
@@ -67,58 +59,16 @@ log_kl = true
 """
 
 
-class Writes:
-    """An audit hook that notes (thread, file name) of what is written below ``folder`` while a cohort trains."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.training = folder, False
-        self.names: list[tuple[str, str]] = []
-
-    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in ("open", "os.rename") or not self.training:
-            return
-        path, flags = (arguments[1], os.O_WRONLY) if event == "os.rename" else (arguments[0], arguments[2])
-        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        if writes and isinstance(path, str | os.PathLike) and Path(os.fsdecode(path)).is_relative_to(self.folder):
-            self.names.append((threading.current_thread().name, Path(os.fsdecode(path)).name))
-
-    def watch(self, train) -> Any:
-        """Wrap ``Cohort.train``, which pauses between steps."""
-
-        def watched(cohort: Cohort) -> Iterator[None]:
-            with closing(train(cohort)) as pauses:
-                while True:
-                    self.training = True
-                    try:
-                        next(pauses)
-                    except StopIteration:
-                        return
-                    finally:
-                        self.training = False
-                    yield
-
-        return watched
-
-
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> tuple[Path, Writes]:
-    """The directory of a campaign of two runs of three steps, and what was written while it trained."""
+def campaign(tmp_path_factory) -> Path:
+    """The directory of a campaign of two runs of three steps."""
     folder = tmp_path_factory.mktemp("small")
     (folder / "evendigits.py").write_text(REWARDS)
     (folder / "sums.py").write_text(PROBLEMS)
     model = qwen3_directory(folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4"])
     (folder / "small.toml").write_text(HEAD + TOML.format(model=model, module=folder / "evendigits.py"))
-    writes = Writes(folder / "logs")
-    sys.addaudithook(writes)  # there is no way to remove one
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Cohort, "train", writes.watch(Cohort.train))
-        assert launch(load(folder / "small.toml"), folder / "logs", NullObserver()).exit_status == 0
-    return folder / "logs", writes
-
-
-@pytest.fixture
-def campaign(trained) -> Path:
-    return trained[0]
+    assert launch(load(folder / "small.toml"), folder / "logs", NullObserver()).exit_status == 0
+    return folder / "logs"
 
 
 def test_the_files_of_a_campaign(campaign):
@@ -127,14 +77,6 @@ def test_the_files_of_a_campaign(campaign):
     names = re.sub(r"rank_\d+/", "rank_<r>/", "\n".join(files) + "\n")
     names = re.sub(r"evaluation_[0-9a-f]+\.npz", "evaluation_<hash>.npz", names)
     assert names == FILES.read_text(encoding="utf-8")
-
-
-def test_the_training_thread_writes_nothing(trained):
-    """Neither records nor checkpoints, states, facts of the run or the untrained model's answers."""
-    written = trained[1].names
-    kinds = {"metrics.jsonl", "timing_spans.jsonl", "timeline.html", "manifest.json", "checkpoints.jsonl", "run.log"}
-    assert kinds | {"state.json", "train_iteration_000000.html"} <= {name for _, name in written}
-    assert [name for thread, name in written if thread == threading.main_thread().name] == []
 
 
 def test_rows_have_the_same_keys_values_and_times_that_add_up(campaign):
@@ -157,22 +99,6 @@ def test_rows_have_the_same_keys_values_and_times_that_add_up(campaign):
     rows = read_jsonl(run / "metrics.jsonl")
     empty = [key for key in rows[0] if all(row[key] is None for row in rows)]
     assert [key for key in empty if not any(re.match(pattern, key) for pattern in reasons)] == []
-
-
-def test_other_tools_read_the_files_of_a_run(campaign):
-    """pandas, with TRL's metric names."""
-    run = campaign / "runs" / RUN
-    metrics = pd.read_json(run / "metrics.jsonl", lines=True)
-    assert metrics["env/all/reward/total"].tolist() == metrics["mean_reward"].tolist()
-    trl = metrics[["reward", "kl", "entropy", "completions/clipped_ratio", "clip_ratio/region_mean"]]
-    assert trl.notna().all(axis=None)
-    assert (trl["kl"] >= 0).all()
-    assert (trl["entropy"] > 0).all()
-    completions = pd.read_json(run / "emergence/generations.jsonl", lines=True)
-    completions["digits"] = completions["completion"].str.count(r"\d")
-    by_step = completions.groupby("step")["digits"]
-    assert metrics["rewards/digits/mean"].tolist() == pytest.approx(by_step.mean().tolist())
-    assert metrics["rewards/digits/std"].tolist() == pytest.approx(by_step.std(ddof=0).tolist())
 
 
 def test_every_run_has_an_adapter_and_final_is_recorded_last(mixed_campaign):

@@ -233,25 +233,6 @@ def test_nothing_is_sampled_ahead_while_paused_and_after_the_end(collecting):
     assert "rollouts ahead" not in [thread.name for thread in threading.enumerate()]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_missing_groups_of_all_owners_are_sampled_together(ahead, collecting):
-    def up_to_three(at, requests, groups):
-        return [requests[-1] * 10] if len(groups) < 3 else []
-
-    order, held = collecting
-    queue = RolloutQueue(Slow(held), ahead=ahead)
-    queue.offer("a", {1: [1, 2]}, up_to_three)
-    queue.offer("b", {1: [3]}, up_to_three)
-    queue.offer("c", {1: [4]})
-    taken = queue.take({"a": 1, "b": 1, "c": 1})
-    queue.close()
-    assert taken.groups == {"a": [1, 2, 20], "b": [3, 30, 300], "c": [4]}
-    if not ahead:  # a thread may begin before all have offered
-        assert order == [[1, 2, 3, 4], [20, 30], [300]]
-        assert taken.sync_seconds == 1.5
-        assert len(taken.spans) == 3
-
-
 MIXED, RIGHT, WRONG = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
 PROBLEMS = [Problem(f"p{i}", f"{i}?", "") for i in range(6)]
 

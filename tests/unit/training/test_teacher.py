@@ -244,7 +244,7 @@ def twin(base, directory: Path) -> Path:
     return directory
 
 
-def test_an_adapter_teaches_with_its_rank_and_scale_and_is_known_by_its_weights(base, lanes, samples, policy, tmp_path):
+def test_an_adapter_teaches_with_its_rank_and_scale(base, lanes, samples, policy, tmp_path):
     other = trained(lanes, 9, rank=3)
     (tmp_path / "teacher").mkdir()
     save_adapter(tmp_path / "teacher", other, base.name)
@@ -255,18 +255,6 @@ def test_an_adapter_teaches_with_its_rank_and_scale_and_is_known_by_its_weights(
         expected = [plain_logprobs(base.model, sample) for sample in samples]
     assert max(abs(expected[0] - plain_logprobs(base.model, samples[0]))) > 0.1
     assert_equal_logprobs(teacher, policy, samples, expected)
-    again, _, _ = made_for(base, lanes, tmp_path, teacher=str(tmp_path / "teacher"))
-    assert again.identity == teacher.identity
-    save_adapter(tmp_path / "teacher", trained(lanes, 10, rank=3), base.name)
-    changed, _, _ = made_for(base, lanes, tmp_path, teacher="teacher")
-    assert changed.identity != teacher.identity
-
-
-def test_the_base_teaches_without_any_adapter(base, lanes, samples, policy, tmp_path):
-    teacher, copies, _ = made_for(base, lanes, tmp_path, teacher="base")
-    assert isinstance(teacher, BaseTeacher)
-    assert copies == 0
-    assert_equal_logprobs(teacher, policy, samples, [plain_logprobs(base.model, sample) for sample in samples])
 
 
 def test_another_model_teaches_in_any_micro_batches_within_its_context(
@@ -371,7 +359,6 @@ VOCABULARY = {"estimate": "vocabulary"}
 
 @pytest.mark.parametrize(("keys", "sections", "why"), [
     ({"teacher": "", "clamp": 3.0}, {}, "has no effect without a teacher: teacher = "),
-    ({"server": "sglang"}, {}, "has no effect without url"),
     ({"url": "gpu1:8000"}, {}, "no address"),
     ({}, {"training": {"dynamic_sampling": 2}}, "drops groups"),
     ({}, GAE, "its critic trains for nothing"),
@@ -387,18 +374,10 @@ VOCABULARY = {"estimate": "vocabulary"}
     ({**VOCABULARY, "url": "http://a:1"}, {}, "a server says nothing of tokens that were not sampled"),
     (VOCABULARY, {"training": {"top_k": 5}}, "top_k leaves tokens out of what is sampled from"),
     (VOCABULARY, {"backend": {"shard": "dp", "ranks": 2}}, "ranks have no teacher"),
-    ({"reward_weight": 1.0}, GAE, ""),
-    ({"reward_weight": 1.0}, {"algorithm": {"transform_mode": "gtpo"}}, ""),
-    ({}, {"training": {"group_size": 1, "temperature": 0.7, "top_p": 0.9}}, ""),
-    ({"weight": 0.0}, {"training": {"dynamic_sampling": 2}}, ""),
 ])  # fmt: skip
-def test_what_goes_together(keys, sections, why):
-    settings = {"distillation": {"teacher": "base", **keys}, **sections}
-    if not why:
-        parse_dict(settings)
-        return
+def test_what_does_not_go_together_is_refused(keys, sections, why):
     with pytest.raises(ConfigError, match=why):
-        parse_dict(settings)
+        parse_dict({"distillation": {"teacher": "base", **keys}, **sections})
 
 
 def test_a_run_is_found_by_its_directory_its_final_adapter_or_its_newest_checkpoint(tmp_path):
@@ -417,7 +396,7 @@ def states(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("alpha", "top", "softcap"), [(0.0, 0, None), (0.3, 5, 3.0), (1.0, 5, None), (0.3, 0, 3.0)])
+@pytest.mark.parametrize(("alpha", "top", "softcap"), [(0.0, 0, None), (1.0, 5, None), (0.3, 5, 3.0)])
 def test_in_chunks_a_divergence_has_the_value_and_gradient_that_it_has_at_once(monkeypatch, alpha, top, softcap):
     monkeypatch.setattr(head_module, "CHUNK_BYTES", {"cpu": 1, "cuda": 1})
     head = Head(states(31, 6), states(31, seed=1), softcap=softcap, multiplier=0.7)
@@ -495,20 +474,6 @@ def test_the_gradient_over_the_vocabulary_is_the_plain_losses(base, lanes, who, 
     numbers = policy.update(batch, objective, 1e-6)
     assert numbers["distillation/divergence"] == pytest.approx(float(total.detach()) / taught, rel=1e-4)
     assert numbers["num_datums"] == 5
-
-
-def test_a_teacher_that_reads_what_the_student_reads_and_is_the_student_teaches_nothing(base, lanes):
-    policy, objective = student(base, lanes, PolicyTeacher(), alpha=1.0)
-    batch = unrewarded(rollout(base, lanes, policy.adapter)[:3], [()] * 3)
-    gradient = policy.gradient(batch, objective)
-    assert float(gradient.norm()) < 1e-6
-    assert policy.update(batch, objective, 1e-6)["distillation/divergence"] == pytest.approx(0.0, abs=1e-7)
-
-
-def test_where_nobody_teaches_there_is_no_divergence(base, lanes):
-    policy = local_policy(base, lanes)
-    batch = unrewarded(rollout(base, lanes, policy.adapter)[:2], [None, None])
-    assert "distillation/divergence" not in policy.update(batch, objective_of(policy.config, "ppo"), 1e-6)
 
 
 def teacher_context(base, longest: int = 1000, **keys) -> Context:
