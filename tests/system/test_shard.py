@@ -89,18 +89,18 @@ def trained(out: Path, *sets: str) -> dict[str, Any]:
 def distance(one: Any, other: Any) -> float:
     """The largest relative difference of numbers at the same place, infinite where anything else differs; of tensors
     that of their norms."""
-    if one == other:
-        return 0.0
-    if isinstance(one, float) and isinstance(other, float | int) and not isinstance(other, bool):
-        return abs(one - other) / max(abs(one), abs(other), SMALL)
+    if isinstance(one, np.ndarray):
+        return 0.0 if np.array_equal(one, other) else float(np.linalg.norm(one - other) / np.linalg.norm(other))
     if isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], bytes):
         return max(distance(*pair) for pair in zip(_tensors(one), _tensors(other), strict=True))
-    if isinstance(one, np.ndarray):
-        return float(np.linalg.norm(one - other) / np.linalg.norm(other))
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return max((distance(value, other[key]) for key, value in one.items()), default=0.0)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
         return max((distance(*pair) for pair in zip(one, other, strict=True)), default=0.0)
+    if one == other:
+        return 0.0
+    if isinstance(one, float) and isinstance(other, float | int) and not isinstance(other, bool):
+        return abs(one - other) / max(abs(one), abs(other), SMALL)
     return math.inf
 
 

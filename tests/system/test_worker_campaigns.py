@@ -134,11 +134,12 @@ def test_a_killed_controller_and_an_interrupted_one_lose_nothing_and_another_exe
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         pid = a_writer(out)  # what the controller tells of its workers comes later than what they do
         process.kill()
-    assert process_start(pid) is not None
+    outlives = "campaign.executor=ray" not in there  # Ray ends the actors of a driver that is gone
+    assert not outlives or process_start(pid) is not None
     heard = Heard(lambda spec, count: os.kill(os.getpid(), signal.SIGINT) if count == 4 else None)
     stopped = execute(check(read_plan(out, there)), heard)
     assert (stopped.exit_status, stopped.saved) == (130, True)
-    assert any(text.startswith("waiting for process") for text in heard.messages)
+    assert not outlives or any(text.startswith("waiting for process") for text in heard.messages)
     assert process_start(pid) is None
     assert "interrupted" in states(out)
     assert "running" not in states(out)
