@@ -124,13 +124,6 @@ def test_a_failing_run_leaves_the_others_alone(model, tmp_path):
     assert states["grpo+none_s1"] == "done"
 
 
-def test_ratio_is_one_in_a_campaign_at_temperature_07(mixed_campaign):
-    for (condition, _), run in runs_of(mixed_campaign / "out").items():
-        assert read_json(run / "config.json")["training"]["temperature"] == (0.7 if condition == CHANGED else 1.0)
-        ratios = [row["val/ratio"] for row in rows_of(run) if row["val/ratio"] is not None]
-        assert max(abs(ratio - 1) for ratio in ratios) < 1e-5
-
-
 def test_parameters_of_a_condition_reach_its_runs_in_a_cohort(mixed_campaign, tmp_path):
     launch_file(mixed_campaign / "mixed.toml", tmp_path / "alone", "campaign.lanes=1")
     together, alone = runs_of(mixed_campaign / "out"), runs_of(tmp_path / "alone")
@@ -138,6 +131,9 @@ def test_parameters_of_a_condition_reach_its_runs_in_a_cohort(mixed_campaign, tm
         changed = key[0] == CHANGED
         rows, completions, rows_alone = rows_of(run), completions_of(run), rows_of(alone[key])
         assert (rows[0]["cohort_size"], rows_alone[0]["cohort_size"]) == (4, 1)
+        assert read_json(run / "config.json")["training"]["temperature"] == (0.7 if changed else 1.0)
+        ratios = [row["val/ratio"] for row in rows if row["val/ratio"] is not None]
+        assert max(abs(ratio - 1) for ratio in ratios) < 1e-5
         assert {row["optim/lr"] for row in rows} == {0.002 if changed else 0.01}
         assert len(completions) == 3 * (2 * 6 if changed else 3 * 4)
         assert max(one["num_tokens"] for one in completions) == (5 if changed else 10)
