@@ -30,8 +30,6 @@ HEAD, SMALL, LARGE = {}, {"CPU": 4.0, "GPU": 1.0}, {"CPU": 16.0, "GPU": 8.0}
     (nodes(HEAD, SMALL, LARGE), {}, (9, True)),
     (nodes(HEAD, SMALL, LARGE), {"cpus": 4}, (5, True)),  # as many as there are CPUs for
     (nodes(HEAD, SMALL, LARGE, dead=[2]), {}, (1, True)),
-    (nodes(HEAD, SMALL, LARGE), {"devices": "cpu"}, (20, False)),
-    (nodes(HEAD, SMALL), {"workers": 30}, (30, True)),  # which wait for room
     (nodes(HEAD, SMALL, LARGE), {"each": 0.25}, (4 + 16, True)),  # as many as there are CPUs for
     (nodes(HEAD, SMALL, LARGE), {"each": 3, "shard": "dp"}, (2, True)),  # never over two nodes
     (nodes(HEAD, {"CPU": 4.0}), {"ranks": 2, "shard": "dp", "cpus": 2}, (2, False)),
