@@ -130,16 +130,6 @@ def test_training_again_and_resume_repeat_nothing(trained, home):
     assert {(row["state"], row["step"]) for row in report["runs"]} == {("done", 2)}
 
 
-def test_squeeze_prints_json_and_writes_an_adapter(trained, tmp_path):
-    _, directory = trained
-    report = json.loads(run("squeeze", directory, "--json").stdout)
-    assert (report["source_rank"], [row["rank"] for row in report["rows"]]) == (4, [1, 2, 4])
-    assert run("squeeze", directory, "--to", "2", "--out", tmp_path / "small").exit_code == 0
-    assert read_json(tmp_path / "small" / "adapter_config.json")["r"] == 2
-    too_large = run("squeeze", directory, "--to", "5")
-    assert (too_large.exit_code, len(too_large.stderr.splitlines())) == (2, 1)
-
-
 @pytest.mark.parametrize("name", ["camp.toml", "camp.toml/below"])
 def test_a_directory_that_cannot_be_written_is_one_line(trained, home, name):
     _, directory = trained

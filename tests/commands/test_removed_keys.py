@@ -7,7 +7,6 @@ from helpers.pages import client_of, get
 from typer.testing import CliRunner
 
 from retrain.cli import app
-from retrain.config.legacy import REMOVED, removed_note, without_removed
 from retrain.files import read_json, read_jsonl
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "removed_keys"
@@ -54,13 +53,3 @@ def test_a_condition_with_one_is_told_what_to_use(name, tmp_path):
     result = CliRunner().invoke(app, ["check", str(tmp_path / "f.toml")])
     assert result.exit_code == 2
     assert 'files of mined phrases are no longer read: [logging] strategic_grams = ["let me check"]' in result.stderr
-
-
-def test_only_values_that_had_an_effect_are_noted():
-    removed = {key.partition(".")[2]: value.default for key, value in REMOVED.items() if key.startswith("planning.")}
-    defaults = {"planning": {"detector": "regex", **removed}}
-    assert removed_note(defaults) == ""
-    assert without_removed(defaults) == {"planning": {"detector": "regex"}}
-    condition = {"campaign": {"conditions": [{"planning": {"grams": "g.toml"}}, {"advantage_mode": "grpo"}]}}
-    assert removed_note(condition) == NOTE
-    assert without_removed(condition) == {"campaign": {"conditions": [{}, {"advantage_mode": "grpo"}]}}

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -115,27 +115,13 @@ def test_what_runs_is_finished_and_what_comes_later_is_not_begun(home):
         assert server.process.wait(60) == 0
 
 
-def test_half_sent_requests_are_closed(home):
-    """Nothing at all, half of the headers, half of a body, and headers that come byte by byte."""
+def test_a_half_sent_request_is_closed(home):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    body = head + b"Content-Length: 1000\r\n\r\n" + b'{"prompt": "1'
-    with Running(home / "toy", "--timeout", 1) as server, ExitStack() as stack:
-        address = ("127.0.0.1", int(server.url.split(":")[-1].split("/")[0]))
-        client = stack.enter_context(httpx.Client())
-        first = client.get(server.url + "/models").extensions["network_stream"].get_extra_info("client_addr")
-        sockets = [stack.enter_context(socket.create_connection(address)) for _ in range(4)]
-        for each, part in zip(sockets, (b"", head, body, b"P"), strict=True):
-            each.settimeout(20)
-            each.sendall(part)
-        begin = time.monotonic()
-        with suppress(ConnectionError):
-            while time.monotonic() - begin < 20:
-                sockets[-1].sendall(b"O")
-                time.sleep(0.1)
-        assert time.monotonic() - begin < 20
-        assert [each.recv(100) for each in sockets[:-1]] == [b""] * 3
-        idle = client.get(server.url + "/models").extensions["network_stream"].get_extra_info("client_addr")
-        assert idle == first  # a connection whose requests have arrived is kept
+    with Running(home / "toy", "--timeout", 1) as server:
+        address = ("127.0.0.1", httpx.URL(server.url).port)
+        with socket.create_connection(address, timeout=20) as half:
+            half.sendall(head + b"Content-Length: 1000\r\n\r\n" + b'{"prompt": "1')
+            assert half.recv(100) == b""
 
 
 def refused(*arguments: object) -> str:

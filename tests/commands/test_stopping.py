@@ -23,19 +23,6 @@ def test_a_second_request_is_haste_and_hangups_are_none(number):
             os.kill(os.getpid(), number)
 
 
-def test_what_torchrun_passes_on_of_a_ctrl_c_is_no_second_one(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setenv("RANK", "0")
-    stop = StopRequest()
-    with stop.listening(NullObserver()):
-        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
-            os.kill(os.getpid(), number)
-        assert stop.signal == signal.SIGINT
-        stop.echo_seconds = 0.0  # later
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 def test_a_hangup_that_is_ignored_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

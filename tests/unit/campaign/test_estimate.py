@@ -66,26 +66,6 @@ def test_a_critic_of_this_size_is_what_a_run_holds(tmp_path):
     assert adapters[0] - adapters[1] == sum(each.numel() * each.element_size() for each in held)
 
 
-@pytest.mark.parametrize(("dtype", "memory", "blocks", "head"), [
-    ("float32", 64 << 30, 4, 4),
-    ("bfloat16", 64 << 30, 2, 2),
-    ("float64", 64 << 30, 8, 0),  # merged, never packed
-    ("float32", 4 * 4 * 596_049_920 - 4, 0, 0),
-])  # fmt: skip
-def test_copies_of_a_larger_model(dtype, memory, blocks, head):
-    """Qwen3-0.6B: 28 layers of 1024 × 128 × (2·16 + 2·8) and 3 × 1024 × 3072 numbers, an output layer of 1024 ×
-    151,936, 596,049,920 in all."""
-    architecture = of("Qwen/Qwen3-0.6B")
-    found = run_memory(parse_dict({"inference": {"dtype": dtype}}), architecture, Device("cpu", memory))
-    linear = 28 * (1024 * 128 * (2 * 16 + 2 * 8) + 3 * 1024 * 3072)
-    assert (found.block_copy, found.head_copy) == (blocks * linear, head * 1024 * 151_936)
-    assert found.base == {"float32": 4, "bfloat16": 2, "float64": 8}[dtype] * 596_049_920
-    on_gpu = run_memory(parse_dict({}), architecture, Device("gpu"))
-    assert (on_gpu.block_copy, on_gpu.head_copy) == (0, 0)
-    served = run_memory(parse_dict({"inference": {"engine": "vllm", "url": "http://a"}}), architecture, CPU)
-    assert (served.sampling, served.block_copy) == (0, 0)
-
-
 def test_the_copies_are_those_that_decoding_makes():
     """The bundled model, merged with one adapter: the bytes of the weights that its blocks then read."""
     base = load_base("tiny-reasoner", devices="cpu")

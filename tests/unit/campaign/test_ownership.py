@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from retrain.campaign.adapters.squeeze import compress_adapter, squeeze
 from retrain.campaign.judging.report import write_report
-from retrain.campaign.planning.manifest import read_manifest, read_plan
 from retrain.campaign.running.controller import launch, resume
 from retrain.campaign.running.lease import machine
 from retrain.checkpoints import (
@@ -376,10 +375,3 @@ def test_a_foreign_manifest_is_called_foreign(tmp_path, text):
         result = CliRunner().invoke(app, [command, str(tmp_path / "site")])
         assert (result.exit_code, "is not retrain's" in result.output) == (2, True), result.output
     assert (tmp_path / "site/manifest.json").read_text() == text
-
-
-def test_a_foreign_plan_or_manifest_in_a_directory_of_ours_is_called_foreign(out):
-    for name, read in (("plan.json", read_plan), ("manifest.json", read_manifest)):
-        put(out / name, '{"start_url": "/"}')
-        with pytest.raises(NotOurs, match=f"{name} is not retrain's"):
-            read(out)

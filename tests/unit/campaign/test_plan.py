@@ -123,8 +123,6 @@ MISTAKES = [
     (conditions("learning_rate = 1e-4"), '"training.lr"'),
     (conditions("transform_params = { tau = 2.0 }"), "plug-in parameters are not available: remove the table"),
     (conditions("algorithm.transform_mode = 'gtpo'"), "the condition's own mode"),
-    ('[[campaign.conditions]]\nadvantage_mode = "grpo"', "transform_mode  is missing"),
-    ("[campaign]\nseeds = [1, 1]", "each may stand once: seeds = [1]"),
     ("[campaign]\n[hicra]\nalpha = 0.3\n" + conditions(""), "has no effect in any condition"),
     ('[campaign]\n[backpressure]\ntarget = "batch_size"', "batch sizes would differ between the conditions"),
 ]

@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 
 from retrain.campaign.judging.pooling import compare_directories
 from retrain.campaign.judging.report import write_report
-from retrain.campaign.judging.results import METRIC, Measure, RunResult, read_run
-from retrain.campaign.planning.changes import Approval
+from retrain.campaign.judging.results import METRIC, Measure, RunResult
 from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.config import load, parse_dict
@@ -123,23 +122,6 @@ def test_killed_between_evaluations_all_rows_are_those_of_a_whole_run(trained, m
         assert timeless(again / "evals.jsonl") == timeless(run / "evals.jsonl")
         name = "emergence/evaluations.jsonl"
         assert (again / name).read_text() == (run / name).read_text()
-
-
-def test_more_steps_move_the_marks_and_only_the_new_ones_decide(trained, model, tmp_path):
-    """A run of 5 steps continued to 10 ends with the numbers of one of 10; its former end stays in the curve."""
-    sets = ("campaign.seeds=[1]",)
-    assert launch(toy(tmp_path, model, 5, *sets), tmp_path / "out", NullObserver()).exit_status == 0
-    accepted = Approval(accept=True)
-    assert launch(toy(tmp_path, model, 10, *sets), tmp_path / "out", NullObserver(), approval=accepted).exit_status == 0
-    name = "runs/grpo+none_s1"
-    extended, alone = (timeless(out / name / "evals.jsonl") for out in (tmp_path / "out", trained))
-    assert [row["step"] for row in extended] == [0, 3, 4, 5, 6, 8, 9, 10]
-    former = (3, 4, 5)
-    assert [row for row in extended if row["step"] not in former] == [row for row in alone if row["step"] not in former]
-    entries = [read_json(out / "manifest.json")["runs"][0] for out in (tmp_path / "out", trained)]
-    runs = [read_run(out, entry) for out, entry in zip((tmp_path / "out", trained), entries, strict=True)]
-    assert runs[0].last_three == MARKS
-    assert runs[0].value(Measure("last3")) == runs[1].value(Measure("last3")) is not None
 
 
 def row(step: int, value: float | None) -> dict:

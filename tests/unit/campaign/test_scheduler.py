@@ -130,11 +130,8 @@ FIVE = [("grpo", "none"), ("maxrl", "none"), ("rloo", "none"), ("maxrl", "gtpo")
     (5, 8, 3, {}, [10] * 4),  # three seeds would be more than share a base
     (2, 8, 3, {}, [6, 6, 4]),
     (5, 3, 8, {}, [3, 2] * 3),  # fewer seeds than slots: equal parts of each
-    (4, 1, 2, {}, [2, 2]),
-    (2, 1, 8, {}, [1, 1]),
     (3, 2, 8, {"lanes": 2}, [2, 2, 2]),
     (2, 8, 1, {"sequential": "linear"}, [4] * 4),
-    (2, 8, 8, {"sequential": "linear"}, [2] * 8),  # every slot has whole seeds
 ])  # fmt: skip
 def test_cohorts_are_cut_to_fill_the_slots(tmp_path, conditions, seeds, slots, keys, sizes):
     path = tmp_path / "cut.toml"

@@ -37,11 +37,3 @@ def test_other_time_limits_are_refused(limit):
 )  # fmt: skip
 def test_what_does_not_go_together_is_said(data, says):
     assert says in config_errors(data)
-
-
-def test_what_goes_together():
-    config = parse_dict(ASKED | {"slurm": {"time": "2-12", "memory": "64G", "extra": {"exclusive": True}}})
-    assert (config.slurm.minutes, config.slurm.memory, config.slurm.cpus) == (3600, "64G", None)
-    assert parse_dict(ASKED | {"inference": {"engine": "vllm", "url": "http://x:1"}}).inference.url == ["http://x:1"]
-    local = parse_dict(ASKED | {"slurm": {"cluster": "local"}, "backend": {"devices": "cpu"}})
-    assert local.slurm.cluster == "local"
