@@ -40,14 +40,13 @@ class Batch:
     def credit(self, mode, **options):
         return token_advantages(mode, self.advantages, self.logprobs, self.entropy, self.planning, self.mask, **options)
 
-    def inputs(self, **changes):
-        values = {
-            "placebo_BT": placebo_mask(self.uniforms, self.planning, self.mask),
-            "rewards_B": self.correct.double(),
-            "correct_B": self.correct,
-            "group_B": self.groups,
-        }
-        return ModeInputs(**{**values, **changes})
+    def inputs(self):
+        return ModeInputs(
+            placebo_BT=placebo_mask(self.uniforms, self.planning, self.mask),
+            rewards_B=self.correct.double(),
+            correct_B=self.correct,
+            group_B=self.groups,
+        )
 
 
 def looped_gtpo(batch: Batch, beta: float, lam: float | None = None) -> list[list[float]]:
