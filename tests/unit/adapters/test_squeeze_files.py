@@ -1,13 +1,13 @@
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from retrain.campaign.adapters.squeeze import analyse_adapter, compress_adapter
 from retrain.config.upkeep import Squeeze
 from retrain.errors import ModelError, UsageError
 from retrain.files import read_json, write_json
 from retrain.maths.squeeze import truncate
-from retrain.policy.adapter_stream import AdapterFile, Factors, write_streamed
+from retrain.policy.adapter_stream import AdapterFile
 
 PREFIX = "base_model.model."
 
@@ -23,27 +23,6 @@ def pair(name, rank, inputs, outputs, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((rank, inputs), (outputs, rank)))
     return {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
-
-
-def test_streamed_files_are_what_safetensors_reads(tmp_path):
-    """Three number formats in one file, modules that come in any order; what was announced must come."""
-    formats = {"one": torch.bfloat16, "two": torch.float32, "three": torch.float64}
-    tensors, layout = {}, {}
-    for name, dtype in formats.items():
-        own = pair(name, 3, 5, 7, dtype)
-        tensors |= own
-        layout[name] = Factors(*own, (3, 5), (7, 3), dtype)
-    order = ("two", "three", "one")
-    pairs = ((name, tuple(pair(name, 3, 5, 7, formats[name]).values())) for name in order)
-    write_streamed(tmp_path, layout, pairs, {"r": 3, "lora_alpha": 3})
-    stored = load_file(tmp_path / "adapter_model.safetensors")
-    assert stored.keys() == tensors.keys()
-    assert all(torch.equal(stored[key], tensors[key]) and stored[key].dtype == tensors[key].dtype for key in tensors)
-    layout = {"one": Factors("a", "b", (2, 3), (4, 2), torch.float32)}
-    wrong_type = [("one", (torch.zeros(3, 3), torch.zeros(4, 3)))]
-    for pairs, message in (([], "never came"), (wrong_type, "announced as")):
-        with pytest.raises(ModelError, match=message):
-            write_streamed(tmp_path, layout, pairs, {})
 
 
 @pytest.mark.parametrize("rslora", [False, True])

@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.campaigns import StopAfter
-from helpers.lanes import adamw, update
-from helpers.models import toy_base
 from helpers.records import config
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from retrain.campaign.adapters.squeeze import compress_adapter
-from retrain.campaign.adapters.verify import enough, sentence, verdict, verify_ranks
+from retrain.campaign.adapters.verify import enough, verdict, verify_ranks
 from retrain.campaign.judging.report import write_report
 from retrain.campaign.planning.asked import longest_completions
 from retrain.campaign.planning.manifest import read_plan
@@ -24,10 +22,7 @@ from retrain.config import load
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.policy.adapter_io import read_adapter
-from retrain.policy.lora import Lanes
 from retrain.record.observer import NullObserver
-from retrain.rng import generator
-from retrain.types import Sample
 
 CONDITIONS = """[campaign]
 seeds = [1]
@@ -76,37 +71,6 @@ def squeeze(*arguments: str | Path):
 
 
 # Annealed ranks
-
-
-def delta(adapter, name):
-    return adapter.scale * (adapter.B[name] @ adapter.A[name]).detach()
-
-
-def test_a_lowered_adapter_is_the_best_approximation_and_keeps_its_rank_while_it_trains(tmp_path):
-    lanes = Lanes(toy_base(tmp_path / "toy"))
-    adapter = lanes.new_adapter(4, 8.0).initialise("lower")
-    noise = generator("lower", 1)
-    with torch.no_grad():
-        for b in adapter.B.values():
-            b.copy_(torch.from_numpy(noise.normal(0, 0.1, b.shape)))
-    before = {name: delta(adapter, name) for name in adapter.A}
-    adapter.lower(2)
-    for name, product in before.items():
-        u, s, vh = torch.linalg.svd(product.double())
-        best = u[:, :2] * s[:2] @ vh[:2]
-        torch.testing.assert_close(delta(adapter, name).double(), best, atol=1e-5, rtol=0)
-    optimizer = adamw(adapter, 0.05, weight_decay=0.01)
-    ids = [int(t) for t in noise.integers(3, 200, 9)]
-    ones = torch.ones(9).numpy()
-    sample = Sample.single_turn((5, 6, 7), ids, -3 * ones, ones)
-    lowered = {name: delta(adapter, name).clone() for name in adapter.A}
-    for _ in range(3):
-        update(lanes, adapter, [sample], optimizer=optimizer, lr=0.05, grad_clip_norm=1.0)
-    for name in adapter.A:
-        assert not adapter.A[name][2:].any()
-        assert not adapter.B[name][:, 2:].any()
-        assert not torch.equal(delta(adapter, name), lowered[name])
-    assert {tuple(a.shape[:1] + b.shape[1:]) for a, b in adapter.tensors().values()} == {(2, 2)}
 
 
 def test_an_annealed_run_ends_at_its_last_rank_and_resumes_exactly(model, tmp_path):
@@ -220,14 +184,6 @@ def test_every_rank_of_the_table_is_verified(home, run):
     assert "sampled again" not in found["sentence"]
 
 
-def test_the_same_adapter_gives_the_same_answers_which_proves_little(home, run, tmp_path):
-    found = verified(home, run, tmp_path)
-    (row,) = found["ranks"]
-    assert row["difference"]["mean"] == 0.0  # common random numbers: answer by answer
-    assert row["difference"]["low"] == -row["difference"]["high"] < -0.02  # of six problems
-    assert (row["verdict"], found["enough"]) == ("unclear", None)
-
-
 def test_an_evaluation_made_otherwise_is_sampled_anew_and_that_is_said(home, run, tmp_path):
     other = shutil.copytree(run, tmp_path / "run")
     write_json(other / "config.json", read_json(other / "config.json") | {"heldout_hashes": {"heldout": "of others"}})
@@ -255,18 +211,10 @@ def test_the_verdict_follows_from_the_interval_and_ranks_are_judged_from_the_lar
     assert verdict(-0.10, 0.05) == verdict(None, None) == "unclear"
 
     def rows(*verdicts: str):
-        interval = {"mean": -0.05, "low": -0.1, "high": 0.01}
-        ranks = zip((8, 4, 2, 1), verdicts, strict=False)
-        return [{"rank": rank, "verdict": each, "accuracy": 0.75, "difference": interval} for rank, each in ranks]
+        return [{"rank": rank, "verdict": each} for rank, each in zip((8, 4, 2, 1), verdicts, strict=False)]
 
     assert enough(rows("kept", "kept", "unclear", "kept")) == 4
     assert enough(rows("unclear", "kept")) is None
-    found = {"problems": 90, "samples": 2, "full": {"accuracy": 0.8, "rank": 16}, "ranks": rows("kept", "kept")}
-    assert (
-        "rank 4 is at most 2 points worse than rank 16: 75.0% against 80.0%, difference −5.0 points [−10.0, +1.0]"
-        in sentence(found | {"enough": 4})
-    )
-    assert "cannot be ruled out even at rank 8" in sentence(found | {"enough": None})
 
 
 # Compressed adapters
@@ -281,11 +229,7 @@ def test_a_compressed_adapter_trains_on_at_its_new_rank(home, tmp_path):
     run, start = squeezed / "continue_2", squeezed / "continue_2_from"
     assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [0, 1, 2]
     assert read_json(run / "final/adapter_config.json")["r"] == 2
-    started, ended = read_adapter(start).tensors, read_adapter(run / "final").tensors
-    assert any(not torch.equal(started[name][1], ended[name][1]) for name in started)
     assert f"starts at step 0 with the weights of {start.absolute()}" in (run / "run.log").read_text()
-    wrong = squeeze(out, "--continue", "3")
-    assert (wrong.exit_code, "--to RANK" in wrong.output) == (2, True)
 
 
 def test_ranks_by_module_keep_the_energy_of_a_uniform_rank_with_fewer(home, run, model, tmp_path):

@@ -99,9 +99,3 @@ def test_whitening_is_the_masked_token_moments(rows):
     expected = (advantages - tokens.mean()) / tokens.std(correction=0)
     assert torch.allclose(white, expected, atol=1e-9)
     assert float(white.repeat_interleave(counts).square().mean()) == pytest.approx(1.0)
-
-
-def test_plugins_are_called():
-    rewards = torch.tensor([1.0, 3.0])
-    assert group_advantages(lambda rewards: rewards / 2, rewards).tolist() == [0.5, 1.5]
-    assert group_advantages(lambda rewards, context: (rewards * context).tolist(), rewards, 2).tolist() == [2.0, 6.0]

@@ -21,7 +21,7 @@ from retrain.errors import RunFailed
 from retrain.files import dumps
 from retrain.maths.planning import RegexDetector
 from retrain.policy.base import BaseModel
-from retrain.policy.protocol import probe_of, samples_of
+from retrain.policy.protocol import samples_of
 from retrain.types import Action, Problem, Prompt, RewardResult, Turn, single_turn
 
 TEXTS = ["so x = 4", "wait let me check so x", "notice that x = 4"]
@@ -69,18 +69,6 @@ def sampled_tokens(samples) -> list[Trained]:
 def credited(groups, config=None, sepa_lambda=0.5, modes=None):
     result = assign_credit(groups, config or parse_dict({}), sepa_lambda, ("placebo",), modes)
     return result, sampled_tokens(samples_of(groups))
-
-
-@pytest.mark.parametrize("text", ["naïve café ≤ 3 — wait, let me check", "日本 🙂 that’s not right"])
-def test_offsets_cover_the_text_exactly(base, text):
-    ids = completion(base, text).token_ids
-    decoded, offsets = base.text.offsets(ids)
-    assert decoded == text
-    covered = np.zeros(len(text), dtype=bool)
-    for start, end in np.asarray(offsets).tolist():
-        covered[start:end] = True
-    assert covered.all()
-    assert tuple(np.asarray(offsets)[-1]) == (len(text), len(text))  # the end token stands for nothing
 
 
 def test_missing_rewards_take_no_part(base):
@@ -149,19 +137,6 @@ def test_denominators_count_skipped_groups(base, keys):
     for sequence in sequences:
         assert sequence.loss_mask_T.all()
         assert len(set(sequence.advantages_T.tolist())) == 1
-
-
-def test_the_probe_is_one_completion_of_every_group_first(base):
-    texts = [["so x = 1", "so x = 2"], ["notice x = 3", "so x = 4"], ["so x = 5"]]
-    groups = [group(base, [0.0] * len(each), each) for each in texts]
-    groups[1].rollouts[0].turns[0].action = Action([], "", np.zeros(0), None, "stop")
-    fill_advantages(groups, "grpo")
-    assert credited(groups)[1] == []
-    a, b, c = (g.rollouts for g in groups)
-    probe = sampled_tokens(probe_of(groups))
-    assert [s.token_ids for s in probe] == [a[0].token_ids, c[0].token_ids, a[1].token_ids, b[1].token_ids]
-    assert all(s.loss_mask_T.all() and not s.advantages_T.any() for s in probe)
-    assert np.array_equal(probe[0].logprobs_T, a[0].logprobs_T)
 
 
 @pytest.mark.parametrize("change", [{}, {"kl_coef": 0.1}, {"discard_group_zero_advantage": False}])

@@ -98,11 +98,17 @@ def test_advantages_and_returns(batch):
 # The updates
 
 
-def test_policy_loss(batch):
+def test_policy_loss_ratio_and_approximate_divergence(batch):
+    """TRL's mean runs over the padding, where the ratio is 1 and its logarithm 0; ours does not."""
     for update in batch.updates:
         loss, metrics = batch.policy(update, batch.tokens)
         assert loss == pytest.approx(update["pg_loss"], abs=1e-5)
         assert metrics["policy/clipfrac_avg"] == pytest.approx(update["pg_clipfrac"], abs=1e-5)
+        inside = batch.tokens[update["micro_batch_inds"]]
+        places, tokens = inside.numel(), int(inside.sum())
+        assert metrics["policy/approxkl_avg"] == pytest.approx(update["approxkl"] * places / tokens, abs=1e-5)
+        ratio = (update["ratio"] * places - (places - tokens)) / tokens
+        assert metrics["val/ratio"] == pytest.approx(ratio, abs=1e-5)
 
 
 def test_value_loss(batch):
@@ -112,14 +118,3 @@ def test_value_loss(batch):
         assert clipped == pytest.approx(update["vf_clipfrac"], abs=1e-5)
         whole = batch.policy(update, batch.tokens)[0] + batch.arguments["vf_coef"] * loss
         assert whole == pytest.approx(update["loss"], abs=1e-5)
-
-
-def test_ratio_and_approximate_divergence(batch):
-    """TRL's mean runs over the padding, where the ratio is 1 and its logarithm 0; ours does not."""
-    for update in batch.updates:
-        inside = batch.tokens[update["micro_batch_inds"]]
-        places, tokens = inside.numel(), int(inside.sum())
-        found = batch.policy(update, batch.tokens)[1]
-        assert found["policy/approxkl_avg"] == pytest.approx(update["approxkl"] * places / tokens, abs=1e-5)
-        ratio = (update["ratio"] * places - (places - tokens)) / tokens
-        assert found["val/ratio"] == pytest.approx(ratio, abs=1e-5)

@@ -34,13 +34,10 @@ def found(values: dict[str, list[float]], **declared) -> dict:
     (Measure(), 1 / 512),
     (Measure("final", PASS), 4 / 512),  # the first right answer: 1 − C(7, 4)/C(8, 4) = ½
     (Measure("final", "eval/heldout/pass@8"), 1 / 64),
-    (Measure("final", "eval/heldout/avg@8"), 1 / 512),
     (Measure("final", "eval/heldout/maj@4"), 1 / 128),  # two blocks of four votes
-    (Measure("final", "eval/heldout/easy/correct_rate"), 1 / 512),
     (Measure("auc", METRIC), OF_AUC),
     (Measure("last3", METRIC), 1 / 512 / 3**0.5),
     (Measure("final", "eval/heldout/mean_length"), 0.0),
-    (Measure("final", "correct_rate"), 0.0),
 ])  # fmt: skip
 def test_the_step_of_the_scale(measure, step):
     values = {measure.key: 0.5} if measure.key != METRIC else {}

@@ -175,17 +175,6 @@ def test_missing_runs_and_conditions_without_a_pair():
     assert few == t_interval(x[:4, 2] - x[:4, 0], 1 - 0.05 / 3)
 
 
-@pytest.mark.parametrize(("kind", "seeds"), [("exact", 7), ("normal", 5)])
-def test_the_intervals_of_four_differences_hold_at_once_where_t_alone_does_not(kind, seeds):
-    hits = alone = 0
-    for table in np.random.default_rng(seeds).normal(size=(400, seeds, 5)):
-        hits += all(each.low <= 0.0 <= each.high for each in simultaneous_intervals(table, kind))
-        plain = [t_interval(table[:, j] - table[:, 0]) for j in range(1, 5)]
-        alone += all(each.low <= 0.0 <= each.high for each in plain)
-    assert alone / 400 < 0.89
-    assert hits / 400 > 0.92
-
-
 # Permutation within seeds
 
 
@@ -224,8 +213,6 @@ def test_permutation_with_missing_runs_and_sampled_arrangements():
     whole = np.random.default_rng(4).normal([0.0, 1.5, 0.0], 1.0, (5, 3))
     bigger = permutation_p(np.vstack([whole, np.zeros(3)]), sampled=20_000)  # a seed without differences: same p
     assert bigger == pytest.approx(permutation_p(whole), abs=0.01)
-    clear = np.random.default_rng(5).normal([0.0, 30.0, 0.0, 0.0, 0.0], 1.0, (6, 5))
-    assert closed_permutation(clear)[0] <= 0.05  # six seeds can decide four comparisons
 
 
 # Collapsed runs
@@ -264,5 +251,3 @@ def test_collapses_among_missing_and_equal_runs_and_in_normal_tables():
     tables = np.random.default_rng(77).standard_normal((3000, 8, 5))
     assert flagged(tables).any(axis=(1, 2)).mean() == pytest.approx(0.05, abs=0.015)
     assert threshold(8, 5) > 4.0
-    tables[:, 2, 1] -= 20.0 / 4.0 * 2**0.5  # 20 points where a difference has a standard deviation of 4
-    assert flagged(tables)[:, 2, 1].mean() > 0.94

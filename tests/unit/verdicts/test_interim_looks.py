@@ -1,25 +1,20 @@
 import json
-import shutil
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.models import qwen3_directory
-from helpers.records import BASE, DR_GRPO, EIGHT, GRPO, RLOO, Played, campaign, configuration, shifted
+from helpers.records import BASE, DR_GRPO, EIGHT, GRPO, RLOO, Played, campaign, shifted
 
 from retrain.campaign.judging.pooling import compare_directories
 from retrain.campaign.judging.rule import FUTILITY
-from retrain.campaign.running.controller import launch, resume
-from retrain.config import load, parse_dict
+from retrain.config import parse_dict
 from retrain.config.campaign import seeds_for_verdict
 from retrain.errors import ConfigError, UsageError
-from retrain.files import append_jsonl, read_json
+from retrain.files import append_jsonl
 from retrain.maths.normal import additive_fit, step_down
 from retrain.maths.permutation import closed_permutation
 from retrain.maths.rules import Rule
-from retrain.maths.sequential import sequential_looks
 from retrain.maths.statistics import sign_flip_p
-from retrain.record.observer import NullObserver
 
 THREE = [GRPO, RLOO, DR_GRPO]
 MODES = [{"advantage_mode": mode, "transform_mode": "none"} for mode in ("grpo", "rloo", "maxrl", "dr_grpo")]
@@ -64,25 +59,12 @@ def test_the_decision_does_not_depend_on_when_and_how_often_one_looks(tmp_path):
     assert once.look() == other
 
 
-@pytest.mark.parametrize("rule", ["linear", "pocock", "obrien_fleming"])
-def test_seeds_that_are_accepted_are_the_fewest_that_can_stop_early(rule):
-    for conditions in (2, 4):
-
-        def last_look(planned: int, alpha: float = 0.05 / (conditions - 1)) -> int:
-            return sequential_looks(np.ones(planned), planned, alpha=alpha, spending=rule)[-1].pairs
-
-        least = next(n for n in range(2, 20) if last_look(n) < n)
-        settings = {"conditions": MODES[:conditions], "sequential": rule}
-        parse_dict({"campaign": {**settings, "seeds": list(range(least))}})
-        with pytest.raises(ConfigError, match="to stop early"):
-            parse_dict({"campaign": {**settings, "seeds": list(range(least - 1))}})
-
-
 @pytest.mark.parametrize(
     ("conditions", "keys", "message"),
     [
         (2, {"sequential": "linear", "seeds": [1, 2, 3]}, r"after 6 at the earliest.*seeds = \[1, 2, 3, 4,"),
         (2, {"sequential": "linear", "seeds": [1, 2, 3], "test": "normal"}, "after 3 at the earliest"),
+        (4, {"sequential": "pocock", "seeds": EIGHT}, "after 8 at the earliest"),
         (2, {"sequential": "linear", "seeds": list(range(30))}, "to 20"),
         (2, {"sequential": "linear", "seeds": EIGHT, "lanes": 16}, 'lanes = 16 trains all 16 runs.*lanes = "auto"'),
         (1, {"sequential": "linear", "seeds": EIGHT}, 'there is one condition.*sequential = "off"'),
@@ -104,7 +86,6 @@ def test_impossible_rules_are_configuration_errors(conditions, keys, message):
     [
         ({"conditions": [RLOO, GRPO, DR_GRPO]}, "grpo.none as the first of its conditions"),
         ({"conditions": THREE[:2]}, "conditions grpo.none, rloo.none, dr_grpo.none"),
-        ({"rule": "pocock"}, "sequential = 'linear'"),
         ({"rule": "off"}, "sequential = 'linear'"),
         ({"seeds": list(range(1, 11))}, "seeds = "),
         ({"race": True}, "race = "),
@@ -177,67 +158,6 @@ def test_what_has_left_stays_out_whatever_comes_late(tmp_path):
     assert not other["looks"][-1]["stop"]
 
 
-WORLD = """
-[model]
-model = "{folder}/model"
-lora_rank = 2
-[training]
-batch_size = 2
-group_size = 2
-max_tokens = 8
-save_every = 0
-[evaluation]
-problems = 0
-[squeeze]
-enabled = false
-"""
-
-
-def test_a_campaign_that_stops_itself_and_a_resumed_one_agree(tmp_path):
-    qwen3_directory(tmp_path / "model", ["12+34=? the answer is \\boxed{46}"])
-    path = configuration(
-        tmp_path,
-        primary_metric="final:completions/mean_length",
-        rest="[campaign.conditions.training]\nmax_tokens = 3\n" + WORLD.format(folder=tmp_path),
-    )
-    outcome = launch(load(path), tmp_path / "out", NullObserver())
-    assert outcome.exit_status == 0
-    states = [run["state"] for run in outcome.summary["runs"]]
-    assert states == ["done"] * 12 + ["stopped"] * 4  # three cohorts of two seeds, then decided
-    condition = outcome.summary["comparison"]["conditions"][1]
-    assert condition["verdict"] == "lower"
-    assert condition["sequential"]["stopped_after"] == 6
-    # Killed before the third cohort: resuming gives the same looks, bit by bit.
-    manifest = read_json(tmp_path / "out/manifest.json")
-    looks = json.loads(json.dumps(manifest["sequential"]))
-    for run in manifest["runs"][8:]:
-        run |= {"state": "pending", "reason": None, "step": 0}
-        shutil.rmtree(tmp_path / "out" / run["path"], ignore_errors=True)
-    only = manifest["sequential"]["conditions"]["rloo+none~max_tokens=3"]
-    only |= {"differences": only["differences"][:4], "looks": only["looks"][:4], "stopped_after": None}
-    (tmp_path / "out/manifest.json").write_text(json.dumps(manifest))
-    again = resume(tmp_path / "out", NullObserver())
-    assert [run["state"] for run in again.summary["runs"]] == states
-    assert read_json(tmp_path / "out/manifest.json")["sequential"] == looks
-
-
-def test_several_comparisons_share_alpha_and_their_p_values_are_corrected(tmp_path):
-    played = Played(tmp_path, conditions=THREE, seeds=list(range(1, 13)))
-    for seed in range(1, 13):
-        played.finish(seed)
-        played.look()
-    record = played.manifest.content["sequential"]["conditions"]
-    assert record["rloo+none"]["stopped_after"] == 8  # 2^-7 fits 0.025 * 8/12
-    assert record["dr_grpo+none"]["stopped_after"] is None
-    assert played.states("rloo").count("stopped") == 4
-    assert "stopped" not in played.states("grpo") + played.states("dr_grpo")
-    last = record["rloo+none"]["looks"][-1]
-    assert last["allowed"] == pytest.approx(0.05 / 2 * last["pairs"] / 12)
-    for found in played.compare()["conditions"][1:]:
-        assert found["p_value"] == record[found["label"]]["looks"][-1]["p"]
-        assert found["p_holm"] == min(1.0, 2 * found["p_value"])
-
-
 # What decides
 
 MAXRL = ("maxrl", "none")
@@ -307,9 +227,6 @@ def test_a_family_steps_down_by_looks_of_the_normal_test(tmp_path):
     assert (found[1]["test"], found[1]["stop_reason"]) == ("normal", "decided")
     assert found[2]["verdict"] == FUTILITY
     assert "does not make the conditions equivalent" in found[2]["sentence"]
-    again = json.loads(json.dumps(record))
-    played.look()
-    assert played.manifest.content["sequential"] == again
 
 
 def finish(played: Played, seed: int, leads: dict[str, float], random: np.random.Generator) -> None:
