@@ -5,6 +5,7 @@ from urllib.parse import quote
 
 import pytest
 from helpers.pages import LABELS, RUN, adapter, campaign, manifest, note, row
+from helpers.pages import evaluation as evaluation_row
 from helpers.records import config, evaluation, group, step
 from helpers.records import context as run_context
 
@@ -190,7 +191,7 @@ def test_pages_whose_server_came_back_show_what_happened_meanwhile(home, tmp_pat
             opened(page, f"{url}/{view}/one" + "?keys=mean_reward" * (view == "metrics"))
     run = home / "runs/grpo+none_s1"
     append_jsonl(run / "metrics.jsonl", [row(6)])
-    append_jsonl(run / "evals.jsonl", [pages.evaluation(7, 0.5)])
+    append_jsonl(run / "evals.jsonl", [evaluation_row(7, 0.5)])
     append_jsonl(run / "notes.jsonl", [note(6, "meanwhile")])
     again = "performance.getEntriesByType('resource').filter((each) => each.name.includes('/api/problems')).length"
     expected = {"problems": f"{again} > 1", "notes": f"{TEXT}.includes('about meanwhile')", "metrics": AT_6}
