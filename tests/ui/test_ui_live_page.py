@@ -172,17 +172,6 @@ def test_a_page_that_is_opened_before_anything_is_recorded_fills_and_shows_later
     following.fine()
 
 
-def test_new_keys_and_runs_get_charts_while_the_page_is_open(live, home):
-    page, _ = live
-    opened(page, "/metrics/one?tab=all")
-    page.press("j")
-    focused = page.page.evaluate("() => document.activeElement.dataset.key")
-    append_jsonl(home / "runs/grpo+none_s1/metrics.jsonl", [row(6, **{"custom/brand_new": 1.0})])
-    page.until("() => document.querySelector('[data-key=\"custom/brand_new\"]')", "the new key", 5 * SEEN_S)
-    assert page.page.evaluate("() => document.activeElement.dataset.key") == focused
-    page.fine()
-
-
 def test_pages_whose_server_came_back_show_what_happened_meanwhile(home, tmp_path, context):
     pages = {view: Watched(context.new_page(), "") for view in ("problems", "notes", "metrics")}
     with serving([home], tmp_path / "cache") as url:
