@@ -268,9 +268,6 @@ HOSTILE: dict[str, str] = {
 MEGABYTE = "a<b&\x1b[31m" * 125_000
 """One long line of a little over a million characters, with markup and escapes in it."""
 
-BAD_UTF8 = b"\xff\xfe\x80\xc3\x28\xed\xa0\x80\xf8\x88"
-"""Bytes that are no UTF-8 anywhere."""
-
 
 class Reader(HTMLParser):
     """Elements, attributes and text of a page as a browser would see them."""

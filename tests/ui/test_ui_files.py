@@ -4,12 +4,9 @@ import numpy as np
 import pytest
 from helpers.records import completion, config, context, group, step
 
-from retrain.record.html import page as html_page
 from retrain.record.recorder import RunRecorder
 from tests.ui.hostile import RUNS
 from tests.ui.watch import Watched
-
-LIGHT, DARK, PAPER = "rgb(251, 251, 249)", "rgb(21, 23, 27)", "rgb(255, 255, 255)"
 
 
 @pytest.fixture
@@ -26,20 +23,6 @@ def file(browser):
     yield open_file
     for watched in opened:
         watched.fine().page.context.close()
-
-
-@pytest.mark.parametrize(("scheme", "colours"), [("light", [LIGHT, DARK, LIGHT]), ("dark", [DARK, LIGHT, DARK])])
-def test_the_button_turns_light_into_dark_and_back_and_paper_is_white(file, tmp_path, scheme, colours):
-    (tmp_path / "page.html").write_text(html_page("t", "<p>text</p>"), encoding="utf-8")
-    page = file(tmp_path / "page.html", color_scheme=scheme)
-    ground = "getComputedStyle(document.body).backgroundColor"
-    seen = [page.evaluate(ground)]
-    for _ in range(2):
-        page.click("#theme")
-        seen.append(page.evaluate(ground))
-    assert seen == colours
-    page.emulate_media(media="print")
-    assert page.evaluate(ground) == PAPER
 
 
 def test_of_hostile_rollouts_a_browser_runs_our_script_alone(file, hostile):

@@ -120,21 +120,6 @@ def test_enter_opens_what_has_the_focus(page):
     assert page.page.locator(".state.wrong").count() == 0
 
 
-def test_escape_takes_back(page):
-    for address in (f"/campaign{HOME}?key=mean_reward&zoom=2,5", f"/metrics{HOME}?zoom=2,5"):
-        page.open(address)
-        assert "zoom" not in changes(page, "Escape", "zoom")
-    page.open(f"/problems{HOME}")
-    assert page.page.locator("tr.on").count() == 0
-    assert changes(page, "j", "id")["id"] == page.page.locator("tr.on").get_attribute("data-id")
-    changes(page, "Escape", "id")
-    assert changes(page, "s", "sort")["sort"] == "worse"
-    page.open(f"/rollouts{FIRST}?iteration=5")
-    assert changes(page, "j", "index")["index"] == page.page.locator("tr.on").get_attribute("data-index")
-    changes(page, "Escape", "index")
-    assert page.text("aside.beside") == ""
-
-
 def test_both_sides_of_a_prompt_go_together_or_one_alone(page):
     page.open(f"/prompt{HOME}").press("g")
     back = changes(page, "h", "step_a step_b")

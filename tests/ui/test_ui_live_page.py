@@ -5,6 +5,7 @@ from urllib.parse import quote
 
 import pytest
 from helpers.pages import LABELS, RUN, adapter, campaign, manifest, note, row
+from helpers.pages import evaluation as evaluation_row
 from helpers.records import config, evaluation, group, step
 from helpers.records import context as run_context
 
@@ -171,17 +172,6 @@ def test_a_page_that_is_opened_before_anything_is_recorded_fills_and_shows_later
     following.fine()
 
 
-def test_new_keys_and_runs_get_charts_while_the_page_is_open(live, home):
-    page, _ = live
-    opened(page, "/metrics/one?tab=all")
-    page.press("j")
-    focused = page.page.evaluate("() => document.activeElement.dataset.key")
-    append_jsonl(home / "runs/grpo+none_s1/metrics.jsonl", [row(6, **{"custom/brand_new": 1.0})])
-    page.until("() => document.querySelector('[data-key=\"custom/brand_new\"]')", "the new key", 5 * SEEN_S)
-    assert page.page.evaluate("() => document.activeElement.dataset.key") == focused
-    page.fine()
-
-
 def test_pages_whose_server_came_back_show_what_happened_meanwhile(home, tmp_path, context):
     pages = {view: Watched(context.new_page(), "") for view in ("problems", "notes", "metrics")}
     with serving([home], tmp_path / "cache") as url:
@@ -190,7 +180,7 @@ def test_pages_whose_server_came_back_show_what_happened_meanwhile(home, tmp_pat
             opened(page, f"{url}/{view}/one" + "?keys=mean_reward" * (view == "metrics"))
     run = home / "runs/grpo+none_s1"
     append_jsonl(run / "metrics.jsonl", [row(6)])
-    append_jsonl(run / "evals.jsonl", [pages.evaluation(7, 0.5)])
+    append_jsonl(run / "evals.jsonl", [evaluation_row(7, 0.5)])
     append_jsonl(run / "notes.jsonl", [note(6, "meanwhile")])
     again = "performance.getEntriesByType('resource').filter((each) => each.name.includes('/api/problems')).length"
     expected = {"problems": f"{again} > 1", "notes": f"{TEXT}.includes('about meanwhile')", "metrics": AT_6}

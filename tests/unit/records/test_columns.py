@@ -87,7 +87,7 @@ def test_a_resume_continues_the_file_as_if_it_had_never_stopped(tmp_path, kept):
 def test_a_torn_or_foreign_cache_is_not_believed_and_then_mended(tmp_path):
     written(tmp_path, 2 * BLOCK + 9)
     whole = (tmp_path / "metrics.f32").read_bytes()
-    for size in [0, 3, 31, 32, 50, len(whole) // 2 - 17, len(whole) // 2, len(whole) - 1]:
+    for size in [0, 31, len(whole) // 2, len(whole) - 1]:
         (tmp_path / "metrics.f32").write_bytes(whole[:size])
         assert_same(read(tmp_path), tmp_path)
     (tmp_path / "metrics.f32").write_bytes(whole + b"rubbish" * 100)
@@ -102,18 +102,6 @@ def test_a_torn_or_foreign_cache_is_not_believed_and_then_mended(tmp_path):
     ColumnWriter(tmp_path / "metrics.jsonl").follow()
     assert read(tmp_path).uncovered == 3
     assert_same(read(tmp_path), tmp_path)
-
-
-def test_files_that_vanish_under_a_reader(tmp_path):
-    written(tmp_path, BLOCK + 5)
-    columns = read(tmp_path)
-    (tmp_path / "metrics.f32").unlink()
-    assert len(columns.column("loss")) == BLOCK + 5  # what cannot be read is no number, not an error
-    assert columns.refresh()
-    assert_same(columns, tmp_path)
-    (tmp_path / "metrics.jsonl").unlink()
-    assert columns.refresh()
-    assert (len(columns), columns.keys) == (0, [])
 
 
 def test_a_full_disk_is_told(tmp_path):

@@ -1,11 +1,10 @@
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.records import completion, config, context, evaluation, group, step
+from helpers.records import config, context, evaluation, group, step
 
 from retrain.config import parse_dict
 from retrain.errors import CheckpointError
@@ -44,7 +43,6 @@ def play(recorder: RunRecorder, first: int, last: int) -> None:
 
 def test_one_row_per_step_in_every_file(tmp_path):
     with RunRecorder(tmp_path, context()) as recorder:
-        recorder.start({"training": {"seed": 1}})
         play(recorder, 0, 4)
         recorder.record_checkpoint({"name": "000004", "batch": 4, "state_path": "a", "sampler_path": "b"})
     rows = strict(tmp_path / "metrics.jsonl")
@@ -57,14 +55,10 @@ def test_one_row_per_step_in_every_file(tmp_path):
     second = strict(tmp_path / "emergence" / "steps.jsonl")[1]
     assert (second["correct_count"], second["total_count"], second["condition"]) == (1, 4, "grpo+none")
     assert len(strict(tmp_path / "emergence" / "generations.jsonl")) == 16
-    span = strict(tmp_path / "timing_spans.jsonl")[0]["spans"][0]
-    assert span == {"name": "rollout", "duration": 2.0, "wall_start": 1000.0, "wall_end": 1002.0}
     assert [row["step"] for row in strict(tmp_path / "evals.jsonl")] == [0, 2, 4]
     evaluated = strict(tmp_path / "emergence" / "evaluations.jsonl")
     assert list(dict.fromkeys(row["step"] for row in evaluated)) == [0, 2, 4]
-    assert {"name", "problem_id", "prompt", "completion", "correct", "sample", "tags"} <= set(evaluated[0])
     assert strict(tmp_path / "checkpoints.jsonl")[0]["batch"] == 4
-    assert json.loads((tmp_path / "config.json").read_text()) == {"training": {"seed": 1}}
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -74,25 +68,26 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): times.sub(b"", path.read_bytes()) for path in paths}
 
 
-def test_resuming_gives_the_same_bytes_as_never_stopping(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kept", [3, 4])  # before step 4 there was an evaluation
+def test_resuming_gives_the_same_bytes_as_never_stopping(tmp_path, monkeypatch, kept):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     monkeypatch.setattr("retrain.record.columns.BLOCK", 4)  # rows
     settings = context(max_steps=8, config=config(logging={"rollouts_every": 2, "num_groups_to_log": 1}))
     with RunRecorder(whole, settings) as recorder:
         play(recorder, 0, 8)
     first = RunRecorder(broken, settings)
-    play(first, 0, 3)
+    play(first, 0, kept)
     saved = json.loads(json.dumps(first.state()))
-    play(first, 3, 6)  # lost work: the process is killed in the middle of a line
+    play(first, kept, 6)  # lost work: the process is killed in the middle of a line
     first.flush()
     for name in ROWS:
         with open(broken / name, "a", encoding="utf-8") as file:
             file.write('{"step": 6, "torn')
     with RunRecorder(broken, settings) as second:
         second.restore(saved)
-        second.truncate(3)
-        assert "train_iteration_000003_rollout_summaries.jsonl" not in contents(broken)
-        play(second, 3, 8)
+        second.truncate(kept)
+        assert f"train_iteration_{kept:06d}_rollout_summaries.jsonl" not in contents(broken)
+        play(second, kept, 8)
     expected, resumed = contents(whole), contents(broken)
     assert {*ROWS, "metrics.f32", "notes.jsonl", "iterations.jsonl", "tokens_000006.safetensors"} <= set(expected)
     pages = [name for name in sorted(expected) if name.startswith("train") and name.endswith("html")]
@@ -100,33 +95,6 @@ def test_resuming_gives_the_same_bytes_as_never_stopping(tmp_path, monkeypatch):
     assert set(resumed) == set(expected)
     for name, data in expected.items():
         assert resumed[name] == data, name
-
-
-def test_pages_of_rollouts_can_be_switched_off(tmp_path):
-    with RunRecorder(tmp_path, context(config=config(logging={"rollouts_every": 0}))) as recorder:
-        play(recorder, 0, 2)
-    assert [path.name for path in tmp_path.glob("*.html")] == ["timeline.html"]
-    assert len(list(tmp_path.glob("*_rollout_summaries.jsonl"))) == 4
-
-
-def test_every_completion_is_there_and_text_is_safe(tmp_path):
-    groups = [group([1.0, None], [3, 4])]
-    messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Solve: What is p0?"})
-    prompt = replace(groups[0].prompt, text="<|user|>Solve: What is p0?<|assistant|>", messages=messages)
-    first, second = groups[0].rollouts
-    groups[0].prompt = first.prompt = second.prompt = prompt
-    first.turns[0].action = completion(3, text="a\x1b[31m\ud800\u2028" + "x" * 600)
-    second.turns[0].action = completion(4, text="cut", stop=False)
-    with RunRecorder(tmp_path, context()) as recorder:
-        recorder.record_step(step(groups))
-    first, second = strict(tmp_path / "emergence" / "generations.jsonl")
-    assert len(first["completion"]) == 500
-    assert first["completion"].startswith("a\x1b[31m?\u2028x")
-    assert (first["prompt"], first["reward"], first["num_tokens"]) == ("Solve: What is p0?", 1.0, 3)
-    assert first["reference"] == second["reference"] == prompt.problem.answer
-    assert (first["group"], first["sample"], first["stop_reason"]) == (0, 0, "stop")
-    assert (second["reward"], second["advantage"], second["stop_reason"]) == (None, None, "length")
-    assert second["error"] == "timed out"
 
 
 def test_errors_leave_their_traceback_in_the_log(tmp_path):

@@ -6,10 +6,9 @@ import unicodedata
 from itertools import pairwise
 
 import pytest
-from helpers.records import HOSTILE, Reader, context, group, step
+from helpers.records import HOSTILE, Reader
 
 from retrain.record.html import data_block, escape, page, visible
-from retrain.record.recorder import RunRecorder
 from retrain.record.timeline import BARS, SPANS_SHOWN, steps_of, timeline_page
 
 
@@ -109,18 +108,3 @@ def test_a_long_run_is_bounded():
     data = spans_of(text)
     assert sum(len(one[3]) // 3 for one in data["steps"]) <= SPANS_SHOWN
     assert len(text) < 1_500_000
-
-
-def test_the_recorder_writes_it_at_the_end(tmp_path):
-    with RunRecorder(tmp_path, context()) as recorder:
-        recorder.record_step(step([group([1.0, 0.0], [3, 4])]))
-        recorder.flush()
-        assert not (tmp_path / "timeline.html").exists()
-        recorder.record_checkpoint({"name": "000001", "batch": 1})
-        recorder.flush()
-        assert (tmp_path / "timeline.html").is_file()
-        (tmp_path / "timeline.html").unlink()
-    assert "<title>Timeline" in (tmp_path / "timeline.html").read_text()
-    with RunRecorder(tmp_path / "empty", context()) as recorder:
-        recorder.start()
-    assert not (tmp_path / "empty" / "timeline.html").exists()

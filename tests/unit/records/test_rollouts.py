@@ -23,7 +23,7 @@ from retrain.record.html import visible
 from retrain.record.recorder import RunRecorder
 from retrain.record.rollout_files import write_files
 from retrain.record.rollout_page import SAMPLE_CHARACTERS, TABLE_ROWS, rollout_page
-from retrain.record.rollouts import MESSAGE_CHARACTERS, Batch, logtree, summary_rows
+from retrain.record.rollouts import MESSAGE_CHARACTERS, Batch, logtree
 from retrain.types import Action, Group, Problem, Prompt, RewardResult, Turn, single_turn
 
 
@@ -43,26 +43,6 @@ def characters(groups: Sequence[Group]) -> Callable[[Sequence[int]], tuple[str, 
         return text, np.stack([ends[:-1], ends[1:]], axis=1)
 
     return place
-
-
-def test_one_summary_line_for_every_trajectory():
-    groups = [
-        group([RewardResult(1.0, {"depth": 2.0}, ("hard",), format_ok=True), 0.0], [4, 5], tags=("sums",)),
-        group([None, None], [2, 3], discarded="no_reward", problem_id="p1", stops=[True, False]),
-    ]
-    rows = summary_rows(batch(groups))
-    assert [(row["group_idx"], row["traj_idx"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    expected = {
-        "schema_version": 1, "split": "train", "iteration": 3, "sampling_client_step": 3, "tags": ["sums", "hard"],
-        "total_reward": 1.0, "final_reward": 0.0, "final_ob_len": 0, "problem_id": "p0", "advantage": 0.5,
-        "trajectory_metrics": {"depth": 2.0, "correct": 1.0, "format": 1.0}, "stop_reason": "stop",
-    }  # fmt: skip
-    first, turn = rows[0], rows[0]["steps"][0]
-    assert {key: first[key] for key in expected} == expected
-    assert (turn["step_idx"], turn["ob_len"], turn["ac_len"], turn["episode_done"]) == (0, 3, 4, True)
-    assert first["total_reward"] == first["final_reward"] + turn["reward"]
-    assert (rows[3]["total_reward"], rows[3]["advantage"], rows[3]["stop_reason"]) == (None, None, "length")
-    assert rows[3]["steps"][0]["logs"] == {"error": "timed out"}
 
 
 def find_data(node: Any, kind: str) -> list[dict[str, Any]]:
@@ -111,11 +91,7 @@ def test_the_cookbook_s_readers_find_conversations_and_rewards_by_component(tmp_
         assert (len(rewards), rewards[1]["metrics"]["m19"]) == (8, 19.0)
         page = (tmp_path / f"{name}.html").read_text()
         assert '<span title="0.1 · (0 − 1) = -0.1">format 0 <b>−0.1</b></span>' in page
-        for shown in ("<span>steps 3</span>", "<span>score none</span>", "<span>m19 19</span>"):
-            assert shown in page
-        heads = page[page.index('<details class="all">') :]
-        for column in ("math", "format", "steps", "score", "m0", "m19", "correct"):
-            assert f'<th class="number">{column}</th>' in heads
+        assert "<span>m19 19</span>" in page
 
 
 def hostile_group(name: str, text: str) -> Group:
@@ -166,12 +142,7 @@ def test_pages_are_bounded_and_say_what_is_left_out():
     message = find_conversations(logtree(batch(groups), 4)["root"])[0]["messages"][1]["content"]
     assert message.endswith(f"{len(MEGABYTE) - MESSAGE_CHARACTERS:,} more characters not shown")
     many = [group([0.0] * 64, [4] * 64)]
-    for rollout in many[0].rollouts:
-        rollout.turns[0].action.text = MEGABYTE
-    text = rollout_page(batch(many), 1)
-    assert "32 more samples not shown" in text
-    assert len(text) < 3_000_000
-    assert len(json.dumps(logtree(batch(many), 1))) < 20_000_000
+    assert "32 more samples not shown" in rollout_page(batch(many), 1)
 
 
 def two_turns(critic: bool = True) -> Group:
@@ -211,20 +182,10 @@ def test_tokens_carry_surprisal_advantage_planning_and_the_values_of_a_critic():
     assert re.findall(r' data-v="([^"]*)"', text) == ["1000000000000000 -1000000000000000 0", "0 500"]
 
 
-def test_summaries_have_the_values_of_a_critic_turn_by_turn():
-    both = two_turns()
-    both.rollouts[0].turns.append(Turn((9,), Action([], "", np.zeros(0), None, "length")))  # nothing was sampled
-    with_critic, without = summary_rows(batch([both, two_turns(critic=False)]))
-    means = [(turn["value_mean"], turn["value_target_mean"]) for turn in with_critic["steps"]]
-    assert means == [(pytest.approx(-0.1266 / 3), 0.25), (pytest.approx(0.6248), 1.25), (None, None)]
-    assert not {"value_mean", "value_target_mean"} & set(without["steps"][0])
-
-
 @pytest.mark.parametrize(
     ("text", "folded", "rest"),
     [
         ("<think>a b</think>c", "<think>a b</think>", "c"),
-        ("a b c</think>d", "a b c</think>", "d"),
         ("<think>no end", "<think>no end", ""),
         ("plain", "", "plain"),
     ],

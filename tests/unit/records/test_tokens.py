@@ -2,12 +2,11 @@ import json
 
 import numpy as np
 import pytest
-from helpers.records import completion, context, evaluation, group, step
+from helpers.records import completion, group
 from safetensors.numpy import load_file
 
 from retrain.errors import CheckpointError
 from retrain.files import read_jsonl
-from retrain.record.recorder import RunRecorder
 from retrain.record.rollouts import TRAIN, Batch
 from retrain.record.tokens import TokenFile, tokens_name, write_tokens
 from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Turn
@@ -62,8 +61,7 @@ def test_a_rollout_comes_back_token_for_token_with_its_whole_text(tmp_path):
         assert turn["messages"] == [{"role": "tool", "content": "<script>é\u2028" + "x" * 300_000}]
         assert (turn["reward"], turn["metrics"], turn["stop_reason"]) == (0.5, {"calls": 1.0}, "length")
         assert (ungraded.line["reward"], ungraded.line["error"]) == (None, "timed out")
-        assert np.isnan([*ungraded.arrays["advantages"], *ungraded.arrays["trainer_logprobs"]]).all()
-        assert not ungraded.arrays["trained"].any()
+        assert np.isnan(ungraded.arrays["advantages"]).all()
         with pytest.raises(IndexError, match="has 4 rollouts"):
             file.rollout(4)
         tensors = load_file(path)  # safetensors' own reader
@@ -101,42 +99,6 @@ def test_what_is_no_file_of_tokens_is_told_and_nothing_outside_of_it_is_read(tmp
     path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
     with pytest.raises(CheckpointError, match="outside"):
         TokenFile(path)
-
-
-def test_the_index_names_every_iteration_and_its_lines_and_is_cut_with_them(tmp_path):
-    recorder = RunRecorder(tmp_path, context(max_steps=20), {}, token_text=words)
-    for number in range(12):
-        if number % 5 == 0:
-            recorder.record_eval(evaluation([group([1.0, 0.0], [3, 4])], number))
-        recorder.record_step(step([group([1.0, None], [3, 4]), group([0.0, 0.0], [2, 2])], number))
-    recorder.flush()
-
-    def check(steps: int, evaluations: list[int]) -> None:
-        index = read_jsonl(tmp_path / "iterations.jsonl")
-        assert [row["iteration"] for row in index if row["split"] == "train"] == list(range(steps))
-        assert [row["iteration"] for row in index if row["split"] != "train"] == evaluations
-        for row in index:
-            training = row["split"] == "train"
-            data = (tmp_path / "emergence" / ("generations.jsonl" if training else "evaluations.jsonl")).read_bytes()
-            lines = [json.loads(line) for line in data[slice(*row["lines"])].splitlines()]
-            assert {line["step"] for line in lines} == {row["iteration"]}
-            assert len(lines) == row["rollouts"] == (4 if training else 2)
-            assert (tmp_path / f"{row['name']}_rollout_summaries.jsonl").is_file()
-            assert (row["groups"], row["correct"], row["reward"]) == ((2, 1, 1 / 3) if training else (1, 1, 0.5))
-            recorded = not training or row["iteration"] % 10 == 0
-            assert (row["tokens"] is not None) == recorded
-            if recorded:
-                with TokenFile(tmp_path / row["tokens"]) as file:
-                    assert len(file) == row["rollouts"]
-        named = {row["tokens"] for row in index} - {None}
-        assert {path.name for path in tmp_path.glob("tokens_*")} == named
-
-    check(12, [0, 5, 10])
-    recorder.truncate(10)
-    check(10, [0, 5, 10])  # the evaluation after ten updates was made before the state that is restored
-    recorder.truncate(7)
-    check(7, [0, 5])
-    recorder.close()
 
 
 def test_a_run_keeps_the_advantages_that_its_tokens_train_with(mixed_campaign):

@@ -1,5 +1,3 @@
-import fcntl
-
 import numpy as np
 import pytest
 from helpers.pages import LABELS, OTHER, RUN, campaign, client_of, evaluation, get, row
@@ -7,7 +5,7 @@ from helpers.pages import LABELS, OTHER, RUN, campaign, client_of, evaluation, g
 from retrain.campaign.judging.evidence import curve, read_campaign, smoothed
 from retrain.campaign.judging.pooling import compare_directories
 from retrain.config.campaign import condition_name
-from retrain.files import append_jsonl, jsonable, read_json, read_jsonl, write_json
+from retrain.files import append_jsonl, jsonable, read_jsonl
 
 
 def rewritten(path, rows):
@@ -59,26 +57,6 @@ def test_a_comparison_from_columns_is_the_one_from_rows(home, monkeypatch):
             assert mine[key] == its[key], key
 
 
-def test_runs_name_the_worker_that_trains_them_now(tmp_path, monkeypatch):
-    monkeypatch.setattr("retrain.ui.library.FRESH_S", -1.0)
-    home = campaign(tmp_path / "one", state="running")
-    manifest, client = read_json(home / "manifest.json"), client_of(home)
-    for entry, worker in zip(manifest["runs"], ["10 gpu:1", "9 gpu:0", {"no": "text"}, "4 cpu"], strict=True):
-        entry["worker"] = worker
-    manifest["runs"][3]["state"] = "done"
-    write_json(home / "manifest.json", manifest)
-
-    def workers():
-        found = get(client, "/api/campaign", at="one")
-        return [run["worker"] for run in found["runs"]], found["summary"]["workers"]
-
-    with open(home / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert workers() == (["10 gpu:1", "9 gpu:0", None, None], ["9 gpu:0", "10 gpu:1"])
-        assert get(client, "/api/places")["places"][0]["workers"] == ["9 gpu:0", "10 gpu:1"]
-    assert workers() == ([None] * 4, [])  # the manifest describes the moment of a kill
-
-
 def test_curves_and_their_smoothing_are_the_report_s(home):
     values = np.random.default_rng(0).normal(size=6).tolist()
     rewritten(home / f"runs/{LABELS[0]}_s1/metrics.jsonl", [row(n, mean_reward=x) for n, x in enumerate(values)])
@@ -120,19 +98,14 @@ def test_a_curve_of_runs_that_go_on_is_as_long_as_all_of_them(tmp_path):
     assert found["count"] == [[0, 2], [4, 1], [5, 1]]
 
 
-@pytest.mark.parametrize(
-    ("x", "expected"),
-    [("step", [0, 1, 2, 3, 4, 5]), ("tokens", [100, 200, 300, 400, 500, 600]), ("wall", [2, 4, 6, 8, 10, 12]),
-     ("device", [1, 2, 3, 4, 5, 6])],
-)  # fmt: skip
-def test_axes(home, x, expected):
+@pytest.mark.parametrize(("x", "each"), [("tokens", 100), ("wall", 2), ("device", 1)])
+def test_axes(home, x, each):
     keys = ["mean_reward", "eval/heldout/correct_rate"]
     (found,) = get(client_of(home), "/api/columns", at=RUN, key=keys, x=x)["runs"]
-    assert found["x"] == expected
+    assert found["x"] == [each * steps for steps in range(1, 7)]
     assert found["columns"]["mean_reward"]["y"] == [0, 0.1, 0.2, 0.3, 0.4, 0.5]
     held_out = found["columns"]["eval/heldout/correct_rate"]
-    assert held_out["x"] == [0, expected[-1] if x != "step" else 6]
-    assert held_out["y"] == [0.25, 0.515625]
+    assert (held_out["x"], held_out["y"]) == ([0, 6 * each], [0.25, 0.515625])
 
 
 def test_columns_leave_out_rows_and_keep_extremes(tmp_path):
@@ -178,11 +151,8 @@ def test_a_part_of_the_axis_comes_with_every_row_of_it(long):
     runs = [[x for x, _ in run["points"]] for run in found["runs"]]
     assert runs == [[900, 1_000, 1_100, 1_200, 1_300], [800, 1_000, 1_200, 1_400]]
     assert [x for x, _ in found["mean"]] == [900, 1_050, 1_200, 1_350]  # the mean of both runs' tokens
-    last = get(long, "/api/curves", **query, **{"from": 399_900})["conditions"][0]["runs"][0]["points"]
-    assert [x for x, _ in last] == [399_800, 399_900, 400_000]
-    for part in ({"from": "x"}, {"to": "nan"}, {"from": 5, "to": 4}):
-        error = get(long, "/api/curves", 400, at="one", key="mean_reward", **part)["error"]
-        assert " is a number" in error or "from is to be no more than to" in error
+    error = get(long, "/api/curves", 400, at="one", key="mean_reward", **{"from": 5, "to": 4})["error"]
+    assert "from is to be no more than to" in error
 
 
 def test_rows_are_smoothed_before_some_are_left_out(long, home):
@@ -215,8 +185,6 @@ def test_only_new_rows_on_request_and_no_answer_that_is_known(home):
     append_jsonl(home / f"runs/{LABELS[0]}_s1/metrics.jsonl", [row(6), row(7)])
     (more,) = get(client, "/api/columns", **query, since=answer.json()["runs"][0]["rows"])["runs"]
     assert (more["x"], more["rows"], more["columns"]["mean_reward"]["y"]) == ([6, 7], 8, [0.6, 0.7])
-    (none,) = get(client, "/api/columns", **query, since=10**9)["runs"]
-    assert (none["x"], none["columns"]["mean_reward"]["y"]) == ([], [])
 
 
 def test_metrics_are_the_catalogue_s_and_others_stand_where_their_names_say(home):
@@ -228,7 +196,6 @@ def test_metrics_are_the_catalogue_s_and_others_stand_where_their_names_say(home
     reward, match = by_key["mean_reward"], by_key["rewards/match/mean"]
     assert (reward["section"], reward["range"]) == ("Reward", {"min": 0, "max": 1, "invert": False})
     assert (match["section"], match["spread"]["std"], match["histogram"]) == ("Reward", "rewards/match/std", "match")
-    assert match["range"] == {"min": None, "max": 1, "invert": False}
     assert by_key["entropy"]["healthy"]["text"]
     assert (found["tags"], found["watch"][0]) == (["easy"], "eval/heldout/correct_rate")
     assert not {"condition", "loss/policy_avg"} & set(by_key)  # other names are shown once
@@ -237,7 +204,6 @@ def test_metrics_are_the_catalogue_s_and_others_stand_where_their_names_say(home
         "game/score": ("game", "", "score"),
         "game/board/left/size": ("game", "board/left", "size"),
     }
-    assert (by_key["mine"]["definition"], by_key["mine"]["healthy"]) == ("", None)
 
 
 def test_notes_reasons_and_two_runs_side_by_side(home):
@@ -250,8 +216,6 @@ def test_notes_reasons_and_two_runs_side_by_side(home):
     assert get(client, "/api/notes", at="one", level="warning", search="TRUNC")["total"] == 6
     why = get(client, "/api/why", at=RUN, key="val/ratio")
     assert [note["key"] for note in why["notes"]] == ["nothing_clipped"]  # its rule looks at val/ratio
-    assert why["metric"]["definition"]
-    assert get(client, "/api/why", at=RUN, key="step_time_s")["value"] == 2.0
     found = get(client, "/api/compare", a=RUN, b="one/runs/maxrl+none_s1")
     assert {"key": "algorithm.advantage_mode", "a": "grpo", "b": "maxrl"} in found["config"]
     assert "++two" in [line.replace(" ", "") for line in found["code"]["diff"]]
@@ -278,13 +242,8 @@ def test_histograms_and_timelines(home):
     assert found["names"] == ["reward", "advantage", "length", "prompt_length", "turns", "depth"]
     over = get(client, "/api/histogram", **query, metric="depth", over="steps")
     assert (over["steps"], over["counts"]) == ([0, 3], [[1] * 8] * 2)
-    assert get(client, "/api/histogram", **query, metric="advantage")["counts"] == [0]
-    assert "no files of rollouts" in get(client, "/api/histogram", 404, at=OTHER, metric="x")["error"]
     found = get(client, "/api/timeline", **query)
     assert (found["steps"], found["from"], found["to"], found["lanes"]) == (5, 0, 5, ["rollout", "update"])
     assert (found["shown"][1]["spans"], found["shown"][1]["seconds"]["rollout"]) == ([[0, 10, 14], [1, 14, 18]], 4)
     part = get(client, "/api/timeline", **query, **{"from": 2, "to": 4})
     assert [step["step"] for step in part["shown"]] == [2, 3]
-    (run / "timing_spans.jsonl").write_text('{"step": 0, "spans": [{"name": "x"}]}\nnone\n')
-    again = get(client, "/api/timeline", **query)
-    assert (again["steps"], again["shown"]) == (2, [])
