@@ -1,10 +1,14 @@
+import time
 from dataclasses import replace
+from itertools import count
+from pathlib import Path
 
 import pytest
-from helpers.models import train_quietly
+from helpers.models import TINY_RUN, train_quietly
 from helpers.records import context, group, step
 
 from retrain.files import read_jsonl
+from retrain.plugins import load_file
 from retrain.record.recorder import RunRecorder
 
 UNIFORM = """
@@ -42,6 +46,58 @@ def test_uniform_groups_are_measured_and_take_part_in_the_step_where_they_are_ke
     for row in rows["true"] + rows["false"]:
         assert row["kl_sample_train_v2"] < 1e-6
         assert row["entropy"] == rows["true"][row["step"]]["entropy"] > 0
+
+
+SEPA = """
+[algorithm]
+transform_mode = "gtpo_sepa"
+[gtpo]
+beta = 0.5
+[sepa]
+steps = 2
+correct_rate_gate = 0.0
+[training]
+max_steps = 3
+batch_size = 4
+group_size = 4
+max_tokens = 40
+[backend]
+devices = "cpu"
+"""
+
+
+def test_pooling_changes_no_planning_weight_in_the_logs(tmp_path):
+    """λ follows its ramp, pooling shrinks the variance of execution weights by (1 − λ)², planning weights stay."""
+    script = load_file(Path(__file__).parents[2] / "scripts" / "sepa_in_the_logs.py", "sepa_in_the_logs")
+    train_quietly(tmp_path, SEPA)
+    rows = script.read(tmp_path / "out")
+    assert [row["sepa_lambda"] for row in rows] == [0.0, 0.5, 1.0]
+    for row in rows:
+        assert row["plan_weight_mean"] > 0
+        assert row["plan_weight_change"] < 1e-12  # the identity
+    # Within a completion pooled deviations are (1 − λ) times the raw ones; what is left at λ = 1 lies between them.
+    assert rows[0]["exec_weight_var"] == rows[0]["exec_weight_var_unpooled"]
+    assert rows[1]["exec_weight_var"] < rows[1]["exec_weight_var_unpooled"]
+    assert rows[2]["exec_weight_var"] < 0.5 * rows[2]["exec_weight_var_unpooled"]
+    assert len(script.markdown(rows).splitlines()) == 5
+
+
+MONTH = 30 * 24 * 3600.0
+
+
+def test_durations_are_right_while_the_clock_is_set_back(tmp_path, model, monkeypatch):
+    clock, calls = time.time, count()
+    monkeypatch.setattr(time, "time", lambda: clock() - MONTH * (next(calls) // 3))  # a month back at every third look
+    rows = train_quietly(tmp_path, TINY_RUN.format(model=model) + "max_tokens = 6\n")
+    monkeypatch.undo()
+    for row in rows:
+        seconds = {key: row[key] for key in row if key.startswith(("time/", "timing_")) or key == "step_time_s"}
+        assert all(0 <= value < 1000 for value in seconds.values() if value is not None), seconds
+        assert row["time/rollout"] > 0
+    for row in read_jsonl(tmp_path / "out/timing_spans.jsonl"):
+        for span in row["spans"]:
+            assert 0 <= span["duration"] < 1000
+            assert abs(span["wall_start"] - clock()) < 1000  # still stamps of the wall clock
 
 
 def test_durations_are_right_where_the_clock_is_set_back_between_two_processes(tmp_path):
