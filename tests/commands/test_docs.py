@@ -1,6 +1,9 @@
 import ast
+import os
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,3 +81,15 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
         if not target.startswith(("http://", "https://", "mailto:")):
             assert (page.parent / target).exists(), target
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+def test_makefile_knows_how_to_make_every_target():
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    for target in targets:
+        command = ["make", "--dry-run", "--always-make", target]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""  # no rule takes the place of another
+        assert [line for line in done.stdout.splitlines() if line and not line.startswith("make:")], target
