@@ -68,3 +68,18 @@ def test_the_cluster_of_the_example_is_what_ray_up_reads():
     ray, yaml = pytest.importorskip("ray"), pytest.importorskip("yaml")
     schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
     validate(yaml.safe_load((EXAMPLES / "cluster.yaml").read_text()), schema)
+
+
+def test_kuberay_s_example_is_what_ray_reads_there():
+    """Ray's reader of a cluster in Kubernetes compares with Ray's schema itself."""
+    pytest.importorskip("ray")
+    yaml = pytest.importorskip("yaml")
+    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr as read
+
+    content = yaml.safe_load((EXAMPLES / "kuberay.yaml").read_text())
+    assert (content["apiVersion"], content["kind"]) == ("ray.io/v1", "RayJob")
+    found = read({"metadata": {"name": "retrain", "namespace": "x"}, "spec": content["spec"]["rayClusterSpec"]})
+    kinds = found["available_node_types"]
+    assert kinds["headgroup"]["resources"]["CPU"] == 0
+    assert (kinds["gpu"]["resources"]["GPU"], kinds["gpu"]["max_workers"]) == (1, 4)
+    assert "--executor ray --workers 4" in content["spec"]["entrypoint"]
