@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from retrain.algorithms.standard import load_modes
 from retrain.campaign.planning.plan import RunSpec
+from retrain.campaign.running import assemble
+from retrain.campaign.running.following import Desk
 from retrain.campaign.running.models import Bases
 from retrain.campaign.running.team import Team
 from retrain.config import parse_dict
@@ -390,3 +393,20 @@ def test_no_rank_ever_holds_the_whole_base(tmp_path):
     assert found[0]["logprobs"] == found[1]["logprobs"]
     assert found[0]["gradient"] == found[1]["gradient"]
     assert found[0]["sampled"] == pytest.approx(found[0]["logprobs"], rel=1e-5)
+
+
+def test_a_rank_with_another_base_is_refused(whole, folder):
+    config = config_of({})
+    spec = RunSpec("run", "label", 1, 0, {}, False, config)
+    base = whole[0]
+    assert Desk(Bases()).load([spec.to_json()], str(folder), "cpu") == base.fingerprint
+
+    class Other(Ranks):
+        def ask(self, name, args, own):
+            assert [name, *(place for _, _, place in args)] == ["load", "gpu:1", "gpu:2"]
+            return Answers(own(), [base.fingerprint, "another"])
+
+    model = SimpleNamespace(identity=base.fingerprint, name=base.name)
+    with pytest.raises(ModelError, match=f"rank 2 has other weights of {base.name} than rank 0"):
+        assemble._on_all_ranks([spec], folder, Bases(ranks=Other(["gpu:1", "gpu:2"])), lambda: model)
+    assert assemble._on_all_ranks([spec], folder, Bases(), lambda: model) is model

@@ -159,6 +159,19 @@ def test_a_bucket_that_does_not_exist(run, bucket):
         Mirror("s3://nobucket/x", run).claim()
 
 
+def test_records_come_before_checkpoints_before_the_manifest_before_the_index(run, flaky):
+    flaky.mirror.claim()
+    flaky.mirror.push()
+    checkpoint = ["checkpoints/step_000001/state.json", "checkpoints/step_000001/retrain.json"]
+    order = [INDEX, "metrics.jsonl", MARK, *checkpoint, "manifest.json", INDEX]
+    flaky.mirror.push()  # nothing has changed
+    assert [name for _, name in flaky.done] == order
+    train_on(run)
+    flaky.mirror.push()
+    assert flaky.done[-3] == ("pi", INDEX)
+    assert sorted(flaky.done[-2:]) == [("rm", name) for name in sorted(checkpoint)]
+
+
 def test_a_checkpoint_that_is_being_replaced_is_not_in_the_index(run, tmp_path):
     mirror, owner = copied(run, f"file://{tmp_path}/store"), owner_of(run)
     remove(run / "checkpoints/step_000001", owner.at("checkpoints/step_000001"))

@@ -1,6 +1,7 @@
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from helpers.campaigns import adapter_bytes, runs_of
 from helpers.models import campaign_head, qwen3_directory
@@ -114,3 +115,19 @@ def test_every_run_has_an_adapter_and_final_is_recorded_last(mixed_campaign):
         for key in ("state_path", "sampler_path"):
             assert (run / lines[-1][key] / "adapter_model.safetensors").is_file()
         assert newest_whole(run, []) == run / lines[-1]["state_path"]
+
+
+def test_other_tools_read_the_files_of_a_run(campaign):
+    """pandas, with TRL's metric names."""
+    run = campaign / "runs" / RUN
+    metrics = pd.read_json(run / "metrics.jsonl", lines=True)
+    assert metrics["env/all/reward/total"].tolist() == metrics["mean_reward"].tolist()
+    trl = metrics[["reward", "kl", "entropy", "completions/clipped_ratio", "clip_ratio/region_mean"]]
+    assert trl.notna().all(axis=None)
+    assert (trl["kl"] >= 0).all()
+    assert (trl["entropy"] > 0).all()
+    completions = pd.read_json(run / "emergence/generations.jsonl", lines=True)
+    completions["digits"] = completions["completion"].str.count(r"\d")
+    by_step = completions.groupby("step")["digits"]
+    assert metrics["rewards/digits/mean"].tolist() == pytest.approx(by_step.mean().tolist())
+    assert metrics["rewards/digits/std"].tolist() == pytest.approx(by_step.std(ddof=0).tolist())
