@@ -11,7 +11,7 @@ from rich.console import Console
 from retrain.record.console import Board, LiveConsole, PlainConsole, board_view, make_console
 from retrain.record.evaluation import eval_row
 from retrain.record.measure import step_row
-from retrain.record.tables import comparison_table
+from retrain.record.tables import comparison_table, squeeze_line, squeeze_table
 
 NASTY = "[bold red]<b>\x1b[2J\x1b]0;owned\x07 \u202e\udc80[/] 答案"
 
@@ -66,6 +66,35 @@ def test_plain_lines_can_be_parsed_and_hold_no_escapes():
     assert (ends["step"], ends["correct"], ends["before"], ends["low"]) == ("4", "1.000", "0.500", "-")
     assert "warning: two" in lines
     assert lines[-1].startswith("end run=grpo+none_s1 status=failed message=it broke: [bold red]")
+
+
+def test_progress_is_a_line_for_each_tenth_of_all_steps_or_every_ten_seconds():
+    """Three runs of 10 steps, one of them resumed at 8, one second a step; then one step of 12 seconds."""
+    stream, now = io.StringIO(), [100.0]
+    console, runs = PlainConsole(stream), specs(4)
+    console.clock = lambda: now[0]
+    console.plan(runs)
+
+    def progress() -> list[str]:
+        return [line for line in stream.getvalue().splitlines() if line.startswith(("progress ", "step "))]
+
+    for spec, begin in zip(runs[:3], (0, 0, 8), strict=True):
+        console.run_started(spec, begin, 10)
+    for n in range(2):
+        for index, (spec, begin) in enumerate(zip(runs[:3], (0, 0, 8), strict=True)):
+            console.step(spec, {"step": begin + n, "mean_reward": index / 2, "correct_rate": None})
+        now[0] += 1.0
+    assert progress()[0].split(" eta=")[0] == (
+        "progress done=12/40 running=3 waiting=1 reward=0.500 correct=- length=- truncated=- entropy=-"
+    )
+    now[0] += 12.0
+    console.step(runs[0], {"step": 2, "mean_reward": 0.0})
+    console.run_finished(runs[1], "failed", "it broke")
+    console.run_finished(runs[2], "done")
+    console.run_started(runs[3], 0, 10)
+    for n in range(4):
+        console.step(runs[3], {"step": n})
+    assert [line.split()[1] for line in progress()] == ["done=12/40", "done=15/40", "done=19/32"]
 
 
 def test_the_live_view_fits_80_columns_and_24_lines():
@@ -152,6 +181,29 @@ def test_the_comparison():
     narrow = printed(comparison_table(COMPARISON, 60).rich(), 60)
     assert any(line.startswith("grpo ") and "50.0% → 70.0%" in line for line in narrow.splitlines())
     assert "…" not in narrow
+
+
+SQUEEZE = {
+    "run": "grpo+none_s1",
+    "source_rank": 8,
+    "recommended_rank": 4,
+    "min_variance_retention": 0.95,
+    "rows": [
+        {"rank": 2, "mean_variance": 0.8, "min_variance": 0.7, "max_variance": 0.9, "relative_error": 0.447},
+        {"rank": 4, "mean_variance": 0.97, "min_variance": 0.95, "max_variance": 0.99, "relative_error": 0.173},
+    ],
+    "message": "Train high, then compress.",
+}
+
+
+def test_the_recommended_rank():
+    for text in (printed(squeeze_table(SQUEEZE, 80).rich(), 80), squeeze_table(SQUEEZE).text()):
+        marked = next(line for line in text.splitlines() if "<- recommended" in line)
+        assert marked.split() == ["4", "97.0%", "95.0%", "17.3%", "<-", "recommended"]
+    assert " 4 of 8. Accuracy was not measured" in squeeze_line(SQUEEZE)
+    untrained = SQUEEZE | {"rows": [], "recommended_rank": None, "message": "The adapter is untrained."}
+    assert squeeze_line(untrained) == "The adapter is untrained."
+    assert "untrained" in squeeze_table(untrained).text()
 
 
 @pytest.mark.parametrize(("width", "last"), [(40, "correct"), (60, "held-out"), (110, "λ")])
