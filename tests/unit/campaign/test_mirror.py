@@ -19,7 +19,7 @@ from retrain.campaign.running.mirror import INDEX, Mirror, uploading
 from retrain.cli import app
 from retrain.errors import ConfigError, LeaseLost, NotOurs, RetrainError, StorageError, UsageError
 from retrain.files import ASIDE, read_json
-from retrain.ownership import Owner, claim, owner_of, publish, remove
+from retrain.ownership import MARK, Owner, claim, owner_of, publish, remove
 from retrain.record.observer import NullObserver
 
 
