@@ -216,7 +216,7 @@ class Stamp(NamedTuple):
 
     inode: int
     size: int
-    written: int  # In nanoseconds of unix time
+    written: int  # Unix time in nanoseconds
 
 
 def stamp_of(path: Path | None) -> Stamp | None:

@@ -90,9 +90,9 @@ class Run:
     recorder: RunRecorder
     cursor: DataCursor
     limits: Limits = ONE_TURN  # When its episodes end at the latest
-    watch: Watch | None = None  # What compares a sampler that is not our own with the trainer, at every step
-    teacher: Teacher | None = None  # Who scores what it has sampled, where it learns from a teacher
-    shown: Context | None = None  # What that teacher reads and the policy does not
+    watch: Watch | None = None  # Compares an external sampler with the trainer at every step
+    teacher: Teacher | None = None  # Teacher that scores the run's rollouts, if any
+    shown: Context | None = None  # Privileged context of the teacher
     any_base: bool = False  # Whether a checkpoint of other base weights may be continued, which the user has accepted
     step: int = 0
     error: str | None = None
@@ -104,9 +104,9 @@ class Run:
     saved_shared: dict[str, Any] = field(default_factory=dict)
     """What the checkpoint knows of what all runs of the cohort share: its back-pressure controller and its engine."""
     recent: RecentWeights = field(init=False)  # The weights that rollouts of this and later steps are drawn by
-    dynamic: DynamicSampling | None = field(init=False)  # What draws further prompts, where that is asked for
-    chosen: Chosen | None = None  # What it made of the present step's
-    published: set[PolicyRef] = field(default_factory=set)  # What of them an engine has
+    dynamic: DynamicSampling | None = field(init=False)  # Resamples groups without signal, if enabled
+    chosen: Chosen | None = None  # Groups that dynamic sampling selected for the current step
+    published: set[PolicyRef] = field(default_factory=set)  # Policy refs currently published to the engine
     requested: int = 0  # The first step whose rollouts this process has not asked for yet
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     """Wall-clock spans that go into the next metrics row (checkpoint and record come after a row is made)."""

@@ -197,11 +197,11 @@ class Rollout:
     """What the policy loss of each counts, 0 where it was rejected; None is 1 for all."""
     trainer_logprobs_T: np.ndarray | None = None
     """The trainer's own of a single update, as its own pass found it; None where the rollout had none."""
-    values_T: np.ndarray | None = None  # What a critic expected before each token, where there is one
-    value_targets_T: np.ndarray | None = None  # What it should have expected
+    values_T: np.ndarray | None = None  # Critic's value before each token, if there is a critic
+    value_targets_T: np.ndarray | None = None  # Targets of the critic's values
     teacher_prompt: tuple[int, ...] | None = None
     """The prompt that its teacher reads in place of its own; () for the same one, None where nobody teaches it."""
-    age: int = 0  # How many steps the weights that drew its oldest token are behind those that train on it
+    age: int = 0  # Staleness of the oldest token, in policy versions
 
     @property
     def token_ids(self) -> list[int]:
@@ -242,7 +242,7 @@ class Rollout:
         return sum(len(turn.action) for turn in self.turns)
 
 
-TOO_OLD = "max_async"  # Why a group is discarded whose rollouts are further behind the policy than they may be
+TOO_OLD = "max_async"  # Reason for discarding a group that exceeds the allowed staleness
 
 
 @dataclass(eq=False)
@@ -411,7 +411,7 @@ def single_turn(prompt: Prompt, actions: Sequence[Action], rewards: Sequence[Rew
     return Group(prompt, [Rollout(prompt, [turn], reward) for turn, reward in zip(turns, rewards, strict=True)])
 
 
-Completion = Action  # An action, under the name that backends of users import
+Completion = Action  # Alias of `Action` in the plug-in interface
 
 
 @dataclass

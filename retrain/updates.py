@@ -99,8 +99,8 @@ def far_enough(taken: Sequence[Taken], target_kl: float | None) -> bool:
     return target_kl is not None and moved is not None and moved > target_kl
 
 
-SUMMED = ("timing_", "num_datums")  # Beginnings of numbers that add up over updates
-ANY = ("optim/grad_clipped", "optim/skipped")  # What is true of a step when it is true of one update
+SUMMED = ("timing_", "num_datums")  # Prefixes of metrics that are summed over updates
+ANY = ("optim/grad_clipped", "optim/skipped")  # Metrics that are 1 for a step if they are for one of its updates
 PER_UPDATE = ("loss", "reported_loss", "optim/lr", "optim/grad_norm", "optim/critic_lr", "optim/critic_grad_norm")
 """Means over updates. All numbers that are named nowhere here are means over trained tokens."""
 OF_ACTIONS = ("loss/value_avg", "val/clipfrac_avg", "rejected_tokens_frac")

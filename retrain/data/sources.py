@@ -24,7 +24,7 @@ from retrain.plugins import existing_file, load_function, search_folders
 from retrain.rewards.extract import reference_answer
 from retrain.types import MAX_PROBLEMS, Problem
 
-Row = tuple[str, Mapping[str, Any]]  # Where a row is (`file:line`), for errors and as the problem's id, and its columns
+Row = tuple[str, Mapping[str, Any]]  # Location (`file:line`, also the problem's id) and columns of a row
 
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "solution")

@@ -61,7 +61,7 @@ PROBE_HEAD_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Largest difference of a logit from the output layer's product, by the largest one; in half precision its rounding."""
 
 
-Added = tuple[torch.Tensor | None, torch.Tensor | None]  # What adapters add to a product: its `a` and `b`
+Added = tuple[torch.Tensor | None, torch.Tensor | None]  # LoRA factors `a` and `b` of a fused product
 
 
 class Projection:

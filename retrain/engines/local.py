@@ -33,7 +33,7 @@ from retrain.types import Action
 
 MOST_ROWS = {"cpu": 1024, "cuda": GPU_MOST_ROWS}
 """Upper bound on the rows of a decode batch; beyond it decoding is compute-bound."""
-KEPT_SHARE = 0.25  # Of the memory for decoding, for sequences that go on in a later call
+KEPT_SHARE = 0.25  # Share of decoding memory for sequences that continue in a later call
 LEAST_PIECE_ROWS = 32
 """Sequences that a piece of the decode batch has at least: what smaller ones gain by a core each, they pay for by a
 prefill and a step of their own (``benchmarks/decode.py``, beside ``--least-piece-rows 4``)."""

@@ -36,7 +36,7 @@ class SampleRequest:
     temperature: float
     stream: tuple[int | str, ...]
     top_p: float = 1.0
-    top_k: int = 0  # 0: no bound
+    top_k: int = 0  # 0 for no limit
     min_p: float = 0.0
     sequences: tuple[tuple[int | str, ...], ...] = ()
     """A name for each sample whose sequence may go on in a later request of the same name: an engine may keep what it

@@ -26,7 +26,7 @@ from retrain.types import Action
 
 REFILL_SHARE = 0.125
 """Waiting sequences enter when they can fill this share of the rows: a prefill costs as much as several steps."""
-CHECK = {"cpu": 1, "cuda": 8}  # Calls of the step between looks at the device's answer, each of which waits for it
+CHECK = {"cpu": 1, "cuda": 8}  # Decode calls between synchronisations with the device
 COLUMNS = {"cpu": 1, "cuda": GPU_COLUMNS}
 """What the number of cache columns that are read is a multiple of, so that one graph serves many steps."""
 PREFILL_BYTES = 1 << 29

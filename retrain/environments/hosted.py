@@ -26,10 +26,10 @@ from retrain.types import Action, Problem, RewardResult
 
 START_SECONDS = 180.0  # For a process to load its environment, which may import much
 PROBLEMS_SECONDS = 600.0  # For an environment to make its problems
-BEGINNING = 4  # An episode may take so many times `timeout_s` to begin: some start a server
-PAGE = 1000  # Problems that come at once
-RANGE_SLACK = 1e-6  # Of a declared range of rewards, for rounding
-NOTHING = Action([], "", np.zeros(0), None, "stop")  # What a policy says that says nothing
+BEGINNING = 4  # Factor on `timeout_s` for the start of an episode, which may start a server
+PAGE = 1000  # Problems per request
+RANGE_SLACK = 1e-6  # Rounding tolerance for declared reward ranges
+NOTHING = Action([], "", np.zeros(0), None, "stop")  # Empty action
 TOOLS = "retrain.environments.tool_use:ToolUse"
 
 

@@ -21,7 +21,7 @@ from retrain.types import MAX_PROBLEMS, Action, Problem, RewardResult
 
 MESSAGE_CHARACTERS = 1_000_000
 """Characters of all messages of one step. A model reads a small part of that; the rest would only be tokenised."""
-LOST = "lost"  # The value of a job for an episode that this process does not know: it is younger than the episode
+LOST = "lost"  # Value for an episode that began before this process was started
 FLAGS = ("correct", "format_ok")
 Job = tuple[Any, ...]
 

@@ -16,8 +16,8 @@ Offsets = Sequence[tuple[int, int]] | Integer[np.ndarray, "_ 2"]
 Values = Sequence[float] | Num[np.ndarray, "S"] | Bool[np.ndarray, "S"]
 """One number per replicate: a seed, a problem, a pair of runs."""
 Doubles_S = Float64[np.ndarray, "S"]
-Table = Num[np.ndarray, "..."]  # Of any shape
-Marks = Bool[np.ndarray, "..."]  # The same of true and false
+Table = Num[np.ndarray, "..."]  # Array of any shape
+Marks = Bool[np.ndarray, "..."]  # Boolean array of any shape
 
 
 def plugin_name(function: Callable[..., Any]) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from retrain.maths.arrays import Table, Values
 from retrain.maths.statistics import Interval, _t_quantile, _vector
 
-ROUNDING = 1e-12  # Values may pass the bounds by so much
+ROUNDING = 1e-12  # Rounding tolerance at the bounds
 HALVINGS = 45
 
 

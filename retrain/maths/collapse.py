@@ -21,7 +21,7 @@ import numpy as np
 from retrain.maths.arrays import Marks, Table
 
 FALSE_FLAGS = 0.05  # Share of tables without a collapse in which a run is flagged nevertheless
-FEWEST_SEEDS = 4  # With fewer there is no telling what is usual
+FEWEST_SEEDS = 4  # Fewest seeds from which a typical value is estimated
 SIMULATIONS = 4_000
 KEPT = 0.75
 ROUNDING = 1e-9

@@ -21,8 +21,8 @@ from retrain.maths.statistics import Interval, _t_quantile, _vector, difference_
 
 ENUMERATED_PAIRS = 20
 """Up to so many pairs all 2^n − 1 means of subsets are formed; beyond, the ends are found by bisection."""
-MOST_PAIRS = 30  # Beyond it, where they agree to 1 %, Student's interval takes the place of the inverted test
-HALVINGS = 14  # Of the bisection: an end is known to 1/16,000 of the interval
+MOST_PAIRS = 30  # Above this, Student's interval, which agrees to 1 %, replaces the inverted test
+HALVINGS = 14  # Bisection steps: an end is known to 1/16,000 of the interval
 
 
 def sign_flip_interval(differences: Values, level: float = 0.95, resolution: float = 0.0) -> Interval:

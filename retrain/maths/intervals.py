@@ -17,8 +17,8 @@ import numpy as np
 from retrain.maths.arrays import Table, Values
 from retrain.maths.statistics import Interval, _t_quantile, _vector, iqm, score_interval
 
-ROUNDING = 1e-12  # Values that differ by less are equal; shares may pass 0 and 1 by so much
-SIMULATED_SEEDS = 50  # Up to so many the trimmed t has a quantile of its own; beyond, Student's is within 2 % of it
+ROUNDING = 1e-12  # Tolerance for equal values, and for shares beyond 0 and 1
+SIMULATED_SEEDS = 50  # Largest n with a simulated quantile; above it Student's is within 2 %
 SIMULATIONS = 100_000
 """Normal samples behind that quantile: a standard error of 0.5 % up to 95 %, which moves coverage by 0.1 points."""
 

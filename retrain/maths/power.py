@@ -23,7 +23,7 @@ from retrain.maths.sequential import MOST_PAIRS
 
 SIMULATED_SEEDS = 12
 SIMULATIONS = 2000  # Campaigns that are simulated: the standard error of a power near 0.8 is then 0.9 %
-PERMUTED = 200  # The same for closed permutation, of which each takes a hundred times longer
+PERMUTED = 200  # Simulated campaigns for closed permutation, each a hundred times slower
 MOST_SEEDS = 10_000
 
 

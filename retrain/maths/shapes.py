@@ -22,7 +22,7 @@ Logs_MW = Float[Tensor, "M _"]
 Floats_B1 = Float[Tensor, "B 1"]
 Floats_B = Float[Tensor, "B"]
 Doubles_B = Float64[Tensor, "B"]
-Values_B = Shaped[Tensor, "B"]  # Of any kind of number, or bool
+Values_B = Shaped[Tensor, "B"]  # Numbers of any type, or bool
 Rewards_PN = Shaped[Tensor, "*P N"]  # Groups of rewards, with any number of axes (or none) for the prompts
 Doubles_PN = Float64[Tensor, "*P N"]
 Sum = Float64[Tensor, ""]
@@ -33,8 +33,8 @@ CutA = Float[Tensor, "k in"]
 CutB = Float[Tensor, "out k"]
 Spectrum = Float[Tensor, "k"]
 Doubles_K = Float64[Tensor, "k"]
-AnySpectrum = Float[Tensor, "_"]  # Of a length of its own, where there are several
-Values = Shaped[Tensor, "..."]  # Of any shape and kind
+AnySpectrum = Float[Tensor, "_"]  # Spectrum of any length
+Values = Shaped[Tensor, "..."]  # Values of any shape and type
 
 
 def of_shape(plugin: str, result: Any, like: Values, what: str, wanted: str) -> Values:

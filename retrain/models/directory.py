@@ -22,7 +22,7 @@ VOCABULARIES = (
 """Files with a vocabulary; one of them is enough."""
 WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer")
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]{0,95}/)?[A-Za-z0-9_][\w.-]{0,95}")
-LONGEST_HEADER = 100_000_000  # Bytes of a safetensors header, as safetensors itself limits them
+LONGEST_HEADER = 100_000_000  # Largest safetensors header in bytes, as in safetensors
 Task = Literal["CAUSAL_LM", "SEQUENCE_CLASSIFICATION"]
 """What a model is for, as transformers writes it in the names of its tables."""
 TASK_WORDS: dict[Task, str] = {"CAUSAL_LM": "language model", "SEQUENCE_CLASSIFICATION": "sequence classifier"}

@@ -50,7 +50,7 @@ class BaseModel:
     fingerprint: str
     presence: Presence = field(default_factory=Whole, repr=False)
     """Whether its weights are all here, or in parts on several ranks."""
-    quantized: Quantized | None = None  # What quantising changed, where its linear layers are in 8 or 4 bits
+    quantized: Quantized | None = None  # Measured effect of quantisation, for 8 or 4 bit linear layers
     backbone: Any = field(default=None, repr=False)
     """How the update runs the model, once that is known (``policy.backbone``)."""
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
@@ -159,7 +159,7 @@ class ModelFiles:
     options: dict[str, Any]
     tokenizer: Any
     context: int
-    stored: str = ""  # How its files are quantised already, if they are
+    stored: str = ""  # Quantisation of the model's files, if any
     quantize: str = "none"
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from retrain.errors import ModelError, RankLost, RunFailed
 from retrain.policy.budget import is_out_of_memory
 
-NOTHING, READY = -1, -2  # What a rank says that needs no weights any more, and one that has taken its part of a base
+NOTHING, READY = -1, -2  # Messages of a rank: needs no more weights; has loaded its shard
 LOST = "the ranks that share the base's weights have lost each other"
 
 

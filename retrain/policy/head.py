@@ -22,7 +22,7 @@ CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 """Logits of one chunk: what a CPU's caches keep; on a GPU enough for matrix products at full speed."""
 
 
-Lap = Callable[[str], None]  # Told the name of the part of the work that ends here, for the clock
+Lap = Callable[[str], None]  # Called with the name of the timed section that ends here
 
 
 def no_lap(part: str) -> None:

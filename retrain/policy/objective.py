@@ -60,7 +60,7 @@ class Term(Protocol):
         """Whether it has a gradient also where all advantages are 0."""
         ...
 
-    timed_as: ClassVar[str]  # The part of the update that its time counts for
+    timed_as: ClassVar[str]  # Timed section that its seconds are added to
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
         """Loss of every token [B, T] before normalisation, None where there is only something to log; and sums for the

@@ -33,7 +33,7 @@ QUESTIONS = (
     "Which is larger, 3/4 or 5/7? Show why.",
 )
 """What the base is asked to measure what quantising changed."""
-ANSWER_TOKENS = 32  # Of an answer at most
+ANSWER_TOKENS = 32  # Most tokens of an answer
 
 
 class QuantizedLinear(nn.Module):

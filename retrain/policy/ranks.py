@@ -89,7 +89,7 @@ class Answers(Generic[T]):
         return self.own, self.others  # pyright: ignore[reportReturnType]
 
 
-FOLLOWED = f"exit status {RankLost.exit_status}"  # How a rank ends that has lost another one
+FOLLOWED = f"exit status {RankLost.exit_status}"  # Exit status of a rank that lost a peer
 
 
 class Follower(Protocol):

@@ -26,7 +26,7 @@ from retrain.policy.threads import Workers
 from retrain.policy.update import Numbered, Part, Passes, Work
 from retrain.types import Sample
 
-APART_BYTES = 2**28  # Gradients of a step are sent one by one up to so many bytes together
+APART_BYTES = 2**28  # Total bytes up to which a step's gradients are sent one by one
 BACKWARD_COST = 3  # A forward and a backward pass, in forward passes
 
 

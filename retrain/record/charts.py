@@ -16,7 +16,7 @@ from retrain.record.numbers import minus, percent
 
 WIDTH = 560  # Units of a chart's view box; the page scales it to its column
 LETTER = 6.7  # Width of a letter at the charts' 12 px, for room and collisions; real fonts differ by some 10 %
-BOLD = 1.15 * LETTER  # The same of names, which are bold
+BOLD = 1.15 * LETTER  # Width of a bold letter
 COLOURS = 8
 LINES_HEIGHT = 260.0
 BINS = 24  # Bars of a histogram

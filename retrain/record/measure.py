@@ -36,8 +36,8 @@ class Totals:
     episodes: int = 0
     correct: int = 0
     tokens: int = 0
-    began: float | None = None  # When its first step did, in seconds since the epoch
-    ended: float | None = None  # When its last step did
+    began: float | None = None  # Unix time at which the first step began
+    ended: float | None = None  # Unix time at which the last step ended
 
     def plus(self, samples: Samples, start: float, end: float) -> Totals:
         """Return the sums with one more step from ``start`` to ``end``. Where the clock was set back since the last

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-NOTHING = "-"  # Where there is no value
+NOTHING = "-"  # Shown where there is no value
 
 
 def number(value: float | None, digits: int = 3) -> str:

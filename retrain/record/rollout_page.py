@@ -33,7 +33,7 @@ SAMPLE_CHARACTERS = 20_000  # Longest text of one sample on a page
 PAGE_CHARACTERS = 1_000_000
 """Texts of all samples of a page together: with many samples each gets its share, at least 2,000 characters."""
 SAMPLES_SHOWN = 32  # Samples of a group that appear with their texts
-LEAST_TURN_CHARACTERS = 500  # What every turn of a sample has of its share, at least
+LEAST_TURN_CHARACTERS = 500  # Fewest characters shown of each turn
 PROMPT_CHARACTERS = 20_000
 MAP_GROUPS = 256  # Groups in the overview of rewards
 TABLE_ROWS = 1_000  # Trajectories in the table at the end of the page

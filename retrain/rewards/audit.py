@@ -10,7 +10,7 @@ from retrain.plugins import described
 from retrain.rewards.base import Item, Reward, failed
 from retrain.types import RewardResult
 
-AUDIT = "audit"  # Name of its score among the sample metrics; what else it found has this before its own name
+AUDIT = "audit"  # Name of the audit's score among the sample metrics, and prefix of its other metrics
 
 
 class AuditedReward(Reward):

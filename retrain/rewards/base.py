@@ -38,7 +38,7 @@ class Reward:
     name: str = "reward"
     ranges: Mapping[str, Mapping[str, Any]] = {}
     """For charts: ``{"min", "max", "invert"}`` of the total (as ``reward``), of components and of sample metrics."""
-    columns: tuple[str, ...] = ()  # Columns of the data that it cannot do without
+    columns: tuple[str, ...] = ()  # Columns that the data must have
 
     def grade(self, problem: Problem, completion: str) -> float | RewardResult:
         """Return the reward of one completion, as a number or a RewardResult. May raise: the completion gets null."""

@@ -10,7 +10,7 @@ from typing import Any
 from retrain.serving.adapters import Served
 from retrain.serving.scoring import Tops
 
-LEAST_LOGPROB = -9999.0  # What stands for −∞, which JSON has not
+LEAST_LOGPROB = -9999.0  # Stands for −∞, which JSON does not have
 
 
 def model_card(served: Served, context: int) -> dict[str, Any]:

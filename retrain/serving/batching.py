@@ -28,7 +28,7 @@ T = TypeVar("T")
 PIECE_TOKENS = {"cpu": 16, "cuda": 64}
 """Tokens between two looks at what has arrived: on a CPU as many as a small model draws in one call, on a GPU enough to
 pay for capturing the step anew."""
-MAX_ROWS = 256  # Generations under way at once; the others wait
+MAX_ROWS = 256  # Most generations decoded at once; the others wait
 LANES_WASTE = 2.0
 """Lanes of a decode batch have as many rows as the busiest; adapters whose numbers of generations differ so much that
 the rows come to this multiple of them are decoded in a batch of their own."""

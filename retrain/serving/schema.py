@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from retrain.serving.refusal import Refusal
 
-MAX_CHOICES = 256  # Of `n`
-MAX_LOGPROBS = 20  # Of `logprobs` and `top_logprobs`, as vLLM's default is
+MAX_CHOICES = 256  # Largest `n`
+MAX_LOGPROBS = 20  # Largest `logprobs` and `top_logprobs`; vLLM's default
 MAX_STOPS = 64
 
 NOT_SUPPORTED = {

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from retrain.tokenizer import Tokenizer
 
-BROKEN = "�"  # What stands for a character whose bytes are not all there
+BROKEN = "�"  # Replacement character, for incomplete bytes
 
 
 class Writer:

@@ -18,7 +18,7 @@ from retrain.ui.library import Library
 from retrain.ui.sources import Home, Run
 
 LOOK_EVERY_S = 1.0
-BEAT_S = 15.0  # A comment is sent so often when nothing happens, so that nobody between takes the connection for dead
+BEAT_S = 15.0  # Seconds between keep-alive comments, for proxies that close idle connections
 MOST_LISTENERS = 64
 WATCHED = {
     "metrics.jsonl": "metrics", "trainer_state.json": "metrics", "evals.jsonl": "evals", "notes.jsonl": "notes",

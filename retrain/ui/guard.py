@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from retrain.serving.local import is_local
 from retrain.ui.answers import refused
 
-POSTS = ("/api/view",)  # Paths that may be posted to
+POSTS = ("/api/view",)  # Paths that accept POST
 LISTENED = ("/api/events",)
 """Paths whose answer does not end. The number of listeners is limited, so another page must not take their places."""
 MOST_QUERY = 16_384  # Bytes of a query

@@ -28,7 +28,7 @@ from retrain.record.tokens import TokenFile
 Line = dict[str, Any]
 GENERATIONS, EVALUATIONS = "emergence/generations.jsonl", "emergence/evaluations.jsonl"
 TOOL_ERRORS = "tools/tool_errors"
-MOST_LINE = 64 << 20  # Bytes of a line; what is longer is no line of ours
+MOST_LINE = 64 << 20  # Longest line in bytes; retrain writes no longer ones
 KEPT_FILES = 16  # Recorded iterations of which the problems' groups are kept
 _COMPLETION: Wanted = {kinds.count: "step group sample", kinds.texts: "tags", kinds.text: "completion"}
 _ROLLOUT: Wanted = {

@@ -17,8 +17,8 @@ from retrain.ui.sources import Home, Run, Source
 from retrain.ui.trl import Trl
 
 DEPTH = 2  # How many levels below a given directory campaigns and runs are looked for
-FRESH_S = 0.8  # For so long what was read is told again without a look at the files
-CHECKED_S = 0.5  # For so long it is not looked at again whether a run's files lie inside
+FRESH_S = 0.8  # Seconds for which a reading is cached
+CHECKED_S = 0.5  # Seconds for which the check of a run's paths is cached
 MOST_FOLDERS = 5_000
 
 

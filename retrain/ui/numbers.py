@@ -34,8 +34,8 @@ UNPLACED = "rows of an earlier release, which did not record the wall clock: the
 STEP_KEYS = ("step", "progress/batch")
 TOKEN_KEYS = ("num_tokens",)
 STEP_TIME_KEYS = ("step_time_s", "time/total", "step_time")
-CACHED_FROM = 1 << 20  # Bytes of `metrics.jsonl` from which columns are worth a file of the cache
-MANY = 4 * BLOCK  # Rows that no block has, from which blocks are worth writing
+CACHED_FROM = 1 << 20  # Size of `metrics.jsonl` in bytes from which its columns are cached in a file
+MANY = 4 * BLOCK  # Fewest rows outside of blocks for which new blocks are written
 KEPT_BYTES = 48 << 20  # Bytes of columns kept in memory, over all runs
 UNUSED_S = 30 * 86400.0
 

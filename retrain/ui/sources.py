@@ -15,7 +15,7 @@ from retrain.files import Stamp, read_json, stamp_of
 from retrain.ui.numbers import Numbers, Pool
 from retrain.ui.places import Places
 
-QUIET_S = 600.0  # Of a run that no lock tells of: how long it may write nothing and still count as running
+QUIET_S = 600.0  # Seconds without writes after which a run without a lock counts as stopped
 MOST_JSON = 64 << 20  # Bytes of a JSON file that is read whole
 KEPT_JSON = 128  # Files of settings that are kept as they were read
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from retrain.campaign.running.models import Bases
 
 WEIGHTS = "adapter_model.safetensors"
-TOLERANCE = 0.02  # A loss of accuracy up to this is called small
+TOLERANCE = 0.02  # Largest loss of accuracy that is called small
 
 
 def verify_ranks(

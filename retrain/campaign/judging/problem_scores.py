@@ -12,7 +12,7 @@ from retrain.files import read_jsonl
 from retrain.maths.evaluation import majority, pass_at_k
 
 Row = dict[str, Any]
-SAME = 1e-6  # By so much the mean over the problems may differ from the number of the run: rounding
+SAME = 1e-6  # Rounding tolerance between the mean over problems and the run's recorded value
 
 
 def problem_scores(run: RunResult, measure: Measure) -> dict[str, float] | None:

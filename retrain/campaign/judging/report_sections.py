@@ -31,7 +31,7 @@ from retrain.record.tables import accuracy_name, short_metric, squeeze_cells, sq
 from retrain.rewards.audit import AUDIT
 
 TWINS = 8  # Prompts shown for each comparison
-OPEN_TWINS = 2  # Of them so many are open from the start, and on paper
+OPEN_TWINS = 2  # Of these, the prompts that are unfolded initially and in print
 
 CURVES = (
     ("correct_rate", "Correct while training", "%", True, True),

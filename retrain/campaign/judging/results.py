@@ -27,7 +27,7 @@ HELD_OUT_SHORT = ("correct_rate", "reward_mean", "audit", "mean_length", "pass@<
 """Metrics of the held-out evaluation that may be named without its prefix."""
 MERITS = r"(correct_rate|reward_mean|audit|mean_reward|reward/total|(pass|avg|maj)@\d+)$"
 """Metrics of which more is better."""
-SUMMARIES = ("final", "last3", "auc")  # What becomes of a curve
+SUMMARIES = ("final", "last3", "auc")  # Ways to summarise a curve as one number
 LAST_SHARE = 10
 """The final value of a metric of training is its mean over the last tenth of the steps: single steps are noisy."""
 

@@ -17,7 +17,7 @@ VARIED = {
     "sampling": "other samples",
 }
 """What replicates are, by `[campaign] vary`."""
-NAMED_RUNS = 6  # Missing runs that are named one by one; further ones are counted
+NAMED_RUNS = 6  # Missing runs listed by name; the rest are only counted
 
 
 def verdict(condition: Mapping[str, Any], measure: Measure, margin: float | None) -> str:

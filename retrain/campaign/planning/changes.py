@@ -21,7 +21,7 @@ from retrain.record.environment import code_version, module_hashes, package_vers
 
 QUIET_PACKAGES = ("pydantic", "retrain", "rich", "trackio", "typer", "wandb")
 """Packages in which no number of a run is computed; ``retrain`` is compared by its code."""
-QUIET = Role.RECORDS | Role.NAMES  # What may change without a word when a run goes on
+QUIET = Role.RECORDS | Role.NAMES  # Settings that may change on resume without a note
 EXTENSION = "training.max_steps"
 BASE_WEIGHTS = "weights of the base model"
 MISSING = "(not recorded)"

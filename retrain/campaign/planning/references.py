@@ -190,7 +190,7 @@ class CustomCode(NamedTuple):
     fault: str = ""
 
 
-CustomRewards = Mapping[str, CustomCode]  # By `_code_of` a grader
+CustomRewards = Mapping[str, CustomCode]  # Keyed by `_code_of(grader)`
 
 
 def custom_rewards(plan: Plan) -> CustomRewards:

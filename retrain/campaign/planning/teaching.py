@@ -16,7 +16,7 @@ from retrain.models.tokenizer import light_tokenizer
 from retrain.plugins import search_folders
 
 ADAPTER = "adapter_model.safetensors"
-BASE = "base"  # The teacher that is the frozen base itself
+BASE = "base"  # Teacher name that stands for the frozen base model
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Desk:
     """What rank 0 may ask for, each of these by its name; see ``policy.ranks.follow``. ``load`` comes first."""
 
     lanes: Lanes
-    engine: LocalEngine  # There where this process samples
+    engine: LocalEngine  # Engine for the rollouts that this process samples
     workers: Workers
 
     def __init__(self, bases: Bases):

@@ -51,11 +51,11 @@ class CohortModel:
     workers: Workers
     policy: Callable[[RunSpec, Path], Policy]
     """The policy of one run, untrained; the path is that of the run's directory."""
-    built: dict[str, Any]  # What it is made of, for `config.json`
-    decode_work: DecodeWork | None = None  # What a decode step costs, where that is known
-    context: int | None = None  # Tokens of its context, where that is known
-    watch: Callable[[Config], Watch] | None = None  # What compares a sampler elsewhere with a run's trainer
-    notes: Sequence[str] = ()  # What a person should know of it
+    built: dict[str, Any]  # Facts for `built` in `config.json`
+    decode_work: DecodeWork | None = None  # Cost of a decode step, if known
+    context: int | None = None  # Context length in tokens, if known
+    watch: Callable[[Config], Watch] | None = None  # Compares an external sampler with a run's trainer
+    notes: Sequence[str] = ()  # Notes for the user
     teachers: Mapping[str, Teacher] = field(default_factory=dict)
     """Who teaches the runs that have a teacher, by their ids."""
 

@@ -17,7 +17,7 @@ from retrain.engines.server.fleet import Fleet, Tell
 from retrain.errors import StorageError
 from retrain.gpus import MEMORY_SHARE, OWN_GPU
 
-FOLDER = "workers"  # In a campaign's directory: what its workers printed
+FOLDER = "workers"  # Folder of a campaign's directory for its workers' output
 
 
 @dataclass(frozen=True)

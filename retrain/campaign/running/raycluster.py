@@ -31,8 +31,8 @@ from retrain.errors import RetrainError, UsageError
 from retrain.ownership import claim
 from retrain.wording import plural
 
-ROOM_SECONDS = 20.0  # After so long without room for a worker the user is told
-KILL_SECONDS = 20.0  # How long a worker may take to be killed, before its node counts as gone
+ROOM_SECONDS = 20.0  # Seconds without room for a worker after which the user is notified
+KILL_SECONDS = 20.0  # Seconds to wait for a killed worker before its node counts as lost
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Host:
 
     def __init__(self, seating: Seating):
         self.seating, self.process = seating, None
-        self.copy = os.getcwd()  # The folder of the campaign's file as Ray has brought it, where it has
+        self.copy = os.getcwd()  # Ray's copy of the campaign file's folder on this node
         self.fault: dict[str, str] | None = None
         try:
             self.process = self._start(seating)
@@ -125,9 +125,9 @@ class Cluster:
 
     gpus: float
     cpus: int
-    ours: bool  # Whether this executor has connected, and so disconnects
+    ours: bool  # Whether this executor opened the connection and must close it
     plan: Plan
-    told: bool = field(default=False, init=False)  # Whether the user knows that workers wait for room
+    told: bool = field(default=False, init=False)  # Whether the user was notified that workers wait for room
     links: list[Actor] = field(default_factory=list, init=False)
 
     def start(self, slots: Sequence[int]) -> Iterator[tuple[int, Actor]]:

@@ -19,7 +19,7 @@ from retrain.ownership import owner_of
 ANSWER_SECONDS = 10.0
 SHARED_SECONDS = 15.0
 """How long a node may take to see the campaign's directory: a network file system's caches lag behind."""
-JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Set for what `ray job submit` has started, whose own runtime_env holds
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Set in processes of `ray job submit`, whose runtime_env takes precedence
 LEFT_OUT = [".git", ".venv", "__pycache__", "logs", "build", "*.safetensors", "*.gguf"]
 """What of the folder of a campaign's file is not sent to other machines."""
 

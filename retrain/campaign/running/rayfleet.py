@@ -25,7 +25,7 @@ from retrain.ownership import claim
 from retrain.wording import plural
 
 LOOK_SECONDS = 1.0
-ROOM_SECONDS = 20.0  # After so long without room for a server the user is told
+ROOM_SECONDS = 20.0  # Seconds without room for a server after which the user is notified
 CLOSE_SECONDS = 30.0
 PREFIX = "[inference] launch: "
 
@@ -94,7 +94,7 @@ class Place:
     """One server of the fleet: its actor, the question that waits for an answer, and what was answered last."""
 
     number: int
-    name: str  # Of its files
+    name: str  # Prefix of its file names
     actor: Any = None
     question: Any = None
     url: str = ""

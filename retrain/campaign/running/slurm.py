@@ -45,17 +45,17 @@ from retrain.wording import plural
 if TYPE_CHECKING:
     from submitit import Executor, Job
 
-LOOK_SECONDS = 30.0  # How often Slurm is asked for the states of the jobs: one `sacct` for all of them
-SILENCE_SECONDS = 300.0  # A worker that has said nothing for so long is given up
-MISSED_SECONDS = 60.0  # And after so long one that waits in the queue again, as Slurm says, which may lag behind
-WAIT_SECONDS = 20.0  # After so long it is said how many workers run, unless all do
+LOOK_SECONDS = 30.0  # Seconds between `sacct` queries for the states of all jobs
+SILENCE_SECONDS = 300.0  # Seconds without output after which a worker is given up
+MISSED_SECONDS = 60.0  # The same for a worker that Slurm reports as requeued; its report may lag
+WAIT_SECONDS = 20.0  # Seconds after which the number of running workers is reported, unless all run
 WAITING = {"PENDING", "REQUEUED"}
 ENDED = {
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
     "FINISHED", "INTERRUPTED",
 }  # fmt: skip
 """States after which a job does not come back by itself; the last two are those of submitit's local jobs."""
-REQUEUES = 10_000  # How often a job may run into its time limit: submitit wants a number
+REQUEUES = 10_000  # Most restarts of a job at its time limit; submitit requires a number
 RECORD = "jobs.json"
 COMMAND_SECONDS = 60.0
 SIGNAL = "SUBMITIT_PREEMPT_SIGNAL"
@@ -94,11 +94,11 @@ class Cluster:
     name: str
     cores: int
     pace: Pace = field(default_factory=Pace)
-    places: dict[int, Place] = field(default_factory=dict, init=False)  # Of each slot the newest
-    lost: dict[int, str] = field(default_factory=dict, init=False)  # Slots for which nothing more is asked, and why
+    places: dict[int, Place] = field(default_factory=dict, init=False)  # Newest place of each slot
+    lost: dict[int, str] = field(default_factory=dict, init=False)  # Reason for each slot that is not requested again
     notes: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue, init=False)
     """What is to be told; some link does."""
-    given_up: bool = field(default=False, init=False)  # Whether somebody wanted an end at once
+    given_up: bool = field(default=False, init=False)  # Whether an immediate end was requested
     _folders: list[Path] = field(default_factory=list, init=False)
     _jobs: list[Job[None]] = field(default_factory=list, init=False)
     _asked: float = field(default=0.0, init=False)

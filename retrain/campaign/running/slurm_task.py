@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from submitit.core.utils import DelayedSubmission
 
 POLL_SECONDS = 1.0
-BEAT_SECONDS = 10.0  # A task that has nothing to say says after so long that it lives
+BEAT_SECONDS = 10.0  # Seconds of silence after which a task sends a heartbeat
 PATIENCE_SECONDS = 90.0
 """How long the controller's lease may stand still: file attributes are up to a minute old on NFS."""
 KILL_SECONDS = 120.0

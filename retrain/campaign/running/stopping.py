@@ -48,7 +48,7 @@ class StopRequest:
     def __init__(self, directory: Path | None = None):
         self.directory = directory
         self.echo_seconds = 0.0 if torchrun_rank() is None else ECHO_SECONDS
-        self.signal: signal.Signals | None = None  # The first signal, once there was one
+        self.signal: signal.Signals | None = None  # First signal received, if any
 
     @contextmanager
     def listening(self, observer: Observer) -> Iterator[StopRequest]:

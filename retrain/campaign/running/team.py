@@ -32,9 +32,9 @@ BOOT = (
 )
 """What a rank that is started here runs: its arguments are rank, ranks, rank 0's port, and where it imports from."""
 HOST = "127.0.0.1"
-JOIN_SECONDS = 600.0  # How long started ranks may take to come: they import torch first
-PATIENCE_SECONDS = 10.0  # How long they may take to end before they are killed
-DEATH_SECONDS = 2.0  # How long the end of a process may come after that of its connection
+JOIN_SECONDS = 600.0  # Seconds that started ranks may take to connect; they import torch first
+PATIENCE_SECONDS = 10.0  # Seconds that ranks may take to end before they are killed
+DEATH_SECONDS = 2.0  # Seconds between a lost connection and the end of its process
 
 
 def torchrun_rank(environment: Mapping[str, str] = os.environ) -> int | None:

@@ -41,8 +41,8 @@ class Worker:
         self.commands = os.fdopen(commands, "rb")
         self.answers = os.fdopen(answers, "wb", buffering=0)
         self.servers = Told()
-        self.executor = InProcess(servers=self.servers)  # Gets the ranks of its jobs with the first of them
-        self.ending = False  # Whether no further job is begun
+        self.executor = InProcess(servers=self.servers)  # Its ranks are started with its first job
+        self.ending = False  # Whether no further job may start
         self._jobs: queue.SimpleQueue[tuple[str, Job] | None] = queue.SimpleQueue()
         self._name, self._current = "", cast("Submitted | None", None)
         self._unwanted: set[str] = set()

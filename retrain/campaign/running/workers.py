@@ -30,7 +30,7 @@ from retrain.campaign.running.protocol import (
 from retrain.engines.server.fleet import Fleet, Tell
 from retrain.errors import DeviceLost, RetrainError
 
-TICK_SECONDS = 0.25  # Nothing heard for so long: whoever listens gets a Tick
+TICK_SECONDS = 0.25  # Seconds without an event after which a Tick is emitted
 PATIENCE_SECONDS = 10.0  # How long workers without a job may take to end before they are killed
 
 

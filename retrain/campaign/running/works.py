@@ -75,7 +75,7 @@ class SqueezeWork:
     campaign: Campaign
     spec: RunSpec
     place: str
-    names: frozenset[str] = field(default=frozenset(), init=False)  # None: what has finished is nobody else's matter
+    names: frozenset[str] = field(default=frozenset(), init=False)  # Empty: no other work may touch a finished run
     trains: bool = field(default=False, init=False)
 
     def job(self) -> SqueezeJob:

@@ -28,8 +28,8 @@ from retrain.policy.adapter_stream import padded
 from retrain.policy.local import LocalSnapshot
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # Ranks that vLLM takes; SGLang takes any
-OWNED, OWNER = "retrain-", "owner.json"  # A process's directory begins so, and says in this file whose it is
-MADE = ".made-by-retrain"  # In a shared directory that was not there before
+OWNED, OWNER = "retrain-", "owner.json"  # Prefix of a process's directory, and the file in it that names its owner
+MADE = ".made-by-retrain"  # Marks a shared directory that retrain created
 
 
 def server_rank(rank: int) -> int:

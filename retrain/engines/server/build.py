@@ -13,7 +13,7 @@ from retrain.engines.server.fleet import Fleet, Launches
 from retrain.errors import UsageError
 from retrain.policy.base import BaseModel
 
-ADAPTERS = "adapters"  # In the directory of a run or campaign, where `adapter_dir` does not say otherwise
+ADAPTERS = "adapters"  # Default for `adapter_dir`, below a run's or campaign's directory
 
 
 def server_engine(

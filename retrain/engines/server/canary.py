@@ -28,11 +28,11 @@ from retrain.types import Action
 
 TEXT = "The numbers 3, 14 and 15 are in a box. Take one, double it, and say what is left:"
 TOKENS, SAMPLES, TRIES = 12, 4, 3
-AGAIN = 8  # Tokens that a server which comes back is asked for, of the base and of the adapter
+AGAIN = 8  # Tokens requested from base and adapter when a server returns
 EFFECT = 1.0
 """Root mean square (nats) by which the canary's adapter changes the log-probabilities of the base's own tokens, at
 least: far above every tolerance."""
-IMPOSSIBLE = 1e-6  # Different seeds give the same tokens by chance less often than this, where it counts as a fault
+IMPOSSIBLE = 1e-6  # Probability below which equal tokens from different seeds count as a fault
 STREAM = ("canary",)
 
 

@@ -8,7 +8,7 @@ from retrain.engines.server.dialects import Answer, Ask, Faulty
 from retrain.tokenizer import Tokenizer
 from retrain.types import Action, StopReason
 
-ABOVE_ZERO = 1e-6  # A log-probability may be so much above 0: rounding
+ABOVE_ZERO = 1e-6  # Rounding tolerance for log-probabilities above 0
 
 
 def checked(ask: Ask, answer: Answer, vocabulary: int) -> StopReason:

@@ -34,13 +34,13 @@ from retrain.types import Action
 ATTEMPTS = 5
 """Times that one completion is asked for before the step is given up; waiting for a server that is away does not
 count."""
-PAUSE_S = 0.25  # Before the second attempt; doubled before each further one
+PAUSE_S = 0.25  # Seconds before the second attempt; doubled before each later one
 LOSSES = 10
 """Times that a completion may be under way at a server which then goes away: more often it is what ends them."""
-CLOSING_S = 5.0  # Seconds for taking away all adapters, at the end; what takes longer is left to the server
+CLOSING_S = 5.0  # Seconds to unload all adapters at the end; the rest stay on the server
 WAKING_S = 20.0  # Seconds for waking servers at the end
 START_PATIENCE_S = 20.0  # Seconds that a server which is not ours may take to answer for the first time
-RANK_HINT = "--max-lora-rank"  # The option of a server that takes no adapter of this rank; part of the message about it
+RANK_HINT = "--max-lora-rank"  # vLLM's option for the largest rank, as it appears in the error message
 Result = TypeVar("Result")
 
 

@@ -13,8 +13,8 @@ from retrain.config import Config
 from retrain.engines.server.launch import Launched
 from retrain.models.directory import local_directory
 
-Tell = Callable[[str, str], None]  # Hears one line, and its level: "info" or "warning"
-Hear = Callable[[Sequence[str]], None]  # Hears all addresses
+Tell = Callable[[str, str], None]  # Called with a message and its level, "info" or "warning"
+Hear = Callable[[Sequence[str]], None]  # Called with all addresses
 
 
 class Fleet(Protocol):

@@ -26,8 +26,8 @@ from retrain.engines.server import minder
 from retrain.errors import UsageError
 from retrain.files import read_json, write_json
 
-RESTARTS = 3  # Times in a row that a server is started again; one that then dies is given up
-STEADY_S = 120.0  # Seconds of answers after which a death is not in a row with the one before
+RESTARTS = 3  # Most consecutive restarts of a server
+STEADY_S = 120.0  # Seconds of operation after which the restart count is reset
 GRACE_S = minder.GRACE_S + 5.0  # Seconds between asking it to end and ending it: its minder does so before
 LOOK_S, ANSWER_S, HUNG_S = 5.0, 10.0, 120.0
 """Seconds between two looks at whether it answers, for one answer, and without any before one that had answered counts
@@ -36,7 +36,7 @@ EVERYWHERE = ("0.0.0.0", "::")  # Hosts that mean every address of the machine
 TAIL = 8  # Lines of its log that an error repeats
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 """What a server's environment has beside ours, where ours does not say otherwise: the right to load adapters."""
-SLEEP_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # The same for one that is put to sleep
+SLEEP_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # Additional environment for a server that is put to sleep
 
 
 class Launched:

@@ -22,8 +22,8 @@ ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "c_attn"),
 CLEAR = 5.0
 """A log-likelihood ratio (nats) above which earlier weights explain what a server says better than the current ones:
 148 to 1."""
-LEAST = 1e-9  # Smallest distance (nats) that is told from 0
-TOP_P = (0.95, 0.9, 0.8)  # Cuts that models' generation configurations ask for
+LEAST = 1e-9  # Smallest distance (nats) that counts as different from 0
+TOP_P = (0.95, 0.9, 0.8)  # Common top-p values in models' generation_config.json
 
 
 @dataclass(frozen=True)

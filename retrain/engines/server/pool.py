@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from retrain.engines.server.client import Away, Server
 from retrain.errors import ServerFailed
 
-PROBE_S = (0.5, 10.0)  # Seconds between two looks at a server that is away: at first, and at most
+PROBE_S = (0.5, 10.0)  # Seconds between probes of an unavailable server: first, and most
 
 
 class Pool:

@@ -21,8 +21,8 @@ from retrain.errors import RunFailed, ServerFailed, UsageError
 from retrain.policy.protocol import Policy
 from retrain.types import Sample
 
-PAUSE_S = (0.25, 5.0)  # Seconds before a server that is away is asked again: at first, and at most
-ATTEMPTS = 3  # Times that an answer may be faulty before the step is given up
+PAUSE_S = (0.25, 5.0)  # Seconds between requests to an unavailable server: first, and most
+ATTEMPTS = 3  # Most faulty answers before the step fails
 START_PATIENCE_S = 20.0  # Seconds that it may take to answer for the first time, before anything is trained
 
 

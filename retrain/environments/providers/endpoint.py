@@ -22,7 +22,7 @@ MAX_REQUEST_BYTES = 64 << 20
 LOOPBACK = "127.0.0.1"
 OUT_OF_CONTEXT = "This model's maximum context length is reached: the rollout gets no further answer."
 """Harnesses look for these words in a server's refusal; most end the rollout then and grade it."""
-LEAST_LOGPROB = -9999.0  # Servers write it for −∞, which JSON does not have
+LEAST_LOGPROB = -9999.0  # Stands for −∞, which JSON does not have
 
 
 @dataclass(eq=False)

@@ -25,11 +25,11 @@ from retrain.rewards.base import printable
 from retrain.rewards.workers import Reply, WorkerPool
 
 INSTANCES = 8  # Problems of each task that a check makes, twice
-FULL = 1 - 1e-6  # The least that a task's own answer must score
-LOW = 0.5  # What nonsense must score less than
+FULL = 1 - 1e-6  # Lowest score that a task's own answer must get
+LOW = 0.5  # Score that a nonsense answer must stay below
 NONSENSE = ("zzz", "", "zzz " * 2000)
 ENTRIES_SECONDS = 600.0  # How long the entries of a job may take
-PAGE = 200  # Entries of one job
+PAGE = 200  # Entries per job
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from retrain.environments.providers.verifiers_rows import UNSET_KEY, Row, digest
 from retrain.errors import UsageError
 from retrain.types import RewardResult
 
-LAST_WITH = "0.3.1"  # The last version of verifiers that has this kind
+LAST_WITH = "0.3.1"  # Last version of verifiers with this kind of environment
 PROMISE = 3600.0 * 24 * 7  # Seconds that the client waits for an answer: sampling has no limit here
 
 

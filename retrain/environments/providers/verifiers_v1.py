@@ -21,8 +21,8 @@ from retrain.errors import UsageError
 from retrain.plugins import described
 from retrain.types import RewardResult
 
-FIRST_WITH = "0.4"  # The first version of verifiers whose tasksets are run here
-CHAT_LOOP = "retrain-chat"  # What the harness `chat_loop` is called
+FIRST_WITH = "0.4"  # First version of verifiers whose tasksets are supported
+CHAT_LOOP = "retrain-chat"  # Name of the harness in `chat_loop`
 TASKSETS = "verifiers.v1.tasksets"  # The package of the library's own tasksets
 _failed: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("failed", default=None)
 """Metrics that raised in this rollout, and what."""

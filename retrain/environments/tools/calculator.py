@@ -10,8 +10,8 @@ from fractions import Fraction
 from retrain.environments.tools import ToolError
 
 MAX_CHARACTERS = 2000
-MAX_DIGITS = 1000  # Of a whole number, and of each side of a fraction
-MAX_DECIMALS = 30  # Up to so many places a decimal is written in full
+MAX_DIGITS = 1000  # Digits of a whole number, numerator or denominator
+MAX_DECIMALS = 30  # Decimal places up to which a number is written in full
 ROUNDED = Context(prec=15)
 TYPED = str.maketrans({"×": "*", "÷": "/", "−": "-"})
 # 12,345 and 1,234,567.8; there is no other use of a comma, so that 1,5 or 1,2345 is an error rather than a guess.

@@ -19,7 +19,7 @@ BEGINNING = re.compile(r"\b\w")
 SURROGATES = re.compile("[\ud800-\udfff]")
 MAX_QUERY_WORDS = 1000
 
-Stamp = tuple[tuple[str, int, int], ...]  # Of each file: path, time of the last change (ns), bytes
+Stamp = tuple[tuple[str, int, int], ...]  # Path, modification time (ns) and bytes of each file
 
 
 def _plain(text: str) -> str:

@@ -12,7 +12,7 @@ from retrain.ui.library import Library
 from retrain.ui.sources import Home, sets_of
 from retrain.ui.summary import summary_of
 
-WAIT_MS = 400  # For so long a page waits for a comparison that is being made anew before it is shown the one before
+WAIT_MS = 400  # Milliseconds to wait for a new comparison before the previous one is shown
 SAME = ("data_hash", "heldout_hash")
 
 
