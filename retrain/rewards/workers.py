@@ -85,6 +85,9 @@ class _Worker:
             raise
         finally:
             timer.cancel()
+            timer.join()  # after this, `expired` is final
+        if expired.is_set():  # the reply came while the process was being killed
+            raise TimeoutError
         if not isinstance(reply, dict):
             raise ValueError("not an object")
         with contextlib.suppress(BlockingIOError, ConnectionError):

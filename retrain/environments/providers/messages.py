@@ -7,10 +7,10 @@ from retrain.errors import PluginError
 from retrain.types import Message
 
 
-def text_of(content: Any, placeholders: bool = False) -> str:
-    """Return the text of a message's content, its parts one a line.
+def text_of(content: Any, placeholders: bool = False, separator: str = "\n") -> str:
+    """Return the text of a message's content, its parts joined by ``separator``.
 
-    Raises PluginError for images, audio and files; with ``placeholders`` their types stand in for them.
+    Raises PluginError for images, audio and files; with ``placeholders``, their types in brackets replace them.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -24,16 +24,22 @@ def text_of(content: Any, placeholders: bool = False) -> str:
                 raise PluginError(f'it shows the model something of type "{kind}"; only text is supported')
             text = f"[{kind}]"
         texts.append(str(text or ""))
-    return "\n".join(texts)
+    return separator.join(texts)
 
 
-def chat_messages(messages: Iterable[Any], keys: Sequence[str] = (), placeholders: bool = False) -> list[Message]:
-    """Return messages as role and text, with those of ``keys`` that they have. Raises PluginError for other things."""
+def chat_messages(
+    messages: Iterable[Any], keys: Sequence[str] = (), placeholders: bool = False, separator: str = "\n"
+) -> list[Message]:
+    """Convert messages to role and text, and keep those of their fields that are in ``keys``.
+
+    Raises PluginError for anything that is not a message. ``placeholders`` and ``separator``: see ``text_of``.
+    """
     chat: list[Message] = []
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise PluginError(f"a message is {message!r:.80}, not a role with a text")
+        text = text_of(content, placeholders, separator)
         kept = {key: message[key] for key in keys if message.get(key)}
-        chat.append(cast("Message", {"role": message["role"], "content": text_of(content, placeholders), **kept}))
+        chat.append(cast("Message", {"role": message["role"], "content": text, **kept}))
     return chat

@@ -18,8 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from retrain.environments.protocol import Observation, Step
-from retrain.environments.providers.messages import chat_messages
-from retrain.environments.providers.styles_graded import Adapted, Run, continued, numbers_of
+from retrain.environments.providers.styles_graded import Adapted, Run, chat, continued, numbers_of
 from retrain.errors import PluginError
 from retrain.plugins import described
 from retrain.rewards.base import failed
@@ -112,7 +111,7 @@ class CookbookEpisode:
             self.seen = self.seen[0]
         if callable(getattr(self.made, "get_question", None)) and _is_tokens(self.seen):
             question = {"role": "user", "content": self.made.get_question()}
-            self.conversation = chat_messages([*getattr(self.made, "convo_prefix", ()), question])
+            self.conversation = chat([*getattr(self.made, "convo_prefix", ()), question])
         else:
             self.conversation = self._messages(self.seen)
 
@@ -195,7 +194,7 @@ class CookbookEpisode:
                 )
             return [{"role": "user", "content": tokenizer.decode(observation.to_ints(), skip_special_tokens=True)}]
         if isinstance(observation, Sequence) and observation:
-            return chat_messages(observation)
+            return chat(observation)
         raise PluginError(f"{self.owner}: an observation is {type(observation).__name__}, not messages, text or tokens")
 
 

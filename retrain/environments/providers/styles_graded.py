@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from retrain.plugins import described
 from retrain.rewards.base import checked, failed
 from retrain.types import Action, Message, Problem, RewardResult
 
+chat = partial(chat_messages, separator="")  # Text parts of one message follow each other directly
 Run = Callable[[Any], Any]  # Returns its argument, or what awaiting it gives: methods may be async or not
 
 
@@ -99,7 +101,7 @@ class Graded(Adapted):
 
 
 def _problem(sample: Any, index: int) -> Problem:
-    prompt = sample.prompt if isinstance(sample.prompt, str) else tuple(chat_messages(sample.prompt))
+    prompt = sample.prompt if isinstance(sample.prompt, str) else tuple(chat(sample.prompt))
     facts = getattr(sample, "metadata", None) or {}
     try:
         json.dumps(facts)
@@ -126,8 +128,8 @@ class GradedEpisode:
     def _prompt(self) -> list[Message]:
         made, prompt = self.made, self.sample.prompt
         if self._has("get_initial_prompt"):
-            return chat_messages(made.get_initial_prompt(self.sample))
-        messages = chat_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+            return chat(made.get_initial_prompt(self.sample))
+        messages = chat([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
         if instruction := getattr(made, "instruction_prompt", None):
             at = next((number for number, message in enumerate(messages) if message["role"] == "user"), 0)
             content = f"{instruction}\n\n{messages[at]['content']}"
@@ -153,14 +155,14 @@ class GradedEpisode:
         if not self.several_turns:
             return Step()
         before = [*self.conversation, answer]
-        response = chat_messages(self.run(self.made.env_response(list(before), self.state)) or [])
+        response = chat(self.run(self.made.env_response(list(before), self.state)) or [])
         done, reason = self._is_done()
         if done:
             self.state.is_completed, self.state.stop_reason = True, reason
             return Step(logs={"stop_reason": str(reason)} if reason else {})
         self.conversation = [*before, *response]
         if self._has("get_next_prompt_messages"):
-            self.conversation = chat_messages(self.run(self.made.get_next_prompt_messages(self.state, response)))
+            self.conversation = chat(self.run(self.made.get_next_prompt_messages(self.state, response)))
         return continued(before, self.conversation)
 
     def _is_done(self) -> tuple[bool, str | None]:
