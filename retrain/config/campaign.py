@@ -235,11 +235,11 @@ def campaign_rules(campaign: Campaign, is_run: bool) -> Iterator[Finding]:
     needed = seeds_for_verdict(others, campaign.test) if others else 0
     if seeds < needed:
         suggested = seeds_suggested(others, campaign.test)
-        room = f", {suggested} leave room for a pair that disagrees" if suggested > needed else ""
+        room = f", or {suggested} if one pair may disagree" if suggested > needed else ""
         yield Finding(
             ("campaign.seeds",),
-            f"has {seeds}: enough to watch, too few to tell {'two' if others == 1 else others + 1} conditions apart "
-            f"(that takes {needed} at least{room}); for a verdict type",
+            f"has {seeds}: too few for a verdict between {'two' if others == 1 else others + 1} conditions, "
+            f"which takes at least {needed}{room}; type",
             f"seeds = {list(range(1, suggested + 1))}",
             warning=True,
         )
