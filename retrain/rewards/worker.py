@@ -58,7 +58,7 @@ def main(descriptor: int) -> None:
 
 
 def _leave_the_end_to_the_trainer() -> None:
-    """Have signals that ask for an end mean nothing to this process.
+    """Ignore SIGTERM, SIGINT and SIGHUP in this process.
 
     Schedulers (Slurm, systemd) send them to all processes of a job; the trainer finishes its step, for which it needs
     the answers that are under way. What this process starts is ended by them as ever.

@@ -64,7 +64,7 @@ def sources(what: str, more: Sequence[str] = (), base: str | None = None) -> Sou
 
 
 def _is_model(path: Path) -> bool:
-    """Return whether this is a model's directory: its configuration names a family of models, as no run's does."""
+    """Return whether this is a model's directory, whose config.json has a model_type."""
     try:
         content = read_json(path / "config.json")
     except (OSError, ValueError):

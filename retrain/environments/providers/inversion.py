@@ -61,7 +61,7 @@ class Inversion:
         return self.loop.run_until_complete(awaitable)
 
     def hold(self, context: AbstractAsyncContextManager[T]) -> T:
-        """Enter a context that the task which entered it leaves when the process ends. Raises what entering raises."""
+        """Enter an async context that is exited, by the same task, when the process ends."""
         entered: asyncio.Future[T] = self.loop.create_future()
 
         async def holder() -> None:
@@ -198,7 +198,7 @@ class InvertedEpisode:
             request.completion.set_result(answer)
 
     def _next(self, request: Request) -> Step:
-        """Return what the policy reads next. Raises PluginError for what cannot be shown to it."""
+        """Return the policy's next observation. Raises PluginError for content that is not text."""
         if json.dumps(request.tools, sort_keys=True) != self._tools:
             raise PluginError("it offers other tools than at the beginning of the episode, which is not supported")
         before, self._seen = self._seen, [message_key(message) for message in request.messages]

@@ -30,7 +30,7 @@ CHECK_SECONDS = 120.0  # How long the check of one task may take before training
 
 
 class Numbers(BaseModel):
-    """How many problems to draw and hold out, and the seed."""
+    """Number of problems to draw and to hold out, and the seed."""
 
     model_config = ConfigDict(strict=True)
 
@@ -82,7 +82,7 @@ class ReasoningGym:
         self._drawn: list[Problem] | None = None
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Return those of ``train``, or for any other name the held-out ones."""
+        """Return the training problems for ``train``, else the held-out problems."""
         if self._drawn is None:
             self._drawn = self._draw()
         held = self._drawn[: self.heldout]
@@ -113,7 +113,7 @@ class ReasoningGym:
         )
 
     def _draw(self) -> list[Problem]:
-        """Return all problems, held-out ones first. Raises DataError."""
+        """Return all problems, the held-out ones first. Raises DataError."""
         names, weights = [part.name for part in self.parts], [part.weight for part in self.parts]
         drawn = random.Random(self.seed).choices(names, weights, k=self.size + self.heldout)
         entries: dict[str, list[tuple[str, str, str]]] = {}

@@ -42,7 +42,7 @@ class Task:
     config: Mapping[str, Any]
 
     def dataset(self) -> Any:
-        """Return the library's object. Raises what it raises for a config that it does not take."""
+        """Construct the library's data set. Errors about its config are the library's own exceptions."""
         with OwnRandomness(f"{self.name}/{self.seed}"):
             gym = imported("reasoning_gym", "an environment of reasoning-gym")
             return gym.create_dataset(self.name, seed=self.seed, size=self.size, **self.config)
@@ -98,7 +98,7 @@ def fault_of(task: Task) -> str:
 
 
 def _scoring_fault(dataset: Any, entry: Mapping[str, Any]) -> str:
-    """Return what is wrong with the scores of one problem, as it is carried, or ""."""
+    """Return the fault in the scores of one serialised problem, or ""."""
     try:
         held = entry_of(carried(entry))
     except ValueError as error:
@@ -149,7 +149,7 @@ def _reply(job: tuple[Task, Sequence[int] | None]) -> Any:
 
 
 class TaskWorker:
-    """A process with the hash seed 0; a context manager. One that is late is killed and replaced."""
+    """Worker process with PYTHONHASHSEED=0, as a context manager; replaced after a timeout."""
 
     def __init__(self) -> None:
         self._pool = WorkerPool(

@@ -98,7 +98,7 @@ class Verifiers:
         self._inversion.close()
 
     def _chosen(self, train: bool) -> tuple[str, Sequence[int]]:
-        """Return the part, and which of its rows to use."""
+        """Return the name of the dataset split and the row indices to use."""
         if not train and self._heldout_args is not None:
             return "heldout", range(len(self._part("heldout")))
         own = len(self._part("eval"))

@@ -409,7 +409,7 @@ def _sequence(text: str) -> list[Any]:
 
 
 def _calls(value: Any, form: str) -> list[Call | str]:
-    """Return the calls of an object or of a list of them, with a fault, which shows ``form``, for other values."""
+    """Parse one call or a list of calls; other values give a fault that shows ``form``."""
     calls: list[Call | str] = []
     for item in value[: MAX_CALLS + 1] if isinstance(value, list) else [value]:
         try:
@@ -458,7 +458,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _without_end_tokens(text: str, begin: int) -> int:
-    """Return where the text ends without white space and the few end tokens that an engine may have left in it."""
+    """Return the end of the text before trailing white space and end tokens left by an engine."""
     end = begin + len(text[begin:].rstrip())
     for _ in range(4):
         token = next((token for token in _END_TOKENS if text.endswith(token, begin, end)), "")
