@@ -32,7 +32,7 @@ help:
 	@echo "make test-all  all of test-system, test-servers, test-serving, test-ui, test-environments, test-real and test-start"
 	@echo "make test-ui  retrain ui in a browser (chromium, or RETRAIN_CHROMIUM), in a virtual environment under build/ (10 minutes)"
 	@echo "make reasoner  train the bundled models again (about 20 minutes)"
-	@echo "make docs   write docs/configuration.md, docs/metrics.md and campaigns/schema.json from the code"
+	@echo "make docs   write docs/configuration.md, docs/metrics.md, campaigns/schema.json and the tables of docs/outputs.md from the code"
 	@echo "make site   build the documentation as a web site under site/"
 	@echo "make audit  look for known vulnerabilities in constraints.txt (needs the network)"
 	@echo "make clean  remove .venv, caches and built files; logs/ stays"
@@ -67,11 +67,15 @@ demo: $(VENV)/.core
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --ignore tests/system tests
 
+RECORD_NAMES := '"([a-z]+/)?[a-z_]+\.jsonl"|"(run\.log|code\.diff|report\.html|metrics\.f32|(manifest|plan|comparison)\.json)"'
+
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	@! grep -rnE --include='*.py' $(RECORD_NAMES) retrain | grep -vE '^retrain/(records/schema/layout|ownership|config/tasks)\.py' || { \
+		echo 'Names of record files stand in retrain/records/schema/layout.py alone.' >&2; exit 1; }
 
 test-soak: $(VENV)/.dev
 	$(BIN)/python -m tests.soak --kills 100 --minutes 30
@@ -167,7 +171,7 @@ test-all: test-system test-servers test-serving test-ui test-environments test-r
 
 docs: $(VENV)/.core
 	$(BIN)/python -m retrain.config docs/configuration.md campaigns/schema.json
-	$(BIN)/python -m retrain.record docs/metrics.md
+	$(BIN)/python -m retrain.records docs
 
 site: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict

@@ -49,7 +49,7 @@ from retrain.campaign.running.protocol import (
 )
 from retrain.config import load
 from retrain.files import dumps
-from retrain.record.console import PlainConsole
+from retrain.records.console import PlainConsole
 
 CONDITIONS = (("grpo", "none"), ("rloo", "none"), ("dr_grpo", "none"), ("maxrl", "none"), ("maxrl", "gtpo"))
 SEEDS = 20

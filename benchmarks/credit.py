@@ -1,4 +1,4 @@
-"""Time of credit assignment for 128 completions: maxrl + gtpo_sepa on the padded batch, and planning detection.
+"""Time of credit assignment for 128 completions: the credit steps of maxrl + gtpo_sepa, and planning detection.
 
     python benchmarks/credit.py [--text FILE] [--repeats 7]
 
@@ -16,9 +16,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from retrain.maths.advantages import maxrl
-from retrain.maths.credit import token_advantages
-from retrain.maths.planning import STRATEGIC_GRAMS, RegexDetector
+from retrain.algorithms import GROUP_ADVANTAGES, TOKEN_CREDIT, Algorithm
+from retrain.algorithms.credit.group_advantage import GroupAdvantage
+from retrain.algorithms.credit.planning_tokens import STRATEGIC_GRAMS, RegexDetector
+from retrain.algorithms.credit.spread import SpreadAdvantage
+from retrain.algorithms.credit.uncertainty import TokenUncertainty
+from retrain.config import parse_dict
+from retrain.policy.protocol import Scores
+from retrain.types import Action, CreditedBatch, CreditedGroup, Problem, Prompt, RewardResult, single_turn
 
 ROWS, GROUP = 128, 16
 BARS_MS = {2048: {"credit": 30.0, "planning": 60.0}, 8192: {"credit": 120.0, "planning": 250.0}}
@@ -57,6 +62,21 @@ def best_ms(function: Callable[[], object], repeats: int) -> float:
     return 1e3 * min(times)
 
 
+def batch_of(planning: list[np.ndarray], draw: np.random.Generator) -> CreditedBatch:
+    """The completions with their planning tokens, from half to all of their length, and rewards of 0 and 1."""
+    prompt = Prompt(Problem("0", "", ""), "", ())
+    lengths = [int(draw.integers(len(mask_T) // 2, len(mask_T) + 1)) for mask_T in planning]
+    actions = [Action([0] * length, "", -3.0 * draw.random(length), None, "stop") for length in lengths]
+    rewards = [RewardResult(float(draw.integers(2))) for _ in actions]
+    groups = [
+        CreditedGroup.of(single_turn(prompt, actions[i : i + GROUP], rewards[i : i + GROUP]))
+        for i in range(0, len(actions), GROUP)
+    ]
+    batch = CreditedBatch(tuple(groups))
+    masks = zip(planning, lengths, strict=True)
+    return batch.update(batch.rollouts, [{"planning_T": mask_T[:length]} for mask_T, length in masks])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="file of real text")
@@ -65,18 +85,19 @@ def main() -> None:
     torch.set_num_threads(1)
     text = options.text.read_text(encoding="utf-8") if options.text else documents()
     detector = RegexDetector()
+    config = parse_dict({"algorithm": {"advantage_mode": "maxrl", "transform_mode": "gtpo_sepa"}})
+    advantage = GroupAdvantage("maxrl", GROUP_ADVANTAGES["maxrl"])
+    token_credit = TOKEN_CREDIT["gtpo_sepa"](config, ())
+    steps = [advantage, SpreadAdvantage(False), TokenUncertainty("surprisal"), *token_credit]
+    algorithm = Algorithm(steps, mark_planning=lambda batch: batch)
     print(f"{'tokens':>6}  {'part':<9} {'ms':>7}  {'bar':>5}")
     for tokens, bars in BARS_MS.items():
         texts, offsets = completions(text, tokens)
-        planning = torch.from_numpy(np.stack(detector.token_masks(texts, offsets)))
-        draw = torch.Generator().manual_seed(0)
-        logprobs = -3.0 * torch.rand(ROWS, tokens, generator=draw)
-        mask = torch.arange(tokens)[None] < torch.randint(tokens // 2, tokens + 1, (ROWS, 1), generator=draw)
-        rewards = torch.randint(0, 2, (ROWS // GROUP, GROUP), generator=draw).double()
+        planning = detector.token_masks(texts, offsets)
+        batch = batch_of(planning, np.random.default_rng(0))
 
-        def credit(logprobs=logprobs, planning=planning, mask=mask, rewards=rewards) -> object:
-            advantages = maxrl(rewards).flatten()
-            return token_advantages("gtpo_sepa", advantages, logprobs, None, planning, mask, sepa_lambda=0.5)
+        def credit(batch=batch) -> object:
+            return algorithm.credit(batch, Scores(), step=250)
 
         def detect(texts=texts, offsets=offsets) -> object:
             return detector.token_masks(texts, offsets)
@@ -84,7 +105,7 @@ def main() -> None:
         for part, function in (("credit", credit), ("planning", detect)):
             print(f"{tokens:>6}  {part:<9} {best_ms(function, options.repeats):>7.1f}  {bars[part]:>5.0f}")
         characters = sum(map(len, texts)) / (ROWS * tokens)
-        print(f"{'':>6}  {float(planning.float().mean()):.1%} planning tokens, {characters:.1f} characters per token")
+        print(f"{'':>6}  {np.mean(planning):.1%} planning tokens, {characters:.1f} characters per token")
 
 
 if __name__ == "__main__":

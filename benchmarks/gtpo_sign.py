@@ -11,7 +11,7 @@ import argparse
 
 import torch
 
-from retrain.maths.credit import gtpo_paper
+from retrain.algorithms.credit.gtpo_paper import gtpo_paper
 
 RATES = (1 / 16, 2 / 16, 4 / 16, 8 / 16)
 LENGTHS = (0.1, 0.25, 0.5, 1.0)

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from retrain.files import write_json
-from retrain.record.catalogue import METRICS
-from retrain.record.columns import ColumnWriter
-from retrain.record.context import RunContext
-from retrain.record.recorder import RunRecorder
-from retrain.types import Action, Problem, Prompt, RewardResult, StepRecord, single_turn
+from retrain.records.catalogue import METRICS
+from retrain.records.columns import ColumnWriter
+from retrain.records.context import RunContext
+from retrain.records.recorder import RunRecorder
+from retrain.types import Action, CreditedBatch, CreditedGroup, Problem, Prompt, RewardResult, StepRecord, single_turn
 
 CONDITIONS = ("grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_sepa")
 TEXTS = {"condition", "advantage_mode", "transform_mode", "uncertainty_kind", "bp_action", "bp_regime"}
@@ -153,9 +153,8 @@ def long_answers(folder: Path, samples: int, tokens: int) -> None:
         acts = [Action(list(range(tokens)), "word " * tokens, draw.normal(-1, 0.3, tokens),
                        draw.random(tokens).astype("f"), "stop")
                 for _ in range(2)]  # fmt: skip
-        groups.append(single_turn(problem, acts, [RewardResult(1.0), RewardResult(0.0)]))
-        for rollout, advantage in zip(groups[-1].rollouts, (0.5, -0.5), strict=True):
-            rollout.advantage = advantage
+        batch = CreditedBatch((CreditedGroup.of(single_turn(problem, acts, [RewardResult(1.0), RewardResult(0.0)])),))
+        groups += batch.update(batch.rollouts, ({"advantage": value} for value in (0.5, -0.5))).groups
     spans = [(5 * i, 5 * i + 5) for i in range(tokens)]
     with RunRecorder(folder, told, {}, token_text=lambda ids: ("word " * len(ids), spans[: len(ids)])) as recorder:
         recorder.record_step(StepRecord(0, groups, {}, {}, [("rollout", 0.0, 1.0)], 0.0, 2.0))

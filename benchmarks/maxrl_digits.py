@@ -4,7 +4,7 @@
 
 The policy is a small network with 200 outputs, of which ten mean a digit, so the first guess is right once in 200. For
 each image of a batch it samples N answers, the reward is 1 for the right one, and the update climbs the mean of
-advantage × log-probability with the advantages of ``retrain.maths``. Cross-entropy on the labels, which samples
+advantage × log-probability with the advantages of ``retrain.algorithms``. Cross-entropy on the labels, which samples
 nothing and is told the answer, is the ceiling. pass@1 is the probability of the right digit, averaged over held-out
 images and computed from the policy's probabilities, so it has no sampling noise.
 
@@ -29,8 +29,8 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 
+from retrain.algorithms import GROUP_ADVANTAGES
 from retrain.files import write_json
-from retrain.maths.advantages import group_advantages
 from retrain.maths.statistics import cluster_interval, paired_comparison
 from retrain.rng import torch_seed
 
@@ -97,7 +97,7 @@ def surrogate(logprobs_P_V: Tensor, labels_P: Tensor, job: Job, draw: torch.Gene
     answers_P_N = torch.searchsorted(cumulative_P_V, uniform_P_N * cumulative_P_V[:, -1:], right=True)
     answers_P_N.clamp_(max=CLASSES - 1)
     rewards_P_N = (answers_P_N == labels_P[:, None]).double()
-    advantages_P_N = group_advantages(job.method, rewards_P_N).float()
+    advantages_P_N = GROUP_ADVANTAGES[job.method](rewards_P_N).float()
     return -(advantages_P_N * logprobs_P_V.gather(1, answers_P_N)).mean()
 
 

@@ -21,7 +21,7 @@ from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.assemble import assemble
 from retrain.campaign.running.protocol import CohortJob
 from retrain.config import load
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 from retrain.types import RewardResult
 
 FIVE = (("grpo", "none"), ("maxrl", "none"), ("maxrl", "gtpo"), ("maxrl", "gtpo_hicra"), ("maxrl", "gtpo_sepa"))

@@ -34,16 +34,17 @@ def measured(model: str, dtype: str, kind: str, threads: int) -> dict[str, Any]:
     import psutil
     import torch
 
+    from retrain.algorithms.losses import PPO
     from retrain.config import parse_dict
     from retrain.engines.local import LocalEngine
     from retrain.engines.protocol import PolicyRef, SampleRequest
-    from retrain.maths.losses import LossBounds
     from retrain.policy.base import load_weights, look_at
     from retrain.policy.local import LocalPolicy
     from retrain.policy.lora import Lanes
-    from retrain.policy.objective import Objective, PolicyTerm
-    from retrain.policy.protocol import Denominators, TrainBatch
-    from retrain.types import Sample
+    from retrain.policy.objective import Objective
+    from retrain.policy.protocol import TrainBatch
+    from retrain.policy.terms import PolicyTerm
+    from retrain.types import Denominators, Sample
 
     torch.set_num_threads(threads)
     config = parse_dict({"model": {"model": model, "quantize": kind, "lora_rank": RANK}})
@@ -71,7 +72,7 @@ def measured(model: str, dtype: str, kind: str, threads: int) -> dict[str, Any]:
     ]
     batch = TrainBatch(samples, Denominators(sum(len(c) for g in answers for c in g), len(samples)), 0, ())
 
-    objective = Objective((PolicyTerm(bounds=LossBounds(clip_high=0.2)),), "tokens", 1.0, TOKENS)
+    objective = Objective((PolicyTerm(PPO()),), "tokens", 1.0, TOKENS)
 
     def seconds(work: Callable[[], Any]) -> float:
         work()

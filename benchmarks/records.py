@@ -20,8 +20,8 @@ import ours
 from commandline import bar, opened, parser_of, publish, table, with_verdicts
 from workload import Setting
 
-from retrain.record.recorder import RunRecorder
-from retrain.record.writer import Thread
+from retrain.records.recorder import RunRecorder
+from retrain.records.writer import Thread
 
 BAR = 0.02
 

@@ -80,7 +80,7 @@ def continued(run: Path, steps: int, last: int, out: Path) -> RunResult:
     """The run that was compressed to rank 1 ``last`` updates before its end and trained on."""
     from retrain.campaign.adapters.continuing import continued_plan
     from retrain.campaign.running.controller import execute
-    from retrain.record.observer import NullObserver
+    from retrain.records.observer import NullObserver
 
     before = run / f"checkpoints/step_{steps - last:06d}"
     outcome = execute(continued_plan(before, 1, last, out), NullObserver())

@@ -25,13 +25,15 @@ from commandline import opened, parser_of, publish, table
 from limit import Limit
 from workload import ALPHA, LR, RANK, SHAPES, Setting
 
-from retrain.policy import Denominators, Lanes, Objective, TrainBatch, load_base
+from retrain.algorithms.losses import PPO
+from retrain.policy import Lanes, Objective, TrainBatch, load_base
 from retrain.policy.budget import Budget
+from retrain.policy.gradient import UpdateContext
 from retrain.policy.memory import MemoryPlan
-from retrain.policy.objective import EntropyTerm, PolicyTerm
 from retrain.policy.optimizer import new_optimizer
-from retrain.policy.update import Passes, train_step
-from retrain.types import Sample
+from retrain.policy.terms import EntropyTerm, PolicyTerm
+from retrain.policy.update import PendingUpdate, policy_step
+from retrain.types import Denominators, Sample
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def completions(setting: Setting, ragged: bool) -> list[list[int]]:
 def ours(
     directory: Path, setting: Setting, rows: list[list[int]], variant: Variant, micro: int = 0
 ) -> Callable[[], Any]:
-    """A function that makes one update with ``train_step``."""
+    """A function that makes one update with ``policy_step``."""
     base = load_base(str(directory), devices="cpu", dtype=variant.dtype)
     lanes = Lanes(base)
     adapter = lanes.new_adapter(RANK, ALPHA).initialise("benchmark")
@@ -87,12 +89,12 @@ def ours(
         for i, ids in enumerate(rows)
     ]
     batch = TrainBatch(samples, Denominators(sum(len(ids) for ids in rows), len(rows)), 0, ("benchmark",))
-    objective = Objective((PolicyTerm(), EntropyTerm(0.01)) if variant.entropy else (PolicyTerm(),))
-    passes = Passes(lanes, Budget(micro or MemoryPlan.of(base).micro_batch_tokens), bfloat16=variant.rounded)
+    objective = Objective((PolicyTerm(PPO()), EntropyTerm(0.01)) if variant.entropy else (PolicyTerm(PPO()),))
+    context = UpdateContext(lanes, Budget(micro or MemoryPlan.of(base).micro_batch_tokens), bfloat16=variant.rounded)
 
     def step() -> None:
         with torch.autocast("cpu", torch.bfloat16) if variant.autocast else nullcontext():
-            train_step(passes, adapter, optimizer, batch, objective, LR)
+            policy_step(PendingUpdate(context, adapter, optimizer, batch, objective, LR))
 
     return step
 

@@ -17,12 +17,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from retrain.algorithms import grpo
+from retrain.algorithms.losses import PPO
 from retrain.config import parse_dict
 from retrain.data.arithmetic import problems
 from retrain.data.prompts import render
 from retrain.engines import LocalEngine, PolicyRef, SampleRequest
-from retrain.maths.advantages import grpo
 from retrain.policy import Denominators, Lanes, LocalPolicy, Objective, TrainBatch, load_base
+from retrain.policy.terms import PolicyTerm
 from retrain.rewards.rules import MatchReward
 from retrain.types import Sample
 
@@ -40,7 +42,7 @@ def main(steps: int = 20, directory: str = "logs/minimal_loop") -> list[float]:
     engine = LocalEngine(base, lanes)
     config = parse_dict({"model": {"lora_rank": 16}, "lora": {"alpha": 32}, "training": {"weight_decay": 0.0}})
     policy = LocalPolicy(base, lanes, config, (SEED,))
-    objective, reward, history = Objective(), MatchReward(), []
+    objective, reward, history = Objective((PolicyTerm(PPO()),)), MatchReward(), []
     data = problems("train", steps * PROMPTS, seed=SEED)
 
     for step in range(steps):
@@ -68,7 +70,7 @@ def main(steps: int = 20, directory: str = "logs/minimal_loop") -> list[float]:
 
         # Update: one optimizer step over the whole batch, the loss a mean over all of its tokens.
         count = Denominators(tokens=sum(len(a) for group in groups for a in group), sequences=len(samples))
-        metrics = policy.update(TrainBatch(samples, count, step, (SEED,)), objective, LR)
+        metrics = policy.update(TrainBatch(samples, count, step, (SEED,)), objective, LR).metrics
         history.append(float(np.mean(rewards)))
         row = {
             "step": step, "progress/batch": step, "progress/done_frac": (step + 1) / steps, "optim/lr": LR,

@@ -1,8 +1,8 @@
 """Compares the updates that a file's conditions would make on the same graded rollouts; no step is taken.
 
 The runs are assembled as for training, one lane for each condition, in a temporary directory and without trackers.
-Batches are those that the baseline's run would sample next; every condition credits copies of them with the functions
-that training uses, and its gradient is the one that its optimizer would receive.
+Batches are those that the baseline's run would sample next; every condition credits them with the functions that
+training uses, and its gradient is the one that its optimizer would receive.
 """
 
 import math
@@ -29,12 +29,12 @@ from retrain.engines.protocol import Engine
 from retrain.errors import CheckpointError, RunFailed, UsageError
 from retrain.maths.statistics import bootstrap_ci
 from retrain.policy.local import LocalPolicy
-from retrain.policy.protocol import TrainBatch, samples_of
+from retrain.policy.protocol import TrainBatch
 from retrain.rng import generator
 from retrain.rollouts.collect import Collected
-from retrain.rollouts.dynamic import Wanted, collect_rounds
-from retrain.run import Run
-from retrain.types import Group, Rollout
+from retrain.rollouts.resample import StepRollouts, collect_rounds
+from retrain.training.run import Run
+from retrain.types import CreditedGroup, Group, Rollout, training_samples
 
 BATCHES = 16
 LEAST_BATCHES = 3  # Smallest number of batches from which an interval is computed
@@ -148,13 +148,13 @@ def sample_batches(engine: Engine, run: Run, batches: int, progress: Progress) -
     """Return the graded rollouts of the run's next steps, all sampled with its present weights. Raises RunFailed with
     what a grader or the chat template raises."""
     run.publish_to(engine)
-    sampled: list[list[Group]] = []
+    sampled, requests = list[list[Group]](), run.requests
     for start in range(run.step, run.step + batches, AT_ONCE):
         steps = range(start, min(start + AT_ONCE, run.step + batches))
-        asked = [Wanted(step, run.requests_of(step), run.further) for step in steps]
-        collect_rounds(engine, asked)
-        graded = [Collected(each.groups, []).graded() for each in asked]
-        sampled += [run.dynamic.choose(groups).groups if run.dynamic else groups for groups in graded]
+        rollouts = [StepRollouts(step, requests.of_step(run.step, step), requests.resample) for step in steps]
+        collect_rounds(engine, rollouts)
+        graded = [Collected(each.groups, []).graded() for each in rollouts]
+        sampled += [requests.resampler.select(groups).groups if requests.resampler else groups for groups in graded]
         progress(f"sampled {len(sampled)} of {batches} batches")
     return sampled
 
@@ -207,30 +207,15 @@ def gradient_of(run: Run, groups: Sequence[Group], step: int, state: dict[str, A
     """Return the gradient [D] that the run's optimizer would receive for the whole batch, credited at ``step`` with
     its algorithm in ``state``. Run and groups are left as they are."""
     assert isinstance(run.policy, LocalPolicy)
-    own = [Group(group.prompt, [_uncredited(rollout) for rollout in group.rollouts]) for group in groups]
     before, run.step = run.step, step
     run.algorithm.restore(state)
     try:
-        credit = run.credit(own)
-        return run.policy.gradient(TrainBatch(samples_of(own), credit.denominators, step, run.stream), run.objective)
+        batch = run.credit(list(map(CreditedGroup.of, groups)))
+        samples = [sample for rollout in batch.trained for sample in training_samples(rollout)]
+        return run.policy.gradient(TrainBatch(samples, batch.denominators, step, run.stream), run.objective)
     finally:
         run.step = before
         run.algorithm.restore(state)
-
-
-def _uncredited(rollout: Rollout) -> Rollout:
-    return replace(
-        rollout,
-        advantage=float("nan"),
-        turn_advantages=None,
-        planning_T=None,
-        token_advantages_T=None,
-        loss_mask_T=None,
-        old_logprobs_T=None,
-        policy_weights_T=None,
-        values_T=None,
-        value_targets_T=None,
-    )
 
 
 def _open_gate(state: dict[str, Any]) -> dict[str, Any]:

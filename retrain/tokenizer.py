@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from retrain.maths.planning import text_and_offsets
+from retrain.maths.arrays import OffsetArray
 
 Offsets = np.ndarray | list[tuple[int, int]]  # For each token the characters [start, end) that it stands for
 
@@ -109,3 +109,24 @@ def byte_table(tokenizer: Any) -> list[bytes] | None:
         else:
             table.append(bytes(byte_of[char] for char in token if char in byte_of))
     return table
+
+
+def text_and_offsets(pieces: Sequence[bytes]) -> tuple[str, OffsetArray]:
+    """The text of a token sequence and each token's character range, int64 [T, 2], from the tokens' own bytes.
+
+    Exact for the tokens as sampled, where encoding the decoded text again may split it differently. A character
+    split over several tokens belongs to all of them; a byte that is not UTF-8 becomes one lone surrogate.
+    """
+    text = b"".join(pieces).decode("utf-8", errors="surrogateescape")
+    lengths_T = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
+    ends_T = np.cumsum(lengths_T)
+    starts_T = ends_T - lengths_T
+    if not text.isascii():
+        codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
+        widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+        widths[(codes >= 0xDC80) & (codes <= 0xDCFF)] = 1
+        char_of_byte = np.append(np.repeat(np.arange(len(codes)), widths), len(codes))
+        last_T = char_of_byte[np.maximum(ends_T - 1, starts_T)] + 1
+        starts_T = char_of_byte[starts_T]
+        ends_T = np.where(lengths_T > 0, last_T, starts_T)
+    return text, np.stack([starts_T, ends_T], axis=1)

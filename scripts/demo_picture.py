@@ -19,9 +19,9 @@ from rich.text import Text
 from retrain.campaign.running.controller import launch
 from retrain.config import load
 from retrain.files import write_text
-from retrain.record.console import Board, board_view, message_text
-from retrain.record.observer import SpecLike
-from retrain.record.tables import comparison_table, squeeze_line
+from retrain.records.console import Board, board_view, message_text
+from retrain.records.observer import SpecLike
+from retrain.records.tables import comparison_table, squeeze_line
 
 ROOT = Path(__file__).parents[1]
 COMMAND = "retrain train campaigns/quickstart.toml"

@@ -125,10 +125,10 @@ def require_directory(directory: Path) -> None:
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
     from retrain.config.legacy import removed_note
-    from retrain.files import read_json
+    from retrain.records.reader import RunReader
 
     with suppress(OSError, ValueError):  # a damaged record is told by what needs it
-        recorded = read_json(directory / "config.json")
+        recorded = RunReader(directory).config()
         if isinstance(recorded, dict) and (ignored := removed_note(recorded)):
             print(f"note: {ignored}", file=sys.stderr)
 

@@ -36,51 +36,6 @@ CONDITION_COLUMNS = (
 
 FILE_COLUMNS = ("file", "what it holds")
 
-MACHINE_FILES = (
-    ("environment.json", "machine, GPUs, Python, all installed packages"),
-    ("code.diff", "uncommitted changes of the repositories that the code comes from"),
-)
-
-CAMPAIGN_FILES = (
-    ("manifest.json", "every run and its state, the comparison, the recommended rank"),
-    ("plan.json", "the file as it was given, every run as it was resolved"),
-    ("retrain.json", "which campaign owns this directory"),
-    ("comparison.json", "conditions against the first, paired by seed"),
-    ("report.html", "verdict, curves, distributions, the same prompt under two conditions: one file, no network"),
-    ("base/evaluation_<how>.npz", "the untrained model's held-out answers, sampled once for all runs"),
-    ("squeeze/analysis.json", "energy by LoRA rank, from the first run"),
-    ("squeeze/verification.json", "held-out accuracy at every rank beside the full adapter, paired by problem"),
-    ("squeeze/rank_<r>/", "an adapter compressed to the recommended rank, if that is known"),
-    ("config.json", "every key as it was resolved, package versions, git revision"),
-    *MACHINE_FILES,
-)
-
-ONLY_OF_CAMPAIGNS = ("comparison.json", "report.html", "base/evaluation_<how>.npz")
-
-RUN_FILES = (
-    ("retrain.json", "which run owns this directory; also in every checkpoint and adapter"),
-    ("config.json", "every key resolved for this run, seeds, data hash, base model"),
-    *MACHINE_FILES,
-    ("metrics.jsonl", "one row per step"),
-    ("metrics.f32", "the same numbers as columns, from 64 steps on"),
-    ("evals.jsonl", "one row per held-out evaluation"),
-    ("emergence/steps.jsonl", "reward and correct count per step"),
-    ("emergence/generations.jsonl", "every completion"),
-    ("emergence/evaluations.jsonl", "every completion of the held-out evaluations"),
-    ("train_iteration_<n>_rollout_summaries.jsonl", "one line per trajectory, every step"),
-    ("train_iteration_<n>.html, _logtree.json", "prompts and samples to read, every rollouts_every steps"),
-    ("tokens_<n>.safetensors", "every token of those steps with its numbers, texts uncut"),
-    ("eval_<name>_iteration_<n>…", "the same of every held-out evaluation"),
-    ("iterations.jsonl", "the index of these files, and where the step's completions lie"),
-    ("timing_spans.jsonl", "what each step spent its time on"),
-    ("timeline.html", "the same as a picture"),
-    ("notes.jsonl", "explanations of unusual metrics"),
-    ("run.log", "what happened when, tracebacks included"),
-    ("checkpoints.jsonl", "one line per saved checkpoint"),
-    ("checkpoints/step_<n>/", "adapter, optimizer and all other state"),
-    ("final/", "the trained PEFT adapter"),
-)
-
 
 def explain(
     file: ConfigFile,
@@ -423,17 +378,20 @@ def time_words(plan: Plan, works: Sequence[Work], device: Device, cohorts: int, 
 
 
 def print_files(plan: Plan) -> None:
+    from retrain.records.schema.layout import CAMPAIGN_FILES, ONLY_OF_CAMPAIGNS, RUN_FILES
+
     specs = plan.specs
     print(f"\nwrites        {plan.directory}/")
     if not specs[0].is_campaign:
-        files = {name: text for name, text in CAMPAIGN_FILES if name not in ONLY_OF_CAMPAIGNS} | dict(RUN_FILES)
+        both = (*CAMPAIGN_FILES, *RUN_FILES)
+        files = {file.name: file.content for file in both if file.name not in ONLY_OF_CAMPAIGNS}
         print_table(FILE_COLUMNS, [(f"  {name}", text) for name, text in files.items()], left=FILE_COLUMNS)
         return
-    rows = [(f"  {name}", text) for name, text in CAMPAIGN_FILES]
+    rows = [(f"  {file.name}", file.content) for file in CAMPAIGN_FILES]
     if specs[0].config.campaign.executor != "inprocess":
         rows.append(("  workers/worker_<n>.log", "what worker processes printed"))
     if specs[0].config.campaign.executor == "slurm":
         rows.append(("  workers/slurm_<k>/", "what was asked of Slurm, what its jobs printed, and their commands"))
     rows.append(("  runs/<run>/", f"one directory for each of the {len(specs)} runs, such as runs/{specs[0].run_id}/"))
-    rows += [(f"    {name}", text) for name, text in RUN_FILES]
+    rows += [(f"    {file.name}", file.content) for file in RUN_FILES]
     print_table(FILE_COLUMNS, rows, left=FILE_COLUMNS)

@@ -31,7 +31,8 @@ def status(
     verbose: Verbose = False,
 ) -> None:
     """Show runs with their state, steps, reward and held-out accuracy, from the files alone."""
-    from retrain.record.status import homes_of_runs, read_status
+    from retrain.records.reader import homes_of_runs
+    from retrain.records.status import read_status
 
     if not directory.is_dir():
         problem = "is not a directory" if directory.exists() else "does not exist"
@@ -48,7 +49,7 @@ def status(
         from rich.console import Console
         from rich.text import Text
 
-        from retrain.record.console import status_view
+        from retrain.records.console import status_view
 
         console = Console()
         for report in reports:
@@ -63,8 +64,8 @@ def status(
 
 def follow(directory: Path, as_json: bool, plain: bool, verbose: bool) -> None:
     """Tell what happens until every run has ended; Ctrl-C is the ordinary way to leave earlier (exit status 0)."""
-    from retrain.record.console import make_console
-    from retrain.record.follow import Follower, JsonLines
+    from retrain.records.console import make_console
+    from retrain.records.follow import Follower, JsonLines
 
     observer = JsonLines(sys.stdout) if as_json else make_console(plain=plain, verbose=verbose)
     follower = Follower(directory, observer)

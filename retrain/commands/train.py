@@ -36,14 +36,14 @@ from retrain.files import dumps
 if TYPE_CHECKING:
     from retrain.campaign.planning.changes import Approval
     from retrain.campaign.running.controller import Outcome
-    from retrain.record.observer import Observer
+    from retrain.records.observer import Observer
 
 
 def finish(plain: bool, work: Callable[[Observer], Outcome], verbose: bool = False) -> None:
     """Do the work under a console, print how it ended, exit with its status."""
     from retrain.campaign.running.stopping import ENDINGS
-    from retrain.record.console import make_console
-    from retrain.record.trackers import wandb_upload_command
+    from retrain.records.console import make_console
+    from retrain.records.trackers import wandb_upload_command
 
     started = time.time()
     with lasting_streams():  # a closed terminal ends no training
@@ -174,7 +174,7 @@ def resume(
 def approval(accept: bool, observer: Observer) -> Approval:
     """Who decides about differences from what a directory recorded: the option, else the person at the terminal."""
     from retrain.campaign.planning.changes import Approval
-    from retrain.record.html import visible
+    from retrain.records.html import visible
 
     def ask(lines: list[str]) -> bool:
         observer.close()

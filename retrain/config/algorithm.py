@@ -1,15 +1,15 @@
 """[algorithm], [gtpo], [hicra], [sepa], [planning]: from rewards to one number per token, and the loss.
 
-Code of the user's own is named here as `module:function` and loaded by `retrain.algorithms.standard.load_modes`.
+Code of the user's own is named here as `module:function` and loaded by `retrain.algorithms.load_modes`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, create_model
 
 from retrain.config.base import (
     Count,
@@ -30,7 +30,7 @@ from retrain.config.base import (
     fault,
 )
 from retrain.config.legacy import NO_SEMANTIC
-from retrain.config.modes import MODES, UNAVAILABLE, Need, loss_of, mode_of, used_by
+from retrain.config.modes import MODES, UNAVAILABLE, Loss, Need, loss_of, mode_of, used_by
 
 if TYPE_CHECKING:
     _Advantage = _Transform = _Uncertainty = _Loss = str
@@ -55,26 +55,18 @@ def _unset_or_several(dotted: str, *besides: str) -> UsedWhen:
     return UsedWhen(dotted, (None, *besides), unless="training.several_updates", unless_words=several)
 
 
-def _loss_key(dotted: str) -> UsedWhen:
-    return UsedWhen("algorithm.loss", used_by("loss", dotted))
-
-
-CLIPPED = (
-    _loss_key("training.clip_eps"),
+_UNCORRECTED = (
     _unset_or_several("algorithm.tis_cap"),
     _unset_or_several("algorithm.icepop_band"),
     _unset_or_several("algorithm.correction", "none"),
 )
+CLIPPED = (UsedWhen("algorithm.loss", used_by("loss", "training.clip_eps")), *_UNCORRECTED)
 """Clipping acts on the importance ratio, which a correction of the sampler's mismatch leaves at 1 in the first update
 of a batch."""
 
 
 TIS_CAP = 2.0
 ICEPOP_BAND = (0.5, 5.0)
-DPPO_THRESHOLDS = {"tv": 0.15, "kl": 0.05}
-"""Of the paper (arXiv 2602.04879), by divergence."""
-
-
 REJECTION_BAND = (0.99, 1.01)
 REJECTION_LIMITS = {"k3": 0.01, "veto": 1e-4}
 REJECTING = ("mis", "icepop", "seq_mis")
@@ -87,17 +79,8 @@ def _band(value: list[float] | None) -> list[float] | None:
     return value
 
 
-def _curve(value: list[float]) -> list[float]:
-    if len(value) != 2 or min(value) < 0.0:
-        raise fault(f"is {value}, but must be [power, decay], both 0 or more", "[2.0, 3.0]")
-    return value
-
-
-Curve = Annotated[list[float], AfterValidator(_curve)]
-
-
-class Algorithm(Section):
-    """Which advantage, which token credit, which loss. Each name means its paper."""
+class _Modes(Section):
+    """The keys of [algorithm] that name modes."""
 
     role: ClassVar[Role] = Role.LEARNS
 
@@ -125,30 +108,24 @@ class Algorithm(Section):
     `module:function` of your own."""
     loss_normalizer: Literal["tokens", "sequences", "constant"] = "tokens"
     """What the summed loss is divided by: trained tokens, sequences (GRPO), or a constant (Dr. GRPO)."""
-    cispo_cap: Annotated[Positive, _loss_key("algorithm.cispo_cap"), *CLIPPED[1:]] = 5.0
-    """Absolute cap on the importance ratio."""
-    dppo_divergence: Annotated[Literal["tv", "kl"], _loss_key("algorithm.dppo_divergence")] = "tv"
-    """How far a token's probability is from the sampler's: `tv` is |π − π_sampler|, `kl` the divergence of "this token
-    or another"."""
-    dppo_threshold: Annotated[OptionalPositive, _loss_key("algorithm.dppo_threshold")] = None
-    """Beyond this divergence a token no longer trains in the direction that leads further away; unset or 0 is 0.15 for
-    `tv` and 0.05 for `kl`."""
-    dppo_cap: Annotated[Positive, _loss_key("algorithm.dppo_cap")] = 20.0
-    """Absolute cap on the importance ratio."""
-    sapo_tau_positive: Annotated[Positive, _loss_key("algorithm.sapo_tau_positive"), *CLIPPED[1:]] = 1.0
-    """How narrow the soft gate of `sapo` is for tokens of positive advantage."""
-    sapo_tau_negative: Annotated[Positive, _loss_key("algorithm.sapo_tau_negative"), *CLIPPED[1:]] = 1.05
-    """The same for the others."""
-    vespo_positive: Annotated[Curve, _loss_key("algorithm.vespo_positive")] = Field(default=[2.0, 3.0])
-    """`[power, decay]` of the weight W^power·e^(decay·(1 − W)) for tokens of positive advantage."""
-    vespo_negative: Annotated[Curve, _loss_key("algorithm.vespo_negative")] = Field(default=[3.0, 2.0])
-    """The same for tokens of negative advantage."""
-    m2po_threshold: Annotated[Positive, _loss_key("algorithm.m2po_threshold")] = 0.04
-    """The mean of (log π/π_sampler)² that `m2po` allows over an update's tokens with an advantage; the largest are left
-    out."""
-    m2po_tokens: Annotated[Literal["all", "harmful"], _loss_key("algorithm.m2po_tokens")] = "all"
-    """Over which tokens `m2po` takes the mean, and of which it leaves some out: all, or those whose probability has
-    already gone where their advantage leads."""
+
+
+def _parameter_fields() -> Iterator[tuple[str, Any]]:
+    """Yield the keys that the rows of modes declare, as fields for ``create_model``."""
+    for key, table in MODES.items():
+        for mode, row in table.items():
+            uncorrected = _UNCORRECTED if isinstance(row, Loss) and not row.from_sampler else ()
+            for name, parameter in row.parameters.items():
+                annotation = Annotated[parameter.annotation, UsedWhen(f"algorithm.{key}", (mode,)), *uncorrected]
+                yield name, (annotation, Field(default=parameter.default, description=parameter.description))
+
+
+_Parameters = create_model("_Parameters", __base__=_Modes, **dict(_parameter_fields()))
+
+
+class Algorithm(_Parameters):
+    """Which advantage, which token credit, which loss. Each name means its paper."""
+
     dual_clip: Annotated[OptionalAboveOne, *CLIPPED] = None
     """With a negative advantage A the objective of a token is at least dual_clip·A, however large its ratio."""
     correction: Literal["none", "tis", "mis", "icepop", "decoupled", "seq_tis", "seq_mis"] | None = None
@@ -245,10 +222,11 @@ class Algorithm(Section):
         """Whether what is rejected depends on the whole step or sequence, and so is known before the update."""
         return self.rejection != "none" or self.loss == "m2po"
 
-    @property
-    def dppo_limit(self) -> float:
-        """The divergence from which on `dppo` masks."""
-        return self.dppo_threshold or DPPO_THRESHOLDS[self.dppo_divergence]
+    def parameters_of(self, key: str) -> dict[str, Any]:
+        """Return the parameters of the mode that ``key`` names, without the mode's name: of `loss = "cispo"`, the value
+        of `cispo_cap` as "cap"."""
+        mode = getattr(self, key)
+        return {name.removeprefix(f"{mode}_"): getattr(self, name) for name in mode_of(key, mode).parameters}
 
     @property
     def regularised(self) -> bool:

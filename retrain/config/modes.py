@@ -2,15 +2,20 @@
 
 Everything that is said of a mode outside its function in ``retrain.maths`` is read from here: the choices of the TOML
 keys and which further keys have an effect, what ``explain`` prints, what is planned, recorded and noted, and the
-documents. A new mode is a row here and a function under the same name in the table of ``retrain.maths``.
+documents. A new mode is a row here and an entry under the same name in the table of functions or classes
+(``retrain.algorithms.losses``, ``retrain.maths``). The section [algorithm] has the keys that its row declares.
 """
 
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
+
+from retrain.config.base import OptionalPositive, Positive, fault
 
 
 class Need(StrEnum):
@@ -32,16 +37,31 @@ class Need(StrEnum):
     """Several rollouts of a prompt, to be compared with each other."""
 
 
+@dataclass(frozen=True)
+class Parameter:
+    """A key of [algorithm] that one mode declares: its type with bounds, its default and its documentation."""
+
+    annotation: Any
+    default: Any
+    description: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """``formula`` may hold values of the configuration in braces, as in ``{gtpo.beta:g}``; ``keys`` are the further
-    keys or sections that have an effect with this mode."""
+    """``formula`` may hold values of the configuration in braces, as in ``{gtpo.beta:g}``; ``parameters`` are the keys
+    of [algorithm] that have an effect with this mode alone, ``keys`` the other keys or sections with an effect."""
 
     formula: str
     paper: str = ""
     words: str = ""
     needs: frozenset[Need] = frozenset()
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
     keys: tuple[str, ...] = ()
+
+    def uses(self, dotted: str) -> bool:
+        """Return whether the key has an effect with this mode."""
+        section, _, name = dotted.partition(".")
+        return dotted in self.keys or section in self.keys or (section == "algorithm" and name in self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +102,8 @@ class Credit(Mode):
 @dataclass(frozen=True, kw_only=True)
 class Loss(Mode):
     """The loss of a token. ``from_sampler``: its ratio is that to the sampler, also in several updates of a batch, and
-    it bounds that ratio itself."""
+    it bounds that ratio itself. Else a correction leaves the ratio at 1 in the first update of a batch, so that its
+    parameters have no effect there."""
 
     from_sampler: bool = False
 
@@ -168,6 +189,14 @@ UNCERTAINTIES: dict[str, Mode] = {
     "shannon_entropy": Mode(formula="h = entropy of the whole distribution", needs=frozenset({Need.ENTROPY})),
 }
 
+
+def _curve(value: list[float]) -> list[float]:
+    if len(value) != 2 or min(value) < 0.0:
+        raise fault(f"is {value}, but must be [power, decay], both 0 or more", "[2.0, 3.0]")
+    return value
+
+
+_Curve = Annotated[list[float], AfterValidator(_curve)]
 _CLIPPING = ("training.clip_eps", "training.clip_eps_high", "algorithm.dual_clip")
 LOSSES: dict[str, Loss] = {
     "ppo": Loss(
@@ -187,14 +216,28 @@ LOSSES: dict[str, Loss] = {
         formula="−sg(min(ρ, cispo_cap))·A·log π",
         paper="2506.13585",
         words="ratio as a constant weight, capped",
-        keys=("algorithm.cispo_cap",),
+        parameters={"cispo_cap": Parameter(Positive, 5.0, "Absolute cap on the importance ratio.")},
     ),
     "dppo": Loss(
         formula="−sg(keep·min(ρ, dppo_cap))·A·log π with ρ = π/π_sampler; keep = 0 where A leads further than "
         "dppo_threshold away from π_sampler",
         paper="2602.04879",
         words="masked by divergence from the sampler",
-        keys=("algorithm.dppo_divergence", "algorithm.dppo_threshold", "algorithm.dppo_cap"),
+        parameters={
+            "dppo_divergence": Parameter(
+                Literal["tv", "kl"],
+                "tv",
+                "How far a token's probability is from the sampler's: `tv` is |π − π_sampler|, `kl` the divergence of "
+                '"this token\nor another".',
+            ),
+            "dppo_threshold": Parameter(
+                OptionalPositive,
+                None,
+                "Beyond this divergence a token no longer trains in the direction that leads further away; unset or 0 "
+                "is 0.15 for\n`tv` and 0.05 for `kl`.",
+            ),
+            "dppo_cap": Parameter(Positive, 20.0, "Absolute cap on the importance ratio."),
+        },
         from_sampler=True,
     ),
     "sapo": Loss(
@@ -202,14 +245,26 @@ LOSSES: dict[str, Loss] = {
         "{algorithm.sapo_tau_negative:g}",
         paper="2511.20347",
         words="ratio bounded by a soft gate",
-        keys=("algorithm.sapo_tau_positive", "algorithm.sapo_tau_negative"),
+        parameters={
+            "sapo_tau_positive": Parameter(
+                Positive, 1.0, "How narrow the soft gate of `sapo` is for tokens of positive advantage."
+            ),
+            "sapo_tau_negative": Parameter(Positive, 1.05, "The same for the others."),
+        },
     ),
     "vespo": Loss(
         formula="−sg(W^k·e^(λ(1 − W)))·A·log π with W = Π ρ of the completion, ρ = π/π_sampler, and [k, λ] = "
         "vespo_positive where A ≥ 0, else vespo_negative",
         paper="2602.10693",
         words="softly bounded by the ratio of the whole completion to the sampler's",
-        keys=("algorithm.vespo_positive", "algorithm.vespo_negative"),
+        parameters={
+            "vespo_positive": Parameter(
+                _Curve,
+                [2.0, 3.0],
+                "`[power, decay]` of the weight W^power·e^(decay·(1 − W)) for tokens of positive advantage.",
+            ),
+            "vespo_negative": Parameter(_Curve, [3.0, 2.0], "The same for tokens of negative advantage."),
+        },
         from_sampler=True,
     ),
     "m2po": Loss(
@@ -218,7 +273,20 @@ LOSSES: dict[str, Loss] = {
         paper="2510.01161",
         words="the tokens furthest from the sampler left out",
         needs=frozenset({Need.LOGPROBS}),
-        keys=("algorithm.m2po_threshold", "algorithm.m2po_tokens"),
+        parameters={
+            "m2po_threshold": Parameter(
+                Positive,
+                0.04,
+                "The mean of (log π/π_sampler)² that `m2po` allows over an update's tokens with an advantage; the "
+                "largest are left\nout.",
+            ),
+            "m2po_tokens": Parameter(
+                Literal["all", "harmful"],
+                "all",
+                "Over which tokens `m2po` takes the mean, and of which it leaves some out: all, or those whose "
+                "probability has\nalready gone where their advantage leads.",
+            ),
+        },
         from_sampler=True,
     ),
 }
@@ -272,9 +340,8 @@ def loss_of(mode: Named) -> Loss:
 
 
 def used_by(key: str, dotted: str) -> tuple[str, ...]:
-    """The modes of ``[algorithm] key`` with which the key ``dotted`` has an effect."""
-    section = dotted.partition(".")[0]
-    return tuple(name for name, mode in MODES[key].items() if dotted in mode.keys or section in mode.keys)
+    """Return the modes of ``[algorithm] key`` with which the key ``dotted`` has an effect."""
+    return tuple(name for name, mode in MODES[key].items() if mode.uses(dotted))
 
 
 def modes_markdown() -> str:

@@ -12,7 +12,7 @@ from retrain import __version__
 from retrain.doctor import machine, memory, sampling, training
 from retrain.doctor.results import FAIL, Result
 from retrain.doctor.subject import Subject
-from retrain.record.environment import code_version, environment_facts, package_versions
+from retrain.records.environment import code_version, environment_facts, package_versions
 
 KIND = "retrain doctor"  # Marks a report file as ours
 MACHINE_FACTS = ("platform", "machine", "processor", "cpu_count", "cpus_usable", "memory_gib", "gpus", "python")

@@ -17,7 +17,7 @@ from retrain.policy.backbone import backbone_of
 from retrain.policy.device import gpu_facts
 from retrain.policy.memory import cache_bytes
 from retrain.policy.threads import Workers
-from retrain.record.environment import environment_facts
+from retrain.records.environment import environment_facts
 from retrain.types import Action
 
 REPEATS = 5

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from retrain.algorithms import grpo
+from retrain.algorithms.losses import PPO
 from retrain.campaign.planning.architecture import Architecture, architecture_of
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.models import Bases
@@ -28,7 +30,6 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.errors import ModelError, UsageError
 from retrain.files import read_json
-from retrain.maths.advantages import grpo
 from retrain.models import find_file
 from retrain.models.directory import directory_fault, local_directory, model_fault
 from retrain.policy.base import BaseModel
@@ -37,11 +38,12 @@ from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.memory import available_memory
 from retrain.policy.objective import Objective
-from retrain.policy.protocol import Denominators, TrainBatch
+from retrain.policy.protocol import TrainBatch
+from retrain.policy.terms import PolicyTerm
 from retrain.policy.threads import Workers, workers_for
 from retrain.rng import generator
 from retrain.tokenizer import ByteTokenizer
-from retrain.types import Action, Sample
+from retrain.types import Action, Denominators, Sample
 
 LAYERS = 4  # Layers of a model of random weights: all do the same, and errors grow visibly over four
 GPU_SHAPES = "Qwen/Qwen3-8B"  # Model whose shapes are checked on a GPU if no file names one
@@ -283,7 +285,7 @@ class Subject:
 
     def update(self, policy: LocalPolicy, samples: Sequence[Sample], lr: float = LR) -> torch.Tensor:
         """Update the policy once and return the gradient of its adapter in float64."""
-        policy.update(self.batch(samples), Objective(), lr)
+        policy.update(self.batch(samples), Objective((PolicyTerm(PPO()),)), lr)
         assert policy.adapter.flat.grad is not None
         return policy.adapter.flat.grad.double()
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import retrain
-from retrain.checkpoints import Snapshot, checkpoint_directory, load_checkpoint, write_checkpoint
+from retrain.algorithms.losses import PPO
 from retrain.doctor.results import FAIL, SKIP, Result, judged
 from retrain.doctor.subject import LAYERS, LR, Sizes, Subject
 from retrain.files import dumps, read_json, write_json
@@ -28,7 +28,9 @@ from retrain.policy.memory import available_memory
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Want
 from retrain.policy.quantized import QuantizedLinear
+from retrain.policy.terms import PolicyTerm
 from retrain.policy.threads import Workers
+from retrain.training.checkpoint_files import Snapshot, checkpoint_directory, load_checkpoint, write_checkpoint
 from retrain.types import Sample
 
 HIGHER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
@@ -212,7 +214,7 @@ def train(subject: Subject, policies: Sequence[LocalPolicy], steps: range) -> di
             for lane, policy in enumerate(policies):
                 part = slice(lane * per_lane, (lane + 1) * per_lane)
                 batch = subject.batch(subject.samples(requests[part], groups[part]), number)
-                losses.append(policy.update(batch, Objective(), LR)["loss"])
+                losses.append(policy.update(batch, Objective((PolicyTerm(PPO()),)), LR).metrics["loss"])
             actions = [[action.token_ids, action.logprobs_T.tolist()] for group in groups for action in group]
             digests[f"sampled in step {number}"] = _digest(repr(actions).encode())
             digests[f"losses of step {number}"] = repr(losses)

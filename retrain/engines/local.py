@@ -7,6 +7,7 @@ per token from its own stream and inverts the cumulative distribution: batching 
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -142,11 +143,10 @@ class LocalEngine:
         self._syncs = []
 
         def keep(request: int, actions: list[Action]) -> None:
-            for action in actions:
-                action.policy_version = asked[request].policy.version
-            done[request] = actions
+            version = asked[request].policy.version
+            done[request] = [replace(action, policy_version=version) for action in actions]
             if finished is not None:
-                finished(request, actions)
+                finished(request, done[request])
 
         work = [
             Row(index, sample)

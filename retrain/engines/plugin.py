@@ -1,6 +1,7 @@
 """Sampling with a backend of the user's own (see ``policy.plugin``)."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,11 +60,9 @@ class PluginEngine:
                 raise PluginError(f"backend {self.plugin} sampled {len(groups)} groups for {len(places)} prompts")
             for place, group in zip(places, groups, strict=True):
                 self._check(requests[place], group)
-                for action in group:
-                    action.policy_version = ref.version
-                sampled[place] = group
+                sampled[place] = [replace(action, policy_version=ref.version) for action in group]
                 if finished is not None:
-                    finished(place, group)
+                    finished(place, sampled[place])
         return sampled
 
     def _check(self, request: SampleRequest, group: Sequence[Action]) -> None:

@@ -1,9 +1,9 @@
-"""What is done about tokens that the sampler drew with another probability than the trainer gives them.
+"""Corrections of the mismatch between sampler and trainer, and the rejection of whole sequences.
 
 With w = π_trainer/π_sampler of a token and W the product of w over its sequence, a *correction* weighs the policy loss
-of every token by w or W, bounded; a *rejection* leaves out whole sequences, or (M2PO) the tokens that are furthest
-away. Both are constants of the gradient. What they are compared with is the trainer before the update
-("When Speed Kills Stability", and the papers named below). A sequence is a row: every action token of a sample.
+of every token by w or W, bounded; a *rejection* masks whole sequences. Both are constants of the gradient, and compare
+the sampler with the trainer before the update ("When Speed Kills Stability", and the papers named below). A sequence is
+a row: every action token of a sample.
 """
 
 import math
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from retrain.maths.losses import MAX_LOG_RATIO, log_ratio
+from retrain.maths.ratios import MAX_LOG_RATIO, log_ratio
 from retrain.maths.shapes import Floats_BT, Mask_B1, Mask_BT
 
 CAPPED = ("tis", "seq_tis", "decoupled")
-"""Corrections whose weight is cut down to its bound; the others are 0 outside of theirs."""
-SEQUENCE = ("seq_tis", "seq_mis")  # Corrections by the product over the sequence
+"""Corrections that truncate the weight; the others set it to 0 outside the bounds."""
+SEQUENCE = ("seq_tis", "seq_mis")  # Corrections by W
 CORRECTIONS = ("tis", "mis", "icepop", "decoupled", *SEQUENCE)
 REJECTIONS = ("geometric", "k3", "veto")
 
@@ -41,14 +41,14 @@ class Correction:
             raise ValueError(f"a correction's bounds must be 0 <= low < high: got {self.low}, {self.high}")
 
     def ratio(self, old_BT: Floats_BT, sampler_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
-        """w, or W for every token of its sequence, [B, T], from the two log-probabilities; 1 in the padding."""
+        """Return w, or W for every token of its sequence, [B, T]; 1 in the padding."""
         log_BT = log_ratio(old_BT.detach(), sampler_BT, mask_BT)
         if self.kind in SEQUENCE:
             log_BT = torch.where(mask_BT, log_BT.sum(1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0)
         return log_BT.exp()
 
     def weights(self, ratio_BT: Floats_BT) -> Floats_BT:
-        """The weight that belongs to each ratio, [B, T]."""
+        """Return the weight of the policy loss for each ratio, [B, T]."""
         if self.kind in CAPPED:
             return ratio_BT.clamp(max=self.high)
         return torch.where((ratio_BT >= self.low) & (ratio_BT <= self.high), ratio_BT, 0.0)
@@ -57,7 +57,7 @@ class Correction:
 def kept_sequences(
     kind: str, old_logprobs_BT: Floats_BT, sampler_logprobs_BT: Floats_BT, mask_BT: Mask_BT, low: float, high: float
 ) -> Mask_B1:
-    """Which sequences train, bool [B, 1].
+    """Return which sequences train, bool [B, 1].
 
     ``geometric``: the geometric mean of w, exp(mean log w), lies in [low, high]; ``k3``: mean(w − 1 − log w) ≤ high;
     ``veto``: no token has w < low. Means are over ``mask_BT``. An empty sequence is kept. Raises ValueError for another
@@ -73,32 +73,3 @@ def kept_sequences(
     if kind == "veto":
         return (log_BT.exp() >= low).all(1, keepdim=True)
     raise ValueError(f"unknown rejection {kind!r}: one of {', '.join(REJECTIONS)}")
-
-
-def kept_by_second_moment(
-    old_logprobs_BT: Floats_BT,
-    sampler_logprobs_BT: Floats_BT,
-    mask_BT: Mask_BT,
-    threshold: float,
-    advantages_BT: Floats_BT | None = None,
-) -> Mask_BT:
-    """Which tokens train under M2PO, bool [B, T] (arXiv 2510.01161): those with the largest (log w)² are left out until
-    the mean over the others is below ``threshold``; equal ones are left out together.
-
-    The mean and the choice are over all tokens of the step, or, with ``advantages_BT``, over the harmful ones among
-    them: those whose probability has already gone where their advantage leads. The paper's code masks, another one
-    chooses clipping bounds by the harmful tokens instead. False in the padding. Raises ValueError unless threshold > 0.
-    """
-    if not threshold > 0.0:
-        raise ValueError(f"the threshold of the second moment must be above 0: got {threshold}")
-    log_BT = log_ratio(old_logprobs_BT.detach(), sampler_logprobs_BT, mask_BT).double()
-    candidates_BT = mask_BT if advantages_BT is None else mask_BT & (log_BT * advantages_BT > 0.0)
-    squares_M = log_BT[candidates_BT].square().sort().values
-    if not len(squares_M):
-        return mask_BT.clone()
-    means_M = squares_M.cumsum(0) / torch.arange(1, len(squares_M) + 1, device=squares_M.device)
-    last_M = torch.ones_like(squares_M, dtype=torch.bool)
-    last_M[:-1] = squares_M[:-1] != squares_M[1:]
-    fits_M = (means_M < threshold) & last_M
-    limit = squares_M[fits_M].max() if bool(fits_M.any()) else squares_M.new_tensor(-1.0)
-    return mask_BT & ~(candidates_BT & (log_BT.square() > limit))

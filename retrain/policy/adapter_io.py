@@ -13,8 +13,9 @@ import torch
 
 from retrain.errors import UsageError
 from retrain.files import write_bytes, write_json
-from retrain.policy.adapter_stream import CONFIG, PREFIX, WEIGHTS, AdapterFile, absolute_base
+from retrain.policy.adapter_stream import PREFIX, AdapterFile, absolute_base
 from retrain.policy.lora import Adapter, LayerShape
+from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from retrain.tensor_file import to_bytes
 
 
@@ -79,8 +80,8 @@ def write_peft(directory: Path, tensors: dict[str, tuple[torch.Tensor, torch.Ten
     for name, (a, b) in tensors.items():
         flat[f"{PREFIX}{name}.lora_A.weight"] = a
         flat[f"{PREFIX}{name}.lora_B.weight"] = b
-    write_bytes(directory / WEIGHTS, to_bytes(flat, {"format": "pt"}))
-    write_json(directory / CONFIG, absolute_base(config))
+    write_bytes(directory / ADAPTER_WEIGHTS, to_bytes(flat, {"format": "pt"}))
+    write_json(directory / ADAPTER_CONFIG, absolute_base(config))
 
 
 def read_adapter(directory: Path) -> StoredAdapter:

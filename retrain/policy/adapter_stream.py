@@ -17,9 +17,9 @@ import torch
 from retrain.errors import ModelError
 from retrain.files import read_json, write_json
 from retrain.models import bundled_model_path, bundled_name
+from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from retrain.tensor_file import data_of, dtype_name, header
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 _HALF = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])(\.weight)?$")
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -64,9 +64,9 @@ class AdapterFile:
     def __init__(self, directory: Path):
         from safetensors import SafetensorError, safe_open
 
-        weights, config_path = directory / WEIGHTS, directory / CONFIG
+        weights, config_path = directory / ADAPTER_WEIGHTS, directory / ADAPTER_CONFIG
         if not weights.is_file() or not config_path.is_file():
-            raise ModelError(f"{directory} holds no PEFT adapter: {WEIGHTS} and {CONFIG} must be there")
+            raise ModelError(f"{directory} holds no PEFT adapter: {ADAPTER_WEIGHTS} and {ADAPTER_CONFIG} must be there")
         self.directory, self.config = directory, read_json(config_path)
         try:
             self._file = safe_open(weights, "pt").__enter__()
@@ -103,14 +103,16 @@ class AdapterFile:
         a scale that float32 cannot hold."""
         named = _setting(self.config, "r", "rank_pattern", name)
         if named not in (None, rank):
-            raise ModelError(f"{self.directory}: {CONFIG} gives {name} the rank {named}, and its tensors have {rank}")
+            raise ModelError(
+                f"{self.directory}: {ADAPTER_CONFIG} gives {name} the rank {named}, and its tensors have {rank}"
+            )
         alpha = _setting(self.config, "lora_alpha", "alpha_pattern", name)
         try:
             scale = float(alpha) / (rank**0.5 if self.config.get("use_rslora") else rank)
         except (TypeError, ValueError, OverflowError):
             scale = float("nan")
         if not abs(scale) <= torch.finfo(torch.float32).max:
-            raise ModelError(f"{self.directory}: {CONFIG} has lora_alpha = {str(alpha)[:40]}: beyond float32")
+            raise ModelError(f"{self.directory}: {ADAPTER_CONFIG} has lora_alpha = {str(alpha)[:40]}: beyond float32")
         return scale
 
     def _find(self) -> tuple[dict[str, Factors], list[str]]:
@@ -156,7 +158,7 @@ def write_streamed(
     }
     head, begins = header(entries, {"format": "pt"})
     missing = dict(layout)
-    with open(directory / WEIGHTS, "wb") as file:
+    with open(directory / ADAPTER_WEIGHTS, "wb") as file:
         file.write(head)
         start = file.tell()
         for name, pair in pairs:
@@ -170,7 +172,7 @@ def write_streamed(
                 file.write(data_of(tensor))
         if missing:
             raise ModelError(f"{next(iter(missing))} was announced and never came")
-    write_json(directory / CONFIG, absolute_base(config))
+    write_json(directory / ADAPTER_CONFIG, absolute_base(config))
 
 
 def absolute_base(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -185,7 +185,7 @@ def _offer_fused_norms(base: BaseModel) -> None:
         with torch.no_grad():
             fits = _same_norm(module(x), rms_norm(x, weight, eps))
         if fits:
-            _replace_forward(base, module, _fused_forward(module.forward, weight, eps))
+            _replace_forward(base, module, _when_fused(module.forward, partial(rms_norm, weight=weight, eps=eps)))
 
 
 def _same_norm(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -209,11 +209,11 @@ def _replace_forward(base: BaseModel, module: nn.Module, forward: Any) -> None:
     base.on_release(restore)
 
 
-def _fused_forward(forward: Any, weight: nn.Parameter, eps: float) -> Any:
-    def norm(x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, weight, eps) if _mode.fused else forward(x)
+def _when_fused(forward: Any, fused: Any) -> Any:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return fused(x) if _mode.fused else forward(x)
 
-    return norm
+    return run
 
 
 def _offer_fused_mlps(base: BaseModel) -> None:
@@ -225,20 +225,13 @@ def _offer_fused_mlps(base: BaseModel) -> None:
         x = torch.linspace(-1, 3, 2 * width, dtype=base.dtype, device=base.device).view(1, 2, -1)
         with torch.no_grad():
             if torch.equal(module(x), _gated(module, x)):
-                _replace_forward(base, module, _fused_mlp(module.forward, module))
+                _replace_forward(base, module, _when_fused(module.forward, partial(_gated, module)))
 
 
 def _gated(module: Any, x: torch.Tensor) -> torch.Tensor:
     with left_narrow():
         gate, up = module.gate_proj(x), module.up_proj(x)
     return module.down_proj(swiglu(gate, up))
-
-
-def _fused_mlp(forward: Any, module: Any) -> Any:
-    def mlp(x: torch.Tensor) -> torch.Tensor:
-        return _gated(module, x) if _mode.fused else forward(x)
-
-    return mlp
 
 
 def _offer_rounded_products(base: BaseModel, decoder: Any) -> None:

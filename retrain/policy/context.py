@@ -62,7 +62,6 @@ def read_after(sample: Sample, prompt_ids: Sequence[int]) -> Sample:
         values=None,
         value_targets=None,
         policy_weights=None,
-        trainer_logprobs=None,
         teacher_prompt=None,
     )
 

@@ -4,7 +4,6 @@ The value before an action token is a linear function of the hidden state that p
 0, so an untrained critic expects nothing, whatever the base.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from retrain.config import Config
 from retrain.errors import CheckpointError
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Adapter, Lanes
-from retrain.policy.optimizer import Step, new_optimizer
+from retrain.policy.optimizer import Step, load_moments, moments, new_optimizer
 
 WEIGHTS, MOMENTS = "critic.safetensors", "critic_optimizer.safetensors"
 
@@ -68,13 +67,7 @@ class Critic:
         return {name: flat.detach().to("cpu", copy=True) for name, flat in self._named.items()}
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """A copy of AdamW's moments and step counts in host memory; empty before the first update."""
-        state = self.optimizer.state_dict()["state"]
-        return {
-            f"{index}.{key}": torch.as_tensor(value).detach().cpu().clone()
-            for index, own in state.items()
-            for key, value in own.items()
-        }
+        return moments(self.optimizer)
 
     def load(self, directory: Path) -> None:
         """Go on from what a checkpoint holds. Raises CheckpointError where it holds no critic of this shape."""
@@ -93,12 +86,4 @@ class Critic:
         for name, flat in own.items():
             with torch.no_grad():
                 flat.copy_(stored[name])
-        self._load_moments(load_file(directory / MOMENTS))
-
-    def _load_moments(self, stored: Mapping[str, torch.Tensor]) -> None:
-        state = self.optimizer.state_dict()
-        state["state"] = {}
-        for name, tensor in stored.items():
-            index, _, key = name.partition(".")
-            state["state"].setdefault(int(index), {})[key] = tensor
-        self.optimizer.load_state_dict(state)
+        load_moments(self.optimizer, load_file(directory / MOMENTS))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrain.policy.arithmetic import fp32_product
+from retrain.policy.arithmetic import FULL, fp32_product
 
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 """Logits of one chunk: what a CPU's caches keep; on a GPU enough for matrix products at full speed."""
@@ -73,8 +73,14 @@ class Head:
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] of hidden states [R, H]."""
-        z_RV = self.products(hidden_RH)
-        return z_RV if self.softcap is None else torch.tanh(z_RV / self.softcap) * self.softcap
+        return self.capped(self.products(hidden_RH))[0]
+
+    def capped(self, z_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return cap(z) [R, V] and the tanh in it, None where the model has no cap."""
+        if self.softcap is None:
+            return z_RV, None
+        tanh_RV = torch.tanh(z_RV / self.softcap)
+        return tanh_RV * self.softcap, tanh_RV
 
     def logprobs(
         self,
@@ -126,11 +132,7 @@ class _Logprobs(torch.autograd.Function):
         for start in range(0, len(hidden_NH), size):
             part = slice(start, start + size)
             target_R1 = targets_N[part].unsqueeze(1)
-            z_RV = head.products(hidden_NH[part])
-            tanh_RV = None
-            if head.softcap is not None:
-                tanh_RV = torch.tanh(z_RV / head.softcap)
-                z_RV = tanh_RV * head.softcap
+            z_RV, tanh_RV = head.capped(head.products(hidden_NH[part]))
             if temperature != 1.0:
                 z_RV /= temperature
             if supports is not None:
@@ -169,11 +171,11 @@ class _Logprobs(torch.autograd.Function):
 
 
 def split_head(model: Any) -> tuple[Any, Head] | None:
-    """The transformer without its output layer, and that layer; None when the model does not come apart that simply.
+    """Return the transformer without its output layer, and that layer; None when the model does not separate that way.
 
-    Nothing is taken from the name of the architecture: one small forward pass shows whether the output layer reads
-    exactly what the transformer returns, a second one, in which known numbers take the place of the layer's output,
-    what the model does to them afterwards.
+    The name of the architecture is not used: one small forward pass shows whether the output layer reads exactly what
+    the transformer returns; a second one, with known numbers in place of the layer's output, shows what the model does
+    to them afterwards.
     """
     linear, decoder = model.get_output_embeddings(), getattr(model, "get_decoder", lambda: None)()
     if type(linear) is not nn.Linear or decoder is None or decoder is model or not linear.weight.is_floating_point():
@@ -191,21 +193,17 @@ def split_head(model: Any) -> tuple[Any, Head] | None:
         given_BLV = numbers_V.expand(2, 3, -1).contiguous()
         with _hook(linear.register_forward_hook(lambda *_: given_BLV.clone())):
             logits_BLV = model(input_ids=ids_BL, use_cache=False).logits
-    if logits_BLV.shape != given_BLV.shape:
+    logits_V = logits_BLV[0, 0].double()
+    if logits_BLV.shape != given_BLV.shape or not torch.allclose(logits_V.expand_as(logits_BLV), logits_BLV.double()):
         return None
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    made_V, real_V = logits_BLV[0, 0].double(), numbers_V.double()
-    tolerance = 1e-5 if linear.weight.dtype in (torch.float32, torch.float64) else 2e-2
+    tolerance = 1e-5 if linear.weight.dtype in FULL else 2e-2
     for head in (
-        Head(linear.weight, linear.bias, multiplier=float(made_V[-1] / real_V[-1])),
+        Head(linear.weight, linear.bias, multiplier=float(logits_V[-1] / numbers_V[-1].double())),
         Head(linear.weight, linear.bias, softcap=float(cap) if cap else None),
     ):
-        expected_V = real_V * head.multiplier
-        if head.softcap:
-            expected_V = head.softcap * torch.tanh(expected_V / head.softcap)
-        if torch.allclose(made_V.expand_as(logits_BLV), logits_BLV.double()) and torch.allclose(
-            made_V, expected_V, rtol=tolerance, atol=tolerance
-        ):
+        expected_V, _ = head.capped(numbers_V.double() * head.multiplier)
+        if torch.allclose(logits_V, expected_V, rtol=tolerance, atol=tolerance):
             return decoder, head
     return None
 

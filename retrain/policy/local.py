@@ -3,7 +3,8 @@
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,22 @@ from retrain.config import Config
 from retrain.errors import CheckpointError, ModelError
 from retrain.files import write_bytes
 from retrain.policy.adapter_io import peft_config, read_adapter, write_peft
-from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel
-from retrain.policy.budget import Budget, is_out_of_memory
+from retrain.policy.budget import Budget
 from retrain.policy.critic import MOMENTS, WEIGHTS, Critic
-from retrain.policy.logprobs import split_microbatches
+from retrain.policy.gradient import UpdateContext
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
 from retrain.policy.memory import MemoryPlan
 from retrain.policy.objective import Objective
-from retrain.policy.optimizer import new_optimizer
-from retrain.policy.protocol import PolicySnapshot, Scores, TrainBatch, Want
+from retrain.policy.optimizer import load_moments, moments, new_optimizer
+from retrain.policy.protocol import PolicySnapshot, Scores, TrainBatch, UpdateResult, Want
 from retrain.policy.ranks import Ranks
 from retrain.policy.rounded import products_in_bfloat16
-from retrain.policy.scoring import scored
+from retrain.policy.scoring import in_microbatches, scored
 from retrain.policy.shares import RunShares
 from retrain.policy.teacher import WholeTeacher
 from retrain.policy.threads import Workers
-from retrain.policy.update import Passes, batch_gradient, train_step
+from retrain.policy.update import PendingUpdate, batch_gradient, critic_step, policy_step
 from retrain.tensor_file import to_bytes
 from retrain.types import Sample
 
@@ -40,17 +40,16 @@ KL_SECONDS = "timing_compute_kl_total"
 
 @dataclass(frozen=True)
 class LocalSnapshot:
-    """An adapter as it was: its weights, what peft has to know of them, and if it is resumable AdamW's moments and the
-    critic."""
+    """A copy of an adapter with its PEFT configuration; if resumable, also of AdamW's moments and of the critic, whose
+    tensors are by file name."""
 
     weights: LoraWeights
     peft: Mapping[str, Any]
     optimizer: Mapping[str, torch.Tensor] | None = None
     critic: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
-    """What goes into each of the critic's files."""
 
     def write(self, directory: Path) -> None:
-        """A PEFT directory and the optimizer. Raises StorageError when the file system refuses."""
+        """Write a PEFT directory and the optimizer. Raises StorageError when they cannot be written."""
         assert self.optimizer is not None, "only a resumable snapshot is a checkpoint"
         self.export(directory, directory)
         write_bytes(directory / OPTIMIZER, to_bytes(self.optimizer))
@@ -58,18 +57,19 @@ class LocalSnapshot:
             write_bytes(directory / name, to_bytes(tensors))
 
     def export(self, directory: Path, checkpoint: Path) -> None:
-        """A PEFT directory that peft, transformers, vLLM and SGLang load."""
+        """Write a PEFT directory that peft, transformers, vLLM and SGLang load."""
         write_peft(directory, self.weights.tensors(), dict(self.peft))
 
-    def discard(self) -> None:
-        """Nothing lies about."""
+    def discard(self) -> None: ...
 
 
 class LocalPolicy:
-    """One run's adapter on the lanes of a base. ``stream`` names the run's random stream; ``workers`` do micro-batches
-    side by side, unless the update itself is one of several that run side by side; ``plan`` is the cohort's, by default
-    that of a run by itself; ``ranks`` are processes that do a share of updates and scores; ``teacher`` is
-    whose distributions its loss may compare with."""
+    """One run's adapter on the lanes of a base.
+
+    ``stream`` names the run's random stream. ``workers`` compute micro-batches in parallel, unless several updates run
+    in parallel. ``plan`` is the cohort's memory plan, by default that of a single run. ``ranks`` compute a share of
+    updates and scores. ``teacher`` provides distributions for the loss.
+    """
 
     starts_as_base = True
 
@@ -107,86 +107,75 @@ class LocalPolicy:
         }
 
     def score(self, samples: Sequence[Sample], want: frozenset[Want], weights: PolicySnapshot | None = None) -> Scores:
-        """See ``Policy.score``; in micro-batches, which get smaller when memory runs out, without gradients, and by
-        ``[training] update_dtype``, so that updates compare with what they compute themselves. Raises ModelError for
-        values where it has no critic."""
+        """See ``Policy.score``. Computes at the precision of updates (``[training] update_dtype``), which compare with
+        these scores. Raises ModelError for values where the policy has no critic."""
         if Want.VALUES in want and self.critic is None:
             raise ModelError("this policy has no critic that could give values")
         adapter = self.adapter if weights is None else _weights_of(weights)
-        while want:
-            parts = split_microbatches(samples, self.budget.tokens, packed=backbone_of(self.base).packs)
-            sizes = [len(part) for part in parts]
-            try:
-                with products_in_bfloat16(self.bfloat16):
-                    return self._score(samples, parts, want, adapter)
-            except (MemoryError, RuntimeError) as error:
-                if max(sizes) == 1 or not is_out_of_memory(error):
-                    raise
-                reason = str(error)
-            self.budget.shrink(sizes, [len(sample) for sample in samples], reason)
-        return Scores()
+        if not want:
+            return Scores()
+        return in_microbatches(self.base, self.budget, samples, partial(self._score, samples, want, adapter))
 
     def _score(
         self,
         samples: Sequence[Sample],
-        parts: Sequence[Sequence[int]],
         want: frozenset[Want],
         adapter: Adapter | LoraWeights,
+        parts: Sequence[Sequence[int]],
     ) -> Scores:
         temperature = self.config.training.temperature
         critic = None if self.critic is None else (self.critic.adapter or self.adapter, self.critic.head)
-        chosen = [[samples[i] for i in part] for part in parts]
-        wanted = {kind: [np.zeros(0)] * len(samples) for kind in want}
+        batches = [[samples[i] for i in part] for part in parts]
+        scores = {kind: [np.zeros(0)] * len(samples) for kind in want}
         for kinds in filter(None, (want & {Want.REFERENCE}, want - {Want.REFERENCE})):
             begin = time.perf_counter()
-            if self.shares is None:
-                found = scored(self.lanes, chosen, kinds, adapter, temperature, critic)
-            else:
-                found = self.shares.scores(self.lanes, chosen, kinds, adapter, temperature, critic, self.bfloat16)
+            with products_in_bfloat16(self.bfloat16):
+                if self.shares is None:
+                    results = scored(self.lanes, batches, kinds, adapter, temperature, critic)
+                else:
+                    results = self.shares.scores(
+                        self.lanes, batches, kinds, adapter, temperature, critic, self.bfloat16
+                    )
             if Want.REFERENCE in kinds:
                 self._reference_s += time.perf_counter() - begin
-            for part, arrays in zip(parts, found, strict=True):
+            for part, arrays in zip(parts, results, strict=True):
                 for kind, rows in arrays.items():
                     for i, row_T in zip(part, rows, strict=True):
-                        wanted[kind][i] = row_T
-        return Scores(**{str(kind): rows for kind, rows in wanted.items()})
+                        scores[kind][i] = row_T
+        return Scores(**{str(kind): rows for kind, rows in scores.items()})
 
-    def update(self, batch: TrainBatch, objective: Objective, lr: float) -> dict[str, Any]:
-        """See ``train_step``; ``timing_compute_kl_total`` counts the base's forward passes in ``score`` too."""
-        before = self._changes()
+    def update(self, batch: TrainBatch, objective: Objective, lr: float) -> UpdateResult:
+        """See ``Policy.update``; ``timing_compute_kl_total`` counts the base's forward passes in ``score`` too."""
+        before, clip_norm = self._changes(), self.config.optimizer.grad_clip_norm
+        update = PendingUpdate(self._context, self.adapter, self.optimizer, batch, objective, lr)
         try:
-            metrics = train_step(
-                self._passes,
-                self.adapter,
-                self.optimizer,
-                batch,
-                objective,
-                lr,
-                grad_clip_norm=self.config.optimizer.grad_clip_norm,
-                critic=self.critic,
-            )
-            if self._reference_s:
-                metrics[KL_SECONDS] = metrics.get(KL_SECONDS, 0.0) + self._reference_s
-                self._reference_s = 0.0
-            return metrics
+            if self.critic is None:
+                result = policy_step(update, clip_norm)
+            else:
+                result = critic_step(update, self.critic, clip_norm)
         finally:
             self.version += self._changes() != before  # also when an error came after a part of the change
+        kl_seconds, self._reference_s = self._reference_s, 0.0
+        if not kl_seconds:
+            return result
+        metrics = {**result.metrics, KL_SECONDS: result.metrics.get(KL_SECONDS, 0.0) + kl_seconds}
+        return replace(result, metrics=metrics)
 
     def gradient(self, batch: TrainBatch, objective: Objective) -> torch.Tensor:
-        """The gradient that ``update`` would clip and apply, fp32 [D] in the order of the adapter's weights; nothing
-        is changed. See ``batch_gradient``."""
-        return batch_gradient(self._passes, self.adapter, batch, objective, critic=self.critic)
+        """Return the gradient that ``update`` would clip and apply, fp32 [D] in the order of the adapter's weights; see
+        ``batch_gradient``."""
+        return batch_gradient(self._context, self.adapter, batch, objective, critic=self.critic)
 
     @property
-    def _passes(self) -> Passes:
+    def _context(self) -> UpdateContext:
         dropout, workers = self.config.lora.dropout, self.workers or Workers()
-        return Passes(self.lanes, self.budget, workers, dropout, self.bfloat16, self.shares, self.teacher)
+        return UpdateContext(self.lanes, self.budget, workers, dropout, self.bfloat16, self.shares, self.teacher)
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.adapter.flat.detach().cpu().numpy().tobytes()).hexdigest()[:16]
 
     def _changes(self) -> list[int]:
-        """How often its weights, a critic's included, have been changed in place."""
+        """Return how often each weight, a critic's included, has been changed in place."""
         weights = [self.adapter.flat, *([] if self.critic is None else self.critic.weights)]
         return [flat._version for flat in weights]
 
@@ -206,12 +195,12 @@ class LocalPolicy:
             self.adapter.load(read_adapter(directory).tensors, lowered=True)
         except ModelError as error:
             raise CheckpointError(f"{directory} does not fit this run: {error}") from error
-        load_optimizer(self.optimizer, load_file(directory / OPTIMIZER))
+        load_moments(self.optimizer, {f"0.{name}": tensor for name, tensor in load_file(directory / OPTIMIZER).items()})
         if self.critic is not None:
             self.critic.load(directory)
 
     def begin_with(self, directory: Path) -> None:
-        """The weights of a PEFT directory. Raises ModelError when there is none, UsageError when its scale differs."""
+        """Load the weights of a PEFT directory. Raises ModelError when there is none, UsageError for another scale."""
         stored = read_adapter(directory)
         stored.require_scale(self.adapter.scale, str(directory))
         self.adapter.load(stored.tensors)
@@ -251,25 +240,17 @@ class LocalPolicy:
         self.budget.restore(state["budget"])
 
     def notes(self) -> list[str]:
-        """What memory and the model's layers did not allow."""
+        """Return notes about what memory or the model's layers did not allow."""
         return self.budget.take_notes()
 
 
 def _weights_of(snapshot: PolicySnapshot) -> LoraWeights:
-    """What to score with. Raises TypeError for the snapshot of another kind of policy."""
+    """Return the weights to score with. Raises TypeError for the snapshot of another kind of policy."""
     if not isinstance(snapshot, LocalSnapshot):
         raise TypeError(f"this policy scores with LoRA adapters, not with {type(snapshot).__name__}")
     return snapshot.weights
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """AdamW's moments and step count, copied to the host; empty before the first update."""
-    state = optimizer.state_dict()["state"].get(0, {})
-    return {key: torch.as_tensor(value).detach().cpu().clone() for key, value in state.items()}
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
-    """Put the moments back (nothing to do for a checkpoint from before the first update)."""
-    state = optimizer.state_dict()
-    state["state"] = {0: dict(tensors)} if tensors else {}
-    optimizer.load_state_dict(state)
+    """Copy the moments and the step count of an optimizer with one weight to the host."""
+    return {key.removeprefix("0."): tensor for key, tensor in moments(optimizer).items()}

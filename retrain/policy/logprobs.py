@@ -54,20 +54,12 @@ def split_microbatches(samples: Sequence[Sample], token_budget: int, *, packed: 
     counts once for neighbours that share it, groups stay together as far as they fit. The order is a function of the
     prefixes and lengths alone.
     """
-    keys, lengths = [prefix_key(sample) for sample in samples], [len(sample) for sample in samples]
-    if packed:
-        members: dict[bytes, list[int]] = {}
-        for i, key in enumerate(keys):
-            members.setdefault(key, []).append(i)
-        groups = sorted(members.values(), key=lambda group: max(lengths[i] for i in group))
-        order = [i for group in groups for i in sorted(group, key=lambda i: lengths[i])]
-    else:
-        order = sorted(range(len(samples)), key=lambda i: (lengths[i], i))
+    keys = [prefix_key(sample) for sample in samples]
     batches: list[list[int]] = []
     prefix = rest = used = 0
-    for i in order:
+    for i in _packed_order(samples, keys) if packed else sorted(range(len(samples)), key=lambda i: len(samples[i])):
         width = samples[i].prefix
-        length = lengths[i] - width
+        length = len(samples[i]) - width
         shared = packed and batches and keys[i] == keys[batches[-1][-1]]
         grown = used + length + (0 if shared else width)
         if not packed and batches:
@@ -79,6 +71,15 @@ def split_microbatches(samples: Sequence[Sample], token_budget: int, *, packed: 
             batches.append([i])
             prefix, rest, used = width, length, width + length
     return batches
+
+
+def _packed_order(samples: Sequence[Sample], keys: Sequence[bytes]) -> list[int]:
+    """Return indices group by group, each group's samples and the groups' longest samples in ascending length."""
+    groups: dict[bytes, list[int]] = {}
+    for i, key in enumerate(keys):
+        groups.setdefault(key, []).append(i)
+    sorted_groups = (sorted(group, key=lambda i: len(samples[i])) for group in groups.values())
+    return [i for group in sorted(sorted_groups, key=lambda group: len(samples[group[-1]])) for i in group]
 
 
 OPTIONAL = ("old_logprobs", "values", "value_targets", "policy_weights")
@@ -199,3 +200,9 @@ def by_place(values_M: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     """Values of the action tokens at their places [B, T], 0 elsewhere."""
     zeros_BT = values_M.new_zeros(batch.action_BT.shape)
     return zeros_BT.masked_scatter(batch.action_BT, values_M)
+
+
+def per_sample(values_BT: torch.Tensor, batch: MicroBatch) -> list[np.ndarray]:
+    """Return each sample's values of its action tokens [T], on the host."""
+    rows = zip(values_BT.cpu().numpy(), batch.action_BT.cpu().numpy(), strict=True)
+    return [row_T[action_T] for row_T, action_T in rows]

@@ -1,7 +1,7 @@
 """AdamW over flat weights, and the step of one optimizer: norm, check, clipping, change."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,26 @@ def _versions(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     moments = [value for state in optimizer.state.values() for value in state.values()]
     return {tensor: tensor._version for tensor in (*weights, *moments) if isinstance(tensor, torch.Tensor)}
+
+
+def moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Copy AdamW's moments and step counts to the host, as ``<index of the weight>.<name>``; empty before the first
+    update."""
+    return {
+        f"{index}.{name}": torch.as_tensor(value).detach().cpu().clone()
+        for index, values in optimizer.state_dict()["state"].items()
+        for name, value in values.items()
+    }
+
+
+def load_moments(optimizer: torch.optim.Optimizer, stored: Mapping[str, torch.Tensor]) -> None:
+    """Restore ``moments``."""
+    state = optimizer.state_dict()
+    state["state"] = {}
+    for key, tensor in stored.items():
+        index, _, name = key.partition(".")
+        state["state"].setdefault(int(index), {})[name] = tensor
+    optimizer.load_state_dict(state)
 
 
 class Step:

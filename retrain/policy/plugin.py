@@ -20,13 +20,13 @@ from retrain.config import Config
 from retrain.engines.protocol import SampleRequest
 from retrain.errors import CheckpointError, PluginError, RunFailed, UsageError
 from retrain.files import aside_of
-from retrain.maths.losses import RATIO_METRICS
+from retrain.maths.ratios import RATIO_METRICS
 from retrain.plugins import check_backend_class, load_function
 from retrain.policy import protocol
 from retrain.policy.objective import Objective
-from retrain.policy.protocol import Denominators, Scores, Want
-from retrain.record.catalogue import BY_KEY, SECTIONS
-from retrain.types import Action, Sample, Support
+from retrain.policy.protocol import Scores, Want
+from retrain.records.catalogue import BY_KEY, SECTIONS
+from retrain.types import Action, Denominators, Sample, Support
 
 _OWN = {metric.key for section in ("Loss and optimizer", "Policy") for metric in SECTIONS[section]}
 OWN_KEYS = frozenset(_OWN | {key for key in BY_KEY if key.startswith("timing_")})
@@ -125,7 +125,7 @@ def load_backend(config: Config, base_dir: Path | None) -> Any:
 
 @dataclass(frozen=True)
 class PluginSnapshot:
-    """A backend, and the files that it has saved if the snapshot is resumable, in a directory aside."""
+    """A backend; for a resumable snapshot also the directory of the files that it has saved."""
 
     backend: Any
     files: Path | None = None
@@ -143,7 +143,7 @@ class PluginSnapshot:
 
 
 class PluginPolicy:
-    """``backend``, an object of the class that ``plugin`` names; it saves what a checkpoint takes in ``aside``."""
+    """The policy of ``backend``, an object of the class that ``plugin`` names; it saves snapshots under ``aside``."""
 
     starts_as_base = False
 
@@ -161,7 +161,7 @@ class PluginPolicy:
     def score(
         self, samples: Sequence[Sample], want: frozenset[Want], weights: protocol.PolicySnapshot | None = None
     ) -> Scores:
-        """Nothing can be asked of a backend besides samples. Raises PluginError when something is."""
+        """Return no scores. Raises PluginError when some are requested."""
         if want:
             raise PluginError(f"backend {self.plugin} does not score samples: {', '.join(sorted(want))} cannot be had")
         return Scores()
@@ -170,16 +170,14 @@ class PluginPolicy:
         """Raises PluginError: a backend samples with the weights that it holds."""
         raise PluginError(f"backend {self.plugin} holds one version of its weights at a time")
 
-    def update(self, batch: protocol.TrainBatch, objective: Objective, lr: float) -> dict[str, Any]:
-        """One optimizer step of the backend. The version counts steps that have begun: after one that failed nobody
-        knows what the weights are."""
+    def update(self, batch: protocol.TrainBatch, objective: Objective, lr: float) -> protocol.UpdateResult:
+        """Take one optimizer step of the backend. The version counts steps that have begun, because the weights are
+        unknown after a step that failed."""
         sequences = [TrainSequence.of(sample) for sample in batch.samples]
         self.version += bool(sequences)
-        return train_with(
-            self.backend,
-            self.plugin,
-            TrainBatch(sequences, batch.denominators, lr, batch.step, (*batch.stream, "update", batch.step)),
-        )
+        stream = (*batch.stream, "update", batch.step)
+        plugin_batch = TrainBatch(sequences, batch.denominators, lr, batch.step, stream)
+        return protocol.UpdateResult(train_with(self.backend, self.plugin, plugin_batch))
 
     def snapshot(self, resumable: bool = False) -> PluginSnapshot:
         """Raises CheckpointError when the backend saves nothing."""
@@ -200,7 +198,7 @@ class PluginPolicy:
         self.backend.load(directory / FILES)
 
     def begin_with(self, directory: Path) -> None:
-        """Weights alone mean nothing to a backend."""
+        """Raises UsageError: a backend loads checkpoints only."""
         raise UsageError(f"{directory} holds no checkpoint of backend {self.plugin}")
 
     def begin_step(self, step: int) -> list[str]:
@@ -217,11 +215,11 @@ class PluginPolicy:
 
 
 def train_with(backend: Any, plugin: str, batch: TrainBatch) -> dict[str, Any]:
-    """One step of a backend of the user's, its numbers checked, under the catalogue's keys.
+    """Take one step of a plug-in backend and return its checked metrics under the catalogue's keys.
 
-    What it returned as its loss is ``loss`` and ``reported_loss``, also where the backend does not report the step's
-    own (rows then mark it as a placeholder). Raises PluginError for something else than numbers by name or a name that
-    is measured here, RunFailed for a loss that is not finite.
+    Its loss becomes ``loss`` and ``reported_loss``, also where it is not the step's own (rows then mark it as a
+    placeholder). Raises PluginError for anything but numbers by name and for keys that are measured here, RunFailed for
+    a loss that is not finite.
     """
     known = {"optim/lr": batch.lr, "num_datums": len(batch.sequences), **dict.fromkeys(RATIO_METRICS)}
     if not batch.sequences:  # no group had signal: nothing to train on

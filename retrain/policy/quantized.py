@@ -9,7 +9,7 @@ same numbers: the update through its modules, the sampler through ``engines.dens
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -149,10 +149,7 @@ class Quantized:
 
     @property
     def facts(self) -> dict[str, str | float | int]:
-        return {
-            "kind": self.kind, "k3": self.k3, "kl": self.kl, "tokens": self.tokens,
-            "bytes_before": self.bytes_before, "bytes_after": self.bytes_after,
-        }  # fmt: skip
+        return asdict(self)
 
 
 def weight_bytes(model: nn.Module) -> int:

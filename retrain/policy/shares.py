@@ -10,20 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
-from retrain.maths.losses import Loss
 from retrain.policy.budget import Budget
 from retrain.policy.critic import ValueHead
+from retrain.policy.gradient import GradientAccumulator, MicroBatchResult, MicroBatchSpec, UpdateContext
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
-from retrain.policy.objective import Objective, PolicyTerm
+from retrain.policy.objective import Objective
 from retrain.policy.protocol import TrainBatch, Want
 from retrain.policy.ranks import Ranks
 from retrain.policy.rounded import products_in_bfloat16
 from retrain.policy.scoring import Scored, scored
+from retrain.policy.terms import NoLoss, PolicyLoss, PolicyTerm
 from retrain.policy.threads import Workers
-from retrain.policy.update import Numbered, Part, Passes, Work
 from retrain.types import Sample
 
 APART_BYTES = 2**28  # Total bytes up to which a step's gradients are sent one by one
@@ -57,7 +56,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class PassesAsked:
-    """Micro-batches that a rank is asked to compute: the fields of ``Work`` and its ``Passes`` as plain data. ``batch``
+    """Micro-batches that a rank is asked to compute: a ``GradientAccumulator`` and its context as plain data. ``batch``
     has no samples; ``own_loss`` names the policy loss where it is code of the user's, which every rank has loaded.
     ``summed``: one sum of the gradients is wanted, not each."""
 
@@ -69,22 +68,19 @@ class PassesAsked:
     batch: TrainBatch
     dropout: float
     bfloat16: bool
-    twice: bool
+    recompute: bool
     summed: bool
-    batches: list[Numbered]
+    specs: list[MicroBatchSpec]
 
-    def done(
-        self, lanes: Lanes, workers: Workers, losses: Mapping[str, Loss]
-    ) -> tuple[list[Part], list[np.ndarray | None]]:
-        """The parts, in host memory, and the log-probabilities that the passes left on the samples, one after another.
-        ``losses`` are the user's own by name."""
-        passes = Passes(lanes, Budget(0, self.twice), workers, self.dropout, self.bfloat16)
+    def done(self, lanes: Lanes, workers: Workers, losses: Mapping[str, PolicyLoss]) -> list[MicroBatchResult]:
+        """The results, in host memory. ``losses`` are the user's own by name."""
+        context = UpdateContext(lanes, Budget(0, self.recompute), workers, self.dropout, self.bfloat16)
         objective = _with_loss(self.objective, losses[self.own_loss]) if self.own_loss else self.objective
         head = None if self.head is None else _head_of(self.head, lanes)
-        work = Work(passes, self.batch, self.adapter.adapter(lanes), objective, head, self.frozen)
-        parts = _done(work, self.batches, self.twice, self.summed)
-        left = [sample.trainer_logprobs for _, samples, _ in self.batches for sample in samples]
-        return [_on(part, torch.device("cpu")) for part in parts], left
+        adapter = self.adapter.adapter(lanes)
+        accumulator = GradientAccumulator(context, self.batch, adapter, objective, head, self.frozen)
+        results = _computed(accumulator, self.specs, self.recompute, self.summed)
+        return [_on(result, torch.device("cpu")) for result in results]
 
 
 @dataclass(frozen=True)
@@ -115,26 +111,22 @@ class RunShares:
     def count(self) -> int:
         return self.ranks.count
 
-    def parts(self, work: Work, batches: Sequence[Numbered], twice: bool) -> list[Part]:
-        """See ``Shares.parts``. Raises what a rank has raised, once all have answered."""
-        sizes = [sum(map(len, samples)) * (BACKWARD_COST if wanted else 1) for _, samples, wanted in batches]
-        own, *others = ([batches[i] for i in share] for share in dealt(sizes, self.count))
-        summed = len(batches) * sum(4 * buffer.numel() for buffer in work.buffers) > APART_BYTES
-        message = self._asked(work, twice, summed)
-        asked = [(replace(message, batches=share),) if share else None for share in others]
-        answers = self.ranks.ask("passes", asked, lambda: _done(work, own, twice, summed))
+    def compute(
+        self, accumulator: GradientAccumulator, specs: Sequence[MicroBatchSpec], recompute: bool
+    ) -> list[MicroBatchResult]:
+        """See ``Shares.compute``. Raises what a rank has raised, once all have answered."""
+        sizes = [sum(map(len, spec.samples)) * (BACKWARD_COST if spec.needs_gradient else 1) for spec in specs]
+        own, *others = ([specs[i] for i in share] for share in dealt(sizes, self.count))
+        summed = len(specs) * sum(4 * buffer.numel() for buffer in accumulator.buffers) > APART_BYTES
+        message = self._asked(accumulator, recompute, summed)
+        asked = [(replace(message, specs=share),) if share else None for share in others]
+        answers = self.ranks.ask("passes", asked, lambda: _computed(accumulator, own, recompute, summed))
         mine, theirs = answers.whole()
-        parts = dict(zip([number for number, _, _ in own], mine, strict=True))
+        results = {spec.index: result for spec, result in zip(own, mine, strict=True)}
         for share, answer in zip(others, theirs, strict=True):
-            if answer is None:
-                continue
-            for (number, _, _), part in zip(share, answer[0], strict=True):
-                parts[number] = _on(part, work.base.device)
-            left = iter(answer[1])
-            for _, samples, _ in share:
-                for sample in samples:
-                    sample.trainer_logprobs = next(left)
-        in_order = [parts[number] for number, _, _ in batches]
+            for spec, result in zip(share, answer or (), strict=True):
+                results[spec.index] = _on(result, accumulator.base.device)
+        in_order = [results[spec.index] for spec in specs]
         return _summed(in_order) if summed else in_order
 
     def scores(
@@ -147,8 +139,8 @@ class RunShares:
         critic: tuple[Adapter | LoraWeights, ValueHead] | None,
         bfloat16: bool,
     ) -> Scored:
-        """``scoring.scored`` of all of these, each rank having done a share; ``bfloat16`` as in ``Passes``. Raises what
-        a rank has raised, once all have answered."""
+        """``scoring.scored`` of all of these, each rank having done a share; ``bfloat16`` as in ``UpdateContext``.
+        Raises what a rank has raised, once all have answered."""
         shares = dealt([sum(map(len, samples)) for samples in parts], self.count)
         packed = None if critic is None else (Packed.of(critic[0]), critic[1].flat.detach().cpu())
         message = ScoresAsked([], want, Packed.of(adapter), temperature, packed, bfloat16)
@@ -162,18 +154,19 @@ class RunShares:
                 found[place] = each
         return found
 
-    def _asked(self, work: Work, twice: bool, summed: bool) -> PassesAsked:
-        passes, custom = work.passes, any(_is_custom(term) for term in work.objective.terms)
+    def _asked(self, accumulator: GradientAccumulator, recompute: bool, summed: bool) -> PassesAsked:
+        context, objective = accumulator.context, accumulator.objective
+        custom = any(_is_custom(term) for term in objective.terms)
         return PassesAsked(
-            Packed.of(work.adapter),
-            None if work.head is None else work.head.flat.detach().cpu(),
-            work.frozen,
-            _with_loss(work.objective, self.own_loss) if custom else work.objective,
+            Packed.of(accumulator.adapter),
+            None if accumulator.head is None else accumulator.head.flat.detach().cpu(),
+            accumulator.frozen,
+            _with_loss(objective, NoLoss()) if custom else objective,
             self.own_loss if custom else "",
-            replace(work.batch, samples=(), probe=()),
-            passes.dropout,
-            passes.bfloat16,
-            twice,
+            replace(accumulator.batch, samples=(), probe=()),
+            context.dropout,
+            context.bfloat16,
+            recompute,
             summed,
             [],
         )
@@ -191,22 +184,35 @@ def dealt(sizes: Sequence[int], count: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def _done(work: Work, batches: Sequence[Numbered], twice: bool, summed: bool) -> list[Part]:
-    return work.summed_parts(batches, twice) if summed else work.parts(batches, twice, apart=True)
+def _computed(
+    accumulator: GradientAccumulator, specs: Sequence[MicroBatchSpec], recompute: bool, summed: bool
+) -> list[MicroBatchResult]:
+    """The results of these micro-batches; if ``summed`` with the fp64 sum of all gradients in the first of them, no
+    more gradients than there are workers being in memory at once."""
+    if not summed:
+        return accumulator.compute(specs, recompute, separate=True)
+    totals = [torch.zeros_like(buffer, dtype=torch.float64) for buffer in accumulator.buffers]
+    results, count = list[MicroBatchResult](), accumulator.context.workers.count
+    for begin in range(0, len(specs), count):
+        for result in accumulator.compute(specs[begin : begin + count], recompute, separate=True):
+            for total, gradient in zip(totals, result.gradients, strict=False):
+                total += gradient
+            results.append(replace(result, gradients=[]))
+    return [replace(results[0], gradients=totals), *results[1:]] if results else []
 
 
-def _summed(parts: list[Part]) -> list[Part]:
-    """The parts with all gradients, fp64 sums of shares, as one in the first."""
-    sums = [part.gradients for part in parts if part.gradients]
+def _summed(results: list[MicroBatchResult]) -> list[MicroBatchResult]:
+    """The results with all gradients, fp64 sums of shares, as one in the first."""
+    sums = [result.gradients for result in results if result.gradients]
     totals = [torch.stack(same).sum(0) for same in zip(*sums, strict=True)]
-    return [replace(parts[0], gradients=totals), *(replace(part, gradients=[]) for part in parts[1:])]
+    return [replace(results[0], gradients=totals), *(replace(result, gradients=[]) for result in results[1:])]
 
 
 def _is_custom(term: object) -> bool:
-    return isinstance(term, PolicyTerm) and not isinstance(term.loss, str)
+    return isinstance(term, PolicyTerm) and term.loss.is_plugin
 
 
-def _with_loss(objective: Objective, loss: Loss) -> Objective:
+def _with_loss(objective: Objective, loss: PolicyLoss) -> Objective:
     terms = (replace(term, loss=loss) if isinstance(term, PolicyTerm) else term for term in objective.terms)
     return replace(objective, terms=tuple(terms))
 
@@ -218,7 +224,7 @@ def _head_of(flat: torch.Tensor, lanes: Lanes) -> ValueHead:
     return head
 
 
-def _on(part: Part, device: torch.device) -> Part:
-    sums = {name: value.to(device) for name, value in part.sums.items()}
-    gradients = [gradient.to(device) for gradient in part.gradients]
-    return replace(part, loss=part.loss.to(device), sums=sums, gradients=gradients)
+def _on(result: MicroBatchResult, device: torch.device) -> MicroBatchResult:
+    sums = {name: value.to(device) for name, value in result.sums.items()}
+    gradients = [gradient.to(device) for gradient in result.gradients]
+    return replace(result, loss=result.loss.to(device), sums=sums, gradients=gradients)

@@ -13,12 +13,13 @@ import torch
 from retrain.errors import ModelError, RunFailed
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel
-from retrain.policy.budget import Budget, is_out_of_memory
+from retrain.policy.budget import Budget
 from retrain.policy.context import Context, read_after
 from retrain.policy.head import Head
-from retrain.policy.logprobs import collate, hidden_states, split_microbatches, token_logprobs
+from retrain.policy.logprobs import collate, hidden_states, per_sample, token_logprobs
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
 from retrain.policy.protocol import Policy, PolicySnapshot, Scores, Want, samples_of
+from retrain.policy.scoring import in_microbatches
 from retrain.types import Group, Sample, samples_of_rollout
 
 
@@ -61,7 +62,7 @@ def taught(
     """What the teacher says of every rollout's sampled tokens [T], in order; with a ``context`` after prompts of its
     own, and nothing ([0]) of a rollout for which there is nothing to show."""
     if context is None:
-        found = Scores(teacher=teacher.score(policy, samples_of(groups, every=True))).of_rollouts(groups).teacher
+        found = Scores(teacher=teacher.score(policy, samples_of(groups))).of_rollouts(groups).teacher
         assert found is not None
         return found
     prompts = [prompt for group in groups for prompt in context.prompts(group)]
@@ -75,13 +76,11 @@ def taught(
     return [np.zeros(0) if prompt is None else next(said) for prompt in prompts]
 
 
-def note_prompts(groups: Sequence[Group], context: Context | None) -> float | None:
-    """Note on every rollout what its teacher reads; the share of rollouts that have one, None of no rollouts."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    prompts = [()] * len(rollouts) if context is None else [one for group in groups for one in context.prompts(group)]
-    for rollout, prompt in zip(rollouts, prompts, strict=True):
-        rollout.teacher_prompt = prompt
-    return sum(prompt is not None for prompt in prompts) / len(prompts) if prompts else None
+def teacher_prompts(groups: Sequence[Group], context: Context | None) -> list[tuple[int, ...] | None]:
+    """Return for each rollout the prompt that its teacher reads: () for its own, None where it has no teacher."""
+    if context is None:
+        return [()] * sum(len(group.rollouts) for group in groups)
+    return [prompt for group in groups for prompt in context.prompts(group)]
 
 
 class LocalWeights(PolicySnapshot, Protocol):
@@ -146,28 +145,19 @@ class ModelTeacher:
                 f"the teacher {self.base.name} reads {self.base.context_length} tokens at most, and a sample has "
                 f"{longest}: lower [training] max_tokens"
             )
-        while samples:
-            parts = split_microbatches(samples, self.budget.tokens, packed=backbone_of(self.base).packs)
-            try:
-                return self._score(samples, parts)
-            except (MemoryError, RuntimeError) as error:
-                sizes = [len(part) for part in parts]
-                if max(sizes) == 1 or not is_out_of_memory(error):
-                    raise
-                reason = str(error)
-            self.budget.shrink(sizes, [len(sample) for sample in samples], reason)
-        return []
+        if not samples:
+            return []
+        return in_microbatches(self.base, self.budget, samples, lambda parts: self._score(samples, parts))
 
     def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[torch.Tensor, Head]:
         return _states(self.base, views)
 
     def _score(self, samples: Sequence[Sample], parts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        found = [np.zeros(0)] * len(samples)
+        scores = [np.zeros(0)] * len(samples)
         for part in parts:
             batch = collate([samples[i] for i in part], self.base).to(self.base.device)
             with torch.no_grad():
                 logprobs_BT, _ = token_logprobs(self.base, batch, self.temperature)
-            rows = zip(part, logprobs_BT.cpu().numpy(), batch.action_BT.cpu().numpy(), strict=True)
-            for i, row_T, own_T in rows:
-                found[i] = row_T[own_T]
-        return found
+            for i, logprobs_T in zip(part, per_sample(logprobs_BT, batch), strict=True):
+                scores[i] = logprobs_T
+        return scores

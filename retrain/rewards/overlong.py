@@ -6,7 +6,7 @@ Differences from published code: the punishment ends at −1, and whether an ans
 from collections.abc import Sequence
 from dataclasses import replace
 
-from retrain.types import Group
+from retrain.types import Group, Rollout
 
 METRIC = "overlong_penalty"
 
@@ -19,17 +19,23 @@ def overlong_penalty(tokens: int, longest: int, soft: int) -> float:
     return max(-1.0, min(0.0, (longest - soft - tokens) / soft))
 
 
-def punish_overlong(groups: Sequence[Group], longest: int, soft: int) -> None:
-    """Take the penalty from every rollout's reward and note it beside; one without a reward stays without."""
-    for group in groups:
-        for rollout in group.rollouts:
-            reward = rollout.reward
-            if reward.total_reward is None:
-                continue
-            penalty = overlong_penalty(len(rollout), longest, soft)
-            rollout.reward = replace(
-                reward,
-                total_reward=reward.total_reward + penalty,
-                correct=reward.is_correct,
-                sample_metrics={**reward.sample_metrics, METRIC: penalty},
-            )
+def punish_overlong(groups: Sequence[Group], longest: int, soft: int) -> list[Group]:
+    """Return the groups with the penalty taken from every reward and noted beside it; no reward stays no reward."""
+    return [
+        replace(group, rollouts=tuple(_punished(rollout, longest, soft) for rollout in group.rollouts))
+        for group in groups
+    ]
+
+
+def _punished(rollout: Rollout, longest: int, soft: int) -> Rollout:
+    reward = rollout.reward
+    if reward.total_reward is None:
+        return rollout
+    penalty = overlong_penalty(len(rollout), longest, soft)
+    punished = replace(
+        reward,
+        total_reward=reward.total_reward + penalty,
+        correct=reward.is_correct,
+        sample_metrics={**reward.sample_metrics, METRIC: penalty},
+    )
+    return replace(rollout, reward=punished)

@@ -23,7 +23,7 @@ from retrain.engines.protocol import Engine, PolicyRef, SampleRequest
 from retrain.environments.protocol import Environment, Episode, EpisodeFailed, Limits, Step
 from retrain.errors import RetrainError, RunFailed
 from retrain.plugins import described
-from retrain.record.environment import without_keys
+from retrain.records.environment import without_keys
 from retrain.rewards.base import failed
 from retrain.rng import torch_seed
 from retrain.types import Action, Ended, Group, Message, Problem, Prompt, RewardResult, Rollout, Turn
@@ -117,13 +117,13 @@ class _Open:
         one = self.trajectories[sample]
         assert one.episode is not None
         turn = Turn(one.next_ids, action, one.next_messages, one.fresh)
-        one.turns.append(turn)
         try:
             step = one.episode.step(action)
         except (Exception, SystemExit) as error:
+            one.turns.append(turn)
             one.fail(_exception(error))
             return
-        turn.reward, turn.metrics, turn.logs = step.reward, dict(step.metrics), dict(step.logs)
+        one.turns.append(replace(turn, reward=step.reward, metrics=dict(step.metrics), logs=dict(step.logs)))
         one.length += len(action)
         if step.done:
             one.ended = "done"
@@ -187,9 +187,8 @@ class _Open:
     def group(self) -> Group:
         assert self.rewards is not None
         pairs = zip(self.trajectories, self.rewards, strict=True)
-        return Group(
-            self.prompt, [Rollout(self.prompt, one.turns, reward, one.ended or "done") for one, reward in pairs]
-        )
+        rollouts = [Rollout(self.prompt, tuple(one.turns), reward, one.ended or "done") for one, reward in pairs]
+        return Group(self.prompt, tuple(rollouts))
 
 
 @dataclass

@@ -14,9 +14,9 @@ from typing import Generic, TypeVar
 
 from retrain.clock import timestamp
 from retrain.engines.protocol import Engine
-from retrain.pressure import Pressure
 from retrain.rollouts.collect import Collected, RolloutRequest
-from retrain.rollouts.dynamic import Further, Wanted, collect_rounds
+from retrain.rollouts.pressure import Pressure
+from retrain.rollouts.resample import Resample, StepRollouts, collect_rounds
 from retrain.types import Group
 
 CLOSING_S = 5.0  # Seconds that the end of a queue waits for its thread, which may be grading
@@ -25,10 +25,10 @@ Span = tuple[str, float, float]
 
 
 @dataclass(frozen=True)
-class Taken(Generic[Owner]):
+class SampledStep(Generic[Owner]):
     """The groups of every owner, in the order of its requests; ``spans`` of time, ("rollout" | "score", start, end) in
-    seconds since the epoch, or ("ahead", …) of what was sampled in a thread and ("rollout", …) of waiting for it; the
-    seconds that the engine took to load weights, None where it does not say; and how many later steps are sampled."""
+    seconds since the epoch, or ("ahead", …) of sampling in a thread and ("rollout", …) of waiting for it; the seconds
+    that the engine took to load weights, None where it does not say; and how many later steps are sampled."""
 
     groups: dict[Owner, list[Group | Exception]]
     spans: list[Span]
@@ -38,12 +38,12 @@ class Taken(Generic[Owner]):
 
 @dataclass
 class _Offer(Generic[Owner]):
-    """One owner's requests of one step, and once it is sampled what came of them, round by round."""
+    """One owner's requests of one step, and once it is sampled their groups, with all rounds of its batch."""
 
     owner: Owner
     step: int
     requests: Sequence[RolloutRequest]
-    further: Further | None = None
+    resample: Resample | None = None
     groups: list[Group | Exception] | None = None
     collected: Sequence[Collected] = ()
 
@@ -64,21 +64,21 @@ class RolloutQueue(Generic[Owner]):
         self._since: float | None = None
 
     def offer(
-        self, owner: Owner, requests: Mapping[int, Sequence[RolloutRequest]], further: Further | None = None
+        self, owner: Owner, requests: Mapping[int, Sequence[RolloutRequest]], resample: Resample | None = None
     ) -> None:
-        """What an owner will take, by step, and what it will take besides once that is sampled; ``further`` is called
-        by the thread that samples."""
+        """Add an owner's requests, by step; ``resample`` adds to them once they are sampled, called by the thread that
+        samples."""
         with self._changed:
-            for step, own in requests.items():
-                self._offers[owner, step] = _Offer(owner, step, own, further)
+            for step, step_requests in requests.items():
+                self._offers[owner, step] = _Offer(owner, step, step_requests, resample)
             self._changed.notify_all()
 
     def withdraw(self, owner: Owner) -> None:
         with self._changed:
             self._offers = {key: offer for key, offer in self._offers.items() if key[0] != owner}
 
-    def take(self, due: Mapping[Owner, int]) -> Taken[Owner]:
-        """The groups of every owner's step, which it has offered. Raises what the engine raised."""
+    def take(self, due: Mapping[Owner, int]) -> SampledStep[Owner]:
+        """Return the groups of every owner's step, which it has offered. Raises what the engine raised."""
         begin = timestamp()
         if self.ahead:
             self._wait([(owner, step) for owner, step in due.items()])
@@ -87,30 +87,30 @@ class RolloutQueue(Generic[Owner]):
         with self._changed:
             offers = [self._offers.pop((owner, step)) for owner, step in due.items()]
             depth = len({step for (_, step), offer in self._offers.items() if offer.groups is not None})
-        sampled = list({id(each): each for offer in offers for each in offer.collected}.values())
-        spans = [span for collected in sampled for span in collected.spans]
-        syncs = [collected.sync_seconds for collected in sampled if collected.sync_seconds is not None]
+        rounds = list({id(collected): collected for offer in offers for collected in offer.collected}.values())
+        spans = [span for collected in rounds for span in collected.spans]
+        syncs = [collected.sync_seconds for collected in rounds if collected.sync_seconds is not None]
         if self.ahead:
             sampled_ahead = [("ahead", start, end) for name, start, end in spans if name == "rollout"]
             spans = [*sampled_ahead, ("rollout", begin, timestamp())]
         groups = {offer.owner: offer.groups or [] for offer in offers}
-        return Taken(groups, spans, sum(syncs) if syncs else None, depth)
+        return SampledStep(groups, spans, sum(syncs) if syncs else None, depth)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is sampled ahead inside: environments and graders serve one batch at a time."""
+        """Suspend sampling ahead: environments and graders serve one batch at a time."""
         with self._collecting:
             yield
 
     def overlap(self, begin: float, end: float) -> float:
-        """Seconds of this time in which rollouts were sampled and graded in the thread."""
+        """Return the seconds between ``begin`` and ``end`` in which rollouts were sampled and graded in the thread."""
         with self._changed:
             spans = [*self._busy, *([] if self._since is None else [(self._since, end)])]
             self._busy = [span for span in self._busy if span[1] > begin]
         return sum(max(0.0, min(stop, end) - max(start, begin)) for start, stop in spans)
 
     def close(self) -> None:
-        """Sample no more; what is being sampled is given up."""
+        """Stop sampling, and cancel what is in flight."""
         with self._changed:
             self._closed = True
             self._offers.clear()
@@ -121,33 +121,33 @@ class RolloutQueue(Generic[Owner]):
             self._thread.join(CLOSING_S)
 
     def _collect(self, offers: Sequence[_Offer[Owner]]) -> None:
-        wanted = [Wanted(offer.step, list(offer.requests), offer.further) for offer in offers]
+        steps = [StepRollouts(offer.step, list(offer.requests), offer.resample) for offer in offers]
         with self._collecting:
             self._since = timestamp()
             try:
-                rounds = collect_rounds(self.engine, wanted, self.pressure.max_rows if self.pressure else None)
+                rounds = collect_rounds(self.engine, steps, self.pressure.max_rows if self.pressure else None)
             finally:
                 with self._changed:
                     self._busy.append((self._since, timestamp()))
                     self._since = None
         if self.pressure is not None:
             _observe(self.pressure, rounds[0])  # later rounds are too small to tell how fast decoding is
-        for offer, own in zip(offers, wanted, strict=True):
-            offer.groups, offer.collected = own.groups, rounds
+        for offer, rollouts in zip(offers, steps, strict=True):
+            offer.groups, offer.collected = rollouts.groups, rounds
 
     def _wait(self, due: Sequence[tuple[Owner, int]]) -> None:
-        """Until all of these are sampled. Raises what ended the thread."""
+        """Wait until all of these are sampled. Raises what ended the thread."""
         with self._changed:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="rollouts ahead", daemon=True)
+                self._thread = threading.Thread(target=self._sample_offers, name="rollouts ahead", daemon=True)
                 self._thread.start()
             while any(self._offers[each].groups is None for each in due):
                 if self._failure is not None:
                     raise self._failure
                 self._changed.wait()
 
-    def _work(self) -> None:
-        """Sample what is offered, as long as somebody may take it."""
+    def _sample_offers(self) -> None:
+        """Sample what is offered, until the queue is closed."""
         while True:
             with self._changed:
                 while not self._closed and not self._waiting():
@@ -165,14 +165,14 @@ class RolloutQueue(Generic[Owner]):
                     return
 
     def _waiting(self) -> list[_Offer[Owner]]:
-        """The offers of the earliest step that is not sampled."""
+        """Return the offers of the earliest step that is not sampled."""
         missing = [offer for offer in self._offers.values() if offer.groups is None]
         first = min((offer.step for offer in missing), default=0)
         return [offer for offer in missing if offer.step == first]
 
 
 def _observe(pressure: Pressure, collected: Collected) -> None:
-    """How fast it went: tokens sampled, seconds of decoding, and how many tokens came before one on average."""
+    """Report tokens sampled, seconds of decoding, and how many tokens came before one on average."""
     groups = [group for group in collected.groups if isinstance(group, Group)]
     rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.turns]
     if not rollouts:

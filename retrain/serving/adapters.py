@@ -13,9 +13,10 @@ import torch
 from retrain.campaign.adapters.export import uniform
 from retrain.engines.protocol import PolicyRef
 from retrain.errors import ModelError
-from retrain.policy.adapter_stream import CONFIG, WEIGHTS, AdapterFile
+from retrain.policy.adapter_stream import AdapterFile
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import LayerShape, LoraWeights
+from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +74,10 @@ def _size(shapes: Sequence[LayerShape], rank: int) -> int:
 
 def uploaded_weights(files: Mapping[str, str], base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
     """Read the adapter in these files, by name, in base64. Raises ModelError as ``read_weights``."""
-    if set(files) != {CONFIG, WEIGHTS}:
-        raise ModelError(f"files must be {CONFIG} and {WEIGHTS}, not {', '.join(sorted(files))[:200] or 'nothing'}")
+    if set(files) != {ADAPTER_CONFIG, ADAPTER_WEIGHTS}:
+        raise ModelError(
+            f"files must be {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, not {', '.join(sorted(files))[:200] or 'nothing'}"
+        )
     with tempfile.TemporaryDirectory(prefix="retrain-serve-") as folder:
         for name, content in files.items():
             try:

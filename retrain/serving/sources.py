@@ -6,11 +6,12 @@ from pathlib import Path
 
 from retrain.campaign.adapters.provenance import provenance
 from retrain.campaign.adapters.squeeze import find_adapter
-from retrain.campaign.planning.manifest import MANIFEST, read_manifest
 from retrain.config import Config, load, parse_dict
 from retrain.errors import UsageError
 from retrain.files import read_json
 from retrain.models import bundled_name
+from retrain.records.reader import read_manifest
+from retrain.records.schema.layout import ADAPTER_CONFIG, MANIFEST
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def _runs(campaign: Path) -> list[tuple[str, Path]]:
 def _name_of(directory: Path) -> str:
     """Return the name of the run that an adapter's directory belongs to."""
     folder = directory.resolve()
-    if not (folder / "adapter_config.json").is_file():
+    if not (folder / ADAPTER_CONFIG).is_file():
         find_adapter(directory)
         return folder.name
     return folder.parent.name if folder.name == "final" else folder.name

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from retrain.record.lines import Tail
+from retrain.ownership import MARK
+from retrain.records.lines import Tail
+from retrain.records.schema.layout import CONFIG, MANIFEST, METRICS
 from retrain.ui.foreign import Foreign
 from retrain.ui.numbers import Numbers, Pool
 from retrain.ui.places import Places
@@ -24,12 +26,12 @@ class Cookbook(Foreign):
 
     def is_run(self, path: Path, places: Places) -> bool:
         """Whether ``metrics.jsonl`` has rows, and nothing says that retrain wrote them."""
-        ours = any(places.file(path, name) is not None for name in ("manifest.json", "retrain.json"))
-        return not ours and places.file(path, "metrics.jsonl") is not None
+        ours = any(places.file(path, name) is not None for name in (MANIFEST, MARK))
+        return not ours and places.file(path, METRICS) is not None
 
     def progress(self, path: Path, places: Places) -> tuple[int, int, str]:
         """Steps done, those planned where the row's share says so, and the state as far as files tell it."""
-        metrics = places.file(path, "metrics.jsonl")
+        metrics = places.file(path, METRICS)
         rows = Tail(metrics, last_only=True).rows()[1] if metrics is not None else []
         step = max((whole(row.get("progress/batch", row.get("step")), -1) + 1 for row in rows), default=0)
         shares = [row["progress/done_frac"] for row in rows if isinstance(row.get("progress/done_frac"), int | float)]
@@ -40,10 +42,10 @@ class Cookbook(Foreign):
         return step, planned, state
 
     def newest(self, path: Path, places: Places) -> Path | None:
-        return places.file(path, "metrics.jsonl")
+        return places.file(path, METRICS)
 
     def numbers(self, run: Run, places: Places, pool: Pool) -> Numbers:
         return pool.of(run.path)
 
     def settings(self, run: Run, places: Places) -> dict[str, Any]:
-        return json_of(places.file(run.path, "config.json"))
+        return json_of(places.file(run.path, CONFIG))

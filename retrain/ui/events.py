@@ -12,6 +12,7 @@ from typing import Any
 from starlette.concurrency import run_in_threadpool
 
 from retrain.files import dumps, stamp_of
+from retrain.records.schema.layout import EVALS, ITERATIONS, LOG, METRICS, NOTES, SPANS
 from retrain.ui.answers import Refusal
 from retrain.ui.findings import Findings
 from retrain.ui.library import Library
@@ -21,8 +22,8 @@ LOOK_EVERY_S = 1.0
 BEAT_S = 15.0  # Seconds between keep-alive comments, for proxies that close idle connections
 MOST_LISTENERS = 64
 WATCHED = {
-    "metrics.jsonl": "metrics", "trainer_state.json": "metrics", "evals.jsonl": "evals", "notes.jsonl": "notes",
-    "run.log": "log", "iterations.jsonl": "rollouts", "timing_spans.jsonl": "timeline",
+    METRICS: "metrics", "trainer_state.json": "metrics", EVALS: "evals", NOTES: "notes",
+    LOG: "log", ITERATIONS: "rollouts", SPANS: "timeline",
 }  # fmt: skip
 """Files of a run that grow, and what a page calls it."""
 
@@ -110,7 +111,7 @@ def changes(library: Library, before: Looked, now: Looked) -> list[dict[str, Any
     out = []
     for place, facts in now.items():
         old = before.get(place, {})
-        names = ("metrics.jsonl", "trainer_state.json")
+        names = (METRICS, "trainer_state.json")
         what = list(dict.fromkeys(WATCHED.get(name, name) for name, value in facts.items()
                                   if name != "run" and old.get(name) != value))  # fmt: skip
         if not what:
@@ -124,7 +125,7 @@ def changes(library: Library, before: Looked, now: Looked) -> list[dict[str, Any
 
 def _look(library: Library, home: Home, run: Run) -> dict[str, Any]:
     facts: dict[str, Any] = {name: stamp_of(library.file(run, name)) for name in WATCHED}
-    facts["metrics.jsonl"] = facts["metrics.jsonl"], _is_reading(library, run)
+    facts[METRICS] = facts[METRICS], _is_reading(library, run)
     return facts | {"state": (home.state, run.state, run.worker), "run": run}
 
 

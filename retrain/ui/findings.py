@@ -16,6 +16,7 @@ import numpy as np
 from retrain.campaign.judging.pooling import compare_directories
 from retrain.errors import RetrainError
 from retrain.files import stamp_of
+from retrain.records.schema.layout import COMPARISON, CONFIG, EVALS, METRICS, PLAN
 from retrain.ui.library import Library
 from retrain.ui.measured import reader
 from retrain.ui.metrics import watched
@@ -27,7 +28,7 @@ ALONE = "one run of a campaign compares nothing: open its campaign"
 FOREIGN = "these files declare no conditions and no metric that decides: curves are shown, and nothing is tested"
 ODD = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, ArithmeticError)
 """What reading files of any content may raise."""
-READ = ("config.json", "evals.jsonl")  # Files of a run that a comparison reads
+READ = (CONFIG, EVALS)  # Files of a run that a comparison reads
 DECLARED = ("sequential", "declared", "notes")  # Entries of a manifest that it reads
 Signature = tuple[Any, ...]
 
@@ -90,7 +91,7 @@ class Findings:
         if kept is not None:
             return kept.comparison
         if home.source.name == "retrain" and home.state in ("done", "failed", "stopped"):
-            found = json_of(self._library.places.file(home.path, "comparison.json"))
+            found = json_of(self._library.places.file(home.path, COMPARISON))
             return found if found.get("format") == 2 else None
         return None
 
@@ -107,12 +108,12 @@ class Findings:
         """What a comparison depends on: states, settings, evaluations, and what the campaign declared, looked at and
         noted; not every row of training."""
         runs = [(run.run_id, run.state, run.reason, *(stamp_of(run.path / name) for name in READ)) for run in home.runs]
-        return (stamp_of(home.path / "plan.json"), [home.manifest.get(name) for name in DECLARED], runs)
+        return (stamp_of(home.path / PLAN), [home.manifest.get(name) for name in DECLARED], runs)
 
     def ask(self, homes: Sequence[Home], first: bool = False) -> None:
         """Have these read and compared in the background where something is new, small ones before large ones;
         ``first``: before all others."""
-        signatures = {home.path: tuple(stamp_of(run.path / "metrics.jsonl") for run in home.runs) for home in homes}
+        signatures = {home.path: tuple(stamp_of(run.path / METRICS) for run in home.runs) for home in homes}
 
         def size(home: Home) -> int:
             return sum(found.size for found in signatures[home.path] if found)

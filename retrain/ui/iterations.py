@@ -9,7 +9,6 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -18,17 +17,15 @@ from typing import Any
 
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import Stamp, stamp_of
-from retrain.record import kinds
-from retrain.record.kinds import Wanted, checked
-from retrain.record.lines import Tail, row_of
-from retrain.record.rollout_files import INDEX, SUMMARIES
-from retrain.record.rollouts import TRAIN
-from retrain.record.tokens import TokenFile
+from retrain.records import kinds
+from retrain.records.kinds import Wanted, checked
+from retrain.records.lines import Tail, json_lines
+from retrain.records.rollouts import TRAIN
+from retrain.records.schema.base import Row
+from retrain.records.schema.layout import EVALUATIONS, GENERATIONS, ITERATIONS, SUMMARIES
+from retrain.records.tokens import TokenFile
 
-Line = dict[str, Any]
-GENERATIONS, EVALUATIONS = "emergence/generations.jsonl", "emergence/evaluations.jsonl"
 TOOL_ERRORS = "tools/tool_errors"
-MOST_LINE = 64 << 20  # Longest line in bytes; retrain writes no longer ones
 KEPT_FILES = 16  # Recorded iterations of which the problems' groups are kept
 _COMPLETION: Wanted = {kinds.count: "step group sample", kinds.texts: "tags", kinds.text: "completion"}
 _ROLLOUT: Wanted = {
@@ -64,7 +61,7 @@ class Iteration:
     lines: tuple[int, int] | None = None
     tokens: str | None = None
 
-    def as_json(self) -> Line:
+    def as_json(self) -> Row:
         keys = ("split", "groups", "rollouts", "correct", "reward")
         return {"iteration": self.number, "recorded": self.tokens is not None} | {k: getattr(self, k) for k in keys}
 
@@ -78,14 +75,14 @@ class Index:
     def __init__(self, run: Path, find: Find = anywhere, place: str = ""):
         self.run, self.place = run, place or run.name
         self._find, self._lock = find, Lock()
-        self._tail = Tail(run / INDEX)
+        self._tail = Tail(run / ITERATIONS)
         self._known: dict[tuple[str, int], Iteration] = {}
 
     def refresh(self) -> Mapping[tuple[str, int], Iteration]:
         """All iterations by split and number, in the order in which they were made; later ones make another table."""
         with self._lock:
-            if self.file(INDEX) is None:
-                self._tail, self._known = Tail(self.run / INDEX), {}
+            if self.file(ITERATIONS) is None:
+                self._tail, self._known = Tail(self.run / ITERATIONS), {}
                 return self._listed()
             replaced, rows = self._tail.rows()
             if replaced or rows:
@@ -108,7 +105,7 @@ class Index:
         path = self.file(one.tokens) if one.tokens else None
         return _groups(path, f"{self.place}/{one.tokens}", stamp_of(path)).get(problem, ()) if path is not None else ()
 
-    def lines(self, name: str, wanted: Wanted, begin: int = 0, end: int | None = None) -> Iterator[Line]:
+    def lines(self, name: str, wanted: Wanted, begin: int = 0, end: int | None = None) -> Iterator[Row]:
         """The objects between two bytes of a file, read in pieces; lines that are none, and a file that is gone, give
         nothing. Raises CheckpointError for an object with a value of another kind."""
         for at, row in json_lines(self.file(name), begin, end):
@@ -117,7 +114,7 @@ class Index:
             except ValueError as error:
                 raise CheckpointError(f"{self.place}/{name} is damaged: the line at byte {at}: {error}") from error
 
-    def summaries(self, one: Iteration) -> Iterator[Line]:
+    def summaries(self, one: Iteration) -> Iterator[Row]:
         for row in self.lines(f"{one.name}{SUMMARIES}", _ROLLOUT):
             try:
                 row["steps"] = [checked(step, {}, _STEP) for step in row.get("steps") or ()]
@@ -125,7 +122,7 @@ class Index:
                 raise CheckpointError(f"{self.place}/{one.name}{SUMMARIES} is damaged: in a step, {error}") from error
             yield row
 
-    def completions(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[Line]:
+    def completions(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[Row]:
         """The lines of ``GENERATIONS`` or ``EVALUATIONS``."""
         return self.lines(name, _COMPLETION, begin, end)
 
@@ -171,7 +168,7 @@ def _iteration(row: Mapping[str, Any]) -> Iteration | None:
         return None
 
 
-def rollouts_of(index: Index, one: Iteration) -> list[Line]:
+def rollouts_of(index: Index, one: Iteration) -> list[Row]:
     """Every rollout of an iteration as far as it is recorded, in sampling order: ``index``, ``group``, ``sample``,
     ``problem_id``, ``tags``, ``reward``, ``correct``, ``advantage``, ``length``, ``turns``, ``stop_reason``, ``ended``,
     ``discarded``, ``error``, ``metrics``, ``tool_errors``, ``text`` and whether it is ``whole``."""
@@ -202,7 +199,7 @@ def _groups(path: Path, shown: str, stamp: Stamp | None) -> Mapping[str, Sequenc
     return dict(found)
 
 
-def _of_tokens(index: int, line: Mapping[str, Any], prompt: Mapping[str, Any]) -> Line:
+def _of_tokens(index: int, line: Mapping[str, Any], prompt: Mapping[str, Any]) -> Row:
     keys = (
         "group",
         "sample",
@@ -228,7 +225,7 @@ def _of_tokens(index: int, line: Mapping[str, Any], prompt: Mapping[str, Any]) -
     }
 
 
-def _of_summary(index: int, row: Mapping[str, Any], texts: Mapping[tuple[int, int], Line]) -> Line:
+def _of_summary(index: int, row: Mapping[str, Any], texts: Mapping[tuple[int, int], Row]) -> Row:
     steps = row.get("steps") or []
     group, sample = row.get("group_idx", 0), row.get("traj_idx", 0)
     text = texts.get((group, sample), {})
@@ -261,11 +258,11 @@ def _tool_errors(metrics: Mapping[str, Any]) -> int:
     return int(value) if kinds.number(value) else 0
 
 
-def _texts(index: Index, one: Iteration) -> dict[tuple[int, int], Line]:
+def _texts(index: Index, one: Iteration) -> dict[tuple[int, int], Row]:
     """The shortened completions of an iteration by group and sample, where the index says where they lie."""
     if one.lines is None:
         return {}
-    found: dict[tuple[int, int], Line] = {}
+    found: dict[tuple[int, int], Row] = {}
     group, before = -1, None
     for row in index.completions(GENERATIONS if one.split == TRAIN else EVALUATIONS, *one.lines):
         if row.get("group") is None:  # an evaluation: groups follow each other, each from its first sample on
@@ -273,20 +270,3 @@ def _texts(index: Index, one: Iteration) -> dict[tuple[int, int], Line]:
             before = row.get("problem_id")
         found[group if row.get("group") is None else row["group"], row.get("sample") or 0] = row
     return found
-
-
-def json_lines(path: Path | None, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Line]]:
-    """The objects between two bytes of a file with the byte at which each begins, one line in memory at a time; lines
-    that are none, and a file that is gone, give nothing."""
-    with suppress(OSError):
-        if path is None:
-            return
-        with open(path, "rb") as file:
-            file.seek(begin)
-            at, whole = begin, True
-            while (end is None or at < end) and (line := file.readline(MOST_LINE)):
-                begins, at = whole, at + len(line)
-                whole = line.endswith(b"\n")
-                with suppress(ValueError, RecursionError):
-                    if begins:
-                        yield at - len(line), row_of(line)

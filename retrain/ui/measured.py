@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from retrain.campaign.judging.results import SECTIONS, Measure, RunResult, read_run
-from retrain.files import read_json
+from retrain.records.reader import RunReader
+from retrain.records.schema.layout import METRICS
 from retrain.ui.library import Library
 from retrain.ui.numbers import Numbers, own_seconds, steps_of
 from retrain.ui.sources import Run
@@ -55,7 +56,7 @@ def reader(library: Library, runs: Mapping[str, Run]) -> Any:
         run = runs.get(str(entry["run_id"]))
         if run is None:  # its files lie elsewhere
             return RunResult(entry["run_id"], entry["label"], entry["seed"], "failed", "outside", directory)
-        metrics = library.file(run, "metrics.jsonl")
+        metrics = library.file(run, METRICS)
         whole = read_run(directory, dict(entry) | {"state": run.state}) if _is_small(metrics) else None
         if whole is not None:
             return whole
@@ -73,7 +74,7 @@ def _is_small(metrics: Path | None) -> bool:
 def _without_rows(directory: Path, entry: Mapping[str, Any], numbers: Numbers) -> ColumnRun:
     """As ``read_run``, with columns in the place of rows."""
     path = directory / entry["path"]
-    facts = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    facts = RunReader(path).config()
     config = {name: table for name, table in facts.items() if name in SECTIONS and isinstance(table, dict)}
     last = dict(numbers.last)
     rows = [row for row in (_graded_row(numbers), last) if row]

@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from retrain.record.catalogue import METRICS, SECTIONS, Metric
+from retrain.records.catalogue import METRICS, SECTIONS, Metric
 
 WATCH = (
     "eval/<name>/correct_rate", "correct_rate", "mean_reward", "env/all/by_group/frac_mixed", "entropy",

@@ -20,9 +20,10 @@ import numpy as np
 from retrain.campaign.judging.results import OWN_SPANS, SHARED_SPANS
 from retrain.errors import StorageError
 from retrain.files import stamp_of
-from retrain.record.columns import BLOCK, Columns, ColumnWriter
-from retrain.record.lines import Tail
-from retrain.record.status import last_row
+from retrain.records.columns import BLOCK, Columns, ColumnWriter
+from retrain.records.lines import Tail
+from retrain.records.reader import last_row
+from retrain.records.schema.layout import COLUMNS, EVALS, LOCK, METRICS
 from retrain.ui.answers import Refusal
 
 AXES = ("step", "tokens", "device", "wall")
@@ -147,7 +148,7 @@ class RunNumbers:
 
     def _bare(self) -> bool:
         """Whether this is a long run that nothing has the columns of."""
-        beside = self.metrics.with_name("metrics.f32")
+        beside = self.metrics.with_name(COLUMNS)
         beside_there = beside.is_file() and not beside.is_symlink()
         return not self._tried and not beside_there and _size(self.metrics) > CACHED_FROM
 
@@ -242,7 +243,7 @@ class Pool:
             if run not in self._runs:
                 name = f"{hashlib.sha256(os.fsencode(run)).hexdigest()[:32]}.f32"
                 cache = self._cache / name if self._cache is not None else None
-                self._runs[run] = RunNumbers(run / "metrics.jsonl", run / "evals.jsonl", self._store, cache)
+                self._runs[run] = RunNumbers(run / METRICS, run / EVALS, self._store, cache)
             return self._runs[run]
 
 
@@ -321,7 +322,7 @@ def _size(path: Path) -> int:
 def _only_one(cache: Path) -> Iterator[None]:
     """Of several servers, one writes a file of the cache at a time."""
     cache.parent.mkdir(parents=True, exist_ok=True)
-    with open(cache.with_suffix(".lock"), "w") as lock:
+    with open(cache.with_suffix(LOCK), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -329,5 +330,5 @@ def _only_one(cache: Path) -> Iterator[None]:
 def _tidy(cache: Path) -> None:
     for path in cache.glob("*.*") if cache.is_dir() else ():
         with suppress(OSError):
-            if path.suffix in (".f32", ".lock", MADE) and time.time() - path.stat().st_mtime > UNUSED_S:
+            if path.suffix in (".f32", LOCK, MADE) and time.time() - path.stat().st_mtime > UNUSED_S:
                 path.unlink()

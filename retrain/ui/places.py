@@ -10,14 +10,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from retrain.errors import UsageError
+from retrain.records.schema.layout import (
+    CODE_DIFF,
+    COLUMNS,
+    CONFIG,
+    EMERGENCE,
+    ENVIRONMENT,
+    EVALS,
+    EVALUATIONS,
+    GENERATIONS,
+    LOG,
+    METRICS,
+    NOTES,
+    SPANS,
+)
 from retrain.ui.answers import Refusal
 
 MOST = 4096  # Characters of a place
 
 
 READ = (
-    "metrics.jsonl", "metrics.f32", "evals.jsonl", "config.json", "environment.json", "code.diff", "notes.jsonl",
-    "run.log", "timing_spans.jsonl", "emergence/evaluations.jsonl", "emergence/generations.jsonl",
+    METRICS, COLUMNS, EVALS, CONFIG, ENVIRONMENT, CODE_DIFF, NOTES,
+    LOG, SPANS, EVALUATIONS, GENERATIONS,
 )  # fmt: skip
 """Files of a run that are read by others than this page's own code; none of them may lead elsewhere."""
 
@@ -88,7 +102,7 @@ class Places:
 
 def stays_inside(run: Path, places: Places) -> bool:
     """Whether none of the files that others read for us leads out of the given directories, or is a pipe."""
-    if not places.inside(run) or not places.inside(run / "emergence"):
+    if not places.inside(run) or not places.inside(run / EMERGENCE):
         return False
     return all(_is_plain(run, name, places) for name in READ)
 

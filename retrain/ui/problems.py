@@ -9,9 +9,10 @@ from typing import Any
 
 from retrain.errors import UsageError
 from retrain.files import stamp_of
-from retrain.record.rollout_files import INDEX
+from retrain.records.schema.base import Row
+from retrain.records.schema.layout import EVALUATIONS, ITERATIONS
 from retrain.ui.differences import compared
-from retrain.ui.iterations import EVALUATIONS, Index, Iteration, Line, rollouts_of
+from retrain.ui.iterations import Index, Iteration, rollouts_of
 from retrain.ui.rollouts import shown_tokens
 
 MOST_PROMPT = 300
@@ -46,7 +47,7 @@ class Ends:
         """The steps of the evaluations before (1) or after (2), each once."""
         return sorted({one.number for each in self.runs if isinstance(one := each[when], Iteration)})
 
-    def as_json(self) -> Line:
+    def as_json(self) -> Row:
         """How many runs, which, and at what steps."""
         return {"runs": len(self.runs), "of": self.of, "before": self.numbers(1), "after": self.numbers(2)}
 
@@ -58,9 +59,9 @@ class Matrix:
     held_out: str
     ends: Mapping[str, Ends]
     common: int | None
-    rows: Sequence[Line]
+    rows: Sequence[Row]
 
-    def shown(self, sort: str = "differ", tag: str = "", text: str = "", first: int = 0, count: int = 200) -> Line:
+    def shown(self, sort: str = "differ", tag: str = "", text: str = "", first: int = 0, count: int = 200) -> Row:
         """The problems that pass, sorted: "differ" (most between conditions after training), "worse" (fell most under
         some condition), "better", "hard" (least solved), "problem" (as they come). Raises UsageError for another."""
         if sort not in SORTS:
@@ -90,7 +91,7 @@ def matrix(runs: Runs, held_out: str, unfinished: Collection[Path] = ()) -> Matr
     ``unfinished`` are the directories of runs that are to train further. A condition without a finished run is told
     by all of its runs; then every condition is taken at the last step that all runs have in common."""
     ends, common = _ends(runs, held_out, unfinished)
-    problems: dict[str, Line] = {}
+    problems: dict[str, Row] = {}
     cells: dict[tuple[str, str, str], _Cell] = defaultdict(_Cell)
     for label, own in ends.items():
         for run, before, after in own.runs:
@@ -113,7 +114,7 @@ class Matrices:
 
     def of(self, name: str, runs: Runs, held_out: str, unfinished: Collection[Path] = ()) -> Matrix:
         """That of the campaign of this name."""
-        files = (INDEX, EVALUATIONS)
+        files = (ITERATIONS, EVALUATIONS)
         state = [(label, run.run, run.run in unfinished, *(stamp_of(run.file(file)) for file in files))
                  for label, own in runs.items() for run in own]  # fmt: skip
         with self._lock:
@@ -150,7 +151,7 @@ def _ends(runs: Runs, held_out: str, unfinished: Collection[Path]) -> tuple[dict
     return found, common
 
 
-def _rates(cells: Mapping[tuple[str, str, str], _Cell], name: str, labels: Sequence[str]) -> dict[str, Line]:
+def _rates(cells: Mapping[tuple[str, str, str], _Cell], name: str, labels: Sequence[str]) -> dict[str, Row]:
     empty = _Cell()
     found = {}
     for label in labels:
@@ -159,16 +160,16 @@ def _rates(cells: Mapping[tuple[str, str, str], _Cell], name: str, labels: Seque
     return found
 
 
-def _changes(row: Line) -> list[float]:
+def _changes(row: Row) -> list[float]:
     pairs = [(each["before"], each["after"]) for each in row["rates"].values()]
     return [after - before for before, after in pairs if before is not None and after is not None] or [0.0]
 
 
-def _after(row: Line) -> list[float]:
+def _after(row: Row) -> list[float]:
     return [each["after"] for each in row["rates"].values() if each["after"] is not None] or [0.0]
 
 
-SORTS: Mapping[str, Callable[[Line], Any]] = {
+SORTS: Mapping[str, Callable[[Row], Any]] = {
     "differ": lambda row: min(_after(row)) - max(_after(row)),
     "worse": lambda row: min(_changes(row)),
     "better": lambda row: -max(_changes(row)),
@@ -178,7 +179,7 @@ SORTS: Mapping[str, Callable[[Line], Any]] = {
 """What a matrix may be sorted by."""
 
 
-def evolution(runs: Runs, held_out: str, problem: str) -> Line:
+def evolution(runs: Runs, held_out: str, problem: str) -> Row:
     """One problem at every evaluation: its "prompt" and "tags", and {"conditions": {label: [{"step", "rate",
     "answers"}]}}. Raises UsageError where nothing is known of it."""
     found = evolutions(runs, held_out, problem)
@@ -187,9 +188,9 @@ def evolution(runs: Runs, held_out: str, problem: str) -> Line:
     return found[problem]
 
 
-def evolutions(runs: Runs, held_out: str, only: str | None = None) -> dict[str, Line]:
+def evolutions(runs: Runs, held_out: str, only: str | None = None) -> dict[str, Row]:
     """The same of every problem, or of one, by its name; each file is read once."""
-    about: dict[str, Line] = {}
+    about: dict[str, Row] = {}
     cells: dict[str, dict[str, dict[int, _Cell]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(_Cell)))
     for label, own in runs.items():
         for run in own:
@@ -213,7 +214,7 @@ def _evaluations(run: Index, held_out: str) -> list[Iteration]:
     return [one for (split, _), one in run.refresh().items() if split == f"eval/{held_out}"]
 
 
-def _answers(run: Index, held_out: str, wanted: Sequence[Iteration]) -> Iterator[tuple[Iteration, Line]]:
+def _answers(run: Index, held_out: str, wanted: Sequence[Iteration]) -> Iterator[tuple[Iteration, Row]]:
     """The lines of these evaluations; of a run without an index the file is read once from its beginning."""
     missing = {one.number: one for one in wanted if one.lines is None}
     for one in wanted:
@@ -225,7 +226,7 @@ def _answers(run: Index, held_out: str, wanted: Sequence[Iteration]) -> Iterator
                 yield missing[row["step"]], row
 
 
-def twice(a: tuple[Index, Iteration], b: tuple[Index, Iteration], problem: str, sample: int = 0) -> Line:
+def twice(a: tuple[Index, Iteration], b: tuple[Index, Iteration], problem: str, sample: int = 0) -> Row:
     """The same prompt in two iterations: both rollouts with their tokens, the words (``by``: or lines, of long texts)
     in which they differ, and the first token that does. Raises UsageError where one of them has no such rollout."""
     left, right = (_found(run, one, problem, sample) for run, one in (a, b))
@@ -234,7 +235,7 @@ def twice(a: tuple[Index, Iteration], b: tuple[Index, Iteration], problem: str, 
     return {"a": left, "b": right, "words": words, "changes": changes, "by": by, "diverge": _diverge(left, right)}
 
 
-def _found(run: Index, one: Iteration, problem: str, sample: int) -> Line:
+def _found(run: Index, one: Iteration, problem: str, sample: int) -> Row:
     about = {"about": one.as_json()}
     if (tokens := run.tokens(one)) is not None:
         with tokens as file:
@@ -252,7 +253,7 @@ def _found(run: Index, one: Iteration, problem: str, sample: int) -> Line:
     raise UsageError(f"{one.name} of {run.run.name} has no sample {sample} of problem {problem!r}")
 
 
-def _diverge(left: Line, right: Line) -> list[int] | None:
+def _diverge(left: Row, right: Row) -> list[int] | None:
     """[turn, token] of the first token at which the two differ; None where one is the beginning of the other, or their
     tokens are not known."""
     if left["pieces"] is None or right["pieces"] is None:

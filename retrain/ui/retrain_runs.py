@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from retrain.errors import RetrainError
-from retrain.record.status import MANIFEST, is_held, last_row, read_manifest
+from retrain.ownership import MARK
+from retrain.records.reader import is_held, last_row, read_manifest
+from retrain.records.schema.layout import CONFIG, FINAL, LOCK, LOG, MANIFEST, METRICS
 from retrain.ui.numbers import Numbers, Pool
 from retrain.ui.places import Places, stays_inside
 from retrain.ui.sources import QUIET_S, Home, Run, age, json_of, touched, whole
@@ -32,7 +34,7 @@ class RetrainRuns:
         except RetrainError as error:
             return Home(place, path, "campaign", self, path.name, [], missing=[places.told(str(error))])
         entries = manifest["runs"]
-        lock = places.file(path, ".lock")
+        lock = places.file(path, LOCK)
         dead = {} if lock is not None and is_held(lock) else {"running": "interrupted"}
         labels = _labels(manifest)
         runs = [
@@ -41,7 +43,7 @@ class RetrainRuns:
             if stays_inside(path / entry["path"], places)
         ]
         single = len(entries) == 1 and entries[0]["path"] == "."
-        times = [touched(run.path / "metrics.jsonl") for run in runs]
+        times = [touched(run.path / METRICS) for run in runs]
         return Home(
             place, path, "run" if single else "campaign", self, str(manifest.get("name") or path.name), runs,
             manifest.get("created"), max([manifest.get("updated") or 0.0, *filter(None, times)]), manifest,
@@ -54,7 +56,7 @@ class RetrainRuns:
 
     def settings(self, run: Run, places: Places) -> dict[str, Any]:
         """``config.json``: the resolved configuration and what it ran with."""
-        return json_of(places.file(run.path, "config.json"))
+        return json_of(places.file(run.path, CONFIG))
 
 
 def _labels(manifest: Mapping[str, Any]) -> list[str]:
@@ -65,7 +67,7 @@ def _labels(manifest: Mapping[str, Any]) -> list[str]:
 
 def _run(home: Path, place: str, entry: Mapping[str, Any], index: int, dead: Mapping[str, str], places: Places) -> Run:
     path = (home / entry["path"]) if entry["path"] != "." else home
-    metrics = places.file(path, "metrics.jsonl")
+    metrics = places.file(path, METRICS)
     state = dead.get(entry["state"], entry["state"])
     step = whole(entry["step"])
     if metrics is not None and state in ("running", "interrupted", "failed"):
@@ -84,14 +86,14 @@ def _alone(source: RetrainRuns, path: Path, place: str, places: Places) -> Home 
     """A run of a campaign that is looked at without it, from its own files."""
     if not stays_inside(path, places):
         return None
-    facts, metrics = json_of(places.file(path, "config.json")), places.file(path, "metrics.jsonl")
+    facts, metrics = json_of(places.file(path, CONFIG)), places.file(path, METRICS)
     seconds, row = age(metrics), {}
     if metrics is not None:
         with suppress(RetrainError, OSError):
             row = last_row(metrics)
     steps = whole((facts.get("training") or {}).get("max_steps"))
     step = whole(row.get("step"), -1) + 1
-    ended = places.folder(path, "final") is not None
+    ended = places.folder(path, FINAL) is not None
     state = "done" if ended else "running" if seconds is not None and seconds < QUIET_S else "interrupted"
     seed = whole((facts.get("training") or {}).get("seed"))
     label = str(facts.get("condition") or row.get("condition") or path.name)
@@ -101,9 +103,9 @@ def _alone(source: RetrainRuns, path: Path, place: str, places: Places) -> Home 
 
 
 def _is_run(path: Path, places: Places) -> bool:
-    if places.file(path, "metrics.jsonl") is None and places.file(path, "run.log") is None:
+    if places.file(path, METRICS) is None and places.file(path, LOG) is None:
         return False
-    if places.file(path, "retrain.json") is not None:
+    if places.file(path, MARK) is not None:
         return True
-    facts = json_of(places.file(path, "config.json"))
+    facts = json_of(places.file(path, CONFIG))
     return "run_id" in facts and "condition" in facts

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from retrain.errors import UsageError
-from retrain.record.tokens import RolloutTokens
+from retrain.records.schema.base import Row
+from retrain.records.tokens import RolloutTokens
 from retrain.ui.histograms import rewards
-from retrain.ui.iterations import Index, Iteration, Line, rollouts_of
+from retrain.ui.iterations import Index, Iteration, rollouts_of
 
 SHOWN = 400  # Characters of a text in the table
-SORTS: Mapping[str, Callable[[Line], Any]] = {
+SORTS: Mapping[str, Callable[[Row], Any]] = {
     "index": lambda one: one["index"],
     "reward": lambda one: one["reward"],
     "advantage": lambda one: one["advantage"],
@@ -42,7 +43,7 @@ class Filter:
     text: str = ""
     errors: bool = False
 
-    def passes(self, one: Line) -> bool:
+    def passes(self, one: Row) -> bool:
         return (
             _between(one["reward"], self.reward)
             and _between(one["length"], self.length)
@@ -64,7 +65,7 @@ def table(
     down: bool = False,
     first: int = 0,
     count: int = 200,
-) -> Line:
+) -> Row:
     """An iteration: a histogram of all its rewards, its groups as strips of them, and the rollouts that pass, sorted.
 
     Raises UsageError for a sort that is none.
@@ -88,8 +89,8 @@ def table(
     }
 
 
-def _groups(every: Sequence[Line]) -> list[Line]:
-    found: dict[int, Line] = {}
+def _groups(every: Sequence[Row]) -> list[Row]:
+    found: dict[int, Row] = {}
     for one in every:
         empty = {"problem_id": one["problem_id"], "tags": one["tags"], "discarded": one["discarded"], "samples": []}
         own = found.setdefault(one["group"], {"group": one["group"], **empty})
@@ -97,7 +98,7 @@ def _groups(every: Sequence[Line]) -> list[Line]:
     return list(found.values())
 
 
-def whole(run: Index, one: Iteration, index: int) -> Line:
+def whole(run: Index, one: Iteration, index: int) -> Row:
     """One rollout with its tokens, as ``shown_tokens``, and the others of its group without; without tokens where they
     were not recorded. Raises UsageError where there is no such rollout."""
     if (tokens := run.tokens(one)) is not None:
@@ -146,7 +147,7 @@ NUMBERS = (
 """What a token can be coloured by."""
 
 
-def shown_tokens(found: RolloutTokens) -> Line:
+def shown_tokens(found: RolloutTokens) -> Row:
     """A rollout and, for each token that was sampled, its text (``pieces``, turn by turn) and ``numbers`` [T]:
 
     ``surprisal`` −log π of the sampler (nats); ``entropy``; ``advantage``, what it trains with; ``credit``, by how much

@@ -42,7 +42,7 @@ VIEWS = (
 """Pages besides the first one: ``/<view>/<place>?…``."""
 HERE = Path(__file__).parent
 STATIC, TEMPLATES = HERE / "static", HERE / "templates"
-SHARED = {f"shared/{name}": HERE.parent / "record" / "assets" / name for name in ("base.css", "charts.css")}
+SHARED = {f"shared/{name}": HERE.parent / "records" / "assets" / name for name in ("base.css", "charts.css")}
 """Styles that the page has in common with the reports."""
 FILES = ("/api/", "/static/")
 FOR_EVER = "public, max-age=31536000, immutable"

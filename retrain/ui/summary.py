@@ -1,11 +1,11 @@
 """One campaign or run in a few numbers: an entry of the first page."""
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from retrain.files import Stamp, stamp_of
-from retrain.record.lines import Tail, row_of
+from retrain.records.lines import Tail
+from retrain.records.schema.layout import NOTES
 from retrain.ui.findings import Findings, verdict_of
 from retrain.ui.library import Library
 from retrain.ui.sources import Home, Run, touched
@@ -51,7 +51,7 @@ def newest_note(library: Library, home: Home) -> dict[str, Any] | None:
     """The last warning of the run that was noted last; without any, the last remark."""
     found: list[tuple[bool, float, dict[str, Any]]] = []
     for run in home.runs:
-        path = library.file(run, "notes.jsonl")
+        path = library.file(run, NOTES)
         note = _last_note(path) if path is not None else None
         if note is not None:
             short = {key: note.get(key) for key in ("level", "step", "text")} | {"run": run.run_id, "place": run.place}
@@ -61,7 +61,7 @@ def newest_note(library: Library, home: Home) -> dict[str, Any] | None:
 
 def notes_of(library: Library, run: Run) -> list[dict[str, Any]]:
     """All whole rows of a run's ``notes.jsonl``."""
-    path = library.file(run, "notes.jsonl")
+    path = library.file(run, NOTES)
     return Tail(path).rows()[1] if path is not None else []
 
 
@@ -73,10 +73,7 @@ def _last_note(path: Path) -> dict[str, Any] | None:
     kept = _last_notes.get(path)
     if kept is not None and kept[0] == stamp:
         return kept[1]
-    rows: list[dict[str, Any]] = []
-    for line in Tail(path, last_only=True).lines()[1]:
-        with suppress(ValueError, RecursionError):
-            rows.append(row_of(line))
+    _, rows = Tail(path, last_only=True).rows()
     warnings = [row for row in rows if row.get("level") == "warning"]
     note = (warnings or rows)[-1] if rows else None
     _last_notes[path] = stamp, note

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from retrain.cli import app
 from retrain.files import read_json, read_jsonl
 from retrain.policy.plugin import TrainSequence
-from retrain.types import Action, Problem, Prompt, RewardResult, Rollout, Support, Turn, samples_of_rollout
+from retrain.types import Action, CreditedRollout, Problem, Prompt, RewardResult, Support, Turn, training_samples
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
@@ -195,16 +195,16 @@ def test_what_tokens_were_drawn_among_reaches_the_update(folder):
 
 
 def test_a_sequence_of_several_turns_is_a_completion_in_which_what_was_read_does_not_train():
-    turns = [
+    turns = tuple(
         Turn(read, Action(drawn, "", np.full(len(drawn), -1.0), None, "stop", support))
         for read, drawn, support in (
             ((1, 2), [3, 4], Support(np.array([3, 9, 4]), np.array([0, 2, 3]))),
             ((5, 6), [7], Support(np.array([8, 7]), np.array([0, 2]))),
         )
-    ]
-    rollout = Rollout(Prompt(Problem("p", "q", "a"), "q", (1, 2)), turns, RewardResult(1.0), advantage=0.5)
-    rollout.token_advantages_T = np.full(3, 0.5)
-    sequence = TrainSequence.of(samples_of_rollout(rollout)[0])
+    )
+    prompt = Prompt(Problem("p", "q", "a"), "q", (1, 2))
+    rollout = CreditedRollout(prompt, turns, RewardResult(1.0), advantage=0.5, token_advantages_T=np.full(3, 0.5))
+    sequence = TrainSequence.of(training_samples(rollout)[0])
     assert (sequence.prompt_ids, sequence.completion_ids) == ((1, 2), [3, 4, 5, 6, 7])
     assert sequence.loss_mask_T.tolist() == [True, True, False, False, True]
     assert sequence.advantages_T.tolist() == [0.5, 0.5, 0.0, 0.0, 0.5]

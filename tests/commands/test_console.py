@@ -8,10 +8,10 @@ import pytest
 from helpers.records import context, evaluation, group, step
 from rich.console import Console
 
-from retrain.record.console import Board, LiveConsole, PlainConsole, board_view, make_console
-from retrain.record.evaluation import eval_row
-from retrain.record.measure import step_row
-from retrain.record.tables import comparison_table, squeeze_line, squeeze_table
+from retrain.records.console import Board, LiveConsole, PlainConsole, board_view, make_console
+from retrain.records.evaluation import eval_row
+from retrain.records.measure import step_row
+from retrain.records.tables import comparison_table, squeeze_line, squeeze_table
 
 NASTY = "[bold red]<b>\x1b[2J\x1b]0;owned\x07 \u202e\udc80[/] 答案"
 

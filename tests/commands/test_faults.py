@@ -8,25 +8,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.records import HOSTILE, MEGABYTE, context, evaluation, group, step
+from helpers.records import HOSTILE, MEGABYTE, context, evaluation, group, step, with_action
 
-from retrain.campaign.planning.manifest import MANIFEST, PLAN, Manifest, read_manifest, read_plan
-from retrain.checkpoints import (
-    Snapshot,
-    checkpoint_directory,
-    newest_whole,
-    read_json,
-    verify_checkpoint,
-    write_checkpoint,
-)
+from retrain.campaign.planning.manifest import Manifest, read_plan
 from retrain.errors import CheckpointError, StorageError, UsageError
-from retrain.files import append_jsonl, aside_of, dumps, read_jsonl, sha256, truncate_jsonl, write_json
+from retrain.files import append_jsonl, aside_of, dumps, read_json, read_jsonl, sha256, truncate_jsonl, write_json
 from retrain.ownership import claim
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import LayerShape, LoraWeights
 from retrain.policy.plugin import PluginSnapshot
-from retrain.record.recorder import RunRecorder
-from retrain.types import Group
+from retrain.records.reader import read_manifest
+from retrain.records.recorder import RunRecorder
+from retrain.records.schema.layout import MANIFEST, PLAN
+from retrain.training.checkpoint_files import (
+    Snapshot,
+    checkpoint_directory,
+    newest_whole,
+    verify_checkpoint,
+    write_checkpoint,
+)
+from retrain.types import CreditedGroup
 
 
 def saved(step_number: int, size: int = 4) -> Snapshot:
@@ -170,12 +171,10 @@ def test_a_torn_manifest_or_plan_is_an_error_of_one_line(tmp_path, name, read):
         assert "\n" not in str(error.value)
 
 
-def hostile_group(text: str) -> Group:
+def hostile_group(text: str) -> CreditedGroup:
     """A group whose problem, answers and errors are all this text."""
     made = group([1.0, None], [3, 3], problem_id=text)
-    for rollout in made.rollouts:
-        rollout.turns[0].action.text = text
-    return made
+    return with_action(with_action(made, 0, text=text), 1, text=text)
 
 
 def test_hostile_texts_leave_every_record_strict_json(tmp_path):

@@ -9,7 +9,7 @@ from helpers.records import context, group, step
 
 from retrain.files import read_jsonl
 from retrain.plugins import load_file
-from retrain.record.recorder import RunRecorder
+from retrain.records.recorder import RunRecorder
 
 UNIFORM = """
 [algorithm]

@@ -10,7 +10,7 @@ from retrain.campaign.running.controller import launch
 from retrain.config import load
 from retrain.files import read_jsonl
 from retrain.models import bundled_model_path
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from retrain.campaign.running.stopping import StopRequest
-from retrain.record.console import PlainConsole
-from retrain.record.observer import NullObserver
+from retrain.records.console import PlainConsole
+from retrain.records.observer import NullObserver
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

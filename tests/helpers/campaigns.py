@@ -21,8 +21,8 @@ from retrain.campaign.running.lease import LEASE
 from retrain.config import load
 from retrain.files import append_jsonl, read_json, read_jsonl
 from retrain.ownership import process_start
-from retrain.record.catalogue import METRICS
-from retrain.record.observer import NullObserver
+from retrain.records.catalogue import METRICS
+from retrain.records.observer import NullObserver
 
 from .models import TWO_CONDITIONS, campaign_head, qwen3_directory
 

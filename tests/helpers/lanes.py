@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from retrain.algorithms.losses import LOSSES, PluginLoss
 from retrain.config import parse_dict
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine, PolicyRef, SampleRequest
 from retrain.files import read_json, read_jsonl
-from retrain.maths.losses import LossBounds
+from retrain.maths.corrections import Correction
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import Budget
 from retrain.policy.critic import MOMENTS, WEIGHTS
+from retrain.policy.gradient import UpdateContext
 from retrain.policy.local import LocalPolicy, LocalSnapshot
 from retrain.policy.lora import Adapter, Lanes
-from retrain.policy.objective import EntropyTerm, KLTerm, Objective, PolicyTerm, Term
+from retrain.policy.objective import Objective
 from retrain.policy.optimizer import new_optimizer
-from retrain.policy.protocol import Denominators, TrainBatch
+from retrain.policy.protocol import TrainBatch
+from retrain.policy.terms import EntropyTerm, KLTerm, PolicyTerm, Term
 from retrain.policy.threads import Workers
-from retrain.policy.update import Passes, train_step
+from retrain.policy.update import PendingUpdate, policy_step
 from retrain.rng import generator
-from retrain.types import Action, Sample
+from retrain.types import Action, Denominators, Sample
 
 from .campaigns import WORLD, is_timing_key
 from .models import campaign_head
@@ -164,12 +167,13 @@ def fresh_scores(lanes: Lanes, adapter: Adapter, of: Sample, temperature: float 
 
 
 def objective(
-    *, normalizer: str = "tokens", temperature: float = 1.0, max_tokens: int = 256, kl_coef: float = 0.0,
-    log_kl: bool = False, entropy_coef: float = 0.0, **policy: Any,
+    *, loss: str | Callable[..., Any] = "ppo", correction: Correction | None = None, normalizer: str = "tokens",
+    temperature: float = 1.0, max_tokens: int = 256, kl_coef: float = 0.0, log_kl: bool = False,
+    entropy_coef: float = 0.0, **parameters: Any,
 ) -> Objective:  # fmt: skip
-    """Return the terms of these keys; ``policy`` are those of the policy loss and its bounds."""
-    bounds = {field.name: policy.pop(field.name) for field in fields(LossBounds) if field.name in policy}
-    terms: list[Term] = [PolicyTerm(bounds=LossBounds(**{"clip_high": 0.2} | bounds), **policy)]
+    """Return the terms of these keys; ``parameters`` are those of the policy loss."""
+    policy_loss = LOSSES[loss](**parameters) if isinstance(loss, str) else PluginLoss(loss)
+    terms: list[Term] = [PolicyTerm(policy_loss, correction)]
     if kl_coef or log_kl:
         terms.append(KLTerm(kl_coef))
     if entropy_coef:
@@ -202,9 +206,10 @@ def update(
 ) -> dict[str, Any]:
     """Make one optimizer step on these samples with the objective of ``keys``, by default without clipping."""
     batch = TrainBatch(samples, denominators or totals(samples), step, stream, probe)
-    passes = Passes(lanes, budget or Budget(micro_batch_tokens), workers or Workers(), dropout, bfloat16)
+    context = UpdateContext(lanes, budget or Budget(micro_batch_tokens), workers or Workers(), dropout, bfloat16)
     optimizer = optimizer or adamw(adapter)
-    return train_step(passes, adapter, optimizer, batch, objective(**keys), lr, grad_clip_norm=grad_clip_norm)
+    pending = PendingUpdate(context, adapter, optimizer, batch, objective(**keys), lr)
+    return policy_step(pending, grad_clip_norm).metrics
 
 
 def gradient(lanes: Lanes, samples: Sequence[Sample], seed: int = 0, **keys: Any):

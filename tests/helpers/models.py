@@ -12,7 +12,7 @@ import torch
 from retrain.config import parse_dict
 from retrain.errors import ConfigError
 from retrain.policy.base import BaseModel, load_base
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 
 
 class Messages(NullObserver):

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from starlette.testclient import TestClient
 
 from retrain.files import append_jsonl, write_json
-from retrain.record.recorder import RunRecorder
+from retrain.records.recorder import RunRecorder
 from retrain.types import RewardResult
 from retrain.ui.library import Library
 from retrain.ui.numbers import Pool
@@ -20,7 +21,7 @@ from retrain.ui.places import Places
 from retrain.ui.server import app_of
 
 from . import records
-from .records import context, group
+from .records import context, group, updated
 
 HOST = "http://127.0.0.1:8571"
 LABELS = ("grpo+none", "maxrl+none")
@@ -93,8 +94,8 @@ def record(
             failed = RewardResult(None, error="timed out")
             calls = RewardResult(0.0, sample_metrics={"tools/tool_errors": 2.0})
             mixed = group([1.0, calls, failed], [3, 5, 2])
-            rollout = mixed.rollouts[1]
-            rollout.token_advantages_T = rollout.logprobs_T * 0 + rollout.advantage + 1
+            second = mixed.rollouts[1]
+            mixed = updated(mixed, {}, {"token_advantages_T": np.full(len(second), second.advantage + 1)})
             uniform = group([0.0, 0.0], [2, 7], discarded="zero_advantage")
             recorder.record_step(records.step([mixed, uniform], number))
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,24 @@ from retrain.campaign.judging.declaration import freeze
 from retrain.campaign.judging.pooling import conclude
 from retrain.campaign.judging.results import METRIC
 from retrain.campaign.judging.sequential import Looks
-from retrain.campaign.planning.manifest import Manifest, read_manifest
+from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import plan
 from retrain.config import Config, load, parse_dict
 from retrain.files import append_jsonl, write_json
-from retrain.record.context import RunContext
-from retrain.record.observer import NullObserver
-from retrain.types import Action, EvalRecord, Group, Problem, Prompt, RewardResult, StepRecord, single_turn
+from retrain.records.context import RunContext
+from retrain.records.observer import NullObserver
+from retrain.records.reader import read_manifest
+from retrain.types import (
+    Action,
+    CreditedGroup,
+    EvalRecord,
+    Group,
+    Problem,
+    Prompt,
+    RewardResult,
+    StepRecord,
+    single_turn,
+)
 
 from .models import campaign_head
 
@@ -38,34 +50,47 @@ def group(
     stops: list[bool] | None = None,
     discarded: str | None = None,
     problem_id: str = "p0",
-) -> Group:
+) -> CreditedGroup:
     """A group whose advantages are reward − mean, NaN where there is no reward."""
     results = [r if isinstance(r, RewardResult) else RewardResult(r, error=None if r is not None else "timed out")
                for r in rewards]  # fmt: skip
     totals_N = np.array([np.nan if r.total_reward is None else r.total_reward for r in results])
     known = totals_N[~np.isnan(totals_N)]
     problem = Problem(problem_id, f"What is {problem_id}?", "4", tags)
-    found = single_turn(
+    sampled = single_turn(
         Prompt(problem, f"<user>{problem.prompt}", tuple(range(prompt_length))),
         [completion(n, stop=(stops or [True] * len(lengths))[i]) for i, n in enumerate(lengths)],
         results,
     )
-    for rollout, total in zip(found.rollouts, totals_N, strict=True):
-        rollout.advantage = float(total - (known.mean() if len(known) else 0.0))
-    found.discarded = discarded
-    return found
+    advantages_N = totals_N - (known.mean() if len(known) else 0.0)
+    return updated(CreditedGroup.of(sampled, discarded=discarded), *({"advantage": float(a)} for a in advantages_N))
 
 
-def step(groups: list[Group], number: int = 0, update: dict[str, Any] | None = None, **state: Any) -> StepRecord:
+def updated(group: CreditedGroup, *changes: Mapping[str, Any]) -> CreditedGroup:
+    """Return the group with fields of its rollouts replaced: one mapping for each of the first rollouts."""
+    rollouts = [replace(rollout, **change) for rollout, change in zip(group.rollouts, changes, strict=False)]
+    return replace(group, rollouts=(*rollouts, *group.rollouts[len(rollouts) :]))
+
+
+def with_action(group: CreditedGroup, sample: int = 0, **changes: Any) -> CreditedGroup:
+    """Return the group with fields of the first action of one rollout replaced."""
+    first, *others = group.rollouts[sample].turns
+    turns = (replace(first, action=replace(first.action, **changes)), *others)
+    return updated(group, *[{}] * sample, {"turns": turns})
+
+
+def step(
+    groups: Sequence[CreditedGroup], number: int = 0, update: dict[str, Any] | None = None, **state: Any
+) -> StepRecord:
     """A step of 4 seconds after the one before it: 2 rollout, 1 update, 1 that no span names."""
     start = 1000.0 + 4.0 * number
     spans = [("rollout", start, start + 2.0), ("update", start + 2.0, start + 3.0)]
     return StepRecord(number, groups, update or {}, state, spans, start, start + 4.0)
 
 
-def evaluation(groups: list[Group], number: int = 0, name: str = "heldout") -> EvalRecord:
+def evaluation(groups: Sequence[Group], number: int = 0, name: str = "heldout") -> EvalRecord:
     """An evaluation after ``number`` updates."""
-    return EvalRecord(name, number, groups, temperature=1.0, samples=1, seconds=0.5)
+    return EvalRecord(name, number, list(groups), temperature=1.0, samples=1, seconds=0.5)
 
 
 def config(**sections: dict[str, Any]) -> Config:

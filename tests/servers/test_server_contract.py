@@ -29,7 +29,7 @@ from retrain.policy.base import load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
 from retrain.policy.teacher import AdapterTeacher, ModelTeacher
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 from tests.system.clusters import SERVE, cluster_of, eventually, rows_of
 
 VLLM = os.environ.get("RETRAIN_VLLM", "")

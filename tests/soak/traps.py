@@ -42,14 +42,15 @@ def set_trap(place: str, moment: float) -> None:
     """Die at ``place``; ``moment`` in [0, 1) chooses the how-many-th time."""
     global _place
     _place = place
+
     import retrain.campaign.planning.manifest as manifest
     import retrain.campaign.running.scheduler as scheduler
-    import retrain.checkpoints as checkpoints
     import retrain.files as files
     import retrain.policy.local as policy
     import retrain.policy.optimizer as optimizer
-    import retrain.record.writer as writer
-    import retrain.run as run
+    import retrain.records.writer as writer
+    import retrain.training.checkpoint_files as checkpoint_files
+    import retrain.training.checkpoints as checkpoints
     from retrain.engines.local import LocalEngine
 
     late = moment * 101 % 1 > 0.5
@@ -91,15 +92,15 @@ def set_trap(place: str, moment: float) -> None:
         "update": lambda: at(policy, "train_step", 12, soon),
         "record": lambda: at(writer, "append_jsonl", 60, after=True),
         "torn record": lambda: at(writer, "append_jsonl", 60, torn),
-        "torn checkpoint": lambda: at(policy if late else checkpoints, "write_bytes", 4, half),
-        "before rename": lambda: at(checkpoints, "publish", 6),
-        "after rename": lambda: at(checkpoints, "publish", 6, after=True),
-        "before line": lambda: at(run.Run, "_record_save", 6),
-        "final": lambda: at(run, "publish", 2, after=late),
+        "torn checkpoint": lambda: at(policy if late else checkpoint_files, "write_bytes", 4, half),
+        "before rename": lambda: at(checkpoint_files, "publish", 6),
+        "after rename": lambda: at(checkpoint_files, "publish", 6, after=True),
+        "before line": lambda: at(checkpoints.Checkpoints, "_record_save", 6),
+        "final": lambda: at(checkpoints, "publish", 2, after=late),
         "event": lambda: at(scheduler.Scheduler, "_take", 60, after=late),
         "manifest": lambda: at(manifest, "write_json", 8, after=late),
-        "pruning": lambda: at(run, "prune", 4),
-        "resuming": lambda: at(run, "forget_after", 2, after=late),
+        "pruning": lambda: at(checkpoints, "prune", 4),
+        "resuming": lambda: at(checkpoints, "forget_after", 2, after=late),
         "between updates": lambda: at(policy.LocalPolicy, "update", 12, when=lambda _, batch, *__: batch.update > 0),
         "scoring": lambda: at(policy.LocalPolicy, "score", 6, soon if late else die, after=late),
         "critic": lambda: at(optimizer.Step, "take", 12, when=lambda step, *_: step.name == "critic_"),

@@ -24,7 +24,7 @@ from retrain.cli import app
 from retrain.config import load
 from retrain.errors import LeaseLost, RetrainError, UsageError
 from retrain.files import read_json, read_jsonl
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 from tests.system.clusters import eventually
 
 SINGLE = """save_every = 2

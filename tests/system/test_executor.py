@@ -16,7 +16,7 @@ from retrain.campaign.running.protocol import CohortJob, JobEnded, JobStarted, R
 from retrain.config import load
 from retrain.errors import UsageError
 from retrain.files import append_jsonl, read_json
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 
 
 def planned(folder: Path, model: Path, **settings) -> Plan:

@@ -25,7 +25,7 @@ from retrain.policy import quantized
 from retrain.policy.base import BaseModel, load_weights, look_at
 from retrain.policy.lora import Lanes
 from retrain.policy.quantized import QuantizedLinear
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 
 KINDS = ["int8", "nf4"]
 SMOLLM2 = Path(os.environ.get("RETRAIN_REAL_MODEL", Path(__file__).parents[2] / "models" / "smollm2"))

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,8 @@ from helpers.models import qwen3_directory, word_tokenizer
 from programs import fsdp_rank
 from safetensors.torch import load_file, save_file
 
-from retrain.algorithms.standard import load_modes
+from retrain.algorithms import load_modes
+from retrain.algorithms.objective import objective_of
 from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.running import assemble
 from retrain.campaign.running.following import Desk
@@ -34,7 +36,6 @@ from retrain.errors import ModelError, NonFinite, RunFailed
 from retrain.policy import shares
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalPolicy, LocalSnapshot
-from retrain.policy.objective import objective_of
 from retrain.policy.protocol import TrainBatch, Want
 from retrain.policy.ranks import Answers, Ranks
 from retrain.policy.threads import Workers
@@ -123,28 +124,30 @@ def samples_of(base, lanes, critic: bool):
     noise = np.random.default_rng(3)
     samples = [with_tokens(each) for each in rollout(base, lanes, trained(lanes, 1, size=0.05))]
     samples[4] = with_tokens(samples[4], advantages=0.0)
-    for sample in samples if critic else ():
-        sample.values, sample.value_targets = np.zeros(len(sample)), np.zeros(len(sample))
-        sample.value_targets[sample.action_mask] = noise.normal(size=len(drawn(sample)))
-        sample.values[sample.action_mask] = noise.normal(size=len(drawn(sample)))
-    return samples
+
+    def table(sample):
+        values = np.zeros(len(sample))
+        values[sample.action_mask] = noise.normal(size=len(drawn(sample)))
+        return values
+
+    return [replace(each, value_targets=table(each), values=table(each)) if critic else each for each in samples]
 
 
 def updated(base, lanes, config, folder, ranks: Ranks | None, sampler=None):
-    """The policy after two updates, their numbers, and what the passes left on the samples; ``sampler``: base and lanes
+    """The policy after two updates, their numbers, and the samples' log-probabilities; ``sampler``: base and lanes
     that these were drawn with, where it is not the same."""
     policy = LocalPolicy(base, lanes, config, (0, 0), Workers(), ranks=ranks)
     objective = objective_of(config, load_modes(config.algorithm, folder).loss)
-    rows, left = [], []
+    rows, logprobs = [], []
     for step in range(2):
         samples = samples_of(*(sampler or (base, lanes)), config.algorithm.critic)
         counts = totals(samples)
         counts = type(counts)(counts.tokens, counts.sequences, action_tokens=counts.tokens)
         batch = TrainBatch(samples, counts, step, (0, 0), keep_logprobs=True)
-        numbers = policy.update(batch, objective, 0.01)
-        rows.append({key: value for key, value in numbers.items() if not key.startswith("timing_")})
-        left.append([sample.trainer_logprobs for sample in samples])
-    return policy, rows, left
+        result = policy.update(batch, objective, 0.01)
+        rows.append({key: value for key, value in result.metrics.items() if not key.startswith("timing_")})
+        logprobs.append(result.trainer_logprobs)
+    return policy, rows, logprobs
 
 
 def facts_of(action):

@@ -16,7 +16,7 @@ from retrain.config import load
 from retrain.engines.server import engine as engine_module
 from retrain.errors import ModelError, RetrainError, UsageError
 from retrain.files import read_json
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 from tests.system.clusters import SERVE, check_complete, recorded, rows_of
 
 QUIET = ("training.save_every=2", "squeeze.enabled=false", "campaign.lanes=4")

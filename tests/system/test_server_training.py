@@ -12,7 +12,7 @@ from helpers.servers import StandIn
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
 from retrain.files import read_jsonl
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 from tests.system.clusters import rows_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*websockets.*:DeprecationWarning")

@@ -24,7 +24,7 @@ from retrain.config import load, parse_dict
 from retrain.errors import RetrainError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.policy.ranks import Ranks
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 
 TOML = """
 [campaign]

@@ -15,7 +15,7 @@ RECORD = """
 import json, os, signal, sys
 from pathlib import Path
 from helpers.records import config, context, evaluation, group, step
-from retrain.record.recorder import RunRecorder
+from retrain.records.recorder import RunRecorder
 
 def play(recorder, first, last):
     for number in range(first, last):

@@ -20,8 +20,8 @@ from retrain.campaign.running.controller import execute
 from retrain.campaign.running.lease import LEASE
 from retrain.files import ASIDE, read_json
 from retrain.ownership import process_start
-from retrain.record.observer import NullObserver
-from retrain.record.status import read_status
+from retrain.records.observer import NullObserver
+from retrain.records.status import read_status
 from tests.system.clusters import FAST, eventually
 
 pytestmark = pytest.mark.timeout(600)

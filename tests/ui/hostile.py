@@ -1,6 +1,7 @@
 """A campaign whose every text wants to be a script, markup, a line of a log, or more than a page can hold."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ import numpy as np
 from helpers.records import context, evaluation, step
 
 from retrain.files import append_jsonl, write_json
-from retrain.record.recorder import RunRecorder
-from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Turn
+from retrain.records.recorder import RunRecorder
+from retrain.types import Action, CreditedGroup, CreditedRollout, Problem, Prompt, RewardResult, Turn
 
 SCRIPT = "<script>window.hacked=1;alert(1)</script>"
 IMAGE = '<img src=x onerror="window.hacked=2">'
@@ -75,7 +76,7 @@ def _action(length: int, text: str, stop: str = "stop") -> Action:
     return Action(list(range(length)), text, logprobs, entropy, stop)  # type: ignore[arg-type]
 
 
-def _group(k: int, salt: int) -> Group:
+def _group(k: int, salt: int) -> CreditedGroup:
     """Three answers of two turns, whose problem, tags, messages, tools and errors are hostile."""
     texts = [TEXTS[(k * 3 + i + salt) % len(TEXTS)] for i in range(len(TEXTS))]
     problem = Problem(TEXTS[k], texts[0], texts[1], (SCRIPT, BIDI, IMAGE)[:k])
@@ -84,16 +85,15 @@ def _group(k: int, salt: int) -> Group:
     rollouts = []
     for n in range(3):
         back = ({"role": "tool", "name": IMAGE, "content": texts[n + 4]},)
-        turns = [Turn((1, 2, 3), _action(12, texts[n + 2]), asked),
+        turns = (Turn((1, 2, 3), _action(12, texts[n + 2]), asked),
                  Turn((4,), _action(9, texts[n + 3], "length"), back,
-                      reward=0.5, metrics={IMAGE: 1.0}, logs={SCRIPT: IMAGE})]  # fmt: skip
+                      reward=0.5, metrics={IMAGE: 1.0}, logs={SCRIPT: IMAGE}))  # fmt: skip
         reward = RewardResult(float((n + salt) % 2), sample_metrics={IMAGE: 1.0})
         if n == 2:
             reward = RewardResult(None, error=SCRIPT + NUL)
-        rollouts.append(Rollout(prompt, turns, reward))
-        if reward.total_reward is not None:
-            rollouts[-1].advantage = reward.total_reward - 0.5
-    return Group(prompt, rollouts, "zero_advantage" if k == 3 else None)
+        advantage = math.nan if reward.total_reward is None else reward.total_reward - 0.5
+        rollouts.append(CreditedRollout(prompt, turns, reward, advantage=advantage))
+    return CreditedGroup(prompt, tuple(rollouts), "zero_advantage" if k == 3 else None)
 
 
 def _worse(run: Path, label: str) -> None:

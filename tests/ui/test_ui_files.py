@@ -2,9 +2,9 @@ import re
 
 import numpy as np
 import pytest
-from helpers.records import completion, config, context, group, step
+from helpers.records import config, context, group, step, updated, with_action
 
-from retrain.record.recorder import RunRecorder
+from retrain.records.recorder import RunRecorder
 from tests.ui.hostile import RUNS
 from tests.ui.watch import Watched
 
@@ -38,13 +38,12 @@ def test_values_and_signed_advantages_are_coloured_and_labelled(file, tmp_path):
     places = [(at, at + 1) for at in range(5)]
     with RunRecorder(tmp_path, settings, {}, token_text=lambda ids: ("abcde", places)) as recorder:
         for number in (0, 1):
-            made = group([1.0], [5])
-            (rollout,) = made.rollouts
-            rollout.turns[0].action = completion(5, text="abcde")
-            rollout.token_advantages_T = np.array([-0.5, 2.0, 0.0004, -1.9996, np.nan]) if number == 0 else np.zeros(5)
-            rollout.values_T = np.array([-0.25, 0.0, 0.1234, 0.4996, 0.75] if number == 0 else [0.5] * 5, np.float32)
-            rollout.value_targets_T = np.array([0.0, 0.5, 0.25, 1.0, 1.5], dtype=np.float32)
-            recorder.record_step(step([made], number))
+            credit = {
+                "token_advantages_T": np.array([-0.5, 2.0, 0.0004, -1.9996, np.nan]) if number == 0 else np.zeros(5),
+                "values_T": np.array([-0.25, 0.0, 0.1234, 0.4996, 0.75] if number == 0 else [0.5] * 5, np.float32),
+                "value_targets_T": np.array([0.0, 0.5, 0.25, 1.0, 1.5], dtype=np.float32),
+            }
+            recorder.record_step(step([updated(with_action(group([1.0], [5]), text="abcde"), credit)], number))
     page = file(tmp_path / "train_iteration_000000.html")
     for mode, classes, legend in (
         ("v", "va h0,va h2,va h2,va h5,va h6", "−0.25 0.25 0.75"),

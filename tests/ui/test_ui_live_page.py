@@ -10,7 +10,7 @@ from helpers.records import config, evaluation, group, step
 from helpers.records import context as run_context
 
 from retrain.files import append_jsonl, write_json
-from retrain.record.recorder import RunRecorder
+from retrain.records.recorder import RunRecorder
 from tests.ui.conftest import serving
 from tests.ui.watch import Watched
 

@@ -4,13 +4,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from retrain.campaign.adapters.squeeze import compress_adapter, find_adapter
-from retrain.campaign.planning.manifest import PLAN, read_plan
+from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.plan import Plan, run_directory
 from retrain.config import Loaded, parse_dict
 from retrain.config.checking import Places
 from retrain.config.describe import document
 from retrain.errors import UsageError
 from retrain.files import read_json
+from retrain.records.schema.layout import ADAPTER_CONFIG, CONFIG, PLAN
 
 
 def continued_plan(directory: Path, rank: int, steps: int, out: Path | None) -> Plan:
@@ -22,7 +23,7 @@ def continued_plan(directory: Path, rank: int, steps: int, out: Path | None) -> 
     where it stopped. Raises UsageError when the directory has no adapter or no plan, or the rank is above its own.
     """
     adapter = find_adapter(directory)
-    owner = _holding((adapter.parent, adapter.parent.parent), "config.json")
+    owner = _holding((adapter.parent, adapter.parent.parent), CONFIG)
     home = _holding((directory, *directory.absolute().parents), PLAN)
     if owner is None or home is None:
         raise UsageError(
@@ -34,11 +35,11 @@ def continued_plan(directory: Path, rank: int, steps: int, out: Path | None) -> 
         raise UsageError(f"{home / PLAN} has no run in {owner}")
     target = out or owner / "squeeze" / f"continue_{rank}"
     compressed = target.with_name(f"{target.name}_from")
-    if not ((target / PLAN).is_file() and (compressed / "adapter_config.json").is_file()):
+    if not ((target / PLAN).is_file() and (compressed / ADAPTER_CONFIG).is_file()):
         compress_adapter(adapter, rank, compressed)  # of the adapter as it is now; later, what the run began with
     settings = spec.config.to_dict()
     settings["model"]["lora_rank"] = rank
-    settings["lora"] |= {"alpha": read_json(compressed / "adapter_config.json")["lora_alpha"], "anneal": []}
+    settings["lora"] |= {"alpha": read_json(compressed / ADAPTER_CONFIG)["lora_alpha"], "anneal": []}
     settings["training"]["max_steps"] = steps
     settings["resume"]["from"] = str(compressed.absolute())
     settings["squeeze"] |= {"compress_to": None, "target_ranks": None}

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain.campaign.adapters.squeeze import find_adapter
-from retrain.campaign.planning.manifest import MANIFEST, PLAN
 from retrain.config import Config, parse_dict
 from retrain.config.legacy import without_removed
 from retrain.errors import ConfigError, ModelError, UsageError
 from retrain.files import read_json
 from retrain.models import bundled_model_path, bundled_name
+from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, MANIFEST, PLAN
 
 if TYPE_CHECKING:
     from retrain.policy.base import BaseModel
 
-CONFIG = "config.json"
 SECTIONS = ("model", "lora", "data", "backend", "inference", "training", "evaluation")
 """What an adapter's use depends on; the rest of a run's configuration is about its training."""
 
@@ -81,7 +80,7 @@ def provenance(directory: Path, base: str | None = None) -> Provenance:
 
 
 def _refuse_several(directory: Path) -> None:
-    if (directory / MANIFEST).is_file() and not (directory / "adapter_model.safetensors").is_file():
+    if (directory / MANIFEST).is_file() and not (directory / ADAPTER_WEIGHTS).is_file():
         content = read_json(directory / MANIFEST)
         runs = [run for run in content.get("runs", []) if isinstance(run, dict) and run.get("path") not in (None, ".")]
         if runs:
@@ -91,7 +90,7 @@ def _refuse_several(directory: Path) -> None:
 
 def _adapter_config(adapter: Path) -> dict[str, Any]:
     try:
-        content = read_json(adapter / "adapter_config.json")
+        content = read_json(adapter / ADAPTER_CONFIG)
     except (OSError, ValueError) as error:
         raise ModelError(f"{adapter / 'adapter_config.json'} cannot be read: {error}") from error
     if not isinstance(content, dict):

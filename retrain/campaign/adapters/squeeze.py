@@ -9,33 +9,32 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from retrain.campaign.planning.asked import Longest
-from retrain.campaign.planning.manifest import MANIFEST, read_manifest
 from retrain.campaign.planning.outputs import ADAPTER_FILES
 from retrain.campaign.planning.plan import RunSpec, run_directory
 from retrain.config.upkeep import Squeeze
 from retrain.errors import UsageError
-from retrain.files import ASIDE, aside_of, prepare_directory, read_json, read_jsonl, write_json
+from retrain.files import ASIDE, aside_of, prepare_directory, write_json
 from retrain.ownership import Owner, check_publish, install, owner_of, publish
-from retrain.record.context import RunContext
-from retrain.record.trackers import Warn, log_squeeze_analysis
-from retrain.record.writer import FINISH_SECONDS, Thread
+from retrain.records.context import RunContext
+from retrain.records.reader import RunReader, read_manifest
+from retrain.records.schema.layout import ADAPTER_WEIGHTS, ANALYSIS, CONFIG, FINAL, MANIFEST, VERIFICATION
+from retrain.records.trackers import Warn, log_squeeze_analysis
+from retrain.records.writer import FINISH_SECONDS, Thread
 
 if TYPE_CHECKING:
     from retrain.campaign.running.models import Bases
-
-VERIFICATION = "verification.json"
 
 
 def find_adapter(directory: Path) -> Path:
     """The adapter to squeeze: the directory itself, a run's ``final/`` or newest checkpoint, or a campaign's first
     finished run. Raises UsageError when there is none."""
-    if (directory / "adapter_model.safetensors").is_file():
+    if (directory / ADAPTER_WEIGHTS).is_file():
         return directory
-    if (directory / "final" / "adapter_model.safetensors").is_file():
-        return directory / "final"
-    for row in reversed(read_jsonl(directory / "checkpoints.jsonl")):
-        path = row.get("sampler_path") if isinstance(row, dict) else None  # other tools have such a file, too
-        if isinstance(path, str) and (directory / path / "adapter_model.safetensors").is_file():
+    if (directory / FINAL / ADAPTER_WEIGHTS).is_file():
+        return directory / FINAL
+    for row in reversed(RunReader(directory).checkpoints()):
+        path = row.get("sampler_path")
+        if isinstance(path, str) and (directory / path / ADAPTER_WEIGHTS).is_file():
             return directory / path
     if (directory / MANIFEST).is_file():
         for run in read_manifest(directory)["runs"]:
@@ -165,7 +164,7 @@ def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pat
     elif out is not None:
         prepare_directory(out)
         with TemporaryDirectory() as aside:
-            write_json(Path(aside) / "analysis.json", analysis)
+            write_json(Path(aside) / ANALYSIS, analysis)
             install(Path(aside), out, _owner(adapter, "analysed"))
     return analysis
 
@@ -185,8 +184,8 @@ def _known_verification(adapter: Path) -> dict[str, Any] | None:
 def _settings(adapter: Path) -> Squeeze:
     """What must be kept and which ranks are tabulated, as the run's own [squeeze] section says, else the defaults."""
     for folder in (adapter.parent, adapter.parent.parent):  # of final/ and of checkpoints/step_…/
-        if (folder / "config.json").is_file():
-            stored = read_json(folder / "config.json").get("squeeze") or {}
+        if (folder / CONFIG).is_file():
+            stored = RunReader(folder).config().get("squeeze") or {}
             keys = ("min_variance_retention", "min_layer_retention", "target_ranks")
             return Squeeze().model_copy(update={key: stored[key] for key in keys if key in stored})
     return Squeeze()
@@ -214,7 +213,7 @@ def squeeze_after_run(
             ranks = {rank} | ({row["rank"] for row in analysis["rows"]} if settings.verify == "all" else set())
             smaller = sorted(ranks - {analysis["source_rank"]})
             analysis["verified"] = _verified(home, spec, folder, adapter, smaller or [rank], longest, bases)
-    write_json(home / "analysis.json", analysis)
+    write_json(home / ANALYSIS, analysis)
     if spec.config.logging.wandb and settings.wandb:
         context = RunContext(
             condition=spec.label,

@@ -24,17 +24,18 @@ from retrain.config import Config
 from retrain.config.evaluation import HeldOut
 from retrain.data.dataset import content_hash
 from retrain.errors import UsageError
-from retrain.files import read_json, read_jsonl, sha256, write_json
+from retrain.files import read_json, sha256, write_json
 from retrain.maths.bounded import same_problems_interval
 from retrain.maths.statistics import accuracy_interval
-from retrain.record.numbers import percent, points
+from retrain.records.numbers import percent, points
+from retrain.records.reader import RunReader
+from retrain.records.schema.layout import ADAPTER_WEIGHTS, FINAL
 from retrain.types import Problem
 from retrain.wording import plural
 
 if TYPE_CHECKING:
     from retrain.campaign.running.models import Bases
 
-WEIGHTS = "adapter_model.safetensors"
 TOLERANCE = 0.02  # Largest loss of accuracy that is called small
 
 
@@ -66,7 +67,7 @@ def verify_ranks(
         "samples": correct.shape[2],
         "tolerance": TOLERANCE,
         "set": held_out.name,
-        "adapter": sha256(full / WEIGHTS),
+        "adapter": sha256(full / ADAPTER_WEIGHTS),
         "full": {"rank": ranks[0], **_accuracy(correct[0]), "sampled_anew": anew},
         "ranks": rows,
         "enough": enough(rows),
@@ -84,7 +85,9 @@ def read_verification(path: Path, adapter: Path) -> dict[str, Any] | None:
         content = read_json(path)
     except ValueError:
         return None  # damaged: it can be made again
-    return content if isinstance(content, dict) and content.get("adapter") == sha256(adapter / WEIGHTS) else None
+    return (
+        content if isinstance(content, dict) and content.get("adapter") == sha256(adapter / ADAPTER_WEIGHTS) else None
+    )
 
 
 def verdict(low: float | None, high: float | None) -> str:
@@ -159,11 +162,11 @@ def _evaluate(
     from retrain.engines.protocol import PolicyRef
     from retrain.environments.build import environments_of
     from retrain.environments.protocol import Limits
-    from retrain.evaluation import Evaluator, Subject
     from retrain.policy.adapter_io import read_adapter
     from retrain.policy.local import LocalSnapshot
     from retrain.policy.threads import workers_for
     from retrain.rewards import build_grader
+    from retrain.training.evaluation import Evaluator, Subject
 
     config = spec.config
     files = bases.look(config)
@@ -205,16 +208,16 @@ def _evaluate(
 def _final_marks(adapter: Path, config: Config, held_out: HeldOut, problems: Sequence[Problem]) -> np.ndarray | None:
     """Marks [problems, samples] of the run's final evaluation, None when that was none of this adapter on these
     problems, or sampled otherwise."""
-    run, steps = adapter.parent, config.training.max_steps
-    facts = read_json(run / "config.json") if adapter.name == "final" and (run / "config.json").is_file() else {}
+    steps = config.training.max_steps
+    reader = RunReader(adapter.parent)
+    facts = reader.config() if adapter.name == FINAL else {}
     if facts.get("heldout_hashes", {}).get(held_out.name) != content_hash((), problems):
         return None
-    rows = [row for row in read_jsonl(run / "evals.jsonl") if row.get("name") == held_out.name]
+    rows = reader.evaluations(held_out.name)
     sampling = {"samples": held_out.samples, **vars(held_out.sampling.requested)}
     if not rows or rows[-1]["step"] != steps or any(rows[-1].get(key) != value for key, value in sampling.items()):
         return None
-    rows = read_jsonl(run / "emergence/evaluations.jsonl")
-    rows = [row for row in rows if row["name"] == held_out.name and row["step"] == steps]
+    rows = [row for row in reader.held_out_completions(held_out.name) if row["step"] == steps]
     asked = [(problem.id, sample) for problem in problems for sample in range(held_out.samples)]
     if [(row["problem_id"], row["sample"]) for row in rows] != asked:
         return None

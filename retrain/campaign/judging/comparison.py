@@ -85,7 +85,7 @@ from retrain.maths.statistics import (
     probability_of_improvement,
     tost_p,
 )
-from retrain.record.notes import is_graded
+from retrain.records.notes import is_graded
 from retrain.rewards.audit import AUDIT
 from retrain.wording import plural
 

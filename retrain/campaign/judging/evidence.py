@@ -9,12 +9,12 @@ from typing import Any
 from retrain.campaign.judging.pooling import compare_directories, read_source
 from retrain.campaign.judging.results import Measure, RunResult, first_set
 from retrain.campaign.planning.changes import flat
-from retrain.campaign.planning.manifest import planned_configs, read_manifest
+from retrain.campaign.planning.manifest import planned_configs
 from retrain.config.campaign import condition_name, with_condition_names
 from retrain.config.evaluation import HELDOUT, PART
-from retrain.files import read_jsonl
 from retrain.maths.statistics import cluster_interval
-from retrain.record.charts import Series
+from retrain.records.charts import Series
+from retrain.records.reader import RunReader, read_manifest
 
 Point = tuple[float, float]
 Completion = dict[str, Any]
@@ -130,13 +130,13 @@ def completions(run: RunResult, held_out: str) -> tuple[list[Completion], list[C
 
     Without evaluations: those of the first and last tenth of training, where the same seed met the same prompts.
     """
-    rows = [row for row in read_jsonl(run.path / "emergence/evaluations.jsonl") if row.get("name") == held_out]
+    rows = RunReader(run.path).held_out_completions(held_out)
     words = "held-out evaluation" if held_out == HELDOUT else f"held-out evaluation on {held_out}"
     if rows:
         first, last = rows[0]["step"], rows[-1]["step"]
         early = [row for row in rows if row["step"] == first] if first < last else []
         return early, [row for row in rows if row["step"] == last], words
-    rows = read_jsonl(run.path / "emergence/generations.jsonl")
+    rows = RunReader(run.path).generations()
     if not rows:
         return [], [], words
     steps = rows[-1]["step"] + 1

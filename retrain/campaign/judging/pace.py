@@ -8,10 +8,11 @@ from typing import Any
 from retrain.campaign.planning.changes import counts, differences
 from retrain.config import Config
 from retrain.errors import RetrainError
-from retrain.files import read_json, read_jsonl
+from retrain.files import read_json
 from retrain.gpus import nvidia_gpus
-from retrain.record.environment import processor, usable_cpus
-from retrain.record.status import MANIFEST, homes_of_runs, read_manifest, run_entries
+from retrain.records.environment import processor, usable_cpus
+from retrain.records.reader import RunReader, homes_of_runs, read_manifest, run_entries
+from retrain.records.schema.layout import ENVIRONMENT, MANIFEST
 
 SAME = (
     ("model", "model"), ("model", "revision"), ("model", "quantize"), ("inference", "engine"), ("inference", "dtype"),
@@ -48,24 +49,22 @@ def recorded_pace(config: Config, device: str, places: Iterable[Path]) -> Pace |
 def _pace_of(home: Path, config: Mapping[str, Any], device: str) -> Pace | None:
     """Return the pace of one directory; None if no run of it matches or its records are damaged."""
     try:
-        if not (home / MANIFEST).is_file() or not _is_this_machine(read_json(home / "environment.json")):
+        if not (home / MANIFEST).is_file() or not _is_this_machine(read_json(home / ENVIRONMENT)):
             return None
         manifest = read_manifest(home)
-        done = [entry for entry in run_entries(home, manifest) if entry["state"] == "done"]
+        done = [entry for entry in run_entries(home, manifest) if entry.state == "done"]
         seconds, completions, nearest = dict[str, float](), 0, None
         for entry in done:
-            directory = home / entry["path"]
-            facts, rows = read_json(directory / "config.json"), read_jsonl(directory / "metrics.jsonl")
+            reader = RunReader(home / entry.path)
+            facts, rows = reader.config(), reader.metrics()
             if any(facts[section][key] != config[section][key] for section, key in SAME):
                 continue
             if (facts["built"]["device"] == "cpu") != (device == "cpu"):
                 continue
             training = facts["training"]
-            seconds[entry["run_id"]] = sum(row["step_time_s"] for row in rows)
+            seconds[entry.run_id] = sum(row["step_time_s"] for row in rows)
             completions += len(rows) * training["batch_size"] * training["group_size"]
-            completions += sum(
-                row[f"eval/{row['name']}/problems"] * row["samples"] for row in read_jsonl(directory / "evals.jsonl")
-            )
+            completions += sum(row[f"eval/{row['name']}/problems"] * row["samples"] for row in reader.evaluations())
             recorded = {section: facts[section] for section in config if section in facts}
             differing = tuple(differences(recorded, config, _may_change_the_pace))
             nearest = differing if nearest is None or len(differing) < len(nearest) else nearest

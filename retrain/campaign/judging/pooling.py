@@ -14,13 +14,15 @@ from retrain.campaign.judging.comparison import compare_runs
 from retrain.campaign.judging.declaration import KEYS, pooled, standing
 from retrain.campaign.judging.results import Measure, RunResult, first_set, read_run, require_evaluations
 from retrain.campaign.planning.changes import differences
-from retrain.campaign.planning.manifest import MANIFEST, planned_configs, read_manifest
+from retrain.campaign.planning.manifest import planned_configs
 from retrain.config.base import Role
 from retrain.config.campaign import condition_name, find_label
 from retrain.config.evaluation import HELDOUT
 from retrain.config.root import role_of
 from retrain.errors import UsageError
 from retrain.files import write_json
+from retrain.records.reader import read_manifest
+from retrain.records.schema.layout import COMPARISON, MANIFEST
 from retrain.wording import listed
 
 MAY_DIFFER = Role.RECORDS | Role.SPEED | Role.NAMES
@@ -95,7 +97,7 @@ def conclude(directory: Path) -> dict[str, Any]:
     time; written to ``comparison.json``."""
     comparison = compare_directories([directory])
     del comparison["directories"]
-    write_json(directory / "comparison.json", comparison)
+    write_json(directory / COMPARISON, comparison)
     return comparison
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from retrain.campaign.judging.results import Measure, RunResult
-from retrain.files import read_jsonl
 from retrain.maths.evaluation import majority, pass_at_k
+from retrain.records.reader import RunReader
 
 Row = dict[str, Any]
 SAME = 1e-6  # Rounding tolerance between the mean over problems and the run's recorded value
@@ -27,8 +27,8 @@ def problem_scores(run: RunResult, measure: Measure) -> dict[str, float] | None:
     parts = measure.key.split("/")
     tag = parts[2] if len(parts) == 4 else None
     samples: dict[tuple[int, str], list[Row]] = defaultdict(list)
-    for row in read_jsonl(run.path / "emergence/evaluations.jsonl"):
-        if row.get("name") == measure.held_out and row["step"] in weights and (tag is None or tag in row["tags"]):
+    for row in RunReader(run.path).held_out_completions(measure.held_out):
+        if row["step"] in weights and (tag is None or tag in row["tags"]):
             samples[row["step"], row["problem_id"]].append(row)
     problems = list(dict.fromkeys(problem for _, problem in samples))
     if not problems or len(samples) != len(problems) * len(weights):

@@ -30,13 +30,12 @@ from retrain.campaign.judging.words import amount, new_problems, p_words
 from retrain.errors import NotOurs, StorageError, UsageError
 from retrain.files import write_text
 from retrain.ownership import owner_of
-from retrain.record import charts
-from retrain.record.charts import Row
-from retrain.record.html import asset, escape, generator, page
-from retrain.record.numbers import duration, short
+from retrain.records import charts
+from retrain.records.charts import Row
+from retrain.records.html import asset, escape, generator, page
+from retrain.records.numbers import duration, short
+from retrain.records.schema.layout import REPORT
 from retrain.wording import plural
-
-REPORT = "report.html"
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:

@@ -23,11 +23,12 @@ from retrain.campaign.judging.evidence import (
 from retrain.campaign.judging.results import Measure
 from retrain.campaign.judging.words import brackets, difference_words, new_problems, number, probability
 from retrain.config.evaluation import PART_EVERY
-from retrain.record import charts
-from retrain.record.charts import Series
-from retrain.record.html import escape
-from retrain.record.numbers import points, short
-from retrain.record.tables import accuracy_name, short_metric, squeeze_cells, squeeze_columns, squeeze_words
+from retrain.records import charts
+from retrain.records.charts import Series
+from retrain.records.html import escape
+from retrain.records.numbers import points, short
+from retrain.records.schema.layout import LOG, METRICS
+from retrain.records.tables import accuracy_name, short_metric, squeeze_cells, squeeze_columns, squeeze_words
 from retrain.rewards.audit import AUDIT
 
 TWINS = 8  # Prompts shown for each comparison
@@ -365,9 +366,7 @@ def runs_section(campaign: Campaign) -> str:
         if len(pages) > len(shown):
             links.append(f"({len(pages)} pages)")
         folder = str(run.path.relative_to(campaign.directory))
-        links += [
-            _link(f"{folder}/{name}", name) for name in ("metrics.jsonl", "run.log") if (run.path / name).is_file()
-        ]
+        links += [_link(f"{folder}/{name}", name) for name in (METRICS, LOG) if (run.path / name).is_file()]
         css = {"failed": "bad", "done": ""}.get(run.state, "warn")
         rows.append([
             escape(run.run_id),

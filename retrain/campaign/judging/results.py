@@ -19,8 +19,8 @@ from retrain.config.evaluation import HELDOUT, PART
 from retrain.config.root import sections
 from retrain.config.schedule import DECIDING, too_early, whole_evaluations
 from retrain.errors import UsageError
-from retrain.files import read_json, read_jsonl
-from retrain.record.catalogue import BY_KEY
+from retrain.records.catalogue import BY_KEY
+from retrain.records.reader import RunReader
 
 METRIC = f"eval/{HELDOUT}/correct_rate"
 HELD_OUT_SHORT = ("correct_rate", "reward_mean", "audit", "mean_length", "pass@<k>", "avg@<k>", "maj@<k>")
@@ -230,7 +230,8 @@ def area_under(curve: Sequence[tuple[int, float]]) -> float | None:
 def read_run(directory: Path, entry: Mapping[str, Any]) -> RunResult:
     """A manifest's run from its files; rows that are not there yet are simply missing."""
     path = directory / entry["path"]
-    facts = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    reader = RunReader(path)
+    facts = reader.config()
     config = {name: table for name, table in facts.items() if name in SECTIONS and isinstance(table, dict)}
     return RunResult(
         run_id=entry["run_id"],
@@ -240,8 +241,8 @@ def read_run(directory: Path, entry: Mapping[str, Any]) -> RunResult:
         reason=entry.get("reason"),
         path=path,
         pair=(config.get("campaign", {}).get("seed", 0), entry["seed"]),
-        rows=read_jsonl(path / "metrics.jsonl"),
-        evaluations=read_jsonl(path / "evals.jsonl"),
+        rows=reader.metrics(),
+        evaluations=reader.evaluations(),
         config=config,
         facts=facts,
     )

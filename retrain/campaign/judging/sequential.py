@@ -35,7 +35,7 @@ from retrain.errors import UsageError
 from retrain.maths.boundaries import boundaries
 from retrain.maths.deciding import Decision, Left, decide_look
 from retrain.maths.rules import Rule
-from retrain.record.observer import Observer
+from retrain.records.observer import Observer
 
 SETTLED = ("done", "failed", "stopped")
 FIXED = (*RULE_KEYS, "primary_metric", "seeds", "baseline", "conditions")

@@ -17,7 +17,8 @@ from retrain.config.campaign import Campaign
 from retrain.config.root import role_of
 from retrain.errors import UsageError
 from retrain.files import read_json_if_present
-from retrain.record.environment import code_version, module_hashes, package_versions
+from retrain.records.environment import code_version, module_hashes, package_versions
+from retrain.records.schema.layout import CONFIG
 
 QUIET_PACKAGES = ("pydantic", "retrain", "rich", "trackio", "typer", "wandb")
 """Packages in which no number of a run is computed; ``retrain`` is compared by its code."""
@@ -102,7 +103,7 @@ def line(name: str, old: Any, new: Any) -> str:
 
 def recorded_facts(run_directory: Path) -> dict[str, Any]:
     """Return the ``config.json`` of a run's last start; empty when there is none. Raises NotReadable."""
-    facts = read_json_if_present(run_directory / "config.json")
+    facts = read_json_if_present(run_directory / CONFIG)
     return facts if isinstance(facts, dict) else {}
 
 

@@ -21,11 +21,12 @@ from retrain.config.legacy import REMOVED, without_removed
 from retrain.errors import UsageError
 from retrain.files import dumps, read_json, write_json, write_text
 from retrain.ownership import MARK, not_readable
-from retrain.record.status import MANIFEST, is_name, last_row, read_manifest
-from retrain.record.writer import RecordFiles
+from retrain.records.reader import RunReader, is_run_id, read_manifest
+from retrain.records.schema.campaign import RunEntry
+from retrain.records.schema.layout import FINAL, MANIFEST, METRICS, PLAN
+from retrain.records.writer import RecordFiles
 from retrain.wording import plural
 
-PLAN = "plan.json"
 HOW = (
     "campaign.executor", "campaign.workers", "campaign.gpus_per_cohort", "campaign.max_restarts", "ray.address",
     "ray.cpus", "ray.server_cpus", "ray.server_gpus", "ray.ship", "ray.runtime_env",
@@ -68,7 +69,7 @@ def recorded_entries(directory: Path, specs: Sequence[RunSpec]) -> tuple[dict[st
             continue
         if spec.run_id not in configs and entry["fingerprint"] != fingerprint(spec):
             missing.append(f"{PLAN} is missing, and {spec.run_id} did not begin with these settings")
-        metrics = run_directory(directory, spec) / "metrics.jsonl"
+        metrics = run_directory(directory, spec) / METRICS
         if entry["state"] == "done" and not metrics.is_file():
             missing.append(f"{metrics.relative_to(directory)} is missing, and the run counts as done")
     return entries, missing
@@ -82,7 +83,7 @@ def _entries_without_manifest(directory: Path, specs: Sequence[RunSpec]) -> dict
     for run in planned:
         place = directory / "runs" / run["run_id"] if run["is_campaign"] else directory
         has_records = any((place / "checkpoints").glob("step_*")) or any(
-            (place / name).is_file() for name in ("metrics.jsonl", f"final/{MARK}")
+            (place / name).is_file() for name in (METRICS, f"{FINAL}/{MARK}")
         )
         entries.setdefault(
             run["run_id"],
@@ -92,7 +93,7 @@ def _entries_without_manifest(directory: Path, specs: Sequence[RunSpec]) -> dict
                 "seed": run["seed"],
                 "max_steps": run["config"]["training"]["max_steps"],
                 "state": "interrupted" if has_records else "pending",
-                "step": last_row(place / "metrics.jsonl").get("step", -1) + 1,
+                "step": RunReader(place).last_row().get("step", -1) + 1,
             },
         )
     return entries
@@ -155,19 +156,15 @@ class Manifest:
                         content.pop(conclusion, None)
                 run["max_steps"], run["fingerprint"] = last, digest
             if run is None:
-                content["runs"].append(
-                    {
-                        "run_id": spec.run_id,
-                        "label": spec.label,
-                        "seed": spec.config.training.seed,
-                        "state": "pending",
-                        "reason": None,
-                        "step": 0,
-                        "max_steps": spec.config.training.max_steps,
-                        "path": str(run_directory(directory, spec).relative_to(directory)),
-                        "fingerprint": digest,
-                    }
+                new_run = RunEntry(
+                    run_id=spec.run_id,
+                    label=spec.label,
+                    seed=spec.config.training.seed,
+                    max_steps=spec.config.training.max_steps,
+                    path=str(run_directory(directory, spec).relative_to(directory)),
+                    fingerprint=digest,
                 )
+                content["runs"].append(new_run.to_row())
         manifest = cls(directory, content, guard)
         manifest.write()
         return manifest
@@ -276,7 +273,7 @@ def _plan_content(directory: Path) -> dict[str, Any]:
     try:
         content = read_json(path)
         for run in content["runs"]:
-            if not is_name(run["run_id"]):
+            if not is_run_id(run["run_id"]):
                 raise UsageError(f"{path} names {run['run_id']!r}, which is not a run of this directory")
             if not isinstance(run["config"], dict) or not isinstance(run["overrides"], dict):
                 raise ValueError(f"{run['run_id']} has no configuration")

@@ -14,8 +14,8 @@ from retrain.models import find_file
 from retrain.models.directory import local_directory, model_fault
 from retrain.models.tokenizer import light_tokenizer
 from retrain.plugins import search_folders
+from retrain.records.schema.layout import ADAPTER_WEIGHTS, FINAL
 
-ADAPTER = "adapter_model.safetensors"
 BASE = "base"  # Teacher name that stands for the frozen base model
 
 
@@ -45,7 +45,7 @@ def place_of(config: Config, folder: Path) -> Place:
         directory = local_directory(named)
     if directory is not None and (adapter := _adapter_in(directory)):
         return Place("adapter", str(adapter))
-    if directory is not None and (finals := sorted(directory.glob(f"runs/*/final/{ADAPTER}"))):
+    if directory is not None and (finals := sorted(directory.glob(f"runs/*/{FINAL}/{ADAPTER_WEIGHTS}"))):
         raise ModelError(f"it is a campaign: give one of its runs, such as {finals[0].parent.parent}")
     name = named if directory is None else str(directory)
     if fault := model_fault(name, trust_remote_code=config.model.trust_remote_code):
@@ -58,7 +58,7 @@ def _adapter_in(directory: Path) -> Path | None:
     """The adapter of a run's directory, its ``final/`` or else its newest checkpoint, or of an adapter directory."""
     checkpoints = sorted((directory / "checkpoints").glob("step_*"), reverse=True)
     places = (directory, directory / "final", *checkpoints)
-    return next((path for path in places if (path / ADAPTER).is_file()), None)
+    return next((path for path in places if (path / ADAPTER_WEIGHTS).is_file()), None)
 
 
 def teacher_fault(config: Config, folder: Path) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from retrain.algorithms.protocol import Algorithm
-from retrain.algorithms.standard import Modes, Standard, load_detector, load_modes
+from retrain.algorithms import Modes, build_algorithm, load_detector, load_modes
+from retrain.algorithms.credit.planning_tokens import Detector
+from retrain.algorithms.objective import objective_of
 from retrain.campaign.planning.asked import Longest, askable, check_rubrics, data_of, missing_column, parts_of
 from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, recorded_facts, world_changes
 from retrain.campaign.planning.outputs import run_place
@@ -22,7 +23,6 @@ from retrain.campaign.running.models import Bases, CohortModel, local_model, plu
 from retrain.campaign.running.protocol import CohortJob
 from retrain.campaign.running.server_events import ServerEvents
 from retrain.campaign.running.teachers import teachers_of
-from retrain.checkpoints import checkpoint_directories, common_step
 from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.data import Dataset, content_hash
@@ -34,9 +34,7 @@ from retrain.engines.server.fleet import Tell, Told
 from retrain.environments.build import environments_of
 from retrain.environments.protocol import Environment, Limits
 from retrain.errors import CheckpointError, DataError, ModelError, UsageError
-from retrain.evaluation import Evaluator
 from retrain.files import prepare_directory
-from retrain.maths.planning import Detector
 from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
 from retrain.policy.base import BaseModel
@@ -44,19 +42,23 @@ from retrain.policy.context import Context
 from retrain.policy.device import resolve_device
 from retrain.policy.local import LocalPolicy
 from retrain.policy.memory import MemoryPlan
-from retrain.policy.objective import objective_of
 from retrain.policy.threads import Workers, workers_for
-from retrain.pressure import Pressure
-from retrain.record.base_evaluations import BaseEvaluations
-from retrain.record.context import RunContext, chart_ranges
-from retrain.record.environment import SystemInfo, module_hashes, run_facts
-from retrain.record.observer import Observer
-from retrain.record.recorder import RunRecorder
+from retrain.records.base_evaluations import BaseEvaluations
+from retrain.records.context import RunContext, chart_ranges
+from retrain.records.environment import SystemInfo, module_hashes, run_facts
+from retrain.records.observer import Observer
+from retrain.records.recorder import RunRecorder
 from retrain.rewards import Grader, build_grader
 from retrain.rewards.audit import AUDIT
-from retrain.run import Run
-from retrain.tokenizer import Tokenizer
-from retrain.trainer import Cohort
+from retrain.rollouts.pressure import Pressure
+from retrain.rollouts.versions import RecentWeights
+from retrain.training.checkpoint_files import common_step
+from retrain.training.checkpoints import Checkpoints
+from retrain.training.evaluation import Evaluator
+from retrain.training.loop import Cohort
+from retrain.training.requests import RolloutRequests
+from retrain.training.resume import continue_from, resume
+from retrain.training.run import Run
 from retrain.types import Problem
 
 
@@ -123,8 +125,9 @@ def assemble(
         runs.append(run)
     events.attach(runs)
     stack.callback(events.detach)
-    if going_on := [run for run in runs if run.saved_shared.get("engine")]:
-        model.engine.restore(max(going_on, key=lambda run: run.step).saved_shared["engine"])
+    loaded = [run.checkpoints.loaded for run in runs if run.checkpoints.loaded is not None]
+    if with_engine := [state for state in loaded if state.shared.get("engine")]:
+        model.engine.restore(max(with_engine, key=lambda state: state.step).shared["engine"])
     kept = BaseEvaluations(directory, model.identity) if specs[0].is_campaign and _is_local(first) else None
     limits = Limits.of(first, model.context)
     evaluator = Evaluator(model.engine, _renderer(model, first), first.held_out, kept, limits)
@@ -156,7 +159,8 @@ def _pressure(runs: Sequence[Run], model: CohortModel) -> Pressure | None:
     samples = max(run.config.training.group_size for run in runs)
     pressure = Pressure(asking[0].config.backpressure, prompts, samples, model.decode_work)
     for run in asking:
-        if saved := run.saved_shared.get("pressure"):
+        loaded = run.checkpoints.loaded
+        if loaded is not None and (saved := loaded.shared.get("pressure")):
             pressure.restore(saved)
     return pressure
 
@@ -315,23 +319,28 @@ def _build_run(
     recorder = _recorder(shared, spec, grader, environments["train"])
     shared.stack.callback(recorder.close, failed=True)  # before training goes wrong; closing twice does nothing
     config, model, data, (own, detector) = spec.config, shared.model, shared.data, modes
+    requests = RolloutRequests(
+        config,
+        environments["train"],
+        _renderer(model, config),
+        Limits.of(config, model.context),
+        DataCursor(data.train, config.stream("data"), config.data.shuffle),
+        RecentWeights(config.training.max_off_policy_steps, remembers=config.inference.served),
+    )
     run = Run(
         spec=spec,
-        config=config,
-        directory=recorder.directory,
-        base_id=model.identity,
         policy=model.policy(spec, recorder.directory),
-        algorithm=algorithm_of(config, own, detector, model.tokenizer, config.stream("sampling")),
+        algorithm=build_algorithm(config, own, detector, model.tokenizer, config.stream("sampling")),
         objective=objective_of(config, own.loss),
         environments=environments,
-        renderer=_renderer(model, config),
-        limits=Limits.of(config, model.context),
+        requests=requests,
         recorder=recorder,
-        cursor=DataCursor(data.train, config.stream("data"), config.data.shuffle),
+        checkpoints=Checkpoints(
+            recorder, config.training, model.identity, begin.any_base, len(data.train), spec.export
+        ),
         watch=model.watch(config) if model.watch is not None else None,
         teacher=model.teachers.get(spec.run_id),
-        shown=_shown(model, config),
-        any_base=begin.any_base,
+        teacher_context=_shown(model, config),
     )
     if spec.export is not None:
         prepare_directory(spec.export)  # now, and not after hours of training
@@ -343,14 +352,14 @@ def _build_run(
         )
         notes.append(note)
         shared.observer.message(f"{spec.run_id}: {note}")
-    if Need.ENTROPY in run.algorithm.needs and not model.engine.gives_entropy:
+    if Need.ENTROPY in config.algorithm.needs and not model.engine.gives_entropy:
         raise UsageError(
             f"{run.run_id} needs full-vocabulary entropies, which this engine does not return: "
             'use [inference] engine = "local"'
         )
     fresh = getattr(run.policy, "fingerprint", lambda: None)()  # a backend of the user's need not have one
     lines = _restored(run, model, begin)
-    if run.restored_step is not None and config.inference.served:
+    if run.checkpoints.restored_step is not None and config.inference.served:
         lines.append(
             "rollouts that were in flight are drawn again; what servers sample may differ in its last bits, so the run "
             "need not equal one that was not interrupted bit for bit"
@@ -406,13 +415,6 @@ def _recorder(shared: _Shared, spec: RunSpec, grader: Grader, environment: Envir
     )
 
 
-def algorithm_of(
-    config: Config, modes: Modes, detector: Detector, tokenizer: Tokenizer, stream: tuple[int | str, ...]
-) -> Algorithm:
-    """From rewards to what each token is trained with, as the configuration says."""
-    return Standard(config, modes, detector, tokenizer, stream)
-
-
 def _shown(model: CohortModel, config: Config) -> Context | None:
     own = config.distillation
     if not own.active or own.context == "none":
@@ -436,10 +438,10 @@ def _restored(run: Run, model: CohortModel, begin: ResumePoint) -> list[str]:
     config, lines = run.config, []
     if config.model.trust_remote_code:
         lines.append(f"{model.name} may run code of its own: trust_remote_code = true")
-    if run.recorder.begun or checkpoint_directories(run.directory):
-        lines += run.restore(begin.step, begin.passed_over)
-    if run.restored_step is None and config.resume.from_:
-        lines += run.continue_from(Path(config.resume.from_))
+    if run.recorder.begun or run.checkpoints.any_written:
+        lines += resume(run, begin.step, begin.passed_over)
+    if run.checkpoints.restored_step is None and config.resume.from_:
+        lines += continue_from(run, Path(config.resume.from_))
     return lines
 
 

@@ -49,10 +49,12 @@ from retrain.campaign.running.works import Campaign, CohortWork, SqueezeWork
 from retrain.config import Loaded
 from retrain.config.evaluation import HELDOUT, PART
 from retrain.errors import DeviceLost, RetrainError, ServerFailed, StorageError, WorkersLost
-from retrain.files import read_jsonl, write_json
+from retrain.files import write_json
 from retrain.ownership import remove_leftovers
-from retrain.record.environment import SystemInfo, run_facts
-from retrain.record.observer import Observer
+from retrain.records.environment import SystemInfo, run_facts
+from retrain.records.observer import Observer
+from retrain.records.reader import RunReader
+from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, LOG, METRICS, REPORT
 from retrain.wording import plural
 
 
@@ -113,7 +115,7 @@ def execute(
 
 
 def _write_facts(directory: Path, loaded: Loaded) -> None:
-    write_json(directory / "config.json", run_facts(loaded.config, file=loaded.path.name))
+    write_json(directory / CONFIG, run_facts(loaded.config, file=loaded.path.name))
     SystemInfo.now(loaded.path.parent).write(directory)
 
 
@@ -286,7 +288,7 @@ class Controller:
             case RunEnded(run_id, status, reason):
                 changes: dict[str, Any] = {"state": status, "reason": reason or None}
                 if status == "failed":
-                    changes["log"] = str(Path(manifest.run(run_id)["path"]) / "run.log")
+                    changes["log"] = str(Path(manifest.run(run_id)["path"]) / LOG)
                 manifest.update(run_id, without=["worker"], **changes)
                 observer.run_finished(self._by_id[run_id], status, reason)
             case Facts({"squeezes": more}):
@@ -327,7 +329,7 @@ class Controller:
         for spec, place in due:
             if place in self._squeezed or state[spec.run_id] != "done":
                 continue
-            weights = run_directory(self.directory, spec) / "final" / "adapter_model.safetensors"
+            weights = run_directory(self.directory, spec) / FINAL / ADAPTER_WEIGHTS
             if spec.config.backend.backend == "local" or weights.is_file():
                 # else a backend of the user's that trains something else than a LoRA adapter
                 self._squeezed[place] = spec
@@ -351,8 +353,8 @@ def summary(manifest: Manifest) -> dict[str, Any]:
         paths["report"] = str(directory / content["report"])
     done = [run for run in content["runs"] if run["state"] == "done"]
     if done:
-        paths["adapter"] = str(directory / done[0]["path"] / "final")
-        paths["metrics"] = str(directory / done[0]["path"] / "metrics.jsonl")
+        paths["adapter"] = str(directory / done[0]["path"] / FINAL)
+        paths["metrics"] = str(directory / done[0]["path"] / METRICS)
     evaluations = _evaluations(directory / content["runs"][0]["path"]) if len(content["runs"]) == 1 else {}
     kept = {key: content.get(key) for key in ("name", "runs", "comparison", "squeeze", "squeezes")}
     return kept | {"evaluations": evaluations, "paths": paths}
@@ -361,7 +363,7 @@ def summary(manifest: Manifest) -> dict[str, Any]:
 def _evaluations(directory: Path) -> dict[str, dict[str, Any]]:
     """Return the first accuracy of a run on each held-out set, and the last with its interval over problems."""
     found: dict[str, dict[str, Any]] = {}
-    for row in read_jsonl(directory / "evals.jsonl"):
+    for row in RunReader(directory).evaluations():
         name = str(row.get("name", HELDOUT))
         rate = row.get(f"eval/{name}/correct_rate")
         if rate is None or name.endswith(PART):
@@ -373,7 +375,7 @@ def _evaluations(directory: Path) -> dict[str, dict[str, Any]]:
 
 def _report(manifest: Manifest, observer: Observer) -> None:
     """Write ``report.html``. A fault here costs the report, not the campaign: it can be made again at any time."""
-    from retrain.campaign.judging.report import REPORT, write_report
+    from retrain.campaign.judging.report import write_report
 
     try:
         manifest.files.flush()

@@ -31,7 +31,7 @@ from retrain.campaign.running.protocol import (
 )
 from retrain.errors import DeviceLost, Interrupted, LeaseLost, RetrainError, ServerFailed, StorageError
 from retrain.gpus import lost
-from retrain.record.observer import NullObserver, SpecLike
+from retrain.records.observer import NullObserver, SpecLike
 
 if TYPE_CHECKING:
     from retrain.campaign.running.models import Bases

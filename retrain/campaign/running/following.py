@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from retrain.algorithms.standard import load_modes
+from retrain.algorithms import load_modes
+from retrain.algorithms.losses import PluginLoss
 from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.running.assemble import use_deterministic, workers_of
 from retrain.campaign.running.fitting import lane_bytes
@@ -16,17 +17,17 @@ from retrain.config.base import is_plugin
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef
 from retrain.engines.shared import DecodingAsked
-from retrain.maths.losses import Loss
 from retrain.policy.budget import is_out_of_memory
 from retrain.policy.company import Company
+from retrain.policy.gradient import MicroBatchResult
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
 from retrain.policy.memory import MemoryPlan
 from retrain.policy.ranks import ANSWER_SECONDS
 from retrain.policy.scoring import Scored
 from retrain.policy.shares import Packed, PassesAsked, ScoresAsked
+from retrain.policy.terms import PolicyLoss
 from retrain.policy.threads import Workers
-from retrain.policy.update import Part
 from retrain.types import Action
 
 
@@ -39,7 +40,7 @@ class Desk:
 
     def __init__(self, bases: Bases):
         self.bases, self._cohort = bases, ExitStack()
-        self.losses: dict[str, Loss] = {}
+        self.losses: dict[str, PolicyLoss] = {}
 
     def work(self) -> AbstractContextManager[None]:
         return nullcontext() if self.bases.company is None else self.bases.company.work()
@@ -56,7 +57,8 @@ class Desk:
         self._cohort.close()
         specs = [RunSpec.from_json(_at(run, place)) for run in runs]
         own = {spec.config.algorithm.loss: spec.config.algorithm for spec in specs}
-        self.losses = {name: load_modes(section, Path(folder)).loss for name, section in own.items() if is_plugin(name)}
+        plugins = {name: load_modes(section, Path(folder)).loss for name, section in own.items() if is_plugin(name)}
+        self.losses = {name: PluginLoss(function) for name, function in plugins.items() if callable(function)}
         first = specs[0].config
         use_deterministic(first.training.deterministic)
         base, self.lanes = self.bases.trained(first)
@@ -86,7 +88,7 @@ class Desk:
             self._make_room(error)
             raise
 
-    def passes(self, asked: PassesAsked) -> tuple[list[Part], list[Any]]:
+    def passes(self, asked: PassesAsked) -> list[MicroBatchResult]:
         try:
             return asked.done(self.lanes, self.workers, self.losses)
         except RuntimeError as error:

@@ -21,10 +21,10 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 
-from retrain.campaign.planning.manifest import MANIFEST
 from retrain.errors import LeaseLost, NotOurs, RetrainError, StorageError, UsageError
 from retrain.files import ASIDE, aside_of, dumps, prepare_directory, publish_directory
 from retrain.ownership import LAYOUT, MARK, mark_of, owner_of
+from retrain.records.schema.layout import MANIFEST
 
 INDEX = ".mirror_index.json"
 NOT_UPLOADED = (".lease", "workers", "wandb", INDEX)

@@ -34,7 +34,7 @@ from retrain.policy.protocol import Policy
 from retrain.policy.ranks import Ranks
 from retrain.policy.teacher import Teacher, WholeTeacher
 from retrain.policy.threads import Workers
-from retrain.pressure import decode_work
+from retrain.rollouts.pressure import decode_work
 from retrain.tokenizer import ByteTokenizer, Tokenizer
 
 T = TypeVar("T")

@@ -9,8 +9,9 @@ from retrain.campaign.running.lease import LEASE, LOCK
 from retrain.errors import NotReadable, RetrainError
 from retrain.files import stamp_of, write_bytes
 from retrain.ownership import MARK
+from retrain.records.schema.layout import CODE_DIFF, CONFIG, ENVIRONMENT, LOG, MANIFEST, PLAN
 
-RECORDS = ("manifest.json", "plan.json", "config.json", "environment.json", "code.diff")
+RECORDS = (MANIFEST, PLAN, CONFIG, ENVIRONMENT, CODE_DIFF)
 """Files of a campaign or run that are written before its first run begins."""
 CLAIM = {MARK, LOCK, LEASE}  # Files by which a process takes possession of a directory
 
@@ -24,7 +25,7 @@ def restored_when_refused(directory: Path, specs: Sequence[RunSpec]) -> Iterator
     """
     before = {name: _content(directory / name) for name in RECORDS}
     is_new = not (directory / MARK).exists()
-    logs = [run_directory(directory, spec) / "run.log" for spec in specs]
+    logs = [run_directory(directory, spec) / LOG for spec in specs]
     stamps = [stamp_of(log) for log in logs]
     try:
         yield

@@ -3,8 +3,8 @@
 import threading
 from collections.abc import Sequence
 
-from retrain.record.observer import Observer
-from retrain.run import Run
+from retrain.records.observer import Observer
+from retrain.training.run import Run
 
 
 class ServerEvents:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from retrain.campaign.running.team import torchrun_rank
-from retrain.record.observer import Observer
+from retrain.records.observer import Observer
 
 ECHO_SECONDS = 3.0
 """torchrun passes a Ctrl-C on to processes that the terminal has already sent it to; within so long it is the same."""

@@ -28,14 +28,14 @@ from retrain.engines.protocol import SampleRequest
 from retrain.environments.single_turn import SingleTurn
 from retrain.errors import UsageError
 from retrain.plugins import described
-from retrain.record.environment import without_keys
-from retrain.record.observer import NullObserver
-from retrain.record.samples import EQUAL_REWARDS
+from retrain.records.environment import without_keys
+from retrain.records.observer import NullObserver
+from retrain.records.samples import EQUAL_REWARDS
 from retrain.rewards import Grader
 from retrain.rewards.base import CompletionText, failed
 from retrain.rollouts.collect import RolloutRequest, collect
-from retrain.run import Run
-from retrain.trainer import Cohort
+from retrain.training.loop import Cohort
+from retrain.training.run import Run
 from retrain.types import Action, Prompt, RewardResult, Rollout
 
 ANSWERS = 4  # Answers for each problem, or the group size where that is smaller
@@ -76,7 +76,7 @@ def trial(
         run.publish_to(cohort.engine)
         asked: list[RolloutRequest] = []
         for step in count():
-            asked += run.requests_of(step)
+            asked += run.requests.of_step(run.step, step)
             if len(asked) >= problems:
                 break
         asked = asked[:problems]
@@ -89,7 +89,7 @@ def trial(
             "prompts": [
                 {
                     "id": prompt.problem.id,
-                    "rendered": as_read(prompt, run.renderer.tokenizer),
+                    "rendered": as_read(prompt, run.requests.renderer.tokenizer),
                     "tokens": len(prompt.token_ids),
                     "answer": prompt.problem.answer,
                     "samples": [_graded(*each) for each in zip(sampled[i], *graded[i], strict=True)],
@@ -144,7 +144,9 @@ def _answers(cohort: Cohort, asked: Sequence[RolloutRequest]) -> Tried:
     run = cohort.runs[0]
     environment = run.environments["train"]
     assert isinstance(environment, SingleTurn)
-    prompts = [run.renderer.prompt(each.problem, conversation(each.problem, run.config.data)) for each in asked]
+    prompts = [
+        run.requests.renderer.prompt(each.problem, conversation(each.problem, run.config.data)) for each in asked
+    ]
     begin = time.perf_counter()
     sampled = cohort.engine.sample(
         [

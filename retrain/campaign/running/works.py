@@ -8,7 +8,7 @@ from retrain.campaign.planning.changes import Approval
 from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import Plan, RunSpec
 from retrain.campaign.running.protocol import CohortJob, Event, Message, RunEnded, SqueezeJob
-from retrain.record.status import ENDED
+from retrain.records.schema.campaign import ENDED
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.routing import Route
 
 from retrain.campaign.planning.changes import flat
+from retrain.records.schema.layout import CODE_DIFF, ENVIRONMENT
 from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
 from retrain.ui.sources import Run, json_of
@@ -25,7 +26,7 @@ def routes(library: Library) -> list[Route]:
     def compare(query: Query) -> dict[str, Any]:
         a, b = (_first(library, query.text(side)) for side in ("a", "b"))
         facts = [library.settings(run) for run in (a, b)]
-        machines = [json_of(library.file(run, "environment.json")) for run in (a, b)]
+        machines = [json_of(library.file(run, ENVIRONMENT)) for run in (a, b)]
         return {
             "a": a.to_json(),
             "b": b.to_json(),
@@ -54,7 +55,7 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]
 
 def code_of(library: Library, a: Run, b: Run, facts: list[dict[str, Any]]) -> dict[str, Any]:
     """Version, revision and the patches of what was not committed, with the lines in which these differ."""
-    texts = [_text(library.file(run, "code.diff")) for run in (a, b)]
+    texts = [_text(library.file(run, CODE_DIFF)) for run in (a, b)]
     same = texts[0] == texts[1]
     lines: list[str] = []
     if not same and max(map(len, texts)) <= MOST_DIFF:

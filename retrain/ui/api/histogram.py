@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from starlette.routing import Route
 
-from retrain.record.kinds import number
-from retrain.record.rollouts import TRAIN
+from retrain.records.kinds import number
+from retrain.records.rollouts import TRAIN
 from retrain.ui.answers import Query, Refusal, json_route, plain
 from retrain.ui.histograms import counted, edges_of
 from retrain.ui.iterations import Index, Iteration

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from starlette.routing import Route
 
+from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from retrain.ui.adapters import DIRECTIONS, Spectrum, norm, overlap, spectra
 from retrain.ui.answers import Query, json_route, plain
 from retrain.ui.library import Library
@@ -17,7 +18,7 @@ from retrain.ui.sources import Home, Run
 
 MOST_RUNS, MOST_CHECKPOINTS = 12, 12
 MOST_BYTES = 1 << 30  # Bytes of adapters that one page reads
-WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS, SETTINGS = ADAPTER_WEIGHTS, ADAPTER_CONFIG
 
 
 def routes(library: Library) -> list[Route]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from retrain.record.notes import RULES
+from retrain.records.notes import RULES
 from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
 from retrain.ui.metrics import about, listed, tags_of, watched

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.routing import Route
 
 from retrain.config.legacy import removed_note
+from retrain.records.schema.layout import CONFIG, LOG
 from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
 from retrain.ui.sources import Run, json_of
@@ -27,7 +28,7 @@ def routes(library: Library) -> list[Route]:
         rows = []
         for run in home.runs:
             rows += [_row(run, note) for note in notes_of(library, run)]
-        if home.runs and (ignored := removed_note(json_of(library.places.file(home.path, "config.json")))):
+        if home.runs and (ignored := removed_note(json_of(library.places.file(home.path, CONFIG)))):
             remedy = "a run that is resumed continues without them"
             rows.append(_row(home.runs[0], {"step": 0, "key": "removed_keys", "level": "info", "text": ignored,
                                             "remedy": remedy}))  # fmt: skip
@@ -38,7 +39,7 @@ def routes(library: Library) -> list[Route]:
     def log(query: Query) -> dict[str, Any]:
         run = library.run(query.text("at"))
         before = query.number("before", -1, -1, 1 << 50)
-        path = library.file(run, "run.log")
+        path = library.file(run, LOG)
         if path is None:
             return {"place": run.place, "lines": [], "before": None, "size": 0}
         return {"place": run.place} | lines_before(path, before, query.text("search", "").lower())

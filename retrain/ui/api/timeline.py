@@ -1,61 +1,27 @@
 """``/api/timeline``: what some steps of a run spent their time on, by lane."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from starlette.routing import Route
 
-from retrain.record.lines import Seam, row_of, whole_lines
-from retrain.record.timeline import Step, phases_of, steps_of
+from retrain.records.lines import LineIndex
+from retrain.records.schema.layout import SPANS
+from retrain.records.timeline import Step, phases_of, steps_of
 from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
 
 MOST_STEPS, USUAL_STEPS, MOST_SPANS = 1_000, 100, 40_000
 
 
-class Lines:
-    """Where every whole line of a growing file begins; found again when the file is another one."""
-
-    def __init__(self, path: Path):
-        self.path, self._lock = path, Lock()
-        self._begins, self._seam = [0], Seam()
-
-    def refresh(self) -> int:
-        """Read what is new; how many whole lines there are."""
-        with self._lock, open(self.path, "rb") as file:
-            if not self._seam.holds(file):
-                self._begins, self._seam = [0], Seam()
-            for line, end in whole_lines(file, self._seam.end):
-                self._begins.append(end)
-                self._seam.passed(line, end)
-            return len(self._begins) - 1
-
-    def read(self, start: int, end: int) -> list[dict[str, Any]]:
-        """The objects in these lines, damaged ones left out."""
-        with self._lock:
-            begins = self._begins[start : end + 1]
-        if len(begins) < 2:
-            return []
-        with open(self.path, "rb") as file:
-            file.seek(begins[0])
-            text = file.read(begins[-1] - begins[0])
-        rows = []
-        for line in text.split(b"\n"):
-            with suppress(ValueError, RecursionError):
-                rows.append(row_of(line))
-        return rows
-
-
 def routes(library: Library) -> list[Route]:
-    kept: dict[Path, Lines] = {}
+    kept: dict[Path, LineIndex] = {}
 
     def timeline(query: Query) -> dict[str, Any]:
         run = library.run(query.text("at"))
-        path = library.file(run, "timing_spans.jsonl")
-        lines = kept.setdefault(path, Lines(path)) if path is not None else None
+        path = library.file(run, SPANS)
+        lines = kept.setdefault(path, LineIndex(path)) if path is not None else None
         count = lines.refresh() if lines is not None else 0
         # A row is a step; after a resume a row's place may be before its number, never behind it.
         start = query.number("from", max(0, count - USUAL_STEPS), 0, 1 << 40)

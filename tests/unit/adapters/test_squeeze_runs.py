@@ -22,7 +22,7 @@ from retrain.config import load
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.policy.adapter_io import read_adapter
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 
 CONDITIONS = """[campaign]
 seeds = [1]

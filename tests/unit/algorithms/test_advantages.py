@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.maths.advantages import ADVANTAGES, group_advantages, whiten
+from retrain.algorithms import GROUP_ADVANTAGES
+from retrain.algorithms.credit.group_advantage import whiten
 
 REWARDS = st.lists(st.floats(0.0, 1.0, width=32), min_size=2, max_size=12)
 
@@ -17,7 +18,7 @@ def expected_weight(mode: str, size: int, p: float) -> float:
     right = vectors.sum(1)
     probability = p**right * (1.0 - p) ** (size - right)
     score = vectors / p - (1.0 - vectors) / (1.0 - p)
-    return float((probability * (group_advantages(mode, vectors) * score).mean(1)).sum())
+    return float((probability * (GROUP_ADVANTAGES[mode](vectors) * score).mean(1)).sum())
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
@@ -37,18 +38,18 @@ def test_published_weights_at_five_percent_success(size, of_maxrl, of_grpo):
 
 def test_worked_by_hand():
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0])
-    assert group_advantages("dr_grpo", rewards).tolist() == pytest.approx([0.6, -0.4, -0.4, 0.6, -0.4])
-    assert group_advantages("rloo", rewards).tolist() == pytest.approx([0.75, -0.5, -0.5, 0.75, -0.5])
-    assert group_advantages("maxrl", rewards).tolist() == pytest.approx([1.5, -1.0, -1.0, 1.5, -1.0])
+    assert GROUP_ADVANTAGES["dr_grpo"](rewards).tolist() == pytest.approx([0.6, -0.4, -0.4, 0.6, -0.4])
+    assert GROUP_ADVANTAGES["rloo"](rewards).tolist() == pytest.approx([0.75, -0.5, -0.5, 0.75, -0.5])
+    assert GROUP_ADVANTAGES["maxrl"](rewards).tolist() == pytest.approx([1.5, -1.0, -1.0, 1.5, -1.0])
     std = math.sqrt(0.24) + 1e-6
-    assert group_advantages("grpo", rewards).tolist() == pytest.approx([v / std for v in (0.6, -0.4, -0.4, 0.6, -0.4)])
+    assert GROUP_ADVANTAGES["grpo"](rewards).tolist() == pytest.approx([v / std for v in (0.6, -0.4, -0.4, 0.6, -0.4)])
 
 
-@pytest.mark.parametrize("mode", list(ADVANTAGES))
+@pytest.mark.parametrize("mode", list(GROUP_ADVANTAGES))
 def test_equal_rewards_give_exact_zero(mode):
     noisy = torch.tensor([0.1 + 0.2, 0.3, 0.3, 0.1 * 3])
     for rewards in (torch.zeros(4), torch.ones(4), torch.full((4,), 0.1), noisy):
-        assert group_advantages(mode, rewards).tolist() == [0.0] * 4
+        assert GROUP_ADVANTAGES[mode](rewards).tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("mode", ["grpo", "dr_grpo", "rloo"])
@@ -56,31 +57,31 @@ def test_noise_is_relative_to_large_rewards_and_absolute_below_one(mode):
     for scale in (1e12, 1.0, 1e-6):
         size = max(scale, 1.0)
         noisy, different = (torch.tensor([scale, scale + gap * size], dtype=torch.float64) for gap in (5e-9, 5e-8))
-        assert group_advantages(mode, noisy).tolist() == [0.0, 0.0]
-        assert (group_advantages(mode, different) != 0).all()
+        assert GROUP_ADVANTAGES[mode](noisy).tolist() == [0.0, 0.0]
+        assert (GROUP_ADVANTAGES[mode](different) != 0).all()
 
 
-@pytest.mark.parametrize("mode", list(ADVANTAGES))
+@pytest.mark.parametrize("mode", list(GROUP_ADVANTAGES))
 def test_small_groups_and_several_at_once(mode):
     rewards = torch.rand(5, 6, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(group_advantages(mode, rewards), torch.stack([group_advantages(mode, row) for row in rewards]))
-    assert group_advantages(mode, torch.zeros(0)).shape == (0,)
+    assert torch.equal(GROUP_ADVANTAGES[mode](rewards), torch.stack([GROUP_ADVANTAGES[mode](row) for row in rewards]))
+    assert GROUP_ADVANTAGES[mode](torch.zeros(0)).shape == (0,)
     if mode != "rloo":
-        assert group_advantages(mode, torch.tensor([0.7])).tolist() == [0.0]
+        assert GROUP_ADVANTAGES[mode](torch.tensor([0.7])).tolist() == [0.0]
 
 
 def test_rewards_that_are_not_finite_are_named():
     with pytest.raises(ValueError, match=r"finite.*index \[1\]"):
-        group_advantages("grpo", torch.tensor([0.0, math.nan]))
+        GROUP_ADVANTAGES["grpo"](torch.tensor([0.0, math.nan]))
 
 
 @given(REWARDS, st.sampled_from([1.0, 1e30]))
 def test_advantages_sum_to_zero_and_keep_the_order(rewards, scale):
     rewards = torch.tensor(rewards, dtype=torch.float64, requires_grad=True) * scale
-    for mode in ADVANTAGES:
+    for mode in GROUP_ADVANTAGES:
         if scale > 1.0 and mode in ("maxrl", "reinforce_pp"):
             continue
-        advantages = group_advantages(mode, rewards)
+        advantages = GROUP_ADVANTAGES[mode](rewards)
         assert torch.isfinite(advantages).all()
         assert not advantages.requires_grad
         assert float(advantages.sum()) == pytest.approx(0.0, abs=1e-6 * max(1.0, float(advantages.abs().max())))

@@ -4,7 +4,8 @@ import math
 import pytest
 import torch
 
-from retrain.maths.corrections import CORRECTIONS, Correction, kept_by_second_moment, kept_sequences
+from retrain.algorithms.losses import M2PO
+from retrain.maths.corrections import CORRECTIONS, Correction, kept_sequences
 
 SAMPLER = torch.full((1, 3), -1.0, dtype=torch.float64)
 W = torch.tensor([[1.5, 0.4, 2.5]], dtype=torch.float64)
@@ -100,7 +101,8 @@ ADVANTAGES = torch.tensor([[1.0, 1.0, 1.0, -1.0, -1.0]])
 
 def second_moment(threshold, advantages=None, log_ratios=LOG_RATIOS):
     zero = torch.zeros_like(log_ratios)
-    return kept_by_second_moment(log_ratios, zero, zero == 0, threshold, advantages)[0].tolist()
+    loss = M2PO(threshold) if advantages is None else M2PO(threshold, "harmful")
+    return loss.kept_tokens(log_ratios, zero, zero == 0, zero + 1 if advantages is None else advantages)[0].tolist()
 
 
 def test_the_second_moment_by_hand():
@@ -118,7 +120,8 @@ def test_equal_tokens_leave_together_and_the_mean_is_of_the_step():
     assert second_moment(0.09, log_ratios=pair) == [False, False, True]  # one of them would fit
     rows = torch.tensor([[0.3, 0.0], [0.0, 0.0]], dtype=torch.float64)
     zero = torch.zeros_like(rows)
-    assert kept_by_second_moment(rows, zero, zero == 0, 0.03).all()
-    assert not kept_by_second_moment(rows[:1], zero[:1], zero[:1] == 0, 0.03)[0, 0]
-    masked = kept_by_second_moment(rows, zero, torch.tensor([[False, True], [True, True]]), 0.03)
+    m2po = M2PO(0.03)
+    assert m2po.kept_tokens(rows, zero, zero == 0, zero + 1).all()
+    assert not m2po.kept_tokens(rows[:1], zero[:1], zero[:1] == 0, zero[:1] + 1)[0, 0]
+    masked = m2po.kept_tokens(rows, zero, torch.tensor([[False, True], [True, True]]), zero + 1)
     assert masked.tolist() == [[False, True], [True, True]]

@@ -1,52 +1,73 @@
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from helpers.credit import STREAM, apply
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrain.maths.credit import (
-    ModeInputs,
-    entropy_mask,
-    gtpo_paper,
-    gtpo_weights,
-    hicra,
-    placebo_mask,
-    sepa_pool,
-    token_advantages,
-    uncertainty,
-)
+from retrain.algorithms import TOKEN_CREDIT
+from retrain.algorithms.credit.entropy_mask import entropy_mask
+from retrain.algorithms.credit.gtpo import gtpo_weights
+from retrain.algorithms.credit.gtpo_paper import gtpo_paper
+from retrain.algorithms.credit.hicra import hicra, placebo_mask
+from retrain.algorithms.credit.sepa_pooling import SepaPooling, sepa_pool
+from retrain.algorithms.credit.spread import SpreadAdvantage
+from retrain.algorithms.credit.uncertainty import TokenUncertainty, uncertainty
+from retrain.algorithms.tables import pad_field
+from retrain.config import parse_dict
+from retrain.config.algorithm import Sepa
+from retrain.rng import uniforms
+from retrain.types import Action, CreditedBatch, CreditedGroup, CreditedRollout, Problem, Prompt, RewardResult, Turn
 
 SEEDS = st.integers(0, 2**31)
+PROMPT = Prompt(Problem("p", "?", "1"), "?", (1, 2))
 
 
 class Batch:
     """A ragged batch with garbage in its padding; row 1 is empty, row 2 has only planning tokens."""
 
-    def __init__(self, seed: int = 0, rows: int = 6, columns: int = 9, dtype: torch.dtype = torch.float64):
+    def __init__(self, seed: int = 0, rows: int = 6):
         draw = torch.Generator().manual_seed(seed)
-        self.lengths = torch.randint(1, columns + 1, (rows,), generator=draw)
+        self.lengths = torch.randint(1, 10, (rows,), generator=draw)
         self.lengths[1] = 0
-        self.mask = torch.arange(columns)[None] < self.lengths[:, None]
-        self.logprobs = torch.where(self.mask, -4 * torch.rand(rows, columns, generator=draw, dtype=dtype), math.nan)
-        self.entropy = torch.where(self.mask, 3 * torch.rand(rows, columns, generator=draw, dtype=dtype), math.nan)
-        self.planning = torch.rand(rows, columns, generator=draw) < 0.3
+        shape = rows, int(self.lengths.max())
+        self.mask = torch.arange(shape[1])[None] < self.lengths[:, None]
+        self.logprobs = torch.where(self.mask, -4 * torch.rand(shape, generator=draw, dtype=torch.float64), math.nan)
+        self.entropy = torch.where(self.mask, 3 * torch.rand(shape, generator=draw, dtype=torch.float64), math.nan)
+        self.planning = torch.rand(shape, generator=draw) < 0.3
         self.planning[2] = True
-        self.advantages = torch.randn(rows, generator=draw, dtype=dtype)
-        self.uniforms = torch.rand(rows, columns, generator=draw, dtype=dtype)
+        self.advantages = torch.randn(rows, generator=draw, dtype=torch.float64)
+        self.uniforms = torch.rand(shape, generator=draw, dtype=torch.float64)
         self.correct = torch.tensor([True, False, False, True, True, True])[:rows]
         self.groups = torch.tensor([7, 7, 7, 7, 9, 9])[:rows]
 
-    def credit(self, mode, **options):
-        return token_advantages(mode, self.advantages, self.logprobs, self.entropy, self.planning, self.mask, **options)
-
-    def inputs(self):
-        return ModeInputs(
-            placebo_BT=placebo_mask(self.uniforms, self.planning, self.mask),
-            rewards_B=self.correct.double(),
-            correct_B=self.correct,
-            group_B=self.groups,
+    def rollout(self, row: int) -> CreditedRollout:
+        length = int(self.lengths[row])
+        logprobs_T, entropy_T, planning_T = (
+            table[row, :length].numpy() for table in (self.logprobs, self.entropy, self.planning)
         )
+        action = Action([7] * length, "", logprobs_T, entropy_T, "stop")
+        reward = RewardResult(float(self.correct[row]), correct=bool(self.correct[row]))
+        advantage = float(self.advantages[row])
+        return CreditedRollout(PROMPT, (Turn((1, 2), action),), reward, advantage=advantage, planning_T=planning_T)
+
+    def batch(self) -> CreditedBatch:
+        """The batch before its advantages are spread over tokens."""
+        rows = [torch.nonzero(self.groups == number)[:, 0].tolist() for number in self.groups.unique()]
+        groups = [CreditedGroup(PROMPT, tuple(self.rollout(row) for row in members)) for members in rows]
+        return CreditedBatch(tuple(groups))
+
+    def credit(self, mode: str, step: int = 0, kind: str = "surprisal", **sections) -> CreditedBatch:
+        """The batch after the token credit of this mode, whose sections of the configuration may be given."""
+        algorithm = {"transform_mode": mode, **sections.get("algorithm", {})}
+        token_credit = TOKEN_CREDIT[mode](parse_dict({**sections, "algorithm": algorithm}), STREAM)
+        return apply(self.batch(), SpreadAdvantage(False), TokenUncertainty(kind), *token_credit, step=step)
+
+    def advantages_BT(self, mode: str, step: int = 0, **sections) -> torch.Tensor:
+        return pad_field(self.credit(mode, step, **sections).rollouts, "token_advantages_T")
 
 
 def looped_gtpo(batch: Batch, beta: float, lam: float | None = None) -> list[list[float]]:
@@ -69,17 +90,19 @@ def looped_gtpo(batch: Batch, beta: float, lam: float | None = None) -> list[lis
 def test_gtpo_and_sepa_match_a_loop(mode, lam, beta):
     batch = Batch()
     expected = torch.tensor(looped_gtpo(batch, beta, lam), dtype=torch.float64)
-    found = batch.credit(mode, beta=beta, sepa_lambda=lam or 0.0).advantages_BT
+    schedule = {} if lam is None else {"sepa": {"steps": 10, "correct_rate_gate": 0}}
+    found = batch.advantages_BT(mode, step=int(10 * (lam or 0.0)), gtpo={"beta": beta}, **schedule)
     assert torch.allclose(found, expected, atol=1e-12)
 
 
 def test_none_spreads_the_advantage():
-    batch = Batch(dtype=torch.float32)
+    batch = Batch()
     credit = batch.credit("none")
-    assert torch.equal(credit.advantages_BT, torch.where(batch.mask, batch.advantages[:, None], 0.0))
-    assert torch.equal(credit.loss_mask_BT, batch.mask)
-    assert credit.weights_BT is None
-    assert torch.equal(batch.credit("gtpo", beta=0.0).advantages_BT, credit.advantages_BT)  # to the last bit
+    advantages_BT = pad_field(credit.rollouts, "token_advantages_T")
+    assert torch.equal(advantages_BT, torch.where(batch.mask, batch.advantages[:, None], 0.0))
+    assert all(rollout.loss_mask_T.all() for rollout in credit.rollouts)
+    assert "exec_weight_mean" not in credit.metrics
+    assert torch.equal(batch.advantages_BT("gtpo", gtpo={"beta": 0.0}), advantages_BT)  # to the last bit
     assert gtpo_weights(torch.full((1, 3), 1e-9), torch.ones(1, 3).bool(), 0.5).tolist() == [[1.0, 1.0, 1.0]]
 
 
@@ -103,10 +126,11 @@ def test_hicra_raises_and_dampens():
     planning = torch.tensor([[True, False, True, False]])
     assert hicra(advantages, planning, 0.2).tolist() == [[pytest.approx(2.4), 2.0, pytest.approx(-0.8), -1.0]]
     batch = Batch()
-    inputs, plain = batch.inputs(), batch.credit("gtpo").advantages_BT
-    for mode, raised in (("gtpo_hicra", batch.planning & batch.mask), ("gtpo_hicra_placebo", inputs.placebo_BT)):
-        credit = batch.credit(mode, alpha=0.2, inputs=inputs)
-        assert torch.equal(credit.advantages_BT, hicra(plain, raised, 0.2))
+    plain = batch.advantages_BT("gtpo")
+    rows = [uniforms(batch.mask.shape[1], *STREAM, "placebo", 3, row) for row in range(len(batch.mask))]
+    placebo = placebo_mask(torch.from_numpy(np.stack(rows)), batch.planning, batch.mask)
+    for mode, raised in (("gtpo_hicra", batch.planning & batch.mask), ("gtpo_hicra_placebo", placebo)):
+        assert torch.equal(batch.advantages_BT(mode, step=3, hicra={"alpha": 0.2}), hicra(plain, raised, 0.2))
 
 
 @given(SEEDS)
@@ -148,12 +172,17 @@ def test_the_share_is_the_decimal_that_was_written_and_the_first_of_equal_tokens
 
 def test_entropy_mask_denominators():
     batch = Batch()
-    kept = batch.credit("entropy_mask", inputs=ModeInputs(entropy_rho=0.2))
-    both = batch.credit("entropy_mask", inputs=ModeInputs(entropy_rho=0.2, entropy_denominator="all"))
-    assert torch.equal(kept.denominator_mask_BT, kept.loss_mask_BT)
-    assert torch.equal(both.denominator_mask_BT, batch.mask)
-    assert torch.equal(kept.advantages_BT, both.advantages_BT)
-    assert torch.equal(kept.advantages_BT != 0, kept.loss_mask_BT)
+    kept = batch.credit("entropy_mask")
+    both = batch.credit("entropy_mask", algorithm={"entropy_mask_denominator": "all"})
+    total = int(batch.mask.sum())
+    trained = [int(rollout.loss_mask_T.sum()) for rollout in kept.rollouts]
+    assert (kept.denominators.tokens, kept.denominators.all_tokens) == (sum(trained), False)
+    assert (both.denominators.tokens, both.denominators.all_tokens) == (total, True)
+    for row, (rollout, other) in enumerate(zip(kept.rollouts, both.rollouts, strict=True)):
+        assert kept.denominators_of([rollout]).tokens == trained[row]
+        assert both.denominators_of([other]).tokens == len(other)
+        assert np.array_equal(rollout.token_advantages_T, other.token_advantages_T)
+        assert np.array_equal(rollout.token_advantages_T != 0, rollout.loss_mask_T)
 
 
 def looped_paper(h, rewards, correct, groups, lengths, a1, a2, centred):
@@ -191,7 +220,7 @@ def test_gtpo_paper_matches_a_loop(centred, seed):
     assert torch.allclose(got, looped_paper(h, *lists, 1.0, 0.1, centred), atol=1e-9)
     assert got[4:].abs().max() == 0.0  # group 9 is all correct
     if centred:
-        assert torch.allclose(batch.credit("gtpo_paper", inputs=batch.inputs()).advantages_BT, got, atol=1e-9)
+        assert torch.allclose(batch.advantages_BT("gtpo_paper"), got, atol=1e-9)
     else:  # every token keeps the sign of its answer
         assert (got[:4][batch.mask[:4] & ~batch.correct[:4, None]] <= 0).all()
 
@@ -206,31 +235,32 @@ def test_uncertainty_kinds():
     assert uncertainty("shannon_entropy", logprobs, entropy, mask).tolist()[0] == [1.5, 0.0, 50.0, 0.0]
 
 
-@pytest.mark.usefixtures("unchecked")
 def test_numbers_that_are_not_finite_are_named():
     batch = Batch()
     batch.logprobs[0, 0] = math.nan
     with pytest.raises(ValueError, match="logprob is NaN at completion 0, token 0"):
         batch.credit("none")
-    batch = Batch()
-    batch.advantages = torch.full((6,), math.nan)
+    credited = Batch().batch()
+    credited = credited.with_rollouts(replace(rollout, turn_advantages=(math.nan,)) for rollout in credited.rollouts)
     with pytest.raises(ValueError, match="episode advantages must be finite"):
-        batch.credit("gtpo")
+        apply(credited, SpreadAdvantage(False))
 
 
 def test_stats_by_kind():
     batch = Batch()
     plan, execution = batch.planning & batch.mask, ~batch.planning & batch.mask
-    credit = batch.credit("gtpo_sepa", sepa_lambda=1.0)
+    pooling = SepaPooling.of(Sepa())
+    found = apply(batch.batch(), SpreadAdvantage(False), TokenUncertainty("surprisal"), pooling).metrics
     expected = {"planning_fraction": int(plan.sum()) / int(batch.mask.sum())}
     for name, tokens in (("plan", plan), ("exec", execution)):
         expected[f"{name}_surprisal_mean"] = float(-batch.logprobs[tokens].mean())
         expected[f"{name}_surprisal_var"] = float(batch.logprobs[tokens].var(correction=0))
     expected["exec_entropy_mean"] = expected["exec_surprisal_mean"]
-    assert {key: credit.stats[key] for key in expected} == pytest.approx(expected)
-    assert credit.exec_variance == credit.stats["exec_surprisal_var"]
-    entropy = batch.credit("none", uncertainty_kind="shannon_entropy")
-    assert entropy.stats["exec_entropy_mean"] == pytest.approx(float(batch.entropy[execution].mean()))
-    assert entropy.stats["exec_surprisal_mean"] == pytest.approx(expected["exec_surprisal_mean"])
-    without = token_advantages("none", batch.advantages, batch.logprobs, None, None, batch.mask)
-    assert all(value is None for value in without.stats.values())
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+    assert pooling.state()["var_ema"] == found["exec_surprisal_var"]
+    entropy = batch.credit("none", kind="shannon_entropy").metrics
+    assert entropy["exec_entropy_mean"] == pytest.approx(float(batch.entropy[execution].mean()))
+    assert entropy["exec_surprisal_mean"] == pytest.approx(expected["exec_surprisal_mean"])
+    unmarked = batch.batch()
+    unmarked = unmarked.with_rollouts(replace(rollout, planning_T=None) for rollout in unmarked.rollouts)
+    assert all(value is None for value in apply(unmarked, TokenUncertainty("surprisal")).metrics.values())

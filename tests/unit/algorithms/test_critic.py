@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from retrain.maths.critic import explained_variance, gae, length_lambda, token_rewards, value_loss, whiten_tokens
+from retrain.algorithms.credit.gae import explained_variance, gae, length_lambda, token_rewards, whiten_tokens
+from retrain.maths.critic import value_loss
 
 F64 = torch.float64
 NAN = math.nan

@@ -3,13 +3,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.credit import apply, batch_of, credit
 
-from retrain.algorithms.distillation import distil, no_comparison
-from retrain.algorithms.protocol import Credit
-from retrain.config import parse_dict
-from retrain.maths.distillation import distillation_advantages, divergence, with_tail
-from retrain.maths.losses import policy_loss
-from retrain.policy.protocol import Denominators, Scores
+from retrain.algorithms.credit.group_advantage import ZeroAdvantage
+from retrain.algorithms.credit.teacher import distillation_advantages
+from retrain.algorithms.losses import PPO, Reinforce
+from retrain.maths.distillation import divergence, with_tail
+from retrain.policy.protocol import Scores
+from retrain.policy.terms import policy_loss
 from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Turn
 
 F64 = torch.float64
@@ -39,7 +40,7 @@ def test_weight_clamp_and_mask():
     assert distillation_advantages(student, teacher + unread, some, 1.0)[0, 1] == 0.0
 
 
-@pytest.mark.parametrize("loss", ["ppo", "reinforce"])
+@pytest.mark.parametrize("loss", [PPO(), Reinforce()])
 def test_the_policy_gradient_with_these_advantages_is_the_reverse_divergences(loss):
     """Of E_{y ~ S}[loss(y)] with respect to the logits, every token enumerated; the sampling has no gradient."""
     logits = S.log().requires_grad_()
@@ -84,25 +85,21 @@ def test_the_likeliest_tokens_and_the_rest_as_one():
 def groups_of(*rewards_and_lengths):
     prompt = Prompt(Problem("0", "1 + 1", "2"), "1 + 1", (1, 2))
     rollouts = [
-        Rollout(prompt, [Turn((1, 2), Action([7] * n, "", np.full(n, -1.0), None, "stop"))], RewardResult(reward))
+        Rollout(prompt, (Turn((1, 2), Action([7] * n, "", np.full(n, -1.0), None, "stop")),), RewardResult(reward))
         for reward, n in rewards_and_lengths
     ]
-    return [Group(prompt, [rollout]) for rollout in rollouts], rollouts
+    return [Group(prompt, (rollout,)) for rollout in rollouts]
 
 
 def test_alone_a_teacher_compares_no_rewards():
-    groups, rollouts = groups_of((1.0, 2), (0.0, 0), (None, 2))
-    no_comparison(groups)
-    assert [rollout.advantage for rollout in rollouts] == pytest.approx([0.0, math.nan, math.nan], nan_ok=True)
-    assert [group.discarded for group in groups] == [None, "no_reward", "no_reward"]
+    batch = apply(batch_of(groups_of((1.0, 2), (0.0, 0), (None, 2))), ZeroAdvantage())
+    assert [rollout.advantage for rollout in batch.rollouts] == pytest.approx([0.0, math.nan, math.nan], nan_ok=True)
+    assert [group.discarded for group in batch.groups] == [None, "no_reward", "no_reward"]
 
 
-@pytest.mark.parametrize(("clamp", "advantages", "share"), [(None, [-0.5, 2.0], 0.0), (0.5, [-0.5, 0.5], 0.5)])
+@pytest.mark.parametrize(("clamp", "advantages", "share"), [({}, [-0.5, 2.0], 0.0), ({"clamp": 0.5}, [-0.5, 0.5], 0.5)])
 def test_the_share_of_clamped_tokens_is_of_those_beyond_the_bound(clamp, advantages, share):
-    groups, (rollout,) = groups_of((1.0, 2))
-    rollout.token_advantages_T = np.zeros(2)
-    section = parse_dict({"distillation": {"teacher": "base", **({"clamp": clamp} if clamp else {})}}).distillation
     scores = Scores(teacher=[np.array([-1.5, 1.0])])
-    credit = distil(groups, Credit(Denominators(2, 1)), section, scores)
-    assert rollout.token_advantages_T.tolist() == advantages
-    assert credit.metrics["distillation/clamped_frac"] == share
+    batch = credit(groups_of((1.0, 2)), {"distillation": {"teacher": "base", **clamp}}, scores=scores)
+    assert batch.rollouts[0].token_advantages_T.tolist() == advantages
+    assert batch.metrics["distillation/clamped_frac"] == share

@@ -5,24 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrain.maths.losses import (
-    NORMALIZERS,
-    POLICY_LOSSES,
-    LossBounds,
-    add_sums,
-    kl_terms,
-    loss_metrics,
-    policy_loss,
-    sequence_weight,
-    token_weights,
-)
+from retrain.algorithms.losses import DPPO, LOSSES, PPO
+from retrain.algorithms.losses.vespo import sequence_weight
+from retrain.maths.ratios import add_sums, loss_metrics, sampled_token_kl
+from retrain.policy.objective import NORMALIZERS, token_weights
+from retrain.policy.terms import policy_loss
 
 
-def loss_and_slope(name, advantages, ratios=(1.5, 1.0, 0.5), **bounds):
+def loss_and_slope(name, advantages, ratios=(1.5, 1.0, 0.5), **parameters):
     logprobs = torch.tensor([ratios], dtype=torch.float64).log().sub(1.0).requires_grad_()
     sampler = torch.full((1, len(ratios)), -1.0, dtype=torch.float64)
     given = torch.tensor([advantages], dtype=torch.float64)
-    loss, sums = policy_loss(name, logprobs, sampler, given, torch.ones_like(sampler).bool(), LossBounds(**bounds))
+    loss, sums = policy_loss(LOSSES[name](**parameters), logprobs, sampler, given, torch.ones_like(sampler).bool())
     loss.sum().backward()
     return loss[0].tolist(), logprobs.grad[0].tolist(), {key: float(value) for key, value in sums.items()}
 
@@ -38,21 +32,21 @@ S = (1.5 * 1.0 * 0.5) ** (1 / 3)
 
 
 @pytest.mark.parametrize(
-    ("name", "advantages", "bounds", "loss", "slope", "clipped"),
+    ("name", "advantages", "parameters", "loss", "slope", "clipped"),
     [
         ("ppo", UP, {}, [-1.2, -1.0, -0.5], [0.0, -1.0, -0.5], (0, 1)),
         ("ppo", DOWN, {}, [1.5, 1.0, 0.8], [1.5, 1.0, 0.0], (1, 0)),
-        ("ppo", UP, {"clip_low": 0.2, "clip_high": 0.6}, [-1.5, -1.0, -0.5], [-1.5, -1.0, -0.5], (0, 0)),
+        ("ppo", UP, {"clip_eps": 0.2, "clip_eps_high": 0.6}, [-1.5, -1.0, -0.5], [-1.5, -1.0, -0.5], (0, 0)),
         ("ppo", [-2.0, -2.0, 2.0], {"dual_clip": 1.25}, [2.5, 2.0, -1.0], [0.0, 2.0, -1.0], (0, 0)),  # at most c·|A|
         ("reinforce", MIXED, {}, log_ratio_weighted([1.5, 1.0, 0.5], MIXED), [-1.5, 2.0, -1.5], (0, 0)),
-        ("cispo", MIXED, {"ratio_cap": 1.25}, log_ratio_weighted([1.25, 1, 0.5], MIXED), [-1.25, 2.0, -1.5], (0, 1)),
+        ("cispo", MIXED, {"cap": 1.25}, log_ratio_weighted([1.25, 1, 0.5], MIXED), [-1.25, 2.0, -1.5], (0, 1)),
         ("gspo", UP, {}, [-S] * 3, [-S] * 3, (0, 0)),
-        ("gspo", DOWN, {"clip_low": 0.05}, [0.95] * 3, [0.0] * 3, (3, 0)),
+        ("gspo", DOWN, {"clip_eps": 0.05}, [0.95] * 3, [0.0] * 3, (3, 0)),
         ("m2po", MIXED, {}, [-1.5, 2.0, -1.5], [-1.5, 2.0, -1.5], (0, 0)),
     ],
 )
-def test_losses_by_hand(name, advantages, bounds, loss, slope, clipped):
-    found, slopes, sums = loss_and_slope(name, advantages, **bounds)
+def test_losses_by_hand(name, advantages, parameters, loss, slope, clipped):
+    found, slopes, sums = loss_and_slope(name, advantages, **parameters)
     assert found == pytest.approx(loss)
     assert slopes == pytest.approx(slope)
     assert (sums["clip_low"], sums["clip_high"]) == clipped
@@ -65,10 +59,10 @@ def test_all_losses_agree_on_policy():
     mask = torch.arange(6)[None] < torch.tensor([[6], [3], [1], [0]])
     advantages = torch.randn(4, 6, generator=draw, dtype=torch.float64)
     gradients = []
-    for name in POLICY_LOSSES:
+    for name in LOSSES:
         leaf = logits.clone().requires_grad_()
         logprobs = leaf.log_softmax(-1).gather(-1, tokens)[..., 0]
-        loss, sums = policy_loss(name, logprobs, logprobs.detach(), advantages, mask)
+        loss, sums = policy_loss(LOSSES[name](), logprobs, logprobs.detach(), advantages, mask)
         loss.sum().backward()
         gradients.append(leaf.grad)
         metrics = loss_metrics(sums)
@@ -79,7 +73,7 @@ def test_all_losses_agree_on_policy():
 
 
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
-@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+@pytest.mark.parametrize("name", list(LOSSES))
 def test_update_does_not_depend_on_micro_batches(normalizer, name):
     draw = torch.Generator().manual_seed(0)
     mask = torch.arange(7)[None] < torch.tensor([5, 1, 0, 7, 3, 4])[:, None]
@@ -93,7 +87,7 @@ def test_update_does_not_depend_on_micro_batches(normalizer, name):
         sums = None
         for rows in pieces:
             logprobs = old[rows] + 0.1 * features[rows] @ weights
-            loss, part = policy_loss(name, logprobs, old[rows], advantages[rows], mask[rows])
+            loss, part = policy_loss(LOSSES[name](), logprobs, old[rows], advantages[rows], mask[rows])
             (loss * token_weights(normalizer, mask[rows], **totals)).sum().backward()
             sums = add_sums(sums, part)
         return weights.grad, loss_metrics(sums)
@@ -118,14 +112,14 @@ def test_normalizers_by_hand():
     assert (nothing == 0).all()
 
 
-@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+@pytest.mark.parametrize("name", list(LOSSES))
 def test_padding_and_weights_carry_no_gradient(name):
     mask = torch.tensor([[True, True, False]])
     logprobs = torch.tensor([[-1.0, -2.0, math.nan]], requires_grad=True)
     sampler = torch.tensor([[-1.1, -1.9, -math.inf]], requires_grad=True)
     advantages = torch.tensor([[1.0, -1.0, math.nan]], requires_grad=True)
     weights = torch.tensor([[0.5, 2.0, math.nan]], requires_grad=True)
-    loss, _ = policy_loss(name, logprobs, sampler, advantages, mask, weights_BT=weights)
+    loss, _ = policy_loss(LOSSES[name](), logprobs, sampler, advantages, mask, weights_BT=weights)
     loss.sum().backward()
     assert loss[0, 2] == 0.0
     assert logprobs.grad[0, 2] == 0.0
@@ -133,13 +127,13 @@ def test_padding_and_weights_carry_no_gradient(name):
     assert sampler.grad is advantages.grad is weights.grad is None
 
 
-@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+@pytest.mark.parametrize("name", list(LOSSES))
 @settings(max_examples=10)
 @given(shift=st.floats(-1e6, 1e6), advantage=st.floats(-1e3, 1e3))
 def test_far_off_policy_stays_finite(name, shift, advantage):
     logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
     sampler = torch.tensor([[-1.0 - shift, -1.0]])
-    loss, sums = policy_loss(name, logprobs, sampler, torch.full((1, 2), advantage), torch.ones(1, 2).bool())
+    loss, sums = policy_loss(LOSSES[name](), logprobs, sampler, torch.full((1, 2), advantage), torch.ones(1, 2).bool())
     loss.sum().backward()
     assert torch.isfinite(loss).all()
     assert torch.isfinite(logprobs.grad).all()
@@ -154,9 +148,9 @@ def test_log_probabilities_that_are_not_finite_are_named():
     good, mask = torch.zeros(1, 3), torch.ones(1, 3).bool()
     undefined = torch.tensor([[0.0, math.nan, 0.0]])
     with pytest.raises(ValueError, match="trainer logprob is nan at completion 0, token 1"):
-        policy_loss("ppo", undefined, good, good, mask)
+        policy_loss(PPO(), undefined, good, good, mask)
     with pytest.raises(ValueError, match="sampler logprob is -inf"):
-        policy_loss("ppo", good, good - math.inf, good, mask)
+        policy_loss(PPO(), good, good - math.inf, good, mask)
 
 
 def test_metrics_by_hand():
@@ -164,7 +158,7 @@ def test_metrics_by_hand():
     new = torch.log(torch.tensor([[0.75, 0.25], [0.5, 1.0]], dtype=torch.float64))
     old = torch.log(torch.tensor([[0.5, 0.5], [0.5, 1.0]], dtype=torch.float64))
     advantages = torch.tensor([[1.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
-    metrics = loss_metrics(policy_loss("ppo", new, old, advantages, mask)[1])
+    metrics = loss_metrics(policy_loss(PPO(), new, old, advantages, mask)[1])
     ratios = [1.5, 0.5, 1.0]
     logs = [math.log(r) for r in ratios]
     assert metrics == pytest.approx(
@@ -195,9 +189,8 @@ def test_dppo_by_the_papers_cases(divergence, limit, kept):
     advantages = [1.0, 1.0, 1.0, -1.0, -1.0, 1.0]
     ratios = [p / m for p, m in zip(now, sampler, strict=True)]
     new, old = (torch.tensor([values], dtype=torch.float64).log() for values in (now, sampler))
-    bounds = LossBounds(divergence=divergence, divergence_limit=limit, divergence_cap=4.0)
     given, mask = torch.tensor([advantages], dtype=torch.float64), torch.ones(1, 6, dtype=torch.bool)
-    loss, sums = policy_loss("dppo", new.requires_grad_(), old, given, mask, bounds)
+    loss, sums = policy_loss(DPPO(divergence, limit, 4.0), new.requires_grad_(), old, given, mask)
     loss.sum().backward()
     slopes = [-keep * min(ratio, 4.0) * a for keep, ratio, a in zip(kept, ratios, advantages, strict=True)]
     assert new.grad[0].tolist() == pytest.approx(slopes)
@@ -211,8 +204,10 @@ def test_sapo_by_hand():
     for ratio, advantage, loss, slope in ((1.5, 1.0, -2.489837, -1.410022), (0.5, -1.0, 1.415938, 0.467070)):
         losses, slopes, _ = loss_and_slope("sapo", [advantage], [ratio])
         assert (losses[0], slopes[0]) == (pytest.approx(loss, abs=1e-6), pytest.approx(slope, abs=1e-6))
-    for gate in ((0.3, 7.0), (5.0, 0.1)):
-        assert loss_and_slope("sapo", [0.7, -0.4], [1.0, 1.0], gate=gate)[1] == pytest.approx([-0.7, 0.4])
+    for tau in ((0.3, 7.0), (5.0, 0.1)):
+        assert loss_and_slope("sapo", [0.7, -0.4], [1.0, 1.0], tau_positive=tau[0], tau_negative=tau[1])[
+            1
+        ] == pytest.approx([-0.7, 0.4])
 
 
 def test_vespo_by_hand():
@@ -233,7 +228,7 @@ def test_vespo_by_hand():
 def test_gspo_is_its_token_form():
     """arXiv 2507.18071: with advantages of single tokens each has the slope of its own, times the sequence's ratio."""
     ratios = [math.exp(x) for x in (0.3, -0.1, 0.1)]
-    _, slopes, _ = loss_and_slope("gspo", [1.0, 0.0, -1.0], ratios, clip_low=0.2)
+    _, slopes, _ = loss_and_slope("gspo", [1.0, 0.0, -1.0], ratios, clip_eps=0.2)
     assert [slope / 3 for slope in slopes] == pytest.approx([-0.368390, 0.0, 0.368390], abs=1e-6)
 
 
@@ -249,7 +244,7 @@ def test_kl_estimators_by_enumeration():
     (slope,) = torch.autograd.grad(exact, logits, retain_graph=True)
     gradients = {}
     for kind in ("k1", "k2", "k3"):
-        expected = (p * kl_terms(kind, logprobs, reference, everything)).sum()
+        expected = (p * sampled_token_kl(kind, logprobs, reference, everything)).sum()
         (gradients[kind],) = torch.autograd.grad(expected, logits, retain_graph=True)
         if kind in ("k1", "k3"):
             assert expected.item() == pytest.approx(exact.item())

@@ -1,19 +1,23 @@
 import pytest
 
+from retrain.algorithms import GROUP_ADVANTAGES, TOKEN_CREDIT
+from retrain.algorithms.credit.gae import GaeAdvantage
+from retrain.algorithms.credit.uncertainty import UNCERTAINTIES
+from retrain.algorithms.losses import LOSSES, build_loss
 from retrain.commands.formulas import DIVISORS, advantage_words, credit_formula, credit_words, critic_words, loss_words
 from retrain.config import parse_dict
 from retrain.config.base import UsedWhen
 from retrain.config.describe import choices
-from retrain.config.modes import MODES, Need, credit_of, used_by
+from retrain.config.modes import MODES, Need, credit_of, loss_of, used_by
 from retrain.config.root import keys
 from retrain.errors import ConfigError
-from retrain.maths import advantages, credit, critic, losses
+from retrain.policy.objective import NORMALIZERS
 
 FUNCTIONS = {
-    "advantage_mode": {**advantages.ADVANTAGES, "gae": critic.gae},
-    "transform_mode": credit.TRANSFORMS,
-    "uncertainty_kind": credit.UNCERTAINTIES,
-    "loss": losses.POLICY_LOSSES,
+    "advantage_mode": {**GROUP_ADVANTAGES, "gae": GaeAdvantage},
+    "transform_mode": TOKEN_CREDIT,
+    "uncertainty_kind": UNCERTAINTIES,
+    "loss": LOSSES,
 }
 
 
@@ -21,8 +25,8 @@ FUNCTIONS = {
 def test_a_key_accepts_the_modes_of_the_table_which_are_the_functions_there_are(key):
     assert set(MODES[key]) == set(FUNCTIONS[key])
     assert choices(keys()[f"algorithm.{key}"]) == list(MODES[key])
-    assert set(DIVISORS) == set(losses.NORMALIZERS)
-    assert all(credit_formula(parse_dict({"algorithm": {"transform_mode": mode}})) for mode in credit.TRANSFORMS)
+    assert set(DIVISORS) == set(NORMALIZERS)
+    assert all(credit_formula(parse_dict({"algorithm": {"transform_mode": mode}})) for mode in TOKEN_CREDIT)
 
 
 @pytest.mark.parametrize("key", MODES)
@@ -33,7 +37,15 @@ def test_a_mode_and_the_keys_of_its_row_name_each_other(key):
         assert all(marker.values == used[dotted] for marker in markers), dotted
         assert bool(markers) == bool(used[dotted]), dotted
     for name, mode in MODES[key].items():
-        assert all(any(name in used[dotted] for dotted in keys() if dotted.startswith(each)) for each in mode.keys)
+        row_keys = [*mode.keys, *(f"algorithm.{parameter}" for parameter in mode.parameters)]
+        assert all(any(name in used[dotted] for dotted in keys() if dotted.startswith(each)) for each in row_keys)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_has_the_defaults_of_its_row_and_compares_with_the_same_policy(name):
+    built = build_loss(parse_dict({"algorithm": {"loss": name}}), name)
+    assert built.from_sampler == loss_of(name).from_sampler
+    assert repr(built).replace("[", "(").replace("]", ")") == repr(LOSSES[name]())
 
 
 def test_what_a_configuration_needs_is_what_its_modes_need():

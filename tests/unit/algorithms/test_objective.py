@@ -3,10 +3,12 @@ import math
 import pytest
 import torch
 
+from retrain.algorithms.losses import M2PO, PPO, PluginLoss, Reinforce
 from retrain.maths.corrections import Correction
 from retrain.policy.logprobs import MicroBatch
-from retrain.policy.objective import EntropyTerm, KLTerm, Objective, PolicyTerm, TeacherTerm, TokenScores
-from retrain.policy.protocol import Denominators
+from retrain.policy.objective import Objective
+from retrain.policy.terms import EntropyTerm, KLTerm, NoLoss, PolicyTerm, TeacherTerm, TokenScores
+from retrain.types import Denominators
 
 
 def table(*values: float) -> torch.Tensor:
@@ -23,7 +25,7 @@ def test_weights_are_one_more_factor_of_the_policy_loss_alone():
     logprobs = table(-0.9, -1.2, -1.0)
     scores = TokenScores(logprobs, reference_BT=table(-1.1, -1.0, -1.3))
     plain, left_out = micro_batch(), micro_batch(policy_weights_BT=table(1.0, 0.0, 1.0))
-    for term in (PolicyTerm("reinforce"), PolicyTerm(correction=Correction("tis", high=1.05))):
+    for term in (PolicyTerm(Reinforce()), PolicyTerm(PPO(), correction=Correction("tis", high=1.05))):
         whole, sums = term.per_token(plain, scores)
         some, counted = term.per_token(left_out, scores)
         assert some.tolist() == (whole * table(1.0, 0.0, 1.0)).tolist()
@@ -34,7 +36,7 @@ def test_weights_are_one_more_factor_of_the_policy_loss_alone():
 @pytest.mark.parametrize(("normalizer", "kept"), [("tokens", 1 / 2), ("sequences", 1 / 2), ("constant", 1 / 8)])
 def test_divisors_of_what_is_kept(normalizer, kept):
     batch = micro_batch(policy_weights_BT=table(1.0, 0.0, 1.0))
-    objective = Objective((PolicyTerm("m2po"),), normalizer, max_tokens=8)
+    objective = Objective((PolicyTerm(M2PO()),), normalizer, max_tokens=8)
     scores = TokenScores(table(-1.0, -1.0, -1.0))
     loss, _ = objective.loss(batch, scores, Denominators(2, 1, kept_tokens=True))
     assert float(loss) == pytest.approx(-2 * kept)
@@ -79,13 +81,13 @@ def test_an_entropy_bonus_lowers_the_loss_and_is_logged_where_asked():
 
 
 def test_an_objective_knows_what_its_terms_need():
-    terms = (PolicyTerm(), KLTerm(0.1), KLTerm(0.2), EntropyTerm(0.5))
+    terms = (PolicyTerm(PPO()), KLTerm(0.1), KLTerm(0.2), EntropyTerm(0.5))
     objective = Objective(terms)
     assert objective.kl_coef == pytest.approx(0.3)
     assert (objective.entropy_gradient, objective.every_sequence) == (True, True)
-    logged = Objective((PolicyTerm(), KLTerm(), EntropyTerm(logged=True)))
+    logged = Objective((PolicyTerm(PPO()), KLTerm(), EntropyTerm(logged=True)))
     assert (logged.kl_coef, logged.entropy_gradient, logged.every_sequence) == (0, False, False)
-    assert Objective((PolicyTerm(max),)).every_sequence  # a plug-in may do anything
+    assert Objective((PolicyTerm(PluginLoss(max)),)).every_sequence  # a plug-in may do anything
     assert objective.alone(KLTerm, EntropyTerm).terms == terms[1:]
     assert objective.without(KLTerm).terms == (terms[0], terms[3])
-    assert objective.without_gradient().terms == (PolicyTerm("reinforce"), KLTerm(), KLTerm())
+    assert objective.without_gradient().terms == (PolicyTerm(NoLoss()), KLTerm(), KLTerm())

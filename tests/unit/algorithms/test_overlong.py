@@ -23,11 +23,11 @@ def test_what_is_correct_stays_correct():
         11: RewardResult(None, error="no answer"),
     }
     rollouts = [
-        Rollout(PROMPT, [Turn((1, 2), Action([7] * tokens, "", np.zeros(tokens), None, "stop"))], reward)
+        Rollout(PROMPT, (Turn((1, 2), Action([7] * tokens, "", np.zeros(tokens), None, "stop")),), reward)
         for tokens, reward in answers.items()
     ]
-    punish_overlong([Group(PROMPT, rollouts)], longest=10, soft=4)
-    rewards = [one.reward for one in rollouts]
+    (group,) = punish_overlong([Group(PROMPT, tuple(rollouts))], longest=10, soft=4)
+    rewards = [rollout.reward for rollout in group.rollouts]
     assert [reward.total_reward for reward in rewards] == [0.25, -1.0, 0.9, None]
     assert [reward.is_correct for reward in rewards] == [True, False, True, False]
     assert rewards[0].sample_metrics == {"steps": 3.0, METRIC: -0.75}

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.maths.planning import STRATEGIC_GRAMS, RegexDetector, text_and_offsets
+from retrain.algorithms.credit.planning_tokens import STRATEGIC_GRAMS, RegexDetector
+from retrain.tokenizer import text_and_offsets
 
 DETECTOR = RegexDetector()
 

@@ -5,18 +5,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.credit import apply, compare
 from helpers.models import qwen3_directory, train_quietly
+from helpers.records import completion
 
-from retrain.algorithms.standard import load_detector, load_modes
+from retrain.algorithms.credit.group_advantage import plugin_advantages
+from retrain.algorithms.credit.planning_tokens import PluginDetector
+from retrain.algorithms.credit.spread import SpreadAdvantage
+from retrain.algorithms.credit.transform_plugin import TransformPlugin
+from retrain.algorithms.credit.uncertainty import TokenUncertainty
+from retrain.algorithms.losses import PluginLoss, Reinforce
+from retrain.algorithms.modes import load_detector, load_modes
 from retrain.campaign.planning.plan import plan
 from retrain.config import parse_dict
 from retrain.errors import PluginError
-from retrain.maths.advantages import group_advantages
-from retrain.maths.credit import token_advantages
-from retrain.maths.losses import policy_loss
-from retrain.maths.planning import PluginDetector
 from retrain.plugins import load_function
+from retrain.policy.terms import policy_loss
+from retrain.types import Problem, Prompt, RewardResult, single_turn
 
+SURPRISAL = TokenUncertainty("surprisal")
 CODE = """
 from toy_helpers import PLACE
 
@@ -96,7 +103,7 @@ def test_what_cannot_be_loaded_is_named(folder, code, reason):
 
 
 def loss_of(value):
-    return lambda: policy_loss(lambda logprobs_BT, *rest: value(logprobs_BT), *loss_inputs())
+    return lambda: policy_loss(PluginLoss(lambda logprobs_BT, *rest: value(logprobs_BT)), *loss_inputs())
 
 
 def masks_of(value):
@@ -104,17 +111,17 @@ def masks_of(value):
     return lambda: masks.token_masks(["so x", "x = 4"], [[(0, 2), (2, 4)], [(0, 1), (1, 5)]])
 
 
-def credit_of(mode="gtpo", **keys):
-    logprobs, mask = torch.zeros(1, 3), torch.ones(1, 3).bool()
-    return lambda: token_advantages(mode, torch.ones(1), logprobs, None, mask, mask, **keys)
+def credit_of(*steps):
+    group = single_turn(Prompt(Problem("p", "?", "1"), "?", (1, 2)), [completion(3)] * 2, [RewardResult(1.0)] * 2)
+    return lambda: apply(compare([group], "dr_grpo"), SpreadAdvantage(False), *steps)
 
 
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (lambda: group_advantages(lambda rewards: rewards[:1], torch.ones(2)), r"advantage plug-in .* shape \(1,\)"),
-        (credit_of(mode=lambda advantages_BT, **rest: advantages_BT[0]), "transform plug-in .*returned shape"),
-        (credit_of(uncertainty_kind=lambda *tensors: tensors[0] / 0), "uncertainty plug-in .*NaN or infinity"),
+        (lambda: plugin_advantages(lambda rewards: rewards[:1], torch.ones(2)), r"advantage plug-in .* shape \(1,\)"),
+        (credit_of(SURPRISAL, TransformPlugin(lambda h_BT, **rest: h_BT[0])), "transform plug-in .*shape"),
+        (credit_of(TokenUncertainty(lambda *tensors: tensors[0] / 0)), "uncertainty plug-in .*NaN or infinity"),
         (loss_of(torch.sum), r"returned shape \(\) for tokens of shape \(3, 5\): return the loss of every token"),
         (loss_of(lambda logprobs: logprobs / 0), "loss plug-in .* returned NaN or infinity for a trained token"),
         (loss_of(torch.zeros_like), "has no gradient"),
@@ -144,7 +151,7 @@ def test_a_loss_of_the_users_gives_the_gradient_of_ours():
         return -ratio * advantages_BT * logprobs_BT
 
     gradients, losses = [], []
-    for loss in (reinforce, "reinforce"):
+    for loss in (PluginLoss(reinforce), Reinforce()):
         logprobs, *rest = loss_inputs()
         per_token, sums = policy_loss(loss, logprobs, *rest)
         per_token.sum().backward()

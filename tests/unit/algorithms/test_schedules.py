@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from retrain.maths.schedules import LR_SCHEDULES, SepaSchedule, learning_rate, sepa_lambda, sepa_observe, sepa_start
+from retrain.algorithms.credit.sepa_pooling import SepaSchedule, sepa_lambda, sepa_observe, sepa_start
+from retrain.maths.schedules import LR_SCHEDULES, learning_rate
 
 
 def test_learning_rate_points():

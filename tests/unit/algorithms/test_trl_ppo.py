@@ -11,8 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from retrain.maths.critic import gae, token_rewards, value_loss, whiten_tokens
-from retrain.maths.losses import LossBounds, kl_terms, loss_metrics, policy_loss, token_weights
+from retrain.algorithms.credit.gae import gae, token_rewards, whiten_tokens
+from retrain.algorithms.losses import PPO
+from retrain.maths.critic import value_loss
+from retrain.maths.ratios import loss_metrics, sampled_token_kl
+from retrain.policy.objective import token_weights
+from retrain.policy.terms import policy_loss
 
 RECORDED = json.loads((Path(__file__).parents[2] / "data" / "trl_ppo.json").read_text(encoding="utf-8"))
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
@@ -30,7 +34,9 @@ class Batch:
         self.fills = self.tokens.all(1)
 
     def kl(self):
-        return kl_terms(self.arguments["kl_estimator"], self.trl["logprobs"], self.trl["ref_logprobs"], self.tokens)
+        return sampled_token_kl(
+            self.arguments["kl_estimator"], self.trl["logprobs"], self.trl["ref_logprobs"], self.tokens
+        )
 
     def rewards(self, mask):
         return token_rewards(self.trl["scores"], self.kl(), mask, self.arguments["kl_coef"])
@@ -41,7 +47,7 @@ class Batch:
     def policy(self, update, mask):
         rows, clip = update["micro_batch_inds"], self.arguments["cliprange"]
         old, advantages = self.trl["logprobs"][rows], self.trl["advantages"][rows]
-        loss, sums = policy_loss("ppo", update["new_logprobs"], old, advantages, mask[rows], LossBounds(clip_low=clip))
+        loss, sums = policy_loss(PPO(clip_eps=clip), update["new_logprobs"], old, advantages, mask[rows])
         return mean(loss, mask[rows]), loss_metrics(sums)
 
     def value(self, update, mask):

@@ -12,7 +12,7 @@ from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.ownership import claim
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 
 
 def train(path: Path, out: Path, observer=None, sets=()):

@@ -18,7 +18,7 @@ from retrain.engines.protocol import SampleRequest
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.policy.lora import Lanes
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 
 
 def unevaluated(path):

@@ -132,7 +132,7 @@ def test_a_damaged_lease_and_that_of_an_ended_process_hold_nothing_up(tmp_path):
 STUCK = """
 import hashlib
 from retrain.campaign.running import stopping
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 stopping.ABANDON_SECONDS = 0.5
 with stopping.StopRequest().listening(NullObserver()) as stop:
     print("ready", flush=True)

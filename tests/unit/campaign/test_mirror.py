@@ -20,7 +20,7 @@ from retrain.cli import app
 from retrain.errors import ConfigError, LeaseLost, NotOurs, RetrainError, StorageError, UsageError
 from retrain.files import ASIDE, read_json
 from retrain.ownership import MARK, Owner, claim, owner_of, publish, remove
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 
 
 def add_checkpoint(folder: Path, owner: Owner, step: int) -> None:

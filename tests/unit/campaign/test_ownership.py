@@ -13,14 +13,6 @@ from retrain.campaign.adapters.squeeze import compress_adapter, squeeze
 from retrain.campaign.judging.report import write_report
 from retrain.campaign.running.controller import launch, resume
 from retrain.campaign.running.lease import machine
-from retrain.checkpoints import (
-    Snapshot,
-    checkpoint_directories,
-    checkpoint_directory,
-    forget_after,
-    prune,
-    write_checkpoint,
-)
 from retrain.cli import app
 from retrain.config import load
 from retrain.errors import NotOurs
@@ -40,7 +32,15 @@ from retrain.ownership import (
 )
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import LayerShape, LoraWeights
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
+from retrain.training.checkpoint_files import (
+    Snapshot,
+    checkpoint_directories,
+    checkpoint_directory,
+    forget_after,
+    prune,
+    write_checkpoint,
+)
 
 THEIRS = "not of retrain"
 GOLDEN = Path(__file__).parents[2] / "golden" / "campaign_directory.txt"

@@ -15,7 +15,7 @@ from retrain.config import load, parse_dict
 from retrain.config.schedule import extent_after, whole_evaluations
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 
 PART = "heldout~part"
 SETS = ("evaluation.schedule=verdict", "evaluation.problems=17", "evaluation.samples=2", "training.eval_every=3")

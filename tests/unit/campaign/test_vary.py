@@ -9,7 +9,7 @@ from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.controller import execute
 from retrain.config import load
 from retrain.files import read_json, read_jsonl
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 
 ROOT = Path(__file__).parents[3]
 

@@ -144,7 +144,7 @@ def sizes_planned_too_small(subject: Subject, monkeypatch) -> None:
 
 
 def unnoticed_shortages(subject: Subject, monkeypatch) -> None:
-    for module in ("retrain.engines.local", "retrain.policy.update"):
+    for module in ("retrain.engines.local", "retrain.policy.gradient"):
         monkeypatch.setattr(f"{module}.is_out_of_memory", lambda error: False)
 
 

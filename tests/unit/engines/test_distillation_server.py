@@ -15,7 +15,7 @@ from retrain.engines.server.teacher import ServerTeacher, checked_prompt, server
 from retrain.errors import RunFailed, ServerFailed, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.policy.teacher import ModelTeacher
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 
 model, base, lanes, standin, server = served_world()
 

@@ -27,11 +27,11 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import SampleRequest
 from retrain.engines.step import decode_steps
 from retrain.engines.truncation import cuts_of
-from retrain.maths.losses import kl_terms
+from retrain.maths.ratios import sampled_token_kl
 from retrain.policy import logprobs as policy_logprobs
 from retrain.policy.backbone import backbone_of
 from retrain.policy.logprobs import collate, token_logprobs
-from retrain.types import Problem, Prompt, RewardResult, Rollout, Sample, Turn, samples_of_rollout
+from retrain.types import CreditedRollout, Problem, Prompt, RewardResult, Sample, Turn, training_samples
 
 CUTS = {
     "top_p": {"top_p": 0.8},
@@ -264,7 +264,7 @@ def test_ratios_after_the_weights_have_moved_are_over_the_set_that_was_sampled_f
     assert float((chances * ratio_S).sum()) == pytest.approx(1, abs=1e-5)
     with torch.no_grad():
         reference_S1 = token_logprobs(base, collate(samples, base), 0.7)[0].double()
-    k3_S1 = kl_terms("k3", moved_S1, reference_S1, torch.ones(len(samples), 1, dtype=torch.bool))
+    k3_S1 = sampled_token_kl("k3", moved_S1, reference_S1, torch.ones(len(samples), 1, dtype=torch.bool))
     exact = float((moved_S1.exp() * (moved_S1 - reference_S1)).sum())
     assert float((moved_S1.exp() * k3_S1).sum()) == pytest.approx(exact, abs=1e-5)
 
@@ -287,9 +287,10 @@ def test_every_action_of_several_turns_keeps_its_own_sets(base, lanes):
     ]
     actions = [action for (action,) in sample(engine, asked, [adapter])]
     reads = [asked[0].prompt_ids, (8, 30), (61,)]
-    turns = [Turn(read, action) for read, action in zip(reads, actions, strict=True)]
+    turns = tuple(Turn(read, action) for read, action in zip(reads, actions, strict=True))
     prompt = Prompt(Problem("p", "?", ""), "?", reads[0])
-    (whole,) = samples_of_rollout(Rollout(prompt, turns, RewardResult(1.0), 1.0, token_advantages_T=np.ones(12)))
+    credited = CreditedRollout(prompt, turns, RewardResult(1.0), advantage=1.0, token_advantages_T=np.ones(12))
+    (whole,) = training_samples(credited)
     sets = [support_of(action, t) for action in actions for t in range(len(action))]
     assert [support_of(whole, t) for t in range(len(drawn(whole)))] == sets
     with torch.no_grad():

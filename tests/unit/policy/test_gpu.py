@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from retrain.campaign.planning.changes import machine_changes
-from retrain.campaign.planning.manifest import read_manifest
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
 from retrain.engines import dense, slots
@@ -32,8 +31,8 @@ from retrain.policy.budget import is_out_of_memory
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.memory import available_memory
-from retrain.policy.update import train_step
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
+from retrain.records.reader import read_manifest
 
 STICKY = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
 CAPTURING = "CUDA error: operation not permitted when stream is capturing"
@@ -263,14 +262,16 @@ def test_a_lost_device_interrupts_every_run_saves_nothing_more_and_resumes(tmp_p
     launch(loaded, tmp_path / "whole", NullObserver())
     calls = []
 
-    def lose_the_device(*args, **options):
+    update = LocalPolicy.update
+
+    def lose_the_device(*args):
         calls.append(args)
         if len(calls) == 3:  # two runs: in the second step
             raise RuntimeError(STICKY)
-        return train_step(*args, **options)
+        return update(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr("retrain.policy.local.train_step", lose_the_device)
+        patch.setattr(LocalPolicy, "update", lose_the_device)
         with pytest.raises(RetrainError, match=r"(?s)device-side assert.*nvidia-smi.*retrain resume"):
             launch(loaded, tmp_path / "cut", NullObserver())
     runs = read_manifest(tmp_path / "cut")["runs"]

@@ -25,8 +25,8 @@ from retrain.engines.slots import SlotBatch
 from retrain.engines.step import Rows, Sampled, decode_steps
 from retrain.files import read_json, read_jsonl
 from retrain.policy import backbone, memory
+from retrain.policy import gradient as accumulating
 from retrain.policy import scoring as policy_scoring
-from retrain.policy import update as updating
 from retrain.policy.base import BaseModel
 from retrain.policy.budget import Budget
 from retrain.policy.head import Head
@@ -36,7 +36,7 @@ from retrain.policy.memory import MemoryPlan, kept_bytes
 from retrain.policy.optimizer import apply_gradient
 from retrain.policy.packing import NAME, register_attention
 from retrain.policy.protocol import TrainBatch, Want
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 from retrain.rng import generator
 from retrain.types import Sample
 
@@ -161,16 +161,17 @@ def test_rows_of_an_8b_cohort_on_80_gib_are_those_counted_by_hand(monkeypatch, t
 def machine(monkeypatch):
     """Give this machine a memory size and a micro-batch budget, with a free memory that differs at every call; record
     how many rows are decoded at once and how many micro-batches an update has."""
-    begin, attempt, free = SlotBatch.__init__, updating.Work._attempt, iter(range(10**9, 10**10, 10**8))
+    begin, compute = SlotBatch.__init__, accumulating.GradientAccumulator.compute
+    free = iter(range(10**9, 10**10, 10**8))
     shapes: list[tuple[str, int]] = []
 
     def batch(self, *args):
         shapes.append(("rows", args[6]))
         begin(self, *args)
 
-    def attempted(self, batches, *rest):
-        shapes.append(("micro-batches", len(batches)))
-        return attempt(self, batches, *rest)
+    def computed(self, specs, *rest, **options):
+        shapes.append(("micro-batches", len(specs)))
+        return compute(self, specs, *rest, **options)
 
     def become(total: int, tokens: int) -> list[tuple[str, int]]:
         monkeypatch.setattr(memory, "total_memory", lambda device: total)
@@ -179,7 +180,7 @@ def machine(monkeypatch):
         return shapes
 
     monkeypatch.setattr(SlotBatch, "__init__", batch)
-    monkeypatch.setattr(updating.Work, "_attempt", attempted)
+    monkeypatch.setattr(accumulating.GradientAccumulator, "compute", computed)
     monkeypatch.setattr("retrain.campaign.running.fitting.available_memory", lambda device: next(free))
     return become
 
@@ -277,7 +278,7 @@ PLACES = {
     "decoding": (DenseDecoder, "decode_steps", 3, CUBLAS),
     "compacting": (KVCache, "select", 1, CPU),
     "scoring": (policy_scoring, "token_logprobs", 2, CUDA),
-    "a forward pass": (updating, "token_logprobs", 2, CPU),
+    "a forward pass": (accumulating, "token_logprobs", 2, CPU),
     "a backward pass": (torch.Tensor, "backward", 2, MemoryError()),
     "the first moment": (torch, "zeros_like", 1, DRIVER),
     "the second moment": (torch, "zeros_like", 2, CUBLAS),

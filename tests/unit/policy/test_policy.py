@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -22,7 +24,7 @@ def policy(base, lanes) -> LocalPolicy:
 def taught(policy: LocalPolicy, samples, step: int = 0, **keys):
     """One update on these samples."""
     batch = TrainBatch(samples, totals(samples), step, (0, 1))
-    return policy.update(batch, objective(temperature=0.7, **keys), 1e-2)
+    return policy.update(batch, objective(temperature=0.7, **keys), 1e-2).metrics
 
 
 def samples_of(policy: LocalPolicy):
@@ -54,6 +56,18 @@ def test_scores_equal_a_fresh_forward_pass(policy, tokens):
         assert np.abs(scores.logprobs[i] - scores.reference[i]).max() > 1e-2
     first = samples_of(policy)[0]  # of one turn: the very distribution that it was drawn from
     np.testing.assert_allclose(scores.logprobs[0], first.logprobs[first.action_mask], atol=1e-4)
+
+
+def test_an_update_returns_the_log_probabilities_of_the_samples_that_it_trains_on(policy):
+    samples = samples_of(policy)
+    samples[1] = with_tokens(samples[1], loss_mask=False)
+    scores = policy.score(samples, frozenset({Want.LOGPROBS}))
+    batch = TrainBatch(samples, totals(samples), 0, (0, 1), keep_logprobs=True)
+    kept = policy.update(batch, objective(temperature=0.7), 1e-2).trainer_logprobs
+    assert kept[1] is None
+    for i in (0, *range(2, len(samples))):
+        np.testing.assert_allclose(kept[i], scores.logprobs[i], atol=1e-5)
+    assert not policy.update(replace(batch, keep_logprobs=False), objective(), 1e-2).trainer_logprobs
 
 
 # -- versions -------------------------------------------------------------------------------------------------------

@@ -79,6 +79,6 @@ def test_scores_are_computed_as_the_update_computes_them(base, lanes):
             old = np.zeros(len(sample))
             old[sample.action_mask] = of_actions
             scored.append(replace(sample, old_logprobs=old))
-        numbers = policy.update(TrainBatch(scored, totals(scored), 0, ("s",)), objective(), 1e-3)
+        numbers = policy.update(TrainBatch(scored, totals(scored), 0, ("s",)), objective(), 1e-3).metrics
         assert numbers["val/ratio"] == pytest.approx(1, abs=1e-6)
     assert 1e-5 < np.abs(logprobs[0] - logprobs[1]).max() < 0.2

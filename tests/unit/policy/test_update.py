@@ -3,6 +3,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from helpers.credit import credit
 from helpers.lanes import (
     adamw,
     drawn,
@@ -19,20 +20,18 @@ from helpers.lanes import (
 )
 from helpers.records import group
 
-from retrain.algorithms.standard import assign_credit, fill_advantages
+from retrain.algorithms.objective import objective_of
 from retrain.config import parse_dict
 from retrain.errors import NonFinite, RunFailed
 from retrain.maths.corrections import Correction
-from retrain.maths.losses import MISMATCH_METRICS, RATIO_METRICS
+from retrain.maths.ratios import MISMATCH_METRICS, RATIO_METRICS
 from retrain.policy.backbone import backbone_of
 from retrain.policy.budget import Budget
 from retrain.policy.logprobs import collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Lanes
-from retrain.policy.objective import objective_of
-from retrain.policy.protocol import Denominators, samples_of
 from retrain.policy.threads import Workers
 from retrain.rng import generator
-from retrain.types import Sample
+from retrain.types import Denominators, Sample, training_samples
 
 LOSSES = ("ppo", "reinforce", "gspo", "cispo")
 TIS = Correction("tis", high=1.05)
@@ -117,7 +116,7 @@ ALL_TERMS = {"correction": TIS, "kl_coef": 0.7, "entropy_coef": 0.3}
 @pytest.mark.parametrize(
     ("normalizer", "options"),
     [
-        ("tokens", {"dual_clip": 1.5, "clip_high": 0.1}),
+        ("tokens", {"dual_clip": 1.5, "clip_eps_high": 0.1}),
         ("tokens", {"correction": ICEPOP}),
         ("tokens", ALL_TERMS),
         ("sequences", ALL_TERMS),
@@ -205,14 +204,17 @@ CONFIGURED = [
     (
         {"algorithm": {"loss": "cispo", "cispo_cap": 3.0, "loss_normalizer": "constant"},
          "training": {"max_tokens": 33, "temperature": 0.7}},
-        {"loss": "cispo", "ratio_cap": 3.0, "normalizer": "constant", "max_tokens": 33, "temperature": 0.7},
+        {"loss": "cispo", "cap": 3.0, "normalizer": "constant", "max_tokens": 33, "temperature": 0.7},
     ),
     ({"algorithm": {"kl_coef": 0.2, "tis_cap": 2.0}}, {"kl_coef": 0.2, "correction": Correction("tis", high=2.0)}),
     ({"logging": {"log_kl": True}}, {"log_kl": True}),
     ({"algorithm": {"entropy_coef": 0.1, "dual_clip": 3.0}}, {"entropy_coef": 0.1, "dual_clip": 3.0}),
     ({"algorithm": {"icepop_band": [0.5, 2.0]}}, {"correction": Correction("icepop", 0.5, 2.0)}),
-    ({"algorithm": {"loss": "sapo", "sapo_tau_positive": 2, "sapo_tau_negative": 3}}, {"loss": "sapo", "gate": (2, 3)}),
-    ({"training": {"clip_eps": 0.1, "clip_eps_high": 0.3}}, {"clip_low": 0.1, "clip_high": 0.3}),
+    (
+        {"algorithm": {"loss": "sapo", "sapo_tau_positive": 2, "sapo_tau_negative": 3}},
+        {"loss": "sapo", "tau_positive": 2, "tau_negative": 3},
+    ),
+    ({"training": {"clip_eps": 0.1, "clip_eps_high": 0.3}}, {"clip_eps": 0.1, "clip_eps_high": 0.3}),
 ]  # fmt: skip
 
 
@@ -307,15 +309,14 @@ def test_sequence_means_count_the_tokens_that_the_denominator_names(base, lanes,
 
 @pytest.mark.parametrize("mode", ["none", "gtpo"])
 def test_an_advantage_of_zero_is_trained_on(lanes, mode):
-    groups = [group([0.0, 0.5, 1.0], [6, 6, 6])]
-    fill_advantages(groups, "dr_grpo")
-    assert groups[0].advantages_N[1] == 0
-    credit = assign_credit(groups, parse_dict({"algorithm": {"transform_mode": mode}}), 0.0, ("placebo",))
-    samples = samples_of(groups)
+    algorithm = {"advantage_mode": "dr_grpo", "transform_mode": mode}
+    batch = credit([group([0.0, 0.5, 1.0], [6, 6, 6])], {"algorithm": algorithm})
+    assert batch.groups[0].advantages_N[1] == 0
+    samples = [sample for rollout in batch.trained for sample in training_samples(rollout)]
     assert [int(s.loss_mask.sum()) for s in samples] == [6, 6, 6]
-    assert (credit.denominators.tokens, credit.denominators.sequences) == (18, 3)
+    assert (batch.denominators.tokens, batch.denominators.sequences) == (18, 3)
     (zero,) = [s for s in samples if not s.advantages.any()]
-    _, metrics = gradient(lanes, [zero], denominators=credit.denominators)
+    _, metrics = gradient(lanes, [zero], denominators=batch.denominators)
     assert metrics["val/ratio"] is not None  # its tokens are measured though they pull nowhere
 
 

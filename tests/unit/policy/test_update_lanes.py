@@ -16,7 +16,7 @@ from retrain.config import load
 from retrain.files import read_json, read_jsonl
 from retrain.policy.local import LocalPolicy
 from retrain.policy.protocol import TrainBatch
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 
 SMALL = "save_every = 2\nkeep_last = 0\nmicro_batch_tokens = 64"
 """Several micro-batches in every update."""

@@ -5,12 +5,12 @@ import pytest
 import torch
 from helpers.lanes import local_policy, rollout, single_run, totals, trained
 
+from retrain.algorithms.objective import objective_of
 from retrain.campaign.running.controller import launch
 from retrain.config import load, parse_dict
 from retrain.files import read_jsonl
-from retrain.policy.objective import objective_of
 from retrain.policy.protocol import TrainBatch
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 
 GAE = {"advantage_mode": "gae", "transform_mode": "none"}
 
@@ -57,8 +57,8 @@ def test_a_critic_learns_from_all_tokens_also_where_few_train_the_policy(base, l
     first = [one.loss_mask & (np.cumsum(one.loss_mask) == 1) for one in batch.samples]
     few = [replace(one, loss_mask=mask) for one, mask in zip(batch.samples, first, strict=True)]
     masked = replace(batch, samples=few, denominators=replace(batch.denominators, tokens=len(few)))
-    numbers = policy.update(batch, objective, 1e-4)
-    with_mask = masked_policy.update(masked, objective, 1e-4)
+    numbers = policy.update(batch, objective, 1e-4).metrics
+    with_mask = masked_policy.update(masked, objective, 1e-4).metrics
     assert with_mask["loss/value_avg"] == pytest.approx(numbers["loss/value_avg"])
     assert with_mask["optim/critic_grad_norm"] == pytest.approx(numbers["optim/critic_grad_norm"], rel=1e-4)
     if share:

@@ -6,7 +6,7 @@ import pytest
 
 from retrain.errors import StorageError
 from retrain.files import append_jsonl, truncate_jsonl
-from retrain.record.columns import BLOCK, Columns, ColumnWriter
+from retrain.records.columns import BLOCK, Columns, ColumnWriter
 
 
 def row(number: int) -> dict:

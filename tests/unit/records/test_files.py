@@ -9,10 +9,12 @@ from helpers.records import config, context, evaluation, group, step
 from retrain.config import parse_dict
 from retrain.errors import CheckpointError
 from retrain.ownership import claim
-from retrain.record.catalogue import METRICS, metrics_markdown
-from retrain.record.environment import environment_facts, package_versions, run_facts
-from retrain.record.recorder import RunRecorder
-from retrain.record.status import last_row, read_status
+from retrain.records.catalogue import METRICS
+from retrain.records.environment import environment_facts, package_versions, run_facts
+from retrain.records.reader import last_row
+from retrain.records.recorder import RunRecorder
+from retrain.records.schema.rows import Checkpoint
+from retrain.records.status import read_status
 from retrain.types import RewardResult
 
 ROWS = (
@@ -44,7 +46,7 @@ def play(recorder: RunRecorder, first: int, last: int) -> None:
 def test_one_row_per_step_in_every_file(tmp_path):
     with RunRecorder(tmp_path, context()) as recorder:
         play(recorder, 0, 4)
-        recorder.record_checkpoint({"name": "000004", "batch": 4, "state_path": "a", "sampler_path": "b"})
+        recorder.record_checkpoint(Checkpoint("000004", 4, 3, "a", "b", 0))
     rows = strict(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [row["eval/heldout/step"] for row in rows] == [0, 2, None, 4]
@@ -71,7 +73,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("kept", [3, 4])  # before step 4 there was an evaluation
 def test_resuming_gives_the_same_bytes_as_never_stopping(tmp_path, monkeypatch, kept):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    monkeypatch.setattr("retrain.record.columns.BLOCK", 4)  # rows
+    monkeypatch.setattr("retrain.records.columns.BLOCK", 4)  # rows
     settings = context(max_steps=8, config=config(logging={"rollouts_every": 2, "num_groups_to_log": 1}))
     with RunRecorder(whole, settings) as recorder:
         play(recorder, 0, 8)
@@ -115,11 +117,6 @@ def test_the_catalogue_is_one_table():
     # With a critic TRL's names have definitions of their own, which then stand in place of the aliases.
     assert set(aliases) & keys <= {metric.key for metric in METRICS if metric.requires == "critic"}
     assert all(metric.definition for metric in METRICS)
-
-
-def test_the_document_is_made_from_the_catalogue():
-    document = Path(__file__).parents[3] / "docs" / "metrics.md"
-    assert document.read_text(encoding="utf-8") == metrics_markdown(), "type: python -m retrain.record"
 
 
 @pytest.mark.parametrize("text", ["nonsense\n", "[1]\n"])

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 from helpers.records import HOSTILE, Reader
 
-from retrain.record.html import data_block, escape, page, visible
-from retrain.record.timeline import BARS, SPANS_SHOWN, steps_of, timeline_page
+from retrain.records.html import data_block, escape, page, visible
+from retrain.records.timeline import BARS, SPANS_SHOWN, steps_of, timeline_page
 
 
 def test_every_character_is_inert_and_visible():

@@ -4,15 +4,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.records import completion, config, context, evaluation, group, step
+from helpers.records import completion, config, context, evaluation, group, step, updated, with_action
 
-from retrain.record.catalogue import METRICS
-from retrain.record.evaluation import eval_row
-from retrain.record.measure import step_row
-from retrain.types import Group, RewardResult, Turn
+from retrain.records.catalogue import METRICS
+from retrain.records.evaluation import eval_row
+from retrain.records.measure import step_row
+from retrain.types import CreditedGroup, RewardResult, Turn
 
 
-def row_of(*groups: Group, settings: dict[str, Any] | None = None, update: dict[str, Any] | None = None, **state: Any):
+def row_of(
+    *groups: CreditedGroup, settings: dict[str, Any] | None = None, update: dict[str, Any] | None = None, **state: Any
+):
     """Return the row of one step; ``settings`` change the context, ``update`` and ``state`` the step."""
     return step_row(step(list(groups), update=update, **state), context(**(settings or {})))
 
@@ -131,8 +133,8 @@ def test_tags_appear_when_one_is_a_strict_subset():
 def test_rollouts_of_several_turns_are_counted_turn_by_turn():
     """Two turns of 3 tokens read and 4 sampled, then 2 and 6; beside it one turn of 3 and 2."""
     several = group([1.0, 0.0], [4, 2])
-    several.rollouts[0].turns.append(Turn((7, 8), completion(6, entropy=2.0)))
-    row = row_of(several)
+    turns = (*several.rollouts[0].turns, Turn((7, 8), completion(6, entropy=2.0)))
+    row = row_of(updated(several, {"turns": turns}))
     assert (row["env/all/total_turns"], row["env/all/turns_per_episode"]) == (3, 1.5)
     assert (row["env/all/total_ob_tokens"], row["env/all/ob_tokens_per_turn"]) == (8, 8 / 3)
     assert row["env/all/total_ac_tokens"] == 12
@@ -143,17 +145,16 @@ def test_rollouts_of_several_turns_are_counted_turn_by_turn():
 
 def test_policy_numbers_come_from_the_step_and_entropy_from_all_completions():
     """104 tokens of 0.5 nats, of which 50 have 9.0: trained or not, with a reward or without."""
-    groups = [group([1.0, None], [2, 2]), group([0.0, 0.0], [50, 50], discarded="zero_advantage")]
-    groups[1].rollouts[0].turns[0].action.entropy_T = np.full(50, 9.0)
-    groups[1].rollouts[1].turns[0].action.logprobs_T = np.full(50, -3.0)
-    row = row_of(*groups, update={"loss": np.float32(0.25), "optim/lr": 1e-4})
+    first, second = group([1.0, None], [2, 2]), group([0.0, 0.0], [50, 50], discarded="zero_advantage")
+    second = with_action(second, 0, entropy_T=np.full(50, 9.0))
+    second = with_action(second, 1, logprobs_T=np.full(50, -3.0))
+    row = row_of(first, second, update={"loss": np.float32(0.25), "optim/lr": 1e-4})
     assert row["entropy"] == row["policy/entropy_avg"] == (54 * 0.5 + 50 * 9.0) / 104
     assert row["objective/entropy"] == (2 + 2 + 50 + 150) / 4  # per sequence
     assert row["entropy_sampled"] == (54 * 1.0 + 50 * 3.0) / 104
     assert row["loss"] == row["loss/policy_avg"] == 0.25
     assert row["optim/lr"] == row["learning_rate"] == row["lr"] == 1e-4
-    groups[0].rollouts[1].turns[0].action.entropy_T = None
-    assert row_of(*groups)["entropy"] is None
+    assert row_of(with_action(first, 1, entropy_T=None), second)["entropy"] is None
 
 
 def test_the_score_and_its_penalty_stand_in_every_row():
@@ -170,8 +171,8 @@ def test_the_score_and_its_penalty_stand_in_every_row():
 
 
 def test_planning_fraction_counts_what_was_sampled_not_what_was_graded():
-    marked = group([1.0, None], [4, 6])
-    marked.rollouts[0].planning_T, marked.rollouts[1].planning_T = np.arange(4) == 0, np.zeros(6, dtype=bool)
+    masks = ({"planning_T": np.arange(4) == 0}, {"planning_T": np.zeros(6, dtype=bool)})
+    marked = updated(group([1.0, None], [4, 6]), *masks)
     assert row_of(marked, planning_fraction=0.25)["planning_fraction"] == 0.1
 
 

@@ -4,8 +4,8 @@ import pytest
 from helpers.records import config, context, group, step
 
 from retrain.files import read_jsonl
-from retrain.record.notes import RULES, WINDOW, explain
-from retrain.record.recorder import RunRecorder
+from retrain.records.notes import RULES, WINDOW, explain
+from retrain.records.recorder import RunRecorder
 
 HEALTHY: dict[str, Any] = {
     "reward_failed": 0, "env/all/total_episodes": 64, "env/all/format": 0.9, "env/all/by_group/frac_mixed": 0.5,

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from retrain.record import repositories
-from retrain.record.environment import SystemInfo
-from retrain.record.repositories import code_diff, git_state
+from retrain.records import repositories
+from retrain.records.environment import SystemInfo
+from retrain.records.repositories import code_diff, git_state
 
 
 def git(repo: Path, *arguments: str) -> str:
@@ -77,7 +77,7 @@ def test_the_recorded_changes_give_the_working_tree_back(repo, tmp_path, monkeyp
     change_everything(repo)
     before = {path: path.read_bytes() for path in (repo / ".git").rglob("*") if path.is_file()}
     monkeypatch.chdir(repo / "sub")
-    monkeypatch.setattr("retrain.record.environment.own_checkout", lambda: None)
+    monkeypatch.setattr("retrain.records.environment.own_checkout", lambda: None)
     SystemInfo.now(repo).write(tmp_path / "run")
     assert {path: path.read_bytes() for path in (repo / ".git").rglob("*") if path.is_file()} == before
     patch = (tmp_path / "run" / "code.diff").read_bytes()

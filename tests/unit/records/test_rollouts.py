@@ -16,18 +16,20 @@ from helpers.records import (
     find_conversations,
     group,
     step,
+    updated,
+    with_action,
 )
 
 from retrain.files import read_jsonl
-from retrain.record.html import visible
-from retrain.record.recorder import RunRecorder
-from retrain.record.rollout_files import write_files
-from retrain.record.rollout_page import SAMPLE_CHARACTERS, TABLE_ROWS, rollout_page
-from retrain.record.rollouts import MESSAGE_CHARACTERS, Batch, logtree
-from retrain.types import Action, Group, Problem, Prompt, RewardResult, Turn, single_turn
+from retrain.records.html import visible
+from retrain.records.recorder import RunRecorder
+from retrain.records.rollout_files import write_files
+from retrain.records.rollout_page import SAMPLE_CHARACTERS, TABLE_ROWS, rollout_page
+from retrain.records.rollouts import MESSAGE_CHARACTERS, Batch, logtree
+from retrain.types import Action, CreditedGroup, Group, Problem, Prompt, RewardResult, Turn, single_turn
 
 
-def batch(groups: list[Group], split: str = "train", **changes: Any) -> Batch:
+def batch(groups: Sequence[CreditedGroup], split: str = "train", **changes: Any) -> Batch:
     return Batch(split, 3, groups, "grpo+none_s1", "grpo+none", 1000.0, **changes)
 
 
@@ -94,19 +96,20 @@ def test_the_cookbook_s_readers_find_conversations_and_rewards_by_component(tmp_
         assert "<span>m19 19</span>" in page
 
 
-def hostile_group(name: str, text: str) -> Group:
+def hostile_group(name: str, text: str) -> CreditedGroup:
     """The text wherever one can stand, also in what an environment answers."""
     made = single_turn(
         Prompt(Problem(text, text, text, (text,) if text else ()), text, (1, 2), ({"role": text, "content": text},)),
         [Action([ord(c) for c in text], text, np.full(len(text), -1.0), None, "stop"), completion(3)],
         [RewardResult(None, {text: 1.0}, (text,), error=text), RewardResult(1.0, {name: 1.0})],
     )
-    first, second = made.rollouts
-    second.advantage = 0.0
     answer = ({"role": text, "name": text, "content": text},)
-    second.turns.append(Turn((3,), completion(2), answer, reward=0.5, logs={"said": text}))
-    first.planning_T, second.planning_T = np.zeros(len(text), bool), np.ones(5, bool)
-    return made
+    turns = (*made.rollouts[1].turns, Turn((3,), completion(2), answer, reward=0.5, logs={"said": text}))
+    return updated(
+        CreditedGroup.of(made),
+        {"planning_T": np.zeros(len(text), bool)},
+        {"planning_T": np.ones(5, bool), "advantage": 0.0, "turns": turns},
+    )
 
 
 def test_hostile_texts_are_inert(tmp_path):
@@ -130,10 +133,10 @@ def test_hostile_texts_are_inert(tmp_path):
 
 def test_pages_are_bounded_and_say_what_is_left_out():
     groups = [group([1.0, 0.0], [4, 5]) for _ in range(700)]
-    for rollout in groups[0].rollouts:
-        action = rollout.turns[0].action
-        action.text, action.token_ids = MEGABYTE, [1000 + token for token in action.token_ids]
-    groups[0].rollouts[0].reward = RewardResult(None, error=MEGABYTE)
+    for sample, length in enumerate((4, 5)):
+        token_ids = [1000 + token for token in range(length)]
+        groups[0] = with_action(groups[0], sample, text=MEGABYTE, token_ids=token_ids)
+    groups[0] = updated(groups[0], {"reward": RewardResult(None, error=MEGABYTE)})
     text = rollout_page(batch(groups, token_text=characters(groups)), 4)
     assert len(text) < 1_500_000
     assert f"{len(MEGABYTE) - SAMPLE_CHARACTERS:,} more characters not shown" in text
@@ -145,19 +148,22 @@ def test_pages_are_bounded_and_say_what_is_left_out():
     assert "32 more samples not shown" in rollout_page(batch(many), 1)
 
 
-def two_turns(critic: bool = True) -> Group:
+def two_turns(critic: bool = True) -> CreditedGroup:
     """One episode of two turns, of three and two tokens, perhaps with a critic."""
     first = Action([1, 2, 3], "a🙂c", np.array([-0.5, -0.004, -np.inf]), None, "stop")
     second = Action([4, 5], "de", np.array([-0.25, -3.0]), None, "stop")
     made = single_turn(Prompt(Problem("p", "q", "a"), "q", (1,)), [first], [RewardResult(1.0)])
-    (rollout,) = made.rollouts
-    rollout.turns.append(Turn((7, 8), second, ({"role": "user", "content": "<b>go on</b>"},)))
-    rollout.advantage, rollout.token_advantages_T = 0.5, np.array([-0.5, 2.0, 0.0004, -1.9996, np.nan])
-    rollout.planning_T = np.array([False, True, True, False, False])
+    turn = Turn((7, 8), second, ({"role": "user", "content": "<b>go on</b>"},))
+    credit = {
+        "turns": (*made.rollouts[0].turns, turn),
+        "advantage": 0.5,
+        "token_advantages_T": np.array([-0.5, 2.0, 0.0004, -1.9996, np.nan]),
+        "planning_T": np.array([False, True, True, False, False]),
+    }
     if critic:
-        rollout.values_T = np.array([-0.25, 0.0, 0.1234, 0.4996, 0.75], dtype=np.float32)
-        rollout.value_targets_T = np.array([0.0, 0.5, 0.25, 1.0, 1.5], dtype=np.float32)
-    return made
+        credit["values_T"] = np.array([-0.25, 0.0, 0.1234, 0.4996, 0.75], dtype=np.float32)
+        credit["value_targets_T"] = np.array([0.0, 0.5, 0.25, 1.0, 1.5], dtype=np.float32)
+    return updated(CreditedGroup.of(made), credit)
 
 
 def body(text: str) -> str:
@@ -177,7 +183,8 @@ def test_tokens_carry_surprisal_advantage_planning_and_the_values_of_a_critic():
     unplaced = body(rollout_page(batch([made], token_text=lambda ids: ("something else", [])), 1))
     assert 'data-mode="v"' in unplaced
     assert "data-l=" not in unplaced
-    made.rollouts[0].values_T = np.array([3e38, -3e38, np.nan, np.inf, 0.5], dtype=np.float32)  # a diverged critic
+    diverged_T = np.array([3e38, -3e38, np.nan, np.inf, 0.5], dtype=np.float32)
+    made = updated(made, {"values_T": diverged_T})
     text = rollout_page(batch([made], token_text=characters([made])), 1)
     assert re.findall(r' data-v="([^"]*)"', text) == ["1000000000000000 -1000000000000000 0", "0 500"]
 
@@ -191,8 +198,7 @@ def test_tokens_carry_surprisal_advantage_planning_and_the_values_of_a_critic():
     ],
 )
 def test_thinking_is_folded(text, folded, rest):
-    made = group([1.0], [3])
-    made.rollouts[0].turns[0].action.text = text
+    made = with_action(group([1.0], [3]), text=text)
     part = rollout_page(batch([made]), 1).split('class="text sample">')[1].split("</article>")[0].split("\n")[0]
     inside = re.search(r'<details class="think"><summary>.*?</summary><div>(.*?)</div></details>', part)
     assert (Reader(inside[1]).texts if inside else [""]) == [folded]

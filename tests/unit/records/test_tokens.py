@@ -2,14 +2,14 @@ import json
 
 import numpy as np
 import pytest
-from helpers.records import completion, group
+from helpers.records import group, with_action
 from safetensors.numpy import load_file
 
 from retrain.errors import CheckpointError
 from retrain.files import read_jsonl
-from retrain.record.rollouts import TRAIN, Batch
-from retrain.record.tokens import TokenFile, tokens_name, write_tokens
-from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Turn
+from retrain.records.rollouts import TRAIN, Batch
+from retrain.records.tokens import TokenFile, tokens_name, write_tokens
+from retrain.types import Action, CreditedGroup, CreditedRollout, Problem, Prompt, RewardResult, Turn
 
 
 def words(token_ids):
@@ -18,27 +18,31 @@ def words(token_ids):
     return text, [(i, i + 1) for i in range(len(text))]
 
 
-def episode() -> Rollout:
+def episode() -> CreditedRollout:
     """Two turns, the second after a rewritten conversation, and one with a hostile text."""
     said = Action([0, 1], "ab", np.array([-1.0, -2.0]), np.array([0.1, 0.2]), "stop", policy_version=3)
     then = Action([2, 3, 4], "cde", np.array([-3.0, -4.0, -5.0]), np.array([0.3, 0.4, 0.5]), "length", policy_version=4)
     message = {"role": "tool", "content": "<script>é\u2028" + "x" * 300_000}
-    turns = [Turn((7, 8, 9), said), Turn((5,), then, (message,), reward=0.5, metrics={"calls": 1.0})]
-    rollout = Rollout(Prompt(Problem("p", "ask", "42", ("t",)), "ask", (7, 8, 9)), turns, RewardResult(1.0))
-    rollout.token_advantages_T, rollout.advantage = np.arange(5.0), 2.0
-    rollout.planning_T = np.array([0, 1, 0, 0, 0], bool)
-    rollout.loss_mask_T = np.array([1, 1, 1, 1, 0], bool)
-    rollout.trainer_logprobs_T = np.array([-1.5, -2.0, -3.0, -4.0, -5.0], np.float32)
-    return rollout
+    turns = (Turn((7, 8, 9), said), Turn((5,), then, (message,), reward=0.5, metrics={"calls": 1.0}))
+    return CreditedRollout(
+        Prompt(Problem("p", "ask", "42", ("t",)), "ask", (7, 8, 9)),
+        turns,
+        RewardResult(1.0),
+        advantage=2.0,
+        token_advantages_T=np.arange(5.0),
+        planning_T=np.array([0, 1, 0, 0, 0], bool),
+        loss_mask_T=np.array([1, 1, 1, 1, 0], bool),
+        trainer_logprobs_T=np.array([-1.5, -2.0, -3.0, -4.0, -5.0], np.float32),
+    )
 
 
-def batch(split: str, groups: list[Group], **more) -> Batch:
+def batch(split: str, groups: list[CreditedGroup], **more) -> Batch:
     return Batch(split, 10, groups, "run", "grpo+none", 1000.0, **{"token_text": words} | more)
 
 
 def test_a_rollout_comes_back_token_for_token_with_its_whole_text(tmp_path):
     one = episode()
-    path = write_tokens(tmp_path, batch(TRAIN, [group([1.0, 0.0, None], [3, 4, 2]), Group(one.prompt, [one])]))
+    path = write_tokens(tmp_path, batch(TRAIN, [group([1.0, 0.0, None], [3, 4, 2]), CreditedGroup(one.prompt, (one,))]))
     assert path.name == "tokens_000010.safetensors"
     expected = {
         "ids": [7, 8, 9, 0, 1, 5, 2, 3, 4],
@@ -76,10 +80,9 @@ def test_an_evaluation_has_no_advantages_and_a_batch_may_be_empty(tmp_path):
     with TokenFile(write_tokens(tmp_path, batch(TRAIN, []))) as file:
         assert (len(file), list(file.lines()), file.prompts()) == (0, [], [])
     prompt = Prompt(Problem("p", "ask", "42"), "ask", (7,))
-    nothing = Rollout(prompt, [], RewardResult(None, error="raised"), ended="raised")
-    blind = group([1.0], [3])
-    blind.rollouts[0].turns[0].action = completion(3, entropy=None)
-    with TokenFile(write_tokens(tmp_path, batch(TRAIN, [Group(prompt, [nothing]), blind], token_text=None))) as file:
+    nothing = CreditedRollout(prompt, (), RewardResult(None, error="raised"), ended="raised")
+    groups = [CreditedGroup(prompt, (nothing,)), with_action(group([1.0], [3]), entropy_T=None)]
+    with TokenFile(write_tokens(tmp_path, batch(TRAIN, groups, token_text=None))) as file:
         assert "entropy" not in file.names  # an engine that gives none
         assert file.rollout(0).pieces() == []
         assert file.rollout(1).pieces() == [["so \\boxed{4}", "", ""]]  # nobody can place its tokens

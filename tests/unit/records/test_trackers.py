@@ -20,8 +20,8 @@ from retrain.config import parse_dict
 from retrain.config.upkeep import trackers
 from retrain.errors import MissingExtra, RetrainError
 from retrain.ownership import claim
-from retrain.record.recorder import RunRecorder
-from retrain.record.trackers import TrackedRun, log_squeeze_analysis, make_trackers
+from retrain.records.recorder import RunRecorder
+from retrain.records.trackers import TrackedRun, log_squeeze_analysis, make_trackers
 
 STATE = {
     "sepa_lambda": 0.25, "sepa_gate_open": True, "exec_surprisal_mean": 1.5, "bp_regime": "warmup", "bp_warmup": True,

@@ -11,8 +11,9 @@ from helpers.records import context, evaluation, group, step
 
 from retrain.errors import RunFailed
 from retrain.files import append_jsonl, read_jsonl
-from retrain.record import writer
-from retrain.record.recorder import RunRecorder
+from retrain.records import writer
+from retrain.records.recorder import RunRecorder
+from retrain.records.schema.rows import Checkpoint
 
 
 def record(recorder: RunRecorder, first: int, last: int, evaluated: bool = False) -> None:
@@ -40,8 +41,8 @@ def test_training_goes_on_while_the_disk_is_slow_and_flush_waits(tmp_path, monke
     threading.Timer(0.1, gate.set).start()
     recorder.flush()
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
-    recorder.record_checkpoint({"name": "000005", "batch": 5})
-    assert read_jsonl(tmp_path / "checkpoints.jsonl") == [{"name": "000005", "batch": 5}]
+    recorder.record_checkpoint(Checkpoint("000005", 5, 4, "a", "a", 0))
+    assert [row["batch"] for row in read_jsonl(tmp_path / "checkpoints.jsonl")] == [5]
     assert recorder.close()
 
 
@@ -68,7 +69,7 @@ def test_what_cannot_be_written_fails_the_run_at_its_next_record(tmp_path):
     with pytest.raises(RunFailed, match="cannot be written"):
         record(recorder, 1, 2)
     with pytest.raises(RunFailed, match="cannot be written"):
-        recorder.record_checkpoint({"name": "000001", "batch": 1})
+        recorder.record_checkpoint(Checkpoint("000001", 1, 0, "a", "a", 0))
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1  # nothing is written past a gap
     assert not (tmp_path / "checkpoints.jsonl").exists()
     recorder.log_error(RunFailed("told"))

@@ -26,7 +26,7 @@ from retrain.errors import ModelError
 from retrain.files import read_json, read_jsonl
 from retrain.models import bundled_model_path
 from retrain.models.directory import files_digest, reward_model_fault
-from retrain.record.environment import module_hashes
+from retrain.records.environment import module_hashes
 from retrain.rewards import Grader, build_grader
 from retrain.rewards.base import Item
 from retrain.rewards.reward_model import conversation

@@ -21,9 +21,9 @@ from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.environments.protocol import Limits, Observation, Step
 from retrain.environments.single_turn import SingleTurn
 from retrain.errors import ModelError, RunFailed
-from retrain.evaluation import Evaluator, Subject
 from retrain.rewards import Grader, RewardResult
 from retrain.rollouts.collect import RolloutRequest, collect
+from retrain.training.evaluation import Evaluator, Subject
 from retrain.types import Action, Group, Problem
 
 RENDERER = Renderer(word_tokenizer(["a b c d"]), Data())
@@ -259,7 +259,7 @@ def test_an_episode_ends_at_its_limits():
     asked_for = [batch[0].max_tokens for batch in engine.requests]
     assert asked_for[:2] == [min(request.sampling.max_tokens, limit - first), 3]
     (group,) = collect(Scripted({}), [replace(request, limits=Limits(tokens=first))]).groups
-    assert [(rollout.turns, rollout.ended) for rollout in group.rollouts] == [([], "max_tokens")] * 2
+    assert [(rollout.turns, rollout.ended) for rollout in group.rollouts] == [((), "max_tokens")] * 2
     assert "max_episode_tokens" in group.rollouts[0].reward.error
 
 
@@ -293,7 +293,7 @@ def test_what_an_environment_raises_costs_the_episode_alone():
     assert "an environment with a mistake" in errors[0]
     assert "no such problem" in errors[1]
     assert "it called exit('enough')" in errors[4]
-    assert groups[1].rollouts[0].turns == []
+    assert groups[1].rollouts[0].turns == ()
     assert len(groups[0].rollouts[1].turns) == 1  # what was sampled is kept
     streams = [request.stream for request in engine.requests[1]]
     assert streams == [("a", "turn", 1, 0), ("b", "turn", 1, 0)]  # the failed episodes are over

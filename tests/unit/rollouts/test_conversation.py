@@ -7,9 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers.credit import batch_of
 from helpers.lanes import fresh_logprobs, trained
 from helpers.models import word_tokenizer
 
+from retrain.algorithms.losses import PPO
 from retrain.config import parse_dict
 from retrain.config.tasks import Data
 from retrain.config.training import Sampling
@@ -21,10 +23,11 @@ from retrain.environments.protocol import Observation, Step
 from retrain.errors import ModelError
 from retrain.policy.local import LocalPolicy
 from retrain.policy.objective import Objective
-from retrain.policy.protocol import Denominators, TrainBatch, Want, samples_of
+from retrain.policy.protocol import TrainBatch, Want, samples_of
+from retrain.policy.terms import PolicyTerm
 from retrain.policy.threads import Workers
 from retrain.rollouts.collect import RolloutRequest, collect
-from retrain.types import Action, Group, Problem, RewardResult, samples_of_rollout
+from retrain.types import Action, Denominators, Group, Problem, RewardResult, samples_of_rollout, training_samples
 
 _TOOLS = "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"
 _ANSWERS = (
@@ -381,16 +384,16 @@ def test_a_sample_is_what_the_model_read_and_sampled(base, engine):
 
 def test_an_update_takes_the_tokens_of_all_actions_and_no_others(base, policy, engine):
     """Ratios of 1 between sampler and trainer, and a change of what was read that moves nothing."""
-    groups = two_turns(engine, base)
-    for group in groups:
-        for k, rollout in enumerate(group.rollouts):
-            rollout.advantage = float(k - 1.5)
-            rollout.token_advantages_T = np.full(len(rollout), rollout.advantage)
-    samples = samples_of(groups)
-    tokens = sum(len(rollout) for group in groups for rollout in group.rollouts)
+    rollouts = batch_of(two_turns(engine, base)).rollouts
+    samples = [
+        sample
+        for k, rollout in enumerate(rollouts)
+        for sample in training_samples(replace(rollout, token_advantages_T=np.full(len(rollout), k % 4 - 1.5)))
+    ]
+    tokens = sum(map(len, rollouts))
     assert sum(int(sample.loss_mask.sum()) for sample in samples) == tokens
     batch = TrainBatch(samples, Denominators(tokens, len(samples)), 0, ("turns",))
-    numbers = policy.update(batch, Objective(), 1e-3)
+    numbers = policy.update(batch, Objective((PolicyTerm(PPO()),)), 1e-3).metrics
     assert numbers["num_datums"] == 12
     assert numbers["val/ratio"] == pytest.approx(1, abs=1e-5)
     assert abs(numbers["kl_sample_train_v1"]) < 1e-5
@@ -443,6 +446,6 @@ def test_trainer_and_engine_agree_turn_by_turn_under_every_template(name, base, 
         if name in ("llama3", "mistral"):
             plain = ["".join(text.split()) for text in plain]
         assert plain[0] == plain[1]
-    scores = policy.score(samples_of(groups, every=True), frozenset({Want.LOGPROBS})).of_rollouts(groups).logprobs
+    scores = policy.score(samples_of(groups), frozenset({Want.LOGPROBS})).of_rollouts(groups).logprobs
     for rollout, own_T in zip((one for group in groups for one in group.rollouts), scores, strict=True):
         assert own_T == pytest.approx(rollout.logprobs_T, abs=2e-5)

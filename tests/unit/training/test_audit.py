@@ -18,7 +18,7 @@ from retrain.campaign.running.controller import launch, resume
 from retrain.config import load, parse_dict
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 from retrain.rewards import Grader, build_grader
 
 

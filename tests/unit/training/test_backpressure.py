@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from retrain.config.upkeep import Backpressure
 from retrain.maths.backpressure import DecodeWork, Limits, decide, fit_usl, usl
-from retrain.pressure import Pressure, decode_work
+from retrain.rollouts.pressure import Pressure, decode_work
 
 CISCO = [
     *(955.16, 1878.91, 2688.01, 3548.68, 4315.54, 5130.43, 5931.37, 6531.08, 7219.8, 7867.61, 8278.71),

@@ -10,7 +10,7 @@ from retrain.campaign.running.controller import launch
 from retrain.cli import app
 from retrain.config import load
 from retrain.files import read_jsonl
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 from retrain.rewards import Grader, Reward, RewardResult
 from retrain.types import Problem
 

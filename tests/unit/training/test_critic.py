@@ -1,10 +1,12 @@
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.credit import credit
 from helpers.lanes import (
     OWN,
     SHARED,
@@ -24,25 +26,32 @@ from helpers.models import Messages
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from retrain.algorithms.gae import fill_token_advantages
-from retrain.algorithms.standard import assign_credit, load_modes
+from retrain.algorithms.objective import objective_of
 from retrain.campaign.adapters.squeeze import squeeze
 from retrain.campaign.running.controller import launch, resume
-from retrain.config import load, parse_dict
+from retrain.config import load
 from retrain.errors import CheckpointError, ModelError, NonFinite
 from retrain.files import read_json, read_jsonl
 from retrain.maths.critic import value_loss
-from retrain.policy import local
 from retrain.policy.backbone import backbone_of
 from retrain.policy.critic import MOMENTS, WEIGHTS
 from retrain.policy.local import LocalPolicy
-from retrain.policy.objective import objective_of
-from retrain.policy.protocol import Denominators, Scores, TrainBatch, Want
+from retrain.policy.protocol import Scores, TrainBatch, Want
 from retrain.policy.threads import Workers
-from retrain.policy.update import train_step
-from retrain.record.observer import NullObserver
-from retrain.record.tokens import TokenFile
-from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Sample, Turn
+from retrain.records.observer import NullObserver
+from retrain.records.tokens import TokenFile
+from retrain.types import (
+    Action,
+    CreditedBatch,
+    Denominators,
+    Group,
+    Problem,
+    Prompt,
+    RewardResult,
+    Rollout,
+    Sample,
+    Turn,
+)
 
 PPO = {"advantage_mode": "gae"}
 SEVERAL = "save_every = 2\nnum_iterations = 2\nminibatches = 2\nkeep_last = 0\n[logging]\nrollouts_every = 1"
@@ -69,11 +78,12 @@ def batch_of(samples: list[Sample], step: int = 0) -> TrainBatch:
 def ppo_batch(policy: LocalPolicy) -> list[Sample]:
     """Rollouts with made-up values from before and targets."""
     noise = np.random.default_rng(0)
+
+    def table(sample: Sample) -> np.ndarray:
+        return np.where(sample.action_mask, noise.normal(size=len(sample)), 0.0)
+
     samples = rollout(policy.base, policy.lanes, policy.adapter)
-    for sample in samples:
-        sample.values = np.where(sample.action_mask, noise.normal(size=len(sample)), 0.0)
-        sample.value_targets = np.where(sample.action_mask, noise.normal(size=len(sample)), 0.0)
-    return samples
+    return [replace(sample, values=table(sample), value_targets=table(sample)) for sample in samples]
 
 
 def plain_values(policy: LocalPolicy, sample: Sample) -> torch.Tensor:
@@ -108,7 +118,7 @@ class Updated:
         critic = policy.critic
         weights = [policy.adapter.flat, *(critic.weights if critic else ())]
         before = [flat.detach().clone() for flat in weights]
-        self.numbers = policy.update(batch_of(samples, step), objective_of(policy.config, "ppo"), 1e-3)
+        self.numbers = policy.update(batch_of(samples, step), objective_of(policy.config, "ppo"), 1e-3).metrics
         self.moved = [not torch.equal(*pair) for pair in zip(before, weights, strict=True)]
         self.gradients = {"policy": policy.adapter.flat.grad.clone()}
         if critic:
@@ -217,64 +227,66 @@ PROMPT = Prompt(Problem("0", "", ""), "", (1, 2, 3))
 
 
 def episode(lengths: tuple[int, ...], total: float | None, rewards: tuple[float | None, ...] = (None,)) -> Rollout:
-    turns = [
+    turns = tuple(
         Turn(PROMPT.token_ids, Action([3] * length, "", np.full(length, -0.5), None, "stop"), reward=reward)
         for length, reward in zip(lengths, rewards, strict=True)
-    ]
+    )
     return Rollout(PROMPT, turns, RewardResult(total))
 
 
-def credited(rollouts: list[Rollout], scores: Scores, algorithm=None, **critic):
-    """The group of these rollouts, the advantages of its tokens, and the metrics."""
-    config = parse_dict({"algorithm": PPO | (algorithm or {}), "critic": {"whiten": False} | critic})
-    group = Group(PROMPT, rollouts)
-    return group, *fill_token_advantages([group], scores, config)
+def credited(rollouts: list[Rollout], scores: Scores, algorithm=None, **sections) -> CreditedBatch:
+    """Return the group of these rollouts with its credit."""
+    base = {"algorithm": PPO | {"transform_mode": "none"} | (algorithm or {}), "critic": {"whiten": False}}
+    return credit([Group(PROMPT, tuple(rollouts))], base | sections, scores=scores)
 
 
 def test_the_next_action_bootstraps_across_what_was_read():
     """Two turns of two tokens and one; the first turn's reward comes with its last token, the rest at the very end."""
-    one = episode((2, 1), 2.0, rewards=(0.5, None))
     scores = Scores(values=[np.array([0.1, 0.2, 0.4])])
-    _, advantages, numbers = credited([one], scores, gamma=0.9, lam_policy=0.8, lam_value=1.0)
+    critic = {"whiten": False, "gamma": 0.9, "lam_policy": 0.8, "lam_value": 1.0}
+    batch = credited([episode((2, 1), 2.0, rewards=(0.5, None))], scores, critic=critic)
+    (one,) = batch.rollouts
     first, second, third = 0.0 + 0.9 * 0.2 - 0.1, 0.5 + 0.9 * 0.4 - 0.2, 1.5 - 0.4
     second += 0.72 * third
-    assert advantages[one] == pytest.approx([first + 0.72 * second, second, third])
+    assert one.token_advantages_T == pytest.approx([first + 0.72 * second, second, third])
     assert one.value_targets_T == pytest.approx([0.9 * (0.5 + 0.9 * 1.5), 0.5 + 0.9 * 1.5, 1.5])  # λ = 1: the return
-    assert one.advantage == pytest.approx(np.mean(advantages[one]))
+    assert one.advantage == pytest.approx(np.mean(one.token_advantages_T))
     assert one.values_T is not None
-    assert numbers["critic/value_mean"] == pytest.approx(0.7 / 3)
+    assert batch.metrics["critic/value_mean"] == pytest.approx(0.7 / 3)
 
 
 def test_rollouts_without_a_reward_or_a_token_take_no_part():
-    rated, ungraded = episode((2,), 1.0), episode((3,), None)
-    empty = Rollout(PROMPT, [], RewardResult(0.0))
-    scores = Scores(values=[np.zeros(2), np.ones(3), np.zeros(0)])
-    group, advantages, _ = credited([rated, ungraded, empty], scores)
-    assert list(advantages) == [rated]
-    assert (ungraded.values_T, ungraded.value_targets_T) == (None, None)
-    assert np.isnan(ungraded.advantage)
-    assert group.discarded is None
+    sampled = [episode((2,), 1.0), episode((3,), None), Rollout(PROMPT, (), RewardResult(0.0))]
+    batch = credited(sampled, Scores(values=[np.zeros(2), np.ones(3), np.zeros(0)]))
+    rated, ungraded, empty = batch.rollouts
+    assert [one for one in batch.rollouts if one.is_credited] == batch.rated == [rated]
+    assert (ungraded.values_T, ungraded.value_targets_T, empty.values_T) == (None, None, None)
+    assert batch.groups[0].discarded is None
     scores = Scores(values=[np.ones(3)], logprobs=[np.full(3, -1.0)], reference=[np.full(3, -1.5)])
-    group, advantages, numbers = credited([ungraded], scores)
-    assert (group.discarded, advantages, numbers) == ("no_reward", {}, {"objective/kl": 1.5})  # of all that was sampled
+    batch = credited([episode((3,), None)], scores)
+    assert (batch.groups[0].discarded, batch.rated) == ("no_reward", [])
+    assert batch.metrics == {"objective/kl": 1.5}  # of all that was sampled
 
 
 def test_kl_in_the_reward_and_what_is_logged_of_it():
-    one, two = episode((3,), 1.0), episode((2,), -1.0)
+    sampled = [episode((3,), 1.0), episode((2,), -1.0)]
     scores = Scores(
         logprobs=[np.array([-1, -0.5, -0.2]), np.array([-0.7, -0.3])],
         reference=[np.array([-1.2, -0.4, -0.2]), np.array([-0.6, -0.5])],
         values=[np.array([0.1, 0.2, 0.3]), np.array([0.0, 0.1])],
     )
-    _, advantages, numbers = credited([one, two], scores, {"kl_coef": 0.05, "kl_in_reward": "k1"})
-    assert advantages[one] == pytest.approx([0.8215, 0.77, 0.7])  # worked by hand
+    batch = credited(sampled, scores, {"kl_coef": 0.05, "kl_in_reward": "k1"})
+    (one, two), numbers = batch.rollouts, batch.metrics
+    assert one.token_advantages_T == pytest.approx([0.8215, 0.77, 0.7])  # worked by hand
     assert numbers["objective/kl"] == pytest.approx(0.1)
     assert numbers["objective/non_score_reward"] == pytest.approx(-0.005)
-    assert advantages[two] == pytest.approx([0.005 + 0.1 + 0.95 * (-1.01 - 0.1), -1.01 - 0.1])  # score on the last
+    expected = [0.005 + 0.1 + 0.95 * (-1.01 - 0.1), -1.01 - 0.1]  # score on the last
+    assert two.token_advantages_T == pytest.approx(expected)
     differences = np.concatenate(scores.logprobs) - np.concatenate(scores.reference)
     assert numbers["kl"] == pytest.approx(np.mean(np.exp(-differences) - 1 + differences))
-    _, advantages, numbers = credited([one, two], scores, {"kl_coef": 0.05, "kl_in_reward": "none"})
-    assert advantages[two][-1] == pytest.approx(-1.1)  # then KL is in the loss, and only measured here
+    batch = credited(sampled, scores, {"kl_coef": 0.05, "kl_in_reward": "none"})
+    (_, two), numbers = batch.rollouts, batch.metrics
+    assert two.token_advantages_T[-1] == pytest.approx(-1.1)  # then KL is in the loss, and only measured here
     assert numbers["objective/kl"] == pytest.approx(0.1)
     assert "objective/non_score_reward" not in numbers
 
@@ -282,16 +294,16 @@ def test_kl_in_the_reward_and_what_is_logged_of_it():
 def test_token_weights_act_on_each_tokens_own_advantage():
     """GTPO's weights and HICRA's gain are functions of one token's advantage, so a critic's go with them. One
     completion for a prompt is enough."""
-    one = episode((4,), 1.0)
-    one.turns[0].action.logprobs_T = np.array([-0.1, -2.0, -0.4, -1.5])
+    surprisal_T = np.array([0.1, 2.0, 0.4, 1.5])
+    action = Action([3] * 4, "", -surprisal_T, None, "stop")
+    one = Rollout(PROMPT, (Turn(PROMPT.token_ids, action),), RewardResult(1.0))
     scores = Scores(values=[np.array([0.3, 0.9, -0.2, 0.1])])
-    group, own, _ = credited([one], scores)
-    config = parse_dict({"algorithm": PPO | {"transform_mode": "gtpo"}, "gtpo": {"beta": 0.5}})
-    assign_credit([group], config, 0.0, ("placebo",), load_modes(config.algorithm), own)
-    surprisal = np.array([0.1, 2.0, 0.4, 1.5])
-    assert one.token_advantages_T == pytest.approx(own[one] * (1 + 0.5 * (surprisal - 1)))  # of mean 1
-    assert np.std(own[one]) > 0.1
-    assert group.discarded is None
+    plain = credited([one], scores).rollouts[0].token_advantages_T
+    batch = credited([one], scores, {"transform_mode": "gtpo"}, gtpo={"beta": 0.5})
+    weights_T = 1 + 0.5 * (surprisal_T - 1)  # of mean 1
+    assert batch.rollouts[0].token_advantages_T == pytest.approx(plain * weights_T)
+    assert np.std(plain) > 0.1
+    assert batch.groups[0].discarded is None
 
 
 @pytest.fixture(scope="module")
@@ -351,13 +363,15 @@ def test_stopped_in_the_middle_of_updates_and_with_a_damaged_critic_equals_unint
     """Ctrl-C finishes all updates of the step; the damaged checkpoint is skipped for an older one."""
     updates: list[tuple[int, int]] = []
 
-    def interrupting(passes, adapter, optimizer, batch, *rest, **named):
+    update = LocalPolicy.update
+
+    def interrupting(policy, batch, *rest):
         updates.append((batch.step, batch.update))
         if updates.count((2, 1)) == 1 and updates[-1] == (2, 1):
             os.kill(os.getpid(), signal.SIGINT)
-        return train_step(passes, adapter, optimizer, batch, *rest, **named)
+        return update(policy, batch, *rest)
 
-    monkeypatch.setattr(local, "train_step", interrupting)
+    monkeypatch.setattr(LocalPolicy, "update", interrupting)
     path, out = critic_campaign(tmp_path, model, OWN, SHARED, IN_LOSS, training=SEVERAL), tmp_path / "out"
     assert launch(load(path), out, NullObserver()).exit_status == 130
     assert sorted(updates) == [(step, update) for step in range(3) for update in (0, 0, 0, 1, 1, 2, 2, 3, 3)]

@@ -13,15 +13,15 @@ from retrain.config.tasks import Reward as RewardSection
 from retrain.config.tasks import RewardComponent
 from retrain.data.prompts import Renderer
 from retrain.environments.single_turn import SingleTurn
-from retrain.evaluation import Evaluator
 from retrain.files import read_jsonl
 from retrain.maths.bounded import bounded_mean_interval
 from retrain.maths.evaluation import maj_at_k, majority, majority_ks, pass_at_k, sensible_ks
 from retrain.maths.statistics import accuracy_interval
-from retrain.record.base_evaluations import BaseEvaluations
-from retrain.record.evaluation import eval_row
-from retrain.record.recorder import SHOWN, RunRecorder, evaluated, shortened
+from retrain.records.base_evaluations import BaseEvaluations
+from retrain.records.evaluation import eval_row
+from retrain.records.recorder import SHOWN, RunRecorder, evaluated, shortened
 from retrain.rewards.rules import MatchReward
+from retrain.training.evaluation import Evaluator
 from retrain.types import Action, EvalRecord, Group, Problem, Prompt, single_turn
 
 

@@ -14,7 +14,7 @@ from retrain.config import load
 from retrain.data.dataset import Wanted, load_data
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 
 SETS = """
 [[evaluation.sets]]

@@ -11,6 +11,8 @@ from helpers.lanes import local_policy, rollout, totals, trained
 from helpers.models import campaign_head, qwen3_directory
 from typer.testing import CliRunner
 
+from retrain.algorithms.losses import PPO
+from retrain.algorithms.objective import objective_of
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.controller import launch
 from retrain.cli import app
@@ -19,10 +21,12 @@ from retrain.errors import CheckpointError, RunFailed, UsageError
 from retrain.files import read_jsonl
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
-from retrain.policy.objective import Objective, objective_of
+from retrain.policy.objective import Objective
 from retrain.policy.protocol import TrainBatch
+from retrain.policy.terms import PolicyTerm
 from retrain.probe import comparable, probe
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
+from retrain.types import Sample
 
 REWARDS = '''
 def score(completion, answer):
@@ -92,10 +96,12 @@ def test_known_relations_of_the_formulas(tmp_path: Path, model: Path):
 def batch(base, lanes) -> TrainBatch:
     """Rollouts with made-up values from before and targets, which a critic's loss reads."""
     noise = np.random.default_rng(3)
+
+    def table(sample: Sample) -> np.ndarray:
+        return np.where(sample.action_mask, noise.normal(size=len(sample)), 0.0)
+
     samples = rollout(base, lanes, trained(lanes, 1))
-    for sample in samples:
-        sample.values = np.where(sample.action_mask, noise.normal(size=len(sample)), 0.0)
-        sample.value_targets = np.where(sample.action_mask, noise.normal(size=len(sample)), 0.0)
+    samples = [replace(sample, values=table(sample), value_targets=table(sample)) for sample in samples]
     counted = totals(samples)
     return TrainBatch(samples, replace(counted, action_tokens=counted.tokens), 0, ("test",))
 
@@ -139,7 +145,7 @@ def test_the_gradient_is_the_updates_own(lanes, batch, kind):
 
 def test_a_gradient_changes_nothing(lanes, batch):
     policy = learner(lanes, "plain")
-    policy.update(batch, Objective(), 1e-3)  # so that AdamW has a state
+    policy.update(batch, Objective((PolicyTerm(PPO()),)), 1e-3)  # so that AdamW has a state
     torch.manual_seed(7)  # a state that no dropout of a test before can have left
 
     def bits() -> bytes:
@@ -148,8 +154,8 @@ def test_a_gradient_changes_nothing(lanes, batch):
         return b"".join([policy.adapter.flat.detach().numpy().tobytes(), *moments, bytes(torch.get_rng_state())])
 
     before, version = bits(), policy.version
-    policy.gradient(batch, Objective())
-    learner(lanes, "dropout").gradient(batch, Objective())
+    policy.gradient(batch, Objective((PolicyTerm(PPO()),)))
+    learner(lanes, "dropout").gradient(batch, Objective((PolicyTerm(PPO()),)))
     assert (bits(), policy.version) == (before, version)
 
 

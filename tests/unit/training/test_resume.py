@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from retrain.campaign.planning.changes import Approval
 from retrain.campaign.running.controller import launch, resume
-from retrain.checkpoints import FORMAT, common_step, missing_rows
 from retrain.cli import app
 from retrain.config import load
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.ownership import MARK, claim
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
+from retrain.training.checkpoint_files import FORMAT, common_step, missing_rows
 
 SECRET = "very-secret-value-8c1f"
 HUB_TOKEN = "_".join(["hf", "a1b2" * 6])

@@ -10,8 +10,8 @@ from retrain.campaign.running.assemble import assemble
 from retrain.campaign.running.protocol import CohortJob
 from retrain.config import load
 from retrain.errors import CheckpointError
-from retrain.record.observer import NullObserver
-from retrain.trainer import Cohort
+from retrain.records.observer import NullObserver
+from retrain.training.loop import Cohort
 
 KEYS = ["sepa.schedule='auto'", "sepa.warmup_steps=1", "sepa.correct_rate_gate=0.0", "campaign.seeds=[1]"]
 
@@ -44,7 +44,7 @@ def checkpoints(run) -> list[str]:
 
 def state(run):
     """All that a checkpoint would hold of it, but for what the recorder counts."""
-    return {key: value for key, value in run.state().items() if key != "recorder"}
+    return {key: value for key, value in run.state({}).to_dict().items() if key != "recorder"}
 
 
 def test_weights_that_moved_in_the_step_that_failed_are_not_taken_back(cohort, monkeypatch):
@@ -71,8 +71,8 @@ def test_a_run_that_fails_in_its_credit_is_saved_as_it_was_before_the_step(cohor
     run, before = cohort.runs[1], state(cohort.runs[1])
 
     def failing(groups, scores, step):
-        run.algorithm.sepa = {"opened_at": 99}
-        run.ungraded_steps, run.skipped_updates = 2, 1
+        run.algorithm.restore({"sepa": {"opened_at": 99}})
+        run.health.counters.ungraded_steps, run.health.counters.skipped_updates = 2, 1
         raise RuntimeError("credit went wrong")
 
     monkeypatch.setattr(run.algorithm, "credit", failing)
@@ -90,7 +90,7 @@ def test_a_checkpoint_brings_back_all_that_a_run_remembers(model, tmp_path):
     with assembled(tmp_path, model) as cohort:
         cohort.step(cohort.runs)
         run = cohort.runs[1]
-        run.ungraded_steps, run.skipped_updates = 2, 1
+        run.health.counters.ungraded_steps, run.health.counters.skipped_updates = 2, 1
         run.policy.budget.shrink([5, 2], [40, 40], "out of memory")
         cohort.saver.shared = lambda: {"pressure": {"loads": [3]}, "engine": {}}
         cohort.saver.save(cohort.runs)
@@ -105,7 +105,7 @@ def test_a_checkpoint_brings_back_all_that_a_run_remembers(model, tmp_path):
         assert state(run) == before
         assert (before["policy"]["version"], before["ungraded_steps"], before["skipped_updates"]) == (1, 2, 1)
         assert run.policy.budget.tokens == 40
-        assert run.saved_shared["pressure"] == {"loads": [3]}
+        assert run.checkpoints.loaded.shared["pressure"] == {"loads": [3]}
         assert checkpoints(run) == ["step_000001"]
 
 
@@ -117,7 +117,7 @@ def test_a_checkpoint_counts_when_the_whole_cohort_has_its_own(cohort, monkeypat
     def failing(saved):
         raise CheckpointError("it cannot be written")
 
-    monkeypatch.setattr(run, "write", failing)
+    monkeypatch.setattr(run.checkpoints, "write", failing)
     cohort.saver.save(cohort.runs)
     cohort.saver.settle()
     assert (other.error, run.error) == (None, "it cannot be written")

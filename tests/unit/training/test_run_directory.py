@@ -7,11 +7,11 @@ from helpers.campaigns import adapter_bytes, runs_of
 from helpers.models import campaign_head, qwen3_directory
 
 from retrain.campaign.running.controller import launch
-from retrain.checkpoints import newest_whole
 from retrain.config import load
 from retrain.files import read_jsonl
-from retrain.record.catalogue import METRICS
-from retrain.record.observer import NullObserver
+from retrain.records.catalogue import METRICS
+from retrain.records.observer import NullObserver
+from retrain.training.checkpoint_files import newest_whole
 
 RUN = "grpo+none_s1"
 FILES = Path(__file__).parents[2] / "golden" / "campaign_directory.txt"

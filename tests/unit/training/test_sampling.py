@@ -1,6 +1,7 @@
 import threading
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from retrain.config.training import Sampling
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef
 from retrain.files import read_jsonl
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 from retrain.rollouts.collect import Collected, RolloutRequest
-from retrain.rollouts.dynamic import REASONS, DynamicSampling, why_alike
 from retrain.rollouts.queue import RolloutQueue
+from retrain.rollouts.resample import REASONS, Resampler, why_alike
 from retrain.types import Group, Problem, RewardResult
 
 QUIET = ("squeeze.enabled=false", "evaluation.problems=0", "training.eval_every=0", "campaign.seeds=[1]")
@@ -130,12 +131,13 @@ def test_a_group_that_is_too_old_does_not_train_and_is_counted(tmp_path, model, 
     """An engine answers with weights that nobody keeps any more; a run with and one without a critic."""
     sample = LocalEngine.sample
 
-    def late(self, requests, **options):
-        groups = sample(self, requests, **options)
-        for request, group_ in zip(requests, groups, strict=True):
-            if request.stream[-3:] in (("sample", 2, 0), ("sample", 3, 0), ("sample", 3, 1), ("sample", 3, 2)):
-                group_[-1].policy_version = -7
-        return groups
+    def late(self, requests, *, finished, **options):
+        def finished_late(index, actions):
+            if requests[index].stream[-3:] in (("sample", 2, 0), ("sample", 3, 0), ("sample", 3, 1), ("sample", 3, 2)):
+                actions = [*actions[:-1], replace(actions[-1], policy_version=-7)]
+            finished(index, actions)
+
+        return sample(self, requests, finished=finished_late, **options)
 
     monkeypatch.setattr(LocalEngine, "sample", late)
     path = campaign(tmp_path, model, steps=5)
@@ -190,7 +192,7 @@ def collecting(monkeypatch):
         now = time.time()
         return Collected(list(requests), [("rollout", now - 1, now)], 0.5)
 
-    monkeypatch.setattr("retrain.rollouts.dynamic.collect", collect)
+    monkeypatch.setattr("retrain.rollouts.resample.collect", collect)
     return order, held
 
 
@@ -241,36 +243,36 @@ def groups_of(*rewards: list[Any]) -> list[Group]:
     return [group(each, [3] * len(each), problem_id=f"p{i}") for i, each in enumerate(rewards)]
 
 
-def dynamic_sampling(groups: int, rounds: int) -> DynamicSampling:
+def resampler(groups: int, rounds: int) -> Resampler:
     def upcoming(start: int, count: int) -> list[Problem]:
         return [PROBLEMS[(start + i) % len(PROBLEMS)] for i in range(count)]
 
-    return DynamicSampling(groups, rounds, upcoming, len(PROBLEMS))
+    return Resampler(groups, rounds, upcoming, len(PROBLEMS))
 
 
-def asked(sampling: DynamicSampling, *rewards: list[Any], at: int = 0, groups: list[Any] | None = None):
+def asked(sampler: Resampler, *rewards: list[Any], at: int = 0, groups: list[Any] | None = None):
     """(problem, place in the step) of what is asked for after groups of these rewards."""
     requests = [
         RolloutRequest(None, None, PROBLEMS[i], PolicyRef("run", 0), 2, Sampling(4, 1.0), (5, 1, "sample", at, i))
         for i in range(len(rewards))
     ]
-    more = sampling.further(at, requests, groups or groups_of(*rewards))
+    more = sampler.resample(at, requests, groups or groups_of(*rewards))
     assert all(each.stream[:4] == (5, 1, "sample", at) and each.samples == 2 for each in more)
     return [(each.problem.id, each.stream[-1]) for each in more]
 
 
 def test_missing_groups_are_drawn_within_the_rounds_and_no_problem_twice():
-    sampling = dynamic_sampling(2, 3)
-    assert asked(sampling, MIXED, MIXED) == []
-    assert asked(sampling, WRONG, RIGHT) == [("p2", 2), ("p3", 3)]
-    assert asked(sampling, MIXED, RIGHT, WRONG) == [("p3", 3)]
+    sampler = resampler(2, 3)
+    assert asked(sampler, MIXED, MIXED) == []
+    assert asked(sampler, WRONG, RIGHT) == [("p2", 2), ("p3", 3)]
+    assert asked(sampler, MIXED, RIGHT, WRONG) == [("p3", 3)]
     # The list of a step begins where that step does; place 6 of 6 problems is p0, which was drawn.
-    assert asked(sampling, WRONG, RIGHT, at=1) == [("p2", 2), ("p3", 3)]
-    assert asked(dynamic_sampling(2, 2), WRONG, RIGHT, at=1) == [("p4", 2), ("p5", 3)]
-    assert asked(dynamic_sampling(2, 1), *[WRONG] * 4) == []
-    assert asked(dynamic_sampling(2, 9), *[WRONG] * 6) == []
+    assert asked(sampler, WRONG, RIGHT, at=1) == [("p2", 2), ("p3", 3)]
+    assert asked(resampler(2, 2), WRONG, RIGHT, at=1) == [("p4", 2), ("p5", 3)]
+    assert asked(resampler(2, 1), *[WRONG] * 4) == []
+    assert asked(resampler(2, 9), *[WRONG] * 6) == []
     failed = [RuntimeError("no such grader"), *groups_of(WRONG)]
-    assert asked(sampling, WRONG, WRONG, groups=failed) == []  # the run will fail
+    assert asked(sampler, WRONG, WRONG, groups=failed) == []  # the run will fail
 
 
 def test_why_a_group_teaches_nothing():
@@ -287,21 +289,21 @@ def test_why_a_group_teaches_nothing():
 
 
 def test_a_batch_is_what_teaches_filled_up_with_what_was_drawn_first():
-    sampling = dynamic_sampling(3, 2)
+    sampler = resampler(3, 2)
     groups = groups_of(RIGHT, MIXED, RIGHT, WRONG, MIXED, WRONG)
-    selected = sampling.choose(groups)
+    selected = sampler.select(groups)
     assert [groups.index(each) for each in selected.groups] == [0, 1, 4]
     assert [groups.index(each) for each in selected.dropped] == [2, 3, 5]
-    assert selected.numbers == {
+    assert selected.metrics == {
         "dynamic/rounds": 2, "dynamic/drawn": 6, "dynamic/unfilled": 1, "dynamic/dropped_all_right": 1,
         "dynamic/dropped_all_wrong": 2, "dynamic/dropped_alike": 0, "dynamic/dropped_ungraded": 0,
         "dynamic/dropped_tokens": 3 * 2 * (3 + 3), "dynamic/correct_rate": 5 / 6,
     }  # fmt: skip
     late = groups_of(WRONG, MIXED, *[WRONG] * 6, MIXED)
-    assert dynamic_sampling(2, 9).choose(late).groups == [late[1], late[8]]
+    assert resampler(2, 9).select(late).groups == [late[1], late[8]]
     first = groups_of(WRONG, RIGHT, WRONG)
-    assert sampling.choose(first).groups == first
-    assert sampling.choose(first).numbers["dynamic/rounds"] == 0
+    assert sampler.select(first).groups == first
+    assert sampler.select(first).metrics["dynamic/rounds"] == 0
 
 
 def dynamic(*more: str) -> list[str]:

@@ -1,12 +1,14 @@
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers.campaigns import StopAfter, adapter_bytes
+from helpers.credit import credit
 from helpers.lanes import (
     critic_campaign,
     drawn,
@@ -25,8 +27,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from retrain.algorithms.distillation import distil, no_comparison
-from retrain.algorithms.standard import assign_credit, fill_advantages
+from retrain.algorithms.objective import objective_of
 from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.planning.teaching import place_of
 from retrain.campaign.running.controller import launch, resume
@@ -46,12 +47,12 @@ from retrain.policy.divergence import head_divergence
 from retrain.policy.head import Head
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
-from retrain.policy.objective import objective_of
 from retrain.policy.protocol import Scores, TrainBatch
 from retrain.policy.teacher import AdapterTeacher, BaseTeacher, ModelTeacher, PolicyTeacher, taught
-from retrain.record.observer import NullObserver
+from retrain.records.observer import NullObserver
 from retrain.types import (
     Action,
+    CreditedBatch,
     Group,
     Problem,
     Prompt,
@@ -63,6 +64,7 @@ from retrain.types import (
     without_advantages,
 )
 
+GRPO = {"advantage_mode": "grpo", "transform_mode": "none"}
 PROMPT = Prompt(Problem("1", "a question", "3"), "a question", (1, 2))
 
 
@@ -75,10 +77,6 @@ def group(*rewards: float | None) -> Group:
     return single_turn(PROMPT, actions, [RewardResult(reward) for reward in rewards])
 
 
-def rollouts_of(groups: list[Group]) -> list[Rollout]:
-    return [rollout_ for group_ in groups for rollout_ in group_.rollouts]
-
-
 def configured(**distillation):
     return parse_dict({"distillation": {"teacher": "base", **distillation}})
 
@@ -86,47 +84,43 @@ def configured(**distillation):
 def opinions(groups: list[Group], seed: int = 0) -> list[np.ndarray]:
     """Return made-up log-probabilities of every rollout's tokens."""
     noise = np.random.default_rng(seed)
-    return [-noise.exponential(size=len(rollout_)) for rollout_ in rollouts_of(groups)]
+    return [-noise.exponential(size=len(rollout_)) for group_ in groups for rollout_ in group_.rollouts]
 
 
-def credited(groups: list[Group], config, teacher: list[np.ndarray], trainer: list[np.ndarray] | None = None):
-    if config.distillation.alone:
-        no_comparison(groups)
-    else:
-        fill_advantages(groups, "grpo")
-    credit = assign_credit(groups, config, 0.0, ("placebo",))
-    return distil(groups, credit, config.distillation, Scores(logprobs=trainer, teacher=teacher))
+def credited(
+    groups: list[Group], opinions: list[np.ndarray], trainer: list[np.ndarray] | None = None, **distillation
+) -> CreditedBatch:
+    sections = {"algorithm": GRPO, "distillation": {"teacher": "base", **distillation}}
+    return credit(groups, sections, scores=Scores(logprobs=trainer, teacher=opinions))
 
 
 @pytest.mark.parametrize("keys", [{"weight": 0.5}, {"weight": 2.0, "reward_weight": 0.25}, {"student": "trainer"}])
 def test_the_teachers_difference_is_added_to_the_reward_and_groups_without_signal_train(keys):
-    groups, plain = ([group(1.0, 0.0), group(1.0, 1.0)] for _ in range(2))
+    groups = [group(1.0, 0.0), group(1.0, 1.0)]
     teacher, trainer = opinions(groups), opinions(groups, seed=1)
-    fill_advantages(plain, "grpo")
-    assign_credit(plain, parse_dict({}), 0.0, ("placebo",))
-    assert plain[1].discarded == "zero_advantage"
-    config = configured(**keys)
-    assert ("logprobs" in config.distillation.needs) == ("student" in keys)
-    credit = credited(groups, config, teacher, trainer)
-    for i, (mine, other) in enumerate(zip(rollouts_of(groups), rollouts_of(plain), strict=True)):
+    plain = credit(groups, {"algorithm": GRPO})
+    assert plain.groups[1].discarded == "zero_advantage"
+    assert ("logprobs" in configured(**keys).distillation.needs) == ("student" in keys)
+    batch = credited(groups, teacher, trainer, **keys)
+    for i, (mine, other) in enumerate(zip(batch.rollouts, plain.rollouts, strict=True)):
         student_T = trainer[i] if "student" in keys else mine.logprobs_T
         expected_T = keys.get("weight", 1.0) * (teacher[i] - student_T)
         expected_T = expected_T + keys.get("reward_weight", 0.0) * other.token_advantages_T
         np.testing.assert_allclose(mine.token_advantages_T, expected_T, rtol=1e-12)
         assert mine.advantage == pytest.approx(expected_T.mean())
-    assert [group_.discarded for group_ in groups] == [None, None]
-    assert credit.denominators.tokens == sum(map(len, rollouts_of(groups)))
+    assert [group_.discarded for group_ in batch.groups] == [None, None]
+    assert batch.denominators.tokens == sum(map(len, batch.rollouts))
 
 
 @pytest.mark.parametrize("reward_weight", [0.0, 1.0])
 def test_ungraded_answers_do_not_train(reward_weight):
     groups = [group(1.0, None, 0.0), group(None, None)]
-    credit = credited(groups, configured(reward_weight=reward_weight), opinions(groups))
-    kept, lost, other = groups[0].rollouts
+    batch = credited(groups, opinions(groups), reward_weight=reward_weight)
+    kept, lost, other = batch.groups[0].rollouts
     assert lost.token_advantages_T is None
     assert math.isnan(lost.advantage)
-    assert [group_.discarded for group_ in groups] == [None, "no_reward"]
-    assert credit.denominators.tokens == len(kept) + len(other)
+    assert [group_.discarded for group_ in batch.groups] == [None, "no_reward"]
+    assert batch.denominators.tokens == len(kept) + len(other)
 
 
 @pytest.mark.parametrize("reward_weight", [0.0, 1.0])
@@ -135,15 +129,15 @@ def test_answers_without_a_teacher_are_counted_and_train_on_their_reward(reward_
     groups = [group(1.0, 0.0, 0.0), group(1.0, 1.0)]
     teacher = opinions(groups)
     teacher[0] = teacher[3] = teacher[4] = np.zeros(0)
-    config = configured(teacher="policy", context="sibling", reward_weight=reward_weight)
-    credit = credited(groups, config, teacher)
-    untaught, with_teacher, _ = groups[0].rollouts
-    assert credit.metrics["distillation/taught_frac"] == pytest.approx(2 / 5)
+    keys = {"teacher": "policy", "context": "sibling", "reward_weight": reward_weight}
+    batch = credited(groups, teacher, **keys)
+    untaught, with_teacher, _ = batch.groups[0].rollouts
+    assert batch.metrics["distillation/taught_frac"] == pytest.approx(2 / 5)
     assert bool(untaught.token_advantages_T.any()) == bool(reward_weight)
     assert with_teacher.token_advantages_T.any()
-    assert [group_.discarded for group_ in groups] == [None, "zero_advantage"]
-    assert credit.denominators.tokens == sum(map(len, rollouts_of(groups)))
-    nothing = credited(groups, config, [np.zeros(0)] * 5)
+    assert [group_.discarded for group_ in batch.groups] == [None, "zero_advantage"]
+    assert batch.denominators.tokens == sum(map(len, batch.rollouts))
+    nothing = credited(groups, [np.zeros(0)] * 5, **keys)
     assert nothing.metrics["distillation/taught_frac"] == 0.0
     assert "distillation/reverse_kl" not in nothing.metrics
 
@@ -154,16 +148,16 @@ def test_a_teacher_logprob_that_is_not_finite_ends_the_run(wrong):
     teacher = opinions(groups)
     teacher[1][0] = wrong
     with pytest.raises(RunFailed, match="teacher base gives a sampled token a log-probability that is not finite"):
-        credited(groups, configured(), teacher)
+        credited(groups, teacher)
 
 
 def test_the_metrics_are_their_definitions():
     groups = [group(1.0, None, 0.0), group(1.0, 1.0)]
     teacher = opinions(groups)
-    config = configured(weight=0.5, clamp=0.6)
-    numbers = credited(groups, config, teacher).metrics
+    batch = credited(groups, teacher, weight=0.5, clamp=0.6)
+    numbers = batch.metrics
     graded = [i for i in range(5) if i != 1]
-    student_T = np.concatenate([rollouts_of(groups)[i].logprobs_T for i in graded])
+    student_T = np.concatenate([batch.rollouts[i].logprobs_T for i in graded])
     teacher_T = np.concatenate([teacher[i] for i in graded])
     ratio_T = np.exp(teacher_T - student_T)
     clipped_T = 0.5 * np.clip(teacher_T - student_T, -0.6, 0.6)
@@ -190,7 +184,7 @@ def groups_of(samples) -> list[Group]:
             action = Action(sample.token_ids[begin:end].tolist(), "", sample.logprobs[begin:end], None, "stop")
             turns.append(Turn(tuple(sample.token_ids[at:begin].tolist()), action))
             at = end
-        groups.append(Group(PROMPT, [Rollout(PROMPT, turns, RewardResult(1.0))]))
+        groups.append(Group(PROMPT, (Rollout(PROMPT, tuple(turns), RewardResult(1.0)),)))
     return groups
 
 
@@ -432,9 +426,8 @@ def student(base, lanes, teacher, **keys):
 
 def unrewarded(samples, prompts) -> TrainBatch:
     """A batch without advantages whose teacher reads these prompts."""
-    views = [without_advantages(sample) for sample in samples]
-    for view, prompt in zip(views, prompts, strict=True):
-        view.teacher_prompt = prompt
+    pairs = zip(samples, prompts, strict=True)
+    views = [replace(without_advantages(sample), teacher_prompt=prompt) for sample, prompt in pairs]
     return TrainBatch(views, totals(views), 0, ("whole",))
 
 
@@ -471,7 +464,7 @@ def test_the_gradient_over_the_vocabulary_is_the_plain_losses(base, lanes, who, 
     expected = policy.adapter.flat.grad.clone()
     assert float(expected.norm()) > 1e-4
     torch.testing.assert_close(gradient, expected, rtol=2e-3, atol=2e-6)
-    numbers = policy.update(batch, objective, 1e-6)
+    numbers = policy.update(batch, objective, 1e-6).metrics
     assert numbers["distillation/divergence"] == pytest.approx(float(total.detach()) / taught, rel=1e-4)
     assert numbers["num_datums"] == 5
 
@@ -501,8 +494,8 @@ def test_the_reference_answer_stands_at_the_end_of_the_last_message(base, sample
     assert text.replace("\n\nHint: 46!", "") == group_.prompt.text
     no_room = len(first) + len(group_.rollouts[0]) - 1
     assert teacher_context(base, no_room, **keys).prompts(group_)[0] is None
-    group_.prompt = Prompt(Problem("1", "12 + 34", ""), group_.prompt.text, group_.prompt.token_ids)
-    assert teacher_context(base, **keys).prompts(group_) == [None, None, None]
+    prompt = replace(group_.prompt, problem=Problem("1", "12 + 34", ""))
+    assert teacher_context(base, **keys).prompts(replace(group_, prompt=prompt)) == [None, None, None]
 
 
 def test_a_sibling_is_the_first_other_answer_that_was_right(base, samples):

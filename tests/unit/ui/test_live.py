@@ -7,7 +7,7 @@ import pytest
 from helpers.pages import OTHER, RUN, campaign, client_of, get, record, row
 
 from retrain.files import append_jsonl, read_json, read_jsonl, write_json
-from retrain.record.columns import ColumnWriter
+from retrain.records.columns import ColumnWriter
 
 # Endpoints that read rows of numbers and settings, and those that read rollouts and times.
 ROWS = {

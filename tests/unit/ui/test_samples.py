@@ -5,7 +5,7 @@ import pytest
 from helpers.pages import client_of, get, manifest, record
 from helpers.records import context, evaluation, group
 
-from retrain.record.recorder import RunRecorder
+from retrain.records.recorder import RunRecorder
 from retrain.ui.iterations import Index
 from retrain.ui.problems import matrix
 

@@ -1,0 +1,225 @@
+"""Episode advantages: one number per completion, from the rewards of its group.
+
+All share r_i − r̄ and differ in the scale: none (Dr. GRPO), the group's standard deviation (GRPO), N/(N−1) (RLOO),
+the group's mean (MaxRL), the batch's token-weighted standard deviation (REINFORCE++). The scale decides which
+objective is climbed: with success probability p the expected weight on ∇p is 1 for RLOO, (N−1)/N for Dr. GRPO and
+(1 − (1−p)^(N−1))/p for MaxRL, a truncated maximum likelihood.
+
+The last axis of ``rewards_N`` is the group; leading axes are batched, so [N] and [P, N] both work. Results are
+float64 and carry no gradient. Rewards that differ by less than 1e-8 (relative to the largest, absolute below 1)
+count as equal: float noise must not become an advantage.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from retrain.algorithms.algorithm import CreditStep, StepContext
+from retrain.algorithms.credit.turns import Comparison, TurnCredit, add_advantage, comparisons, has_signal
+from retrain.config.modes import Named, advantage_of
+from retrain.errors import PluginError, RunFailed
+from retrain.maths.arrays import plugin_name
+from retrain.maths.shapes import Doubles_B, Doubles_PN, Floats_B, Rewards_PN, Values_B, of_shape
+from retrain.types import Action, CreditedBatch, CreditedRollout, Problem, RewardResult
+
+EQUAL_REWARDS = 1e-8
+GRPO_EPSILON = 1e-6
+
+Formula = Callable[[Rewards_PN], Doubles_PN]
+
+
+@dataclass(frozen=True)
+class GroupContext:
+    """What an advantage plug-in gets beside the rewards: the group's problem and its graded completions."""
+
+    problem: Problem
+    completions: Sequence[Action]
+    rewards: Sequence[RewardResult]
+
+
+@dataclass(frozen=True)
+class GroupAdvantage(CreditStep):
+    """Compares the rollouts of each group, whole or (``turn_credit``) turn by turn, by the ``formula`` of a built-in
+    ``mode`` or by a ``mode`` that is a function of the user's; ``reward_name`` stands in messages.
+
+    Rollouts without a reward (grading failed) take no part: NaN, and the rest of the group is compared among itself.
+    Some modes are whitened over the batch. A group whose advantages are all 0 carries no signal and is discarded as
+    ``zero_advantage``, one without any reward as ``no_reward``. Raises RunFailed where the mode is not defined for a
+    reward.
+    """
+
+    mode: Named
+    formula: Formula | None = None
+    turn_credit: TurnCredit | None = None
+    reward_name: str = "reward"
+
+    def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
+        facts = advantage_of(self.mode)
+        rated: list[tuple[Comparison, list[float]]] = []
+        for group in batch.groups:
+            for comparison in comparisons(group, self.turn_credit):
+                smallest = max(facts.smallest_group, 1 if comparison.turns is None else 2)
+                if len(comparison.rollouts) >= smallest:
+                    rated.append((comparison, self._advantages(comparison)))
+                elif comparison.turns is not None:  # nothing to compare this turn with
+                    rated.append((comparison, [0.0] * len(comparison.rollouts)))
+        if facts.whitened and rated:
+            rated = _whitened(rated)
+        credited = {rollout: rollout for rollout in batch.rollouts}
+        for comparison, values in rated:
+            for rollout, turn, value in zip(comparison.rollouts, comparison.places, values, strict=True):
+                credited[rollout] = add_advantage(credited[rollout], turn, comparison.weight * value)
+        return discard_without_signal(batch.with_rollouts(credited.values()))
+
+    def _advantages(self, comparison: Comparison) -> list[float]:
+        """Return the advantage of each rollout that is compared."""
+        returns_N = torch.tensor(comparison.returns, dtype=torch.float64)
+        outside_N = returns_N[(returns_N < 0.0) | (returns_N > 1.0)]
+        if advantage_of(self.mode).unit_rewards and len(outside_N):
+            raise RunFailed(
+                f"advantage_mode = {self.mode} is defined for rewards in [0, 1], but {self.reward_name} gave "
+                f"{outside_N[0].item():g}: rescale that reward or use advantage_mode = grpo"
+            )
+        rewards = [rollout.reward for rollout in comparison.rollouts]
+        context = GroupContext(comparison.group.prompt.problem, comparison.actions, rewards)
+        if callable(self.mode):
+            return plugin_advantages(self.mode, returns_N, context).tolist()
+        assert self.formula is not None, "a built-in mode has a formula"
+        return self.formula(returns_N).tolist()
+
+
+@dataclass(frozen=True)
+class ZeroAdvantage(CreditStep):
+    """Gives every rollout with a reward the advantage 0, for runs in which only a teacher gives advantages."""
+
+    def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
+        rollouts = batch.rollouts
+        rated = [rollout.has_reward and len(rollout) > 0 for rollout in rollouts]
+        batch = batch.update(rollouts, ({"advantage": 0.0 if known else math.nan} for known in rated))
+        return batch.with_discarded(None if _is_rated(group.rollouts) else "no_reward" for group in batch.groups)
+
+
+def discard_without_signal(batch: CreditedBatch) -> CreditedBatch:
+    """Return the batch with ``discarded`` of every group by its advantages."""
+    reasons = []
+    for group in batch.groups:
+        reason = None if has_signal(group) else "zero_advantage"
+        reasons.append(reason if _is_rated(group.rollouts) else "no_reward")
+    return batch.with_discarded(reasons)
+
+
+def _is_rated(rollouts: Sequence[CreditedRollout]) -> bool:
+    return any(math.isfinite(rollout.advantage) for rollout in rollouts)
+
+
+def _whitened(rated: Sequence[tuple[Comparison, list[float]]]) -> list[tuple[Comparison, list[float]]]:
+    """Return the comparisons with their values whitened over all of them."""
+    values_N = torch.tensor([value for _, values in rated for value in values], dtype=torch.float64)
+    tokens_N = torch.tensor([tokens for comparison, _ in rated for tokens in comparison.tokens])
+    parts = iter(whiten(values_N, tokens_N).tolist())
+    return [(comparison, [next(parts) for _ in values]) for comparison, values in rated]
+
+
+def checked_rewards(rewards_N: Rewards_PN) -> Doubles_PN:
+    """Return rewards as detached float64; ValueError unless they are finite and have a group axis."""
+    if rewards_N.dim() == 0:
+        raise ValueError("rewards need a group axis: got a single number")
+    rewards_N = rewards_N.detach().to(torch.float64)
+    finite_N = torch.isfinite(rewards_N)
+    if not bool(finite_N.all()):
+        where = torch.nonzero(~finite_N)[0].tolist()
+        raise ValueError(f"rewards must be finite: found {rewards_N[tuple(where)].item()} at index {where}")
+    return rewards_N
+
+
+def centred(rewards_N: Rewards_PN) -> Doubles_PN:
+    """Return centred rewards r − r̄, exactly 0 for a group of equal rewards."""
+    if rewards_N.shape[-1] == 0:
+        return rewards_N.clone()
+    spread = rewards_N.amax(-1, keepdim=True) - rewards_N.amin(-1, keepdim=True)
+    noise = EQUAL_REWARDS * rewards_N.abs().amax(-1, keepdim=True).clamp(min=1.0)
+    return torch.where(spread < noise, 0.0, rewards_N - rewards_N.mean(-1, keepdim=True))
+
+
+def dr_grpo(rewards_N: Rewards_PN) -> Doubles_PN:
+    """r_i − r̄ (arXiv 2503.20783); pairs with the ``constant`` loss normaliser."""
+    return centred(checked_rewards(rewards_N))
+
+
+def grpo(rewards_N: Rewards_PN) -> Doubles_PN:
+    """(r_i − r̄)/(std + 1e-6) with the population standard deviation (arXiv 2402.03300)."""
+    centred_N = centred(checked_rewards(rewards_N))
+    if centred_N.shape[-1] == 0:
+        return centred_N
+    deviation = centred_N.square().mean(-1, keepdim=True).sqrt()
+    return torch.where(deviation < EQUAL_REWARDS, 0.0, centred_N / (deviation + GRPO_EPSILON))
+
+
+def rloo(rewards_N: Rewards_PN) -> Doubles_PN:
+    """r_i minus the mean of the other rewards, N/(N−1)·(r_i − r̄) (arXiv 2402.14740).
+
+    Raises ValueError for a group of one, which has no others.
+    """
+    centred_N = centred(checked_rewards(rewards_N))
+    size = centred_N.shape[-1]
+    if size == 1:
+        raise ValueError("rloo compares with the other completions of the group: it needs group_size >= 2, got 1")
+    return centred_N * (size / (size - 1)) if size else centred_N
+
+
+def maxrl(rewards_N: Rewards_PN) -> Doubles_PN:
+    """(r_i − r̄)/r̄, all 0 when every reward is 0 (arXiv 2602.02710).
+
+    Defined for rewards in [0, 1]; maximum likelihood only for 0/1. Raises ValueError otherwise.
+    """
+    rewards_N = checked_rewards(rewards_N)
+    outside_N = rewards_N[(rewards_N < 0.0) | (rewards_N > 1.0)]
+    if len(outside_N):
+        raise ValueError(f"maxrl is defined for rewards in [0, 1]: got {outside_N[0].item():g}")
+    centred_N = centred(rewards_N)
+    if centred_N.shape[-1] == 0:
+        return centred_N
+    mean = rewards_N.mean(-1, keepdim=True)
+    return torch.where(mean > 0.0, centred_N / torch.where(mean > 0.0, mean, 1.0), 0.0)
+
+
+def whiten(advantages_B: Floats_B, token_counts_B: Values_B) -> Doubles_B:
+    """(A − mean)/std over all trained tokens of the batch, float64 [B] (REINFORCE++, arXiv 2501.03262).
+
+    ``advantages_B`` holds r_i − r̄ of every completion, which all its ``token_counts_B`` tokens share, so mean and
+    population standard deviation are weighted by length. A standard deviation of 0, or no token at all, gives 0.
+    """
+    advantages_B = checked_rewards(advantages_B)
+    counts_B = token_counts_B.detach().to(advantages_B)
+    if counts_B.shape != advantages_B.shape:
+        raise ValueError(f"one token count per advantage: got {tuple(counts_B.shape)} for {tuple(advantages_B.shape)}")
+    total = counts_B.sum()
+    if float(total) <= 0.0:
+        return torch.zeros_like(advantages_B)
+    centred_B = advantages_B - (advantages_B * counts_B).sum() / total
+    deviation = ((centred_B.square() * counts_B).sum() / total).sqrt()
+    return torch.zeros_like(centred_B) if float(deviation) < EQUAL_REWARDS else centred_B / deviation
+
+
+def plugin_advantages(function: Callable[..., Any], rewards_N: Rewards_PN, context: Any = None) -> Doubles_PN:
+    """Return advantages of a user's ``function(rewards_N)`` or ``function(rewards_N, context)``, float64 [N].
+
+    Raises PluginError naming the plug-in when the result has another length or is not finite.
+    """
+    plugin, rewards_N = f"advantage plug-in {plugin_name(function)}", checked_rewards(rewards_N)
+    positional = [
+        p
+        for p in inspect.signature(function).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    takes_context = len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in positional)
+    result = function(rewards_N.clone(), context) if takes_context else function(rewards_N.clone())
+    result = of_shape(plugin, result, rewards_N, "rewards", "one number per completion")
+    advantages_N = result.detach().to(torch.float64)
+    if not bool(torch.isfinite(advantages_N).all()):
+        raise PluginError(f"{plugin} returned NaN or infinity: {advantages_N.tolist()}")
+    return advantages_N

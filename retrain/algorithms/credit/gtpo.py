@@ -1,0 +1,85 @@
+"""GTPO weights: uncertain tokens of a completion get more of its advantage.
+
+Two papers use the name GTPO. This is the weighting form w_t = max(0, 1 + β(h_t/h̄ − 1)), whose mean weight is 1 for
+β ≤ 1; ``gtpo_paper`` is Group Token Policy Optimization.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from retrain.algorithms.algorithm import CreditStep, StepContext
+from retrain.algorithms.credit.uncertainty import moments
+from retrain.algorithms.tables import fields, pad_field, pad_if_all, token_mask
+from retrain.maths.shapes import Floats_BT, Mask_BT
+from retrain.types import CreditedBatch
+
+MIN_MEAN_UNCERTAINTY = 1e-7
+
+
+@dataclass(frozen=True)
+class GtpoWeights(CreditStep):
+    """Multiplies token advantages by weights of strength ``beta`` from the uncertainties, pooled ones if there are."""
+
+    beta: float
+
+    def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
+        rated = batch.rated
+        if not rated:
+            return batch
+        mask_BT = token_mask(rated)
+        raw_BT = pad_field(rated, "uncertainty_T")
+        pooled_BT = pad_if_all([rollout.pooled_uncertainty_T for rollout in rated])
+        weights_BT = gtpo_weights(raw_BT if pooled_BT is None else pooled_BT, mask_BT, self.beta)
+        unpooled_BT = None if pooled_BT is None else gtpo_weights(raw_BT, mask_BT, self.beta)
+        planning_BT = pad_if_all([rollout.planning_T for rollout in rated], np.bool_)
+        advantages_BT = pad_field(rated, "token_advantages_T") * weights_BT
+        batch = batch.update(rated, fields("token_advantages_T", advantages_BT, rated))
+        return batch.with_metrics(weight_stats(weights_BT, unpooled_BT, planning_BT, mask_BT))
+
+
+@torch.no_grad()
+def gtpo_weights(h_BT: Floats_BT, mask_BT: Mask_BT, beta: float) -> Floats_BT:
+    """w_t = max(0, 1 + β(h_t/h̄ − 1)), h̄ the mean over the completion's trained tokens; 0 in the padding.
+
+    Completions with h̄ < 1e-7 get 1; β = 0 is an exact no-op; the mean weight is 1 for β ≤ 1. Raises ValueError for
+    a negative or non-finite β.
+    """
+    if not (math.isfinite(beta) and beta >= 0.0):
+        raise ValueError(f"gtpo beta must be a finite number >= 0: got {beta}")
+    count_B_1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
+    mean_B_1 = torch.where(mask_BT, h_BT, 0.0).sum(1, keepdim=True) / count_B_1
+    flat_B_1 = mean_B_1 < MIN_MEAN_UNCERTAINTY
+    scale_B_1 = torch.where(flat_B_1, 0.0, beta / torch.where(flat_B_1, 1.0, mean_B_1))
+    base_B_1 = torch.where(flat_B_1, 1.0, torch.full_like(mean_B_1, 1.0 - beta))
+    weights_BT = torch.addcmul(base_B_1, h_BT, scale_B_1).clamp_(min=0.0)
+    return torch.where(mask_BT, weights_BT, 0.0)
+
+
+WEIGHT_STATS = ("exec_weight_mean", "exec_weight_var", "plan_weight_mean", "plan_weight_var")
+POOLING_STATS = ("exec_weight_var_unpooled", "plan_weight_change")
+
+
+@torch.no_grad()
+def weight_stats(
+    weights_BT: Floats_BT, unpooled_BT: Floats_BT | None, planning_BT: Mask_BT | None, mask_BT: Mask_BT
+) -> dict[str, float | None]:
+    """The catalogue's weight keys: mean and variance over execution and planning tokens, and what pooling did.
+
+    ``unpooled_BT`` are the weights that the same uncertainties give without pooling: ``plan_weight_change`` is the
+    largest difference on a planning token, which is rounding because pooling keeps every completion's Σh.
+    """
+    stats: dict[str, float | None] = dict.fromkeys([*WEIGHT_STATS, *(POOLING_STATS if unpooled_BT is not None else ())])
+    if planning_BT is None:
+        return stats
+    plan_BT = planning_BT & mask_BT
+    execution_BT = mask_BT ^ plan_BT
+    stats["exec_weight_mean"], stats["exec_weight_var"] = moments(weights_BT, execution_BT)
+    stats["plan_weight_mean"], stats["plan_weight_var"] = moments(weights_BT, plan_BT)
+    if unpooled_BT is not None:
+        stats["exec_weight_var_unpooled"] = moments(unpooled_BT, execution_BT)[1]
+        changes = (weights_BT[plan_BT] - unpooled_BT[plan_BT]).abs()
+        stats["plan_weight_change"] = float(changes.max()) if changes.numel() else None
+    return stats

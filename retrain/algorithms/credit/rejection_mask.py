@@ -1,0 +1,165 @@
+"""Rejection: tokens that trainer and sampler disagree about are masked in the policy loss, as far as that is decided
+for a whole update: completions by ``[algorithm] rejection``, tokens by M2PO; and the divisor of the loss after it.
+
+Completions are rejected once in a step. M2PO bounds how far the policy goes from the sampler, so with several updates
+it chooses again before each of them (``mask_minibatch``), over that update's tokens.
+
+What is rejected keeps its place in the other terms of the loss and in all statistics: its weight in the policy loss is
+0, nothing else changes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from retrain.algorithms.algorithm import CreditStep, StepContext
+from retrain.algorithms.losses import M2PO
+from retrain.algorithms.tables import pad, token_mask
+from retrain.config import Config
+from retrain.config.algorithm import Algorithm as AlgorithmSection
+from retrain.maths.corrections import Correction, kept_sequences
+from retrain.maths.shapes import Mask_BT
+from retrain.policy.protocol import Policy, TrainBatch, Want
+from retrain.types import CreditedBatch, CreditedRollout, sequence_slices
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """One sample of a credited rollout: its tokens, and the trainer's log-probabilities of them before the update."""
+
+    rollout: CreditedRollout
+    tokens: slice
+    old_logprobs_T: np.ndarray
+
+
+@dataclass(frozen=True)
+class RejectionMask(CreditStep):
+    """Sets ``policy_weights_T`` of every rollout that has a reward, and the divisors where only kept tokens count.
+
+    Reads the trainer's log-probabilities before the update. A sequence is what one sample trains on: a whole rollout,
+    unless the conversation was rewritten. With ``several_updates`` M2PO is left to ``mask_minibatch``.
+    """
+
+    algorithm: AlgorithmSection
+    several_updates: bool = False
+
+    @property
+    def requires(self) -> frozenset[Want]:
+        return frozenset({Want.LOGPROBS})
+
+    @classmethod
+    def of(cls, config: Config) -> "RejectionMask | None":
+        """Return the step of a configuration; None where nothing is rejected that is decided beforehand."""
+        algorithm = config.algorithm
+        rejects = algorithm.rejection != "none" or algorithm.rejection_denominator == "kept"
+        return cls(algorithm, config.training.several_updates) if rejects or algorithm.loss == "m2po" else None
+
+    @property
+    def _uses_m2po(self) -> bool:
+        return self.algorithm.loss == "m2po" and not self.several_updates
+
+    def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
+        counts_kept = self.algorithm.rejection_denominator == "kept"
+        if not (counts_kept or self.algorithm.rejection != "none" or self._uses_m2po) or not batch.groups:
+            return batch
+        assert context.scores.logprobs is not None, "the algorithm asked for log-probabilities"
+        sequences = [
+            _Sequence(rollout, tokens, logprobs_T[tokens])
+            for rollout, logprobs_T in zip(batch.rollouts, context.scores.logprobs, strict=True)
+            if rollout.is_credited
+            for tokens in sequence_slices(rollout)
+        ]
+        if not sequences:
+            return batch
+        kept_BT, mask_BT = self._kept(sequences)
+        weights = {sequence.rollout: np.ones(len(sequence.rollout)) for sequence in sequences}
+        for sequence, kept_T in zip(sequences, kept_BT.numpy(), strict=True):
+            weights[sequence.rollout][sequence.tokens] = kept_T[: len(sequence.old_logprobs_T)]
+        changes = {rollout: {"policy_weights_T": weights_T} for rollout, weights_T in weights.items()}
+        if counts_kept:
+            counts = _counts(sequences, weights)
+            changes = {rollout: {**change, **counts[rollout]} for rollout, change in changes.items()}
+            batch = replace(batch, denominators=replace(
+                batch.denominators,
+                tokens=sum(count["counted_tokens"] for count in counts.values()),
+                sequences=sum(count["counted_sequences"] for count in counts.values()),
+                kept_tokens=True,
+            ))  # fmt: skip
+        batch = batch.update(list(changes), changes.values())
+        leaves_m2po_open = self.several_updates and self.algorithm.loss == "m2po"
+        return batch if leaves_m2po_open else batch.with_metrics(_shares(kept_BT, mask_BT))
+
+    def _kept(self, sequences: Sequence[_Sequence]) -> tuple[Mask_BT, Mask_BT]:
+        """Return which tokens train, and which there are, bool [B, T], a row for each sequence."""
+        algorithm, mask_BT = self.algorithm, token_mask([sequence.old_logprobs_T for sequence in sequences])
+        old_BT = pad([sequence.old_logprobs_T for sequence in sequences])
+        sampler_BT = pad([sequence.rollout.logprobs_T[sequence.tokens] for sequence in sequences])
+        kept_BT = mask_BT.clone()
+        if algorithm.rejection != "none":
+            low, high = algorithm.rejection_bounds
+            kept_BT &= kept_sequences(algorithm.rejection, old_BT, sampler_BT, mask_BT, low, high)
+        if self._uses_m2po:
+            m2po = M2PO(**algorithm.parameters_of("loss"))
+            advantages = [sequence.rollout.token_advantages_T for sequence in sequences]
+            advantages_BT = pad([
+                values_T[sequence.tokens] for values_T, sequence in zip(advantages, sequences, strict=True)
+                if values_T is not None
+            ])  # fmt: skip
+            kept_BT &= m2po.kept_tokens(old_BT, sampler_BT, mask_BT, advantages_BT)
+        if algorithm.rejection_denominator == "kept" and algorithm.weight is not None:
+            correction = Correction(*algorithm.weight)
+            kept_BT &= correction.weights(correction.ratio(old_BT, sampler_BT, mask_BT)) != 0.0
+        return kept_BT, mask_BT
+
+
+def _counts(
+    sequences: Sequence[_Sequence], weights: dict[CreditedRollout, np.ndarray]
+) -> dict[CreditedRollout, dict[str, int]]:
+    """Return for each rollout how many of its tokens and sequences count in the loss's divisor."""
+    counts = {rollout: {"counted_tokens": 0, "counted_sequences": 0} for rollout in weights}
+    for sequence in sequences:
+        rollout, tokens = sequence.rollout, sequence.tokens
+        mask_T = np.ones(len(rollout), dtype=bool) if rollout.loss_mask_T is None else rollout.loss_mask_T
+        count = int((mask_T[tokens] & (weights[rollout][tokens] != 0.0)).sum())
+        counts[rollout]["counted_tokens"] += count
+        counts[rollout]["counted_sequences"] += count > 0
+    return counts
+
+
+def _shares(kept_BT: Mask_BT, mask_BT: Mask_BT) -> dict[str, Any]:
+    rejected_BT = mask_BT & ~kept_BT
+    return {
+        "rejected_tokens_frac": float(rejected_BT.sum() / mask_BT.sum().clamp(min=1)),
+        "rejected_sequences_frac": float((mask_BT.any(1) & ~kept_BT.any(1)).double().mean()),
+    }
+
+
+def mask_minibatch(batch: TrainBatch, policy: Policy, algorithm: AlgorithmSection) -> tuple[TrainBatch, dict[str, Any]]:
+    """Return the batch of one of several updates, masked by M2PO with the policy as it is now, and the shares masked.
+
+    The choice is over all sampled tokens of the update that have an advantage, so that micro-batches do not change it;
+    what a completion was rejected for stays masked. One forward pass, but none before the first update, whose
+    log-probabilities are known.
+    """
+    samples = batch.samples
+    logprobs = [sample.old_logprobs[sample.action_mask] for sample in samples if sample.old_logprobs is not None]
+    if batch.update or len(logprobs) < len(samples):
+        scored = policy.score(samples, frozenset({Want.LOGPROBS})).logprobs
+        assert scored is not None, "a policy gives what it is asked for"
+        logprobs = [logprobs_T for _, logprobs_T in zip(samples, scored, strict=True)]
+    mask_BT, now_BT = token_mask(logprobs), pad(logprobs)
+    sampler_BT = pad([sample.logprobs[sample.action_mask] for sample in samples])
+    advantages_BT = pad([sample.advantages[sample.action_mask] for sample in samples])
+    m2po = M2PO(**algorithm.parameters_of("loss"))
+    kept_BT = m2po.kept_tokens(now_BT, sampler_BT, mask_BT, advantages_BT)
+    masked = []
+    for row, sample in enumerate(samples):
+        length = len(logprobs[row])
+        weights = np.ones(len(sample)) if sample.policy_weights is None else sample.policy_weights.copy()
+        weights[sample.action_mask] *= kept_BT[row, :length].numpy()
+        kept_BT[row, :length] &= torch.from_numpy(weights[sample.action_mask] != 0.0)
+        masked.append(replace(sample, policy_weights=weights * sample.action_mask))
+    return replace(batch, samples=masked), _shares(kept_BT, mask_BT)

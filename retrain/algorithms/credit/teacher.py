@@ -1,0 +1,143 @@
+"""Credit from a teacher (on-policy distillation): added to every token's advantage, or a term of the loss.
+
+On-policy distillation minimises the reverse KL divergence Σ_t KL(π ‖ π_teacher) on the student's own samples. Its
+policy gradient has the advantage −(ln π − ln π_teacher) of the token itself, with nothing of later tokens (discount 0;
+Thinking Machines, "On-Policy Distillation"; verl pull request 4897). The advantage is a constant: differentiated, the
+estimate k1 has no gradient in expectation, and k3 has that of the forward divergence.
+
+It is added after token credit, which spreads the reward alone, and before anything is rejected. Differences from
+published code: it stands beside the reward's advantage instead of in the reward, so that it is neither compared within
+groups nor discounted; and completions whose reward could not be had take no part, as everywhere.
+"""
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from retrain.algorithms.algorithm import CreditStep, StepContext
+from retrain.config.distillation import Distillation
+from retrain.errors import RunFailed
+from retrain.maths.ratios import sampled_token_kl
+from retrain.maths.shapes import Floats_BT, Mask_BT
+from retrain.policy.protocol import Want
+from retrain.types import CreditedBatch, CreditedRollout
+
+
+@dataclass(frozen=True)
+class TeacherAdvantage(CreditStep):
+    """Makes every token's advantage reward_weight · A + the teacher's; the rollout's becomes the mean of it.
+
+    Groups whose rewards are all the same train as well. Where the teacher says nothing of a rollout (an empty array),
+    it adds nothing. Reads the ``teacher``'s log-probabilities, and with ``student = "trainer"`` the policy's. Raises
+    RunFailed where the teacher's are not finite.
+    """
+
+    section: Distillation
+
+    @property
+    def requires(self) -> frozenset[Want]:
+        student = {Want.LOGPROBS} if self.section.student == "trainer" else set()
+        return frozenset({Want.TEACHER, *student})
+
+    def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
+        scores, rollouts = context.scores, batch.rollouts
+        if not rollouts:
+            return batch
+        assert scores.teacher is not None, "a teacher was asked"
+        from_trainer = self.section.student == "trainer"
+        students = scores.logprobs if from_trainer else [rollout.logprobs_T for rollout in rollouts]
+        assert students is not None, "the policy was asked"
+        rows = [row for row, one in enumerate(rollouts) if one.is_credited and len(scores.teacher[row])]
+        batch = _weigh_reward(batch, self.section, {rollouts[row] for row in rows})
+        if not rows:
+            return batch
+        student_1T = torch.from_numpy(np.concatenate([students[row] for row in rows])).double()[None]
+        teacher_1T = torch.from_numpy(np.concatenate([scores.teacher[row] for row in rows])).double()[None]
+        if not bool(torch.isfinite(teacher_1T).all()):
+            raise RunFailed(
+                f"the teacher {self.section.teacher} gives a sampled token a log-probability that is not finite"
+            )
+        mask_1T = torch.ones(student_1T.shape, dtype=torch.bool)
+        advantages_1T = distillation_advantages(
+            student_1T, teacher_1T, mask_1T, self.section.weight, self.section.clamp
+        )
+        taught = [batch.rollouts[row] for row in rows]
+        parts = np.split(advantages_1T[0].numpy(), np.cumsum([len(rollout) for rollout in taught])[:-1])
+        totals = [_token_advantages(one) + part_T for one, part_T in zip(taught, parts, strict=True)]
+        batch = batch.update(
+            taught, ({"token_advantages_T": total_T, "advantage": float(total_T.mean())} for total_T in totals)
+        )
+        return batch.with_metrics(_numbers(student_1T, teacher_1T, mask_1T, advantages_1T, self.section.clamp))
+
+
+@dataclass(frozen=True)
+class FullVocabularyTeacher(CreditStep):
+    """Leaves reward_weight · A of every token, where a term of the loss compares whole distributions; groups train in
+    which some completion has a teacher (``teacher_prompt``)."""
+
+    section: Distillation
+
+    def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
+        if not batch.groups:
+            return batch
+        taught = {one for one in batch.rollouts if one.is_credited and one.teacher_prompt is not None}
+        return _weigh_reward(batch, self.section, taught)
+
+
+def _weigh_reward(batch: CreditedBatch, section: Distillation, taught: AbstractSet[CreditedRollout]) -> CreditedBatch:
+    """Multiply every token's advantage by ``reward_weight`` and decide which groups train: those with a ``taught``
+    rollout do whatever their rewards are, and where the teacher alone gives advantages no others do."""
+    reasons = []
+    for group in batch.groups:
+        reason = group.discarded
+        if not taught.isdisjoint(group.rollouts):
+            reason = None if reason == "zero_advantage" else reason
+        elif section.alone:
+            reason = reason or "zero_advantage"
+        reasons.append(reason)
+    credited = [rollout for rollout in batch.rollouts if rollout.is_credited]
+    weighted = [section.reward_weight * _token_advantages(rollout) for rollout in credited]
+    batch = batch.with_discarded(reasons).update(
+        credited,
+        (
+            {"token_advantages_T": values_T, "advantage": float(values_T.mean()) if len(values_T) else 0.0}
+            for values_T in weighted
+        ),
+    )
+    return batch.with_metrics({"distillation/taught_frac": len(taught) / len(credited) if credited else None})
+
+
+def _token_advantages(rollout: CreditedRollout) -> np.ndarray:
+    assert rollout.token_advantages_T is not None, "only credited rollouts have a teacher"
+    return rollout.token_advantages_T
+
+
+def distillation_advantages(
+    student_BT: Floats_BT, teacher_BT: Floats_BT, mask_BT: Mask_BT, weight: float, clamp: float | None = None
+) -> Floats_BT:
+    """Return weight · (ln π_teacher − ln π) of every token of the mask, 0 elsewhere; ``clamp`` bounds the difference.
+
+    No gradient. Raises ValueError for a negative weight or a clamp that is not above 0.
+    """
+    if weight < 0.0 or (clamp is not None and not clamp > 0.0):
+        raise ValueError(f"weight must not be negative and clamp be above 0: got {weight} and {clamp}")
+    gap_BT = (teacher_BT - student_BT).detach()
+    if clamp is not None:
+        gap_BT = gap_BT.clamp(-clamp, clamp)
+    return torch.where(mask_BT, weight * gap_BT, 0.0)
+
+
+def _numbers(
+    student_1T: Floats_BT, teacher_1T: Floats_BT, mask_1T: Mask_BT, advantages_1T: Floats_BT, clamp: float | None
+) -> dict[str, Any]:
+    gap_1T = (teacher_1T - student_1T).abs()
+    return {
+        "distillation/reverse_kl": float(sampled_token_kl("k1", student_1T, teacher_1T, mask_1T).mean()),
+        "distillation/reverse_kl_k3": float(sampled_token_kl("k3", student_1T, teacher_1T, mask_1T).mean()),
+        "distillation/teacher_logprob": float(teacher_1T.mean()),
+        "distillation/clamped_frac": 0.0 if clamp is None else float((gap_1T > clamp).double().mean()),
+        "distillation/advantage_std": float(advantages_1T.std(correction=0)),
+    }

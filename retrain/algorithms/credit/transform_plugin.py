@@ -1,0 +1,38 @@
+"""Token credit by a function of the user's."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from retrain.algorithms.algorithm import CreditStep, StepContext
+from retrain.algorithms.credit.uncertainty import per_token
+from retrain.algorithms.tables import discard_by_tokens, fields, pad_field, pad_if_all, token_mask
+from retrain.types import CreditedBatch
+
+
+@dataclass(frozen=True)
+class TransformPlugin(CreditStep):
+    """Calls ``function`` with the keywords advantages_BT, h_BT, planning_BT and mask_BT; it returns advantages_BT.
+
+    Groups whose tokens all get 0 are discarded, unless ``keeps_uniform_groups``. Raises PluginError for a bad result.
+    """
+
+    function: Callable[..., Any]
+    keeps_uniform_groups: bool = False
+
+    def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
+        rated = batch.rated
+        if not rated:
+            return batch
+        mask_BT, h_BT = token_mask(rated), pad_field(rated, "uncertainty_T")
+        result = self.function(
+            advantages_BT=pad_field(rated, "token_advantages_T"),
+            h_BT=h_BT,
+            planning_BT=pad_if_all([rollout.planning_T for rollout in rated], np.bool_),
+            mask_BT=mask_BT,
+        )
+        advantages_BT = per_token("transform", self.function, result, mask_BT, "advantage").to(h_BT)
+        batch = batch.update(rated, fields("token_advantages_T", advantages_BT, rated))
+        return batch if self.keeps_uniform_groups else discard_by_tokens(batch)

@@ -1,0 +1,24 @@
+"""CISPO, clipped importance sampling (arXiv 2506.13585, equation 4)."""
+
+from dataclasses import dataclass
+
+from retrain.policy.terms import LossInputs, PolicyLoss, TokenLoss
+
+
+@dataclass(frozen=True)
+class CISPO(PolicyLoss):
+    """−sg(min(ρ, cap))·A·log π: the weight is capped, no token loses its gradient.
+
+    The cap is absolute, not 1 + ε as in the paper.
+    """
+
+    cap: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not self.cap > 0.0:
+            raise ValueError(f"the cap must be above 0: got {self.cap}")
+
+    def per_token(self, inputs: LossInputs) -> TokenLoss:
+        ratio_BT = inputs.log_ratio_BT.detach().exp()
+        loss_BT = -ratio_BT.clamp(max=self.cap) * inputs.advantages_BT * inputs.logprobs_BT
+        return TokenLoss(loss_BT, clipped_high_BT=ratio_BT > self.cap)

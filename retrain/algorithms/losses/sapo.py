@@ -1,0 +1,26 @@
+"""SAPO, Soft Adaptive Policy Optimization (arXiv 2511.20347)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from retrain.policy.terms import LossInputs, PolicyLoss, TokenLoss
+
+
+@dataclass(frozen=True)
+class SAPO(PolicyLoss):
+    """−A·(4/τ)·σ(τ(ρ − 1)), τ = ``tau_positive`` where A > 0, else ``tau_negative``: a soft gate in place of a clipped
+    ratio, with the policy gradient where ρ = 1 and less on both sides of it."""
+
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        if not min(self.tau_positive, self.tau_negative) > 0.0:
+            raise ValueError(f"temperatures must be above 0: got {self.tau_positive}, {self.tau_negative}")
+
+    def per_token(self, inputs: LossInputs) -> TokenLoss:
+        advantages_BT = inputs.advantages_BT
+        tau_BT = torch.where(advantages_BT > 0.0, self.tau_positive, self.tau_negative)
+        gate_BT = torch.sigmoid(tau_BT * (inputs.log_ratio_BT.exp() - 1.0))
+        return TokenLoss(-advantages_BT * 4.0 / tau_BT * gate_BT)

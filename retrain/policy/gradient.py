@@ -1,0 +1,370 @@
+"""Gradient accumulation of one optimizer step: micro-batches, their forward and backward passes, and their timing.
+
+Loss normalisers count every token and sequence of the optimizer step, also those of groups without signal, which
+cost no backward pass; so neither micro-batching nor skipping changes the update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from retrain.maths.ratios import Sums, add_sums
+from retrain.policy.backbone import as_in_forward, backbone_of, checkpointed
+from retrain.policy.base import BaseModel
+from retrain.policy.budget import Budget, is_out_of_memory
+from retrain.policy.context import view_of
+from retrain.policy.critic import ValueHead
+from retrain.policy.divergence import head_divergence
+from retrain.policy.head import Head
+from retrain.policy.logprobs import (
+    MicroBatch,
+    by_place,
+    collate,
+    hidden_states,
+    per_sample,
+    split_microbatches,
+    token_logprobs,
+)
+from retrain.policy.lora import Adapter, Lanes
+from retrain.policy.objective import Objective
+from retrain.policy.packing import Layout
+from retrain.policy.protocol import TrainBatch, Want
+from retrain.policy.rounded import products_in_bfloat16
+from retrain.policy.teacher import WholeTeacher
+from retrain.policy.terms import TeacherTerm, TokenScores
+from retrain.policy.threads import Workers
+from retrain.rng import torch_seed
+from retrain.types import Sample
+
+UPDATE_PHASES = (
+    "forward",
+    "backward",
+    "loss_computation",
+    "compute_kl",
+    "compute_entropy",
+    "data_to_device",
+    "prepare_tensors",
+    "weight_sync_trainer",
+)
+"""Phases of an update that are timed; the catalogue describes each (``timing_<phase>_total``)."""
+MIN_SHARED_TOKENS = 512  # Micro-batches are not split below this size to give every process one
+
+
+@dataclass(frozen=True)
+class MicroBatchSpec:
+    """Samples that pass through the model together. ``index`` is the micro-batch's number in the update, which seeds
+    its dropout."""
+
+    index: int
+    samples: list[Sample]
+    needs_gradient: bool
+
+
+@dataclass(frozen=True)
+class MicroBatchResult:
+    """A micro-batch's share of the loss and of the statistics.
+
+    ``gradients`` are empty where they have been added to the accumulator's buffers already. ``logprobs`` are those of
+    each sample's sampled tokens [T], where the batch keeps them.
+    """
+
+    loss: torch.Tensor
+    sums: Sums
+    timer: PhaseTimer
+    gradients: list[torch.Tensor]
+    logprobs: list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class AccumulationResult:
+    """Loss, statistics, times and (where kept) log-probabilities of all micro-batches."""
+
+    loss: float
+    sums: Sums
+    timer: PhaseTimer
+    logprobs: dict[Sample, np.ndarray]
+
+
+class Shares(Protocol):
+    """Processes that compute micro-batches together (``policy.shares``); ``count`` includes this one."""
+
+    @property
+    def count(self) -> int: ...
+
+    def compute(
+        self, accumulator: GradientAccumulator, specs: Sequence[MicroBatchSpec], recompute: bool
+    ) -> list[MicroBatchResult]:
+        """Return the results of ``GradientAccumulator.compute`` in the order of ``specs``."""
+        ...
+
+
+@dataclass(frozen=True)
+class UpdateContext:
+    """Resources and precision of a run's forward and backward passes.
+
+    ``budget`` bounds the micro-batches and shrinks after an out-of-memory error. ``workers`` compute micro-batches in
+    parallel, which changes no bit of the result. ``bfloat16`` rounds an fp32 base's products (``policy.rounded``).
+    ``teacher`` provides the distributions for a ``TeacherTerm``.
+    """
+
+    lanes: Lanes
+    budget: Budget
+    workers: Workers = field(default_factory=Workers)
+    dropout: float = 0.0
+    bfloat16: bool = False
+    shares: Shares | None = None
+    teacher: WholeTeacher | None = None
+
+    @property
+    def parallelism(self) -> int:
+        """Number of micro-batches that are computed at the same time."""
+        return self.workers.count * (1 if self.shares is None else self.shares.count)
+
+    @property
+    def base(self) -> BaseModel:
+        return self.lanes.base
+
+
+def iter_microbatches(
+    samples: Sequence[Sample], token_budget: int, *, packed: bool, every_sequence: bool
+) -> Iterator[MicroBatchSpec]:
+    """Yield the samples in micro-batches, those with a gradient first.
+
+    A sample whose advantages are all 0 has no gradient unless the objective has one for ``every_sequence``. It still
+    needs a forward pass for the statistics.
+    """
+    with_gradient = [every_sequence or bool(sample.advantages[sample.loss_mask].any()) for sample in samples]
+    numbers = count()
+    for needs_gradient in (True, False):
+        selected = [sample for sample, has in zip(samples, with_gradient, strict=True) if has == needs_gradient]
+        for indices in split_microbatches(selected, token_budget, packed=packed):
+            yield MicroBatchSpec(next(numbers), [selected[i] for i in indices], needs_gradient)
+
+
+@dataclass(frozen=True)
+class GradientAccumulator:
+    """Accumulates the gradient of one objective over micro-batches.
+
+    ``head`` computes values from the adapter's hidden states. With ``frozen``, only the head has a gradient.
+    """
+
+    context: UpdateContext
+    batch: TrainBatch
+    adapter: Adapter
+    objective: Objective
+    head: ValueHead | None = None
+    frozen: bool = False
+
+    @property
+    def base(self) -> BaseModel:
+        return self.context.base
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Flat gradients that are accumulated into, of the adapter and of the value head."""
+        weights = [] if self.frozen else [self.adapter.flat]
+        grads = [flat.grad for flat in (*weights, *([] if self.head is None else [self.head.flat]))]
+        return [grad for grad in grads if grad is not None]
+
+    def accumulate(self, samples: Sequence[Sample]) -> AccumulationResult:
+        """Fill ``buffers``, starting again with smaller micro-batches for as long as memory runs out."""
+        budget = self.context.budget
+        budget.note(*backbone_of(self.base).notes)
+        while True:
+            specs = self._split(samples)
+            try:
+                results = self._fill_buffers(specs)
+                break
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error)  # the error itself would keep every tensor of the failed pass in memory
+            if self.base.device.type == "cuda":
+                torch.cuda.empty_cache()
+            budget.shrink([len(spec.samples) for spec in specs], [len(sample) for sample in samples], reason)
+        sums, timer = None, PhaseTimer(self.base.device)
+        for result in results:
+            sums = add_sums(sums, result.sums)
+            timer.add(result.timer, 1 / min(self.context.parallelism, len(results)))
+        logprobs = {
+            sample: logprobs_T
+            for spec, result in zip(specs, results, strict=True)
+            for sample, logprobs_T in zip(spec.samples, result.logprobs, strict=False)
+        }
+        loss = float(torch.stack([result.loss for result in results]).sum())
+        return AccumulationResult(loss, sums or {}, timer, logprobs)
+
+    def _split(self, samples: Sequence[Sample]) -> list[MicroBatchSpec]:
+        """Return micro-batches within the token budget, smaller ones where a process would have none."""
+        shares, tokens = self.context.shares, self.context.budget.tokens
+        options = {"packed": backbone_of(self.base).packs, "every_sequence": self.objective.every_sequence}
+        specs = list(iter_microbatches(samples, tokens, **options))
+        while shares is not None and len(specs) < min(shares.count, len(samples)) and tokens > MIN_SHARED_TOKENS:
+            tokens = max(MIN_SHARED_TOKENS, min(tokens, sum(map(len, samples))) // 2)
+            specs = list(iter_microbatches(samples, tokens, **options))
+        return specs
+
+    def _fill_buffers(self, specs: Sequence[MicroBatchSpec]) -> list[MicroBatchResult]:
+        buffers, recompute, shares = self.buffers, self.context.budget.checkpointing, self.context.shares
+        for buffer in buffers:
+            buffer.zero_()
+        if shares is None:
+            results = self.compute(specs, recompute, separate=self.context.workers.count > 1 and len(specs) > 1)
+        else:
+            results = shares.compute(self, specs, recompute)
+        for result in results:  # in this order whoever finished first, so that the sum has the same bits
+            for buffer, gradient in zip(buffers, result.gradients, strict=False):
+                buffer += gradient
+        return results
+
+    def compute(self, specs: Sequence[MicroBatchSpec], recompute: bool, separate: bool) -> list[MicroBatchResult]:
+        """Run the passes of these micro-batches; their gradients are added to ``buffers``, or returned if ``separate``.
+        ``recompute`` computes layers again in the backward pass instead of keeping their activations."""
+        return self.context.workers.map(lambda spec: self._compute(spec, recompute, separate), specs)
+
+    def _compute(self, spec: MicroBatchSpec, recompute: bool, separate: bool) -> MicroBatchResult:
+        context, timer, gradients = self.context, PhaseTimer(self.base.device, microbatches=1), []
+        with products_in_bfloat16(context.bfloat16):
+            batch = collate(spec.samples, self.base, share=context.dropout == 0)
+            timer.lap("prepare_tensors")
+            batch = batch.to(self.base.device)
+            timer.lap("data_to_device")
+            if context.dropout > 0:
+                torch.manual_seed(torch_seed(*self._dropout_stream, spec.index))
+            reference_BT = self._reference_logprobs(batch, timer)
+            teacher = self._teacher_states(spec.samples, timer)
+            layers = (
+                checkpointed(lambda: self._recomputing(batch.layout)) if recompute and spec.needs_gradient else None
+            )
+            with torch.set_grad_enabled(spec.needs_gradient), self._active(), layers or nullcontext():
+                scores = self._scores(batch, spec.samples, reference_BT, teacher, timer)
+                timer.lap("forward")
+                loss, sums = self.objective.loss(batch, scores, self.batch.denominators, timer.lap)
+                timer.lap("loss_computation")
+                if spec.needs_gradient and separate:
+                    gradients = self._gradients(loss)
+                elif spec.needs_gradient:
+                    loss.backward()
+                timer.lap("backward")
+        kept = scores.logprobs_BT if self.batch.keep_logprobs else None
+        logprobs = [] if kept is None else per_sample(kept.detach().float(), batch)
+        return MicroBatchResult(loss.detach(), sums, timer, gradients, logprobs)
+
+    @property
+    def _dropout_stream(self) -> tuple[int | str, ...]:
+        batch = self.batch
+        return (*batch.stream, "dropout", batch.step, *([batch.update] if batch.update else []))
+
+    def _reference_logprobs(self, batch: MicroBatch, timer: PhaseTimer) -> torch.Tensor | None:
+        """Return those of the frozen base, which is the model while no lane is active."""
+        if Want.REFERENCE not in self.objective.needs:
+            return None
+        with torch.no_grad():
+            reference_BT, _ = token_logprobs(self.base, batch, self.objective.temperature)
+        timer.lap("compute_kl")
+        return reference_BT
+
+    def _teacher_states(self, samples: list[Sample], timer: PhaseTimer) -> tuple[torch.Tensor, Head] | None:
+        """Return the teacher's hidden states [M, H] and its output layer."""
+        if Want.TEACHER not in self.objective.needs:
+            return None
+        assert self.context.teacher is not None, "a term of the loss wants a teacher"
+        states = self.context.teacher.states(self.context.lanes, self.adapter, list(map(view_of, samples)))
+        timer.lap("compute_kl")
+        return states
+
+    def _scores(
+        self,
+        batch: MicroBatch,
+        samples: list[Sample],
+        reference_BT: torch.Tensor | None,
+        teacher: tuple[torch.Tensor, Head] | None,
+        timer: PhaseTimer,
+    ) -> TokenScores:
+        """Run the forward pass of the active adapter."""
+        needs = self.objective.needs
+        hidden_MH, values_BT, divergence_BT, taught_BT = None, None, None, None
+        if self.head is not None and Want.VALUES in needs:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+                hidden_MH = hidden_states(self.base, batch)
+            values_BT = by_place(self.head(hidden_MH), batch)
+        if Want.LOGPROBS not in needs:
+            return TokenScores(values_BT=values_BT)
+        if teacher is not None:
+            hidden_MH = hidden_states(self.base, batch) if hidden_MH is None else hidden_MH
+            divergence_BT = by_place(self._divergence(hidden_MH, *teacher), batch)
+            has_teacher_B1 = torch.tensor([[sample.teacher_prompt is not None] for sample in samples])
+            taught_BT = batch.action_BT & has_teacher_B1.to(self.base.device)
+        logprobs_BT, entropy_BT = token_logprobs(
+            self.base,
+            batch,
+            self.objective.temperature,
+            entropy=Want.ENTROPY in needs,
+            entropy_gradient=self.objective.entropy_gradient,
+            lap=timer.lap,
+            hidden_MH=hidden_MH,
+        )
+        return TokenScores(logprobs_BT, entropy_BT, reference_BT, values_BT, divergence_BT, taught_BT)
+
+    def _divergence(self, hidden_MH: torch.Tensor, teacher_MH: torch.Tensor, teacher: Head) -> torch.Tensor:
+        """Return the divergence [M] from the teacher's distributions."""
+        term = next(term for term in self.objective.terms if isinstance(term, TeacherTerm))
+        head = backbone_of(self.base).head
+        assert head is not None, "a model that gives hidden states has an output layer"
+        options = {"alpha": term.alpha, "top": term.top, "temperature": self.objective.temperature}
+        return head_divergence(head, hidden_MH, teacher, teacher_MH, **options)
+
+    def _gradients(self, loss: torch.Tensor) -> list[torch.Tensor]:
+        """Return the gradients of ``loss`` in the order of ``buffers``, without adding to them."""
+        views = [] if self.frozen else self.adapter.views
+        weights = [*views, *([] if self.head is None else [self.head.flat])]
+        gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+        adapter = [torch.cat([gradient.flatten() for gradient in gradients[: len(views)]])] if views else []
+        return [*adapter, *gradients[len(views) :]]
+
+    @contextmanager
+    def _recomputing(self, layout: Layout) -> Iterator[None]:
+        """Restore the state in which a layer ran; its recomputation may run in a thread of autograd's."""
+        with products_in_bfloat16(self.context.bfloat16), self._active(), as_in_forward(layout):
+            yield
+
+    def _active(self) -> AbstractContextManager[None]:
+        return self.context.lanes.single(self.adapter, self.context.dropout)
+
+
+class PhaseTimer:
+    """Seconds of ``UPDATE_PHASES``; on a GPU each lap waits for the device, a few times per micro-batch."""
+
+    def __init__(self, device: torch.device, microbatches: int = 0):
+        self.device, self.microbatches = device, microbatches
+        self.totals: dict[str, float] = {phase: 0.0 for phase in UPDATE_PHASES}
+        self.begin()
+
+    def begin(self) -> None:
+        self.last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Count the time since the last lap as ``phase``."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        self.totals[phase] += now - self.last
+        self.last = now
+
+    def add(self, other: PhaseTimer, share: float = 1.0) -> None:
+        """Add another timer's micro-batches and ``share`` of its seconds, less than 1 where several ran in parallel."""
+        self.microbatches += other.microbatches
+        for phase, seconds in other.totals.items():
+            self.totals[phase] += share * seconds
+
+    def metrics(self) -> dict[str, float]:
+        timings = {f"timing_{phase}_total": seconds for phase, seconds in self.totals.items()}
+        return timings | {"timing_microbatches": self.microbatches}

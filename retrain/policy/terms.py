@@ -1,0 +1,292 @@
+"""Terms of the loss: policy loss, KL to the base, entropy bonus, distillation, value loss.
+
+Each returns the loss of every token [B, T] before normalisation (``policy.objective``), and sums for the record.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from retrain.maths.corrections import Correction
+from retrain.maths.critic import value_loss
+from retrain.maths.ratios import Sums, log_ratio, mismatch_sums, ratio_sums, sampled_token_kl
+from retrain.policy.logprobs import MicroBatch
+from retrain.policy.protocol import Want
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Results of a micro-batch's forward passes on its action tokens, [B, T]; None where no term needs them.
+
+    ``logprobs_BT``, ``entropy_BT``, ``values_BT`` and ``divergence_BT`` (from a teacher, where ``taught_BT``) carry
+    gradients, ``reference_BT`` (of the frozen base) does not.
+    """
+
+    logprobs_BT: torch.Tensor | None = None
+    entropy_BT: torch.Tensor | None = None
+    reference_BT: torch.Tensor | None = None
+    values_BT: torch.Tensor | None = None
+    divergence_BT: torch.Tensor | None = None
+    taught_BT: torch.Tensor | None = None
+
+
+class Term(Protocol):
+    needs: ClassVar[frozenset[Want]]
+    timed_as: ClassVar[str]  # Timed section that its seconds are added to
+
+    @property
+    def every_sequence(self) -> bool:
+        """Return whether the term has a gradient also where all advantages are 0."""
+        ...
+
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
+        """Return the loss of every token, None where the term is only logged, and sums for the record."""
+        ...
+
+
+class NotFiniteError(ValueError):
+    """A NaN or an infinity where the loss needs a number."""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """The tokens of a micro-batch for a policy loss, [B, T] with one row per sequence.
+
+    ``logprobs_BT`` is log π; ``log_ratio_BT`` is log ρ = log π − log π_old within ±20, where π_old is the sampler, or
+    the trainer before the first of several updates. Both carry gradients; they and ``advantages_BT`` are 0 in the
+    padding, that is where ``mask_BT`` is false. ``old_logprobs_BT`` may hold any value there.
+    """
+
+    logprobs_BT: torch.Tensor
+    old_logprobs_BT: torch.Tensor
+    log_ratio_BT: torch.Tensor
+    advantages_BT: torch.Tensor
+    mask_BT: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """Loss of every token [B, T], with any value in the padding, and bool marks of the tokens whose ratio was clipped
+    from below and from above; None where none was."""
+
+    loss_BT: torch.Tensor
+    clipped_low_BT: torch.Tensor | None = None
+    clipped_high_BT: torch.Tensor | None = None
+
+
+class PolicyLoss(Protocol):
+    """A policy loss with its parameters as dataclass fields; see ``retrain.algorithms.losses``."""
+
+    from_sampler: ClassVar[bool] = False
+    """True where π_old is the sampler also in several updates of a batch."""
+    is_plugin: ClassVar[bool] = False
+    """True for user code, which may have a gradient at advantage 0, and which every rank loads itself."""
+
+    def per_token(self, inputs: LossInputs) -> TokenLoss: ...
+
+
+@dataclass(frozen=True)
+class NoLoss(PolicyLoss):
+    """A loss of 0, for forward passes that only compare sampler and trainer."""
+
+    def per_token(self, inputs: LossInputs) -> TokenLoss:
+        return TokenLoss(torch.zeros_like(inputs.logprobs_BT))
+
+
+def policy_loss(
+    loss: PolicyLoss,
+    logprobs_BT: torch.Tensor,
+    old_logprobs_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    weights_BT: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Sums]:
+    """Return the loss of every token [B, T], 0 in the padding, and ``ratio_sums``.
+
+    ``weights_BT`` are constant factors. Only ``logprobs_BT`` carries a gradient. Raises ValueError for wrong shapes and
+    for values of trained tokens that are not finite (one device synchronisation), PluginError for a plug-in's bad
+    result.
+    """
+    inputs = {"sampler logprob": old_logprobs_BT, "advantage": advantages_BT, "trainer logprob": logprobs_BT}
+    for name, values_BT in inputs.items():
+        if values_BT.shape != mask_BT.shape:
+            raise ValueError(f"{name}s have shape {tuple(values_BT.shape)}, the mask {tuple(mask_BT.shape)}")
+        _require_finite(name, values_BT, mask_BT)
+    log_ratio_BT = log_ratio(logprobs_BT, old_logprobs_BT, mask_BT)
+    token_loss = loss.per_token(
+        LossInputs(
+            logprobs_BT=torch.where(mask_BT, logprobs_BT, 0.0),
+            old_logprobs_BT=old_logprobs_BT.detach(),
+            log_ratio_BT=log_ratio_BT,
+            advantages_BT=torch.where(mask_BT, advantages_BT.detach(), 0.0).to(logprobs_BT.dtype),
+            mask_BT=mask_BT,
+        )
+    )
+    loss_BT = token_loss.loss_BT
+    if weights_BT is not None:
+        loss_BT = loss_BT * weights_BT.detach()
+    sums = ratio_sums(log_ratio_BT, mask_BT, token_loss.clipped_low_BT, token_loss.clipped_high_BT)
+    return torch.where(mask_BT, loss_BT, 0.0), sums
+
+
+def _require_finite(name: str, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> None:
+    bad_BT = ~torch.isfinite(values_BT.detach()) & mask_BT
+    if bool(bad_BT.any()):
+        row, column = torch.nonzero(bad_BT)[0].tolist()
+        raise NotFiniteError(f"{name} is {values_BT[row, column].item()} at completion {row}, token {column}")
+
+
+@dataclass(frozen=True)
+class PolicyTerm:
+    """The policy loss, with the mismatch of sampler and trainer corrected where asked.
+
+    A correction splits π/π_sampler into the ratio π/π_old, which the loss clips, and the weight π_old/π_sampler. In the
+    only update of a batch π_old is π itself: the ratio is 1, the statistics compare π with the sampler, and what the
+    correction cuts counts as clipped. In several updates π_old is ``old_logprobs_BT`` of the batch, and the statistics
+    are those of the loss. ``policy_weights_BT`` of the batch, 0 for rejected tokens, is one more factor.
+
+    ``logged``: the mean loss of a token is recorded too.
+    """
+
+    loss: PolicyLoss
+    correction: Correction | None = None
+    logged: bool = False
+    needs: ClassVar[frozenset[Want]] = frozenset({Want.LOGPROBS})
+    timed_as: ClassVar[str] = "loss_computation"
+
+    @property
+    def every_sequence(self) -> bool:
+        return self.loss.is_plugin
+
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
+        assert scores.logprobs_BT is not None
+        logprobs_BT, mask_BT, sampler_BT = scores.logprobs_BT, batch.loss_mask_BT, batch.sampler_logprobs_BT
+        correction, before_BT, weights_BT = self.correction, batch.old_logprobs_BT, batch.policy_weights_BT
+        if self.loss.from_sampler:
+            old_BT = sampler_BT
+        elif before_BT is not None:
+            old_BT = before_BT
+        else:
+            old_BT = sampler_BT if correction is None else logprobs_BT.detach()
+        correction_ratio_BT = None
+        if correction is not None:
+            correction_ratio_BT = correction.ratio(old_BT, sampler_BT, batch.action_BT)
+            correction_BT = correction.weights(correction_ratio_BT)
+            weights_BT = correction_BT if weights_BT is None else weights_BT * correction_BT
+        per_token_BT, sums = policy_loss(
+            self.loss, logprobs_BT, old_BT, batch.advantages_BT, mask_BT, weights_BT=weights_BT
+        )
+        if before_BT is not None:
+            if self.loss.from_sampler:  # target_kl bounds how far the updates of this batch have moved the policy
+                sums["moved"] = ratio_sums(log_ratio(logprobs_BT, before_BT, mask_BT), mask_BT)["moved"]
+            sums |= mismatch_sums(logprobs_BT.detach(), before_BT, sampler_BT, mask_BT)
+        elif correction is not None and correction_ratio_BT is not None:
+            below_BT, above_BT = correction_ratio_BT < correction.low, correction_ratio_BT > correction.high
+            sums = ratio_sums(log_ratio(old_BT, sampler_BT, mask_BT), mask_BT, below_BT, above_BT)
+        if self.logged:
+            sums["policy_loss"] = per_token_BT.detach().double().sum()
+        return per_token_BT, sums
+
+
+@dataclass(frozen=True)
+class KLTerm:
+    """``coef`` times the KL divergence to the frozen base (k2, whose gradient is the reverse KL's); 0 only logs it."""
+
+    coef: float = 0.0
+    needs: ClassVar[frozenset[Want]] = frozenset({Want.REFERENCE, Want.LOGPROBS})
+    timed_as: ClassVar[str] = "compute_kl"
+
+    @property
+    def every_sequence(self) -> bool:
+        return self.coef > 0
+
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
+        """Return k2 for the gradient; for the record the sum of k3 over trained tokens, and the sum of k1 over all
+        action tokens with the number of sequences."""
+        assert scores.reference_BT is not None
+        assert scores.logprobs_BT is not None
+        mask_BT, reference_BT, logprobs_BT = batch.loss_mask_BT, scores.reference_BT, scores.logprobs_BT.detach()
+        sums = {
+            "kl": sampled_token_kl("k3", logprobs_BT, reference_BT, mask_BT).double().sum(),
+            "sequence_kl": sampled_token_kl("k1", logprobs_BT, reference_BT, batch.action_BT).double().sum(),
+            "sequences": batch.action_BT.any(1).double().sum(),
+        }
+        if self.coef == 0:
+            return None, sums
+        return self.coef * sampled_token_kl("k2", scores.logprobs_BT, reference_BT, mask_BT), sums
+
+
+@dataclass(frozen=True)
+class EntropyTerm:
+    """A bonus of ``coef`` times the full-vocabulary entropy; 0 only logs it."""
+
+    coef: float = 0.0
+    logged: bool = False
+    needs: ClassVar[frozenset[Want]] = frozenset({Want.ENTROPY, Want.LOGPROBS})
+    timed_as: ClassVar[str] = "loss_computation"
+
+    @property
+    def every_sequence(self) -> bool:
+        return self.coef > 0
+
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
+        assert scores.entropy_BT is not None
+        entropy_BT, mask_BT = scores.entropy_BT, batch.loss_mask_BT
+        sums = {"entropy": torch.where(mask_BT, entropy_BT.detach(), 0.0).double().sum()} if self.logged else {}
+        return (torch.where(mask_BT, -self.coef * entropy_BT, 0.0) if self.coef > 0 else None), sums
+
+
+@dataclass(frozen=True)
+class ValueTerm:
+    """``coef`` times a critic's squared error, of values that move by ``clip`` at most (``maths.critic``)."""
+
+    coef: float
+    clip: float
+    needs: ClassVar[frozenset[Want]] = frozenset({Want.VALUES})
+    timed_as: ClassVar[str] = "loss_computation"
+
+    @property
+    def every_sequence(self) -> bool:
+        return True
+
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor, Sums]:
+        assert scores.values_BT is not None
+        assert batch.values_BT is not None
+        assert batch.value_targets_BT is not None
+        mask_BT = batch.action_BT
+        loss_BT, clipped_BT = value_loss(scores.values_BT, batch.values_BT, batch.value_targets_BT, mask_BT, self.clip)
+        return self.coef * loss_BT, {
+            "value_tokens": mask_BT.double().sum(),
+            "value_loss": loss_BT.detach().double().sum(),
+            "value_clipped": (clipped_BT & mask_BT).double().sum(),
+        }
+
+
+@dataclass(frozen=True)
+class TeacherTerm:
+    """``weight`` times D_α of the full distribution from a teacher's (``policy.divergence``, also for ``top``); 0 on
+    completions that have no teacher."""
+
+    weight: float
+    alpha: float
+    top: int = 0
+    needs: ClassVar[frozenset[Want]] = frozenset({Want.TEACHER, Want.LOGPROBS})
+    timed_as: ClassVar[str] = "compute_kl"
+
+    @property
+    def every_sequence(self) -> bool:
+        return True
+
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor, Sums]:
+        assert scores.divergence_BT is not None
+        assert scores.taught_BT is not None
+        mask_BT = batch.loss_mask_BT & scores.taught_BT
+        loss_BT = torch.where(mask_BT, scores.divergence_BT, 0.0)
+        return self.weight * loss_BT, {
+            "divergence": loss_BT.detach().double().sum(),
+            "taught_tokens": mask_BT.double().sum(),
+        }

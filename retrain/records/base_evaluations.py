@@ -1,0 +1,140 @@
+"""The untrained model's held-out answers, sampled once for a whole campaign and kept beside its runs.
+
+Every run of a campaign starts as the same model and is measured on the same problems with the same random numbers, so
+its first evaluation is the same for all. A cohort that starts later, or after a restart, reads it here: what the runs
+improve on is one number, not one number per cohort. One ``.npz`` file per way of measuring (sampling, reward, data).
+"""
+
+import hashlib
+import io
+import json
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrain.files import dumps, write_bytes
+from retrain.records.schema.base import Row
+from retrain.types import Action, EvalRecord, Group, Problem, Prompt, RewardResult, Rollout, Turn
+
+FOLDER = "base"
+SAMPLING = ("temperature", "samples", "seconds", "max_tokens", "top_p", "top_k", "min_p")
+
+
+class BaseEvaluations:
+    """Evaluations of the untrained model by the text that says how they were made.
+
+    ``owner`` names what must be the same for all of them: the base's weights and the held-out problems.
+    """
+
+    def __init__(self, directory: Path, owner: str):
+        self.directory, self.owner = Path(directory) / FOLDER, owner
+
+    def path(self, setting: str) -> Path:
+        digest = hashlib.blake2b(f"{self.owner}\x1f{setting}".encode(), digest_size=6).hexdigest()
+        return self.directory / f"evaluation_{digest}.npz"
+
+    def get(self, setting: str, problems: Sequence[Problem]) -> EvalRecord | None:
+        """The evaluation made in this way, or None; ``problems`` are the held-out ones in order."""
+        path = self.path(setting)
+        if not path.is_file():
+            return None
+        try:
+            with np.load(path) as stored:
+                facts = json.loads(str(stored["facts"]))
+                arrays = {name: stored[name] for name in ("lengths", "token_ids", "logprobs", "entropies")}
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+            return None  # damaged: it can be made again
+        if [problem.id for problem in problems] != facts["problem_ids"] or "prompts" not in facts:
+            return None
+        cuts = np.cumsum(arrays["lengths"])[:-1]
+        columns = zip(*(np.split(arrays[name], cuts) for name in ("token_ids", "logprobs", "entropies")), strict=True)
+        groups = []
+        for problem, asked, rollouts in zip(problems, facts["prompts"], facts["rollouts"], strict=True):
+            prompt = Prompt(problem, asked["text"], tuple(asked["token_ids"]), tuple(asked["messages"]))
+            own = [_rollout(prompt, one, columns, bool(len(arrays["entropies"]))) for one in rollouts]
+            groups.append(Group(prompt, tuple(own)))
+        return EvalRecord(facts["name"], 0, groups, **{key: facts[key] for key in SAMPLING})
+
+    def put(self, setting: str, record: EvalRecord) -> None:
+        """Keep an evaluation. One in which a grading or an audit failed is not kept: the next cohort tries again.
+
+        Raises StorageError when it cannot be written.
+        """
+        rollouts = [rollout for group in record.groups for rollout in group.rollouts]
+        if not rollouts or not all(_is_graded(rollout) for rollout in rollouts):
+            return
+        prompts = [group.prompt for group in record.groups]
+        facts: Row = {
+            "name": record.name,
+            **{key: getattr(record, key) for key in SAMPLING},
+            "setting": setting,
+            "problem_ids": [prompt.problem.id for prompt in prompts],
+            "prompts": [_prompt_facts(prompt) for prompt in prompts],
+            "rollouts": [[_facts(rollout) for rollout in group.rollouts] for group in record.groups],
+        }
+        packed = io.BytesIO()
+        arrays: dict[str, Any] = {"facts": np.array(dumps(facts)), **_arrays(rollouts)}
+        np.savez_compressed(packed, **arrays)
+        write_bytes(self.path(setting), packed.getvalue())
+
+
+def _is_graded(rollout: Rollout) -> bool:
+    """Return whether grading, and the audit if there is one, gave a reward."""
+    reward = rollout.reward
+    return not reward.error and not reward.audit_error and reward.total_reward is not None
+
+
+def _prompt_facts(prompt: Prompt) -> Row:
+    return {
+        "text": prompt.text,
+        "token_ids": prompt.token_ids,
+        "messages": [dict(message) for message in prompt.messages],
+    }
+
+
+def _arrays(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+    """Return tokens, log-probabilities and entropies of all actions, one after the other, and the actions' lengths."""
+    actions = [turn.action for rollout in rollouts for turn in rollout.turns]
+    entropies = [action.entropy_T for action in actions if action.entropy_T is not None]
+    return {
+        "lengths": np.array([len(action) for action in actions]),
+        "token_ids": np.concatenate([np.asarray(action.token_ids, dtype=np.int64) for action in actions]),
+        "logprobs": np.concatenate([action.logprobs_T for action in actions]),
+        "entropies": np.concatenate(entropies) if len(entropies) == len(actions) else np.zeros(0),
+    }
+
+
+def _facts(rollout: Rollout) -> Row:
+    """A rollout without the arrays of its actions."""
+    turns = [
+        {
+            "observation_ids": turn.observation_ids,
+            "messages": [dict(message) for message in turn.messages],
+            "text": turn.action.text,
+            "stop_reason": turn.action.stop_reason,
+            "fresh": turn.fresh,
+            "reward": turn.reward,
+            "metrics": dict(turn.metrics),
+            "logs": dict(turn.logs),
+        }
+        for turn in rollout.turns
+    ]
+    return {"turns": turns, "reward": asdict(rollout.reward), "ended": rollout.ended}
+
+
+def _rollout(prompt: Prompt, facts: Row, columns: Iterator[tuple[np.ndarray, ...]], entropies: bool) -> Rollout:
+    """The rollout of these facts; ``columns`` are tokens, log-probabilities and entropies of its actions, in order."""
+    turns = []
+    for one in facts["turns"]:
+        token_ids, logprobs_T, entropy_T = next(columns)
+        given_T = entropy_T if entropies else None
+        action = Action(token_ids.tolist(), one["text"], logprobs_T, given_T, one["stop_reason"])
+        rest = {key: one[key] for key in ("fresh", "reward", "metrics", "logs")}
+        turns.append(Turn(tuple(one["observation_ids"]), action, tuple(one["messages"]), **rest))
+    reward = facts["reward"]
+    return Rollout(prompt, tuple(turns), RewardResult(**{**reward, "tags": tuple(reward["tags"])}), facts["ended"])

@@ -1,0 +1,359 @@
+"""Console output of running campaigns: a live view on a terminal, plain lines everywhere else.
+
+Text from models, files and plug-ins is shown as text: rich's markup and a terminal's escape sequences have no effect.
+"""
+
+import atexit
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from retrain.records.html import visible
+from retrain.records.numbers import change, duration, number, percent, short
+from retrain.records.observer import NullObserver, Observer, SpecLike
+from retrain.records.schema.base import Row, Values
+from retrain.records.status import NO_CHANGE, Change, RunView
+
+PROGRESS_EVERY_S = 10.0  # Seconds after which a progress line is due before a tenth of all steps is done
+LEVEL_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
+STATE_STYLES = {
+    "done": "green", "failed": "bold red", "interrupted": "yellow", "stopped": "yellow", "running": "cyan",
+    "waiting": "dim",
+}  # fmt: skip
+RUN_COLUMNS = {"done": (7, 0), "ETA": (5, 0), "reward": (6, 56), "correct": (7, 0), "held-out": (9, 52),
+               "tok/s": (5, 76), "λ": (4, 76)}  # fmt: skip
+"""Columns of the live view's runs: least width, and the terminal width from which the column is shown."""
+STEP_COLUMNS = {"step": 0, "reward": 0, "correct": 0, "mixed": 70, "loss": 76, "length": 50, "entropy": 76,
+                "|grad|": 90, "s": 0}  # fmt: skip
+"""Columns of the live view's steps with the terminal width from which they are shown."""
+FRAME_LINES = 10
+"""Lines of the live view that are not rows: two headings with their rules, the summary, and room for messages."""
+
+
+def make_console(stream: IO[str] | None = None, plain: bool = False, verbose: bool = False) -> Observer:
+    """Return the live view when ``stream`` (default: standard output) is a capable terminal, else plain lines.
+
+    ``plain``, the variable ``NO_COLOR`` and ``TERM=dumb`` ask for plain lines on a terminal too. With ``verbose`` they
+    contain every step of every run.
+    """
+    out = stream or sys.stdout
+    plain = plain or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM", "") in ("dumb", "unknown")
+    return PlainConsole(out, verbose) if plain or not out.isatty() else LiveConsole(Console(file=out))
+
+
+class Board(NullObserver):
+    """Observer that keeps the current state of every run and the rows of the last steps."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, RunView] = {}
+        self.steps: deque[tuple[str, Values]] = deque(maxlen=200)
+        self.clock = time.monotonic
+
+    def view(self, spec: SpecLike) -> RunView:
+        return self.runs.setdefault(spec.run_id, RunView(spec.run_id, spec.label, spec.seed))
+
+    def steps_of_all(self) -> tuple[int, int]:
+        """Return the finished and the planned steps of all runs.
+
+        A waiting run counts with the steps of the longest started run, a failed or stopped one with those it has done.
+        """
+        views = self.runs.values()
+        longest = max((view.max_steps for view in views), default=0)
+        ended = ("failed", "stopped")
+        total = sum(view.steps_done if view.state in ended else view.max_steps or longest for view in views)
+        return sum(view.steps_done for view in views), total
+
+    def plan(self, specs: Sequence[SpecLike]) -> None:
+        for spec in specs:
+            self.view(spec)
+
+    def placed(self, spec: SpecLike, worker: str) -> None:
+        self.view(spec).worker = worker
+
+    def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
+        view = self.view(spec)
+        view.state, view.first_step, view.steps_done, view.max_steps = "running", step, step, max_steps
+        view.started = self.clock()
+
+    def step(self, spec: SpecLike, row: Values) -> None:
+        view = self.view(spec)
+        view.row, view.steps_done = row, int(row["step"]) + 1
+        self.steps.append((spec.run_id, row))
+
+    def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
+        self.view(spec).add_evaluation(name, row)
+
+    def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
+        self.view(spec).state = status
+
+
+class PlainConsole(Board):
+    """Prints one line per event as ``key=value`` pairs, flushed, without colours or cursor movements.
+
+    Steps are summarised for all runs: a progress line is printed after a step when a tenth of all steps, or ten
+    seconds, have passed since the last one. With ``verbose`` every step of every run has a line instead.
+    """
+
+    def __init__(self, stream: IO[str] | None = None, verbose: bool = False):
+        super().__init__()
+        self.stream = stream or sys.stdout
+        self.verbose = verbose
+        self._began: float | None = None
+        self._last_line = 0.0
+        self._steps = self._unreported = 0  # since the start, and since the last progress line
+
+    def plan(self, specs: Sequence[SpecLike]) -> None:
+        super().plan(specs)
+        labels = dict.fromkeys(spec.label for spec in specs)
+        seeds = dict.fromkeys(str(spec.seed) for spec in specs)
+        self._event("plan", {"runs": len(specs), "conditions": ",".join(labels), "seeds": ",".join(seeds)})
+
+    def placed(self, spec: SpecLike, worker: str) -> None:
+        super().placed(spec, worker)
+        self._event("worker", {"run": spec.run_id, "worker": worker.replace(" ", "_")})
+
+    def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
+        super().run_started(spec, step, max_steps)
+        if self._began is None:
+            self._began = self._last_line = self.clock()
+        self._event("start", {"run": spec.run_id, "step": step, "max_steps": max_steps})
+
+    def step(self, spec: SpecLike, row: Values) -> None:
+        """Print ``step run=… step=… done=…/… reward=… …`` if ``verbose``, else a progress line if one is due."""
+        super().step(spec, row)
+        if not self.verbose:
+            self._progress()
+            return
+        view = self.runs[spec.run_id]
+        pairs = {
+            "run": spec.run_id,
+            "step": row["step"],
+            "done": f"{view.steps_done}/{view.max_steps}",
+            "reward": number(row.get("mean_reward")),
+            "correct": number(row.get("correct_rate")),
+            "loss": "placeholder" if row.get("loss_is_placeholder") else number(row.get("loss"), 5),
+            "length": number(row.get("completions/mean_length"), 1),
+            "truncated": number(row.get("max_token_hit_rate")),
+            "entropy": number(row.get("entropy")),
+            "lambda": number(view.pooling, 2),
+            "tokens_per_s": number(row.get("perf/completion_tokens_per_s"), 0),
+            "seconds": number(row.get("step_time_s"), 2),
+            "eta": duration(view.eta(self.clock())),
+        }
+        self._event("step", pairs)
+
+    def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
+        super().evaluated(spec, name, row)
+        prefix = f"eval/{name}"
+        pairs = {"run": spec.run_id, "name": name, "step": row.get(f"{prefix}/step", "-")}
+        keys = {"reward": "reward_mean", "correct": "correct_rate", "low": "ci_low", "high": "ci_high"}
+        pairs |= {word: number(row.get(f"{prefix}/{key}")) for word, key in keys.items()}
+        pairs["before"] = number(self.runs[spec.run_id].evaluations[name].before)
+        pairs["problems"] = row.get(f"{prefix}/problems", "-")
+        self._event("eval", pairs)
+
+    def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
+        """Print ``end run=… status=…``, with the reason after a failure."""
+        super().run_finished(spec, status, message)
+        self._event("end", {"run": spec.run_id, "status": status} | ({"message": message} if message else {}))
+
+    def message(self, text: str, level: str = "info") -> None:
+        self._write(message_text(text, level).plain)
+
+    def _progress(self) -> None:
+        """Print ``progress done=…/… running=… waiting=… reward=… …`` if it is due: steps of all runs, and means over
+        the last steps of the running ones."""
+        self._steps += 1
+        self._unreported += 1
+        done, total = self.steps_of_all()
+        now = self.clock()
+        if 10 * self._unreported < total and now - self._last_line < PROGRESS_EVERY_S:
+            return
+        self._unreported, self._last_line = 0, now
+        running = [view for view in self.runs.values() if view.state == "running"]
+
+        def mean(key: str) -> float | None:
+            values = [view.row[key] for view in running if view.row.get(key) is not None]
+            return sum(values) / len(values) if values else None
+
+        elapsed = now - (now if self._began is None else self._began)
+        pairs = {
+            "done": f"{done}/{total}",
+            "running": len(running),
+            "waiting": sum(view.state == "waiting" for view in self.runs.values()),
+            "reward": number(mean("mean_reward")),
+            "correct": number(mean("correct_rate")),
+            "length": number(mean("completions/mean_length"), 1),
+            "truncated": number(mean("max_token_hit_rate")),
+            "entropy": number(mean("entropy")),
+            "eta": duration(elapsed / self._steps * (total - done)),
+        }
+        self._event("progress", pairs)
+
+    def _event(self, name: str, pairs: Mapping[str, object]) -> None:
+        line = " ".join([name, *(f"{key}={value}" for key, value in pairs.items())])
+        self._write(visible(" ".join(line.split())))
+
+    def _write(self, line: str) -> None:
+        self.stream.write(line + "\n")
+        self.stream.flush()
+
+
+class LiveConsole(Board):
+    """Redraws a table in place, with one row per run and the last steps below; messages are printed above it."""
+
+    def __init__(self, console: Console | None = None):
+        super().__init__()
+        self.console = console or Console()
+        self.live = Live(
+            console=self.console, get_renderable=self._drawn, refresh_per_second=2, vertical_overflow="crop"
+        )
+
+    def view(self, spec: SpecLike) -> RunView:
+        """Return the run's view; the first call starts the drawing."""
+        view = super().view(spec)
+        if not self.live.is_started:
+            self.live.start()
+            atexit.register(self.live.stop)  # a hidden cursor must not outlive the process
+        return view
+
+    def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
+        """Also print a failure above the table, where it stays."""
+        super().run_finished(spec, status, message)
+        if status == "failed":
+            self.message(f"{spec.run_id} failed: {message}", level="error")
+
+    def message(self, text: str, level: str = "info") -> None:
+        self.console.print(message_text(text, level))
+
+    def close(self) -> None:
+        """Draw once more and leave the last view on the screen."""
+        if self.live.is_started:
+            self.live.stop()
+            atexit.unregister(self.live.stop)
+
+    def _drawn(self) -> RenderableType:
+        return board_view(self, self.console.width, self.console.height, self.clock())
+
+
+def message_text(text: str, level: str) -> Text:
+    """Return the line as rich text in which markup has no effect."""
+    prefix = "" if level == "info" else f"{level}: "
+    return Text(prefix + visible(text), style=LEVEL_STYLES.get(level, ""))
+
+
+def board_view(board: Board, width: int, height: int, now: float) -> RenderableType:
+    """Return the runs that fit (active ones first), a summary line and the last steps."""
+    views, steps = list(board.runs.values()), list(board.steps)
+    room = max(4, height - FRAME_LINES)
+    last = min(8, len(steps), max(2, room // 3))
+    shown = visible_runs(views, room - last)
+    summary = Text()
+    for state, style in STATE_STYLES.items():
+        if count := sum(view.state == state for view in views):
+            summary.append(f"{' · ' if summary else ''}{count} {state}", style=style)
+    if hidden := sum(view.state != "waiting" for view in views) - len(shown):
+        summary.append(f" · {hidden} not shown", style="dim")
+    parts: list[RenderableType] = [_runs_table(shown, width, now), summary]
+    if steps:
+        parts.append(_steps_table([(board.runs[run_id], row) for run_id, row in steps[-last:]], width))
+    return Group(*parts)
+
+
+def visible_runs(views: list[RunView], room: int) -> list[RunView]:
+    """Return the runs that get a row, in their planned order: running ones, then failed, then the latest finished."""
+    rank = {"running": 0, "failed": 1, "interrupted": 1, "done": 2, "stopped": 2}
+    candidates = [view for view in views if view.state in rank]
+    chosen = sorted(reversed(candidates), key=lambda view: rank[view.state])[: max(1, room)]
+    names = {view.run_id for view in chosen}
+    return [view for view in views if view.run_id in names]
+
+
+def _runs_table(views: list[RunView], width: int, now: float) -> Table:
+    """Return one row per run; the progress bar and the names take what the width leaves."""
+    columns = {heading: least for heading, (least, room) in RUN_COLUMNS.items() if width >= room}
+    if any(view.worker for view in views):
+        columns["worker"] = 5
+    more_sets = list(dict.fromkeys(name for view in views for name in [*view.evaluations][1:]))
+    room = (width - max(room for _, room in RUN_COLUMNS.values())) // 10
+    columns |= dict.fromkeys(more_sets[: max(0, room)], 9)
+    longest_state = max((len(view.state) for view in views if view.state != "running"), default=0)  # stands under ETA
+    taken = sum(max(least, longest_state if heading == "ETA" else 0) + 1 for heading, least in columns.items())
+    bar = min(24, width - 80) if width >= 86 else 0
+    name_width = max(8, width - taken - (bar + 1 if bar else 0))
+    table = _grid()
+    table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=name_width)
+    if bar:
+        table.add_column("", width=bar, no_wrap=True)
+    for heading, least in columns.items():
+        table.add_column(heading, justify="right", no_wrap=True, min_width=least)
+    for view in views:
+        row, style = view.row, STATE_STYLES[view.state]
+        values: dict[str, RenderableType] = {
+            "done": f"{view.steps_done}/{view.max_steps}",
+            "ETA": duration(view.eta(now)) if view.state == "running" else Text(view.state, style=style),
+            "reward": number(row.get("mean_reward")),
+            "correct": percent(row.get("correct_rate")),
+            "held-out": change(*view.held_out),
+            "tok/s": short(row.get("perf/completion_tokens_per_s")),
+            "λ": number(view.pooling, 2),
+            "worker": visible(view.worker) if view.state == "running" else "",
+        }
+        values |= {name: change(*view.evaluations.get(name, NO_CHANGE)) for name in more_sets}
+        full = round(min(1.0, view.steps_done / view.max_steps) * bar) if view.max_steps else 0
+        drawn = Text("━" * full, style=style) + Text("━" * (bar - full), style="bright_black")
+        cells = [Text(visible(view.run_id), style=style), *([drawn] if bar else [])]
+        table.add_row(*cells, *(values[heading] for heading in columns))
+    return table
+
+
+def _steps_table(rows: list[tuple[RunView, Values]], width: int) -> Table:
+    table = _grid(header_style="bold dim", style="dim")
+    table.add_column("last steps", no_wrap=True, overflow="ellipsis", min_width=12)
+    headings = [heading for heading, room in STEP_COLUMNS.items() if width >= room]
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for view, row in rows:
+        values = {
+            "step": str(row["step"]),
+            "reward": number(row.get("mean_reward")),
+            "correct": percent(row.get("correct_rate")),
+            "mixed": percent(row.get("env/all/by_group/frac_mixed")),
+            "loss": "(none)" if row.get("loss_is_placeholder") else number(row.get("loss"), 4),
+            "length": number(row.get("completions/mean_length"), 0),
+            "entropy": number(row.get("entropy")),
+            "|grad|": number(row.get("optim/grad_norm")),
+            "s": number(row.get("step_time_s"), 1),
+        }
+        table.add_row(Text(visible(view.run_id)), *(values[heading] for heading in headings))
+    return table
+
+
+def _grid(header_style: str = "bold", style: str = "") -> Table:
+    return Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=header_style, style=style)
+
+
+def status_view(status: Row, width: int = 80) -> RenderableType:
+    """Return the runs of ``read_status`` as in the live view, the age of their last row, and reasons of failures."""
+    board = Board()
+    for run in status["runs"]:
+        board.runs[run["run_id"]] = RunView(
+            run["run_id"], run["label"], run["seed"], "waiting" if run["state"] == "pending" else run["state"],
+            worker=run["worker"] or "", steps_done=run["step"], max_steps=run["max_steps"], row=run["row"],
+            evaluations={name: Change(**rates) for name, rates in run["evaluations"].items()},
+        )  # fmt: skip
+    notes = [Text(f"{run['run_id']}: {run['reason']}", style="red") for run in status["runs"] if run["reason"]]
+    ages = [run["age_s"] for run in status["runs"] if run["age_s"] is not None]
+    if ages:
+        notes.append(Text(f"last row written {duration(min(ages))} ago", style="dim"))
+    if status["recommended_rank"]:
+        notes.append(Text(f"recommended rank {status['recommended_rank']}"))
+    return Group(board_view(board, width, len(board.runs) + 100, 0.0), *notes)

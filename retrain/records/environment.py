@@ -1,0 +1,186 @@
+"""What a run was made with: package versions, code state, hardware. No heavy package is imported to find out.
+
+Environment variables are not written, so that no secret gets into a run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from retrain.config import Config
+from retrain.files import sha256, write_bytes, write_json
+from retrain.gpus import nvidia_gpus
+from retrain.models import find_file
+from retrain.models.directory import files_digest, local_directory
+from retrain.records.repositories import code_diff, git_state, own_checkout
+from retrain.records.schema.base import Row, Values
+from retrain.records.schema.layout import CODE_DIFF, ENVIRONMENT
+from retrain.records.secrets import without_keys
+
+# fmt: off
+PACKAGES = (
+    "accelerate", "datasets", "flash-attn", "math-verify", "numpy", "peft", "pydantic", "retrain", "rich",
+    "safetensors", "scipy", "tokenizers", "torch", "transformers", "triton", "typer", "vllm", "wandb",
+)
+# fmt: on
+
+
+def run_facts(config: Config, **facts: Any) -> Row:
+    """The content of ``config.json``: the resolved configuration, then what it ran with.
+
+    ``types`` has the type of every value under its dotted key; ``facts`` are further entries, such as the data's hash.
+    """
+    sections = config.to_dict()
+    return {
+        **sections,
+        "types": dict(value_types(sections)),
+        "packages": package_versions(),
+        "code": code_version(),
+        "git": git_state(Path.cwd()),
+        **facts,
+    }
+
+
+@functools.cache
+def code_version() -> dict[str, str]:
+    """Version and content hash of the retrain that runs: two installations with the same hash do the same."""
+    import retrain
+
+    root, digest = Path(retrain.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return {"version": retrain.__version__, "sha256": digest.hexdigest()}
+
+
+def module_hashes(config: Config, folder: Path) -> dict[str, str]:
+    """SHA-256 of the source of every module of the user's that a configuration names, without importing any, and of
+    the files of every reward model.
+
+    Modules are looked up in ``folder``, the working directory and on the import path, reward models in the first two
+    and in the hub's cache; others are left out.
+    """
+    named, hashes = set(), dict[str, str]()
+    for name in config.reward_models:
+        cached = find_file(name, "config.json")
+        if directory := local_directory(name, folder, Path.cwd()) or (cached and cached.parent):
+            hashes[name] = files_digest(directory)
+    for key, value in _texts(config.model_dump(mode="json", by_alias=True)):
+        if key == "custom_module":
+            named.add(value)
+        elif re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value) and not value.startswith("gpu:"):
+            named.add(value.partition(":")[0])
+    for name in sorted(named):
+        file = name if name.endswith(".py") else name.replace(".", "/") + ".py"
+        package = name.replace(".", "/") + "/__init__.py"
+        for path in (Path(place) / each for place in (folder, Path.cwd(), *sys.path) for each in (file, package)):
+            if path.is_file():
+                hashes[name] = sha256(path)
+                break
+    return hashes
+
+
+def _texts(tree: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """(last key, text) of every text in nested data."""
+    if isinstance(tree, Mapping):
+        for name, value in tree.items():
+            yield from _texts(value, str(name))
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _texts(value, key)
+    elif isinstance(tree, str):
+        yield key, tree
+
+
+def value_types(tree: Values, path: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, type name) of every value in nested mappings."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from value_types(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", "null" if value is None else type(value).__name__
+
+
+@functools.cache
+def package_versions() -> dict[str, str]:
+    """Installed versions of ``PACKAGES``; those that are absent are left out."""
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+@functools.cache
+def all_packages() -> dict[str, str]:
+    """Versions of all installed distributions, by name; read once, reading them takes half a second."""
+    versions = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
+    return dict(sorted(versions.items(), key=lambda item: (item[0] or "").lower()))
+
+
+def environment_facts() -> Row:
+    """The content of ``environment.json``: machine, GPUs and their driver, Python, all installed packages, git."""
+    return {
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "processor": processor(),
+        "cpu_count": os.cpu_count(),
+        "cpus_usable": usable_cpus(),
+        "memory_gib": _memory_gib(),
+        "gpus": [asdict(gpu) for gpu in nvidia_gpus()],
+        "python": sys.version,
+        "executable": sys.executable,
+        "argv": [without_keys(argument) for argument in sys.argv],
+        "packages": all_packages(),
+        "git": git_state(Path.cwd()),
+    }
+
+
+@dataclass(frozen=True)
+class SystemInfo:
+    """What a run is made in: the content of ``environment.json`` and of ``code.diff``."""
+
+    facts: Values
+    diff: str
+
+    @classmethod
+    def now(cls, folder: Path) -> SystemInfo:
+        """As they are, with the code around the current directory, ``folder`` (of the TOML file) and retrain's own."""
+        places = (Path.cwd(), folder, own_checkout())
+        return cls(environment_facts(), code_diff(*(place for place in places if place is not None)))
+
+    def write(self, directory: Path) -> None:
+        """Write both files into ``directory``."""
+        write_json(directory / ENVIRONMENT, self.facts)
+        write_bytes(directory / CODE_DIFF, self.diff.encode("utf-8", "surrogateescape"))
+
+
+def usable_cpus() -> int | None:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def processor() -> str:
+    """The CPU's name; /proc knows it better than ``platform`` on Linux."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+def _memory_gib() -> float | None:
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 2)

@@ -1,0 +1,154 @@
+"""Following runs that another process writes: from their files alone, reading only what is new.
+
+An observer (a console, or ``JsonLines``) is called as it would be inside the process. Files may be cut and continued
+by a resume, vanish, or end in half a line at any moment.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from retrain.config.evaluation import HELDOUT
+from retrain.errors import UsageError
+from retrain.files import Stamp, dumps, stamp_of
+from retrain.records.lines import Tail
+from retrain.records.observer import NullObserver, Observer, SpecLike
+from retrain.records.reader import homes_of_runs, read_manifest, run_entries
+from retrain.records.schema.base import Record, Row, Values
+from retrain.records.schema.campaign import ENDED, RunEntry
+from retrain.records.schema.events import (
+    EndEvent,
+    EvaluationEvent,
+    MessageEvent,
+    PlanEvent,
+    StartEvent,
+    StepEvent,
+    WorkerEvent,
+)
+from retrain.records.schema.layout import EVALS, MANIFEST, METRICS
+from retrain.records.status import recommended_rank
+
+
+class _Run:
+    """A run as observers name it, and how much of it they have seen."""
+
+    def __init__(self, run_id: str, entry: RunEntry, path: Path):
+        self.run_id, self.label, self.seed = run_id, entry.label, entry.seed or 0
+        self.metrics = Tail(path / METRICS, last_only=True)
+        self.evals = Tail(path / EVALS)
+        self.state = "pending"
+        self.last_step = -1
+        self.next_evaluation: dict[str, int] = {}
+
+
+class Follower:
+    """Informs ``observer`` of the runs at ``directory``: a run, a campaign, or a directory of those."""
+
+    def __init__(self, directory: Path, observer: Observer):
+        self.directory, self.observer = Path(directory), observer
+        self._runs: dict[Path, _Run] = {}
+        self._manifests: dict[Path, tuple[Stamp, Row]] = {}
+        self._with_rank: set[Path] = set()
+
+    def look(self) -> bool:
+        """Report what is new; return whether every run there has ended (false as long as there is none)."""
+        homes = homes_of_runs(self.directory) if self.directory.is_dir() else []
+        states: dict[Path, str] = {}
+        for home in homes:
+            states |= self._look_at(home, "" if self.directory in homes else f"{home.name}/")
+        for path in self._runs.keys() - states.keys():
+            self.observer.run_finished(self._runs.pop(path), "interrupted", "its files are gone")
+        return bool(states) and all(state in ENDED for state in states.values())
+
+    def _look_at(self, home: Path, prefix: str) -> dict[Path, str]:
+        """Report what is new in one campaign or run, whose run ids get the prefix; return the state of each run."""
+        manifest = self._manifest(home)
+        entries = {home / entry.path: entry for entry in run_entries(home, manifest)}
+        unseen = [path for path in entries if path not in self._runs]
+        for path in unseen:
+            self._runs[path] = _Run(prefix + entries[path].run_id, entries[path], path)
+        if unseen:
+            self.observer.plan([self._runs[path] for path in unseen])
+        for path, entry in entries.items():
+            self._report(self._runs[path], entry)
+        rank = recommended_rank(manifest)
+        if rank and home not in self._with_rank:
+            self._with_rank.add(home)
+            self.observer.message(f"{home}: recommended rank {rank}")
+        return {path: entry.state for path, entry in entries.items()}
+
+    def _manifest(self, home: Path) -> Row | None:
+        """Return the manifest, read again only when it has been replaced; None where there is none."""
+        path = home / MANIFEST
+        stamp = stamp_of(path)
+        if stamp is None:
+            return None
+        try:
+            if path not in self._manifests or self._manifests[path][0] != stamp:
+                self._manifests[path] = (stamp, read_manifest(home))
+        except UsageError:
+            return None
+        return self._manifests[path][1]
+
+    def _report(self, run: _Run, entry: RunEntry) -> None:
+        replaced, rows = run.metrics.rows()
+        _, evaluations = run.evals.rows()
+        if replaced:
+            run.last_step = -1
+        if run.last_step < 0:
+            rows = rows[-1:]  # what happened before is history
+        if _has_started(run, entry.state, replaced):
+            if entry.worker:
+                self.observer.placed(run, entry.worker)
+            self.observer.run_started(run, int(rows[0]["step"]) if rows else entry.step or 0, entry.max_steps or 0)
+            run.state = "running"
+        for row in evaluations:
+            name, step = str(row.get("name", HELDOUT)), row.get("step", 0)
+            if step >= run.next_evaluation.get(name, 0):  # after a cut the earlier ones come again
+                run.next_evaluation[name] = step + 1
+                self.observer.evaluated(run, name, row)
+        for row in rows:
+            run.last_step = int(row["step"])
+            self.observer.step(run, row)
+        if entry.state not in (run.state, "pending"):
+            run.state = entry.state
+            self.observer.run_finished(run, entry.state, entry.reason or "")
+
+
+def _has_started(run: _Run, state: str, replaced: bool) -> bool:
+    """Return whether the run trains since the last look: begun, or begun again after its files were cut."""
+    if state == "pending":
+        return False
+    return run.state == "pending" or replaced or (state == "running" and run.state != state)
+
+
+class JsonLines(NullObserver):
+    """Prints one JSON object per event (``schema.events``), flushed."""
+
+    def __init__(self, stream: IO[str]):
+        self.stream = stream
+
+    def plan(self, specs: Sequence[SpecLike]) -> None:
+        self._print(PlanEvent(runs=[spec.run_id for spec in specs]))
+
+    def placed(self, spec: SpecLike, worker: str) -> None:
+        self._print(WorkerEvent(run=spec.run_id, worker=worker))
+
+    def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
+        self._print(StartEvent(run=spec.run_id, label=spec.label, seed=spec.seed, step=step, max_steps=max_steps))
+
+    def step(self, spec: SpecLike, row: Values) -> None:
+        self._print(StepEvent(run=spec.run_id, step=row["step"], row=dict(row)))
+
+    def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
+        self._print(EvaluationEvent(run=spec.run_id, name=name, row=dict(row)))
+
+    def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
+        self._print(EndEvent(run=spec.run_id, status=status, reason=message or None))
+
+    def message(self, text: str, level: str = "info") -> None:
+        self._print(MessageEvent(level=level, text=text))
+
+    def _print(self, event: Record) -> None:
+        self.stream.write(dumps(event.to_row()) + "\n")
+        self.stream.flush()

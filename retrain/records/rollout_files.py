@@ -1,0 +1,53 @@
+"""The files of an iteration's rollouts: summary lines, logtree, the page that shows the same, every token; and the
+index of them all, ``iterations.jsonl``, so that nobody has to list or read them to know what there is."""
+
+from pathlib import Path
+
+from retrain.files import dumps, keep_rows, write_text
+from retrain.records.rollout_page import rollout_page
+from retrain.records.rollouts import TRAIN, Batch, batch_name, logtree, summary_rows
+from retrain.records.schema.base import Row
+from retrain.records.schema.layout import ITERATIONS, LOGTREE, PAGE, SUMMARIES
+from retrain.records.schema.rows import Iteration
+from retrain.records.tokens import tokens_name, write_tokens
+
+
+def write_files(directory: Path, batch: Batch, shown: int | None) -> list[Path]:
+    """Write the summary lines and, unless ``shown`` is None, every token, and logtree and page with the texts of
+    ``shown`` groups, without waiting for the disk; their paths."""
+    texts = {SUMMARIES: "".join(dumps(row) + "\n" for row in summary_rows(batch))}
+    if shown is not None:
+        texts |= {LOGTREE: dumps(logtree(batch, shown)) + "\n", PAGE: rollout_page(batch, shown)}
+    paths = {directory / f"{batch.name}{ending}": text for ending, text in texts.items()}
+    for path, text in paths.items():
+        write_text(path, text, durable=False)
+    return [*paths, *([] if shown is None else [write_tokens(directory, batch)])]
+
+
+def index_line(batch: Batch, shown: int | None, lines: tuple[int, int]) -> Row:
+    """Return the line of an iteration in the index. ``lines``: the bytes [begin, end) of its completions in
+    ``emergence/generations.jsonl``, of an evaluation in ``emergence/evaluations.jsonl``."""
+    rewards = [rollout.reward for group in batch.groups for rollout in group.rollouts]
+    totals = [reward.total_reward for reward in rewards if reward.total_reward is not None]
+    return Iteration(
+        split=batch.split,
+        iteration=batch.iteration,
+        groups=len(batch.groups),
+        rollouts=len(rewards),
+        correct=sum(reward.is_correct for reward in rewards),
+        reward=sum(totals) / len(totals) if totals else None,
+        lines=lines,
+        name=batch.name,
+        tokens=None if shown is None else tokens_name(batch.split, batch.iteration),
+    ).to_row()
+
+
+def truncate_index(directory: Path, step: int, evaluation: int) -> None:
+    """Keep the lines of steps before ``step`` and of evaluations before ``evaluation``; drop any torn line."""
+    keep_rows(directory / ITERATIONS, lambda row: row["iteration"] < (step if row["split"] == TRAIN else evaluation))
+
+
+def remove_files(directory: Path, split: str, iteration: int) -> None:
+    for ending in (SUMMARIES, LOGTREE, PAGE):
+        (directory / f"{batch_name(split, iteration)}{ending}").unlink(missing_ok=True)
+    (directory / tokens_name(split, iteration)).unlink(missing_ok=True)

@@ -1,0 +1,317 @@
+"""Every trajectory of an iteration as data: summary lines and a logtree.
+
+The formats are those of the Tinker cookbook, so that readers written for it work: one line per trajectory before any
+filtering; the logtree's top is ``title, started_at, path, root``, a node is ``tag, attrs, children`` and, for a
+conversation, ``data``. Strings among a logtree's children are HTML-escaped, as the cookbook's are; the messages in
+``data`` are the plain text.
+"""
+
+import datetime
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from retrain.records.html import escape
+from retrain.records.samples import mean
+from retrain.records.schema.base import Row
+from retrain.types import CreditedGroup, CreditedRollout, Group, Message, Prompt, RewardResult
+
+TokenText = Callable[[Sequence[int]], tuple[str, Any]]
+"""Text of sampled token ids and the characters [start, end) of each of its tokens."""
+
+MESSAGE_CHARACTERS = 200_000  # Longest message in a logtree; what is cut off is counted in its place
+LOGTREE_CHARACTERS = 4_000_000
+"""All messages of a logtree together: with many samples each gets its share, but at least 2,000 characters."""
+LEAST_CHARACTERS = 2_000
+SCHEMA_VERSION = 1
+TRAIN = "train"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one iteration sampled. ``iteration`` counts the updates before it.
+
+    ``split`` is ``train`` or ``eval/<name>``; ``run`` and ``condition`` name the run; ``token_text`` places tokens in
+    texts where that is known; ``started`` is in seconds since the epoch; ``weights`` has weight and offset of each
+    part of a weighted reward.
+    """
+
+    split: str
+    iteration: int
+    groups: Sequence[CreditedGroup]
+    run: str
+    condition: str
+    started: float
+    token_text: TokenText | None = None
+    weights: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Stem of the files: ``train_iteration_000010``, ``eval_<name>_iteration_000010``."""
+        return batch_name(self.split, self.iteration)
+
+    @property
+    def title(self) -> str:
+        _, _, name = self.split.partition("/")
+        return f"evaluation {name}, step {self.iteration}" if name else f"step {self.iteration}"
+
+
+def batch_name(split: str, iteration: int) -> str:
+    """Stem of the files of ``split`` ("train" or "eval/<name>") at an iteration."""
+    kind, _, name = split.partition("/")
+    return f"{kind}_{sanitised(name)}_iteration_{iteration:06d}" if name else f"{kind}_iteration_{iteration:06d}"
+
+
+def sanitised(name: str) -> str:
+    """``name`` as part of a file name."""
+    return re.sub(r"[^A-Za-z0-9.+~=-]+", "_", name).strip("._") or "unnamed"
+
+
+def summary_rows(batch: Batch) -> list[Row]:
+    """One object per trajectory, in sampling order; a reward that could not be had is None."""
+    return [
+        {
+            "schema_version": SCHEMA_VERSION,
+            "split": batch.split,
+            "iteration": batch.iteration,
+            "group_idx": index,
+            "traj_idx": sample,
+            "tags": list(dict.fromkeys((*group.prompt.problem.tags, *rollout.reward.tags))),
+            "sampling_client_step": batch.iteration - rollout.staleness,
+            "total_reward": rollout.reward.total_reward,
+            "final_reward": 0.0,  # what a whole group would get besides; a rollout is rewarded in its last turn
+            "trajectory_metrics": metrics_of(rollout.reward),
+            "steps": _turn_rows(rollout),
+            "final_ob_len": 0,
+            "problem_id": group.prompt.problem.id,
+            "stop_reason": rollout.stop_reason,
+            "ended": rollout.ended,
+            "advantage": advantage_of(rollout),
+            "discarded": group.discarded,
+        }
+        for index, group in enumerate(batch.groups)
+        for sample, rollout in enumerate(group.rollouts)
+    ]
+
+
+def _turn_rows(rollout: CreditedRollout) -> list[Row]:
+    """Return one row per turn. ``ob_len`` is the length of the whole observation: everything that the policy saw before
+    it acted, as in the Tinker cookbook. What the total reward is beyond the rewards of single turns is in the last row,
+    so that they add up to it. With a critic: the mean of its values before the turn's tokens, and of its targets."""
+    total, reward = rollout.reward.total_reward, rollout.reward
+    earlier = math.fsum(turn.reward or 0.0 for turn in rollout.turns[:-1])
+    critic_T = {} if rollout.values_T is None else {"value_mean": rollout.values_T}
+    if critic_T and rollout.value_targets_T is not None:
+        critic_T["value_target_mean"] = rollout.value_targets_T
+    rows, at, context = [], 0, 0
+    for index, turn in enumerate(rollout.turns):
+        observation = len(turn.observation_ids) + (0 if turn.fresh else context)
+        context = observation + len(turn.action)
+        own = slice(at, at + len(turn.action))
+        at = own.stop
+        last = index + 1 == len(rollout.turns)
+        rest = None if total is None else total - earlier
+        error = {"error": reward.error[:500]} if last and reward.error else {}
+        more: Row = {} if rollout.turn_advantages is None else {"advantage": rollout.turn_advantages[index]}
+        more |= {name: mean(each_T[own].astype(np.float64)) for name, each_T in critic_T.items()}
+        rows.append(
+            {
+                "step_idx": index,
+                "ob_len": observation,
+                "ac_len": len(turn.action),
+                "reward": rest if last else turn.reward or 0.0,
+                "episode_done": last,
+                "stop_reason": turn.action.stop_reason,
+                "metrics": {**turn.metrics, **(metrics_of(reward) if last else {})},
+                "logs": {**turn.logs, **error},
+                **more,
+            }
+        )
+    return rows
+
+
+def metrics_of(reward: RewardResult) -> Row:
+    """``correct``, ``format`` where one is defined, each component and each sample metric."""
+    values: Row = {"correct": float(reward.is_correct)}
+    if reward.format_ok is not None:
+        values["format"] = float(reward.format_ok)
+    return {**reward.sample_metrics, **reward.components, **values}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One number that a reward gave: ``value`` as recorded, None where there is none; for a component with a weight
+    also what it ``adds`` to the total, and ``how`` that is worked out."""
+
+    name: str
+    value: float | None
+    adds: float | None = None
+    how: str = ""
+
+
+def breakdown(reward: RewardResult, weights: Mapping[str, tuple[float, float]]) -> tuple[list[Part], list[Part]]:
+    """Components of the total, and the other numbers: sample metrics, ``correct`` and ``format``."""
+    components = []
+    for name, value in reward.components.items():
+        if name in weights and value is not None:
+            weight, offset = weights[name]
+            inner = f"({value:g} {'+' if offset > 0 else '−'} {abs(offset):g})" if offset else f"{value:g}"
+            adds = weight * (value + offset)
+            components.append(Part(name, value, adds, f"{weight:g} · {inner} = {adds:g}"))
+        else:
+            components.append(Part(name, value))
+    others = {name: value for name, value in metrics_of(reward).items() if name not in reward.components}
+    return components, [Part(name, value) for name, value in others.items()]
+
+
+def part_names(groups: Sequence[CreditedGroup]) -> list[str]:
+    """Names of all components and other numbers of these groups, components first."""
+    rewards = [rollout.reward for group in groups for rollout in group.rollouts]
+    components = dict.fromkeys(name for reward in rewards for name in reward.components)
+    return list(components | dict.fromkeys(name for reward in rewards for name in metrics_of(reward)))
+
+
+def advantage_of(rollout: CreditedRollout) -> float | None:
+    """The rollout's advantage; None where there is none (no reward, or an evaluation)."""
+    return rollout.advantage if math.isfinite(rollout.advantage) else None
+
+
+def conversation_of(prompt: Prompt, limit: int | None = None) -> list[dict[str, str]]:
+    """The messages of the prompt, each cut to ``limit`` characters."""
+    messages, problem = prompt.messages, prompt.problem.prompt
+    if not messages:
+        messages = ({"role": "user", "content": problem},) if isinstance(problem, str) else problem
+    return _plain(messages, limit)
+
+
+def _plain(messages: Sequence[Message], limit: int | None) -> list[dict[str, str]]:
+    return [
+        {**({"name": str(m["name"])} if m.get("name") else {}), "role": str(m.get("role", "user")),
+         "content": cut(str(m.get("content", "")), limit)}
+        for m in messages
+    ]  # fmt: skip
+
+
+def fair_share(total: int, most: int, count: int) -> int:
+    """Characters for each of ``count`` texts that together should not pass ``total``; at least LEAST_CHARACTERS."""
+    return min(most, max(LEAST_CHARACTERS, total // max(1, count)))
+
+
+# -- the logtree ------------------------------------------------------------------------------------------------
+
+
+def logtree(batch: Batch, shown: int) -> Row:
+    """The tree of one iteration: texts and grading of the first ``shown`` groups, details of every trajectory."""
+    count = sum(len(group.rollouts) for group in batch.groups[:shown])
+    limit = fair_share(LOGTREE_CHARACTERS, MESSAGE_CHARACTERS, count)
+    title = f"{batch.run}: {batch.title}"
+    started = datetime.datetime.fromtimestamp(batch.started, datetime.UTC).isoformat(timespec="seconds")
+    children: list[Any] = [node("h1", "lt-title", escape(title)), node("div", "lt-subtitle", f"Generated {started}")]
+    for index, group in enumerate(batch.groups):
+        body = _group_body(group, limit, batch.weights) if index < shown else []
+        details = _section("Trajectory Details", 3, [_details_table(group)])
+        children.append(_section(f"Group {index}: {group.prompt.problem.id}", 2, [*body, details]))
+    if len(batch.groups) > shown:
+        text = f"{len(batch.groups) - shown} more groups without their texts: [logging] num_groups_to_log = {shown}"
+        children.append(node("p", "lt-p", escape(text)))
+    return {
+        "title": title,
+        "started_at": started,
+        "path": f"{batch.name}.html",
+        "root": node("div", "lt-root", *children),
+    }
+
+
+def node(tag: str, css: str, *children: Any, data: Row | None = None) -> Row:
+    """One node; strings among the children must be escaped."""
+    made: Row = {"tag": tag, "attrs": {"class": css} if css else {}, "children": list(children)}
+    return made | ({"data": data} if data is not None else {})
+
+
+def _section(title: str, level: int, body: list[Any]) -> Row:
+    heading = node(f"h{level}", f"lt-h{level}", escape(title))
+    return node("section", "lt-section", heading, node("div", "lt-section-body", *body))
+
+
+def _group_body(group: Group, limit: int, weights: Mapping[str, tuple[float, float]]) -> list[Row]:
+    prompt = conversation_of(group.prompt, limit)
+    body = []
+    for sample, rollout in enumerate(group.rollouts):
+        reward, messages = rollout.reward, [*prompt]
+        for index, turn in enumerate(rollout.turns):
+            if turn.fresh:
+                messages = _plain(turn.messages, limit)
+            elif index:
+                messages += _plain(turn.messages, limit)
+            messages.append({"role": "assistant", "content": cut(turn.action.text, limit)})
+        graded = f"Reward: {_number(reward.total_reward)}, correct: {'yes' if reward.is_correct else 'no'}"
+        graded += "" if rollout.ended == "done" else f", ended by {rollout.ended}"
+        parts = [
+            _conversation(messages),
+            node("div", "answer", escape(f"Reference answer: {cut(group.prompt.problem.answer, LEAST_CHARACTERS)}")),
+            node("div", "reward", escape(graded)),
+            _breakdown_table(reward, weights),
+        ]
+        if reward.error:
+            parts.append(node("p", "lt-p", escape(f"Not graded: {cut(reward.error, LEAST_CHARACTERS)}")))
+        body.append(_section(f"Trajectory {sample}", 3, parts))
+    return body
+
+
+def _conversation(messages: list[dict[str, str]]) -> Row:
+    lines = [
+        node("div", f"lt-message lt-role-{sanitised(message['role'])}",
+             node("div", "lt-message-role", escape(message["role"])),
+             node("div", "lt-message-content", escape(message["content"])))
+        for message in messages
+    ]  # fmt: skip
+    return node("div", "lt-conversation", *lines, data={"type": "conversation", "messages": messages})
+
+
+def _breakdown_table(reward: RewardResult, weights: Mapping[str, tuple[float, float]]) -> Row:
+    """What the reward is made of, as a table and, in ``data``, as numbers."""
+    components, others = breakdown(reward, weights)
+    rows = [_row("th", ("reward", "value", "adds"))]
+    rows += [_row("td", (part.name, _number(part.value), part.how)) for part in components]
+    rows += [_row("td", (part.name, _number(part.value), "")) for part in others]
+    rows.append(_row("td", ("total", _number(reward.total_reward), "")))
+    data = {
+        "type": "reward",
+        "total": reward.total_reward,
+        "components": {part.name: part.value for part in components},
+        "adds": {part.name: part.adds for part in components if part.adds is not None},
+        "metrics": {part.name: part.value for part in others},
+    }
+    return node("table", "reward-breakdown", *rows, data=data)
+
+
+def _details_table(group: CreditedGroup) -> Row:
+    """Every trajectory of the group in a row, with every number that its reward gave."""
+    names = part_names([group])
+    rows = [_row("th", ("trajectory", "tokens read", "ac_len", "reward", "advantage", "stop_reason", *names))]
+    for sample, rollout in enumerate(group.rollouts):
+        numbers = metrics_of(rollout.reward)
+        rows.append(_row("td", (
+            str(sample), str(rollout.observation_tokens), str(len(rollout)), _number(rollout.reward.total_reward),
+            _number(advantage_of(rollout)), rollout.stop_reason,
+            *(_number(numbers.get(name)) if name in numbers else "" for name in names),
+        )))  # fmt: skip
+    return node("table", "lt-table", *rows)
+
+
+def _row(tag: str, cells: Sequence[str]) -> Row:
+    return node("tr", "", *(node(tag, "", escape(cell)) for cell in cells))
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"
+
+
+def cut(text: str, limit: int | None) -> str:
+    """``text``, or its beginning and how much more there was."""
+    left = 0 if limit is None else len(text) - limit
+    return text if left <= 0 else f"{text[:limit]}\n… {left:,} more characters not shown"

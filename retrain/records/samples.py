@@ -1,0 +1,150 @@
+"""The completions of a step as flat columns, and the few statistics that the metrics are made of.
+
+Suffixes: ``_N`` all completions of the step in sampling order, ``_G`` one entry per group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from retrain.maths.statistics import gini
+from retrain.types import CreditedGroup, RewardResult, StepRecord
+
+EQUAL_REWARDS = 1e-8  # Rewards of a group whose standard deviation is below this count as equal (float noise)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Columns over the N completions; NaN stands for "has no value"."""
+
+    group_N: np.ndarray
+    reward_N: np.ndarray
+    correct_N: np.ndarray
+    format_N: np.ndarray
+    advantage_N: np.ndarray
+    trained_N: np.ndarray
+    length_N: np.ndarray
+    prompt_length_N: np.ndarray
+    turns_N: np.ndarray
+    stopped_N: np.ndarray
+    tags: list[tuple[str, ...]]
+    parts: dict[str, np.ndarray]  # Each reward component and sample metric by name, float64 [N]
+
+    def __len__(self) -> int:
+        return len(self.group_N)
+
+    def where(self, chosen_N: np.ndarray) -> Samples:
+        columns = {name: values_N[chosen_N] for name, values_N in vars(self).items() if name.endswith("_N")}
+        tags = [tags for tags, chosen in zip(self.tags, chosen_N, strict=True) if chosen]
+        return Samples(**columns, tags=tags, parts={name: part_N[chosen_N] for name, part_N in self.parts.items()})
+
+    def tagged(self, tag: str) -> Samples:
+        return self.where(np.array([tag in tags for tags in self.tags], dtype=bool))
+
+    @property
+    def cut_off(self) -> float | None:
+        """The share of completions that ended by length; None without any."""
+        return float((~self.stopped_N).mean()) if len(self) else None
+
+    def per_turn(self, values_N: np.ndarray) -> float | None:
+        """Sum over the completions divided by the number of their turns; None without any."""
+        return float(values_N.sum() / self.turns_N.sum()) if len(self) else None
+
+    def by_group(self, values_N: np.ndarray) -> list[np.ndarray]:
+        """``values_N`` split by group, NaN dropped, empty groups left out."""
+        known_N = ~np.isnan(values_N)
+        group_N, values_N = self.group_N[known_N], values_N[known_N]
+        if not len(values_N):
+            return []
+        return np.split(values_N, np.flatnonzero(np.diff(group_N)) + 1)
+
+
+def collect(groups: Sequence[CreditedGroup]) -> Samples:
+    """All completions of the groups as columns, before any filtering."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [rollout.reward for rollout in rollouts]
+    sizes = [len(group.rollouts) for group in groups]
+    advantage_N = _floats(rollout.advantage for rollout in rollouts)
+    kept_N = np.repeat(np.array([group.discarded is None for group in groups], dtype=bool), sizes)
+    return Samples(
+        group_N=np.repeat(np.arange(len(groups)), sizes),
+        reward_N=_floats(reward.total_reward for reward in rewards),
+        correct_N=np.array([reward.is_correct for reward in rewards], dtype=bool),
+        format_N=_floats(reward.format_ok for reward in rewards),
+        advantage_N=advantage_N,
+        trained_N=kept_N & np.isfinite(advantage_N),
+        length_N=_floats(map(len, rollouts)),
+        prompt_length_N=_floats(rollout.observation_tokens for rollout in rollouts),
+        turns_N=_floats(len(rollout.turns) for rollout in rollouts),
+        stopped_N=np.array([rollout.stop_reason == "stop" for rollout in rollouts], dtype=bool),
+        tags=[tuple(dict.fromkeys((*rollout.prompt.problem.tags, *rollout.reward.tags))) for rollout in rollouts],
+        parts=_parts(rewards),
+    )
+
+
+def everything(record: StepRecord, samples: Samples) -> Samples:
+    """All completions that a step sampled: ``samples``, those of its batch, and those of groups that were dropped."""
+    return collect([*record.groups, *map(CreditedGroup.of, record.dropped)]) if record.dropped else samples
+
+
+def _parts(rewards: Sequence[RewardResult]) -> dict[str, np.ndarray]:
+    """Components and sample metrics by sorted name; a component wins over a sample metric of the same name."""
+    merged: list[Mapping[str, float | None]] = [{**reward.sample_metrics, **reward.components} for reward in rewards]
+    names = sorted({name for values in merged for name in values})
+    return {name: _floats(values.get(name) for values in merged) for name in names}
+
+
+def _floats(values: Iterable[float | int | bool | None]) -> np.ndarray:
+    """float64 [N]; None and infinities become NaN."""
+    array = np.array([math.nan if value is None else float(value) for value in values], dtype=np.float64)
+    array[~np.isfinite(array)] = math.nan
+    return array
+
+
+def mean(values: np.ndarray) -> float | None:
+    """Mean over what is not NaN; None when nothing is."""
+    return spread(values)["mean"]
+
+
+def spread(values: np.ndarray) -> dict[str, float | None]:
+    """Mean, population standard deviation, minimum and maximum over what is not NaN."""
+    known = values[~np.isnan(values)]
+    return {name: float(getattr(known, name)()) if len(known) else None for name in ("mean", "std", "min", "max")}
+
+
+def mean_gini(groups: Sequence[np.ndarray], lowest: float | None = None) -> float | None:
+    """Mean over the groups where the coefficient exists; ``lowest`` as in ``gini``."""
+    known = [value for value in (gini(group, lowest) for group in groups) if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def group_shares(groups: Sequence[np.ndarray]) -> dict[str, float | None]:
+    """Shares of groups with unequal rewards, all equal and ≥ 0.5, all equal and < 0.5 (float noise is equality)."""
+    mixed = sum(float(rewards.std()) >= EQUAL_REWARDS for rewards in groups)
+    good = sum(float(rewards.std()) < EQUAL_REWARDS and float(rewards.mean()) >= 0.5 for rewards in groups)
+    counts = {"frac_mixed": mixed, "frac_all_good": good, "frac_all_bad": len(groups) - mixed - good}
+    return {name: count / len(groups) if groups else None for name, count in counts.items()}
+
+
+def ties(groups: Sequence[np.ndarray]) -> dict[str, float | int | None]:
+    """How often rewards of one group are equal (up to float noise); groups of one reward say nothing."""
+    sizes = [len(rewards) for rewards in groups if len(rewards) > 1]
+    counts = [np.unique(np.round(rewards, 8), return_counts=True)[1] for rewards in groups if len(rewards) > 1]
+    tied = sum(int(count * (count - 1) // 2) for values in counts for count in values)
+    pairs = sum(size * (size - 1) // 2 for size in sizes)
+    tie_groups = sum(len(values) < size for values, size in zip(counts, sizes, strict=True))
+    uniform = sum(len(values) == 1 for values in counts)
+    unique = [len(values) / size for values, size in zip(counts, sizes, strict=True)]
+    return {
+        "tie_eligible_groups": len(sizes),
+        "tie_groups": tie_groups,
+        "tie_group_rate": tie_groups / len(sizes) if sizes else None,
+        "tie_pair_rate": tied / pairs if pairs else None,
+        "uniform_groups": uniform,
+        "uniform_group_rate": uniform / len(sizes) if sizes else None,
+        "unique_fraction_mean": float(np.mean(unique)) if unique else None,
+    }

@@ -1,0 +1,35 @@
+"""What all declared rows share: they are written as JSON objects with the fields as keys, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from pydantic import ConfigDict
+
+Row = dict[str, Any]
+"""One JSON object of a file. Rows whose keys depend on the configuration (metrics, evaluations) stay as they are."""
+Values = Mapping[str, Any]
+"""The same, to be read."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A row or an object of a file, declared as a dataclass. Pydantic reads the docstrings of its fields."""
+
+    __pydantic_config__ = ConfigDict(use_attribute_docstrings=True)
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        return [each.name for each in fields(cls)]
+
+    def to_row(self) -> Row:
+        """Return the fields as a JSON object; values are not copied."""
+        return {name: getattr(self, name) for name in self.field_names()}
+
+    @classmethod
+    def from_row(cls, row: Values) -> Self:
+        """Return the record of a row; keys that it does not declare are left out. Raises TypeError where a key is
+        missing that has no default."""
+        return cls(**{name: row[name] for name in cls.field_names() if name in row})

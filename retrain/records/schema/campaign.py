@@ -1,0 +1,98 @@
+"""``manifest.json`` of a campaign or a single run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from retrain.records.schema.base import Record, Row
+
+STATES = ("pending", "running", "interrupted", "done", "failed", "stopped")
+ENDED = ("done", "failed", "stopped")  # Final states of a run
+
+
+@dataclass(frozen=True)
+class RunEntry(Record):
+    """One run in ``manifest.json``."""
+
+    run_id: str
+    """Name of the run, unique in its campaign."""
+    label: str = ""
+    """Label of its condition."""
+    seed: int | None = None
+    """Seed of the run."""
+    state: str = "pending"
+    """`pending`, `running`, `interrupted`, `done`, `failed` or `stopped`. A process that was killed leaves its runs
+    `running`: `retrain status` tells by the directory's lock that nobody is."""
+    reason: str | None = None
+    """Why it failed or was stopped."""
+    step: int = 0
+    """Steps finished when the state was written."""
+    max_steps: int = 0
+    """Steps planned."""
+    path: str = "."
+    """The run's directory below this one; `.` for a single run."""
+    fingerprint: str = ""
+    """Hash of the settings that later runs under this name must agree with."""
+    log: str | None = None
+    """After a failure, the log that has the traceback."""
+    worker: str | None = None
+    """While a worker process trains it, which."""
+
+    def to_row(self) -> Row:
+        """Return the entry without ``log`` and ``worker`` where there is none."""
+        return {key: value for key, value in super().to_row().items() if key not in ("log", "worker") or value}
+
+
+@dataclass(frozen=True)
+class CampaignManifest(Record):
+    """The runs of a directory, and what is known of all of them together."""
+
+    format: int
+    """Version of the format: 1."""
+    name: str
+    """Name of the campaign."""
+    created: float
+    """When it was first started (seconds since the epoch)."""
+    runs: list[RunEntry]
+    """Every run, in the order in which they start."""
+    updated: float | None = None
+    """When the file was written (seconds since the epoch)."""
+    declared: Row = field(default_factory=dict)
+    """What decides the comparison, kept when the first run began: keys of `[campaign]`, `baseline`, `conditions`,
+    `seeds` and `max_steps`."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader of the verdict must know: deviations from what was declared."""
+    lanes: int | None = None
+    """Most runs that step together; taken from here on resume."""
+    slots: int | None = None
+    """Workers that the cohorts were cut for, where there are several."""
+    cohorts: list[list[str]] = field(default_factory=list)
+    """Runs that step together; taken from here on resume."""
+    memory: dict[str, dict[str, int]] = field(default_factory=dict)
+    """For every run that has begun, the bytes of a decode batch (`decode_bytes`) and the tokens of a micro-batch
+    (`micro_batch_tokens`) with which it last started; a resume takes them from the checkpoint."""
+    sequential: Row | None = None
+    """With `[campaign] sequential`, what the rule saw at each look: `rule`, `test`, `futility`, `race`, `alpha`,
+    `metric`, `resolution` (the step of its scale), `planned` pairs, `seeds`, `labels` (the baseline first), `values`
+    (what the normal test looked at, by seed and condition), and for each condition its `differences` by seed in the
+    order in which they were looked at, its `looks` (`pairs`, `mean`, `tested`, `p`, `p_adjusted` for the family, `by`
+    which test, `spent`, `stop`; of the exact test also `allowed` and `tail`), `stopped_after` and `stop_reason`. Runs
+    that a decision made unnecessary are `stopped`, with the reason."""
+    comparison: Row | None = None
+    """As in `comparison.json`."""
+    squeeze: Row | None = None
+    """As `squeeze/analysis.json`, of the first run."""
+    squeezes: dict[str, Row] = field(default_factory=dict)
+    """With `[squeeze] runs = "one per condition"`, the same of the other conditions, by label."""
+    report: str | None = None
+    """File name of the report, once it is written."""
+
+
+@dataclass(frozen=True)
+class CheckpointFiles(Record):
+    """``manifest.json`` of a checkpoint."""
+
+    format: int
+    """Layout of the checkpoint: 3."""
+    sha256: dict[str, str]
+    """SHA-256 of every file, by its path below the checkpoint."""

@@ -1,0 +1,93 @@
+"""Names of the files of run and campaign directories, with what each holds and the type of its rows.
+
+``metrics.jsonl`` has no type: its keys are the catalogue's. Every other module takes the names from here.
+"""
+
+from dataclasses import dataclass
+
+from retrain.ownership import MARK
+from retrain.records.schema.campaign import CampaignManifest
+from retrain.records.schema.comparison import Comparison
+from retrain.records.schema.rows import (
+    Checkpoint,
+    Evaluation,
+    Generation,
+    HeldOutCompletion,
+    Iteration,
+    Note,
+    StepSpans,
+    StepSummary,
+    TrajectorySummary,
+)
+
+MANIFEST, PLAN, LOCK = "manifest.json", "plan.json", ".lock"
+CONFIG, ENVIRONMENT, CODE_DIFF = "config.json", "environment.json", "code.diff"
+COMPARISON, REPORT = "comparison.json", "report.html"
+ANALYSIS, VERIFICATION = "analysis.json", "verification.json"  # In squeeze/
+METRICS, COLUMNS, EVALS = "metrics.jsonl", "metrics.f32", "evals.jsonl"
+EMERGENCE = "emergence"
+STEPS, GENERATIONS = f"{EMERGENCE}/steps.jsonl", f"{EMERGENCE}/generations.jsonl"
+EVALUATIONS = f"{EMERGENCE}/evaluations.jsonl"
+ITERATIONS = "iterations.jsonl"
+SUMMARIES, LOGTREE, PAGE = "_rollout_summaries.jsonl", "_logtree.json", ".html"  # Endings, after an iteration's name
+SPANS, TIMELINE = "timing_spans.jsonl", "timeline.html"
+NOTES, LOG, CHECKPOINTS = "notes.jsonl", "run.log", "checkpoints.jsonl"
+FINAL = "final"
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+STATE = "state.json"  # Of a checkpoint
+
+
+@dataclass(frozen=True)
+class RecordFile:
+    """A file, by its path below the directory, and what ``retrain explain --files`` says of it."""
+
+    name: str
+    content: str
+    row: type | None = None
+    """Type of its rows, or of the object that it holds."""
+
+
+MACHINE_FILES = (
+    RecordFile(ENVIRONMENT, "machine, GPUs, Python, all installed packages"),
+    RecordFile(CODE_DIFF, "uncommitted changes of the repositories that the code comes from"),
+)
+
+CAMPAIGN_FILES = (
+    RecordFile(MANIFEST, "every run and its state, the comparison, the recommended rank", CampaignManifest),
+    RecordFile(PLAN, "the file as it was given, every run as it was resolved"),
+    RecordFile(MARK, "which campaign owns this directory"),
+    RecordFile(COMPARISON, "conditions against the first, paired by seed", Comparison),
+    RecordFile(REPORT, "verdict, curves, distributions, the same prompt under two conditions: one file, no network"),
+    RecordFile("base/evaluation_<how>.npz", "the untrained model's held-out answers, sampled once for all runs"),
+    RecordFile(f"squeeze/{ANALYSIS}", "energy by LoRA rank, from the first run"),
+    RecordFile(f"squeeze/{VERIFICATION}", "held-out accuracy at every rank beside the full adapter, paired by problem"),
+    RecordFile("squeeze/rank_<r>/", "an adapter compressed to the recommended rank, if that is known"),
+    RecordFile(CONFIG, "every key as it was resolved, package versions, git revision"),
+    *MACHINE_FILES,
+)
+
+ONLY_OF_CAMPAIGNS = (COMPARISON, REPORT, "base/evaluation_<how>.npz")
+
+RUN_FILES = (
+    RecordFile(MARK, "which run owns this directory; also in every checkpoint and adapter"),
+    RecordFile(CONFIG, "every key resolved for this run, seeds, data hash, base model"),
+    *MACHINE_FILES,
+    RecordFile(METRICS, "one row per step"),
+    RecordFile(COLUMNS, "the same numbers as columns, from 64 steps on"),
+    RecordFile(EVALS, "one row per held-out evaluation", Evaluation),
+    RecordFile(STEPS, "reward and correct count per step", StepSummary),
+    RecordFile(GENERATIONS, "every completion", Generation),
+    RecordFile(EVALUATIONS, "every completion of the held-out evaluations", HeldOutCompletion),
+    RecordFile(f"train_iteration_<n>{SUMMARIES}", "one line per trajectory, every step", TrajectorySummary),
+    RecordFile(f"train_iteration_<n>{PAGE}, {LOGTREE}", "prompts and samples to read, every rollouts_every steps"),
+    RecordFile("tokens_<n>.safetensors", "every token of those steps with its numbers, texts uncut"),
+    RecordFile("eval_<name>_iteration_<n>…", "the same of every held-out evaluation"),
+    RecordFile(ITERATIONS, "the index of these files, and where the step's completions lie", Iteration),
+    RecordFile(SPANS, "what each step spent its time on", StepSpans),
+    RecordFile(TIMELINE, "the same as a picture"),
+    RecordFile(NOTES, "explanations of unusual metrics", Note),
+    RecordFile(LOG, "what happened when, tracebacks included"),
+    RecordFile(CHECKPOINTS, "one line per saved checkpoint", Checkpoint),
+    RecordFile("checkpoints/step_<n>/", "adapter, optimizer and all other state"),
+    RecordFile(f"{FINAL}/", "the trained PEFT adapter"),
+)

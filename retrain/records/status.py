@@ -1,0 +1,119 @@
+"""State of runs and campaigns, read from their files alone; nothing here needs the process that writes them."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from retrain.config.campaign import transform_of
+from retrain.config.evaluation import HELDOUT, PART
+from retrain.errors import UsageError
+from retrain.records.reader import RunReader, read_manifest, run_entries
+from retrain.records.schema.base import Row, Values
+from retrain.records.schema.campaign import RunEntry
+from retrain.records.schema.layout import MANIFEST, METRICS
+
+
+class Change(NamedTuple):
+    """Accuracy at the first evaluation, and at the latest one after it."""
+
+    before: float | None = None
+    now: float | None = None
+
+
+NO_CHANGE = Change()
+
+
+@dataclass
+class RunView:
+    """Current state of one run."""
+
+    run_id: str
+    label: str
+    seed: int
+    state: str = "waiting"  # waiting, running, done, failed, interrupted or stopped
+    worker: str = ""  # Worker that trains the run, if there are several
+    first_step: int = 0
+    steps_done: int = 0
+    max_steps: int = 0
+    started: float = 0.0
+    row: Values = field(default_factory=dict)
+    evaluations: dict[str, Change] = field(default_factory=dict)
+    """Accuracy on each held-out set, in the order of the file; partial sets, which only draw curves, come last."""
+
+    def add_evaluation(self, name: str, row: Values) -> None:
+        """Keep the first and the latest accuracy on the set."""
+        rate = row.get(f"eval/{name}/correct_rate")
+        before = self.evaluations.setdefault(name, NO_CHANGE).before
+        self.evaluations = dict(sorted(self.evaluations.items(), key=lambda each: each[0].endswith(PART)))
+        if rate is not None:
+            self.evaluations[name] = Change(rate) if before is None else Change(before, rate)
+
+    @property
+    def held_out(self) -> Change:
+        return next((rates for name, rates in self.evaluations.items() if not name.endswith(PART)), NO_CHANGE)
+
+    @property
+    def pooling(self) -> float | None:
+        """SEPA's λ at the last step; None in other transform modes, whose rows have 0."""
+        return self.row.get("sepa_lambda") if transform_of(self.label) == "gtpo_sepa" else None
+
+    def eta(self, now: float) -> float | None:
+        """Seconds to go at the pace so far; None before the first step and after the end."""
+        done = self.steps_done - self.first_step
+        if self.state != "running" or done <= 0:
+            return None
+        return (now - self.started) / done * max(0, self.max_steps - self.steps_done)
+
+
+def read_status(directory: Path) -> Row:
+    """Return the state of every run at ``directory`` (a campaign, a single run, or a directory of run directories).
+
+    Returns ``{"directory", "kind": "campaign" | "run", "runs": [{"run_id", "label", "seed", "state", "reason",
+    "step", "max_steps", "path", "row": last metrics row, "heldout_before", "heldout_now", "evaluations", "age_s",
+    "worker"}], "recommended_rank"}``; ``step`` counts finished steps, ``evaluations`` has the accuracy on each held-out
+    set, {name: {"before", "now"}}, and the first of them is also ``heldout_before`` and ``heldout_now``; ``worker`` is
+    what trains it just now, where there are several.
+
+    Raises:
+        UsageError: the directory holds no runs, or its manifest is damaged.
+        CheckpointError: records of a run are damaged.
+    """
+    manifest = read_manifest(directory) if (directory / MANIFEST).is_file() else None
+    runs = [_run_status(directory, entry) for entry in run_entries(directory, manifest)]
+    if not runs:
+        raise UsageError(f"{directory} holds no runs: give a campaign's or a run's directory, such as logs/quickstart")
+    return {
+        "directory": str(directory),
+        "kind": "campaign" if len(runs) > 1 or runs[0]["path"] not in (".", "") else "run",
+        "runs": runs,
+        "recommended_rank": recommended_rank(manifest),
+    }
+
+
+def recommended_rank(manifest: Values | None) -> int | None:
+    return ((manifest or {}).get("squeeze") or {}).get("recommended_rank")
+
+
+def _run_status(directory: Path, entry: RunEntry) -> Row:
+    reader = RunReader(directory / entry.path)
+    metrics = reader.directory / METRICS
+    row, view = reader.last_row(), RunView(entry.run_id, entry.label, entry.seed or 0)
+    for evaluation in reader.evaluations():
+        view.add_evaluation(str(evaluation.get("name", HELDOUT)), evaluation)
+    return {
+        "run_id": entry.run_id,
+        "label": entry.label,
+        "seed": entry.seed,
+        "state": entry.state,
+        "reason": entry.reason,
+        "path": entry.path,
+        "step": row["step"] + 1 if row else entry.step or 0,
+        "max_steps": entry.max_steps or 0,
+        "row": row,
+        "heldout_before": view.held_out.before,
+        "heldout_now": view.held_out.now,
+        "evaluations": {name: change._asdict() for name, change in view.evaluations.items()},
+        "age_s": max(0.0, time.time() - metrics.stat().st_mtime) if metrics.is_file() else None,
+        "worker": entry.worker if entry.state == "running" else None,
+    }

@@ -1,0 +1,370 @@
+"""Every token of an iteration's rollouts, with whole texts, in one file that is read in pieces.
+
+``tokens_000010.safetensors`` of a step, ``tokens_eval_<name>_000010.safetensors`` of an evaluation. Rollouts stand one
+after the other, group by group. Arrays over L have an entry for every token of a rollout as the policy saw it, those
+over T one for every token that it sampled; the rollout ``i`` has ``offsets[i] : offsets[i + 1]`` of the first and
+``sampled[i] : sampled[i + 1]`` of the second:
+
+- ``ids`` int32 [L]; ``action`` uint8 [L], 1 where it was sampled;
+- ``logprobs`` and, where they are known, ``trainer_logprobs``, ``entropy``, ``values``, ``value_targets`` float32 [T];
+- ``advantages`` float32 [T], what the token trains with after credit (NaN: nothing); ``planning`` and ``trained``
+  uint8 [T]; ``versions`` int32 [T], the weights that sampled it;
+- ``ends`` int32 [T], where its text ends within the text of its turn, in characters.
+
+``prompts`` and ``rollouts`` are JSON lines as bytes (uint8), one for each group and each rollout, and ``prompt_at``,
+``rollout_at`` where they begin. An evaluation has the first three, ``entropy``, ``ends`` and the lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrain.errors import CheckpointError
+from retrain.files import dumps, write_bytes
+from retrain.records import kinds
+from retrain.records.kinds import Wanted, checked
+from retrain.records.rollouts import TRAIN, Batch, advantage_of, batch_name, conversation_of, metrics_of
+from retrain.tensor_file import to_bytes
+from retrain.types import CreditedRollout, Group
+
+SCHEMA = "1"
+LINES = ("prompts", "rollouts")
+INDICES = ("offsets", "sampled", "prompt_at", "rollout_at")
+_LARGEST_HEADER = 1 << 24
+_DTYPES = {"F32": np.float32, "I32": np.int32, "I64": np.int64, "U8": np.uint8}
+_NEEDED = dict.fromkeys(INDICES, np.int64) | dict.fromkeys(LINES, np.uint8)
+_NEEDED |= {"ids": np.int32, "action": np.uint8, "logprobs": np.float32, "ends": np.int32}
+_NONE = (None, 0, 0)
+_LINES: Mapping[str, Wanted] = {
+    "prompt": {kinds.text: "problem_id", kinds.texts: "tags", kinds.tables: "messages"},
+    "rollout": {
+        kinds.anything: "reward correct advantage turn_advantages", kinds.count: "group sample",
+        kinds.table: "metrics", kinds.tables: "turns",
+    },
+}  # fmt: skip
+_KNOWN: Wanted = {
+    kinds.number: "reward advantage",
+    kinds.numbers: "turn_advantages",
+    kinds.text: "stop_reason ended discarded error",
+}
+_TURN: Wanted = {kinds.text: "text", kinds.count: "tokens", kinds.tables: "messages"}
+
+
+def tokens_name(split: str, iteration: int) -> str:
+    """File name of a split ("train" or "eval/<name>") at an iteration."""
+    stem, _, number = batch_name(split, iteration).rpartition("_iteration_")
+    return f"tokens_{number}.safetensors" if split == TRAIN else f"tokens_{stem}_{number}.safetensors"
+
+
+def write_tokens(directory: Path, batch: Batch) -> Path:
+    """Write the batch, without waiting for the disk; the path."""
+    path = directory / tokens_name(batch.split, batch.iteration)
+    about = {"schema": SCHEMA, "split": batch.split, "iteration": str(batch.iteration), "run": batch.run}
+    write_bytes(path, to_bytes(_tensors(batch), {**about, "condition": batch.condition}), durable=False)
+    return path
+
+
+def _tensors(batch: Batch) -> dict[str, np.ndarray]:
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    seen = [_as_seen(rollout) for rollout in rollouts]
+    made: dict[str, np.ndarray] = {
+        "offsets": _begins([len(ids) for ids, _ in seen]),
+        "sampled": _begins([len(rollout) for rollout in rollouts]),
+        "ids": _joined([ids for ids, _ in seen], np.int32),
+        "action": _joined([mask for _, mask in seen], np.uint8),
+        "logprobs": _joined([rollout.logprobs_T for rollout in rollouts], np.float32),
+    }
+    if rollouts and all(rollout.entropy_T is not None for rollout in rollouts):
+        made["entropy"] = _joined([rollout.entropy_T for rollout in rollouts], np.float32)
+    if batch.split == TRAIN:
+        made |= _trained(rollouts)
+    texts = [_texts(batch, rollout) for rollout in rollouts]
+    made["ends"] = _joined([ends for _, ends in texts], np.int32)
+    lines = iter(texts)
+    numbered = [(g, s, one) for g, group in enumerate(batch.groups) for s, one in enumerate(group.rollouts)]
+    prompts = [dumps(prompt_line(group)) for group in batch.groups]
+    whole = [
+        dumps(rollout_line(rollout, next(lines)[0], group, sample, batch.groups[group].discarded))
+        for group, sample, rollout in numbered
+    ]
+    for name, each in (("prompt", prompts), ("rollout", whole)):
+        data = [line.encode() for line in each]
+        made[f"{name}s"] = np.frombuffer(b"".join(data), np.uint8)
+        made[f"{name}_at"] = _begins([len(line) for line in data])
+    return made
+
+
+def _trained(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
+    """What a step knows of its tokens beyond an evaluation."""
+
+    def known(name: str) -> list[np.ndarray | None]:
+        return [getattr(rollout, name) for rollout in rollouts]
+
+    def filled(parts: Sequence[np.ndarray | None], absent: float, dtype: Any) -> np.ndarray:
+        whole = [
+            np.full(len(rollout), absent) if part is None else part
+            for rollout, part in zip(rollouts, parts, strict=True)
+        ]
+        return _joined(whole, dtype)
+
+    trains = [
+        None if rollout.token_advantages_T is None
+        else np.ones(len(rollout)) if rollout.loss_mask_T is None else rollout.loss_mask_T
+        for rollout in rollouts
+    ]  # fmt: skip
+    versions = [np.repeat([t.action.policy_version for t in one.turns], [len(t.action) for t in one.turns])
+                for one in rollouts]  # fmt: skip
+    made = {
+        "advantages": filled(known("token_advantages_T"), np.nan, np.float32),
+        "planning": filled(known("planning_T"), 0, np.uint8),
+        "trained": filled(trains, 0, np.uint8),
+        "versions": _joined(versions, np.int32),
+    }
+    trainer = [one.old_logprobs_T if one.trainer_logprobs_T is None else one.trainer_logprobs_T for one in rollouts]
+    further = {"trainer_logprobs": trainer, "values": known("values_T"), "value_targets": known("value_targets_T")}
+    for name, parts in further.items():
+        if any(part is not None for part in parts):
+            made[name] = filled(parts, np.nan, np.float32)
+    return made
+
+
+def _as_seen(rollout: CreditedRollout) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of all turns as the policy read and sampled them, and which were sampled."""
+    ids: list[int] = []
+    action: list[int] = []
+    for turn in rollout.turns:
+        ids += [*turn.observation_ids, *turn.action.token_ids]
+        action += [0] * len(turn.observation_ids) + [1] * len(turn.action)
+    return np.array(ids, np.int32), np.array(action, np.uint8)
+
+
+def _texts(batch: Batch, rollout: CreditedRollout) -> tuple[list[str], np.ndarray]:
+    """The text of each turn, and where in it each of its tokens ends; without a way to place them, all at its end."""
+    texts, ends = [], [np.zeros(0, np.int32)]
+    for turn in rollout.turns:
+        text, count = turn.action.text, len(turn.action)
+        own = np.full(count, len(text), np.int32)
+        if batch.token_text is not None:
+            text, spans = batch.token_text(turn.action.token_ids)
+            own = np.array([end for _, end in spans], np.int32).reshape(count)
+        texts.append(text)
+        ends.append(own)
+    return texts, np.concatenate(ends)
+
+
+def prompt_line(group: Group) -> dict[str, Any]:
+    """What all rollouts of a group have in common; nothing is cut."""
+    problem = group.prompt.problem
+    return {
+        "problem_id": problem.id,
+        "tags": list(problem.tags),
+        "reference": problem.answer,
+        "messages": conversation_of(group.prompt),
+    }
+
+
+def rollout_line(
+    rollout: CreditedRollout, texts: Sequence[str], group: int, sample: int, discarded: str | None
+) -> dict[str, Any]:
+    """One rollout without its tokens; ``texts`` of its turns. ``messages`` of a turn are what the policy read since the
+    last, or with ``fresh`` the whole conversation as it was rewritten."""
+    reward = rollout.reward
+    first = True
+    turns = []
+    for turn, text in zip(rollout.turns, texts, strict=True):
+        messages = [] if first and not turn.fresh else [dict(message) for message in turn.messages]
+        turns.append(
+            {
+                "messages": messages,
+                **({"fresh": True} if turn.fresh else {}),
+                "text": text,
+                "tokens": len(turn.action),
+                "read": len(turn.observation_ids),
+                "stop_reason": turn.action.stop_reason,
+                "reward": turn.reward,
+                "metrics": dict(turn.metrics),
+                "logs": dict(turn.logs),
+            }
+        )
+        first = False
+    return {
+        "group": group,
+        "sample": sample,
+        "reward": reward.total_reward,
+        "correct": bool(reward.is_correct),
+        "metrics": metrics_of(reward),
+        "advantage": advantage_of(rollout),
+        "turn_advantages": rollout.turn_advantages,
+        "stop_reason": rollout.stop_reason,
+        "ended": rollout.ended,
+        "discarded": discarded,
+        "error": reward.error,
+        "age": rollout.staleness,
+        "turns": turns,
+    }
+
+
+def _begins(lengths: Sequence[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+
+
+def _joined(parts: Sequence[Any], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
+
+
+@dataclass(frozen=True)
+class RolloutTokens:
+    """One rollout out of a file: its ``line`` and that of its ``prompt``, and its arrays by name."""
+
+    line: Mapping[str, Any]
+    prompt: Mapping[str, Any]
+    arrays: Mapping[str, np.ndarray]
+
+    def pieces(self) -> list[list[str]]:
+        found, at = [], 0
+        for turn in self.line["turns"]:
+            ends = self.arrays["ends"][at : at + turn["tokens"]].tolist()
+            begins = [0, *ends[:-1]]
+            found.append([turn["text"][a:b] for a, b in zip(begins, ends, strict=True)])
+            at += turn["tokens"]
+        return found
+
+
+class TokenFile:
+    """A file of ``write_tokens``, read piece by piece: one rollout takes the same time out of any size.
+
+    Raises CheckpointError for a file that is none, is cut or damaged, also later while it is read; it names the file
+    as ``shown``. Raises OSError as ``open`` does. Close it, or use ``with``.
+    """
+
+    def __init__(self, path: Path, shown: str | None = None):
+        self.path = path
+        self.shown = str(path) if shown is None else shown
+        self._file = os.open(path, os.O_RDONLY)
+        try:
+            size = os.fstat(self._file).st_size
+            length = int.from_bytes(os.pread(self._file, 8, 0), "little")
+            if not 0 < length <= min(size, _LARGEST_HEADER):
+                raise ValueError("no safetensors header")
+            header = json.loads(os.pread(self._file, length, 8))
+            self.about: dict[str, str] = header.pop("__metadata__", {})
+            self._places = {name: _place(entry, 8 + length, size) for name, entry in header.items()}
+            if missing := [name for name, dtype in _NEEDED.items() if self._places.get(name, _NONE)[0] is not dtype]:
+                raise ValueError(f"it has no {missing[0]}")
+            self._index = {name: self._read(name) for name in INDICES}
+            lengths = {len(self._index[name]) for name in ("offsets", "sampled", "rollout_at")}
+            if len(lengths) != 1 or 0 in lengths:
+                raise ValueError("its indices are of different lengths")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            self.close()
+            raise CheckpointError(f"{self.shown} is no file of tokens, or cut short: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> TokenFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._index["rollout_at"]) - 1
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in self._places if name not in (*LINES, *INDICES)]
+
+    def lines(self, first: int = 0, last: int | None = None) -> Iterator[dict[str, Any]]:
+        """The lines of the rollouts [first, last), without their tokens."""
+        for i in range(first, len(self) if last is None else min(last, len(self))):
+            yield self._line("rollout", i)
+
+    def prompt(self, group: int) -> dict[str, Any]:
+        return self._line("prompt", group)
+
+    def prompts(self) -> list[dict[str, Any]]:
+        return [self._line("prompt", i) for i in range(len(self._index["prompt_at"]) - 1)]
+
+    def beside(self, index: int) -> range:
+        """The rollouts of the same group as this one, which stand together."""
+        group = self._line("rollout", index)["group"]
+        first = last = index
+        while first and self._line("rollout", first - 1)["group"] == group:
+            first -= 1
+        while last + 1 < len(self) and self._line("rollout", last + 1)["group"] == group:
+            last += 1
+        return range(first, last + 1)
+
+    def of_group(self, group: int) -> range:
+        """The rollouts of a group; groups stand in their order, so that few lines are read."""
+        first = bisect_left(range(len(self)), group, key=lambda i: self._line("rollout", i)["group"])
+        found = self.beside(first) if first < len(self) else range(0)
+        return found if found and self._line("rollout", first)["group"] == group else range(0)
+
+    def rollout(self, index: int) -> RolloutTokens:
+        """One rollout with its tokens. Raises IndexError where there is none."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.path.name} has {len(self)} rollouts, not {index + 1}")
+        line = self._line("rollout", index)
+        arrays = {}
+        for name in self.names:
+            begins = self._index["offsets" if name in ("ids", "action") else "sampled"]
+            arrays[name] = self._read(name, int(begins[index]), int(begins[index + 1]))
+        if len(arrays["ends"]) != sum(turn["tokens"] for turn in line["turns"]):
+            raise self._damaged(f"rollout {index} has another number of tokens than its turns")
+        return RolloutTokens(line, self._line("prompt", line["group"]), arrays)
+
+    def array(self, name: str) -> np.ndarray:
+        return self._read(name)
+
+    def _line(self, kind: str, index: int) -> dict[str, Any]:
+        begins = self._index[f"{kind}_at"]
+        if not 0 <= index < len(begins) - 1:
+            raise self._damaged(f"it has no {kind} {index}")
+        data = self._read(f"{kind}s", int(begins[index]), int(begins[index + 1]))
+        try:
+            row = checked(json.loads(data.tobytes()), _LINES[kind], _KNOWN)
+            turns = [checked(turn, _TURN) for turn in row.get("turns", ())]
+            if row.get("turn_advantages") is not None and len(row["turn_advantages"]) != len(turns):
+                raise ValueError("turn_advantages are not one for each turn")
+        except (ValueError, RecursionError) as error:
+            raise self._damaged(f"the line of {kind} {index}: {error}") from error
+        return row
+
+    def _read(self, name: str, first: int = 0, last: int | None = None) -> np.ndarray:
+        dtype, begin, count = self._places[name]
+        last = count if last is None else last
+        width = np.dtype(dtype).itemsize
+        if not 0 <= first <= last <= count:
+            raise self._damaged(f"{name} is shorter than its index says")
+        data = os.pread(self._file, (last - first) * width, begin + first * width)
+        if len(data) != (last - first) * width:
+            raise self._damaged(f"{name} is cut short")
+        return np.frombuffer(data, dtype)
+
+    def _damaged(self, how: str) -> CheckpointError:
+        return CheckpointError(f"{self.shown} is damaged: {how}")
+
+
+def _place(entry: Mapping[str, Any], base: int, size: int) -> tuple[Any, int, int]:
+    """Type, first byte and number of entries of a tensor."""
+    begin, end = entry["data_offsets"]
+    dtype = _DTYPES.get(entry["dtype"])
+    whole = isinstance(begin, int) and isinstance(end, int)
+    if dtype is None or not whole or not 0 <= begin <= end or base + end > size:
+        raise ValueError("a tensor lies outside of it")
+    return dtype, base + begin, (end - begin) // np.dtype(dtype).itemsize

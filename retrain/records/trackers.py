@@ -1,0 +1,458 @@
+"""Trackers that a run reports to: wandb, tensorboard, trackio or one of the user's own.
+
+A tracker's step is the step of the files: a row has its number in ``metrics.jsonl``, an evaluation the number of
+updates before it, as in ``evals.jsonl``. The packages are imported only when asked for. All methods of a tracker are
+called on one thread of its own (``writer.Reporter``): one that cannot start stops the run, a later failure does not
+reach the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from logging import CRITICAL, getLogger
+from pathlib import Path
+from typing import Any, Protocol
+
+from retrain.config.root import value_at
+from retrain.config.upkeep import trackers
+from retrain.errors import PluginError, RetrainError, UsageError
+from retrain.extras import missing
+from retrain.files import dumps
+from retrain.ownership import owner_of
+from retrain.plugins import load_function
+from retrain.records.catalogue import wandb_name
+from retrain.records.context import RunContext
+from retrain.records.schema.base import Row, Values
+
+RUN_CONFIG_KEYS = {
+    "advantage_mode": "algorithm.advantage_mode",
+    "transform_mode": "algorithm.transform_mode",
+    "uncertainty_kind": "algorithm.uncertainty_kind",
+    "model": "model.model",
+    "lora_rank": "model.lora_rank",
+    "lr": "training.lr",
+    "batch_size": "training.batch_size",
+    "group_size": "training.group_size",
+    "max_tokens": "training.max_tokens",
+    "temperature": "training.temperature",
+    "gtpo_beta": "gtpo.beta",
+    "hicra_alpha": "hicra.alpha",
+    "sepa_steps": "sepa.steps",
+    "sepa_delay_steps": "sepa.delay_steps",
+    "sepa_correct_rate_gate": "sepa.correct_rate_gate",
+    "backend": "backend.backend",
+}
+"""Names in a tracker's run configuration → our keys."""
+
+NOT_TRACKED = ("step", "condition", "advantage_mode", "transform_mode")
+TAG_CHARACTERS = 64  # wandb refuses a longer tag
+ANSWER_SECONDS = 5.0  # How long the start of a run waits for W&B's server to answer anything at all
+
+Warn = Callable[[str], None]
+
+
+class Tracker(Protocol):
+    """A built-in tracker or the user's.
+
+    It may also have ``finish(failed)``, which is called at the end; ``skips_sent_steps = True`` where ``log`` skips the
+    steps that the service has (a resumed run then sends its whole history, else what an earlier process may not have
+    sent); and ``advice``, a sentence that the user reads when it fails.
+    """
+
+    def start(self, run: TrackedRun, state: Row | None) -> Row | None:
+        """Begin, or continue what ``state`` (an earlier return value) names."""
+        ...
+
+    def log(self, step: int, values: Values) -> None:
+        """Send the ``tracker_values`` of one row, or those of the evaluations after ``step`` updates.
+
+        After a resume, steps that were sent before may come again, with the same values.
+        """
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as trackers name and file it."""
+
+    name: str
+    group: str | None
+    tags: list[str]
+    project: str
+    config: Row
+
+    @classmethod
+    def of(cls, context: RunContext) -> TrackedRun:
+        """The run of this context, as ``[logging]`` has it; a campaign's runs are named, grouped and tagged by
+        condition and seed. ``config`` has the run's configuration under the flat names that people filter by."""
+        logging, condition = context.config.logging, context.condition
+        name, group, tags = logging.wandb_run_name or condition, logging.wandb_group, list(logging.wandb_tags)
+        if context.is_campaign:
+            name, group = logging.wandb_run_name or f"{condition}_s{context.seed}", group or condition
+            tags = list(dict.fromkeys([*tags, condition, f"seed{context.seed}"]))
+        config = {short: value_at(context.config, path) for short, path in RUN_CONFIG_KEYS.items()}
+        config |= {"condition": condition, "max_steps": context.max_steps, "seed": context.seed}
+        if context.ranges:
+            config["metrics_ranges"] = {key: dict(ends) for key, ends in context.ranges.items()}
+        tags = [tag[:TAG_CHARACTERS] for tag in tags if tag]
+        return cls(name, group, tags, logging.wandb_project or "retrain", config)
+
+
+def make_trackers(context: RunContext, run_dir: Path, warn: Warn = lambda text: None) -> dict[str, Tracker]:
+    """Return the trackers that ``[logging]`` asks for, by name: ``report_to``, and wandb when ``wandb_project`` is set.
+
+    One of the user's own is what their ``module:function`` returns for ``run_dir``. ``warn`` tells the user what a
+    tracker does without. Raises PluginError for one that cannot be loaded or is no tracker.
+    """
+    wanted = trackers(context.config.logging.report_to, context.config.logging.wandb_project)
+    return {
+        name: TRACKERS[name](context, run_dir, warn) if name in TRACKERS else _plugin(name, context, run_dir)
+        for name in wanted
+    }
+
+
+def _plugin(plugin: str, context: RunContext, run_dir: Path) -> Tracker:
+    what = f"logging.report_to: {plugin!r}"
+    try:
+        own = load_function(plugin, context.folder, "logging.report_to:")(run_dir)
+    except PluginError:
+        raise
+    except Exception as error:  # the user's code
+        raise PluginError(f"{what} raised {type(error).__name__}: {error}") from error
+    for method in ("start", "log"):
+        if not callable(getattr(own, method, None)):
+            raise PluginError(f"{what} returned {type(own).__name__}, which has no method {method}")
+    return own
+
+
+def start_tracker(name: str, tracker: Tracker, context: RunContext, state: Values | None) -> Row:
+    """Start it; what it returns, a dict of JSON or None, is its ``state`` when the run is resumed.
+
+    Raises RetrainError when it cannot start.
+    """
+    try:
+        returned = tracker.start(TrackedRun.of(context), dict(state) if state else None)
+    except RetrainError:
+        raise
+    except Exception as error:  # whatever a client raises for logins, networks and names
+        raise RetrainError(
+            f"{name} could not start: {type(error).__name__}: {error}. Correct it, or leave it out of "
+            "[logging] report_to"
+        ) from error
+    try:
+        dumps(dict(returned or {}))
+    except (TypeError, ValueError) as error:
+        raise PluginError(f"{name}: start returned {returned!r}, not None or a dict of JSON") from error
+    return dict(returned or {})
+
+
+def tracker_values(row: Values) -> Row:
+    """A row under its tracker names: nulls left out, booleans as 0 and 1; the step is the tracker's, and what the
+    run's configuration says there does not change."""
+    return {
+        wandb_name(key): int(value) if isinstance(value, bool) else value
+        for key, value in row.items()
+        if value is not None and key not in NOT_TRACKED
+    }
+
+
+def is_evaluation(values: Values) -> bool:
+    """Return whether these values are those of evaluations, not of a row."""
+    return all(key.startswith("eval/") for key in values)
+
+
+def without_evaluations(row: Values) -> Row:
+    """Return the row without the evaluations in it, which trackers get at their own step."""
+    prefixes = tuple(key.removesuffix("step") for key in row if key.startswith("eval/") and key.endswith("/step"))
+    return {key: value for key, value in row.items() if not key.startswith(prefixes)}
+
+
+class WandbTracker:
+    """Weights & Biases; the run id is kept so that a resumed run continues the same curve.
+
+    W&B has one row of history per step and takes steps in increasing order only. An evaluation therefore waits for the
+    row of its step; only the last evaluation of a finished run gets a row of its own. The server says which steps it
+    has. Offline, a resumed run records its whole history again: ``wandb sync`` replaces what an earlier process
+    uploaded under the same id, or appends rows that repeat steps with the same values.
+    """
+
+    skips_sent_steps = True
+
+    def __init__(self, context: RunContext, run_dir: Path, warn: Warn):
+        self.context, self.run_dir, self.warn = context, run_dir, warn
+        self.run: Any = None
+        self.first = 0
+        self.evaluations: dict[int, Row] = {}
+
+    def start(self, run: TrackedRun, state: Row | None) -> Row:
+        """Open the run; ``logging.wandb_mode`` goes before the environment's mode."""
+        named = {"name": run.name, "group": run.group, "tags": run.tags or None, "config": run.config}
+        earlier = (state or {}).get("run_id")
+        self.run = _wandb_init("report_to", self.context, self.run_dir, self.warn, id=earlier, **named)
+        self.first = self.run.starting_step  # what the server says; 0 for a new run and offline
+        return {"run_id": self.run.id}
+
+    def log(self, step: int, values: Values) -> None:
+        if step < self.first:
+            return
+        if is_evaluation(values):
+            self.evaluations.setdefault(step, {}).update(values)
+        else:
+            self.run.log({**self.evaluations.pop(step, {}), **values}, step=step, commit=True)
+
+    @property
+    def advice(self) -> str:
+        """How to upload what the server has not taken."""
+        directory = Path(self.run.dir).parent if self.run else Path()
+        online = directory.name.startswith("run-")
+        return f"To upload it later, type: wandb sync --include-online {shlex.quote(str(directory))}" if online else ""
+
+    def finish(self, failed: bool) -> None:
+        """Send the last evaluation and close the run, marked as failed or done."""
+        if last := self.evaluations.get(self.context.max_steps):
+            self.run.log(last, step=self.context.max_steps, commit=True)
+        self.run.finish(exit_code=int(failed))
+
+
+def log_squeeze_analysis(context: RunContext, directory: Path, report: Values, warn: Warn = lambda text: None) -> None:
+    """Send a wandb run ``squeeze-analysis`` with the variance table of ``report`` (the dict of ``squeeze_table``), in
+    the group of the run that was analysed. The same analysis sent again continues the same wandb run.
+
+    Raises:
+        RetrainError: wandb is missing or cannot start.
+    """
+    summary = ("recommended_rank", "source_rank", "min_variance_retention", "num_layers")
+    facts = {key: report.get(key) for key in summary}
+    columns = ("rank", "mean_variance", "min_variance", "max_variance")
+    best, owner, analysed = facts["recommended_rank"], owner_of(directory), TrackedRun.of(context)
+    content = dumps([owner.id if owner else str(directory.resolve()), context.run_id, report])
+    named = {
+        "id": hashlib.sha256(content.encode()).hexdigest()[:16],
+        "name": "squeeze-analysis",
+        "group": analysed.group,
+        "job_type": "squeeze",
+        "tags": ["squeeze", *([f"rank-{best}"] if best else []), *analysed.tags],
+        "config": {**facts, "run_id": context.run_id, "condition": context.condition, "seed": context.seed},
+    }
+    run = _wandb_init("wandb_project", context, directory, warn, **named)
+    table = _import("wandb", "wandb_project").Table(columns=[*columns, "recommended"])
+    for row in report["rows"]:
+        table.add_data(*(row[name] for name in columns), row["rank"] == best)
+    run.log({"squeeze/variance_table": table}, step=0)
+    for step, row in enumerate(report["rows"], start=1):
+        run.log({f"squeeze/{name}": row[name] for name in columns}, step=step)
+    run.summary.update({f"squeeze/{key}": value for key, value in facts.items()})
+    run.finish()
+
+
+_unreachable = threading.Event()
+"""Set once W&B's server has not answered: later runs of this process are recorded offline without a wait."""
+
+
+def _wandb_init(key: str, context: RunContext, directory: Path, warn: Warn, **arguments: Any) -> Any:
+    """Start a wandb run, asked for by ``[logging] <key>``, beside any others of this process; offline where W&B's
+    server does not answer. Raises UsageError when W&B refuses."""
+    wandb, logging = _import("wandb", key), context.config.logging
+    try:
+        # Silent: nothing is printed into the live view, and a missing API key is an error instead of a question.
+        settings = wandb.setup(wandb.Settings(silent=True)).settings
+        getLogger("opentelemetry").setLevel(CRITICAL)  # wandb's own telemetry, which the server may refuse as well
+        mode = logging.wandb_mode or settings.mode
+        online = mode not in ("offline", "dryrun", "disabled")
+        if online and not _wandb_answers(wandb):
+            mode, online = "offline", False
+            if not _unreachable.is_set():
+                _unreachable.set()
+                where = f"W&B at {settings.base_url} has not answered for {ANSWER_SECONDS:g} s"
+                warn(f"{where}; recording offline (the last line tells how to upload)")
+        return wandb.init(
+            project=logging.wandb_project or "retrain",
+            entity=logging.wandb_entity,
+            mode=mode,
+            dir=str(directory),
+            # wandb sync shifts the steps of an offline run that is marked as resumed.
+            resume="allow" if online else None,
+            reinit="create_new",
+            settings=wandb.Settings(console="off", silent=True),
+            **arguments,
+        )
+    except Exception as error:  # wandb raises its own, and others, for logins, networks and names
+        raise UsageError(
+            f"wandb could not start: {' '.join(str(error).split()).rstrip('.')}. Type wandb login, or set "
+            "[logging] wandb_mode = 'offline', or leave wandb out"
+        ) from error
+
+
+def _wandb_answers(wandb: Any) -> bool:
+    """Return whether W&B's server answers in time, be it with a refusal: ``wandb.init`` tells that better.
+
+    ``wandb.init`` itself is not the question to ask: after a timeout it holds the run's id until the process ends.
+    """
+    if _unreachable.is_set():
+        return False
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            _ = wandb.Api(timeout=int(2 * ANSWER_SECONDS)).viewer
+
+    thread = threading.Thread(target=ask, name="W&B", daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS)
+    return not thread.is_alive()
+
+
+def wandb_upload_command(directory: Path, since: float) -> str | None:
+    """Return what to type to upload the offline wandb runs of this campaign or run directory that have been written
+    since this time; None where there are none."""
+    in_wandb = "wandb/offline-run-*/run-*.wandb"
+    here, in_runs = (
+        [shlex.quote(str(file.parent)) for file in sorted(directory.glob(pattern)) if file.stat().st_mtime >= since]
+        for pattern in (in_wandb, f"runs/*/{in_wandb}")
+    )
+    if len(in_runs) > 1:
+        in_runs = [f"{shlex.quote(str(directory))}/runs/*/wandb/offline-run-*"]
+    return f"wandb sync {' '.join([*in_runs, *here])}" if in_runs or here else None
+
+
+class TensorboardTracker:
+    """tensorboard event files in ``logging.logging_dir`` (of a campaign, ``<run id>`` in it), else in
+    ``<run>/tensorboard``; numbers only."""
+
+    def __init__(self, context: RunContext, run_dir: Path, warn: Warn):
+        chosen, self.directory = context.config.logging.logging_dir, run_dir / "tensorboard"
+        if chosen is not None:
+            self.directory = Path(chosen) / context.run_id if context.is_campaign else Path(chosen)
+        self.writer: Any = None
+        self.events: Any = None
+        self.summary: Any = None
+        self.begun = False
+
+    def start(self, run: TrackedRun, state: Row | None) -> None:
+        """Open a new event file; tensorboard itself joins the files of one directory."""
+        self.events = _import("tensorboard.compat.proto.event_pb2")
+        self.summary = _import("tensorboard.compat.proto.summary_pb2").Summary
+        files = _import("tensorboard.summary.writer.event_file_writer")
+        self.writer = files.EventFileWriter(str(self.directory))
+
+    def log(self, step: int, values: Values) -> None:
+        """Write all numbers as scalars at ``step``."""
+        scalars = [
+            self.summary.Value(tag=key, simple_value=float(value))
+            for key, value in values.items()
+            if isinstance(value, int | float)
+        ]
+        event, now = self.events.Event, time.time()
+        if not self.begun:  # what an earlier process wrote of this step and later ones is out of date
+            start = self.events.SessionLog(status=self.events.SessionLog.START)
+            self.writer.add_event(event(wall_time=now, step=step, session_log=start))
+            self.begun = True
+        self.writer.add_event(event(wall_time=now, step=step, summary=self.summary(value=scalars)))
+        self.writer.flush()
+
+    def finish(self, failed: bool) -> None:
+        self.writer.close()
+
+
+class TrackioTracker:
+    """trackio, which keeps its data on this machine or on a server of its own.
+
+    The run id is kept: a resumed run continues its run, whatever other runs have the same name. trackio keeps a
+    repeated step twice, so those that it has are skipped.
+    """
+
+    skips_sent_steps = True
+
+    def __init__(self, context: RunContext, run_dir: Path, warn: Warn):
+        logging, home = context.config.logging, run_dir.parents[1] if context.is_campaign else run_dir
+        self.project = logging.wandb_project or context.config.campaign.name or home.resolve().name
+        self.warn = warn
+        self.evaluated = [f"eval/{each.recorded_name}/problems" for each in context.config.evaluated]
+        self.run: Any = None
+        self.rows: set[int] = set()
+        self.evaluations: set[int] = set()
+
+    def start(self, run: TrackedRun, state: Row | None) -> Row:
+        trackio, earlier = _import("trackio"), state or {}
+        self.project = earlier.get("project", self.project)
+        with _muted():  # it prints hints into the live view
+            self.run = trackio.init(
+                project=self.project,
+                name=run.name,
+                group=run.group,
+                config=run.config,
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        if "run_id" in earlier:
+            self.run.id = earlier["run_id"]  # init finds runs by name only
+            try:
+                self.rows = self._stored_steps(trackio, "train/step_time_s")
+                self.evaluations = {step for key in self.evaluated for step in self._stored_steps(trackio, key)}
+            except Exception as error:  # whatever its client raises for a server that is away
+                self.warn(f"trackio does not tell which steps it has ({error}); all are sent again")
+        return {"run_id": self.run.id, "project": self.project}
+
+    def _stored_steps(self, trackio: Any, metric: str) -> set[int]:
+        """Return the steps at which trackio has this metric of the run."""
+        query = {"project": self.project, "run": self.run.name, "run_id": self.run.id, "metric_name": metric}
+        server = trackio.context_vars.current_server.get()
+        if server is None:
+            values = _import("trackio.sqlite_storage").SQLiteStorage.get_metric_values(**query)
+        else:
+            token = trackio.context_vars.current_server_write_token.get()
+            key = None if token else _import("huggingface_hub").get_token()
+            client = trackio.RemoteClient(server, hf_token=key, write_token=token, verbose=False)
+            values = client.predict(api_name="/get_metric_values", **query)
+        return {value["step"] for value in values}
+
+    def log(self, step: int, values: Values) -> None:
+        if step not in (self.evaluations if is_evaluation(values) else self.rows):
+            self.run.log(values, step=step)
+
+    def finish(self, failed: bool) -> None:
+        with _muted():
+            self.run.finish()
+
+
+@contextlib.contextmanager
+def _muted() -> Iterator[None]:
+    """Drop what this thread prints inside."""
+    stdout: Any = _OtherThreads(sys.stdout)
+    with contextlib.redirect_stdout(stdout):
+        yield
+
+
+class _OtherThreads:
+    """A stream that takes what other threads than the present one write."""
+
+    def __init__(self, stream: Any):
+        self._stream, self._thread = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+TRACKERS: dict[str, Callable[[RunContext, Path, Warn], Tracker]] = {
+    "wandb": WandbTracker,
+    "tensorboard": TensorboardTracker,
+    "trackio": TrackioTracker,
+}
+
+
+def _import(module: str, key: str = "report_to") -> Any:
+    """The module that ``[logging] <key>`` asks for, or one line that says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise missing(f"logging.{key}", module.partition(".")[0]) from error

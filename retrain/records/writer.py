@@ -1,0 +1,274 @@
+"""Threads that do the writing: training hands its records over and goes on.
+
+``Thread`` does pieces of work in order. ``RecordFiles`` is the files of one directory behind such a thread;
+``Reporter`` is one tracker behind another, so that a slow service holds back neither the training nor the files.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from retrain.errors import LeaseLost, RetrainError, RunFailed, StorageError
+from retrain.files import append_jsonl, fsync, writing
+from retrain.ownership import DirectoryIdentity
+from retrain.records.context import RunContext
+from retrain.records.schema.base import Row, Values
+from retrain.records.trackers import Tracker, is_evaluation, start_tracker, tracker_values
+
+WAITING_STEPS = 16  # Events of a run that may wait for the disk; training waits while there are more
+UNSYNCED = 256
+"""Files that may wait for the disk itself: a run that saves no checkpoints names new ones with every step."""
+WAITING_ROWS = 1000  # Rows that may wait for a tracker before it is given up
+START_SECONDS = 10.0  # How long the start of a run waits for a tracker to start
+FINISH_SECONDS = 120.0  # How long the end of a run waits for a tracker to send what it has
+
+Work = Callable[[], object]
+
+
+class Thread:
+    """Does what it is given, one after another, on one thread that starts with the first piece of work.
+
+    At most ``limit`` pieces wait. The first exception is kept as ``error``; from then on only work put with
+    ``always`` is done.
+    """
+
+    def __init__(self, name: str, limit: int):
+        self.name = name
+        self.error: Exception | None = None
+        self._queue: queue.Queue[tuple[Work, bool] | None] = queue.Queue(limit)
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def put(self, work: Work, always: bool = False, wait: bool = True) -> bool:
+        """Have it done after everything put before. While the queue is full this waits, or does nothing: False."""
+        self._start()
+        try:
+            self._queue.put((work, always), block=wait)
+        except queue.Full:
+            return False
+        return True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until everything put so far is done (at most ``timeout`` seconds); whether it is."""
+        if self._thread is None or self._thread is threading.current_thread():
+            return True
+        done = threading.Event()
+        try:
+            self._queue.put((done.set, True), timeout=timeout)
+        except queue.Full:
+            return False
+        return done.wait(timeout)
+
+    def close(self, last: Work = lambda: None) -> None:
+        """Finish what was put, then ``last``, and end the thread, if it has begun; putting more starts another."""
+        with self._starting:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put((last, False))
+            self._queue.put(None)
+            thread.join()
+
+    def _start(self) -> None:
+        if self._thread is not None:
+            return
+        with self._starting:
+            if self._thread is None:
+                # Daemonic: a tracker that hangs must not keep the process alive. Whoever needs the work done waits.
+                self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, always = item
+            if self.error is not None and not always:
+                continue
+            try:
+                work()
+            except Exception as error:  # reported by whoever owns the thread
+                self.error = self.error or error
+
+
+class RecordFiles:
+    """The files of one run or campaign directory, written in order by one thread.
+
+    ``write`` takes a function that calls ``append`` or whatever else writes files; it runs on the thread. A failure
+    there is raised as RunFailed by the next ``write`` or ``flush``.
+
+    Before each function and each append the thread calls ``guard`` (which raises LeaseLost once another process owns
+    the directory) and checks that the directory is still the one of the first write. When either fails, nothing further
+    is written.
+    """
+
+    def __init__(self, directory: Path, guard: Callable[[], None] = lambda: None):
+        self.directory, self._guard = directory, guard
+        self._identity: DirectoryIdentity | None = None
+        self._thread = Thread(f"records of {directory.name}", WAITING_STEPS)
+        self._unsynced: set[Path] = set()
+
+    def write(self, work: Work, always: bool = False) -> None:
+        """Have ``work`` done on the thread; ``always``: also after a failure, which is then not raised here."""
+        if not always:
+            self.check()
+        self._thread.put(partial(self._guarded, work), always)
+
+    def append(self, name: str, rows: Iterable[object]) -> tuple[int, int]:
+        """Add lines to ``name`` (on the thread); the bytes [begin, end) that they take. A line that cannot be written
+        whole leaves nothing behind."""
+        path = self.directory / name
+        self.check_directory()
+        with writing(path):
+            place = append_jsonl(path, rows)
+        self.wrote(path)
+        return place
+
+    def append_text(self, name: str, text: str) -> None:
+        """Add text to ``name`` (on the thread)."""
+        path = self.directory / name
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "a", encoding="utf-8", errors="replace", newline="\n") as file:
+                file.write(text)
+        self.wrote(path)
+
+    def wrote(self, *paths: Path) -> None:
+        """These files were written (on the thread) without waiting for the disk: the next ``flush`` does."""
+        self._unsynced.update(paths)
+        if len(self._unsynced) > UNSYNCED:
+            self._sync()
+
+    def flush(self) -> None:
+        """Wait until everything so far is on the disk itself. Raises RunFailed when it could not be written."""
+        self._thread.put(partial(self._guarded, self._sync))
+        self._thread.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raise RunFailed when something could not be written."""
+        error = self._thread.error
+        if isinstance(error, StorageError | LeaseLost):
+            raise error
+        if isinstance(error, RunFailed):
+            raise RunFailed(str(error)) from error
+        if error is not None:
+            raise RunFailed(f"the records could not be written: {type(error).__name__}: {error}") from error
+
+    def close(self) -> bool:
+        """Write and sync what is left and end the thread; whether all of it could be written."""
+        self._thread.close(last=self._sync)
+        return self._thread.error is None
+
+    def check_directory(self) -> None:
+        """Raise LeaseLost or StorageError unless the directory is still this process's; any thread may call it."""
+        if self._identity is None:
+            with writing(self.directory):
+                self.directory.mkdir(parents=True, exist_ok=True)
+            self._identity = DirectoryIdentity(self.directory)
+        self._identity.check()
+        self._guard()
+
+    def _guarded(self, work: Work) -> None:
+        self.check_directory()
+        work()
+
+    def _sync(self) -> None:
+        folders = set()
+        for path in self._unsynced:
+            if path.exists():  # a step's page may have been replaced or pruned since
+                with writing(path):
+                    fsync(path)
+                folders.add(path.parent)
+        for folder in folders:
+            fsync(folder)
+        self._unsynced.clear()
+
+
+class Reporter:
+    """One tracker, whose methods are all called on a thread of its own.
+
+    What it raises or how long it takes after its start never reaches the training: the first failure is reported once
+    through ``warn``, and it gets nothing further. ``state`` is what its last start returned, in this process or an
+    earlier one; ``sent`` is the first step whose row it has not taken.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, warn: Callable[[str], None]):
+        self.name, self.tracker, self.warn = name, tracker, warn
+        self.broken = False
+        self.state: Row | None = None
+        self.sent = 0
+        self._thread = Thread(f"tracker {name}", WAITING_ROWS)
+
+    def start(self, context: RunContext) -> None:
+        """Start it and wait until it has, for at most ``START_SECONDS``. What it raises by then is raised here, because
+        a run must not begin unreported; later it is a failure like any other."""
+        errors: list[BaseException] = []
+        late = threading.Event()
+
+        def begin() -> None:
+            try:
+                self.state = start_tracker(self.name, self.tracker, context, self.state)
+            except BaseException as error:  # also what ends a process when raised on the main thread
+                self.broken = True  # nothing was begun that could be finished
+                errors.append(error)
+                if late.is_set():
+                    self.warn(f"{error}; training goes on without it")
+
+        self._thread.put(begin)
+        if not self._thread.wait(START_SECONDS):
+            late.set()
+        if errors:
+            self._thread.close()
+            raise errors[0]
+        if late.is_set():
+            self.warn(f"{self.name} has not started after {START_SECONDS:g} s; training goes on, and its rows wait")
+
+    def send_history(self, history: Callable[[int], Iterator[tuple[int, Values]]]) -> None:
+        """Send the rows of earlier processes that it may lack; ``history`` gives those from a step on."""
+        first = 0 if getattr(self.tracker, "skips_sent_steps", False) else self.sent
+
+        def send() -> None:
+            try:
+                for step, values in history(first):
+                    self._log(step, values)
+            except RetrainError as error:
+                self._give_up(f"cannot be sent the earlier steps: {error}")
+
+        self._thread.put(send)
+
+    def log(self, step: int, values: Values) -> None:
+        """Hand over one row, or the evaluations after ``step`` updates; never waits."""
+        if self.broken:
+            return
+        if not self._thread.put(lambda: self._log(step, values), wait=False):
+            self._give_up(f"is {WAITING_ROWS} rows behind")
+
+    def finish(self, failed: bool) -> None:
+        """Let it send what it has and close; after ``FINISH_SECONDS`` it is left to itself, as is a broken one."""
+        if not self.broken and callable(getattr(self.tracker, "finish", None)):
+            self._thread.put(lambda: self._call("finish", failed), wait=False)
+        if self.broken:
+            return
+        if self._thread.wait(FINISH_SECONDS):
+            self._thread.close()
+        else:
+            self._give_up(f"has not finished after {FINISH_SECONDS:g} s and is not waited for")
+
+    def _log(self, step: int, values: Values) -> None:
+        self._call("log", step, tracker_values(values))
+        if not self.broken and not is_evaluation(values):
+            self.sent = step + 1
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        if self.broken:
+            return
+        try:
+            getattr(self.tracker, method)(*arguments)
+        except Exception as error:  # any failure of a third party's client
+            self._give_up(f"failed in {method}: {error!r}")
+
+    def _give_up(self, reason: str) -> None:
+        self.broken = True
+        advice = getattr(self.tracker, "advice", "")
+        self.warn(f"{self.name} {reason}; it gets no further rows, training goes on{advice and f'. {advice}'}")

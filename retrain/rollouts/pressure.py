@@ -1,0 +1,92 @@
+"""Back pressure on decoding: how many prompts decode at once, by the Universal Scalability Law.
+
+Only speed and memory depend on it, never what is sampled beyond rounding. Decisions follow from recorded loads and
+throughputs, which are part of every checkpoint: a resumed cohort decides from the record, not from a new clock.
+"""
+
+from typing import Any
+
+from retrain.config.upkeep import Backpressure
+from retrain.maths.backpressure import Decision, DecodeWork, Limits, decide
+from retrain.policy.base import BaseModel
+from retrain.policy.memory import cache_bytes, head_size
+
+
+def decode_work(base: BaseModel) -> DecodeWork | None:
+    """Return the costs of a decoding step of this model; None for mixtures of experts, where each token uses only some
+    weights, and for models whose configuration lacks the sizes."""
+    model: Any = base.model
+    if model is None:
+        return None
+    config = model.config.get_text_config()
+    sizes = [getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")]
+    experts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
+    if not all(sizes) or any(experts):
+        return None
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    inputs, outputs = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    parameters = sum(weight.numel() for weight in model.parameters())
+    return DecodeWork(
+        parameters=parameters - (0 if inputs is outputs else inputs.numel()),
+        parameter_bytes=base.dtype.itemsize,
+        operations_per_position=4 * layers * heads * head_size(config),  # a query with a key, a weight with a value
+        cache_bytes=cache_bytes(base),
+    )
+
+
+class Pressure:
+    """The controller of one cohort's decode batch; loads are prompts decoding at once, over all of its runs."""
+
+    def __init__(self, settings: Backpressure, prompts_per_step: int, samples: int, work: DecodeWork | None = None):
+        self.samples, self.work = max(1, samples), work
+        most = max(1, min(settings.max_batch_size, prompts_per_step))
+        self.limits = Limits(
+            min_load=min(settings.min_batch_size, most),
+            max_load=most,
+            warmup_steps=settings.warmup_steps,
+            throttle_margin=settings.throttle_margin,
+            increase_margin=settings.increase_margin,
+            peak_gflops=settings.peak_gflops,
+            peak_bw_gb_s=settings.peak_bw_gb_s,
+        )
+        self.load = most
+        self.loads: list[int] = []
+        self.throughputs: list[float] = []
+        self.decision: Decision | None = None
+
+    @property
+    def max_rows(self) -> int:
+        """Sequences that may decode at once."""
+        return self.load * self.samples
+
+    def observe(self, tokens: int, seconds: float, context: float | None = None) -> None:
+        """Add one step's decoding and set the load of the next step. ``context`` is how many tokens came before a
+        sampled one on average, for the roofline."""
+        intensity = None if self.work is None or context is None else self.work.intensity(self.max_rows, context)
+        self.loads.append(self.load)
+        self.throughputs.append(tokens / max(seconds, 1e-9))
+        self.decision = decide(self.loads, self.throughputs, self.load, self.limits, intensity)
+        self.load = self.decision.load
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the catalogue's bp_* keys after the latest observation."""
+        decision = self.decision
+        if decision is None:
+            return {}
+        return {
+            "bp_action": decision.action,
+            "bp_regime": decision.regime,
+            "bp_p_star": decision.best_load,
+            "bp_sigma": decision.sigma,
+            "bp_kappa": decision.kappa,
+            "bp_utilization": decision.utilization,
+            "bp_throughput": self.throughputs[-1],
+            "bp_warmup": decision.basis == "warmup",
+        }
+
+    def state(self) -> dict[str, Any]:
+        return {"load": self.load, "loads": list(self.loads), "throughputs": list(self.throughputs)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.load = min(max(state["load"], self.limits.min_load), self.limits.max_load)
+        self.loads, self.throughputs = list(state["loads"]), list(state["throughputs"])

@@ -1,0 +1,146 @@
+"""Dynamic sampling (DAPO, arXiv 2503.14476): further prompts in place of those whose answers all have the same reward.
+
+Differences from the paper: a round draws as many prompts as are missing, so no group that can teach is cut off; after
+the last round the groups without signal that were drawn first fill the batch up (the paper's code stops with an error),
+so every step has ``batch_size`` groups and its loss the divisor that it would have had; and a group is judged by the
+rewards as they were graded, before long answers are punished.
+
+Every step has a list of further prompts of its own, a function of seeds and step alone: nothing is carried from step to
+step, and two conditions with the same seed draw from the same list in the same order, with the same random numbers,
+however far each of them goes. The data cursor counts the prompts of first rounds, as without.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import numpy as np
+
+from retrain.engines.protocol import Engine
+from retrain.records.samples import EQUAL_REWARDS
+from retrain.rollouts.collect import Collected, RolloutRequest, collect
+from retrain.types import Group, Problem
+
+Drawn = Sequence[Group | Exception]
+Resample = Callable[[int, Sequence[RolloutRequest], Drawn], Sequence[RolloutRequest]]
+"""(step, its requests so far, their results) → what else to sample for it; nothing when that is all."""
+REASONS = ("all_right", "all_wrong", "alike", "ungraded")
+"""Why a group teaches nothing: all its answers are right, or wrong, or of one reward otherwise, or have none."""
+
+
+@dataclass
+class StepRollouts:
+    """The rollouts of one step: its requests and their results, both with those of the rounds of resampling."""
+
+    step: int
+    requests: list[RolloutRequest]
+    resample: Resample | None = None
+    groups: list[Group | Exception] = field(default_factory=list)
+
+
+def collect_rounds(engine: Engine, steps: Sequence[StepRollouts], max_rows: int | None = None) -> list[Collected]:
+    """Sample and grade the requests of these steps, then in rounds those that ``resample`` adds, each round in one
+    decode batch. Returns what each round collected."""
+    pending, rounds = [(rollouts, rollouts.requests) for rollouts in steps], list[Collected]()
+    while pending or not rounds:
+        rounds.append(collect(engine, [request for _, requests in pending for request in requests], max_rows))
+        groups = iter(rounds[-1].groups)
+        for rollouts, requests in pending:
+            rollouts.groups += islice(groups, len(requests))
+        more = [
+            (rollouts, list(rollouts.resample(rollouts.step, rollouts.requests, rollouts.groups)))
+            for rollouts in steps
+            if rollouts.resample is not None
+        ]
+        pending = [(rollouts, requests) for rollouts, requests in more if requests]
+        for rollouts, requests in pending:
+            rollouts.requests += requests
+    return rounds
+
+
+@dataclass(frozen=True)
+class SelectedGroups:
+    """The groups that a step trains on, in the order drawn, and those that it ``dropped``; ``metrics`` for its row."""
+
+    groups: list[Group]
+    dropped: list[Group]
+    metrics: dict[str, int | float | None]
+
+
+@dataclass(frozen=True)
+class Resampler:
+    """Draws at most ``rounds`` rounds of prompts besides the ``batch`` of a step. ``upcoming(start, count)`` are
+    problems in an order of their own, without end; there are ``problems`` different ones."""
+
+    batch: int
+    rounds: int
+    upcoming: Callable[[int, int], Sequence[Problem]]
+    problems: int
+
+    def resample(self, step: int, requests: Sequence[RolloutRequest], drawn: Drawn) -> list[RolloutRequest]:
+        """Return as many requests as groups with signal are missing: none after the last round, of a run that will
+        fail, or when all problems have been drawn in this step."""
+        groups = [group for group in drawn if isinstance(group, Group)]
+        if len(groups) < len(drawn) or self._rounds(groups) >= self.rounds:
+            return []
+        missing = self.batch - sum(why_alike(group) is None for group in groups)
+        first, seen = requests[0], {request.problem.id for request in requests}
+        problems = list[Problem]()
+        start = step * self.batch * self.rounds
+        for offset in range(2 * self.problems):  # in so many each stands, wherever an epoch ends
+            if len(problems) == missing:
+                break
+            (problem,) = self.upcoming(start + offset, 1)
+            if problem.id not in seen:
+                seen.add(problem.id)
+                problems.append(problem)
+        return [
+            replace(first, problem=problem, stream=(*first.stream[:-1], len(requests) + number))
+            for number, problem in enumerate(problems)
+        ]
+
+    def select(self, groups: Sequence[Group]) -> SelectedGroups:
+        """Return the groups with signal, filled up to a batch by the first of the others."""
+        reasons = [why_alike(group) for group in groups]
+        with_signal = [i for i, reason in enumerate(reasons) if reason is None]
+        others = [i for i, reason in enumerate(reasons) if reason is not None]
+        selected = {*with_signal, *others[: max(0, self.batch - len(with_signal))]}
+        dropped = [groups[i] for i in others if i not in selected]
+        metrics = self._metrics(groups, dropped, unfilled=len(selected) - len(with_signal))
+        return SelectedGroups([groups[i] for i in sorted(selected)], dropped, metrics)
+
+    def _metrics(
+        self, groups: Sequence[Group], dropped: Sequence[Group], unfilled: int
+    ) -> dict[str, int | float | None]:
+        counts = Counter(map(why_alike, dropped))
+        first = [rollout.reward.is_correct for group in groups[: self.batch] for rollout in group.rollouts]
+        read = sum(rollout.observation_tokens + len(rollout) for group in dropped for rollout in group.rollouts)
+        return {
+            "dynamic/rounds": self._rounds(groups),
+            "dynamic/drawn": len(groups),
+            "dynamic/unfilled": unfilled,
+            **{f"dynamic/dropped_{reason}": counts[reason] for reason in REASONS},
+            "dynamic/dropped_tokens": read,
+            "dynamic/correct_rate": float(np.mean(first)) if first else None,
+        }
+
+    def _rounds(self, groups: Sequence[Group]) -> int:
+        """Return in how many rounds of resampling these groups, in the order drawn, came."""
+        with_signal = [why_alike(group) is None for group in groups]
+        drawn, rounds = self.batch, 0
+        while drawn < len(groups):
+            drawn += self.batch - sum(with_signal[:drawn])
+            rounds += 1
+        return rounds
+
+
+def why_alike(group: Group) -> str | None:
+    """Return one of ``REASONS``, or None for a group whose rewards differ."""
+    known_N = ~np.isnan(group.rewards_N)
+    if not known_N.any():
+        return "ungraded"
+    if float(group.rewards_N[known_N].std()) >= EQUAL_REWARDS:
+        return None
+    right = {rollout.reward.is_correct for rollout, known in zip(group.rollouts, known_N, strict=True) if known}
+    return "alike" if len(right) > 1 else "all_right" if right == {True} else "all_wrong"

@@ -1,0 +1,210 @@
+"""Held-out evaluation, for the loop, for the untrained model, and for the verification of ranks.
+
+An answer is a function of the weights, the problem and its random stream, whose prefix is the subject's: whoever
+evaluates the same weights after the same number of updates gets the same answers. Sets are sampled one after another,
+so that no set changes the numbers of the others.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from retrain.config.evaluation import HELDOUT, HeldOut
+from retrain.config.schedule import extent_after
+from retrain.data.dataset import column_values, content_hash
+from retrain.data.prompts import Renderer, Tools
+from retrain.engines.protocol import Engine, PolicyRef
+from retrain.environments.protocol import ONE_TURN, Environment, Limits
+from retrain.records.base_evaluations import BaseEvaluations
+from retrain.records.observer import Observer
+from retrain.records.reader import RunReader
+from retrain.rollouts.collect import RolloutRequest, collect
+from retrain.training.failures import Failures
+from retrain.training.run import Run
+from retrain.training.saving import Saver
+from retrain.types import EvalRecord, Group, Message, Problem, Prompt
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A policy to evaluate: weights by name after ``step`` updates, the environment of each held-out set, and the
+    prefix of the random streams."""
+
+    policy: PolicyRef
+    environments: Mapping[str, Environment]
+    stream: tuple[int | str, ...]
+    step: int
+
+
+class Evaluator:
+    """Samples and grades held-out sets.
+
+    ``base_evaluations`` keeps evaluations of the untrained model for all cohorts of a campaign.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        sets: Sequence[HeldOut],
+        base_evaluations: BaseEvaluations | None = None,
+        limits: Limits = ONE_TURN,
+    ):
+        self.engine, self.renderer, self.sets = engine, _RenderedOnce(renderer), list(sets)
+        self.base_evaluations, self.limits = base_evaluations, limits
+
+    def evaluate(self, held_out: HeldOut, subjects: Sequence[Subject]) -> list[EvalRecord]:
+        """Return the set's answers by each of the subjects, from one decode batch. The answer to a problem of a set's
+        part is the first one that the whole set would have had of it."""
+        begin, sampling = time.monotonic(), held_out.sampling.requested
+        set_stream = () if held_out.name == HELDOUT else (held_out.name,)
+        problems_by_subject = [
+            list(enumerate(subject.environments[held_out.name].problems(held_out.name)))[:: held_out.every]
+            for subject in subjects
+        ]
+        requests = [
+            RolloutRequest(
+                subject.environments[held_out.name],
+                self.renderer,
+                problem,
+                subject.policy,
+                held_out.samples,
+                sampling,
+                (*subject.stream, "eval", *set_stream, subject.step, i),
+                self.limits,
+            )
+            for subject, problems in zip(subjects, problems_by_subject, strict=True)
+            for i, problem in problems
+        ]
+        collected = iter(collect(self.engine, requests).groups)
+        records = []
+        for subject, problems in zip(subjects, problems_by_subject, strict=True):
+            results = [next(collected) for _ in problems]
+            groups = [group for group in results if isinstance(group, Group)]
+            error = next((group for group in results if isinstance(group, Exception)), None)
+            how = {"samples": held_out.samples, "seconds": time.monotonic() - begin, "error": error, **vars(sampling)}
+            records.append(EvalRecord(held_out.recorded_name, subject.step, groups, **how))
+        return records
+
+    def known_base(self, held_out: HeldOut, environment: Environment, setting: str) -> EvalRecord | None:
+        """Return an earlier cohort's evaluation of the untrained model on this set, None if there is none. ``setting``
+        is all else that decides about it: environment, grading and seed."""
+        if self.base_evaluations is None:
+            return None
+        problems = environment.problems(held_out.name)
+        return self.base_evaluations.get(_how(held_out, environment, setting), problems)
+
+    def keep_base(self, held_out: HeldOut, environment: Environment, setting: str, record: EvalRecord) -> None:
+        """Keep the untrained model's evaluation for later cohorts. Raises StorageError when it cannot be written."""
+        if self.base_evaluations is not None and len(record.groups) == len(environment.problems(held_out.name)):
+            self.base_evaluations.put(_how(held_out, environment, setting), record)
+
+
+class _RenderedOnce(Renderer):
+    """Keeps the prompts: every evaluation asks the same problems."""
+
+    def __init__(self, renderer: Renderer):
+        super().__init__(renderer.tokenizer, renderer.data, renderer.tools_prompt)
+        self._prompts: dict[int, tuple[tuple[Message, ...], Prompt]] = {}
+
+    def prompt(self, problem: Problem, messages: Sequence[Message], tools: Tools = ()) -> Prompt:
+        # The id stays the problem's: the prompt holds it. An environment may ask a problem in other words than before.
+        rendered, prompt = self._prompts.get(id(problem), (None, None))
+        if prompt is None or rendered != tuple(messages):
+            prompt = super().prompt(problem, messages, tools)
+            self._prompts[id(problem)] = tuple(messages), prompt
+        return prompt
+
+
+def _how(held_out: HeldOut, environment: Environment, setting: str) -> str:
+    problems = content_hash((), environment.problems(held_out.name))
+    return repr((held_out.name, held_out.samples, held_out.sampling.requested, held_out.data, problems, setting))
+
+
+class CohortEvaluator:
+    """Evaluates the runs of a cohort: one decode batch for all that are due, one answer for all that are alike. What an
+    evaluation raises ends the runs that it was for. ``evaluator`` has the held-out sets, which all runs share."""
+
+    def __init__(self, evaluator: Evaluator, observer: Observer, saver: Saver, failures: Failures):
+        self.evaluator, self.observer, self.saver, self.failures = evaluator, observer, saver, failures
+
+    def trained(self, runs: Sequence[Run]) -> None:
+        """Evaluate these runs as they are now, each on whole sets or on parts of them, as its schedule says."""
+        for held_out in self.evaluator.sets:
+            for extent, problems in (("whole", held_out), ("part", held_out.part)):
+                due = [run for run in runs if run.error is None and extent_after(run.config, run.step) == extent]
+                self._evaluate(problems, [[run] for run in due])
+
+    def untrained(self, runs: Sequence[Run]) -> Iterator[None]:
+        """Evaluate runs before their first update, with a pause for the caller after each set."""
+        for held_out in self.evaluator.sets:
+            others = [run for run in runs if not equals_base(run) and run.error is None]
+            self._evaluate(held_out, [[run] for run in others])
+            self._evaluate_base(held_out, [run for run in runs if equals_base(run) and run.error is None])
+            yield
+
+    def _evaluate_base(self, held_out: HeldOut, runs: Sequence[Run]) -> None:
+        """Score untrained runs on a held-out set: they all equal the base, so what is graded alike is sampled once, and
+        not at all where an earlier cohort has."""
+        alike: dict[str, list[Run]] = {}
+        for run in runs:
+            config = run.config
+            audit = [config.audit.model_dump_json()] if config.audit.wanted else []
+            rubrics = column_values(config.rubric_columns, run.environments[held_out.name].problems(held_out.name))
+            measured = (config.environment.measured, config.reward.grading, config.campaign.seed)
+            setting = repr((*measured, *audit, *rubrics))
+            alike.setdefault(setting, []).append(run)
+        for setting, same in list(alike.items()):
+            earlier = self.evaluator.known_base(held_out, same[0].environments[held_out.name], setting)
+            if earlier is not None:
+                del alike[setting]
+                self._record_evaluation(same, earlier)
+        records = self._evaluate(held_out, list(alike.values()))
+        for (setting, same), record in zip(alike.items(), records, strict=True):
+            environment = same[0].environments[held_out.name]
+            self.saver.submit(same[0], partial(self.evaluator.keep_base, held_out, environment, setting, record))
+
+    def _evaluate(self, held_out: HeldOut, alike: Sequence[Sequence[Run]]) -> list[EvalRecord]:
+        """Evaluate the first run of each of ``alike`` on a held-out set, in one decode batch; its record, which is
+        returned, counts for all of them."""
+        if not alike:
+            return []
+        subjects = [_subject(run) for run, *_ in alike]
+        with ExitStack() as spans:
+            for same in alike:
+                for run in same:
+                    spans.enter_context(run.timer("eval"))
+            records = self.evaluator.evaluate(held_out, subjects)
+            for same, record in zip(alike, records, strict=True):
+                for run in same:
+                    if record.error is not None:
+                        self.failures.end(run, record.error)
+                self._record_evaluation([run for run in same if run.error is None], record)
+        return records
+
+    def _record_evaluation(self, runs: Sequence[Run], record: EvalRecord) -> None:
+        for run in runs:
+            with self.failures.isolated(run):
+                self.observer.evaluated(run.spec, record.name, run.recorder.record_eval(record))
+
+
+def equals_base(run: Run) -> bool:
+    """Return whether the run is still the base model, so that one evaluation serves all such runs."""
+    return run.step == 0 and run.policy.starts_as_base and not run.config.resume.from_
+
+
+def first_evaluations(run: Run) -> list[dict[str, Any]]:
+    """Return the first recorded evaluation of each held-out set, as its row."""
+    first: dict[str, dict[str, Any]] = {}
+    for row in RunReader(run.directory).evaluations():
+        first.setdefault(row["name"], row)
+    return [first[name] for name in run.config.evaluation.names if name in first]
+
+
+def _subject(run: Run) -> Subject:
+    """Return the run as it is now; all untrained runs draw alike."""
+    stream = (run.config.campaign.seed, "base") if run.step == 0 else run.stream
+    return Subject(run.policy_ref, run.environments, stream, run.step)

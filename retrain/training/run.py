@@ -1,0 +1,263 @@
+"""One run: its policy, algorithm, data and records, and the parts of its step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from retrain.algorithms import Algorithm
+from retrain.config import Config
+from retrain.engines.protocol import Engine, PolicyRef
+from retrain.engines.server.watch import Watch
+from retrain.environments.protocol import Environment
+from retrain.files import dumps
+from retrain.policy.budget import failure_text
+from retrain.policy.context import Context
+from retrain.policy.objective import Objective
+from retrain.policy.protocol import Policy, Scores, Want, samples_of
+from retrain.policy.teacher import Teacher, taught, teacher_prompts
+from retrain.records.environment import without_keys
+from retrain.records.observer import RunSpecLike
+from retrain.records.recorder import RunRecorder
+from retrain.rewards.overlong import punish_overlong
+from retrain.rollouts.resample import SelectedGroups
+from retrain.rollouts.versions import Weights
+from retrain.training.checkpoint_files import Snapshot, earlier_directory
+from retrain.training.checkpoints import Checkpoints
+from retrain.training.health import RunHealth, sampler_mismatches
+from retrain.training.requests import RolloutRequests
+from retrain.training.state import RollbackPoint, RunState
+from retrain.training.timer import StepTimer
+from retrain.training.updates import (
+    MinibatchUpdate,
+    aggregate_metrics,
+    exceeds_target_kl,
+    iter_minibatches,
+    learning_rate_of,
+    update_minibatch,
+    with_old_logprobs,
+    with_trainer_logprobs,
+)
+from retrain.types import MAX_STALENESS, CreditedBatch, CreditedGroup, Group, StepRecord
+
+POLICY_SCORES = frozenset({Want.LOGPROBS, Want.VALUES, Want.REFERENCE})  # Scores that an algorithm asks the policy for
+
+
+@dataclass(eq=False)
+class Run:
+    """One training run. ``step`` is the number of steps done, which is the next step to run.
+
+    ``environments`` holds what it trains in as ``train`` and what it is evaluated in by the held-out set's name.
+    """
+
+    spec: RunSpecLike
+    policy: Policy
+    algorithm: Algorithm
+    objective: Objective
+    environments: Mapping[str, Environment]
+    requests: RolloutRequests
+    recorder: RunRecorder
+    checkpoints: Checkpoints
+    watch: Watch | None  # None where the sampler is the trainer itself
+    teacher: Teacher | None  # None without distillation
+    teacher_context: Context | None  # None where the teacher reads the same prompts as the policy
+    step: int = 0
+    error: str | None = None  # None until the run has failed
+    health: RunHealth = field(init=False)
+    timer: StepTimer = field(default_factory=StepTimer)
+
+    def __post_init__(self) -> None:
+        self.health = RunHealth(self.config.training, self.recorder.log)
+
+    # -- identity -----------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> Config:
+        return self.spec.config
+
+    @property
+    def directory(self) -> Path:
+        return self.recorder.directory
+
+    @property
+    def run_id(self) -> str:
+        """``<label>_s<seed>``, the run's directory name in a campaign."""
+        return self.spec.run_id
+
+    @property
+    def stream(self) -> tuple[int | str, ...]:
+        """Prefix of the random streams of all that this run samples (see ``Config.stream``)."""
+        return self.config.stream("sampling")
+
+    @property
+    def policy_ref(self) -> PolicyRef:
+        return PolicyRef(self.run_id, self.policy.version)
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.config.training.max_steps
+
+    @property
+    def active(self) -> bool:
+        """Return whether the run takes part in the next step."""
+        return self.error is None and not self.finished
+
+    # -- a step, in order ---------------------------------------------------------------------------------------
+
+    def begin_step(self, engine: Engine) -> None:
+        """Do what is due before the next step; where that changes the weights, the engine samples with the new ones."""
+        ref = self.policy_ref
+        for line in self.policy.begin_step(self.step):
+            self.recorder.log(line)
+        if self.policy_ref != ref:
+            self.publish_to(engine)
+
+    def publish_to(self, engine: Engine) -> None:
+        """Have the engine sample with the present weights."""
+        self.requests.recent.publish_to(engine, Weights(self.step, self.policy_ref, self.policy.snapshot()))
+
+    def take(self, groups: Sequence[Group]) -> SelectedGroups:
+        """Move the data cursor past the step's groups and return those of the batch."""
+        selected = self.requests.select(groups)
+        if soft := self.config.reward.overlong_tokens:
+            return replace(selected, groups=punish_overlong(selected.groups, self.config.training.max_tokens, soft))
+        return selected
+
+    def with_staleness(self, group: Group) -> CreditedGroup:
+        """Return the group with the staleness of its rollouts; one that is too stale to train is discarded."""
+        recent = self.requests.recent
+        versions = [{turn.action.policy_version for turn in rollout.turns} for rollout in group.rollouts]
+        staleness = [max((recent.age(version, self.step) for version in each), default=0) for each in versions]
+        is_too_stale = any(behind > recent.bound for behind in staleness)
+        return CreditedGroup.of(group, staleness, MAX_STALENESS if is_too_stale else None)
+
+    def credit(self, groups: Sequence[CreditedGroup]) -> CreditedBatch:
+        """Have the algorithm credit the step's rollouts. The batch has all ``groups``, in their order."""
+        fresh = CreditedBatch(tuple(group for group in groups if group.discarded != MAX_STALENESS))
+        want, scores = self.algorithm.requires & POLICY_SCORES, Scores()
+        if want and (fresh.groups or self.config.algorithm.critic):
+            scored = fresh.groups or groups
+            scores = self.policy.score(samples_of(scored), want).of_rollouts(scored)
+        if self.teacher is not None and fresh.groups:
+            if self.config.distillation.whole:
+                prompts = teacher_prompts(fresh.groups, self.teacher_context)
+                fresh = fresh.update(fresh.rollouts, ({"teacher_prompt": prompt} for prompt in prompts))
+            else:
+                teacher = taught(self.teacher, self.policy, fresh.groups, self.teacher_context)
+                scores = replace(scores, teacher=teacher)
+        batch = self.algorithm.credit(fresh, scores, self.step)
+        if self.config.training.several_updates:
+            batch = with_old_logprobs(batch, self.policy, scores.logprobs)
+        return self.algorithm.with_stale_groups(batch, groups)
+
+    def update(self, batch: CreditedBatch) -> tuple[CreditedBatch, dict[str, Any]]:
+        """Take the optimizer steps of the batch; return the batch, with the trainer's log-probabilities where they are
+        recorded, and the metrics of the updates. A minibatch whose loss or gradient is not finite is skipped. Raises
+        RunFailed at the limits of ``RunHealth``."""
+        self.health.check_grading(self.step, batch.groups)
+        if self.watch is not None:
+            mismatches = sampler_mismatches(self.watch, self.policy, self.requests.recent, batch.groups)
+            self.health.check_sampler(self.step, mismatches)
+        config, training = self.config, self.config.training
+        updates, epochs = list[MinibatchUpdate](), 0
+        try:
+            recorded = self.recorder.keeps_tokens(self.step)
+            for minibatches in iter_minibatches(batch, training, self.step, self.stream, recorded):
+                for minibatch in minibatches:
+                    lr = learning_rate_of(config, self.step, minibatch.update)
+                    updates.append(update_minibatch(minibatch, self.policy, self.objective, lr, config))
+                epochs += 1
+                if exceeds_target_kl(updates[-len(minibatches) :], training.target_kl):
+                    break
+            self.health.check_updates(self.step, updates)
+        finally:
+            for note in self.policy.notes():
+                self.recorder.log(f"step {self.step}: {note}", "warning")
+        self.step += 1
+        if training.several_updates:
+            return batch, aggregate_metrics(updates, epochs)
+        return with_trainer_logprobs(batch, updates[0].trainer_logprobs), dict(updates[0].metrics)
+
+    def record_step(
+        self, selected: SelectedGroups, batch: CreditedBatch, update: Mapping[str, object],
+        shared: Mapping[str, object], now: float,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Record the step that has just ended and return its row. ``update`` are the metrics of its optimizer steps,
+        ``shared`` those of what the runs of a cohort share."""
+        config, cursor = self.config, self.requests.cursor
+        spans, begin = self.timer.finish_step(now)
+        record = StepRecord(
+            step=self.step - 1,
+            groups=batch.groups,
+            update={**update, **self.policy.capabilities},
+            state={
+                **batch.metrics,
+                **shared,
+                "uncertainty_kind": config.algorithm.uncertainty_kind,
+                "batch_size": config.training.batch_size,
+                "group_size": config.training.group_size,
+                "epoch": cursor.position / max(1, len(cursor.problems)),
+                **selected.metrics,
+            },
+            spans=spans,
+            step_start=begin,
+            step_end=now,
+            dropped=selected.dropped,
+        )
+        return self.recorder.record_step(record)
+
+    def fail(self, error: BaseException) -> None:
+        """Mark the run failed; its traceback goes to its own log."""
+        self.error = without_keys(failure_text(error))
+        self.recorder.log_error(error)
+
+    # -- state out and in ---------------------------------------------------------------------------------------
+
+    def rollback_point(self) -> RollbackPoint:
+        """Return the state before a step, for ``roll_back``."""
+        health = replace(self.health.counters)
+        cursor, version = self.requests.cursor.position, self.policy.version
+        return RollbackPoint(self.step, cursor, self.algorithm.state(), health, version)
+
+    def roll_back(self, point: RollbackPoint) -> bool:
+        """Undo a failed step. Returns False, with nothing changed, when its weights have changed."""
+        if self.step != point.step or self.policy.version != point.policy_version:
+            return False
+        self.requests.cursor.position = point.cursor
+        self.algorithm.restore(point.algorithm)
+        self.health.counters = replace(point.health)
+        return True
+
+    def state(self, shared: Mapping[str, object]) -> RunState:
+        """Return everything but tensors; ``shared`` is the state that the runs of the cohort share."""
+        return RunState(
+            step=self.step,
+            cursor=self.requests.cursor.position,
+            algorithm=self.algorithm.state(),
+            policy=self.policy.state(),
+            health=replace(self.health.counters),
+            recorder=self.recorder.state(),
+            earlier=[(weights.step, weights.ref.version) for weights in self.requests.recent.before(self.step)],
+            base=self.checkpoints.base_id,
+            run_id=self.run_id,
+            shared=dict(shared),
+        )
+
+    def snapshot(self, shared: Mapping[str, object]) -> Snapshot:
+        """Return a copy of the run in host memory, for ``Checkpoints.write`` and ``publish``."""
+        state = self.state(shared)
+        earlier = {weights.step: weights.snapshot for weights in self.requests.recent.before(self.step)}
+        text = dumps(state.to_dict(), indent=2) + "\n"
+        return Snapshot(self.step, self.policy.snapshot(resumable=True), text, earlier, state.cursor)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Continue from a checkpoint, of this run or another one. Raises CheckpointError when it cannot be used."""
+        state = self.checkpoints.load(checkpoint, self.policy)
+        self.step, self.requests.cursor.position = state.step, state.cursor
+        self.algorithm.restore(state.algorithm)
+        self.policy.restore(state.policy)
+        self.health.counters = replace(state.health)
+        for step, version in state.earlier:
+            weights = self.policy.read(earlier_directory(checkpoint, step))
+            self.requests.recent.note(Weights(step, PolicyRef(self.run_id, version), weights))
+        self.recorder.restore(state.recorder)

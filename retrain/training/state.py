@@ -1,0 +1,84 @@
+"""The state of a run, as a checkpoint holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass
+class HealthCounters:
+    """Numbers of consecutive steps, up to now, in which something went wrong."""
+
+    ungraded_steps: int = 0
+    """No rollout could be graded."""
+    skipped_updates: int = 0
+    """An update was skipped because its loss or gradient was not finite."""
+    mismatched_steps: int = 0
+    """Sampler and trainer differed by more than ``[inference] mismatch_limit``."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Everything that a checkpoint holds besides tensors. Random streams have no state: they are functions of the
+    counters."""
+
+    step: int
+    """Optimizer steps done, which is the next step to run."""
+    cursor: int
+    """Training problems taken from the data so far."""
+    algorithm: Mapping[str, object]
+    policy: Mapping[str, object]
+    health: HealthCounters
+    recorder: Mapping[str, object]
+    earlier: list[tuple[int, int]]
+    """(step, policy version) of earlier weights that rollouts of this and later steps are drawn by."""
+    base: str
+    """Fingerprint of the frozen weights."""
+    run_id: str
+    shared: Mapping[str, Any]
+    """State that all runs of the cohort share: of their back-pressure controller and their engine."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the content of ``state.json``."""
+        return {
+            "step": self.step,
+            "cursor": self.cursor,
+            "algorithm": self.algorithm,
+            "policy": self.policy,
+            **asdict(self.health),
+            "recorder": self.recorder,
+            "earlier": [list(pair) for pair in self.earlier],
+            "base": self.base,
+            "run_id": self.run_id,
+            "shared": self.shared,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RunState:
+        """Return the state of a checkpoint; early ones of this layout have neither ``mismatched_steps`` nor
+        ``earlier``."""
+        return cls(
+            step=data["step"],
+            cursor=data["cursor"],
+            algorithm=data["algorithm"],
+            policy=data["policy"],
+            health=HealthCounters(data["ungraded_steps"], data["skipped_updates"], data.get("mismatched_steps", 0)),
+            recorder=data["recorder"],
+            earlier=[(step, version) for step, version in data.get("earlier", [])],
+            base=data["base"],
+            run_id=data["run_id"],
+            shared=data["shared"],
+        )
+
+
+@dataclass(frozen=True)
+class RollbackPoint:
+    """The part of a run's state that a step changes before its update: enough to undo a failed step."""
+
+    step: int
+    cursor: int
+    algorithm: Mapping[str, object]
+    health: HealthCounters
+    policy_version: int

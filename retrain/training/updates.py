@@ -1,0 +1,199 @@
+"""The updates of one batch: epochs over it, each in minibatches, and their metrics as those of one step.
+
+With several updates the importance ratio of the loss is π/π_old, π_old being the trainer itself before the first of
+them (PPO, arXiv 1707.06347): its log-probabilities are computed once and kept on the rollouts. Every update divides its
+loss by what its own minibatch counts, groups without signal included.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from retrain.algorithms.credit.rejection_mask import mask_minibatch
+from retrain.config import Config
+from retrain.config.training import Training
+from retrain.errors import NonFinite
+from retrain.maths.ratios import RATIO_METRICS
+from retrain.maths.schedules import learning_rate
+from retrain.policy.objective import Objective
+from retrain.policy.protocol import Policy, TrainBatch, Want, probe_of
+from retrain.rng import generator
+from retrain.types import CreditedBatch, samples_of_rollout, training_samples
+
+
+def with_old_logprobs(batch: CreditedBatch, policy: Policy, logprobs: Sequence[np.ndarray] | None) -> CreditedBatch:
+    """Return the batch with the policy's log-probabilities before the first of several updates, of every rollout that
+    trains. ``logprobs`` are those of all rollouts where they are known already; else the policy scores."""
+    if logprobs is not None:
+        return batch.update(batch.rollouts, ({"old_logprobs_T": logprobs_T} for logprobs_T in logprobs))
+    trained = batch.trained
+    samples = [sample for rollout in trained for sample in samples_of_rollout(rollout)]
+    if not samples:
+        return batch
+    scores = policy.score(samples, frozenset({Want.LOGPROBS})).logprobs
+    assert scores is not None, "a policy gives what it is asked for"
+    parts = iter(scores)
+    joined = [np.concatenate([np.zeros(0), *islice(parts, rollout.sequences)]) for rollout in trained]
+    return batch.update(trained, ({"old_logprobs_T": logprobs_T} for logprobs_T in joined))
+
+
+def with_trainer_logprobs(batch: CreditedBatch, trainer_logprobs: Sequence[np.ndarray | None]) -> CreditedBatch:
+    """Return the batch with the trainer's log-probabilities, of every sample of a single update, where it gave them."""
+    parts, changes = iter(trainer_logprobs), []
+    for rollout in batch.trained:
+        logprobs = list(islice(parts, rollout.sequences))
+        complete = [part for part in logprobs if part is not None]
+        is_complete = bool(logprobs) and len(complete) == len(logprobs)
+        changes.append({"trainer_logprobs_T": np.concatenate(complete)} if is_complete else {})
+    return batch.update(batch.trained, changes)
+
+
+def iter_minibatches(
+    batch: CreditedBatch, training: Training, step: int, stream: tuple[int | str, ...], keep_logprobs: bool = False
+) -> Iterator[list[TrainBatch]]:
+    """Yield the epochs over a batch, each as its minibatches; the rollouts of a minibatch stand in the batch's order.
+
+    A minibatch without anything to train on is left out. Where the whole batch has nothing, there is one epoch with one
+    empty batch, whose ``probe`` compares sampler and trainer. ``keep_logprobs`` asks a single update for the trainer's
+    log-probabilities (with several, ``old_logprobs_T`` has them).
+    """
+    samples = {rollout: training_samples(rollout) for rollout in batch.trained}
+    if not (training.several_updates and any(samples.values())):
+        flat = [sample for parts in samples.values() for sample in parts]
+        probe = [] if flat else probe_of(batch.groups)
+        yield [TrainBatch(flat, batch.denominators, step, stream, probe, keep_logprobs=keep_logprobs)]
+        return
+    credited = [[rollout for rollout in group.rollouts if rollout.is_credited] for group in batch.groups]
+    units = [rollouts for rollouts in credited if rollouts]
+    if training.minibatch_by != "group":
+        units = [[rollout] for rollouts in units for rollout in rollouts]
+    for epoch in range(training.num_iterations):
+        order = np.arange(len(units))
+        if training.minibatches > 1:
+            order = generator(*stream, "minibatches", step, epoch).permutation(len(units))
+        minibatches = []
+        for index, part in enumerate(np.array_split(order, training.minibatches)):
+            rollouts = [rollout for unit in sorted(part.tolist()) for rollout in units[unit]]
+            chosen = [sample for rollout in rollouts for sample in samples.get(rollout, ())]
+            update = epoch * training.minibatches + index
+            minibatches.append(TrainBatch(chosen, batch.denominators_of(rollouts), step, stream, update=update))
+        yield [minibatch for minibatch in minibatches if minibatch.samples]
+
+
+@dataclass(frozen=True)
+class MinibatchUpdate:
+    """A minibatch and its update's metrics under the catalogue's keys; ``error`` is why the update was skipped."""
+
+    batch: TrainBatch
+    metrics: Mapping[str, Any]
+    error: NonFinite | None = None
+    trainer_logprobs: Sequence[np.ndarray | None] = ()
+
+    def weight(self, key: str) -> float:
+        """Return its weight in a mean of this metric: the tokens that it trained on, the action tokens that a critic
+        has a value for, or its completions."""
+        samples = self.batch.samples
+        if key in OF_COMPLETIONS:
+            return float(len(samples))
+        return float(sum((s.action_mask if key in OF_ACTIONS else s.loss_mask).sum() for s in samples))
+
+
+def update_minibatch(
+    batch: TrainBatch, policy: Policy, objective: Objective, lr: float, config: Config
+) -> MinibatchUpdate:
+    """Take one optimizer step, skipped where its loss or gradient is not finite."""
+    masked = dict[str, Any]()
+    if config.chooses_anew and batch.samples:
+        batch, masked = mask_minibatch(batch, policy, config.algorithm)
+    try:
+        result = policy.update(batch, objective, lr)
+        metrics = {**result.metrics, **masked, "optim/skipped": False}
+        return MinibatchUpdate(batch, metrics, trainer_logprobs=result.trainer_logprobs)
+    except NonFinite as error:
+        absent = dict.fromkeys(("loss", "reported_loss", "optim/grad_norm", "optim/grad_clipped", *RATIO_METRICS))
+        metrics = {**absent, "optim/lr": lr, "num_datums": len(batch.samples), "optim/skipped": True}
+        return MinibatchUpdate(batch, metrics, error)
+
+
+def learning_rate_of(config: Config, step: int, update: int = 0) -> float:
+    """Return the learning rate of this update of the step; the schedule counts updates."""
+    optimizer, training = config.optimizer, config.training
+    at, every = step * training.updates + update, training.updates
+    steps, warmup = training.max_steps * every, optimizer.warmup_steps * every
+    return learning_rate(optimizer.schedule, at, steps, warmup, training.lr)
+
+
+def exceeds_target_kl(updates: Sequence[MinibatchUpdate], target_kl: float | None) -> bool:
+    """Return whether the approximate KL over these updates exceeds ``target_kl``."""
+    approximate_kl = _mean(updates, "policy/approxkl_avg")
+    return target_kl is not None and approximate_kl is not None and approximate_kl > target_kl
+
+
+SUMMED = ("timing_", "num_datums")  # Prefixes of metrics that are summed over updates
+ANY = ("optim/grad_clipped", "optim/skipped")  # Metrics that are 1 for a step if they are for one of its updates
+PER_UPDATE = ("loss", "reported_loss", "optim/lr", "optim/grad_norm", "optim/critic_lr", "optim/critic_grad_norm")
+"""Means over updates. All metrics that are named nowhere here are means over trained tokens."""
+OF_ACTIONS = ("loss/value_avg", "val/clipfrac_avg", "rejected_tokens_frac")
+"""Means over action tokens, all of which have a value."""
+OF_COMPLETIONS = ("objective/kl", "objective/non_score_reward", "rejected_sequences_frac")  # Means over completions
+MAXIMA = {"optim/lr": "optim/lr_max", "optim/grad_norm": "optim/grad_norm_max"}
+
+
+def aggregate_metrics(updates: Sequence[MinibatchUpdate], epochs: int) -> dict[str, Any]:
+    """Return the metrics of a step with several updates: means over trained tokens or over updates, and extremes."""
+    keys = dict.fromkeys(key for update in updates for key in update.metrics)
+    row = {key: _aggregate(updates, key) for key in keys}
+    row["num_datums"] = round((row.get("num_datums") or 0) / max(1, epochs))
+    row["val/ratio_var"] = _ratio_variance(updates)
+    for key, largest in MAXIMA.items():
+        row[largest] = max(_values(updates, key), default=None)
+    clipped = [bool(value) for value in _values(updates, "optim/grad_clipped")]
+    row["optim/grad_clipped_frac"] = sum(clipped) / len(clipped) if clipped else None
+    row["optim/updates"] = sum(bool(u.batch.samples) and not u.metrics["optim/skipped"] for u in updates)
+    return row
+
+
+def _aggregate(updates: Sequence[MinibatchUpdate], key: str) -> Any:
+    values = _values(updates, key)
+    if not values:
+        return None
+    if key in ANY:
+        return any(values)
+    if key.startswith(SUMMED):
+        return sum(values)
+    if key.endswith("_min"):
+        return min(values)
+    if key.endswith("_max"):
+        return max(values)
+    if key in PER_UPDATE:
+        return sum(values) / len(values)
+    return _mean(updates, key)
+
+
+def _values(updates: Sequence[MinibatchUpdate], key: str) -> list[Any]:
+    return [value for update in updates if (value := update.metrics.get(key)) is not None]
+
+
+def _mean(updates: Sequence[MinibatchUpdate], key: str) -> float | None:
+    """Return the mean of a metric, weighted by what it is a mean over; where no update has any of that, as with a
+    probe, over updates."""
+    pairs = [(u.weight(key), float(u.metrics[key])) for u in updates if u.metrics.get(key) is not None]
+    if not any(weight for weight, _ in pairs):
+        pairs = [(1.0, value) for _, value in pairs]
+    total = math.fsum(weight for weight, _ in pairs)
+    return math.fsum(weight * value for weight, value in pairs) / total if total else None
+
+
+def _ratio_variance(updates: Sequence[MinibatchUpdate]) -> float | None:
+    """Return the variance over the trained tokens of all updates, from the updates' means and variances."""
+    key = "val/ratio"
+    mean, inner = _mean(updates, key), _mean(updates, "val/ratio_var")
+    if mean is None or inner is None:
+        return None
+    measured = [update for update in updates if update.metrics.get(key) is not None]
+    total = math.fsum(update.weight(key) for update in measured)
+    return inner + math.fsum(update.weight(key) * (update.metrics[key] - mean) ** 2 for update in measured) / total

@@ -1,0 +1,60 @@
+"""Data that flows through a run: Problem → Rollout → Group → CreditedBatch → Sample → metrics row.
+
+Each type is frozen: the next stage adds what it knows in a type of its own. ``MicroBatch`` and ``UpdateResult``, which
+hold tensors, stand in ``retrain.policy``.
+"""
+
+from retrain.types.credit import MAX_STALENESS, CreditedBatch, CreditedGroup, CreditedRollout, Denominators
+from retrain.types.records import EvalRecord, StepRecord
+from retrain.types.rollouts import (
+    CORRECT_ABOVE,
+    DIMENSIONS,
+    MAX_PROBLEMS,
+    Action,
+    Completion,
+    Ended,
+    Group,
+    Message,
+    Problem,
+    Prompt,
+    RewardResult,
+    Rollout,
+    StopReason,
+    Support,
+    Turn,
+    single_turn,
+    with_correctness,
+)
+from retrain.types.samples import Sample, samples_of_rollout, sequence_slices, training_samples, without_advantages
+
+__all__ = [
+    "CORRECT_ABOVE",
+    "DIMENSIONS",
+    "MAX_PROBLEMS",
+    "MAX_STALENESS",
+    "Action",
+    "Completion",
+    "CreditedBatch",
+    "CreditedGroup",
+    "CreditedRollout",
+    "Denominators",
+    "Ended",
+    "EvalRecord",
+    "Group",
+    "Message",
+    "Problem",
+    "Prompt",
+    "RewardResult",
+    "Rollout",
+    "Sample",
+    "StepRecord",
+    "StopReason",
+    "Support",
+    "Turn",
+    "samples_of_rollout",
+    "sequence_slices",
+    "single_turn",
+    "training_samples",
+    "with_correctness",
+    "without_advantages",
+]

@@ -1,0 +1,150 @@
+"""Credit: what scoring, credit assignment and masking add to sampled groups, in types of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from retrain.types.rollouts import Group, Rollout
+
+MAX_STALENESS = "max_async"  # Reason for discarding a group that exceeds the allowed staleness
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Counts over *all* rollouts of an optimizer step that have a reward, trained on or not.
+
+    ``all_tokens``: sequence lengths count every action token, not only those of the loss mask; ``kept_tokens``: only
+    those of it that were not rejected. ``action_tokens``: all action tokens, which a critic's loss is divided by.
+    """
+
+    tokens: int
+    sequences: int
+    all_tokens: bool = False
+    action_tokens: int = 0
+    kept_tokens: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class CreditedRollout(Rollout):
+    """A rollout with its credit.
+
+    Arrays [T] have one entry for each sampled token of all turns. A rollout of two turns with 3 and 2 sampled tokens
+    and an advantage of 0.5 has ``token_advantages_T`` [0.5, 0.5, 0.5, 0.5, 0.5] and ``loss_mask_T`` all true; with turn
+    credit, ``turn_advantages`` (1.0, -0.25) and ``token_advantages_T`` [1.0, 1.0, 1.0, -0.25, -0.25].
+    """
+
+    staleness: int = 0  # Of its oldest token, in policy versions
+    teacher_prompt: tuple[int, ...] | None = None
+    """Tokens of the prompt that its teacher reads in place of its own; () for the same prompt, None without teacher."""
+    advantage: float = math.nan  # NaN without a reward, and before credit assignment
+    turn_advantages: tuple[float, ...] | None = None  # One per turn, with turn credit
+    planning_T: np.ndarray | None = None  # bool [T]: planning tokens
+    uncertainty_T: np.ndarray | None = None  # float64 [T], nats (predictive variance: no unit)
+    pooled_uncertainty_T: np.ndarray | None = None  # float64 [T]: the same after SEPA pooling
+    token_advantages_T: np.ndarray | None = None  # float64 [T]; None without a reward
+    loss_mask_T: np.ndarray | None = None  # bool [T]: tokens that train; None for all of them
+    policy_weights_T: np.ndarray | None = None
+    """float64 [T]: factor of each token's policy loss, 0 where it was rejected; None is 1 for all."""
+    values_T: np.ndarray | None = None  # float64 [T]: the critic's value before each token
+    value_targets_T: np.ndarray | None = None  # float64 [T]
+    old_logprobs_T: np.ndarray | None = None  # [T]: the trainer's own, before the first of several updates
+    trainer_logprobs_T: np.ndarray | None = None  # float32 [T]: the trainer's own, of a single update's forward pass
+    counted_tokens: int | None = None  # Tokens that count in the loss's denominator; None is all of them
+    counted_sequences: int | None = None  # Sequences that count in it; None is all of them
+
+    @property
+    def has_reward(self) -> bool:
+        return self.reward.total_reward is not None
+
+    @property
+    def is_credited(self) -> bool:
+        return self.token_advantages_T is not None
+
+
+@dataclass(frozen=True, eq=False)
+class CreditedGroup(Group):
+    """A group with its rollouts' credit.
+
+    ``discarded`` is None for a group that trains, else the reason: ``zero_advantage``, ``no_reward`` or
+    ``MAX_STALENESS``.
+    """
+
+    rollouts: tuple[CreditedRollout, ...]
+    discarded: str | None = None
+
+    @classmethod
+    def of(cls, group: Group, staleness: Sequence[int] | None = None, discarded: str | None = None) -> CreditedGroup:
+        """Return the group without credit, with the staleness of each rollout (0 if None)."""
+        behind = staleness or [0] * len(group.rollouts)
+        rollouts = [
+            CreditedRollout(one.prompt, one.turns, one.reward, one.ended, staleness=versions)
+            for one, versions in zip(group.rollouts, behind, strict=True)
+        ]
+        return cls(group.prompt, tuple(rollouts), discarded)
+
+    @property
+    def advantages_N(self) -> np.ndarray:
+        """Advantages, float64 [N], NaN where there is none."""
+        return np.array([rollout.advantage for rollout in self.rollouts], dtype=np.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class CreditedBatch:
+    """The groups of one step with their credit, the denominators of its loss, and numbers for its metrics row.
+
+    Every credit step returns a new one; the order of groups and rollouts never changes.
+    """
+
+    groups: tuple[CreditedGroup, ...]
+    denominators: Denominators = Denominators(0, 0)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def rollouts(self) -> list[CreditedRollout]:
+        return [rollout for group in self.groups for rollout in group.rollouts]
+
+    @property
+    def rated(self) -> list[CreditedRollout]:
+        """The rollouts that have an advantage."""
+        return [rollout for rollout in self.rollouts if math.isfinite(rollout.advantage)]
+
+    @property
+    def trained(self) -> list[CreditedRollout]:
+        """The credited rollouts of groups that are not discarded."""
+        kept = [group for group in self.groups if group.discarded is None]
+        return [rollout for group in kept for rollout in group.rollouts if rollout.is_credited]
+
+    def with_rollouts(self, rollouts: Iterable[CreditedRollout]) -> CreditedBatch:
+        """Return the batch with all of its rollouts replaced, in order."""
+        parts = iter(rollouts)
+        groups = [replace(group, rollouts=tuple(islice(parts, len(group.rollouts)))) for group in self.groups]
+        return replace(self, groups=tuple(groups))
+
+    def update(self, rollouts: Sequence[CreditedRollout], changes: Iterable[Mapping[str, Any]]) -> CreditedBatch:
+        """Return the batch with fields of these of its rollouts changed; ``changes`` has one mapping for each."""
+        changed = {rollout: replace(rollout, **change) for rollout, change in zip(rollouts, changes, strict=True)}
+        return self.with_rollouts(changed.get(rollout, rollout) for rollout in self.rollouts)
+
+    def with_discarded(self, reasons: Iterable[str | None]) -> CreditedBatch:
+        """Return the batch with ``discarded`` of every group replaced."""
+        groups = [replace(group, discarded=reason) for group, reason in zip(self.groups, reasons, strict=True)]
+        return replace(self, groups=tuple(groups))
+
+    def with_metrics(self, metrics: Mapping[str, Any]) -> CreditedBatch:
+        return replace(self, metrics={**self.metrics, **metrics})
+
+    def denominators_of(self, rollouts: Sequence[CreditedRollout]) -> Denominators:
+        """Return what the loss of a minibatch is divided by; all of its ``rollouts`` are credited."""
+        sampled = [rollout for rollout in rollouts if len(rollout) > 0]
+        return replace(
+            self.denominators,
+            tokens=sum(len(one) if one.counted_tokens is None else one.counted_tokens for one in sampled),
+            sequences=sum(one.sequences if one.counted_sequences is None else one.counted_sequences for one in sampled),
+            action_tokens=sum(map(len, sampled)),
+        )

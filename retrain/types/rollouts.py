@@ -1,0 +1,257 @@
+"""Sampled data: Problem → Prompt → Rollout (Turn, Turn, …) → Group. None of it changes after sampling and grading.
+
+The letters in names of arrays, and in their shapes, are those of ``DIMENSIONS``: ``advantages_BT`` is [rows of a batch,
+tokens]. Arrays are numpy on the host; tensors live only inside ``policy``, ``engines``, ``algorithms`` and
+``maths``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+Message = Mapping[str, str]  # One chat turn: `{"role": "user", "content": "…"}`
+
+StopReason = Literal["stop", "length"]
+
+Ended = Literal["done", "max_turns", "max_tokens", "raised", "timeout", "died", "flooded"]
+"""Why an episode is over: its environment says so; it has had its turns, or its tokens; or its environment raised an
+error, took too long, ended its process, or answered without end."""
+
+MAX_PROBLEMS = 1_000_000
+"""Problems of one split that a function or environment of the user's may make; a generator may have no end."""
+
+DIMENSIONS = {
+    "P": "prompts; parts of a held-out set",
+    "N": "rollouts of one group, or of a step; texts",
+    "G": "groups of a step",
+    "B": "rows of a padded batch, one rollout each; batches that are compared",
+    "C": "conditions",
+    "T": "sampled tokens, of one action or of a rollout's actions one after the other",
+    "L": "all tokens of a sequence, what was read and what was sampled",
+    "M": "sampled tokens of a micro-batch, one after the other",
+    "R": "rows of a decode batch",
+    "K": "columns of its cache; tokens kept by truncated sampling",
+    "V": "vocabulary",
+    "H": "hidden size",
+    "D": "width of a vector",
+    "S": "replicates: seeds, problems, pairs of runs; sequences of a packed row",
+    "r": "rank of an adapter",
+    "k": "ranks that are kept of it",
+    "in": "inputs of a linear layer",
+    "out": "outputs of a linear layer",
+}
+"""What each letter counts, everywhere. A 1 is an axis of one entry."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One task with its verifiable answer, as a data source yields it."""
+
+    id: str
+    prompt: str | tuple[Message, ...]
+    answer: str
+    tags: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A problem rendered through the chat template and tokenised."""
+
+    problem: Problem
+    text: str
+    token_ids: tuple[int, ...]
+    messages: tuple[Message, ...] = ()
+    """The conversation that ``text`` was rendered from, system prompt and template included."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """The tokens that each token was sampled from when sampling is truncated (top-p, top-k, min-p).
+
+    Token t was sampled from ``ids[offsets[t] : offsets[t + 1]]`` (int32), itself one of them; ``offsets`` is int64
+    [T + 1].
+    """
+
+    ids: np.ndarray
+    offsets: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Action:
+    """What the policy sampled in one turn.
+
+    ``token_ids`` includes the end token when ``stop_reason == "stop"``. ``logprobs_T`` and ``entropy_T`` are nats
+    of the very distribution that was sampled from (temperature applied, over ``support`` or else the full vocabulary);
+    ``entropy_T`` is None for engines that cannot give it. ``support`` is None when sampling was not truncated.
+    ``policy_version`` names the weights that sampled it.
+    """
+
+    token_ids: list[int]
+    text: str
+    logprobs_T: np.ndarray
+    entropy_T: np.ndarray | None
+    stop_reason: StopReason
+    support: Support | None = None
+    policy_version: int = 0
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """One exchange: ``observation_ids`` are the tokens that the policy read since its last action (in the first turn
+    the whole prompt), ``action`` what it sampled then. ``messages`` are the observation as chat messages.
+
+    ``fresh``: the conversation was rewritten, so ``observation_ids`` are the whole of it as the policy read it anew.
+    ``reward`` is what the environment gave this turn alone, None where it rewards whole episodes; ``metrics`` and
+    ``logs`` are what it said of the turn.
+    """
+
+    observation_ids: tuple[int, ...]
+    action: Action
+    messages: tuple[Message, ...] = ()
+    fresh: bool = False
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    logs: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class RewardResult:
+    """What a reward says of one rollout.
+
+    ``total_reward`` is None when grading failed (``error`` holds the reason). ``components`` holds each weighted part
+    by name before weighting, ``sample_metrics`` any further numbers that a reward wants recorded, None where this
+    completion has none. ``correct`` and ``format_ok``: None leaves them to ``with_correctness``. ``audit_error`` is why
+    an audit beside it has no score.
+    """
+
+    total_reward: float | None
+    sample_metrics: dict[str, float | None] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    components: dict[str, float | None] = field(default_factory=dict)
+    correct: bool | None = None
+    format_ok: bool | None = None
+    error: str | None = None
+    audit_error: str | None = None
+
+    @property
+    def is_correct(self) -> bool:
+        """Whether it counts as correct, by the default threshold where nothing has decided yet."""
+        return bool(with_correctness(self).correct)
+
+
+CORRECT_ABOVE = 0.5  # Default of `[reward] correct_above`
+
+
+def with_correctness(
+    reward: RewardResult, correct_above: float = CORRECT_ABOVE, correct_metric: str | None = None
+) -> RewardResult:
+    """Return the reward with ``correct`` and ``format_ok`` decided; nothing else decides them.
+
+    ``correct`` is what the reward has set, else whether its component or metric ``correct_metric`` (default
+    ``correct``) is above 0.5, else whether its total is above ``correct_above``. ``format_ok`` is what the reward has
+    set, else whether its component or metric ``format`` is above 0.5, else None.
+    """
+    values = {**reward.sample_metrics, **reward.components}
+
+    def flag(name: str) -> bool | None:
+        value = values.get(name)
+        return None if value is None or math.isnan(value) else value > 0.5
+
+    correct = reward.correct if reward.correct is not None else flag(correct_metric or "correct")
+    if correct is None:
+        correct = reward.total_reward is not None and reward.total_reward > correct_above
+    format_ok = reward.format_ok if reward.format_ok is not None else flag("format")
+    return replace(reward, correct=correct, format_ok=format_ok)
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One trajectory: its turns and its reward.
+
+    A completion of a one-turn problem is a rollout with one turn; an episode that could not begin has none. Arrays over
+    ``_T`` run over the tokens of all actions, one after the other.
+    """
+
+    prompt: Prompt
+    turns: tuple[Turn, ...]
+    reward: RewardResult
+    ended: Ended = "done"
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for turn in self.turns for token in turn.action.token_ids]
+
+    @property
+    def logprobs_T(self) -> np.ndarray:
+        return np.concatenate([np.zeros(0), *(turn.action.logprobs_T for turn in self.turns)])
+
+    @property
+    def entropy_T(self) -> np.ndarray | None:
+        """Entropy of the distribution that each token was sampled from; None where the engine gives none."""
+        parts = [turn.action.entropy_T for turn in self.turns if turn.action.entropy_T is not None]
+        return np.concatenate([np.zeros(0), *parts]) if len(parts) == len(self.turns) else None
+
+    @property
+    def text(self) -> str:
+        """Text of its actions, one after the other."""
+        return "\n".join(turn.action.text for turn in self.turns)
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """How the last action ended; ``stop`` where there is none."""
+        return self.turns[-1].action.stop_reason if self.turns else "stop"
+
+    @property
+    def sequences(self) -> int:
+        """Number of samples that it trains as: one, and one more for every time that the conversation was rewritten."""
+        return len(split_sequences(self.turns))
+
+    @property
+    def observation_tokens(self) -> int:
+        """Number of tokens that the policy read, the prompt included."""
+        return sum(len(turn.observation_ids) for turn in self.turns)
+
+    def __len__(self) -> int:
+        return sum(len(turn.action) for turn in self.turns)
+
+
+def split_sequences(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """Return the turns, cut where the policy read the whole conversation anew."""
+    sequences: list[list[Turn]] = []
+    for turn in turns:
+        if turn.fresh or not sequences:
+            sequences.append([])
+        sequences[-1].append(turn)
+    return sequences
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The rollouts of one prompt, which are compared with each other."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def rewards_N(self) -> np.ndarray:
+        """Total rewards, float64 [N], NaN where grading failed."""
+        totals = (rollout.reward.total_reward for rollout in self.rollouts)
+        return np.array([math.nan if total is None else total for total in totals], dtype=np.float64)
+
+
+def single_turn(prompt: Prompt, actions: Sequence[Action], rewards: Sequence[RewardResult]) -> Group:
+    turns = [Turn(prompt.token_ids, action, prompt.messages) for action in actions]
+    rollouts = [Rollout(prompt, (turn,), reward) for turn, reward in zip(turns, rewards, strict=True)]
+    return Group(prompt, tuple(rollouts))
+
+
+Completion = Action  # Alias of `Action` in the plug-in interface

@@ -1,0 +1,111 @@
+"""Files of a campaign and a run that version 0.4 has written, through the reader and against the declared types."""
+
+import tarfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from retrain.files import read_json, read_jsonl
+from retrain.records.catalogue import metrics_markdown
+from retrain.records.columns import Columns
+from retrain.records.reader import RunReader, homes_of_runs, read_manifest, run_entries
+from retrain.records.schema.base import Record, Row
+from retrain.records.schema.campaign import CampaignManifest, CheckpointFiles
+from retrain.records.schema.comparison import Comparison
+from retrain.records.schema.layout import CAMPAIGN_FILES, COMPARISON, MANIFEST, METRICS, RUN_FILES, STATE, SUMMARIES
+from retrain.records.schema.markdown import with_tables
+from retrain.records.schema.rows import RecorderState, TrajectorySummary
+from retrain.records.status import read_status
+from retrain.records.timeline import steps_of
+from retrain.ui.iterations import Index, rollouts_of
+
+ARCHIVE = Path(__file__).parent / "data" / "version_0.4.tar.xz"
+OPEN = ("eval/", "exec_", "plan_")  # Beginnings of keys that the catalogue describes
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with ``campaign`` (two conditions, two seeds) and ``single``, without weights."""
+    directory = tmp_path_factory.mktemp("recorded")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(directory, filter="data")
+    return directory
+
+
+def check(rows: list[Row], record: type[Record]) -> None:
+    """Check that rows have the declared kinds of values, and no key that is not declared."""
+    adapter, declared = TypeAdapter(record), set(record.field_names())
+    assert rows
+    for row in rows:
+        assert {key for key in row if key not in declared and not key.startswith(OPEN)} == set()
+        adapter.validate_python({key: value for key, value in row.items() if key in declared})
+
+
+def runs(recorded: Path) -> list[Path]:
+    return [recorded / "single", *sorted((recorded / "campaign/runs").iterdir())]
+
+
+def test_every_row_is_as_declared(recorded):
+    for run in runs(recorded):
+        for file in RUN_FILES:
+            if file.row is not None and (run / file.name).is_file() and "<" not in file.name:
+                check(read_jsonl(run / file.name), file.row)
+        for path in run.glob(f"*{SUMMARIES}"):
+            check(read_jsonl(path), TrajectorySummary)
+        for checkpoint in run.glob("checkpoints/*"):
+            check([read_json(checkpoint / MANIFEST)], CheckpointFiles)
+            check([read_json(checkpoint / STATE)["recorder"]], RecorderState)
+    for home in (recorded / "single", recorded / "campaign"):
+        check([read_json(home / MANIFEST)], CampaignManifest)
+    check([read_json(recorded / "campaign" / COMPARISON)], Comparison)
+
+
+def test_every_file_is_declared(recorded):
+    names = [file.name.replace("<n>", "*").replace("<name>", "*").replace("…", "*") for file in RUN_FILES]
+    further = ["checkpoints/*", "final/*", "squeeze/*", "*_logtree.json", "*_iteration_*.html", "tokens_*"]
+    of_campaigns = [file.name for file in CAMPAIGN_FILES]
+    for run in runs(recorded):
+        files = [path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()]
+        known = [*names, *further, *(of_campaigns if run.name == "single" else ())]
+        assert [name for name in files if not any(fnmatch(name, pattern) for pattern in known)] == []
+
+
+def test_the_reader_reads_them(recorded):
+    assert homes_of_runs(recorded) == [recorded / "campaign", recorded / "single"]
+    manifest = read_manifest(recorded / "campaign")
+    entries = run_entries(recorded / "campaign", manifest)
+    assert [entry.run_id for entry in entries] == [run["run_id"] for run in manifest["runs"]]
+    assert {entry.state for entry in entries} == {"done"}
+    for path in runs(recorded):
+        run = RunReader(path)
+        assert [row["step"] for row in run.metrics()] == [0, 1, 2]
+        assert run.last_row() == run.metrics()[-1]
+        assert [row["step"] for row in run.evaluations("heldout")] == [0, 2, 3]
+        assert [row["name"] for row in run.checkpoints()] == ["000002", "000003", "final"]
+        assert len(run.generations()) == 12
+        assert len(run.held_out_completions("heldout")) == 12
+        assert all(note.level in ("info", "warning") for note in run.notes())
+        assert [step.number for step in steps_of(run.spans())] == [0, 1, 2]
+        assert run.config()["training"]["max_steps"] == 3
+        columns = Columns(path / METRICS)
+        columns.refresh()
+        assert columns.column("step").tolist() == [0, 1, 2]
+        index = Index(path)
+        assert [len(rollouts_of(index, one)) for one in index.refresh().values()] == [4] * 6
+    (report,) = read_status(recorded / "single")["runs"]
+    assert (report["state"], report["step"], list(report["evaluations"])) == ("done", 3, ["heldout"])
+
+
+def test_a_torn_line_is_left_out(tmp_path):
+    (tmp_path / METRICS).write_text('{"step": 0}\n{"step": 1, "rew', encoding="utf-8")
+    assert RunReader(tmp_path).metrics() == [{"step": 0}]
+    assert RunReader(tmp_path).last_row() == {"step": 0}
+
+
+@pytest.mark.parametrize("name", ["metrics.md", "outputs.md"])
+def test_the_documents_are_current(name):
+    text = (DOCS / name).read_text(encoding="utf-8")
+    assert text == (metrics_markdown() if name == "metrics.md" else with_tables(text)), "type: make docs"
