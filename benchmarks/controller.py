@@ -108,10 +108,10 @@ class StubWorkers:
         """See ``Executor.close``."""
 
     def _train(self, handle: StubHandle, job: CohortJob) -> Iterator[Event]:
-        names = [run["run_id"] for run in job.runs]
+        names = [run.run_id for run in job.runs]
         yield JobStarted(handle.id, f"{handle.id} stub", names)
         for run in job.runs:
-            yield RunStarted(run["run_id"], 0, self.steps)
+            yield RunStarted(run.run_id, 0, self.steps)
         rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         numbers = {name: Random(name) for name in names}
         for step in range(self.steps):
@@ -124,14 +124,14 @@ class StubWorkers:
                 yield JobEnded(handle.id, "stopped")
                 return
         for run in job.runs:
-            name = run["run_id"]
+            name = run.run_id
             rates = [round(PROBLEMS * numbers[name].gauss(mean, 0.03)) / PROBLEMS for mean in (0.2, 0.6)]
             evaluations = [
                 {"name": "heldout", "step": step, "samples": 1, "eval/heldout/step": step,
                  "eval/heldout/correct_rate": rate, "eval/heldout/problems": PROBLEMS}
                 for step, rate in zip((0, self.steps), rates, strict=True)
             ]  # fmt: skip
-            self._write(Path(job.directory) / "runs" / name, run["config"], rows[name], evaluations)
+            self._write(job.directory / "runs" / name, run.config.to_dict(), rows[name], evaluations)
             for row in evaluations:
                 yield Evaluated(name, "heldout", row)
             yield RunEnded(name, "done")

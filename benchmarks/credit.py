@@ -22,8 +22,7 @@ from retrain.algorithms.credit.planning_tokens import STRATEGIC_GRAMS, RegexDete
 from retrain.algorithms.credit.spread import SpreadAdvantage
 from retrain.algorithms.credit.uncertainty import TokenUncertainty
 from retrain.config import parse_dict
-from retrain.policy.protocol import Scores
-from retrain.types import Action, CreditedBatch, CreditedGroup, Problem, Prompt, RewardResult, single_turn
+from retrain.types import Action, CreditedBatch, CreditedGroup, Problem, Prompt, RewardResult, Scores, single_turn
 
 ROWS, GROUP = 128, 16
 BARS_MS = {2048: {"credit": 30.0, "planning": 60.0}, 8192: {"credit": 120.0, "planning": 250.0}}

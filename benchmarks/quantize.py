@@ -42,9 +42,8 @@ def measured(model: str, dtype: str, kind: str, threads: int) -> dict[str, Any]:
     from retrain.policy.local import LocalPolicy
     from retrain.policy.lora import Lanes
     from retrain.policy.objective import Objective
-    from retrain.policy.protocol import TrainBatch
     from retrain.policy.terms import PolicyTerm
-    from retrain.types import Denominators, Sample
+    from retrain.types import Denominators, Sample, TrainBatch
 
     torch.set_num_threads(threads)
     config = parse_dict({"model": {"model": model, "quantize": kind, "lora_rank": RANK}})

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from retrain.campaign.adapters.squeeze import analyse_adapter, compress_adapter
 from retrain.config.upkeep import Squeeze
 from retrain.files import write_json
-from retrain.policy.adapter_stream import AdapterFile
+from retrain.policy.adapter_io import AdapterFile
 
 HIDDEN, KEYS, INNER = 4096, 1024, 12288
 SHAPES = {

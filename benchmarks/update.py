@@ -27,9 +27,8 @@ from workload import ALPHA, LR, RANK, SHAPES, Setting
 
 from retrain.algorithms.losses import PPO
 from retrain.policy import Lanes, Objective, TrainBatch, load_base
-from retrain.policy.budget import Budget
 from retrain.policy.gradient import UpdateContext
-from retrain.policy.memory import MemoryPlan
+from retrain.policy.memory import Budget, MemoryPlan
 from retrain.policy.optimizer import new_optimizer
 from retrain.policy.terms import EntropyTerm, PolicyTerm
 from retrain.policy.update import PendingUpdate, policy_step

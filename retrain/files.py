@@ -137,26 +137,31 @@ def read_json(path: Path) -> Any:
 
 
 def append_jsonl(path: Path, rows: Iterable[Any]) -> tuple[int, int]:
-    """Append one strict-JSON line for each row, past all of Python's buffers; the bytes [begin, end) that they take.
-
-    Raises OSError when that fails (a full disk); the file is then as it was, no part of a row stays.
-    """
-    data = memoryview("".join(dumps(row) + "\n" for row in rows).encode())
+    """Append one strict-JSON line for each row (``append_bytes``); return the bytes [begin, end) that they take."""
+    data = "".join(dumps(row) + "\n" for row in rows).encode()
     if not data:
         size = path.stat().st_size if path.exists() else 0
         return size, size
-    end = len(data)
     path.parent.mkdir(parents=True, exist_ok=True)
+    begin = append_bytes(path, data)
+    return begin, begin + len(data)
+
+
+def append_bytes(path: Path, data: bytes) -> int:
+    """Append past all of Python's buffers; return where the data begins.
+
+    Raises OSError when that fails (a full disk); the file is then as it was.
+    """
     with open(path, "ab", buffering=0) as file:
-        before = file.tell()
+        begin, rest = file.tell(), memoryview(data)
         try:
-            while data:
-                data = data[file.write(data) :]
+            while rest:
+                rest = rest[file.write(rest) :]
         except OSError:
             with contextlib.suppress(OSError):  # the failed write is the error to report
-                file.truncate(before)
+                file.truncate(begin)
             raise
-    return before, before + end
+    return begin
 
 
 def iter_jsonl(path: Path) -> Iterator[Any]:

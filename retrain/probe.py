@@ -29,12 +29,11 @@ from retrain.engines.protocol import Engine
 from retrain.errors import CheckpointError, RunFailed, UsageError
 from retrain.maths.statistics import bootstrap_ci
 from retrain.policy.local import LocalPolicy
-from retrain.policy.protocol import TrainBatch
 from retrain.rng import generator
 from retrain.rollouts.collect import Collected
 from retrain.rollouts.resample import StepRollouts, collect_rounds
 from retrain.training.run import Run
-from retrain.types import CreditedGroup, Group, Rollout, training_samples
+from retrain.types import CreditedGroup, Group, Rollout, TrainBatch, training_samples
 
 BATCHES = 16
 LEAST_BATCHES = 3  # Smallest number of batches from which an interval is computed

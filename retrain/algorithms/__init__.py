@@ -1,10 +1,11 @@
 """Algorithms: from rewards to what each token is trained with. The tables map names in TOML files to code.
 
 A new advantage is a function of the rewards of a group in a file under ``credit/``, a row of ``GROUP_ADVANTAGES``, and
-a row of ``retrain.config.modes``.
+a row of ``retrain.config.modes``, whose ``parameters`` are keyword arguments of the function (``docs/extending.md``).
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from retrain.algorithms.algorithm import Algorithm, CreditStep, StepContext
@@ -97,7 +98,9 @@ def _advantage(config: Config, modes: Modes) -> CreditStep:
         return ZeroAdvantage()
     if config.algorithm.critic:
         return GaeAdvantage(config.critic, RewardKL(config.algorithm.kl_in_reward, config.algorithm.reward_kl_coef))
-    formula = GROUP_ADVANTAGES.get(modes.advantage) if isinstance(modes.advantage, str) else None
+    formula = None
+    if isinstance(modes.advantage, str):
+        formula = partial(GROUP_ADVANTAGES[modes.advantage], **config.algorithm.parameters_of("advantage_mode"))
     reward_name = config.environment.provider or config.reward.type
     return GroupAdvantage(modes.advantage, formula, TurnCredit.of(config.algorithm), reward_name)
 

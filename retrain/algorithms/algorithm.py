@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-from retrain.policy.protocol import Scores, Want
-from retrain.types import MAX_STALENESS, CreditedBatch, CreditedGroup
+from retrain.types import MAX_STALENESS, CreditedBatch, CreditedGroup, Scores, Want
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def advantage_words(config: Config) -> str:
     mode = config.algorithm.advantage_mode
     if config.algorithm.critic:
         return _critic_advantage(config)
-    return ADVANTAGES[mode].formula if mode in ADVANTAGES else f"your own {mode}"
+    return ADVANTAGES[mode].formula.format_map(dict(config)) if mode in ADVANTAGES else f"your own {mode}"
 
 
 WHITENED = ", then whitened over the batch"

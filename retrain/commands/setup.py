@@ -219,7 +219,7 @@ def device_lines() -> list[tuple[str, str, bool | None]]:
 
     lines.append(("torch threads", str(torch.get_num_threads()), True))
     if not torch.cuda.is_available():
-        from retrain.policy.device import bfloat16_gain
+        from retrain.device import bfloat16_gain
 
         lines.append(("bfloat16", f"multiplied {bfloat16_gain():.1f} times as fast as float32 on the CPU", True))
         fault = build_fault("auto")

@@ -11,15 +11,15 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from retrain.device import available_memory
 from retrain.doctor.results import SKIP, Result, judged
 from retrain.doctor.sampling import Agreement, agreement
 from retrain.doctor.subject import Sizes, Subject
 from retrain.engines.protocol import SampleRequest
 from retrain.policy.backbone import backbone_of
-from retrain.policy.budget import Budget
-from retrain.policy.memory import MemoryPlan, available_memory, cache_bytes, kept_bytes
-from retrain.policy.threads import Workers
+from retrain.policy.memory import Budget, MemoryPlan, cache_bytes, kept_bytes
 from retrain.rng import generator
+from retrain.threads import Workers
 from retrain.types import Sample
 
 LENGTHS = {"cpu": (64, 320), "cuda": (128, 640)}

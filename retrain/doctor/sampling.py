@@ -10,8 +10,7 @@ import numpy as np
 from retrain.doctor.results import SKIP, Result, judged
 from retrain.doctor.subject import Sizes, Subject
 from retrain.engines.graphs import StepGraphs
-from retrain.policy.protocol import Want
-from retrain.types import Action
+from retrain.types import Action, Want
 
 LANES = 5
 

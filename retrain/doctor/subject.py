@@ -26,24 +26,22 @@ from retrain.config import Config, load, parse_dict
 from retrain.config.tasks import Data
 from retrain.data.arithmetic import problems
 from retrain.data.prompts import render
+from retrain.device import available_memory, resolve_device, resolve_dtype, set_up
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.errors import ModelError, UsageError
 from retrain.files import read_json
 from retrain.models import find_file
 from retrain.models.directory import directory_fault, local_directory, model_fault
-from retrain.policy.base import BaseModel
-from retrain.policy.device import resolve_device, resolve_dtype, set_up
+from retrain.policy.base import BaseModel, workers_for
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
-from retrain.policy.memory import available_memory
 from retrain.policy.objective import Objective
-from retrain.policy.protocol import TrainBatch
 from retrain.policy.terms import PolicyTerm
-from retrain.policy.threads import Workers, workers_for
 from retrain.rng import generator
+from retrain.threads import Workers
 from retrain.tokenizer import ByteTokenizer
-from retrain.types import Action, Denominators, Sample
+from retrain.types import Action, Denominators, Sample, TrainBatch
 
 LAYERS = 4  # Layers of a model of random weights: all do the same, and errors grow visibly over four
 GPU_SHAPES = "Qwen/Qwen3-8B"  # Model whose shapes are checked on a GPU if no file names one

@@ -18,20 +18,19 @@ import torch
 
 import retrain
 from retrain.algorithms.losses import PPO
+from retrain.device import available_memory
 from retrain.doctor.results import FAIL, SKIP, Result, judged
 from retrain.doctor.subject import LAYERS, LR, Sizes, Subject
 from retrain.files import dumps, read_json, write_json
 from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalPolicy, optimizer_tensors
 from retrain.policy.lora import Lanes, LoraWeights
-from retrain.policy.memory import available_memory
 from retrain.policy.objective import Objective
-from retrain.policy.protocol import Want
 from retrain.policy.quantized import QuantizedLinear
 from retrain.policy.terms import PolicyTerm
-from retrain.policy.threads import Workers
+from retrain.threads import Workers
 from retrain.training.checkpoint_files import Snapshot, checkpoint_directory, load_checkpoint, write_checkpoint
-from retrain.types import Sample
+from retrain.types import Sample, Want
 
 HIGHER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 COPIES_SHARE, PROCESS_SHARE = 0.5, 0.8

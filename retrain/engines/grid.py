@@ -18,7 +18,6 @@ from retrain.engines.truncation import Keeper, cuts_of, remember
 from retrain.policy.arithmetic import FULL
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel
-from retrain.policy.logprobs import position_ids
 from retrain.types import Action
 
 
@@ -86,7 +85,8 @@ class Grid:
         mask = torch.tensor(
             [[0] * (self.width - len(prompts[i])) + [1] * len(prompts[i]) for i in order], device=device
         )
-        logits = self._logits(ids, mask, position_ids(mask))
+        # Positions count real tokens only: padding on the left does not shift them.
+        logits = self._logits(ids, mask, (mask.long().cumsum(-1) - 1).clamp_min(0))
         index = torch.tensor(source, device=device)
         self.cache.select_rows(index)
         self.mask_BK = torch.ones(len(self.rows), self.width + self.max_tokens, dtype=torch.bool, device=device)

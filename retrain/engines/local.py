@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from retrain.device import is_out_of_memory
 from retrain.engines.dense import Blocks, DenseDecoder, dense_decoder
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.grid import Grid
@@ -24,12 +25,11 @@ from retrain.models.sizes import GPU_MOST_ROWS, LOGITS_COPIES, decode_row_bytes
 from retrain.policy.arithmetic import FULL
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel
-from retrain.policy.budget import is_out_of_memory
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.memory import MemoryPlan, cache_bytes
 from retrain.policy.protocol import PolicySnapshot
-from retrain.policy.threads import Workers
+from retrain.threads import Workers
 from retrain.types import Action
 
 MOST_ROWS = {"cpu": 1024, "cuda": GPU_MOST_ROWS}

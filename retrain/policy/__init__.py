@@ -5,8 +5,7 @@ from retrain.policy.base import BaseModel, load_base
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.objective import Objective
-from retrain.policy.protocol import TrainBatch
-from retrain.types import Denominators
+from retrain.types import Denominators, TrainBatch
 
 __all__ = [
     "Adapter",

@@ -1,35 +1,161 @@
-"""Adapters on disk: plain PEFT directories that peft, transformers, vLLM and SGLang load.
+"""PEFT adapters on disk: directories that peft, transformers, vLLM and SGLang load.
 
-The configuration is peft's own ``LoraConfig``, so that a file has whatever the installed peft gives one. peft is
-imported when the first is made: with a model loaded that takes a moment, without one seconds.
+Files are mapped and read one module at a time, so that an adapter may be larger than memory. The configuration is
+peft's own ``LoraConfig``; peft is imported when the first one is made, because without a model loaded that takes
+seconds.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from retrain.errors import UsageError
-from retrain.files import write_bytes, write_json
-from retrain.policy.adapter_stream import PREFIX, AdapterFile, absolute_base
-from retrain.policy.lora import Adapter, LayerShape
+from retrain.errors import ModelError, UsageError
+from retrain.files import read_json, write_bytes, write_json
+from retrain.models import bundled_model_path, bundled_name
+from retrain.policy.lora import Adapter
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from retrain.tensor_file import to_bytes
+
+PREFIX = "base_model.model."
+_HALF = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])(\.weight)?$")
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # A [r, in] and B [out, r]; of an embedding A [r, vocabulary] and B [dim, r]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Keys and shapes of the two factors of one module."""
+
+    a_key: str
+    b_key: str
+    a_shape: tuple[int, ...]
+    b_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def rank(self) -> int:
+        return self.a_shape[0]
+
+    def at(self, rank: int) -> Factors:
+        """Return the same module with factors of another rank."""
+        return replace(self, a_shape=(rank, *self.a_shape[1:]), b_shape=(*self.b_shape[:-1], rank))
+
+
+def padded(pair: Pair, rank: int) -> Pair:
+    """Pad A and B with zeros to ``rank``."""
+    a, b = pair
+    missing = rank - a.shape[0]
+    pad = torch.nn.functional.pad
+    return (pad(a, (0, 0, 0, missing)), pad(b, (0, missing))) if missing else (a, b)
+
+
+class AdapterFile:
+    """A PEFT LoRA directory open for reading (``with``): ``modules`` and ``scales`` by module path, tensors on demand.
+
+    Scales respect rsLoRA, ``rank_pattern`` and ``alpha_pattern``. ``others`` are the keys of tensors besides LoRA's
+    factors (DoRA, biases, whole modules). Raises ModelError when there is no LoRA adapter in safetensors.
+    """
+
+    def __init__(self, directory: Path):
+        from safetensors import SafetensorError, safe_open
+
+        weights, config_path = directory / ADAPTER_WEIGHTS, directory / ADAPTER_CONFIG
+        if not weights.is_file() or not config_path.is_file():
+            raise ModelError(f"{directory} holds no PEFT adapter: {ADAPTER_WEIGHTS} and {ADAPTER_CONFIG} must be there")
+        self.directory, self.config = directory, read_json(config_path)
+        try:
+            self._file = safe_open(weights, "pt").__enter__()
+        except SafetensorError as error:
+            raise ModelError(f"{weights} is no safetensors file: {error}") from error
+        self.modules, self.others = self._find()
+        if not self.modules:
+            raise ModelError(f"{weights} holds no lora_A/lora_B pairs")
+        self.scales = {name: self._scale(name, where.rank) for name, where in self.modules.items()}
+
+    def __enter__(self) -> AdapterFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def factors(self, name: str) -> Pair:
+        """Return A and B of one module, views of the mapped file."""
+        where = self.modules[name]
+        return self._file.get_tensor(where.a_key), self._file.get_tensor(where.b_key)
+
+    @property
+    def rank(self) -> int:
+        return max(where.rank for where in self.modules.values())
+
+    def require_plain(self) -> None:
+        """Raise ModelError when there are tensors besides LoRA's factors."""
+        if self.others or self.config.get("use_dora"):
+            part = self.others[0] if self.others else "use_dora"
+            raise ModelError(f"{self.directory} is more than a LoRA adapter ({part}): only plain ones are rewritten")
+
+    def _scale(self, name: str, rank: int) -> float:
+        """Return alpha/r, or alpha/√r with rsLoRA. Raises ModelError for another rank than that of the tensors, and for
+        a scale that float32 cannot hold."""
+        named = _setting(self.config, "r", "rank_pattern", name)
+        if named not in (None, rank):
+            raise ModelError(
+                f"{self.directory}: {ADAPTER_CONFIG} gives {name} the rank {named}, and its tensors have {rank}"
+            )
+        alpha = _setting(self.config, "lora_alpha", "alpha_pattern", name)
+        try:
+            scale = float(alpha) / (rank**0.5 if self.config.get("use_rslora") else rank)
+        except (TypeError, ValueError, OverflowError):
+            scale = float("nan")
+        if not abs(scale) <= torch.finfo(torch.float32).max:
+            raise ModelError(f"{self.directory}: {ADAPTER_CONFIG} has lora_alpha = {str(alpha)[:40]}: beyond float32")
+        return scale
+
+    def _find(self) -> tuple[dict[str, Factors], list[str]]:
+        halves: dict[str, dict[str, str]] = {}
+        others = []
+        for key in self._file.keys():  # noqa: SIM118 (no mapping)
+            match = _HALF.match(key.removeprefix(PREFIX))
+            if match:
+                halves.setdefault(match["name"], {})[match["half"]] = key
+            else:
+                others.append(key)
+        factors = {}
+        for name, keys in sorted(halves.items()):
+            if len(keys) == 2:
+                a, b = self._file.get_slice(keys["A"]), self._file.get_slice(keys["B"])
+                dtype = _DTYPES.get(a.get_dtype(), torch.float32)
+                factors[name] = Factors(keys["A"], keys["B"], tuple(a.get_shape()), tuple(b.get_shape()), dtype)
+            else:
+                others.extend(keys.values())
+        return factors, others
+
+
+def _setting(config: Mapping[str, Any], key: str, pattern: str, name: str) -> Any:
+    # As in peft, the first key of ``pattern`` that matches the end of the module path as a regular expression decides.
+    patterns = config.get(pattern) or {}
+    match = next((each for each in patterns if re.match(rf"(.*\.)?({each})$", name)), None)
+    return config.get(key) if match is None else patterns[match]
 
 
 @dataclass
 class StoredAdapter:
-    """A PEFT adapter as read from disk: (A [r, in], B [out, r]) and ΔW scale by module path."""
+    """A PEFT adapter in memory: (A [r, in], B [out, r]) and ΔW scale by module path."""
 
-    tensors: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    tensors: dict[str, Pair]
     scales: dict[str, float]
     config: dict
 
     def require_scale(self, scale: float, named: str) -> None:
         """Raise UsageError when a module has another scale than a run's; ``named`` is what the user calls it."""
-        wrong = [own for own in self.scales.values() if abs(own - scale) > 1e-9]
+        wrong = [stored for stored in self.scales.values() if abs(stored - scale) > 1e-9]
         if wrong:
             raise UsageError(
                 f"{named} has LoRA scale {wrong[0]:g}, this run {scale:g}: "
@@ -37,16 +163,19 @@ class StoredAdapter:
             )
 
 
-def _module_names(shapes: Sequence[LayerShape]) -> list[str]:
-    """Full module paths: unlike suffixes they can match nothing else."""
-    return [shape.name for shape in shapes]
+def read_adapter(directory: Path) -> StoredAdapter:
+    """Read a PEFT LoRA directory into memory. Raises ModelError as ``AdapterFile``."""
+    with AdapterFile(directory) as file:
+        # Copies: training would change the mapped file's pages.
+        tensors = {name: (a.clone(), b.clone()) for name in file.modules for a, b in [file.factors(name)]}
+        return StoredAdapter(tensors, file.scales, file.config)
 
 
 def peft_config(adapter: Adapter, base_name: str, revision: str | None, dropout: float) -> dict:
-    """The adapter_config.json of this adapter: a ``peft.LoraConfig`` as plain JSON."""
+    """Return the adapter_config.json of this adapter: a ``peft.LoraConfig`` as plain JSON."""
     from peft import LoraConfig, TaskType
 
-    names = _module_names(adapter.shapes)
+    names = [shape.name for shape in adapter.shapes]  # full module paths: unlike suffixes they match nothing else
     made = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         base_model_name_or_path=base_name,
@@ -71,11 +200,8 @@ def save_adapter(
     write_peft(directory, tensors, peft_config(adapter, base_name, revision, dropout))
 
 
-def write_peft(directory: Path, tensors: dict[str, tuple[torch.Tensor, torch.Tensor]], config: dict) -> None:
-    """Write (A, B) by module path and the given adapter_config.json into ``directory``.
-
-    Raises StorageError when it cannot be written.
-    """
+def write_peft(directory: Path, tensors: dict[str, Pair], config: dict) -> None:
+    """Write (A, B) by module path and the given adapter_config.json. Raises StorageError."""
     flat = {}
     for name, (a, b) in tensors.items():
         flat[f"{PREFIX}{name}.lora_A.weight"] = a
@@ -84,12 +210,15 @@ def write_peft(directory: Path, tensors: dict[str, tuple[torch.Tensor, torch.Ten
     write_json(directory / ADAPTER_CONFIG, absolute_base(config))
 
 
-def read_adapter(directory: Path) -> StoredAdapter:
-    """Read a PEFT LoRA directory as a whole; scales respect rsLoRA, rank_pattern and alpha_pattern.
+def absolute_base(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an adapter_config.json with the absolute path of a base model that is on this machine.
 
-    Raises ModelError when the directory holds no LoRA adapter in safetensors.
+    peft is usually called from another directory, and does not know the names of bundled models.
     """
-    with AdapterFile(directory) as file:
-        # Copies: a mapped file would keep changing under whoever trains on.
-        tensors = {name: (a.clone(), b.clone()) for name in file.modules for a, b in [file.factors(name)]}
-        return StoredAdapter(tensors, file.scales, file.config)
+    name = config.get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        return dict(config)
+    path = bundled_model_path(name) or Path(name)
+    if not path.is_dir() and (bundled := bundled_name(name)):  # of another installation
+        path = bundled_model_path(bundled) or path
+    return {**config, "base_model_name_or_path": str(path.absolute())} if path.is_dir() else dict(config)

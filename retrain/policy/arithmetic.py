@@ -1,9 +1,9 @@
-"""What sampler and trainer compute by the same functions, so that they round alike where rounding is felt.
+"""Functions that sampler and trainer share, so that both round alike.
 
-In bf16 every rounding (to eight bits) that one side makes and the other does not moves log-probabilities by about a
-hundredth, and the importance ratio with them. In fp32 and fp64 each side has the formula that is fastest for it.
+In bf16 every rounding (to eight bits) that only one side makes moves log-probabilities, and with them the importance
+ratio, by about a hundredth. In fp32 and fp64 each side has the formula that is fastest for it.
 
-Written in the part of Python that TorchScript compiles (see ``engines.step``).
+Written in the subset of Python that TorchScript compiles (``engines.step``).
 """
 
 import functools
@@ -11,22 +11,23 @@ import functools
 import torch
 from torch.nn import functional as F
 
+from retrain.device import is_out_of_memory
 from retrain.gpus import lost
 
 FULL = (torch.float32, torch.float64)  # Dtypes in which models compute at the precision of their results
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm of the last axis. Half precision: computed in fp32, rounded before and after the product
-    with the weight, as transformers rounds it."""
+    """Compute the RMS norm of the last axis; half precision in fp32, rounded before and after the product with the
+    weight, as in transformers."""
     if x.dtype == torch.float32 or x.dtype == torch.float64:
         return torch.rms_norm(x, [x.shape[-1]], weight, eps)
     return torch.rms_norm(x, [x.shape[-1]], None, eps) * weight
 
 
 def rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [..., D] rotated by the angles of ``cos`` and ``sin``, the sign of whose second half is in ``sin``:
-    rotate_half(x)·sin = roll(x, D/2)·(−sin, sin). Half precision: both products rounded, as in transformers."""
+    """Rotate x [..., D] by ``cos`` and signed ``sin``: rotate_half(x)·sin = roll(x, D/2)·(−sin, sin). Half precision:
+    both products are rounded, as in transformers."""
     turned = x.roll(x.shape[-1] // 2, -1)
     if x.dtype == torch.float32 or x.dtype == torch.float64:
         return (x * cos).addcmul_(turned, sin)
@@ -36,8 +37,7 @@ def rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 def causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, seen_R1TK: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Causal attention [R, heads, T, D]; several heads of queries may share one of keys and values. ``seen_R1TK`` says
-    which columns a query sees where these are not its own and those before."""
+    """Compute attention [R, heads, T, D], with grouped heads allowed; causal unless ``seen_R1TK`` is the mask."""
     grouped = q.shape[1] != k.shape[1]
     if grouped and wants_every_head(q.device.type, q.dtype):
         share = q.shape[1] // k.shape[1]
@@ -48,26 +48,23 @@ def causal_attention(
 
 
 def wants_every_head(device: str, dtype: torch.dtype) -> bool:
-    """Whether shared heads have to be repeated: on a GPU only the kernels of half precision take them as they are, and
-    what is left for fp32 is the one that holds all scores [T, T]."""
+    # On a GPU in fp32, grouped heads would take the kernel that holds all scores [T, T].
     return device == "cuda" and dtype in FULL
 
 
 HAS_PACKED = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-"""Whether this torch has oneDNN's linear layers, which ``torch.compile`` uses too."""
-PACKED_ROWS = 32
-"""The rows for which oneDNN chooses the layout of a weight; others are multiplied correctly too, and nearly as fast."""
+PACKED_ROWS = 32  # Rows that oneDNN optimises the layout of a weight for; others are nearly as fast
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of a weight [out, in], laid out as oneDNN's kernels read it, for ``linear``; of few rows the product then
-    takes two thirds of the time and less. Only where ``packs`` says so."""
+    """Copy a weight [out, in] into the layout of oneDNN's kernels for ``linear``, which makes products of few rows at
+    least a third faster. Requires ``packs``."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
 
 
 @functools.cache
 def packs(device: str, dtype: torch.dtype) -> bool:
-    """Whether weights can be ``packed``: on CPUs, where torch has oneDNN and that has kernels for this dtype."""
+    """Return whether weights can be ``packed``: on CPUs for which oneDNN has kernels of this dtype."""
     if device != "cpu" or not HAS_PACKED or dtype not in (torch.float32, torch.bfloat16):
         return False
     x, weight = (torch.linspace(-1, 1, rows * 64).view(rows, 64).to(dtype) for rows in (4, 96))
@@ -119,9 +116,8 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _product_in_two(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Sixteen bits of each result where the device rounds its sums to eight: the rounded product, and what is left of
-    the product when that is taken off before rounding. With bf16 units the two take less time than
-    one in fp32."""
+    # Sixteen bits of each result where the device rounds to eight: the rounded product plus the remainder after
+    # subtracting it before rounding. With bf16 units the two take less time than one product in fp32.
     rounded = linear(x, weight, None)
     if weight.is_mkldnn:
         rest = _packed_sum(x, weight, -rounded)
@@ -132,15 +128,13 @@ def _product_in_two(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def multiplies_into_fp32(device: str) -> bool:
-    """Whether devices of this type multiply bf16 matrices into an fp32 result, which has all the digits of the sums."""
+    """Return whether devices of this type multiply bf16 matrices into an fp32 result."""
     square = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
     try:
         return torch.mm(square, square, out_dtype=torch.float32).dtype == torch.float32
     except TypeError:  # torch before 2.8
         return False
     except RuntimeError as error:
-        from retrain.policy.budget import is_out_of_memory  # which imports the base, and that this module
-
         if is_out_of_memory(error) or lost(error):  # says nothing of the device, and would be remembered
             raise
         return False

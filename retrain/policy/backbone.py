@@ -1,14 +1,13 @@
-"""How the update runs a base model: hidden states of the places that predict something, then the output layer.
+"""The base model as the update runs it: hidden states of the positions that predict something, then the output layer.
 
-Small forward passes show once what a model allows: whether its output layer can be split off (else all
-logits are made at once) and whether tokens can be packed (else sequences are padded). Both are exact where they
-are used; a model that does not allow one of them says so in ``notes``. What is changed on the model for it (attention,
-forward passes of norms, MLPs and layers) is taken off again by ``BaseModel.release``.
+Small forward passes find out once what a model allows: whether its output layer can be split off (else all logits are
+made at once), whether tokens can be packed (else sequences are padded), and which layers have an equal that keeps less.
+A restriction is named in ``notes``. ``BaseModel.release`` takes off whatever is replaced in the model.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,30 +20,33 @@ from torch.utils.checkpoint import checkpoint
 from retrain.policy.base import BaseModel
 from retrain.policy.fused import rms_norm, swiglu
 from retrain.policy.head import Head, split_head
-from retrain.policy.packing import NAME, Layout, laid_out, packed_layout, padded_layout, predicting, register_attention
+from retrain.policy.packing import (
+    NAME,
+    Layout,
+    mode,
+    packed_layout,
+    padded_layout,
+    predicting,
+    register_attention,
+    update_mode,
+)
 from retrain.policy.rounded import left_narrow, rounded_linear, rounds
 from retrain.rng import generator
+from retrain.threads import thread_values
 from retrain.types import Sample
 
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
-PROBE_LENGTH = 36  # Tokens of the longest sequence that is packed and padded by way of trial
-PROBE_QUANTILE = 0.9  # Share of places at which hidden states have to be the same, packed and padded, ..
-PROBE_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3}  # ... up to a difference of this share of their norm, ...
-PROBE_HALF_GAP = 5e-2  # ... and of this one in half precision; 30 layers in bf16 differ by 1 to 3 %.
+PROBE_LENGTH = 36  # Tokens of the longest sequence in the trial of packing
+PROBE_QUANTILE = 0.9  # Share of positions at which hidden states have to agree, packed and padded, ...
+PROBE_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3}  # ... up to this share of their norm, ...
+PROBE_HALF_GAP = 5e-2  # ... and in half precision up to this one: 30 layers in bf16 differ by 1 to 3 %.
 
-
-class _Mode(threading.local):
-    fused: bool = False
-    checkpointed: Any = None
-
-
-_mode = _Mode()
 _lock = threading.Lock()
 
 
 @dataclass
 class Backbone:
-    """A base model as the update sees it. ``window``: packed sequences may be at most so long."""
+    """A base model as the update sees it. ``window``: the longest sequence that may be packed."""
 
     decoder: Any
     head: Head | None
@@ -53,43 +55,31 @@ class Backbone:
     notes: tuple[str, ...]
 
     def layout(self, samples: Sequence[Sample], base: BaseModel, share: bool = True) -> Layout:
-        """The layout, on the host, that this model and these lengths allow. ``share``: one prefix for all that begin
-        with it."""
+        """Return the layout on the host; ``share``: equal prefixes are computed once."""
         host = torch.device("cpu")
         if self.packs and max(map(len, samples)) <= self.window:
             return packed_layout(samples, host, share)
         return padded_layout(samples, host, base.pad_id)
 
     def hidden(self, layout: Layout) -> torch.Tensor:
-        """Hidden states [M, H] of the places that predict an action token."""
-        with as_in_forward(layout):
-            states: torch.Tensor = _run(self.decoder, layout).last_hidden_state
-        return predicting(states, layout)
+        """Return the hidden states [M, H] that predict an action token."""
+        return predicting(_run(self.decoder, layout).last_hidden_state, layout)
 
 
-@contextmanager
-def as_in_forward(layout: Layout) -> Iterator[None]:
-    """What the base's layers find around them while the update runs them over this layout."""
-    with _fused(), laid_out(layout if layout.spread_SL is not None else None):
-        yield
-
-
-def _run(module: Any, layout: Layout, **options: Any) -> Any:
-    """Padded rows count from 0 by themselves; packed ones need their positions."""
-    if layout.spread_SL is not None:
-        options["position_ids"] = layout.positions_BL
-    return module(input_ids=layout.ids_BL, use_cache=False, **options)
+def _run(module: Any, layout: Layout) -> Any:
+    # Padded rows count from 0 by themselves; packed ones need their positions.
+    options = {} if layout.spread_SL is None else {"position_ids": layout.positions_BL}
+    with update_mode(layout):
+        return module(input_ids=layout.ids_BL, use_cache=False, **options)
 
 
 def whole_logits(base: BaseModel, layout: Layout) -> torch.Tensor:
-    """Logits [M, V] of the places that predict an action token, for models that do not come apart."""
-    with as_in_forward(layout):
-        logits: torch.Tensor = _run(base.model, layout).logits
-    return predicting(logits, layout)
+    """Return the logits [M, V] that predict an action token, for models whose output layer cannot be split off."""
+    return predicting(_run(base.model, layout).logits, layout)
 
 
 def backbone_of(base: BaseModel) -> Backbone:
-    """What this base allows, examined at the first call."""
+    """Return what this base allows, examined at the first call."""
     with _lock:
         if base.backbone is None:
             base.backbone = _examine(base)
@@ -124,7 +114,7 @@ def _examine(base: BaseModel) -> Backbone:
 
 
 def _try_packing(base: BaseModel, decoder: Any, config: Any) -> bool:
-    """Whether two sequences that share a prompt have packed the hidden states that they have padded."""
+    """Return whether sequences that share a prompt have the same hidden states packed and padded."""
     if getattr(base.model.config, "_attn_implementation", None) not in ("sdpa", NAME):
         return False
     if not set(getattr(config, "layer_types", None) or PLAIN_LAYERS) <= PLAIN_LAYERS:
@@ -149,8 +139,8 @@ def _try_packing(base: BaseModel, decoder: Any, config: Any) -> bool:
     with torch.no_grad():
         packed = backbone.hidden(packed_layout(samples, base.device))
         padded = backbone.hidden(padded_layout(samples, base.device, base.pad_id))
-    # In half precision a deep model makes much of a rounding here and there, though not at most places; attending to
-    # the wrong tokens shows at every place that follows.
+    # In half precision a deep model amplifies roundings at some positions, though not at most of them; attention to
+    # the wrong tokens shows at every position that follows.
     gap_M = ((packed - padded).float().norm(dim=1) / padded.float().norm(dim=1)).quantile(PROBE_QUANTILE)
     if float(gap_M) <= PROBE_GAPS.get(base.dtype, PROBE_HALF_GAP):
         base.on_release(partial(base.model.set_attn_implementation, before))
@@ -159,21 +149,28 @@ def _try_packing(base: BaseModel, decoder: Any, config: Any) -> bool:
     return False
 
 
-# -- the base's own layers, while the update runs them --------------------------------------------------------------
+# -- the base's layers, while the update runs them -------------------------------------------------------------------
 
 
-@contextmanager
-def _fused() -> Iterator[None]:
-    before, _mode.fused = _mode.fused, True
-    try:
-        yield
-    finally:
-        _mode.fused = before
+def _replace_forward(base: BaseModel, module: nn.Module, forward: Any) -> None:
+    """Give ``module`` another forward pass until the base is released."""
+    before = module.__dict__.get("forward")
+
+    def restore() -> None:
+        module.__dict__.pop("forward", None)
+        if before is not None:
+            module.forward = before
+
+    module.forward = forward
+    base.on_release(restore)
+
+
+def _in_update(forward: Any, fused: Any) -> Any:
+    return lambda x: fused(x) if mode.in_update else forward(x)
 
 
 def _offer_fused_norms(base: BaseModel) -> None:
-    """While the update runs, RMS norms go through ``rms_norm``; those that compute something else stay as they are, and
-    those of fp64 bases too, as models take the norm in fp32 at most."""
+    """Let RMS norms that compute the same go through ``rms_norm``; not in fp64, where models take the norm in fp32."""
     if base.dtype == torch.float64:
         return
     for module in base.model.modules():
@@ -185,39 +182,18 @@ def _offer_fused_norms(base: BaseModel) -> None:
         with torch.no_grad():
             fits = _same_norm(module(x), rms_norm(x, weight, eps))
         if fits:
-            _replace_forward(base, module, _when_fused(module.forward, partial(rms_norm, weight=weight, eps=eps)))
+            _replace_forward(base, module, _in_update(module.forward, partial(rms_norm, weight=weight, eps=eps)))
 
 
 def _same_norm(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether these are one norm of the same numbers; in half precision to the bit, but where a sum's order shows."""
+    """Return whether two norms are equal: bit for bit in half precision, except where the order of a sum shows."""
     if one.dtype == torch.float32:
         return torch.allclose(one, other, rtol=1e-5, atol=1e-6)
     return one.dtype == other.dtype and float((one != other).float().mean()) < 0.05
 
 
-def _replace_forward(base: BaseModel, module: nn.Module, forward: Any) -> None:
-    """Give ``module`` another forward pass until the base is released."""
-    before = module.__dict__.get("forward")
-
-    def restore() -> None:
-        if before is None:
-            module.__dict__.pop("forward", None)
-        else:
-            module.forward = before
-
-    module.forward = forward
-    base.on_release(restore)
-
-
-def _when_fused(forward: Any, fused: Any) -> Any:
-    def run(x: torch.Tensor) -> torch.Tensor:
-        return fused(x) if _mode.fused else forward(x)
-
-    return run
-
-
 def _offer_fused_mlps(base: BaseModel) -> None:
-    """While the update runs, gated MLPs go through ``swiglu``; those that compute something else stay as they are."""
+    """Let gated MLPs that compute the same go through ``swiglu``."""
     for module in base.model.modules():
         if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
             continue
@@ -225,7 +201,7 @@ def _offer_fused_mlps(base: BaseModel) -> None:
         x = torch.linspace(-1, 3, 2 * width, dtype=base.dtype, device=base.device).view(1, 2, -1)
         with torch.no_grad():
             if torch.equal(module(x), _gated(module, x)):
-                _replace_forward(base, module, _when_fused(module.forward, partial(_gated, module)))
+                _replace_forward(base, module, _in_update(module.forward, partial(_gated, module)))
 
 
 def _gated(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -235,8 +211,7 @@ def _gated(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _offer_rounded_products(base: BaseModel, decoder: Any) -> None:
-    """While the update runs and asks for it (``policy.rounded``), linear layers of an fp32 base multiply in bfloat16,
-    those without an adapter and those of the pass without adapters too."""
+    """Let linear layers of an fp32 base multiply in bfloat16 where the update asks for it (``policy.rounded``)."""
     if base.dtype == torch.float32:
         for module in decoder.modules():
             if type(module) is nn.Linear:
@@ -244,23 +219,15 @@ def _offer_rounded_products(base: BaseModel, decoder: Any) -> None:
 
 
 def _rounded_forward(forward: Any, module: nn.Linear) -> Any:
-    def linear(x: torch.Tensor) -> torch.Tensor:
-        return rounded_linear(module, x) if rounds(module.weight) else forward(x)
-
-    return linear
+    return lambda x: rounded_linear(module, x) if rounds(module.weight) else forward(x)
 
 
-@contextmanager
-def checkpointed(recompute_context: Any) -> Iterator[None]:
-    """In this thread, decoder layers keep their input alone and are computed again in the backward pass.
+def checkpointed(recompute_context: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
+    """In this thread, decoder layers keep their input only and are computed again in the backward pass.
 
     ``recompute_context()`` gives the context that the second computation needs: it may run in another thread.
     """
-    before, _mode.checkpointed = _mode.checkpointed, recompute_context
-    try:
-        yield
-    finally:
-        _mode.checkpointed = before
+    return thread_values(mode, recompute_context=recompute_context)
 
 
 def _offer_checkpointing(base: BaseModel, decoder: Any) -> None:
@@ -273,7 +240,7 @@ def _offer_checkpointing(base: BaseModel, decoder: Any) -> None:
 
 def _checkpointed_forward(forward: Any) -> Any:
     def layer(*args: Any, **options: Any) -> Any:
-        context = _mode.checkpointed
+        context = mode.recompute_context
         if context is None or not torch.is_grad_enabled():
             return forward(*args, **options)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), context()), **options)

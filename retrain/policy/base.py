@@ -1,4 +1,4 @@
-"""The frozen base: one model, its tokenizer, and what sampling and training need to know about them."""
+"""The frozen base: one model and its tokenizer, shared by all runs of a cohort."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from retrain.config import Config
+from retrain.device import resolve_device, resolve_dtype, set_up, total_memory
 from retrain.errors import MissingExtra, ModelError
 from retrain.extras import is_installed, missing
 from retrain.models import bundled_model_path
 from retrain.models.directory import local_directory, model_fault
 from retrain.models.sizes import COPY_SHARE, SMALL_MODEL_BYTES
 from retrain.policy.arithmetic import packed, packs
-from retrain.policy.device import resolve_device, resolve_dtype, set_up, total_memory
+from retrain.policy.company import Company
 from retrain.policy.presence import Presence, Whole
-from retrain.policy.quantized import Quantized, quantise, weight_bytes
+from retrain.policy.quantized import QuantizationEffect, quantise, weight_bytes
+from retrain.policy.sharded import load_shared
+from retrain.threads import Workers
 from retrain.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from retrain.policy.company import Company
 
 QUANTIZED_MARK = "+"  # In a fingerprint, between that of the unquantised weights and what they were put into
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,11 +34,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class BaseModel:
-    """A frozen causal LM, shared by all runs of a cohort.
-
-    ``eos_ids`` are all end-of-sequence ids that the model's generation config, config and tokenizer name: a
-    completion that ends with any of them has stopped by itself.
-    """
+    """A frozen causal LM. ``eos_ids`` are the end-of-sequence ids of generation config, config and tokenizer."""
 
     name: str
     model: Any
@@ -49,56 +45,54 @@ class BaseModel:
     pad_id: int
     fingerprint: str
     presence: Presence = field(default_factory=Whole, repr=False)
-    """Whether its weights are all here, or in parts on several ranks."""
-    quantized: Quantized | None = None  # Measured effect of quantisation, for 8 or 4 bit linear layers
-    backbone: Any = field(default=None, repr=False)
-    """How the update runs the model, once that is known (``policy.backbone``)."""
+    quantized: QuantizationEffect | None = None  # Measured effect of quantisation, for 8 or 4 bit linear layers
+    backbone: Any = field(default=None, repr=False)  # Set by ``policy.backbone``
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def on_release(self, undo: Callable[[], None]) -> None:
-        """Remember how to take off something that was put on the model: lanes, attention, fused layers."""
+        """Register how to take off something that was put on the model: lanes, attention, fused layers."""
         self._undo.append(undo)
 
     def release(self) -> None:
-        """Take everything off the model that sampling and training have put on it, the last first."""
+        """Take everything off the model that sampling and training have put on it, last in first out."""
         while self._undo:
             self._undo.pop()()
         self.backbone = None
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the output layer (may exceed the tokenizer's vocabulary)."""
+        """Return the size of the output layer, which may exceed the tokenizer's vocabulary."""
         return self.model.get_output_embeddings().weight.shape[0]
 
     @property
     def context_length(self) -> int:
-        """Longest prompt + completion that the model's positions allow."""
+        """Return the longest prompt + completion that the model's positions allow."""
         return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
 
     @cached_property
     def small(self) -> bool:
-        """Whether a CPU's cores hold the weights in their caches, so that each does best with work of its own."""
+        """Return whether the weights fit a CPU core's cache, so that one piece of work per core is fastest."""
         return self.device.type == "cpu" and self.weight_bytes <= SMALL_MODEL_BYTES
 
     @cached_property
     def copies(self) -> bool:
-        """Whether memory holds a second copy of the weights beside the first."""
+        """Return whether memory holds a second copy of the weights."""
         return not self.passes and self.weight_bytes <= COPY_SHARE * total_memory(self.device)
 
     @property
     def passes(self) -> bool:
-        """Whether a decoder layer's weights are there as matrices only while they are used: gathered from several
-        ranks, or made from 8 or 4 bits."""
+        """Return whether decoder weights exist as matrices only while they are used: gathered from several ranks, or
+        dequantised."""
         return self.presence.shared or self.quantized is not None
 
     @cached_property
     def packs(self) -> bool:
-        """Whether products of few rows read a copy of their weights that is laid out for them."""
+        """Return whether products of few rows read a packed copy of their weights (``arithmetic.packed``)."""
         return packs(self.device.type, self.dtype) and not self.small and self.copies
 
     @cached_property
     def head_weight(self) -> torch.Tensor:
-        """The output layer's weight as ``fp32_product`` reads it fastest."""
+        """Return the output layer's weight as ``fp32_product`` reads it fastest."""
         weight = self.model.get_output_embeddings().weight.detach()
         return packed(weight) if self.packs else weight
 
@@ -108,7 +102,7 @@ class BaseModel:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of them on this device at most at a time."""
+        """Return the peak bytes of weights on this device."""
         return self.presence.held_bytes(self.weight_bytes)
 
     @cached_property
@@ -125,34 +119,19 @@ def _end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(ends))
 
 
-def _fingerprint(parts: Iterable[bytes]) -> str:
-    """Hash of what ``_part_of_fingerprint`` says of every tensor of a model's state."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()[:16]
-
-
 def _part_of_fingerprint(name: str, tensor: torch.Tensor) -> bytes:
-    """Name, shape, a strided sample and the sum of all bits of a weight.
-
-    A single number that is another one changes the sum; 16 GB are read where they lie, without a copy.
-    """
+    """Return name, shape, a strided sample and the sum of all bits of a weight, which any changed number changes."""
     flat = tensor.detach().reshape(-1)
     sample = flat[:: max(1, flat.numel() // 64)][:64].to("cpu", torch.float32)
-    return f"{name}{tuple(tensor.shape)}{_sum_of_bits(flat)}".encode() + sample.numpy().tobytes()
-
-
-def _sum_of_bits(flat: torch.Tensor) -> int:
-    """The sum, modulo 2**64, of the tensor's memory read as the widest integers that it divides into."""
+    # The memory is read as the widest integers that it divides into, without a copy; the sum is modulo 2**64.
     start, size = flat.storage_offset() * flat.element_size(), flat.numel() * flat.element_size()
-    return int(flat.view(INTEGERS[math.gcd(start, size, 8)]).sum(dtype=torch.int64))
+    total = int(flat.view(INTEGERS[math.gcd(start, size, 8)]).sum(dtype=torch.int64))
+    return f"{name}{tuple(tensor.shape)}{total}".encode() + sample.numpy().tobytes()
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Where a model is, once looked at: what ``from_pretrained`` is given, its tokenizer, its context length (tokens; 0
-    where it is not known), and the bits that its linear layers are put into, as in [model]."""
+    """Arguments of ``from_pretrained`` for a model, its tokenizer, and its context length in tokens (0: unknown)."""
 
     name: str
     source: str
@@ -174,20 +153,17 @@ def load_base(
 ) -> BaseModel:
     """Load a causal LM by bundled name (``tiny-reasoner``), local directory or hub name, frozen and in eval mode.
 
-    ``dtype`` as in [inference], or "stored": that of the model's own files.
-
-    Raises ModelError when it cannot be had, with what to do; the underlying error stays chained.
+    ``dtype`` as in [inference], or "stored": that of the model's files. Raises ModelError, chained to the cause.
     """
     return load_weights(_look(name, revision, local_files_only, trust_remote_code), devices, dtype)
 
 
 def load_weights(files: ModelFiles, devices: str, dtype: str, company: Company | None = None) -> BaseModel:
-    """``load_base`` of files that were looked at; each rank of ``company``, all of which load it at the same time, has
-    a part of it."""
+    """Load the weights; each rank of ``company`` loads a part, all at the same time."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    # transformers and peft import bitsandbytes where it is; it regrets not finding kernels that nothing here uses.
+    # transformers and peft import bitsandbytes, which warns of missing kernels that nothing here uses.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     name, tokenizer = files.name, files.tokenizer
     device = resolve_device(devices)
@@ -196,7 +172,7 @@ def load_weights(files: ModelFiles, devices: str, dtype: str, company: Company |
     if bundled_model_path(name) or not sys.stderr.isatty():
         disable_progress_bar()
     presence: Presence = Whole()
-    quantized: Quantized | None = None
+    quantized: QuantizationEffect | None = None
     try:
         if company is None:
             model: Any = AutoModelForCausalLM.from_pretrained(files.source, dtype=torch_dtype, **files.options)
@@ -208,10 +184,8 @@ def load_weights(files: ModelFiles, devices: str, dtype: str, company: Company |
             else:
                 model.to(device)
         else:
-            from retrain.policy.sharded import load_shared
-
-            own = load_shared(files.source, files.options, torch_dtype, device, company, _part_of_fingerprint)
-            model, presence, parts = own.model, own.presence, own.parts
+            shard = load_shared(files.source, files.options, torch_dtype, device, company, _part_of_fingerprint)
+            model, presence, parts = shard.model, shard.presence, shard.parts
     except MissingExtra:
         raise
     except ModelError as error:
@@ -223,14 +197,16 @@ def load_weights(files: ModelFiles, devices: str, dtype: str, company: Company |
     if not eos_ids:
         raise ModelError(f"model {name!r} names no end-of-sequence token: set eos_token_id in its generation_config")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
-    kept = model.dtype if dtype == "stored" else torch_dtype
-    fingerprint = _fingerprint(parts) + ("" if quantized is None else f"{QUANTIZED_MARK}{quantized.kind}")
-    return BaseModel(name, model, tokenizer, device, kept, eos_ids, pad_id, fingerprint, presence, quantized)
+    model_dtype = model.dtype if dtype == "stored" else torch_dtype
+    fingerprint = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+    if quantized is not None:
+        fingerprint += f"{QUANTIZED_MARK}{quantized.kind}"
+    return BaseModel(name, model, tokenizer, device, model_dtype, eos_ids, pad_id, fingerprint, presence, quantized)
 
 
 def look_at(config: Config) -> ModelFiles:
-    """The model that a run's configuration names, without its weights. Raises ModelError as ``load_base``, and
-    MissingExtra for bits that take a package which is not installed."""
+    """Find the model of a configuration, without loading weights. Raises ModelError as ``load_base``, MissingExtra
+    for a quantisation whose package is not installed."""
     model = config.model
     files = _look(model.model, model.revision, model.local_files_only, model.trust_remote_code)
     if files.stored and model.quantized:
@@ -264,10 +240,19 @@ def _look(name: str, revision: str | None, local_files_only: bool, trust_remote_
 
 
 def _cannot_load(name: str, error: Exception) -> ModelError:
-    """The reason in one line, and the way around it."""
     hint = "" if local_directory(name) else "; with no network, download it elsewhere and give the directory's path"
     if "trust_remote_code" in str(error):
         hint = "; read it, then set [model] trust_remote_code = true"
     reason = next(iter(str(error).splitlines()), "")
     kind = "" if isinstance(error, OSError | ValueError) and reason else f"{type(error).__name__}: "
     return ModelError(f"cannot load model {name!r}: {kind}{reason}{hint}")
+
+
+def workers_for(base: BaseModel) -> Workers:
+    """Return one worker per core for a small model (torch itself then uses one thread), else, and where several ranks
+    gather the weights, one."""
+    cores = torch.get_num_threads()
+    if not base.small or cores == 1 or base.presence.shared:
+        return Workers(1)
+    torch.set_num_threads(1)
+    return Workers(cores, threads_after=cores)

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from retrain.device import is_out_of_memory
 from retrain.errors import ModelError, RankLost, RunFailed
-from retrain.policy.budget import is_out_of_memory
 
 NOTHING, READY = -1, -2  # Messages of a rank: needs no more weights; has loaded its shard
 LOST = "the ranks that share the base's weights have lost each other"

@@ -1,7 +1,6 @@
-"""A critic over the frozen base: a value head, and an adapter of its own unless it reads the policy's.
+"""A critic over the frozen base: a value head, and an adapter unless it reads the policy's.
 
-The value before an action token is a linear function of the hidden state that predicts it, in fp32. The head begins at
-0, so an untrained critic expects nothing, whatever the base.
+The value before an action token is a linear function of the hidden state that predicts it, in fp32, and initially 0.
 """
 
 from pathlib import Path
@@ -13,28 +12,28 @@ from retrain.config import Config
 from retrain.errors import CheckpointError
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Adapter, Lanes
-from retrain.policy.optimizer import Step, load_moments, moments, new_optimizer
+from retrain.policy.optimizer import Step, load_moments, new_optimizer
 
 WEIGHTS, MOMENTS = "critic.safetensors", "critic_optimizer.safetensors"
 
 
 class ValueHead:
-    """V = w·h + b, its weights [H + 1] one buffer, as is their gradient."""
+    """V = w·h + b, with weights [H + 1] in one buffer."""
 
     def __init__(self, width: int, device: torch.device):
         self.flat = nn.Parameter(torch.zeros(width + 1, device=device))
         self.flat.grad = torch.zeros_like(self.flat)
 
     def __call__(self, hidden_MH: torch.Tensor) -> torch.Tensor:
-        """Values [M] of hidden states [M, H], fp32 (fp64 for fp64 states)."""
+        """Return the values [M] of hidden states [M, H], fp32 (fp64 for fp64 states)."""
         real = torch.float64 if hidden_MH.dtype == torch.float64 else torch.float32
         weights = self.flat.to(real)
         return hidden_MH.to(real) @ weights[:-1] + weights[-1]
 
 
 class Critic:
-    """The critic of one run. ``adapter`` is None where it reads the policy's; ``optimizer`` is AdamW over the head and,
-    if it has one, its own adapter; ``scale`` is its learning rate as a multiple of the policy's."""
+    """The critic of one run: a head, an adapter (None where it reads the policy's), and an optimizer over both.
+    ``scale`` is its learning rate as a multiple of the policy's."""
 
     def __init__(self, base: BaseModel, lanes: Lanes, config: Config, stream: tuple[int | str, ...]):
         critic, training, optimizer = config.critic, config.training, config.optimizer
@@ -55,7 +54,7 @@ class Critic:
         return [self.head.flat, *([] if self.adapter is None else [self.adapter.flat])]
 
     def step(self, lr: float, loss: float) -> Step:
-        """What its optimizer does with the gradients of its weights, at the policy's learning rate ``lr``."""
+        """Return the pending step at the policy's learning rate ``lr``."""
         return Step(self.optimizer, self.weights, lr * self.scale, loss, "critic_")
 
     @property
@@ -63,14 +62,11 @@ class Critic:
         return dict(zip(("head", "adapter"), self.weights, strict=False))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """A copy of its weights in host memory."""
+        """Copy the weights to the host."""
         return {name: flat.detach().to("cpu", copy=True) for name, flat in self._named.items()}
 
-    def moments(self) -> dict[str, torch.Tensor]:
-        return moments(self.optimizer)
-
     def load(self, directory: Path) -> None:
-        """Go on from what a checkpoint holds. Raises CheckpointError where it holds no critic of this shape."""
+        """Restore a checkpoint. Raises CheckpointError where it holds no critic of this shape."""
         from safetensors.torch import load_file
 
         if not (directory / WEIGHTS).is_file():
@@ -80,10 +76,10 @@ class Critic:
                 f'weights and a new critic, type: [resume] from = "{run / "final"}"'
             )
         stored = load_file(directory / WEIGHTS)
-        own = self._named
-        if {name: tensor.shape for name, tensor in stored.items()} != {name: flat.shape for name, flat in own.items()}:
+        shapes = {name: flat.shape for name, flat in self._named.items()}
+        if {name: tensor.shape for name, tensor in stored.items()} != shapes:
             raise CheckpointError(f"{directory / WEIGHTS} does not fit this run: [critic] is another one")
-        for name, flat in own.items():
+        for name, flat in self._named.items():
             with torch.no_grad():
                 flat.copy_(stored[name])
         load_moments(self.optimizer, load_file(directory / MOMENTS))

@@ -1,8 +1,5 @@
-"""Layers with gradients of their own: a frozen linear layer with its adapter, norm, attention, SwiGLU.
-
-Autograd through the plain formulas is right but keeps what it need not keep and passes over memory more often than
-needed, which a model bound by memory pays for.
-"""
+"""Layers with hand-written gradients, which keep and read less memory than autograd's: linear with LoRA, norm,
+attention, SwiGLU."""
 
 from typing import Any
 
@@ -17,15 +14,15 @@ from retrain.policy.rounded import rounded_linear, rounds
 def adapted_linear(
     base: nn.Module, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, dropout: float = 0.0
 ) -> torch.Tensor:
-    """``base(x) + scale · dropout(x) Aᵀ Bᵀ`` for x [..., in], A [r, in] and B [out, r].
+    """Compute ``base(x) + scale · dropout(x) Aᵀ Bᵀ`` for a frozen base, x [..., in], A [r, in] and B [out, r].
 
-    The base is frozen; A and B may be of another precision than x. Anything but a plain ``nn.Linear`` (a quantised
-    layer, say) and dropout take the plain formula. ``policy.rounded`` multiplies where bfloat16 is asked for.
+    A and B may be of another precision than x. Dropout and layers other than ``nn.Linear`` (a quantised one) take the
+    plain formula.
     """
     if type(base) is nn.Linear and rounds(base.weight):
         return rounded_linear(base, x, a, b, scale, dropout)
     if dropout == 0 and type(base) is nn.Linear and base.weight.dtype == x.dtype:
-        return _Adapted.apply(x, base.weight, base.bias, a, b, scale)  # pyright: ignore[reportReturnType]
+        return _LoraLinear.apply(x, base.weight, base.bias, a, b, scale)  # pyright: ignore[reportReturnType]
     low = F.linear(F.dropout(x, dropout) if dropout > 0 else x, a.to(x.dtype))
     if x.dtype in FULL:
         return base(x) + F.linear(low, b.to(x.dtype)) * scale
@@ -33,16 +30,16 @@ def adapted_linear(
     return torch.addmm(_rows(out), _rows(low), _scaled(b, scale, x.dtype).t()).view(out.shape)
 
 
-class _Adapted(torch.autograd.Function):
-    """In fp32 and fp64 with the product of A and B added to the weight: one matrix product instead of three, each
-    way. In half precision that sum would lose the adapter's small numbers, so there the products stay apart."""
+class _LoraLinear(torch.autograd.Function):
+    # In fp32 and fp64 ΔW is added to the weight: one matrix product instead of three, each way. In half precision that
+    # sum would lose the adapter's small numbers.
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:  # fmt: skip
-        ctx.scale, ctx.merged = scale, weight.dtype in (torch.float32, torch.float64)
+        ctx.scale, ctx.merged = scale, weight.dtype in FULL
         ctx.save_for_backward(x, weight, a, b)
         if ctx.merged:
             return F.linear(x, _merged(weight, a, b, scale), bias)
@@ -74,7 +71,7 @@ def _merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
 
 
 def _scaled(b: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """B as the sampler has it (``Lanes.stack``): scaled first, then rounded."""
+    # As the sampler has it (``Lanes.stack``): scaled first, then rounded.
     return (b * scale).to(dtype)
 
 
@@ -83,8 +80,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``weight · x / sqrt(mean(x²) + eps)`` over the last axis; gradient for x alone. In half precision the sampler's
-    ``rms``, with all of the gradient in fp32 but its result."""
+    """Compute ``weight · x / sqrt(mean(x²) + eps)`` over the last axis, with a gradient for x only. In half precision
+    this is the sampler's ``rms``, with its gradient computed in fp32."""
     return _RmsNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
 
 
@@ -106,7 +103,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """``causal_attention`` with, on a CPU in half precision, its gradient in fp32, which takes half the time there."""
+    """Compute ``causal_attention``; on a CPU in half precision its gradient is fp32, in half the time."""
     if q.device.type != "cpu" or q.dtype in FULL:
         return causal_attention(q, k, v, scale)
     return _HalfAttention.apply(q, k, v, scale)  # pyright: ignore[reportReturnType]
@@ -114,9 +111,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | 
 
 class _HalfAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
-    ) -> torch.Tensor:  # fmt: skip
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
         ctx.scale = scale
         ctx.save_for_backward(q, k, v)
         return causal_attention(q, k, v, scale)
@@ -124,18 +119,14 @@ class _HalfAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         wide = [x.float().requires_grad_() for x in ctx.saved_tensors]
-        # Hooks that somebody has put around the backward pass are not for what is gone at the end of this one.
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+        # Hooks around the outer backward pass are not for this graph, which ends here.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
             out = causal_attention(wide[0], wide[1], wide[2], ctx.scale)
-        return *(each.to(grad.dtype) for each in torch.autograd.grad(out, wide, grad.float())), None
-
-
-def _itself(x: torch.Tensor) -> torch.Tensor:
-    return x
+        return *(part.to(grad.dtype) for part in torch.autograd.grad(out, wide, grad.float())), None
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) · up``, which keeps its two inputs and not silu(gate) besides."""
+    """Compute ``silu(gate) · up``, keeping the two inputs only."""
     return _SwiGlu.apply(gate, up)  # pyright: ignore[reportReturnType]
 
 

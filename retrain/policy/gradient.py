@@ -1,8 +1,4 @@
-"""Gradient accumulation of one optimizer step: micro-batches, their forward and backward passes, and their timing.
-
-Loss normalisers count every token and sequence of the optimizer step, also those of groups without signal, which
-cost no backward pass; so neither micro-batching nor skipping changes the update.
-"""
+"""Gradient accumulation of one optimizer step: micro-batches, their forward and backward passes, and their timing."""
 
 from __future__ import annotations
 
@@ -11,19 +7,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from retrain.maths.ratios import Sums, add_sums
-from retrain.policy.backbone import as_in_forward, backbone_of, checkpointed
+from retrain.policy.backbone import backbone_of, checkpointed
 from retrain.policy.base import BaseModel
-from retrain.policy.budget import Budget, is_out_of_memory
-from retrain.policy.context import view_of
 from retrain.policy.critic import ValueHead
-from retrain.policy.divergence import head_divergence
-from retrain.policy.head import Head
+from retrain.policy.head import Head, head_divergence
 from retrain.policy.logprobs import (
     MicroBatch,
     by_place,
@@ -34,15 +27,14 @@ from retrain.policy.logprobs import (
     token_logprobs,
 )
 from retrain.policy.lora import Adapter, Lanes
+from retrain.policy.memory import Budget
 from retrain.policy.objective import Objective
-from retrain.policy.packing import Layout
-from retrain.policy.protocol import TrainBatch, Want
+from retrain.policy.packing import Layout, update_mode
 from retrain.policy.rounded import products_in_bfloat16
-from retrain.policy.teacher import WholeTeacher
 from retrain.policy.terms import TeacherTerm, TokenScores
-from retrain.policy.threads import Workers
 from retrain.rng import torch_seed
-from retrain.types import Sample
+from retrain.threads import Workers
+from retrain.types import Sample, TrainBatch, Want, with_prompt
 
 UPDATE_PHASES = (
     "forward",
@@ -60,21 +52,20 @@ MIN_SHARED_TOKENS = 512  # Micro-batches are not split below this size to give e
 
 @dataclass(frozen=True)
 class MicroBatchSpec:
-    """Samples that pass through the model together. ``index`` is the micro-batch's number in the update, which seeds
-    its dropout."""
+    """Samples that pass through the model together. ``index``, its number in the update, seeds dropout."""
 
     index: int
     samples: list[Sample]
     needs_gradient: bool
 
+    def __len__(self) -> int:
+        return len(self.samples)
+
 
 @dataclass(frozen=True)
 class MicroBatchResult:
-    """A micro-batch's share of the loss and of the statistics.
-
-    ``gradients`` are empty where they have been added to the accumulator's buffers already. ``logprobs`` are those of
-    each sample's sampled tokens [T], where the batch keeps them.
-    """
+    """A micro-batch's loss and statistics; ``gradients`` are empty if they were added to the accumulator's buffers, and
+    ``logprobs`` unless the batch keeps them."""
 
     loss: torch.Tensor
     sums: Sums
@@ -85,8 +76,6 @@ class MicroBatchResult:
 
 @dataclass(frozen=True)
 class AccumulationResult:
-    """Loss, statistics, times and (where kept) log-probabilities of all micro-batches."""
-
     loss: float
     sums: Sums
     timer: PhaseTimer
@@ -106,13 +95,22 @@ class Shares(Protocol):
         ...
 
 
+@runtime_checkable
+class DistributionTeacher(Protocol):
+    """A teacher in this process that gives its distributions over the whole vocabulary."""
+
+    def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[torch.Tensor, Head]:
+        """Return the hidden states [M, H] that predict the sampled tokens, without gradients, and the output layer.
+        ``lanes`` and ``adapter`` are the student's."""
+        ...
+
+
 @dataclass(frozen=True)
 class UpdateContext:
     """Resources and precision of a run's forward and backward passes.
 
-    ``budget`` bounds the micro-batches and shrinks after an out-of-memory error. ``workers`` compute micro-batches in
-    parallel, which changes no bit of the result. ``bfloat16`` rounds an fp32 base's products (``policy.rounded``).
-    ``teacher`` provides the distributions for a ``TeacherTerm``.
+    ``workers`` compute micro-batches in parallel, which changes no bit of the result. ``bfloat16`` rounds an fp32
+    base's products (``policy.rounded``). ``teacher`` provides the distributions for a ``TeacherTerm``.
     """
 
     lanes: Lanes
@@ -121,11 +119,11 @@ class UpdateContext:
     dropout: float = 0.0
     bfloat16: bool = False
     shares: Shares | None = None
-    teacher: WholeTeacher | None = None
+    teacher: DistributionTeacher | None = None
 
     @property
     def parallelism(self) -> int:
-        """Number of micro-batches that are computed at the same time."""
+        """Return the number of micro-batches that are computed at the same time."""
         return self.workers.count * (1 if self.shares is None else self.shares.count)
 
     @property
@@ -138,8 +136,8 @@ def iter_microbatches(
 ) -> Iterator[MicroBatchSpec]:
     """Yield the samples in micro-batches, those with a gradient first.
 
-    A sample whose advantages are all 0 has no gradient unless the objective has one for ``every_sequence``. It still
-    needs a forward pass for the statistics.
+    A sample whose advantages are all 0 needs only a forward pass, for the statistics, unless the objective has a
+    gradient for ``every_sequence``.
     """
     with_gradient = [every_sequence or bool(sample.advantages[sample.loss_mask].any()) for sample in samples]
     numbers = count()
@@ -151,10 +149,7 @@ def iter_microbatches(
 
 @dataclass(frozen=True)
 class GradientAccumulator:
-    """Accumulates the gradient of one objective over micro-batches.
-
-    ``head`` computes values from the adapter's hidden states. With ``frozen``, only the head has a gradient.
-    """
+    """Accumulates the gradient of one objective; with ``frozen`` that of the value ``head`` only."""
 
     context: UpdateContext
     batch: TrainBatch
@@ -169,27 +164,16 @@ class GradientAccumulator:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Flat gradients that are accumulated into, of the adapter and of the value head."""
+        """Return the flat gradients of the adapter and of the value head, to accumulate into."""
         weights = [] if self.frozen else [self.adapter.flat]
         grads = [flat.grad for flat in (*weights, *([] if self.head is None else [self.head.flat]))]
         return [grad for grad in grads if grad is not None]
 
     def accumulate(self, samples: Sequence[Sample]) -> AccumulationResult:
-        """Fill ``buffers``, starting again with smaller micro-batches for as long as memory runs out."""
+        """Fill ``buffers``; start again with smaller micro-batches while memory runs out."""
         budget = self.context.budget
         budget.note(*backbone_of(self.base).notes)
-        while True:
-            specs = self._split(samples)
-            try:
-                results = self._fill_buffers(specs)
-                break
-            except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = str(error)  # the error itself would keep every tensor of the failed pass in memory
-            if self.base.device.type == "cuda":
-                torch.cuda.empty_cache()
-            budget.shrink([len(spec.samples) for spec in specs], [len(sample) for sample in samples], reason)
+        specs, results = budget.fit(samples, lambda: self._split(samples), self._fill_buffers, recomputes=True)
         sums, timer = None, PhaseTimer(self.base.device)
         for result in results:
             sums = add_sums(sums, result.sums)
@@ -203,7 +187,7 @@ class GradientAccumulator:
         return AccumulationResult(loss, sums or {}, timer, logprobs)
 
     def _split(self, samples: Sequence[Sample]) -> list[MicroBatchSpec]:
-        """Return micro-batches within the token budget, smaller ones where a process would have none."""
+        """Return micro-batches within the token budget, smaller ones if some process would have none."""
         shares, tokens = self.context.shares, self.context.budget.tokens
         options = {"packed": backbone_of(self.base).packs, "every_sequence": self.objective.every_sequence}
         specs = list(iter_microbatches(samples, tokens, **options))
@@ -212,7 +196,7 @@ class GradientAccumulator:
             specs = list(iter_microbatches(samples, tokens, **options))
         return specs
 
-    def _fill_buffers(self, specs: Sequence[MicroBatchSpec]) -> list[MicroBatchResult]:
+    def _fill_buffers(self, specs: Sequence[MicroBatchSpec]) -> tuple[Sequence[MicroBatchSpec], list[MicroBatchResult]]:
         buffers, recompute, shares = self.buffers, self.context.budget.checkpointing, self.context.shares
         for buffer in buffers:
             buffer.zero_()
@@ -220,14 +204,14 @@ class GradientAccumulator:
             results = self.compute(specs, recompute, separate=self.context.workers.count > 1 and len(specs) > 1)
         else:
             results = shares.compute(self, specs, recompute)
-        for result in results:  # in this order whoever finished first, so that the sum has the same bits
+        for result in results:  # in a fixed order, so that the sum has the same bits
             for buffer, gradient in zip(buffers, result.gradients, strict=False):
                 buffer += gradient
-        return results
+        return specs, results
 
     def compute(self, specs: Sequence[MicroBatchSpec], recompute: bool, separate: bool) -> list[MicroBatchResult]:
-        """Run the passes of these micro-batches; their gradients are added to ``buffers``, or returned if ``separate``.
-        ``recompute`` computes layers again in the backward pass instead of keeping their activations."""
+        """Run the passes of these micro-batches; gradients are added to ``buffers``, or returned if ``separate``.
+        ``recompute``: layers are computed again in the backward pass instead of keeping their activations."""
         return self.context.workers.map(lambda spec: self._compute(spec, recompute, separate), specs)
 
     def _compute(self, spec: MicroBatchSpec, recompute: bool, separate: bool) -> MicroBatchResult:
@@ -264,20 +248,19 @@ class GradientAccumulator:
         return (*batch.stream, "dropout", batch.step, *([batch.update] if batch.update else []))
 
     def _reference_logprobs(self, batch: MicroBatch, timer: PhaseTimer) -> torch.Tensor | None:
-        """Return those of the frozen base, which is the model while no lane is active."""
         if Want.REFERENCE not in self.objective.needs:
             return None
-        with torch.no_grad():
+        with torch.no_grad():  # no lane is active: the model is the frozen base
             reference_BT, _ = token_logprobs(self.base, batch, self.objective.temperature)
         timer.lap("compute_kl")
         return reference_BT
 
     def _teacher_states(self, samples: list[Sample], timer: PhaseTimer) -> tuple[torch.Tensor, Head] | None:
-        """Return the teacher's hidden states [M, H] and its output layer."""
         if Want.TEACHER not in self.objective.needs:
             return None
         assert self.context.teacher is not None, "a term of the loss wants a teacher"
-        states = self.context.teacher.states(self.context.lanes, self.adapter, list(map(view_of, samples)))
+        views = [with_prompt(s, s.teacher_prompt) if s.teacher_prompt else s for s in samples]
+        states = self.context.teacher.states(self.context.lanes, self.adapter, views)
         timer.lap("compute_kl")
         return states
 
@@ -289,7 +272,6 @@ class GradientAccumulator:
         teacher: tuple[torch.Tensor, Head] | None,
         timer: PhaseTimer,
     ) -> TokenScores:
-        """Run the forward pass of the active adapter."""
         needs = self.objective.needs
         hidden_MH, values_BT, divergence_BT, taught_BT = None, None, None, None
         if self.head is not None and Want.VALUES in needs:
@@ -315,7 +297,6 @@ class GradientAccumulator:
         return TokenScores(logprobs_BT, entropy_BT, reference_BT, values_BT, divergence_BT, taught_BT)
 
     def _divergence(self, hidden_MH: torch.Tensor, teacher_MH: torch.Tensor, teacher: Head) -> torch.Tensor:
-        """Return the divergence [M] from the teacher's distributions."""
         term = next(term for term in self.objective.terms if isinstance(term, TeacherTerm))
         head = backbone_of(self.base).head
         assert head is not None, "a model that gives hidden states has an output layer"
@@ -332,8 +313,8 @@ class GradientAccumulator:
 
     @contextmanager
     def _recomputing(self, layout: Layout) -> Iterator[None]:
-        """Restore the state in which a layer ran; its recomputation may run in a thread of autograd's."""
-        with products_in_bfloat16(self.context.bfloat16), self._active(), as_in_forward(layout):
+        """Restore the state in which a layer ran, as its recomputation may run in a thread of autograd's."""
+        with products_in_bfloat16(self.context.bfloat16), self._active(), update_mode(layout):
             yield
 
     def _active(self) -> AbstractContextManager[None]:
@@ -352,7 +333,6 @@ class PhaseTimer:
         self.last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
-        """Count the time since the last lap as ``phase``."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
@@ -360,7 +340,7 @@ class PhaseTimer:
         self.last = now
 
     def add(self, other: PhaseTimer, share: float = 1.0) -> None:
-        """Add another timer's micro-batches and ``share`` of its seconds, less than 1 where several ran in parallel."""
+        """Add another timer's micro-batches and ``share`` of its seconds, below 1 if several ran in parallel."""
         self.microbatches += other.microbatches
         for phase, seconds in other.totals.items():
             self.totals[phase] += share * seconds

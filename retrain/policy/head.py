@@ -1,38 +1,35 @@
-"""The output layer in chunks of rows: log-probability and entropy without logits [rows, V] for all rows at once.
+"""The output layer in chunks of rows: log-probability, entropy and divergence without logits [rows, V] for all rows.
 
-The layer is frozen, so each row's gradient with respect to its hidden state is a vector that the forward pass can
-work out while it still holds the row's logits: ∂ log π(target) = (onehot − π)·f′(z)·W. Backward then only scales
-it, nothing is computed twice, and what is kept is [rows, H]. The same for the entropy −Σ π log π.
+The layer is frozen, so the forward pass computes each row's gradient with respect to its hidden state while it holds
+the row's logits: ∂ log π(target) = (onehot − π)·f′(z)·W, and likewise for the entropy −Σ π log π. The backward pass
+only scales it; [rows, H] is kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from retrain.maths.distillation import divergence, with_tail
 from retrain.policy.arithmetic import FULL, fp32_product
 
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 """Logits of one chunk: what a CPU's caches keep; on a GPU enough for matrix products at full speed."""
-
-
 Lap = Callable[[str], None]  # Called with the name of the timed section that ends here
 
 
-def no_lap(part: str) -> None:
-    """Nobody measures."""
+def no_lap(part: str) -> None: ...
 
 
 @dataclass(frozen=True)
 class Supports:
-    """The tokens that each of M rows was sampled from (``engines.truncation``): row ``rows_K[k]`` may be ``ids_K[k]``.
-    Row m has the places ``offsets[m]`` to ``offsets[m + 1]``, on the host."""
+    """The tokens that each of M rows was sampled from (``engines.truncation``): ``ids_K[k]`` in row ``rows_K[k]``.
+    Entries ``offsets[m]`` to ``offsets[m + 1]`` are of row m."""
 
     rows_K: torch.Tensor
     ids_K: torch.Tensor
@@ -42,18 +39,18 @@ class Supports:
         return Supports(self.rows_K.to(device), self.ids_K.to(device), self.offsets)
 
     def only(self, z_RV: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """The logits of rows ``start`` and following [R, V] with −inf for what is not in a row's support."""
+        """Return the logits [R, V] of the rows from ``start`` on, −inf outside a row's support."""
         part = slice(self.offsets[start], self.offsets[start + len(z_RV)])
-        places = (self.rows_K[part] - start, self.ids_K[part])
-        return torch.full_like(z_RV, -math.inf).index_put(places, z_RV[places])
+        index = (self.rows_K[part] - start, self.ids_K[part])
+        return torch.full_like(z_RV, -math.inf).index_put(index, z_RV[index])
 
 
 @dataclass(frozen=True)
 class Head:
     """logits = cap(multiplier · (W h + bias)), with cap(z) = softcap · tanh(z / softcap) where a model has one.
 
-    Logits are fp32 (fp64 for fp64 weights), not rounded to half precision on the way. ``product_VH``: the weight as
-    ``fp32_product`` takes it, where that is another one (``BaseModel.head_weight``).
+    Logits are fp32 (fp64 for fp64 weights), without rounding to half precision. ``product_VH``: the weight in another
+    layout for ``fp32_product`` (``BaseModel.head_weight``).
     """
 
     weight_VH: torch.Tensor
@@ -63,7 +60,6 @@ class Head:
     product_VH: torch.Tensor | None = None
 
     def products(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """multiplier · (W h + bias) [R, V]."""
         z_RV = fp32_product(hidden_RH, self.weight_VH if self.product_VH is None else self.product_VH)
         if self.bias_V is not None:
             z_RV += self.bias_V
@@ -72,7 +68,6 @@ class Head:
         return z_RV
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] of hidden states [R, H]."""
         return self.capped(self.products(hidden_RH))[0]
 
     def capped(self, z_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -93,18 +88,17 @@ class Head:
         lap: Lap = no_lap,
         supports: Supports | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probability [N] of the targets and, if asked for, the entropy [N] of softmax(logits / temperature), over
-        ``supports`` where given.
+        """Return the log-probability [N] of the targets under softmax(logits / temperature) over ``supports``, and with
+        ``entropy`` its entropy [N].
 
-        Gradients reach ``hidden_NH`` alone, from the entropy only with ``entropy_gradient``. ``lap`` hears of "forward"
-        before and of "compute_entropy" after the entropy of each chunk.
+        Gradients reach ``hidden_NH`` only, from the entropy with ``entropy_gradient``. ``lap`` is called with "forward"
+        before and "compute_entropy" after the entropy of each chunk.
         """
         entropies = (entropy, entropy_gradient)
         chosen_N, entropy_N = _Logprobs.apply(hidden_NH, targets_N, self, temperature, entropies, lap, supports)  # pyright: ignore[reportGeneralTypeIssues]
         return chosen_N, entropy_N if entropy else None
 
     def chunk_rows(self) -> int:
-        """Rows whose logits are held at a time."""
         real = 8 if self.weight_VH.dtype == torch.float64 else 4
         most = CHUNK_BYTES.get(self.weight_VH.device.type, CHUNK_BYTES["cuda"])
         return max(16, most // (real * self.weight_VH.shape[0]))
@@ -126,8 +120,8 @@ class _Logprobs(torch.autograd.Function):
         real = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
         chosen_N = torch.empty(len(hidden_NH), dtype=real, device=hidden_NH.device)
         entropy_N = torch.empty_like(chosen_N) if entropy else chosen_N.new_empty(0)
-        wanted = ctx.needs_input_grad[0]
-        slopes = [torch.empty_like(hidden_NH) for _ in range(wanted * (1 + (entropy and entropy_gradient)))]
+        needs_gradient = ctx.needs_input_grad[0]
+        slopes = [torch.empty_like(hidden_NH) for _ in range(needs_gradient * (1 + (entropy and entropy_gradient)))]
         size = head.chunk_rows()
         for start in range(0, len(hidden_NH), size):
             part = slice(start, start + size)
@@ -139,7 +133,7 @@ class _Logprobs(torch.autograd.Function):
                 z_RV = supports.only(z_RV, start)
             logprobs_RV = torch.log_softmax(z_RV, -1)
             chosen_N[part] = logprobs_RV.gather(1, target_R1).squeeze(1)
-            if not wanted and not entropy:
+            if not needs_gradient and not entropy:
                 continue
             probs_RV = torch.exp(logprobs_RV, out=z_RV)
             scale: Any = head.multiplier / temperature
@@ -154,7 +148,7 @@ class _Logprobs(torch.autograd.Function):
                 slopes[1][part] = slope_RV.to(weight_VH.dtype) @ weight_VH
             if entropy:
                 lap("compute_entropy")
-            if wanted:
+            if needs_gradient:
                 slope_RV = probs_RV.neg_()
                 slope_RV.scatter_(1, target_R1, slope_RV.gather(1, target_R1).add_(1.0))
                 slopes[0][part] = slope_RV.mul_(scale).to(weight_VH.dtype) @ weight_VH
@@ -170,12 +164,72 @@ class _Logprobs(torch.autograd.Function):
         return grad_NH, None, None, None, None, None, None
 
 
+def head_divergence(
+    head: Head,
+    hidden_NH: torch.Tensor,
+    teacher: Head,
+    teacher_NH: torch.Tensor,
+    *,
+    alpha: float,
+    top: int = 0,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Return D_α [N] of softmax(logits / temperature) from the teacher's (``maths.distillation.divergence``), with
+    ``top`` over the student's likeliest tokens and all others as one. The gradient reaches ``hidden_NH`` only."""
+    return _Divergence.apply(hidden_NH, head, teacher, teacher_NH, alpha, top, temperature)  # pyright: ignore[reportReturnType]
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        head: Head,
+        teacher: Head,
+        teacher_NH: torch.Tensor,
+        alpha: float,
+        top: int,
+        temperature: float,
+    ) -> torch.Tensor:
+        weight_VH = head.weight_VH
+        real = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
+        values_N = torch.empty(len(hidden_NH), dtype=real, device=hidden_NH.device)
+        needs_gradient = ctx.needs_input_grad[0]
+        slopes_NH = torch.empty_like(hidden_NH) if needs_gradient else None
+        size = max(1, head.chunk_rows() // 4)  # as many tables of a chunk are held at once
+        shared = min(weight_VH.shape[0], teacher.weight_VH.shape[0])  # padding differs between sizes of a model
+        for start in range(0, len(hidden_NH), size):
+            part = slice(start, start + size)
+            theirs_RV = torch.log_softmax(teacher.logits(teacher_NH[part])[:, :shared].to(real) / temperature, -1)
+            made_RV = head.products(hidden_NH[part]).detach().to(real).requires_grad_(needs_gradient)
+            with torch.set_grad_enabled(needs_gradient):
+                z_RV = made_RV if head.softcap is None else torch.tanh(made_RV / head.softcap) * head.softcap
+                mine_RV = torch.log_softmax(z_RV[:, :shared] / temperature, -1)
+                if top and top < shared:
+                    ids_Rk = mine_RV.detach().topk(top, -1).indices
+                    own_RV, other_RV = with_tail(mine_RV, ids_Rk), with_tail(theirs_RV, ids_Rk)
+                else:
+                    own_RV, other_RV = mine_RV, theirs_RV
+                values_R = divergence(own_RV, other_RV, alpha)
+                summed = values_R.sum()
+            values_N[part] = values_R.detach()
+            if slopes_NH is not None:
+                (slope_RV,) = torch.autograd.grad(summed, made_RV)
+                slopes_NH[part] = (slope_RV * head.multiplier).to(weight_VH.dtype) @ weight_VH
+        ctx.save_for_backward(*([] if slopes_NH is None else [slopes_NH]))
+        return values_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (slopes_NH,) = ctx.saved_tensors
+        return slopes_NH * grad_N.unsqueeze(1).to(slopes_NH.dtype), None, None, None, None, None, None
+
+
 def split_head(model: Any) -> tuple[Any, Head] | None:
     """Return the transformer without its output layer, and that layer; None when the model does not separate that way.
 
-    The name of the architecture is not used: one small forward pass shows whether the output layer reads exactly what
-    the transformer returns; a second one, with known numbers in place of the layer's output, shows what the model does
-    to them afterwards.
+    One small forward pass shows whether the output layer reads exactly what the transformer returns; a second one, with
+    known numbers in place of the layer's output, shows what the model does to them afterwards.
     """
     linear, decoder = model.get_output_embeddings(), getattr(model, "get_decoder", lambda: None)()
     if type(linear) is not nn.Linear or decoder is None or decoder is model or not linear.weight.is_floating_point():
@@ -183,7 +237,7 @@ def split_head(model: Any) -> tuple[Any, Head] | None:
     ids_BL = torch.arange(6, device=linear.weight.device).view(2, 3) % linear.out_features
     seen: list[torch.Tensor] = []
     with torch.no_grad():
-        with _hook(linear.register_forward_pre_hook(lambda _, given: seen.append(given[0]))):
+        with linear.register_forward_pre_hook(lambda _, given: seen.append(given[0])):
             model(input_ids=ids_BL, use_cache=False)
         hidden = decoder(input_ids=ids_BL, use_cache=False)
         hidden = getattr(hidden, "last_hidden_state", None)
@@ -191,7 +245,7 @@ def split_head(model: Any) -> tuple[Any, Head] | None:
             return None
         numbers_V = torch.linspace(-90.0, 90.0, linear.out_features, device=ids_BL.device).to(linear.weight.dtype)
         given_BLV = numbers_V.expand(2, 3, -1).contiguous()
-        with _hook(linear.register_forward_hook(lambda *_: given_BLV.clone())):
+        with linear.register_forward_hook(lambda *_: given_BLV.clone()):
             logits_BLV = model(input_ids=ids_BL, use_cache=False).logits
     logits_V = logits_BLV[0, 0].double()
     if logits_BLV.shape != given_BLV.shape or not torch.allclose(logits_V.expand_as(logits_BLV), logits_BLV.double()):
@@ -206,11 +260,3 @@ def split_head(model: Any) -> tuple[Any, Head] | None:
         if torch.allclose(logits_V, expected_V, rtol=tolerance, atol=tolerance):
             return decoder, head
     return None
-
-
-@contextmanager
-def _hook(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -14,34 +14,32 @@ import torch
 from retrain.config import Config
 from retrain.errors import CheckpointError, ModelError
 from retrain.files import write_bytes
-from retrain.policy.adapter_io import peft_config, read_adapter, write_peft
+from retrain.policy.adapter_io import StoredAdapter, peft_config, read_adapter, write_peft
 from retrain.policy.base import BaseModel
-from retrain.policy.budget import Budget
 from retrain.policy.critic import MOMENTS, WEIGHTS, Critic
-from retrain.policy.gradient import UpdateContext
+from retrain.policy.gradient import DistributionTeacher, UpdateContext
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
-from retrain.policy.memory import MemoryPlan
+from retrain.policy.memory import Budget, MemoryPlan
 from retrain.policy.objective import Objective
 from retrain.policy.optimizer import load_moments, moments, new_optimizer
-from retrain.policy.protocol import PolicySnapshot, Scores, TrainBatch, UpdateResult, Want
+from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.policy.ranks import Ranks
 from retrain.policy.rounded import products_in_bfloat16
 from retrain.policy.scoring import in_microbatches, scored
 from retrain.policy.shares import RunShares
-from retrain.policy.teacher import WholeTeacher
-from retrain.policy.threads import Workers
 from retrain.policy.update import PendingUpdate, batch_gradient, critic_step, policy_step
 from retrain.tensor_file import to_bytes
-from retrain.types import Sample
+from retrain.threads import Workers
+from retrain.types import Sample, Scores, TrainBatch, UpdateResult, Want
 
 OPTIMIZER = "optimizer.safetensors"
 KL_SECONDS = "timing_compute_kl_total"
 
 
 @dataclass(frozen=True)
-class LocalSnapshot:
-    """A copy of an adapter with its PEFT configuration; if resumable, also of AdamW's moments and of the critic, whose
-    tensors are by file name."""
+class LocalSnapshot(PolicySnapshot):
+    """A copy of an adapter with its PEFT configuration; if resumable, also of AdamW's moments and of the critic (by
+    file name)."""
 
     weights: LoraWeights
     peft: Mapping[str, Any]
@@ -49,7 +47,6 @@ class LocalSnapshot:
     critic: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
     def write(self, directory: Path) -> None:
-        """Write a PEFT directory and the optimizer. Raises StorageError when they cannot be written."""
         assert self.optimizer is not None, "only a resumable snapshot is a checkpoint"
         self.export(directory, directory)
         write_bytes(directory / OPTIMIZER, to_bytes(self.optimizer))
@@ -57,18 +54,15 @@ class LocalSnapshot:
             write_bytes(directory / name, to_bytes(tensors))
 
     def export(self, directory: Path, checkpoint: Path) -> None:
-        """Write a PEFT directory that peft, transformers, vLLM and SGLang load."""
         write_peft(directory, self.weights.tensors(), dict(self.peft))
 
-    def discard(self) -> None: ...
 
-
-class LocalPolicy:
+class LocalPolicy(Policy):
     """One run's adapter on the lanes of a base.
 
     ``stream`` names the run's random stream. ``workers`` compute micro-batches in parallel, unless several updates run
     in parallel. ``plan`` is the cohort's memory plan, by default that of a single run. ``ranks`` compute a share of
-    updates and scores. ``teacher`` provides distributions for the loss.
+    updates and scores.
     """
 
     starts_as_base = True
@@ -82,7 +76,7 @@ class LocalPolicy:
         workers: Workers | None = None,
         plan: MemoryPlan | None = None,
         ranks: Ranks | None = None,
-        teacher: WholeTeacher | None = None,
+        teacher: DistributionTeacher | None = None,
     ):
         self.base, self.lanes, self.config, self.workers = base, lanes, config, workers
         self.shares = None if ranks is None else RunShares(ranks, config.algorithm.loss)
@@ -107,8 +101,8 @@ class LocalPolicy:
         }
 
     def score(self, samples: Sequence[Sample], want: frozenset[Want], weights: PolicySnapshot | None = None) -> Scores:
-        """See ``Policy.score``. Computes at the precision of updates (``[training] update_dtype``), which compare with
-        these scores. Raises ModelError for values where the policy has no critic."""
+        """Score at the precision of updates (``[training] update_dtype``), which compare with these scores. Raises
+        ModelError for values where the policy has no critic."""
         if Want.VALUES in want and self.critic is None:
             raise ModelError("this policy has no critic that could give values")
         adapter = self.adapter if weights is None else _weights_of(weights)
@@ -117,11 +111,7 @@ class LocalPolicy:
         return in_microbatches(self.base, self.budget, samples, partial(self._score, samples, want, adapter))
 
     def _score(
-        self,
-        samples: Sequence[Sample],
-        want: frozenset[Want],
-        adapter: Adapter | LoraWeights,
-        parts: Sequence[Sequence[int]],
+        self, samples: Sequence[Sample], want: frozenset[Want], adapter: LoraWeights, parts: Sequence[Sequence[int]]
     ) -> Scores:
         temperature = self.config.training.temperature
         critic = None if self.critic is None else (self.critic.adapter or self.adapter, self.critic.head)
@@ -145,7 +135,6 @@ class LocalPolicy:
         return Scores(**{str(kind): rows for kind, rows in scores.items()})
 
     def update(self, batch: TrainBatch, objective: Objective, lr: float) -> UpdateResult:
-        """See ``Policy.update``; ``timing_compute_kl_total`` counts the base's forward passes in ``score`` too."""
         before, clip_norm = self._changes(), self.config.optimizer.grad_clip_norm
         update = PendingUpdate(self._context, self.adapter, self.optimizer, batch, objective, lr)
         try:
@@ -158,12 +147,12 @@ class LocalPolicy:
         kl_seconds, self._reference_s = self._reference_s, 0.0
         if not kl_seconds:
             return result
+        # The base's forward passes in ``score`` count too.
         metrics = {**result.metrics, KL_SECONDS: result.metrics.get(KL_SECONDS, 0.0) + kl_seconds}
         return replace(result, metrics=metrics)
 
     def gradient(self, batch: TrainBatch, objective: Objective) -> torch.Tensor:
-        """Return the gradient that ``update`` would clip and apply, fp32 [D] in the order of the adapter's weights; see
-        ``batch_gradient``."""
+        """Return the gradient that ``update`` would clip and apply, fp32 [D] in the order of the adapter's weights."""
         return batch_gradient(self._context, self.adapter, batch, objective, critic=self.critic)
 
     @property
@@ -184,17 +173,16 @@ class LocalPolicy:
         peft = peft_config(self.adapter, self.base.name, model.revision, lora.dropout)
         if not resumable:
             return LocalSnapshot(self.adapter.frozen(), peft)
-        critic = {} if self.critic is None else {WEIGHTS: self.critic.tensors(), MOMENTS: self.critic.moments()}
+        critic = (
+            {} if self.critic is None else {WEIGHTS: self.critic.tensors(), MOMENTS: moments(self.critic.optimizer)}
+        )
         return LocalSnapshot(self.adapter.frozen("cpu"), peft, optimizer_tensors(self.optimizer), critic)
 
     def load(self, directory: Path) -> None:
-        """See ``Policy.load``. Raises CheckpointError when the adapter is of another shape."""
+        """Raises CheckpointError when the adapter is of another shape."""
         from safetensors.torch import load_file
 
-        try:
-            self.adapter.load(read_adapter(directory).tensors, lowered=True)
-        except ModelError as error:
-            raise CheckpointError(f"{directory} does not fit this run: {error}") from error
+        _load(self.adapter, read_adapter(directory), directory)
         load_moments(self.optimizer, {f"0.{name}": tensor for name, tensor in load_file(directory / OPTIMIZER).items()})
         if self.critic is not None:
             self.critic.load(directory)
@@ -206,23 +194,17 @@ class LocalPolicy:
         self.adapter.load(stored.tensors)
 
     def read(self, directory: Path) -> LocalSnapshot:
-        """See ``Policy.read``. Raises CheckpointError when the adapter is of another shape."""
+        """Raises CheckpointError when the adapter is of another shape."""
         stored, adapter = read_adapter(directory), self._new_adapter()
-        try:
-            adapter.load(stored.tensors, lowered=True)
-        except ModelError as error:
-            raise CheckpointError(f"{directory} does not fit this run: {error}") from error
+        _load(adapter, stored, directory)
         return LocalSnapshot(adapter.frozen(), stored.config)
 
     def _new_adapter(self) -> Adapter:
         return self.lanes.new_adapter(self.config.model.lora_rank, self.config.lora.alpha)
 
     def begin_step(self, step: int) -> list[str]:
-        """Lower the adapter's rank where ``step`` begins a stage of ``[lora] anneal``.
-
-        The optimizer begins anew: its moments belong to rows that are no more. A checkpoint of this step holds the
-        adapter as it was before, and resuming lowers it again, to the same numbers.
-        """
+        """Lower the adapter's rank where ``step`` begins a stage of ``[lora] anneal``, and reset the optimizer, whose
+        moments belong to the old rows. A checkpoint of this step holds the adapter as it was before."""
         lines = []
         for stage, rank in self.config.lora.anneal:
             if stage == step and self.adapter.live_rank > rank:
@@ -240,12 +222,17 @@ class LocalPolicy:
         self.budget.restore(state["budget"])
 
     def notes(self) -> list[str]:
-        """Return notes about what memory or the model's layers did not allow."""
         return self.budget.take_notes()
 
 
+def _load(adapter: Adapter, stored: StoredAdapter, directory: Path) -> None:
+    try:
+        adapter.load(stored.tensors, lowered=True)
+    except ModelError as error:
+        raise CheckpointError(f"{directory} does not fit this run: {error}") from error
+
+
 def _weights_of(snapshot: PolicySnapshot) -> LoraWeights:
-    """Return the weights to score with. Raises TypeError for the snapshot of another kind of policy."""
     if not isinstance(snapshot, LocalSnapshot):
         raise TypeError(f"this policy scores with LoRA adapters, not with {type(snapshot).__name__}")
     return snapshot.weights

@@ -20,10 +20,9 @@ from retrain.types import Sample
 
 @dataclass
 class MicroBatch:
-    """Some samples: the layout that the model reads, and per action token [B, T] what the loss reads; ``targets_M`` are
-    the action tokens themselves, sequence after sequence. ``old_logprobs_BT`` are there in several updates of a batch,
-    ``values_BT`` (as they were before) and ``value_targets_BT`` with a critic, ``policy_weights_BT`` where tokens can
-    be rejected."""
+    """Some samples: the layout that the model reads, the action tokens ``targets_M``, sequence after sequence, and what
+    the loss reads of them [B, T]: ``old_logprobs_BT`` in several updates of a batch, ``values_BT`` (before the update)
+    and ``value_targets_BT`` with a critic, ``policy_weights_BT`` where tokens can be rejected."""
 
     layout: Layout
     targets_M: torch.Tensor
@@ -42,17 +41,11 @@ class MicroBatch:
         return MicroBatch(**moved)
 
 
-def position_ids(attention_BL: torch.Tensor) -> torch.Tensor:
-    """Positions that count real tokens only: padding on the left does not shift them."""
-    return (attention_BL.long().cumsum(-1) - 1).clamp_min(0)
-
-
 def split_microbatches(samples: Sequence[Sample], token_budget: int, *, packed: bool = False) -> list[list[int]]:
-    """Indices in micro-batches whose size stays within ``token_budget`` (one sample always fits).
+    """Return indices in micro-batches of at most ``token_budget`` tokens, or of one sample.
 
-    Padded: tokens including padding, samples sorted by length so that there is little of it. ``packed``: a prefix
-    counts once for neighbours that share it, groups stay together as far as they fit. The order is a function of the
-    prefixes and lengths alone.
+    Padded: padding counts, and samples are sorted by length. ``packed``: a prefix counts once for neighbours that share
+    it, and groups stay together as far as they fit. The order depends on prefixes and lengths only.
     """
     keys = [prefix_key(sample) for sample in samples]
     batches: list[list[int]] = []
@@ -82,22 +75,20 @@ def _packed_order(samples: Sequence[Sample], keys: Sequence[bytes]) -> list[int]
     return [i for group in sorted(sorted_groups, key=lambda group: len(samples[group[-1]])) for i in group]
 
 
-OPTIONAL = ("old_logprobs", "values", "value_targets", "policy_weights")
-"""Arrays that samples may bring, beside those that all have."""
+OPTIONAL = ("old_logprobs", "values", "value_targets", "policy_weights")  # Arrays that only some samples have
 
 
 def collate(samples: Sequence[Sample], base: BaseModel, *, share: bool = True) -> MicroBatch:
-    """The tensors of these samples, on the host. ``share``: prefixes that repeat are computed once."""
+    """Return these samples as tensors on the host. ``share``: equal prefixes are computed once."""
     counts = [int(sample.action_mask.sum()) for sample in samples]
     shape = (len(samples), max(counts))
     real = np.float64 if base.dtype == torch.float64 else np.float32
     floats = np.zeros((2, *shape), dtype=real)
     masks = np.zeros((2, *shape), dtype=bool)
     for i, (sample, count) in enumerate(zip(samples, counts, strict=True)):
-        own = sample.action_mask
-        floats[0, i, :count], floats[1, i, :count] = sample.advantages[own], sample.logprobs[own]
-        masks[0, i, :count], masks[1, i, :count] = True, sample.loss_mask[own]
-    more = {f"{name}_BT": _table_of(samples, name, shape, real) for name in OPTIONAL}
+        mask = sample.action_mask
+        floats[0, i, :count], floats[1, i, :count] = sample.advantages[mask], sample.logprobs[mask]
+        masks[0, i, :count], masks[1, i, :count] = True, sample.loss_mask[mask]
     return MicroBatch(
         layout=backbone_of(base).layout(samples, base, share),
         targets_M=torch.from_numpy(np.concatenate([sample.token_ids[sample.action_mask] for sample in samples])),
@@ -106,31 +97,31 @@ def collate(samples: Sequence[Sample], base: BaseModel, *, share: bool = True) -
         advantages_BT=torch.from_numpy(floats[0]),
         sampler_logprobs_BT=torch.from_numpy(floats[1]),
         supports=_supports(samples),
-        **more,
+        **{f"{name}_BT": _table_of(samples, name, shape, real) for name in OPTIONAL},
     )
 
 
 def _table_of(samples: Sequence[Sample], name: str, shape: tuple[int, int], real: type) -> torch.Tensor | None:
-    """What every sample has under this name, of its action tokens [B, T]; None where one has nothing."""
-    given = [getattr(sample, name) for sample in samples]
-    if any(each is None for each in given):
+    """Return an array of every sample over its action tokens [B, T]; None where one has none."""
+    arrays = [getattr(sample, name) for sample in samples]
+    if any(array is None for array in arrays):
         return None
     table = np.zeros(shape, dtype=real)
-    for row, sample, each in zip(table, samples, given, strict=True):
-        row[: int(sample.action_mask.sum())] = each[sample.action_mask]
+    for row, sample, array in zip(table, samples, arrays, strict=True):
+        row[: int(sample.action_mask.sum())] = array[sample.action_mask]
     return torch.from_numpy(table)
 
 
 def _supports(samples: Sequence[Sample]) -> Supports | None:
-    """What the action tokens were sampled from, sample after sample; None where it was the whole vocabulary."""
-    known = [sample.support for sample in samples if sample.support is not None]
-    if not known:
+    """Return the supports of the action tokens, sample after sample; None for the whole vocabulary."""
+    supports = [sample.support for sample in samples if sample.support is not None]
+    if not supports:
         return None
-    if len(known) < len(samples):
+    if len(supports) < len(samples):
         raise ValueError("some samples were sampled from truncated distributions and some were not")
-    counts_M = np.concatenate([np.diff(support.offsets) for support in known])
+    counts_M = np.concatenate([np.diff(support.offsets) for support in supports])
     rows_K = np.repeat(np.arange(len(counts_M)), counts_M)
-    ids_K = np.concatenate([support.ids for support in known]).astype(np.int64)
+    ids_K = np.concatenate([support.ids for support in supports]).astype(np.int64)
     offsets = np.concatenate([[0], counts_M.cumsum()])
     return Supports(torch.from_numpy(rows_K), torch.from_numpy(ids_K), offsets.tolist())
 
@@ -145,11 +136,11 @@ def token_logprobs(
     lap: Lap = no_lap,
     hidden_MH: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability [B, T] of each action token at this temperature, and the entropy [B, T].
+    """Return the log-probability [B, T] of each action token, and with ``entropy`` the entropy; 0 in the padding.
 
-    The distribution is the one that the engine samples from: logits / temperature over the whole vocabulary, or over
-    the recorded support of each token, in fp32 (fp64 for fp64 bases). Padding columns hold 0. ``batch`` is on the
-    base's device; ``lap`` as in ``Head.logprobs``; ``hidden_MH`` are the hidden states where they are known already.
+    The distribution is the one that the engine samples from: softmax(logits / temperature) over the vocabulary, or over
+    the recorded support of each token, in fp32 (fp64 for fp64 bases). ``batch`` is on the base's device; ``lap`` as in
+    ``Head.logprobs``; ``hidden_MH`` are the hidden states if already computed.
     """
     backbone, layout = backbone_of(base), batch.layout
     if backbone.head is not None:
@@ -185,8 +176,8 @@ def token_logprobs(
 
 
 def hidden_states(base: BaseModel, batch: MicroBatch) -> torch.Tensor:
-    """Hidden states [M, H] of the places that predict an action token, for a critic. Raises ModelError where a model
-    does not give them."""
+    """Return the hidden states [M, H] that predict an action token. Raises ModelError for models without access to
+    them."""
     backbone = backbone_of(base)
     if backbone.decoder is None:
         raise ModelError(
@@ -197,9 +188,8 @@ def hidden_states(base: BaseModel, batch: MicroBatch) -> torch.Tensor:
 
 
 def by_place(values_M: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Values of the action tokens at their places [B, T], 0 elsewhere."""
-    zeros_BT = values_M.new_zeros(batch.action_BT.shape)
-    return zeros_BT.masked_scatter(batch.action_BT, values_M)
+    """Return the values of the action tokens as a table [B, T], 0 in the padding."""
+    return values_M.new_zeros(batch.action_BT.shape).masked_scatter(batch.action_BT, values_M)
 
 
 def per_sample(values_BT: torch.Tensor, batch: MicroBatch) -> list[np.ndarray]:

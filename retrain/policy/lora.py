@@ -1,18 +1,17 @@
 """LoRA lanes: many adapters over one frozen base, applied together.
 
-Every target linear layer is wrapped once. What the wrapper adds to the base's output depends on the mode that
-``Lanes`` is in: nothing (``off``: the reference model), one adapter with gradients (``single``: the update), or a
-stack of adapters, each for its own equal share of the batch rows (``stacked``: one decode batch for all runs).
-LoRA as in arXiv 2106.09685 with peft's initialisation (A Kaiming uniform, B zero), ΔW = (alpha/r)·B·A; master
-weights are fp32 whatever the base's dtype.
+Every target linear layer is wrapped once. The mode of ``Lanes`` decides what the wrapper adds to the base's output:
+nothing (the reference model), one adapter (``single``), or a stack of adapters, each for an equal share of the batch
+rows (``stacked``: one decode batch for all runs). LoRA as in arXiv 2106.09685 with peft's initialisation (A Kaiming
+uniform, B zero), ΔW = (alpha/r)·B·A; master weights are fp32 whatever the base's dtype.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +25,7 @@ from retrain.policy.base import BaseModel
 from retrain.policy.fused import adapted_linear
 from retrain.policy.quantized import QuantizedLinear
 from retrain.rng import torch_seed
+from retrain.threads import thread_values
 
 Stacks = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """By layer: A of every lane [L, in, r] and B of every lane [L, r, out], the scale folded into B."""
@@ -40,55 +40,58 @@ class LayerShape:
     out_features: int
 
 
-def _views(flat: torch.Tensor, shapes: Sequence[LayerShape], rank: int) -> Iterator[tuple[str, slice, tuple[int, int]]]:
-    """Where A [r, in] and B [out, r] of every layer lie in the flat buffer: name with half, place, shape."""
-    offset = 0
-    for shape in shapes:
-        for half, rows, columns in (("A", rank, shape.in_features), ("B", shape.out_features, rank)):
-            yield f"{half}{shape.name}", slice(offset, offset + rows * columns), (rows, columns)
-            offset += rows * columns
-
-
 class LoraWeights:
-    """The LoRA weights of one policy at one moment: A [r, in] and B [out, r] by layer, views of one fp32 buffer that
-    nothing changes any more. ``scale`` is alpha/r; ``live_rank`` rows are in use."""
+    """LoRA weights: A [r, in] and B [out, r] by layer, views of one fp32 buffer ``flat``, which does not change.
+
+    ``scale`` is alpha/r. ``live_rank`` rows of A and columns of B are in use; those beyond are 0.
+    """
 
     def __init__(self, shapes: Sequence[LayerShape], rank: int, scale: float, live_rank: int, flat: torch.Tensor):
         self.shapes, self.rank, self.scale, self.live_rank, self.flat = tuple(shapes), rank, scale, live_rank, flat
         self.A: dict[str, torch.Tensor] = {}
         self.B: dict[str, torch.Tensor] = {}
-        for name, place, shape in _views(flat, shapes, rank):
-            (self.A if name[0] == "A" else self.B)[name[1:]] = flat[place].view(shape)
+        offset = 0
+        for shape in shapes:
+            for store, rows, columns in ((self.A, rank, shape.in_features), (self.B, shape.out_features, rank)):
+                store[shape.name] = self._view(slice(offset, offset + rows * columns), (rows, columns))
+                offset += rows * columns
+
+    def _view(self, position: slice, shape: tuple[int, int]) -> torch.Tensor:
+        return self.flat[position].view(shape)
 
     def tensors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """(A, B) of every layer, of the live rank."""
+        """Return the detached (A, B) of every layer, of the live rank."""
         live = self.live_rank
-        return {shape.name: (self.A[shape.name][:live], self.B[shape.name][:, :live]) for shape in self.shapes}
+        return {s.name: (self.A[s.name].detach()[:live], self.B[s.name].detach()[:, :live]) for s in self.shapes}
+
+    def frozen(self, device: torch.device | str | None = None) -> LoraWeights:
+        """Return a copy of the current weights on ``device``, by default the same."""
+        flat = self.flat.detach()
+        copy = flat.clone() if device is None else flat.to(device, copy=True)
+        return LoraWeights(self.shapes, self.rank, self.scale, self.live_rank, copy)
 
 
-class Adapter:
-    """One run's LoRA weights as they are trained: fp32 masters in one flat buffer, A [r, in] and B [out, r] its views.
+class Adapter(LoraWeights):
+    """One run's LoRA weights as they are trained: parameters whose gradients are views of ``flat.grad``.
 
-    One buffer makes clipping, AdamW and checkpoints single-tensor work. ``flat.grad`` is one buffer too; the
-    views' ``.grad`` point into it, so backward accumulates there.
+    One buffer makes clipping, AdamW and checkpoints single-tensor work.
     """
 
+    flat: nn.Parameter
+
     def __init__(self, shapes: Sequence[LayerShape], rank: int, alpha: float, device: torch.device):
-        self.shapes, self.rank, self.alpha, self.scale = tuple(shapes), rank, alpha, alpha / rank
-        self.live_rank = rank
-        """Rows of A and columns of B in use; those beyond are 0 and, without a gradient, stay 0 (see ``lower``)."""
-        sizes = [rank * s.in_features + s.out_features * rank for s in shapes]
-        self.flat = nn.Parameter(torch.zeros(sum(sizes), device=device))
-        self.flat.grad = torch.zeros_like(self.flat)
-        self.A: dict[str, nn.Parameter] = {}
-        self.B: dict[str, nn.Parameter] = {}
-        for name, place, shape in _views(self.flat, shapes, rank):
-            view = nn.Parameter(self.flat.data[place].view(shape))
-            view.grad = self.flat.grad[place].view(shape)
-            (self.A if name[0] == "A" else self.B)[name[1:]] = view
+        flat = nn.Parameter(torch.zeros(rank * sum(s.in_features + s.out_features for s in shapes), device=device))
+        flat.grad = torch.zeros_like(flat)
+        super().__init__(shapes, rank, alpha / rank, rank, flat)
+
+    def _view(self, position: slice, shape: tuple[int, int]) -> nn.Parameter:
+        assert self.flat.grad is not None
+        view = nn.Parameter(self.flat.data[position].view(shape))
+        view.grad = self.flat.grad[position].view(shape)
+        return view
 
     def initialise(self, *seed: int | str) -> Adapter:
-        """A ~ U(±1/√in) from the named random stream of each layer, B = 0. The same on every device."""
+        """Draw A ~ U(±1/√in) from the named random stream of each layer, the same on every device, and set B = 0."""
         with torch.no_grad():
             for shape in self.shapes:
                 stream = torch.Generator().manual_seed(torch_seed(*seed, "adapter", shape.name))
@@ -99,8 +102,8 @@ class Adapter:
         return self
 
     def load(self, tensors: dict[str, tuple[torch.Tensor, torch.Tensor]], lowered: bool = False) -> None:
-        """Copy (A, B) of every layer in. ``lowered`` takes tensors of a smaller rank as well, which becomes the live
-        rank. Raises ModelError when layers or shapes differ."""
+        """Copy (A, B) of every layer in. With ``lowered`` a smaller rank is accepted and becomes the live rank. Raises
+        ModelError when layers or shapes differ."""
         if missing := sorted(set(self.A) - set(tensors)):
             raise ModelError(f"the adapter lacks {len(missing)} of the target layers, e.g. {missing[0]}")
         live = min((a.shape[0] for a, _ in tensors.values()), default=self.rank) if lowered else self.rank
@@ -113,7 +116,6 @@ class Adapter:
         self.live_rank = live
 
     def _put(self, name: str, a: torch.Tensor, b: torch.Tensor) -> None:
-        """(A, B) of a layer, zeros beyond their rank."""
         rank = a.shape[0]
         self.A[name][:rank].copy_(a)
         self.A[name][rank:].zero_()
@@ -121,10 +123,10 @@ class Adapter:
         self.B[name][:, rank:].zero_()
 
     def lower(self, rank: int) -> None:
-        """Keep the best approximation of every ΔW of this rank, in place (LoRA-Squeeze, arXiv 2602.10993).
+        """Replace every ΔW by its best approximation of this rank (LoRA-Squeeze, arXiv 2602.10993).
 
-        What is left over stays 0 while training goes on: where a row of A and its column of B are both 0, so are
-        their gradients. Raises UsageError for a rank above the live one.
+        The rows beyond stay 0 in training: where a row of A and its column of B are both 0, so are their gradients.
+        Raises UsageError for a rank above the live one.
         """
         with torch.no_grad():
             for name, (a, b) in self.tensors().items():
@@ -132,26 +134,15 @@ class Adapter:
         self.live_rank = rank
 
     @property
-    def views(self) -> list[nn.Parameter]:
-        """A and B of every layer, in the order of ``flat``."""
+    def views(self) -> list[torch.Tensor]:
+        """Return A and B of every layer, in the order of ``flat``."""
         return [store[shape.name] for shape in self.shapes for store in (self.A, self.B)]
 
-    def tensors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Detached (A, B) of every layer, of the live rank."""
-        live = self.live_rank
-        return {s.name: (self.A[s.name].detach()[:live], self.B[s.name].detach()[:, :live]) for s in self.shapes}
 
-    def frozen(self, device: torch.device | str | None = None) -> LoraWeights:
-        """A copy of the weights as they are now, on ``device`` (where they are by default)."""
-        flat = self.flat.detach()
-        copy = flat.clone() if device is None else flat.to(device, copy=True)
-        return LoraWeights(self.shapes, self.rank, self.scale, self.live_rank, copy)
+class LaneMode(threading.local):
+    """The adapter or the stack of adapters that the wrapped layers add in this thread."""
 
-
-class Mode(threading.local):
-    """What the wrapped layers add now, in this thread: nothing, one adapter, or a stack of adapters."""
-
-    adapter: Adapter | LoraWeights | None = None
+    adapter: LoraWeights | None = None
     dropout: float = 0.0
     stacks: Stacks | None = None
 
@@ -167,7 +158,7 @@ class LaneLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The frozen weight: some model code reads dtype or shape from it."""
+        # Some model code reads dtype or shape from it.
         return self.base.weight  # pyright: ignore[reportReturnType]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -191,14 +182,14 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 class Lanes:
-    """The wrapped target layers of one base and the mode they are in; adapters live in the runs.
+    """The wrapped target layers of one base and their mode; adapters live in the runs.
 
-    ``target_modules`` is ``"all-linear"`` (all but the output layer, as in peft) or a list of module paths or
-    ends of such. Raises ModelError when one of them means no layer that can have an adapter.
+    ``target_modules`` is ``"all-linear"`` (all but the output layer, as in peft) or a list of module paths or their
+    ends. Raises ModelError when one of them matches no layer that can have an adapter.
     """
 
     def __init__(self, base: BaseModel, target_modules: str | Sequence[str] = "all-linear"):
-        self.base, self.mode = base, Mode()
+        self.base, self.mode = base, LaneMode()
         self.target_modules = target_modules
         head = base.model.get_output_embeddings()
         linears = {name: module for name, module in base.model.named_modules() if _is_linear(module)}
@@ -224,20 +215,15 @@ class Lanes:
                 setattr(parent, leaf, layer.base)
 
     def new_adapter(self, rank: int, alpha: float) -> Adapter:
-        """An adapter of zeros for these layers (call ``initialise`` or ``load`` on it)."""
+        """Return an adapter of zeros for these layers, to ``initialise`` or ``load``."""
         return Adapter(self.shapes, rank, alpha, self.base.device)
 
-    @contextmanager
-    def single(self, adapter: Adapter | LoraWeights, dropout: float = 0.0) -> Iterator[None]:
-        """All rows belong to ``adapter``; gradients reach it, unless it is frozen."""
-        self.mode.adapter, self.mode.dropout = adapter, dropout
-        try:
-            yield
-        finally:
-            self.mode.adapter, self.mode.dropout = None, 0.0
+    def single(self, adapter: LoraWeights, dropout: float = 0.0) -> AbstractContextManager[None]:
+        """Apply ``adapter`` to all rows; gradients reach it if it has parameters."""
+        return thread_values(self.mode, adapter=adapter, dropout=dropout)
 
-    def stack(self, adapters: Sequence[Adapter | LoraWeights]) -> Stacks:
-        """The adapters side by side for ``stacked``, in the base's dtype. Ranks may differ (zero-padded)."""
+    def stack(self, adapters: Sequence[LoraWeights]) -> Stacks:
+        """Stack adapters, of any ranks (zero-padded), in the base's dtype."""
         rank, dtype, stacks = max(adapter.rank for adapter in adapters), self.base.dtype, {}
         with torch.no_grad():
             for shape in self.shapes:
@@ -246,18 +232,13 @@ class Lanes:
                 stacks[shape.name] = (a.to(dtype), b.to(dtype))
         return stacks
 
-    @contextmanager
-    def stacked(self, adapters: Sequence[Adapter | LoraWeights]) -> Iterator[None]:
-        """Rows belong to the adapters in equal consecutive shares; no gradients."""
-        self.mode.stacks = self.stack(adapters)
-        try:
-            yield
-        finally:
-            self.mode.stacks = None
+    def stacked(self, adapters: Sequence[LoraWeights]) -> AbstractContextManager[None]:
+        """Apply the adapters to equal consecutive shares of the rows, without gradients."""
+        return thread_values(self.mode, stacks=self.stack(adapters))
 
     @staticmethod
     def padded(parts: Sequence[torch.Tensor], rank: int, dim: int) -> torch.Tensor:
-        """Stack [*, r] (dim 1) or [r, *] (dim 0) matrices along a new first axis, ranks padded with zeros."""
+        """Stack [*, r] (dim 1) or [r, *] (dim 0) matrices along a new first axis, zero-padded to ``rank``."""
         padded = [
             part
             if part.shape[dim] == rank

@@ -1,69 +1,57 @@
-"""How much memory there is, what a token takes of it, and how much a cohort therefore does at a time.
+"""Memory planning: bytes per token, sizes of decode batches and micro-batches, and what happens if memory runs out.
 
-Which sequences decode together and which tokens make a micro-batch shows in the last bits of what is computed. So both
-follow from the device's whole memory and from shapes, never from what happens to be free, and a checkpoint keeps them.
+These sizes affect rounding, so they follow from the device's total memory and from shapes, never from free memory, and
+checkpoints keep them. A step that does not fit is repeated with half the tokens, down to one sequence at a time; then
+decoder layers are recomputed in the backward pass.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
-from retrain.gpus import memory_share
+from retrain.device import is_out_of_memory, total_memory
+from retrain.errors import RunFailed
 from retrain.models import sizes
 from retrain.policy.base import BaseModel
-from retrain.policy.device import total_memory
+from retrain.types import Sample
 
+S = TypeVar("S", bound=Sized)
+T = TypeVar("T")
 SAMPLING_SHARE = {"cpu": 0.25, "cuda": sizes.GPU_SAMPLING_SHARE}
-"""Of the memory beside base and lanes, for the keys, values and logits of a decode batch. The rest is for the states of
-a prefill, for what allocators lose between blocks, and on a CPU for other programs."""
+"""Share of the memory beside base and lanes for the keys, values and logits of a decode batch. The rest is for prefill
+states, fragmentation, and on a CPU for other programs."""
 LARGEST_SHARE = 0.95
-"""Sizes that were planned on a larger device are kept on a smaller one up to this share of its memory beside base and
-lanes."""
-
-
-def available_memory(device: torch.device | None = None) -> int:
-    """Bytes that can still be allocated: on a GPU what is free or cached by torch, else the machine's own memory; no
-    more than what is left of this process's share where it has but one."""
-    if device is not None and device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        allocated = torch.cuda.memory_allocated(device)
-        return min(free + torch.cuda.memory_reserved(device) - allocated, total_memory(device) - allocated)
-    import psutil
-
-    available = int(psutil.virtual_memory().available)
-    if memory_share() == 1:
-        return available
-    return min(available, max(0, total_memory(torch.device("cpu")) - int(psutil.Process().memory_info().rss)))
+"""Up to this share of the memory beside base and lanes, sizes planned on a larger device are kept on a smaller one."""
 
 
 def head_size(config: Any) -> int:
-    """Numbers in one key or value of one head, from a text model's configuration."""
+    """Return the width of a head, from a text model's configuration."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _keys(config: Any) -> int:
-    """Numbers in the keys of one token in one layer."""
+def _key_width(config: Any) -> int:
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_size(config)
 
 
 def cache_bytes(base: BaseModel) -> int:
-    """Bytes of keys and values that one token occupies while decoding, over all layers."""
+    """Return the bytes of one token's keys and values, over all layers."""
     config = base.model.config.get_text_config()
-    return 2 * config.num_hidden_layers * _keys(config) * base.dtype.itemsize
+    return 2 * config.num_hidden_layers * _key_width(config) * base.dtype.itemsize
 
 
 def kept_bytes(base: BaseModel) -> int:
-    """Bytes that one token's forward pass keeps for its backward pass, over all layers."""
+    """Return the bytes that one token's forward pass keeps for its backward pass, over all layers."""
     config = base.model.config.get_text_config()
     wide = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
     experts = getattr(config, "num_experts_per_tok", None) or 1
     return config.num_hidden_layers * sizes.kept_bytes(
         config.hidden_size,
         config.num_attention_heads * head_size(config),
-        _keys(config),
+        _key_width(config),
         experts * int(wide or 4 * config.hidden_size),
         any(name.endswith("q_norm") for name, _ in base.model.named_modules()),
         base.dtype.itemsize,
@@ -72,8 +60,8 @@ def kept_bytes(base: BaseModel) -> int:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How much the runs of a cohort do at a time on this device. In bytes: ``room`` is what there is beside base and
-    lanes, ``decode_bytes`` what a decode batch takes of it, ``kept_bytes`` what a token in training takes."""
+    """Sizes for the runs of a cohort on this device. In bytes: ``room`` is the memory beside base and lanes,
+    ``decode_bytes`` a decode batch's share of it, ``kept_bytes`` the activations of a token in training."""
 
     room: int
     decode_bytes: int
@@ -82,30 +70,110 @@ class MemoryPlan:
 
     @classmethod
     def of(cls, base: BaseModel, lane_bytes: int = 0) -> MemoryPlan:
-        """For lanes that take ``lane_bytes`` together; a function of these, of the base's shapes and of the size of its
-        device."""
+        """Plan for lanes that take ``lane_bytes`` in total."""
         kind = base.device.type
-        room, kept = max(0, total_memory(base.device) - base.held_bytes - lane_bytes), kept_bytes(base)
+        room, per_token = max(0, total_memory(base.device) - base.held_bytes - lane_bytes), kept_bytes(base)
         if kind == "cpu":
             tokens = sizes.cpu_token_budget(base.weight_bytes)
         else:
-            tokens = sizes.gpu_token_budget(room, kept)
-        return cls(room, int(SAMPLING_SHARE.get(kind, SAMPLING_SHARE["cuda"]) * room), tokens, kept)
+            tokens = sizes.gpu_token_budget(room, per_token)
+        return cls(room, int(SAMPLING_SHARE.get(kind, SAMPLING_SHARE["cuda"]) * room), tokens, per_token)
 
     def kept_decode_bytes(self, before: int) -> int:
-        """What a decode batch takes where it took ``before`` so far: the same, unless that does not fit."""
+        """Return ``before``, the bytes of a decode batch so far, or the plan's if these do not fit."""
         return before if before <= max(self.decode_bytes, LARGEST_SHARE * self.room) else self.decode_bytes
 
     def kept_micro_batch_tokens(self, before: int) -> int:
-        """Tokens of a micro-batch that had ``before`` so far: as many, unless they do not fit."""
+        """Return ``before``, the tokens of a micro-batch so far, or the plan's if these do not fit."""
         fitting = max(self.micro_batch_tokens, LARGEST_SHARE * self.room / self.kept_bytes)
         return before if before <= fitting else self.micro_batch_tokens
 
 
-def peak_memory_gib() -> float:
-    """Highest memory use so far: of the GPU's allocator where one is in use, else of the process."""
-    if torch.cuda.is_initialized():
-        return max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count())) / 2**30
-    import resource
+@dataclass
+class Budget:
+    """``tokens`` of a micro-batch, and whether layers are computed twice (``checkpointing``).
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    ``plan`` is None where the user has set the tokens; ``notes`` are lines for the run's log.
+    """
+
+    tokens: int
+    checkpointing: bool = False
+    learnt: bool = False
+    plan: MemoryPlan | None = None
+    notes: list[str] = field(default_factory=list)
+    noted: set[str] = field(default_factory=set)
+
+    def note(self, *lines: str) -> None:
+        self.notes += [line for line in lines if line not in self.noted]
+        self.noted.update(lines)
+
+    def take_notes(self) -> list[str]:
+        taken, self.notes = self.notes, []
+        return taken
+
+    def fit(
+        self,
+        samples: Sequence[Sample],
+        split: Callable[[], Sequence[S]],
+        compute: Callable[[Sequence[S]], T],
+        recomputes: bool = False,
+    ) -> T:
+        """Return ``compute(split())``, with smaller micro-batches of ``samples`` while memory runs out.
+
+        Raises the error where a single sample does not fit, also by recomputing layers if ``recomputes``.
+        """
+        while True:
+            parts = split()
+            sizes = [len(part) for part in parts]
+            try:
+                return compute(parts)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error) or (max(sizes) == 1 and not recomputes):
+                    raise
+                reason = str(error)  # the error itself would keep every tensor of the failed pass in memory
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            self.shrink(sizes, [len(sample) for sample in samples], reason)
+
+    def shrink(self, sizes: Sequence[int], lengths: Sequence[int], reason: str) -> None:
+        """Reduce the memory of a step whose micro-batches of ``sizes`` sequences did not fit; ``lengths`` are all
+        sequences' tokens. Raises RunFailed when nothing is left to reduce."""
+        summary = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
+        if max(sizes) > 1:
+            self.tokens = max(1, min(self.tokens, sum(lengths)) // 2)
+            self.note(f"out of memory: the step is made again with {self.tokens} tokens in a micro-batch ({summary})")
+        elif not self.checkpointing:
+            self.checkpointing = True
+            self.note(
+                f"out of memory with one sequence at a time: layers are now computed twice instead of kept ({summary})"
+            )
+        else:
+            raise RunFailed(
+                f"one sequence of {max(lengths)} tokens does not fit in memory, even with layers computed twice: lower "
+                f"[training] max_tokens or [model] lora_rank, or take a smaller model ({summary})"
+            )
+        self.learnt = True
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "planned": self.plan is not None,
+            "learnt": self.learnt,
+            "checkpointing": self.checkpointing,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore an earlier process's plan, if it fits this device, and what it learnt. A smaller setting of the user
+        stays."""
+        before = state["tokens"]
+        if self.plan is not None and state["planned"]:
+            self.tokens = self.plan.kept_micro_batch_tokens(before)
+            if self.tokens != before:
+                self.note(
+                    f"micro-batches of {before} tokens do not fit in this device's memory: they have {self.tokens} "
+                    "from now on, so what follows is rounded differently"
+                )
+        elif state["learnt"]:
+            self.tokens = min(self.tokens, before)
+        if state["learnt"]:
+            self.checkpointing, self.learnt = state["checkpointing"], True

@@ -9,9 +9,8 @@ import torch
 from retrain.maths.ratios import Sums
 from retrain.policy.head import Lap, no_lap
 from retrain.policy.logprobs import MicroBatch
-from retrain.policy.protocol import Want
 from retrain.policy.terms import EntropyTerm, KLTerm, NoLoss, PolicyTerm, Term, TokenScores, ValueTerm
-from retrain.types import Denominators
+from retrain.types import Denominators, Want
 
 NORMALIZERS = ("tokens", "sequences", "constant")
 
@@ -20,9 +19,8 @@ NORMALIZERS = ("tokens", "sequences", "constant")
 class Objective:
     """loss = Σ_tokens token_weight · Σ_terms per_token + Σ_tokens value_loss / action_tokens.
 
-    The denominators are counted over the whole optimizer step beforehand, so cutting it into micro-batches, or skipping
-    a group whose advantages are 0, cannot change the update. ``temperature``: log-probabilities are those of the
-    distribution that was sampled from. ``max_tokens`` is what the ``constant`` normaliser divides by.
+    Denominators count the whole optimizer step, so neither micro-batching nor skipping groups with advantages of 0
+    changes the update. ``temperature`` is that of sampling; the ``constant`` normaliser divides by ``max_tokens``.
     """
 
     terms: tuple[Term, ...]
@@ -36,19 +34,17 @@ class Objective:
 
     @property
     def every_sequence(self) -> bool:
-        """Return whether some term has a gradient also where all advantages are 0."""
         return any(term.every_sequence for term in self.terms)
 
     @property
     def entropy_gradient(self) -> bool:
-        """Return whether entropies are needed with their gradient."""
         return any(term.coef > 0 for term in self.terms if isinstance(term, EntropyTerm))
 
     @property
     def kl_coef(self) -> float:
         return sum(term.coef for term in self.terms if isinstance(term, KLTerm))
 
-    def alone(self, *kinds: type) -> Objective:
+    def only(self, *kinds: type) -> Objective:
         return replace(self, terms=tuple(term for term in self.terms if isinstance(term, kinds)))
 
     def without(self, *kinds: type) -> Objective:
@@ -107,8 +103,8 @@ def token_weights(
     """Return the weight of every token's loss, float32 [B, T], 0 outside ``mask_BT``.
 
     ``tokens`` 1/total_tokens; ``sequences`` 1/(total_sequences·T_i), the mean of per-sequence means (GRPO);
-    ``constant`` 1/(total_sequences·max_tokens) (Dr. GRPO). The totals count the whole optimizer step, skipped groups
-    included; tokens are counted (also T_i) by ``denominator_mask_BT``, by default ``mask_BT``. Totals of 0 give 0.
+    ``constant`` 1/(total_sequences·max_tokens) (Dr. GRPO). T_i counts ``denominator_mask_BT``, by default ``mask_BT``.
+    Totals of 0 give 0.
     """
     totals = {"total_tokens": total_tokens, "total_sequences": total_sequences, "max_tokens": max_tokens}
     if any(value < 0 for value in totals.values()):

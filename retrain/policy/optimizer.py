@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from retrain.device import is_out_of_memory
 from retrain.errors import NonFinite
-from retrain.policy.budget import is_out_of_memory
 
 FUSED = ("cuda",)  # Devices on which AdamW is one kernel
 
@@ -16,15 +16,15 @@ FUSED = ("cuda",)  # Devices on which AdamW is one kernel
 def new_optimizer(
     weights: Sequence[nn.Parameter], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> torch.optim.AdamW:
-    """AdamW over flat master weights; on a GPU as one kernel, which needs no memory besides the moments and therefore
-    changes all or nothing."""
+    """Return AdamW over flat master weights."""
+    # On a GPU one kernel, which needs no memory besides the moments and therefore changes all or nothing.
     kind: dict[str, Any] = {"fused": True} if weights[0].device.type in FUSED else {"foreach": False}
     return torch.optim.AdamW(weights, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **kind)
 
 
 def apply_gradient(optimizer: torch.optim.Optimizer) -> None:
-    """One step of the optimizer, whose first one makes its moments: where memory runs out before anything was changed,
-    a second try begins anew with what torch can give back. Raises what the optimizer raised."""
+    """Step the optimizer. If memory runs out before anything was changed, as when the first step allocates moments,
+    free torch's cache and try once more."""
     fresh, before = not optimizer.state, _versions(optimizer)
     try:
         optimizer.step()
@@ -41,7 +41,7 @@ def apply_gradient(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _versions(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
-    """How often every tensor of an optimizer, weights and moments, has been changed in place."""
+    """Return how often each weight and moment has been changed in place."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     moments = [value for state in optimizer.state.values() for value in state.values()]
     return {tensor: tensor._version for tensor in (*weights, *moments) if isinstance(tensor, torch.Tensor)}
@@ -58,7 +58,6 @@ def moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 
 
 def load_moments(optimizer: torch.optim.Optimizer, stored: Mapping[str, torch.Tensor]) -> None:
-    """Restore ``moments``."""
     state = optimizer.state_dict()
     state["state"] = {}
     for key, tensor in stored.items():
@@ -68,8 +67,7 @@ def load_moments(optimizer: torch.optim.Optimizer, stored: Mapping[str, torch.Te
 
 
 class Step:
-    """What one optimizer is about to do with the gradients of its weights; ``name`` stands before its metrics' names
-    where it is not the policy's."""
+    """The pending step of one optimizer; ``name`` is the prefix of its metrics, "" for the policy's."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], lr: float, loss: float, name: str = ""
@@ -80,13 +78,12 @@ class Step:
         self.norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
 
     def check(self) -> None:
-        """Raise NonFinite when loss or gradient is not finite."""
         if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
             of = "of the critic " if self.name else ""
             raise NonFinite(f"loss {self.loss} {of}with gradient norm {self.norm}: the update was not applied")
 
     def take(self, clip_norm: float) -> dict[str, Any]:
-        """Change the weights; gradients are scaled to ``clip_norm`` if larger (0: never). Returns what to log."""
+        """Clip the gradients to ``clip_norm`` (0: never), change the weights, and return metrics."""
         clipped = clip_norm > 0 and self.norm > clip_norm
         if clipped:
             for gradient in self.gradients:

@@ -1,20 +1,18 @@
-"""Where the tokens of a micro-batch lie: prompts once per group, no padding, and attention that knows about it.
+"""Packed micro-batches: prompts once per group, no padding, and attention over the sequences.
 
-Everything in a transformer but attention treats tokens one by one, so the tokens of a micro-batch can stand in one
-row: of each group its prompt, once, then what follows in each of its samples. Attention alone needs the sequences
-back: queries, keys and values are spread to [sequences, longest] (prompts repeated), go through causal attention,
-and the answers are gathered again. Hidden states of a prompt do not depend on what follows it, so the forward pass
-is that of separate sequences; their gradients add up, as they would there.
+Only attention mixes tokens, so a micro-batch can be one row: each group's prompt, then the rest of each of its samples.
+Queries, keys and values are spread to [sequences, longest] for causal attention, and its outputs are gathered again.
+A prompt's hidden states do not depend on what follows, so this equals separate sequences, gradients included.
 
-A model that is more than attention over independent tokens (a recurrent state, a window shorter than the sequence)
-takes the padded layout instead: one row per sequence, padding on the right, which causality makes harmless.
+A model that does more with neighbouring tokens (a recurrent state, a short window) takes the padded layout: one row per
+sequence, padding on the right, which causality makes harmless.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -23,6 +21,7 @@ import numpy as np
 import torch
 
 from retrain.policy.fused import attention
+from retrain.threads import thread_values
 from retrain.types import Sample
 
 
@@ -38,12 +37,11 @@ class SharedPrefix:
 
 @dataclass
 class Layout:
-    """Token ids [rows, columns] with their positions, and where everything stands in them, flattened.
+    """Token ids [rows, columns], their positions, and flat indices into them.
 
-    ``rows_M``: for each action token, sequence after sequence, the place whose hidden state predicts it. Packed
-    layouts (one row) also have ``spread_SL``, the place of every token of every sequence (padding: any place),
-    ``home_N``, for every place one slot of ``spread_SL`` that reads it, and ``first_S``, where in ``rows_M`` each
-    sequence begins.
+    ``rows_M``: index of the hidden state that predicts each action token, sequence after sequence. Packed layouts (one
+    row) also have ``spread_SL``, the index of every token of every sequence (padding: any), ``home_N``, for every index
+    one slot of ``spread_SL`` that reads it, and ``first_S``, where in ``rows_M`` each sequence begins.
     """
 
     ids_BL: torch.Tensor
@@ -60,18 +58,16 @@ class Layout:
 
 
 def prefix_key(sample: Sample) -> bytes:
-    """Equal for samples whose tokens before the first action are."""
     return sample.token_ids[: sample.prefix].tobytes()
 
 
 def predicting(states: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Of states [rows, columns, H] those that predict an action token, [M, H]."""
-    return _Predicting.apply(states.flatten(0, 1), layout)  # pyright: ignore[reportReturnType]
+    """Return the states [M, H], of [rows, columns, H], that predict an action token."""
+    return _RowSelection.apply(states.flatten(0, 1), layout)  # pyright: ignore[reportReturnType]
 
 
 def packed_layout(samples: Sequence[Sample], device: torch.device, share: bool = True) -> Layout:
-    """One row for all; neighbours with the same prefix share it. The last token of a sample predicts nothing that is
-    trained and is left out."""
+    """Return one row without each sample's last token, which predicts nothing; neighbours share an equal prefix."""
     longest = max(map(len, samples)) - 1
     spread = np.zeros((len(samples), longest), dtype=np.int64)
     ids, positions, rows, home = [], [], [], []
@@ -86,7 +82,7 @@ def packed_layout(samples: Sequence[Sample], device: torch.device, share: bool =
             home.append(i * longest + np.arange(width))
             placed += width
         else:
-            groups[-1] = SharedPrefix(groups[-1].first, i + 1, groups[-1].start, width)
+            groups[-1] = replace(groups[-1], last=i + 1)
         before = key
         ids.append(sample.token_ids[width:end])
         positions.append(np.arange(width, end))
@@ -101,13 +97,13 @@ def packed_layout(samples: Sequence[Sample], device: torch.device, share: bool =
         rows_M=torch.from_numpy(np.concatenate(rows)).to(device),
         spread_SL=torch.from_numpy(spread).to(device),
         home_N=torch.from_numpy(np.concatenate(home)).to(device),
-        first_S=torch.tensor([0, *np.cumsum([len(own) for own in rows])[:-1]], device=device),
+        first_S=torch.tensor([0, *np.cumsum([len(row) for row in rows])[:-1]], device=device),
         groups=tuple(groups),
     )
 
 
 def padded_layout(samples: Sequence[Sample], device: torch.device, pad_id: int) -> Layout:
-    """One row for each sample, without its last token, padded on the right."""
+    """Return one row per sample, without its last token, padded on the right."""
     longest = max(map(len, samples)) - 1
     ids = np.full((len(samples), longest), pad_id, dtype=np.int64)
     rows = []
@@ -124,22 +120,21 @@ def padded_layout(samples: Sequence[Sample], device: torch.device, pad_id: int) 
 # -- attention --------------------------------------------------------------------------------------------------
 
 
-class _Active(threading.local):
+class ForwardMode(threading.local):
+    """State of a thread's forward pass: in an update, its packed layout, the context in which layers run again."""
+
+    in_update: bool = False
     layout: Layout | None = None
+    recompute_context: Callable[[], AbstractContextManager[None]] | None = None
 
 
-_active = _Active()
+mode = ForwardMode()
 NAME = "retrain_sdpa"
 
 
-@contextmanager
-def laid_out(layout: Layout | None) -> Iterator[None]:
-    """In this thread, attention reads its input as this layout says."""
-    before, _active.layout = _active.layout, layout
-    try:
-        yield
-    finally:
-        _active.layout = before
+def update_mode(layout: Layout) -> AbstractContextManager[None]:
+    """In this thread, the base's layers run as in an update, and attention reads its input by this layout."""
+    return thread_values(mode, in_update=True, layout=None if layout.spread_SL is None else layout)
 
 
 def register_attention() -> None:
@@ -151,12 +146,12 @@ def register_attention() -> None:
     def attention(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
-        if _active.layout is None:
+        if mode.layout is None:
             return sdpa_attention_forward(module, query, key, value, mask, **options)
-        return _packed_attention(_active.layout, query, key, value, options.get("scaling")), None
+        return _packed_attention(mode.layout, query, key, value, options.get("scaling")), None
 
     def masks(*args: Any, **options: Any) -> torch.Tensor | None:
-        return sdpa_mask(*args, **options) if _active.layout is None else None
+        return sdpa_mask(*args, **options) if mode.layout is None else None
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, masks)
@@ -165,14 +160,14 @@ def register_attention() -> None:
 def _packed_attention(
     layout: Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """Causal attention of each sequence by itself: query, key, value [1, heads, N, d] → [1, N, heads, d]."""
+    """Apply causal attention to each sequence: query, key, value [1, heads, N, d] → [1, N, heads, d]."""
     q, k, v = (_Spread.apply(x[0].transpose(0, 1), layout).transpose(1, 2) for x in (query, key, value))  # pyright: ignore[reportOptionalMemberAccess]
     out = attention(q, k, v, scaling)
     return _Gather.apply(out.transpose(1, 2), layout)[None]  # pyright: ignore[reportOptionalSubscript]
 
 
 class _Spread(torch.autograd.Function):
-    """[N, heads, d] → [S, L, heads, d]. The sum over a prompt's copies is taken in one order: repeatable on a GPU."""
+    """[N, heads, d] → [S, L, heads, d]. Copies of a prompt are summed in a fixed order: repeatable on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, x_NHD: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -192,9 +187,8 @@ class _Spread(torch.autograd.Function):
         return grad_NHD, None
 
 
-class _Predicting(torch.autograd.Function):
-    """[N, H] → [M, H] at ``rows_M``. All samples of a group read the end of their prompt: that sum, too, is taken in
-    one order."""
+class _RowSelection(torch.autograd.Function):
+    """[N, H] → [M, H] at ``rows_M``. A group's samples all read the end of their prompt, summed in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, states_NH: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -215,7 +209,7 @@ class _Predicting(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """[S, L, heads, d] → [N, heads, d], from one copy of every token; the others have no part in the loss."""
+    """[S, L, heads, d] → [N, heads, d], from one copy of every token."""
 
     @staticmethod
     def forward(ctx: Any, x_SLHD: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""A policy of the user's own: a class named ``module:Class`` in ``[backend] backend``, one object per run.
+"""Policies by a backend plug-in: a class named ``module:Class`` in ``[backend] backend``, one object per run.
 
-The built-in policy trains LoRA adapters of a model in this process, and all its runs share one decode batch. One of
-the user's brings the weights itself: it samples, takes optimizer steps, saves and loads; retrain does the rest
-(problems, rewards, advantages, token credit, records, checkpoints, comparison). See ``docs/backends.md``.
+The backend holds the weights: it samples, takes optimizer steps, saves and loads. Retrain does the rest (problems,
+rewards, advantages, token credit, records, checkpoints, comparison). See ``docs/backends.md``.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from retrain.errors import CheckpointError, PluginError, RunFailed, UsageError
 from retrain.files import aside_of
 from retrain.maths.ratios import RATIO_METRICS
 from retrain.plugins import check_backend_class, load_function
-from retrain.policy import protocol
 from retrain.policy.objective import Objective
-from retrain.policy.protocol import Scores, Want
+from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.records.catalogue import BY_KEY, SECTIONS
-from retrain.types import Action, Denominators, Sample, Support
+from retrain.types import Action, Denominators, Sample, Scores, Support, UpdateResult, Want
+from retrain.types import TrainBatch as StepBatch
 
 _OWN = {metric.key for section in ("Loss and optimizer", "Policy") for metric in SECTIONS[section]}
 OWN_KEYS = frozenset(_OWN | {key for key in BY_KEY if key.startswith("timing_")})
@@ -36,9 +35,9 @@ FILES = "backend"  # Directory inside a checkpoint with the files of a backend
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """One completion to train on: token ids, and per completion token (arrays [T]) what the sampler and credit say.
+    """One completion to train on: token ids, and arrays [T] over the completion's tokens.
 
-    ``support``: the tokens that each was sampled from, where the backend said so when it sampled.
+    ``support``: the tokens that each was sampled from, where the backend reported them.
     """
 
     prompt_ids: Sequence[int]
@@ -50,8 +49,8 @@ class TrainSequence:
 
     @classmethod
     def of(cls, sample: Sample) -> TrainSequence:
-        """Prompt and completion of a sample; what was read between several actions counts as completion, was sampled
-        among nothing and does not train."""
+        """Split a sample into prompt and completion. Observations between actions are part of the completion, have an
+        empty support and do not train."""
         width, support = sample.prefix, sample.support
         if support is not None:
             counts_T = np.zeros(len(sample) - width, dtype=np.int64)
@@ -70,11 +69,10 @@ class TrainSequence:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """What one optimizer step trains on.
+    """The completions with signal of one optimizer step.
 
-    ``sequences`` are the completions with signal: prompt and completion ids, the sampler's log-probabilities, and an
-    advantage and a mask for every completion token. ``denominators`` count the whole step, groups without signal
-    included. ``lr`` is the scheduled rate, ``step`` counts from 0, ``stream`` names the run's random stream.
+    ``denominators`` count the whole step, groups without signal included. ``lr`` is the scheduled rate, ``step`` counts
+    from 0, ``stream`` names the run's random stream.
     """
 
     sequences: Sequence[TrainSequence]
@@ -85,38 +83,36 @@ class TrainBatch:
 
 
 class Backend(Protocol):
-    """One run's policy. It is made with the run's resolved configuration: ``Class(config)``.
+    """One run's policy, made by ``Class(config)`` with the run's resolved configuration.
 
-    ``reports_sync_loss``: the loss that ``train_step`` returns belongs to that very step; where it is false, rows mark
-    theirs as a placeholder. ``preserves_token_advantages``: every token trains with its own advantage; where it is
-    false, token credit other than ``none`` is refused. Both are looked up on the class, before anything is loaded.
+    ``reports_sync_loss``: ``train_step`` returns the loss of that very step; else rows mark it as a placeholder.
+    ``preserves_token_advantages``: every token trains with its own advantage; else token credit other than ``none`` is
+    refused. Both are read from the class, before anything is loaded.
 
-    May also have ``tokenizer`` (as in transformers: callable, ``decode``, perhaps a chat template; by default prompts
-    become their UTF-8 bytes) and ``gives_entropy`` (completions carry full-vocabulary entropies; by default not).
+    Optional: ``tokenizer`` (as in transformers: callable, ``decode``, perhaps a chat template; by default prompts are
+    their UTF-8 bytes) and ``gives_entropy`` (completions carry full-vocabulary entropies).
     """
 
     reports_sync_loss: bool
     preserves_token_advantages: bool
 
     def sample(self, requests: Sequence[SampleRequest]) -> Sequence[Sequence[Action]]:
-        """``request.samples`` completions of every request, in order, with the log-probabilities of their tokens."""
+        """Return ``request.samples`` completions of every request, with the log-probabilities of their tokens."""
         ...
 
     def train_step(self, batch: TrainBatch) -> Mapping[str, Any]:
-        """Take one optimizer step. Returns numbers to log: ``loss``, and whatever else there is to tell."""
+        """Take one optimizer step and return numbers to log, ``loss`` among them."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Write everything that ``load`` needs to go on exactly here into the empty ``directory``."""
+        """Write everything that ``load`` needs to resume exactly into the empty ``directory``."""
         ...
 
-    def load(self, directory: Path) -> None:
-        """Restore what ``save`` wrote."""
-        ...
+    def load(self, directory: Path) -> None: ...
 
 
 def load_backend(config: Config, base_dir: Path | None) -> Any:
-    """A new backend for one run's configuration. Raises PluginError when it cannot be loaded or made."""
+    """Return a new backend. Raises PluginError when it cannot be loaded or made."""
     plugin = config.backend.backend
     backend = load_function(plugin, base_dir, "[backend] backend =")
     check_backend_class(backend, plugin)
@@ -124,8 +120,8 @@ def load_backend(config: Config, base_dir: Path | None) -> Any:
 
 
 @dataclass(frozen=True)
-class PluginSnapshot:
-    """A backend; for a resumable snapshot also the directory of the files that it has saved."""
+class PluginSnapshot(PolicySnapshot):
+    """A backend; a resumable snapshot also has the directory of its saved files."""
 
     backend: Any
     files: Path | None = None
@@ -142,8 +138,8 @@ class PluginSnapshot:
             shutil.rmtree(self.files, ignore_errors=True)
 
 
-class PluginPolicy:
-    """The policy of ``backend``, an object of the class that ``plugin`` names; it saves snapshots under ``aside``."""
+class PluginPolicy(Policy):
+    """The policy of ``backend``, an object of the class ``plugin``; snapshots are saved under ``aside``."""
 
     starts_as_base = False
 
@@ -158,26 +154,23 @@ class PluginPolicy:
             "backend_preserves_token_advantages": self.backend.preserves_token_advantages,
         }
 
-    def score(
-        self, samples: Sequence[Sample], want: frozenset[Want], weights: protocol.PolicySnapshot | None = None
-    ) -> Scores:
+    def score(self, samples: Sequence[Sample], want: frozenset[Want], weights: PolicySnapshot | None = None) -> Scores:
         """Return no scores. Raises PluginError when some are requested."""
         if want:
             raise PluginError(f"backend {self.plugin} does not score samples: {', '.join(sorted(want))} cannot be had")
         return Scores()
 
-    def read(self, directory: Path) -> protocol.PolicySnapshot:
+    def read(self, directory: Path) -> PolicySnapshot:
         """Raises PluginError: a backend samples with the weights that it holds."""
         raise PluginError(f"backend {self.plugin} holds one version of its weights at a time")
 
-    def update(self, batch: protocol.TrainBatch, objective: Objective, lr: float) -> protocol.UpdateResult:
-        """Take one optimizer step of the backend. The version counts steps that have begun, because the weights are
-        unknown after a step that failed."""
+    def update(self, batch: StepBatch, objective: Objective, lr: float) -> UpdateResult:
+        """Take one optimizer step of the backend."""
         sequences = [TrainSequence.of(sample) for sample in batch.samples]
-        self.version += bool(sequences)
+        self.version += bool(sequences)  # before the step, because the weights are unknown if it fails
         stream = (*batch.stream, "update", batch.step)
         plugin_batch = TrainBatch(sequences, batch.denominators, lr, batch.step, stream)
-        return protocol.UpdateResult(train_with(self.backend, self.plugin, plugin_batch))
+        return UpdateResult(train_with(self.backend, self.plugin, plugin_batch))
 
     def snapshot(self, resumable: bool = False) -> PluginSnapshot:
         """Raises CheckpointError when the backend saves nothing."""
@@ -201,25 +194,18 @@ class PluginPolicy:
         """Raises UsageError: a backend loads checkpoints only."""
         raise UsageError(f"{directory} holds no checkpoint of backend {self.plugin}")
 
-    def begin_step(self, step: int) -> list[str]:
-        return []
-
     def state(self) -> dict[str, Any]:
         return {"version": self.version}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.version = state["version"]
 
-    def notes(self) -> list[str]:
-        return []
-
 
 def train_with(backend: Any, plugin: str, batch: TrainBatch) -> dict[str, Any]:
-    """Take one step of a plug-in backend and return its checked metrics under the catalogue's keys.
+    """Take one step of a plug-in backend and return its checked metrics, its loss as ``loss`` and ``reported_loss``.
 
-    Its loss becomes ``loss`` and ``reported_loss``, also where it is not the step's own (rows then mark it as a
-    placeholder). Raises PluginError for anything but numbers by name and for keys that are measured here, RunFailed for
-    a loss that is not finite.
+    Raises PluginError for anything but numbers by name and for keys that are measured here, RunFailed for a loss that
+    is not finite.
     """
     known = {"optim/lr": batch.lr, "num_datums": len(batch.sequences), **dict.fromkeys(RATIO_METRICS)}
     if not batch.sequences:  # no group had signal: nothing to train on

@@ -1,14 +1,12 @@
-"""A base whose decoder blocks hold their linear layers in 8 or 4 bits (``[model] quantize``), and what that changes.
+"""Quantised bases (``[model] quantize``): linear layers of decoder blocks in 8 or 4 bits, and the measured effect.
 
 int8: one scale per output feature, the largest magnitude of its row by 127. nf4: the 16 levels of NormalFloat and one
-scale per 64 numbers (QLoRA, arXiv 2305.14314), by bitsandbytes. Embeddings, output layer, norms and biases stay as they
-are. Only weights are quantised: a product multiplies with the weight in the base's own number format, which is made
-anew for each product, in the backward pass too, and never kept. Whoever reads ``QuantizedLinear.weight`` gets those
-same numbers: the update through its modules, the sampler through ``engines.dense``.
+scale per 64 numbers (QLoRA, arXiv 2305.14314), by bitsandbytes. Only weights are quantised: each product, in the
+backward pass too, dequantises its weight to the base's number format and does not keep it. Update and sampler read the
+same numbers from ``QuantizedLinear.weight``.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,12 +30,12 @@ QUESTIONS = (
     "Translate to French: the weather is nice today.",
     "Which is larger, 3/4 or 5/7? Show why.",
 )
-"""What the base is asked to measure what quantising changed."""
-ANSWER_TOKENS = 32  # Most tokens of an answer
+"""Prompts for measuring the effect of quantisation."""
+ANSWER_TOKENS = 32  # Maximum tokens of an answer
 
 
 class QuantizedLinear(nn.Module):
-    """A frozen linear layer whose weight [out, in] is kept in 8 or 4 bits on ``device``."""
+    """A frozen linear layer with its weight in 8 or 4 bits on ``device``."""
 
     packed: torch.Tensor
     scale: torch.Tensor
@@ -50,27 +48,22 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("packed", packed)
         self.register_buffer("scale", scale)
         self.bias = linear.bias
-        self.original: tuple[torch.Tensor, ...] = ()
-        """The weight before, where the model is to compute with it: see ``unquantised``."""
+        self.original: torch.Tensor | None = None  # The unquantised weight while the model is to compute with it
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight [out, in] in the base's number format, made by this call."""
-        if self.original:
-            return self.original[0].to(self.packed.device)
+        """Dequantise the weight [out, in] to the base's number format."""
+        if self.original is not None:
+            return self.original.to(self.packed.device)
         return _UNPACK[self.kind](self.packed, self.scale, (self.out_features, self.in_features), self.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] → [..., out]; the gradient reaches x alone."""
-        return _Multiplied.apply(x, self)  # pyright: ignore[reportReturnType]
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, {self.kind}"
+        """x [..., in] → [..., out], with a gradient for x only."""
+        return _QuantizedProduct.apply(x, self)  # pyright: ignore[reportReturnType]
 
 
-class _Multiplied(torch.autograd.Function):
-    """``F.linear`` that keeps neither its input nor its weight for the backward pass."""
-
+class _QuantizedProduct(torch.autograd.Function):
+    # Keeps neither input nor weight for the backward pass, as ``F.linear`` would.
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: QuantizedLinear) -> torch.Tensor:
         ctx.layer = layer
@@ -82,8 +75,7 @@ class _Multiplied(torch.autograd.Function):
 
 
 def _pack_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers [out, in], and the scale [out, 1] in the weight's own format: rounded before it divides, it has no
-    error of its own."""
+    # The scale [out, 1] is rounded to the weight's format before it divides, so it adds no error.
     scale = (weight.abs().amax(1, keepdim=True).double() / INT8_LEVELS).to(weight.dtype)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return (weight.float() / scale.float()).round().clamp(-INT8_LEVELS, INT8_LEVELS).to(torch.int8), scale
@@ -94,19 +86,18 @@ def _unpack_int8(packed: torch.Tensor, scale: torch.Tensor, shape: tuple[int, in
 
 
 def _pack_nf4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two numbers in a byte, and the largest magnitude of each block of 64, in fp32."""
     packed, state = _bitsandbytes().quantize_4bit(weight.float(), blocksize=NF4_BLOCK, quant_type="nf4")
     return packed, state.absmax
 
 
 def _unpack_nf4(packed: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    own = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+    real = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
     library, size = _bitsandbytes(), shape[0] * shape[1]
     # A row a block: the library's AVX-512 kernel takes scales by rows, wrongly where a block goes over a row's end.
     rows = (size // NF4_BLOCK, NF4_BLOCK) if size % NF4_BLOCK == 0 else (1, size)
     state = library.QuantState(
         absmax=scale, shape=torch.Size(rows), code=library.get_4bit_type("nf4", device=packed.device),
-        blocksize=NF4_BLOCK, quant_type="nf4", dtype=own,
+        blocksize=NF4_BLOCK, quant_type="nf4", dtype=real,
     )  # fmt: skip
     return library.dequantize_4bit(packed, state).to(dtype).view(shape)
 
@@ -116,7 +107,6 @@ _UNPACK = {"int8": _unpack_int8, "nf4": _unpack_nf4}
 
 
 def _bitsandbytes() -> Any:
-    """The library's functions. Raises MissingExtra without it."""
     if not is_installed("bitsandbytes"):
         raise missing('[model] quantize = "nf4"', "bitsandbytes")
     import bitsandbytes.functional as library
@@ -125,11 +115,13 @@ def _bitsandbytes() -> Any:
 
 
 @dataclass(frozen=True)
-class Quantized:
-    """What quantising did to a base. ``k3``: mean over ``tokens`` tokens that the quantised base drew of w − 1 − ln w,
-    w their unquantised probability by the quantised one (nats); an unbiased estimate of KL(quantised ‖ unquantised)
-    per token (Schulman, "Approximating KL divergence"). ``kl``: that divergence itself, summed over the vocabulary at
-    the same places. Bytes of all weights, before and after."""
+class QuantizationEffect:
+    """Measured effect of quantisation.
+
+    ``k3``: mean of w − 1 − ln w (nats) over ``tokens`` tokens that the quantised base drew, w being the ratio of their
+    unquantised to their quantised probability; an unbiased estimate of KL(quantised ‖ unquantised) per token (Schulman,
+    "Approximating KL divergence"). ``kl``: that divergence over the vocabulary at the same positions.
+    """
 
     kind: str
     k3: float
@@ -153,17 +145,16 @@ class Quantized:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all weights, those in 8 or 4 bits with their scales."""
-    own = [weight.nbytes for weight in model.parameters()]
-    own += [m.packed.nbytes + m.scale.nbytes for m in model.modules() if isinstance(m, QuantizedLinear)]
-    return sum(own)
+    """Return the bytes of all weights, quantised ones with their scales."""
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    return sum(w.nbytes for w in model.parameters()) + sum(m.packed.nbytes + m.scale.nbytes for m in layers)
 
 
-def quantise(model: Any, kind: str, tokenizer: Any, ends: Sequence[int], device: torch.device) -> Quantized:
-    """Put the linear layers of a model on the host into 8 or 4 bits on ``device``, and all else there.
+def quantise(model: Any, kind: str, tokenizer: Any, ends: Sequence[int], device: torch.device) -> QuantizationEffect:
+    """Quantise the linear layers of a model on the host, move it to ``device``, and measure the effect.
 
-    Until the difference is measured the host holds both; the device holds of the unquantised one a layer at a time.
-    Raises ModelError for a model without such layers, MissingExtra without the library.
+    Meanwhile the host holds both versions; the device holds one unquantised layer at a time. Raises ModelError for a
+    model without such layers, MissingExtra without the library.
     """
     before = weight_bytes(model)
     head = model.get_output_embeddings()
@@ -179,22 +170,10 @@ def quantise(model: Any, kind: str, tokenizer: Any, ends: Sequence[int], device:
         setattr(model.get_submodule(parent), leaf, layer)
         originals.append((layer, linear.weight.detach()))
     model.to(device)
-    for parameter in model.parameters():  # one that lies in a mapped file keeps all of that file in memory
+    for parameter in model.parameters():  # a parameter in a mapped file keeps all of that file in memory
         parameter.data = parameter.data.clone()
     k3, kl, tokens = _measured(model, originals, tokenizer, ends, device)
-    return Quantized(kind, k3, kl, tokens, before, weight_bytes(model))
-
-
-@contextmanager
-def unquantised(originals: Sequence[tuple[QuantizedLinear, torch.Tensor]]) -> Iterator[None]:
-    """The model computes with these weights, which may lie on another device."""
-    for layer, weight in originals:
-        layer.original = (weight,)
-    try:
-        yield
-    finally:
-        for layer, _ in originals:
-            layer.original = ()
+    return QuantizationEffect(kind, k3, kl, tokens, before, weight_bytes(model))
 
 
 def _measured(
@@ -204,17 +183,20 @@ def _measured(
     ends: Sequence[int],
     device: torch.device,
 ) -> tuple[float, float, int]:
-    """k3, the divergence itself, and of how many tokens they are the means."""
-    asked = [_encoded(tokenizer, question) for question in QUESTIONS]
-    width = max(map(len, asked))
-    ids = torch.tensor([[0] * (width - len(own)) + own for own in asked], device=device)
-    real = torch.tensor([[0] * (width - len(own)) + [1] * len(own) for own in asked], device=device)
+    """Return the means of k3 and of the KL divergence, and the number of their tokens."""
+    prompts = [_encoded(tokenizer, question) for question in QUESTIONS]
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    real = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     with torch.no_grad():
         ids, real = _answered(model, ids, real, ends)
-        rows = [(row[seen.bool()], len(own)) for row, seen, own in zip(ids, real, asked, strict=True)]
+        rows = [(row[seen.bool()], len(prompt)) for row, seen, prompt in zip(ids, real, prompts, strict=True)]
         before = [_logprobs(model, *row).cpu() for row in rows]
-        with unquantised(originals):
-            after = [_logprobs(model, *row).cpu() for row in rows]
+        for layer, weight in originals:
+            layer.original = weight
+        after = [_logprobs(model, *row).cpu() for row in rows]
+        for layer, _ in originals:
+            layer.original = None
     k3s, kls = [], []
     for (row, begin), quantised_TV, unquantised_TV in zip(rows, before, after, strict=True):
         drawn_T1 = row[begin:, None].cpu()
@@ -226,7 +208,6 @@ def _measured(
 
 
 def _encoded(tokenizer: Any, question: str) -> list[int]:
-    """A question as the model is asked it, at least one token."""
     if getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": question}]
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -237,16 +218,18 @@ def _encoded(tokenizer: Any, question: str) -> list[int]:
 def _answered(
     model: Any, ids: torch.Tensor, real: torch.Tensor, ends: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows with what the model draws behind them, the same at every call, and which tokens are not padding."""
+    """Return the rows with answers drawn by the model, the same at every call, and the mask of tokens."""
     noise = torch.Generator().manual_seed(torch_seed("answers that measure a quantised base"))
     stops = torch.tensor(list(ends), device=ids.device)
     alive = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-    given: dict[str, Any] = {}
+    cache = None
     fresh = ids
     for _ in range(ANSWER_TOKENS):
-        places = (real.cumsum(1) - 1).clamp(min=0)[:, -fresh.shape[1] :]
-        made = model(input_ids=fresh, attention_mask=real, position_ids=places, use_cache=True, **given)
-        given = {"past_key_values": made.past_key_values}
+        positions = (real.cumsum(1) - 1).clamp(min=0)[:, -fresh.shape[1] :]
+        made = model(
+            input_ids=fresh, attention_mask=real, position_ids=positions, use_cache=True, past_key_values=cache
+        )
+        cache = made.past_key_values
         mass = made.logits[:, -1].float().softmax(-1).cpu()
         fresh = torch.multinomial(mass, 1, generator=noise).to(ids.device)
         ids, real = torch.cat([ids, fresh], 1), torch.cat([real, alive.unsqueeze(1).to(real.dtype)], 1)
@@ -257,6 +240,6 @@ def _answered(
 
 
 def _logprobs(model: Any, ids: torch.Tensor, begin: int) -> torch.Tensor:
-    """Of every token at the places behind column ``begin`` of one sequence [T, V], in fp32."""
+    """Return the fp32 log-probabilities [T, V] at the positions from ``begin`` on of one sequence."""
     logits = model(input_ids=ids[None], use_cache=False).logits[0, begin - 1 : -1]
     return logits.float().log_softmax(-1)

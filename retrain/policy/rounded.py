@@ -1,19 +1,15 @@
 """Matrix products of the update in bfloat16 over an fp32 base, for processors with matrix units (AMX).
 
-``[training] update_dtype = "bfloat16"``. What a frozen linear layer and its adapter multiply is rounded to bfloat16.
-Each product adds up in fp32 within those units and is rounded once: the base's, the adapter's inner one, and the sum of
-the base's (rounded) and the adapter's outer one. What goes on is fp32 again: residual stream, norms, rotations,
-attention, softmax, loss, the sum of gradients over micro-batches, adapter and optimizer stay as they are. The rest of
-a bfloat16 base (``[inference] dtype``) makes the update no faster. Between the products of a gated MLP alone nothing is
-made wide, since the next product rounds it anyway.
-
-The copies of the weights are made once and live as long as the weights; a thread says for itself whether it wants
-products of this kind.
+``[training] update_dtype = "bfloat16"`` rounds the inputs of the products of frozen linear layers and their adapters.
+Each product is summed in fp32 within those units and rounded once: the base's, the adapter's inner one, and the sum of
+the base's (rounded) and the adapter's outer one. Everything else stays fp32: residual stream, norms, rotations,
+attention, softmax, loss, gradient accumulation, adapter and optimizer. Only between the products of a gated MLP are
+values left in bfloat16, since the next product rounds them anyway.
 """
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -21,47 +17,44 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from retrain.threads import thread_values
+
 NARROW = torch.bfloat16
 
 
 class _Mode(threading.local):
-    wanted: bool = False
+    enabled: bool = False
     narrow: bool = False
     last: tuple[torch.Tensor, int, torch.Tensor] | None = None
 
 
 _mode = _Mode()
-_copies = WeakTensorKeyDictionary()
+_copies = WeakTensorKeyDictionary()  # Rounded weights, which live as long as the weights themselves
 _lock = threading.Lock()
 
 
 @contextmanager
-def products_in_bfloat16(wanted: bool = True) -> Iterator[None]:
+def products_in_bfloat16(enabled: bool = True) -> Iterator[None]:
     """In this thread, linear layers of an fp32 base multiply in bfloat16 while the update runs them."""
-    before, _mode.wanted = _mode.wanted, wanted
+    before, _mode.enabled = _mode.enabled, enabled
     try:
         yield
     finally:
-        _mode.wanted, _mode.last = before, None
+        _mode.enabled, _mode.last = before, None
 
 
-@contextmanager
-def left_narrow() -> Iterator[None]:
-    """What products give is left in bfloat16, for those that read nothing else of it."""
-    before, _mode.narrow = _mode.narrow, True
-    try:
-        yield
-    finally:
-        _mode.narrow = before
+def left_narrow() -> AbstractContextManager[None]:
+    """Leave the results of products in bfloat16, for products that read nothing else."""
+    return thread_values(_mode, narrow=True)
 
 
 def rounds(weight: torch.Tensor) -> bool:
-    """Whether this thread multiplies this weight in bfloat16."""
-    return _mode.wanted and weight.dtype == torch.float32
+    """Return whether this thread multiplies this weight in bfloat16."""
+    return _mode.enabled and weight.dtype == torch.float32
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """A frozen weight in bfloat16, rounded at the first call."""
+    """Return a frozen weight in bfloat16, rounded at the first call."""
     with _lock:
         if weight not in _copies:
             _copies[weight] = weight.detach().to(NARROW)
@@ -69,7 +62,7 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
 
 
 def copied_bytes(model: nn.Module) -> int:
-    """Bytes of the copies that earlier updates have made of this model's weights."""
+    """Return the bytes of rounded copies of this model's weights."""
     with _lock:
         return sum(_copies[weight].nbytes for weight in model.parameters() if weight in _copies)
 
@@ -82,16 +75,16 @@ def rounded_linear(
     scale: float = 1.0,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """``base(x) + scale · dropout(x) Aᵀ Bᵀ`` as ``fused.adapted_linear``, with products in bfloat16. With dropout the
-    adapter's own, which are thin, are made in fp32."""
+    """Compute ``base(x) + scale · dropout(x) Aᵀ Bᵀ`` with products in bfloat16; with dropout the adapter's, which are
+    thin, in fp32."""
     if a is not None and b is not None and dropout > 0:
-        own = F.linear(F.linear(F.dropout(x.float(), dropout), a), b)
-        return _Rounded.apply(x, base.weight, base.bias, None, None, 1.0, False) + own * scale  # pyright: ignore[reportReturnType, reportOperatorIssue]
-    return _Rounded.apply(x, base.weight, base.bias, a, b, scale, _mode.narrow)  # pyright: ignore[reportReturnType]
+        delta = F.linear(F.linear(F.dropout(x.float(), dropout), a), b)
+        return _RoundedProduct.apply(x, base.weight, base.bias, None, None, 1.0, False) + delta * scale  # pyright: ignore[reportReturnType, reportOperatorIssue]
+    return _RoundedProduct.apply(x, base.weight, base.bias, a, b, scale, _mode.narrow)  # pyright: ignore[reportReturnType]
 
 
 def _input(x: torch.Tensor) -> torch.Tensor:
-    """x [N, in] in bfloat16; layers that read the same input (queries, keys, values) share one copy."""
+    """Return x [N, in] in bfloat16; layers with the same input (queries, keys, values) share one copy."""
     if x.dtype == NARROW:
         return x.reshape(-1, x.shape[-1])
     last = _mode.last
@@ -100,9 +93,8 @@ def _input(x: torch.Tensor) -> torch.Tensor:
     return last[2]
 
 
-class _Rounded(torch.autograd.Function):
-    """Base and adapter apart, as in half precision always: their sum, rounded, would lose the adapter's small numbers,
-    and the sampler, in fp32, has them."""
+class _RoundedProduct(torch.autograd.Function):
+    # Base and adapter stay apart: their sum, rounded, would lose the adapter's small numbers.
 
     @staticmethod
     def forward(

@@ -1,5 +1,7 @@
 """Scores of sampled tokens by forward passes without gradients."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -8,47 +10,37 @@ import torch
 
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel
-from retrain.policy.budget import Budget, is_out_of_memory
 from retrain.policy.critic import ValueHead
 from retrain.policy.logprobs import by_place, collate, hidden_states, per_sample, split_microbatches, token_logprobs
-from retrain.policy.lora import Adapter, Lanes, LoraWeights
-from retrain.policy.protocol import Want
-from retrain.types import Sample
+from retrain.policy.lora import Lanes, LoraWeights
+from retrain.policy.memory import Budget
+from retrain.types import Sample, Want
+
+T = TypeVar("T")
+
 
 Scored = list[dict[Want, list[np.ndarray]]]
 """Per micro-batch and kind of score, each sample's array over its sampled tokens [T]."""
 
 
-T = TypeVar("T")
-
-
 def in_microbatches(
-    base: BaseModel, budget: Budget, samples: Sequence[Sample], compute: Callable[[list[list[int]]], T]
+    base: BaseModel, budget: Budget, samples: Sequence[Sample], compute: Callable[[Sequence[list[int]]], T]
 ) -> T:
-    """Return ``compute(parts)``, ``parts`` being the samples' indices in micro-batches, smaller ones for as long as
-    memory runs out. Raises the error where a single sample does not fit."""
-    while True:
-        parts = split_microbatches(samples, budget.tokens, packed=backbone_of(base).packs)
-        sizes = [len(part) for part in parts]
-        try:
-            return compute(parts)
-        except (MemoryError, RuntimeError) as error:
-            if max(sizes) == 1 or not is_out_of_memory(error):
-                raise
-            reason = str(error)  # the error itself would keep every tensor of the failed pass in memory
-        budget.shrink(sizes, [len(sample) for sample in samples], reason)
+    """Return ``compute(parts)`` for the samples' indices in micro-batches that fit in memory (``Budget.fit``)."""
+    packed = backbone_of(base).packs
+    return budget.fit(samples, lambda: split_microbatches(samples, budget.tokens, packed=packed), compute)
 
 
 def scored(
     lanes: Lanes,
     parts: Iterable[Sequence[Sample]],
     want: frozenset[Want],
-    adapter: Adapter | LoraWeights,
+    adapter: LoraWeights,
     temperature: float,
-    critic: tuple[Adapter | LoraWeights, ValueHead] | None = None,
+    critic: tuple[LoraWeights, ValueHead] | None = None,
 ) -> Scored:
-    """Score micro-batches by one forward pass each of the base, of the policy and of the ``critic`` (an adapter and its
-    value head), as far as ``want`` needs them."""
+    """Score micro-batches by one forward pass each of the base, the policy and the ``critic`` (an adapter and its value
+    head), as far as ``want`` needs them."""
     scores: Scored = []
     for samples in parts:
         batch = collate(samples, lanes.base).to(lanes.base.device)

@@ -12,18 +12,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from retrain.policy.budget import Budget
 from retrain.policy.critic import ValueHead
 from retrain.policy.gradient import GradientAccumulator, MicroBatchResult, MicroBatchSpec, UpdateContext
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
+from retrain.policy.memory import Budget
 from retrain.policy.objective import Objective
-from retrain.policy.protocol import TrainBatch, Want
 from retrain.policy.ranks import Ranks
 from retrain.policy.rounded import products_in_bfloat16
 from retrain.policy.scoring import Scored, scored
 from retrain.policy.terms import NoLoss, PolicyLoss, PolicyTerm
-from retrain.policy.threads import Workers
-from retrain.types import Sample
+from retrain.threads import Workers
+from retrain.types import Sample, TrainBatch, Want
 
 APART_BYTES = 2**28  # Total bytes up to which a step's gradients are sent one by one
 BACKWARD_COST = 3  # A forward and a backward pass, in forward passes
@@ -39,7 +38,7 @@ class Packed:
     flat: torch.Tensor
 
     @classmethod
-    def of(cls, weights: Adapter | LoraWeights) -> Packed:
+    def of(cls, weights: LoraWeights) -> Packed:
         """A copy of the weights as they are now, in host memory."""
         return cls(weights.rank, weights.scale, weights.live_rank, weights.flat.detach().to("cpu", copy=True))
 
@@ -134,9 +133,9 @@ class RunShares:
         lanes: Lanes,
         parts: Sequence[list[Sample]],
         want: frozenset[Want],
-        adapter: Adapter | LoraWeights,
+        adapter: LoraWeights,
         temperature: float,
-        critic: tuple[Adapter | LoraWeights, ValueHead] | None,
+        critic: tuple[LoraWeights, ValueHead] | None,
         bfloat16: bool,
     ) -> Scored:
         """``scoring.scored`` of all of these, each rank having done a share; ``bfloat16`` as in ``UpdateContext``.

@@ -1,7 +1,4 @@
-"""Terms of the loss: policy loss, KL to the base, entropy bonus, distillation, value loss.
-
-Each returns the loss of every token [B, T] before normalisation (``policy.objective``), and sums for the record.
-"""
+"""Terms of the loss, before normalisation (``policy.objective``): policy loss, KL, entropy, distillation, value."""
 
 from __future__ import annotations
 
@@ -14,15 +11,15 @@ from retrain.maths.corrections import Correction
 from retrain.maths.critic import value_loss
 from retrain.maths.ratios import Sums, log_ratio, mismatch_sums, ratio_sums, sampled_token_kl
 from retrain.policy.logprobs import MicroBatch
-from retrain.policy.protocol import Want
+from retrain.types import Want
 
 
 @dataclass(frozen=True)
 class TokenScores:
     """Results of a micro-batch's forward passes on its action tokens, [B, T]; None where no term needs them.
 
-    ``logprobs_BT``, ``entropy_BT``, ``values_BT`` and ``divergence_BT`` (from a teacher, where ``taught_BT``) carry
-    gradients, ``reference_BT`` (of the frozen base) does not.
+    All but ``reference_BT`` (of the frozen base) carry gradients. ``divergence_BT`` is from a teacher, where
+    ``taught_BT``.
     """
 
     logprobs_BT: torch.Tensor | None = None
@@ -35,12 +32,12 @@ class TokenScores:
 
 class Term(Protocol):
     needs: ClassVar[frozenset[Want]]
-    timed_as: ClassVar[str]  # Timed section that its seconds are added to
+    timed_as: ClassVar[str] = "loss_computation"  # Timed section that its seconds are added to
 
     @property
     def every_sequence(self) -> bool:
         """Return whether the term has a gradient also where all advantages are 0."""
-        ...
+        return True
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
         """Return the loss of every token, None where the term is only logged, and sums for the record."""
@@ -53,11 +50,11 @@ class NotFiniteError(ValueError):
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The tokens of a micro-batch for a policy loss, [B, T] with one row per sequence.
+    """Inputs of a policy loss, [B, T] with one row per sequence.
 
     ``logprobs_BT`` is log π; ``log_ratio_BT`` is log ρ = log π − log π_old within ±20, where π_old is the sampler, or
-    the trainer before the first of several updates. Both carry gradients; they and ``advantages_BT`` are 0 in the
-    padding, that is where ``mask_BT`` is false. ``old_logprobs_BT`` may hold any value there.
+    the trainer before the first of several updates. Both carry gradients; they and ``advantages_BT`` are 0 where
+    ``mask_BT`` is false. ``old_logprobs_BT`` may hold any value there.
     """
 
     logprobs_BT: torch.Tensor
@@ -69,8 +66,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Loss of every token [B, T], with any value in the padding, and bool marks of the tokens whose ratio was clipped
-    from below and from above; None where none was."""
+    """Loss of every token [B, T], any value in the padding, and masks of the tokens whose ratio was clipped."""
 
     loss_BT: torch.Tensor
     clipped_low_BT: torch.Tensor | None = None
@@ -78,7 +74,7 @@ class TokenLoss:
 
 
 class PolicyLoss(Protocol):
-    """A policy loss with its parameters as dataclass fields; see ``retrain.algorithms.losses``."""
+    """A policy loss with its parameters as dataclass fields (``retrain.algorithms.losses``)."""
 
     from_sampler: ClassVar[bool] = False
     """True where π_old is the sampler also in several updates of a batch."""
@@ -141,22 +137,19 @@ def _require_finite(name: str, values_BT: torch.Tensor, mask_BT: torch.Tensor) -
 
 
 @dataclass(frozen=True)
-class PolicyTerm:
-    """The policy loss, with the mismatch of sampler and trainer corrected where asked.
+class PolicyTerm(Term):
+    """The policy loss, with an optional ``correction`` of the mismatch between sampler and trainer.
 
     A correction splits π/π_sampler into the ratio π/π_old, which the loss clips, and the weight π_old/π_sampler. In the
-    only update of a batch π_old is π itself: the ratio is 1, the statistics compare π with the sampler, and what the
-    correction cuts counts as clipped. In several updates π_old is ``old_logprobs_BT`` of the batch, and the statistics
-    are those of the loss. ``policy_weights_BT`` of the batch, 0 for rejected tokens, is one more factor.
-
-    ``logged``: the mean loss of a token is recorded too.
+    only update of a batch π_old is π: the ratio is 1, the statistics compare π with the sampler, and what the
+    correction cuts counts as clipped. In several updates π_old is the batch's ``old_logprobs_BT``, and the statistics
+    are the loss's. The batch's ``policy_weights_BT``, 0 for rejected tokens, is one more factor.
     """
 
     loss: PolicyLoss
     correction: Correction | None = None
     logged: bool = False
     needs: ClassVar[frozenset[Want]] = frozenset({Want.LOGPROBS})
-    timed_as: ClassVar[str] = "loss_computation"
 
     @property
     def every_sequence(self) -> bool:
@@ -193,8 +186,8 @@ class PolicyTerm:
 
 
 @dataclass(frozen=True)
-class KLTerm:
-    """``coef`` times the KL divergence to the frozen base (k2, whose gradient is the reverse KL's); 0 only logs it."""
+class KLTerm(Term):
+    """``coef`` · k2 to the frozen base, whose gradient is the reverse KL's; 0 only logs it."""
 
     coef: float = 0.0
     needs: ClassVar[frozenset[Want]] = frozenset({Want.REFERENCE, Want.LOGPROBS})
@@ -205,8 +198,7 @@ class KLTerm:
         return self.coef > 0
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
-        """Return k2 for the gradient; for the record the sum of k3 over trained tokens, and the sum of k1 over all
-        action tokens with the number of sequences."""
+        """Return k2; for the record k3 over trained tokens, and k1 over all action tokens by sequence."""
         assert scores.reference_BT is not None
         assert scores.logprobs_BT is not None
         mask_BT, reference_BT, logprobs_BT = batch.loss_mask_BT, scores.reference_BT, scores.logprobs_BT.detach()
@@ -221,13 +213,12 @@ class KLTerm:
 
 
 @dataclass(frozen=True)
-class EntropyTerm:
+class EntropyTerm(Term):
     """A bonus of ``coef`` times the full-vocabulary entropy; 0 only logs it."""
 
     coef: float = 0.0
     logged: bool = False
     needs: ClassVar[frozenset[Want]] = frozenset({Want.ENTROPY, Want.LOGPROBS})
-    timed_as: ClassVar[str] = "loss_computation"
 
     @property
     def every_sequence(self) -> bool:
@@ -241,17 +232,12 @@ class EntropyTerm:
 
 
 @dataclass(frozen=True)
-class ValueTerm:
-    """``coef`` times a critic's squared error, of values that move by ``clip`` at most (``maths.critic``)."""
+class ValueTerm(Term):
+    """``coef`` · a critic's squared error, its values clipped to ±``clip`` (``maths.critic``)."""
 
     coef: float
     clip: float
     needs: ClassVar[frozenset[Want]] = frozenset({Want.VALUES})
-    timed_as: ClassVar[str] = "loss_computation"
-
-    @property
-    def every_sequence(self) -> bool:
-        return True
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor, Sums]:
         assert scores.values_BT is not None
@@ -267,19 +253,14 @@ class ValueTerm:
 
 
 @dataclass(frozen=True)
-class TeacherTerm:
-    """``weight`` times D_α of the full distribution from a teacher's (``policy.divergence``, also for ``top``); 0 on
-    completions that have no teacher."""
+class TeacherTerm(Term):
+    """``weight`` · D_α of the full distribution from a teacher's (``policy.head``); 0 without a teacher."""
 
     weight: float
     alpha: float
     top: int = 0
     needs: ClassVar[frozenset[Want]] = frozenset({Want.TEACHER, Want.LOGPROBS})
     timed_as: ClassVar[str] = "compute_kl"
-
-    @property
-    def every_sequence(self) -> bool:
-        return True
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor, Sums]:
         assert scores.divergence_BT is not None

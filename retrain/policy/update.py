@@ -16,10 +16,10 @@ from retrain.policy.gradient import AccumulationResult, GradientAccumulator, Pha
 from retrain.policy.lora import Adapter
 from retrain.policy.objective import Objective
 from retrain.policy.optimizer import Step
-from retrain.policy.protocol import PROBE_SIZE, TrainBatch, UpdateResult
 from retrain.policy.terms import NotFiniteError, ValueTerm
-from retrain.types import Sample, without_advantages
+from retrain.types import Sample, TrainBatch, UpdateResult, without_advantages
 
+PROBE_SIZE = 4  # Rollouts on which sampler and trainer are compared in a step without signal: one small forward pass
 UNTRAINED = {"num_datums": 0, "loss": 0.0, "reported_loss": 0.0, **dict.fromkeys(RATIO_METRICS)}
 """Metrics of the policy where no token is in its loss."""
 MEANS = {"loss/policy_avg": "policy_loss", "policy/entropy_avg": "entropy"}
@@ -56,11 +56,11 @@ class PendingUpdate:
         if not self.batch.samples:
             return
         adapter, frozen = critic.adapter or self.adapter, critic.adapter is None
-        objective = self.objective.alone(ValueTerm)
+        objective = self.objective.only(ValueTerm)
         self._add_critic(critic, self._accumulate(adapter, objective, self.batch.samples, critic.head, frozen))
 
     def accumulate_both(self, critic: Critic) -> None:
-        """Accumulate the gradients of the policy and of a critic that reads the policy's adapter, in one pass."""
+        """Accumulate the gradients of the policy and of a critic on the policy's adapter, in one pass."""
         result = self._accumulate(self.adapter, self.objective, self.batch.samples, critic.head)
         if not any(sample.loss_mask.any() for sample in self.batch.samples):
             self.metrics |= UNTRAINED
@@ -68,7 +68,7 @@ class PendingUpdate:
         self._add_critic(critic, result)
 
     def compare_with_sampler(self, probe: Sequence[Sample]) -> None:
-        """Compare sampler and trainer by forward passes over ``probe``, in place of a gradient of the policy."""
+        """Compare sampler and trainer by forward passes over ``probe`` instead of training the policy."""
         self.metrics |= UNTRAINED
         if not probe:
             return
@@ -78,8 +78,7 @@ class PendingUpdate:
         self.metrics |= kl_metrics(sums, self.objective.kl_coef, len(probe))
 
     def apply(self, grad_clip_norm: float) -> UpdateResult:
-        """Step the optimizers. Raises NonFinite, with every weight unchanged, if one of their gradients is not
-        finite."""
+        """Step the optimizers. Raises NonFinite, with every weight unchanged, if a gradient is not finite."""
         if not self.timer.microbatches:
             return UpdateResult(self.metrics)
         for step in self.steps:
@@ -121,20 +120,17 @@ class PendingUpdate:
 def policy_step(update: PendingUpdate, grad_clip_norm: float = 1.0) -> UpdateResult:
     """Take one optimizer step of a policy without a critic.
 
-    Without samples (no group had signal) no weight changes and the loss is 0; those of ``batch.probe`` then pass
-    forward, so that sampler and trainer are compared in every step. Raises NonFinite when a loss or a gradient is not
-    finite and RunFailed when one sample does not fit in memory; the weights are then unchanged.
+    Without samples (no group had signal) no weight changes and the loss is 0; sampler and trainer are then compared on
+    ``batch.probe``. Raises NonFinite when a loss or gradient is not finite and RunFailed when one sample does not fit
+    in memory; the weights are then unchanged.
     """
     update.accumulate_policy()
     return update.apply(grad_clip_norm)
 
 
 def critic_step(update: PendingUpdate, critic: Critic, grad_clip_norm: float = 1.0) -> UpdateResult:
-    """Take one optimizer step of a policy and one of its critic, on the same samples.
-
-    Both gradients are accumulated before either is applied, so an error (see ``policy_step``) leaves all weights
-    unchanged.
-    """
+    """Take one optimizer step of a policy and one of its critic on the same samples, after accumulating both gradients,
+    so that an error (``policy_step``) leaves all weights unchanged."""
     samples = update.batch.samples
     if update.batch.step < critic.warmup_steps:
         update.compare_with_sampler([without_advantages(sample) for sample in samples[:PROBE_SIZE]])
@@ -151,10 +147,9 @@ def critic_step(update: PendingUpdate, critic: Critic, grad_clip_norm: float = 1
 def batch_gradient(
     context: UpdateContext, adapter: Adapter, batch: TrainBatch, objective: Objective, *, critic: Critic | None = None
 ) -> torch.Tensor:
-    """Return a copy of the adapter's gradient before clipping, [D] in fp32; 0 where nothing trains.
+    """Return the adapter's gradient before clipping, [D] in fp32; 0 where nothing trains.
 
-    A critic's warm-up is ignored: the gradient is the one after it. No weight, optimizer or random stream changes.
-    Raises NonFinite when the gradient is not finite, RunFailed when one sample does not fit in memory.
+    A critic's warm-up is ignored. No weight, optimizer or random stream changes. Raises as ``policy_step``.
     """
     assert adapter.flat.grad is not None
     if critic is not None and critic.adapter is None:
@@ -178,7 +173,6 @@ def batch_gradient(
 
 
 def policy_metrics(sums: Sums, kl_coef: float, sequences: int) -> dict[str, float | None]:
-    """Return ratio and clipping statistics, and the means that terms of the objective log."""
     metrics, tokens = loss_metrics(sums), float(sums["tokens"])
     if tokens:
         metrics |= {key: float(sums[name]) / tokens for key, name in MEANS.items() if name in sums}
@@ -188,8 +182,7 @@ def policy_metrics(sums: Sums, kl_coef: float, sequences: int) -> dict[str, floa
 
 
 def kl_metrics(sums: Sums, kl_coef: float, sequences: int) -> dict[str, float]:
-    """Return the KL divergence to the base per token and per sequence, and the penalty that it means for a completion's
-    reward; nothing where it was not computed."""
+    """Return the KL divergence to the base per token and per sequence, and its penalty on a completion's reward."""
     if "kl" not in sums or sums["tokens"] == 0:
         return {}
     kl = float(sums["kl"])
@@ -200,7 +193,6 @@ def kl_metrics(sums: Sums, kl_coef: float, sequences: int) -> dict[str, float]:
 
 
 def value_metrics(sums: Sums) -> dict[str, float]:
-    """Return the critic's means over all action tokens."""
     tokens = float(sums["value_tokens"])
     return {
         "loss/value_avg": float(sums["value_loss"]) / tokens,

@@ -1,1 +1,1 @@
-"""What a run leaves behind and shows: the metrics catalogue, the recorder, observers, trackers and consoles."""
+"""Records of runs: the metrics catalogue, the recorder, observers, trackers and consoles."""

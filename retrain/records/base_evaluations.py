@@ -1,4 +1,4 @@
-"""The untrained model's held-out answers, sampled once for a whole campaign and kept beside its runs.
+"""The untrained model's held-out answers, sampled once for a whole campaign and stored beside its runs.
 
 Every run of a campaign starts as the same model and is measured on the same problems with the same random numbers, so
 its first evaluation is the same for all. A cohort that starts later, or after a restart, reads it here: what the runs
@@ -39,14 +39,14 @@ class BaseEvaluations:
         return self.directory / f"evaluation_{digest}.npz"
 
     def get(self, setting: str, problems: Sequence[Problem]) -> EvalRecord | None:
-        """The evaluation made in this way, or None; ``problems`` are the held-out ones in order."""
+        """Return the evaluation made in this way, or None; ``problems`` are the held-out ones in order."""
         path = self.path(setting)
         if not path.is_file():
             return None
         try:
-            with np.load(path) as stored:
-                facts = json.loads(str(stored["facts"]))
-                arrays = {name: stored[name] for name in ("lengths", "token_ids", "logprobs", "entropies")}
+            with np.load(path) as file:
+                facts = json.loads(str(file["facts"]))
+                arrays = {name: file[name] for name in ("lengths", "token_ids", "logprobs", "entropies")}
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
             return None  # damaged: it can be made again
         if [problem.id for problem in problems] != facts["problem_ids"] or "prompts" not in facts:
@@ -54,14 +54,14 @@ class BaseEvaluations:
         cuts = np.cumsum(arrays["lengths"])[:-1]
         columns = zip(*(np.split(arrays[name], cuts) for name in ("token_ids", "logprobs", "entropies")), strict=True)
         groups = []
-        for problem, asked, rollouts in zip(problems, facts["prompts"], facts["rollouts"], strict=True):
-            prompt = Prompt(problem, asked["text"], tuple(asked["token_ids"]), tuple(asked["messages"]))
-            own = [_rollout(prompt, one, columns, bool(len(arrays["entropies"]))) for one in rollouts]
-            groups.append(Group(prompt, tuple(own)))
+        for problem, stored, rollouts in zip(problems, facts["prompts"], facts["rollouts"], strict=True):
+            prompt = Prompt(problem, stored["text"], tuple(stored["token_ids"]), tuple(stored["messages"]))
+            has_entropies = bool(len(arrays["entropies"]))
+            groups.append(Group(prompt, tuple(_rollout(prompt, row, columns, has_entropies) for row in rollouts)))
         return EvalRecord(facts["name"], 0, groups, **{key: facts[key] for key in SAMPLING})
 
     def put(self, setting: str, record: EvalRecord) -> None:
-        """Keep an evaluation. One in which a grading or an audit failed is not kept: the next cohort tries again.
+        """Write an evaluation, unless a grading or an audit failed: then the next cohort tries again.
 
         Raises StorageError when it cannot be written.
         """
@@ -98,7 +98,7 @@ def _prompt_facts(prompt: Prompt) -> Row:
 
 
 def _arrays(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-    """Return tokens, log-probabilities and entropies of all actions, one after the other, and the actions' lengths."""
+    """Return tokens, log-probabilities and entropies of all actions, concatenated, and the actions' lengths."""
     actions = [turn.action for rollout in rollouts for turn in rollout.turns]
     entropies = [action.entropy_T for action in actions if action.entropy_T is not None]
     return {
@@ -110,7 +110,7 @@ def _arrays(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
 
 
 def _facts(rollout: Rollout) -> Row:
-    """A rollout without the arrays of its actions."""
+    """Return a rollout without the arrays of its actions."""
     turns = [
         {
             "observation_ids": turn.observation_ids,
@@ -128,13 +128,13 @@ def _facts(rollout: Rollout) -> Row:
 
 
 def _rollout(prompt: Prompt, facts: Row, columns: Iterator[tuple[np.ndarray, ...]], entropies: bool) -> Rollout:
-    """The rollout of these facts; ``columns`` are tokens, log-probabilities and entropies of its actions, in order."""
+    """Return the rollout of these facts; ``columns`` yields tokens, log-probabilities and entropies of its actions."""
     turns = []
-    for one in facts["turns"]:
+    for turn in facts["turns"]:
         token_ids, logprobs_T, entropy_T = next(columns)
-        given_T = entropy_T if entropies else None
-        action = Action(token_ids.tolist(), one["text"], logprobs_T, given_T, one["stop_reason"])
-        rest = {key: one[key] for key in ("fresh", "reward", "metrics", "logs")}
-        turns.append(Turn(tuple(one["observation_ids"]), action, tuple(one["messages"]), **rest))
+        entropy = entropy_T if entropies else None
+        action = Action(token_ids.tolist(), turn["text"], logprobs_T, entropy, turn["stop_reason"])
+        rest = {key: turn[key] for key in ("fresh", "reward", "metrics", "logs")}
+        turns.append(Turn(tuple(turn["observation_ids"]), action, tuple(turn["messages"]), **rest))
     reward = facts["reward"]
     return Rollout(prompt, tuple(turns), RewardResult(**{**reward, "tags": tuple(reward["tags"])}), facts["ended"])

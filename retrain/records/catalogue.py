@@ -40,17 +40,17 @@ class Metric:
 def _metric(
     key: str, definition: str, unit: str = "", healthy: str = "", requires: str = "", wandb: str = "", **aliases: str
 ) -> Metric:
-    """One row of the tables below; aliases of one tool are separated by blanks."""
+    """Return one row of the tables below; aliases of one tool are separated by blanks."""
     named = {tool: tuple(names.split()) for tool, names in aliases.items()}
     return Metric(key, definition, unit, healthy, requires, wandb, named)
 
 
-def _spread(pattern: str, what: str, unit: str = "", alias: str = "") -> list[Metric]:
+def _spread(pattern: str, quantity: str, unit: str = "", alias: str = "") -> list[Metric]:
     """Mean, standard deviation, minimum and maximum of one quantity; ``{}`` in ``pattern`` takes the statistic."""
-    words = {"mean": "mean", "std": "standard deviation (population)", "min": "smallest", "max": "largest"}
+    names = {"mean": "mean", "std": "standard deviation (population)", "min": "smallest", "max": "largest"}
     return [
-        _metric(pattern.format(short), f"{word} {what}", unit, **({"telescope": alias.format(short)} if alias else {}))
-        for short, word in words.items()
+        _metric(pattern.format(key), f"{name} {quantity}", unit, **({"telescope": alias.format(key)} if alias else {}))
+        for key, name in names.items()
     ]
 
 
@@ -472,26 +472,25 @@ EVAL_STATISTICS = tuple(
 
 
 def row_metrics(context: RunContext) -> list[Metric]:
-    """The metrics (families left out) whose keys stand in every row of this run, in the order of the table."""
+    """Return the metrics (families left out) whose keys stand in every row of this run, in the order of the table."""
     features = context.features
     return [m for m in METRICS if "<" not in m.key and (not m.requires or m.requires in features)]
 
 
 def alias_values(metric: Metric, value: Any, tools: Sequence[str], name: str = "") -> Iterator[tuple[str, Any]]:
-    """The metric's names in the chosen tools, each with the value that it has there; ``name`` fills ``<name>``."""
+    """Yield the metric's names in the chosen tools with the value that it has there; ``name`` fills ``<name>``."""
     for alias in (alias for tool in tools for alias in metric.aliases.get(tool, ())):
         scale = SCALED_ALIASES.get(alias)
         yield alias.replace("<name>", name), value if scale is None or value is None else scale[1](value)
 
 
 def wandb_name(key: str) -> str:
-    """The name of a row's key on wandb: with its prefix where one is customary, else the key itself."""
+    """Return the name of a row's key on wandb: with its prefix where one is customary, else the key itself."""
     metric = BY_KEY.get(key)
     return metric.wandb if metric and metric.wandb else key
 
 
 def metrics_markdown() -> str:
-    """The text of ``docs/metrics.md``."""
     lines = [
         "# Metrics",
         "",

@@ -149,6 +149,24 @@ def line_chart(
 ) -> str:
     """Lines over steps: each with its band, its seeds as thin lines, and its name at its end."""
     names = max((len(shortened(each.name)) for each in series), default=0) * BOLD if len(series) > 1 else 0
+    x, y = _axes(series, names, unit, limits)
+    parts = _ticks(y, unit, x.start - 6, (x.start, x.end), upright=True) + _ticks(x, "", LINES_HEIGHT - 20)
+    parts.append(_text((x.start + x.end) / 2, LINES_HEIGHT - 4, x_title, "middle"))
+    for each in series:
+        parts += _spread_of(each, x, y)
+    for each in series:
+        parts += _mean_line(each, x, y, unit)
+    if len(series) > 1:
+        ends = [(y(each.points[-1][1]), each) for each in series if each.points]
+        for at, each in spread_labels(ends, 14, LINES_HEIGHT - 34):
+            parts.append(_name(WIDTH - 8 - names, at + 4, shortened(each.name), colour=colour(each.index)))
+    return chart(LINES_HEIGHT, label, parts)
+
+
+def _axes(
+    series: Sequence[Series], names: float, unit: str, limits: tuple[float | None, float | None] | None
+) -> tuple[Axis, Axis]:
+    """Return the axes of a line chart with a margin of the width ``names`` on the right."""
     spots = [spot for each in series for line in (each.points, each.loose, *each.thin) for spot in line]
     ends = [end for each in series for _, low, high in each.band for end in (low, high)]
     xs, ys = [x for x, _ in spots], [y for _, y in spots] + ends
@@ -157,34 +175,35 @@ def line_chart(
     if xs:
         low, high = min(xs), max(xs)
         x = Axis(low, max(high, low + 1e-9), x.start, x.end, tuple(t for t in x.ticks if low <= t <= high))
-    parts = _ticks(y, unit, x.start - 6, (x.start, x.end), upright=True) + _ticks(x, "", LINES_HEIGHT - 20)
-    parts.append(_text((x.start + x.end) / 2, LINES_HEIGHT - 4, x_title, "middle"))
-    for each in series:
-        if each.band:
-            edge = [(x(a), y(high)) for a, _, high in each.band] + [(x(a), y(low)) for a, low, _ in reversed(each.band)]
-            parts.append(f'<path class="band" fill="{colour(each.index)}" d="{_path(edge)}Z"/>')
-        for thin in each.thin:
-            spots = [(x(a), y(b)) for a, b in thin]
-            parts.append(f'<path class="thin" stroke="{colour(each.index)}" d="{_path(spots)}"/>')
-            parts += [mark(each.index, *spot, 1.7) for spot in spots if each.dots]
-    for each in series:
-        for a, b in each.loose:
-            hint = f"{each.name}: {tick_text(b, 1e-3, unit)} at {a:g}, of a part of the problems"
-            parts.append(mark(each.index, x(a), y(b), 2.4, hint, empty=True))
-        dash = DASHES[each.index % len(DASHES)]
-        dashed = f' stroke-dasharray="{dash}"' if dash else ""
-        spots = [(x(a), y(b)) for a, b in each.points]
-        parts.append(f'<path class="line" stroke="{colour(each.index)}"{dashed} d="{_path(spots)}"/>')
-        if each.dots or len(spots) == 1:
-            parts += [
-                mark(each.index, *spot, 3.6, f"{each.name}: {tick_text(b, 1e-3, unit)} at {a:g}")
-                for spot, (a, b) in zip(spots, each.points, strict=True)
-            ]
-    if len(series) > 1:
-        ends = [(y(each.points[-1][1]), each) for each in series if each.points]
-        for at, each in spread_labels(ends, 14, LINES_HEIGHT - 34):
-            parts.append(_name(WIDTH - 8 - names, at + 4, shortened(each.name), colour=colour(each.index)))
-    return chart(LINES_HEIGHT, label, parts)
+    return x, y
+
+
+def _spread_of(series: Series, x: Axis, y: Axis) -> list[str]:
+    """Return the band of a line, and its seeds as thin lines."""
+    parts = []
+    if series.band:
+        edge = [(x(a), y(high)) for a, _, high in series.band] + [(x(a), y(low)) for a, low, _ in reversed(series.band)]
+        parts.append(f'<path class="band" fill="{colour(series.index)}" d="{_path(edge)}Z"/>')
+    for thin in series.thin:
+        spots = [(x(a), y(b)) for a, b in thin]
+        parts.append(f'<path class="thin" stroke="{colour(series.index)}" d="{_path(spots)}"/>')
+        parts += [mark(series.index, *spot, 1.7) for spot in spots if series.dots]
+    return parts
+
+
+def _mean_line(series: Series, x: Axis, y: Axis, unit: str) -> list[str]:
+    parts = []
+    for a, b in series.loose:
+        hint = f"{series.name}: {tick_text(b, 1e-3, unit)} at {a:g}, of a part of the problems"
+        parts.append(mark(series.index, x(a), y(b), 2.4, hint, empty=True))
+    dash = DASHES[series.index % len(DASHES)]
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    spots = [(x(a), y(b)) for a, b in series.points]
+    parts.append(f'<path class="line" stroke="{colour(series.index)}"{dashed} d="{_path(spots)}"/>')
+    if series.dots or len(spots) == 1:
+        for spot, (a, b) in zip(spots, series.points, strict=True):
+            parts.append(mark(series.index, *spot, 3.6, f"{series.name}: {tick_text(b, 1e-3, unit)} at {a:g}"))
+    return parts
 
 
 def shortened(name: str, most: int = 26) -> str:
@@ -231,26 +250,29 @@ def dot_chart(
     if zero:
         parts.append(_line(x(0), x(0), top, bottom, 'class="zero"'))
     for place, row in enumerate(rows):
-        at, stroke = top + pitch * place, f'stroke="{colour(row.index)}"'
-        parts.append(_name(16, at + 13, shortened(row.name, 44)))
-        if row.note:
-            parts.append(_text(WIDTH - 16, at + 13, shortened(row.note, 42), "end"))
-        middle = at + pitch / 2 + 7
-        if row.wider:
-            low, high = (x(end) for end in row.wider)
-            parts.append(_line(low, high, middle, middle, f'{stroke} stroke-width="1.5" opacity=".7"'))
-        if row.interval:
-            low, high = (x(end) for end in row.interval)
-            parts.append(
-                _line(low, high, middle, middle, f'{stroke} stroke-width="5" stroke-linecap="butt" opacity=".38"')
-            )
-        for i, (value, hint) in enumerate(row.values):
-            wobble = (i % 3 - 1) * 4.0 if len(row.values) > 1 else 0.0
-            parts.append(mark(row.index, x(value), middle + wobble, 3.2, hint))
-        if row.centre is not None:
-            parts.append(_line(x(row.centre), x(row.centre), middle - 9, middle + 9, f'{stroke} stroke-width="3"'))
+        parts += _dots(row, x, top + pitch * place, pitch)
     parts.append(_text((x.start + x.end) / 2, height - 2, x_title, "middle"))
     return chart(height, label, parts)
+
+
+def _dots(row: Row, x: Axis, top: float, pitch: float) -> list[str]:
+    """Return one row of a dot chart, which begins at ``top``."""
+    stroke, middle = f'stroke="{colour(row.index)}"', top + pitch / 2 + 7
+    parts = [_name(16, top + 13, shortened(row.name, 44))]
+    if row.note:
+        parts.append(_text(WIDTH - 16, top + 13, shortened(row.note, 42), "end"))
+    if row.wider:
+        low, high = (x(end) for end in row.wider)
+        parts.append(_line(low, high, middle, middle, f'{stroke} stroke-width="1.5" opacity=".7"'))
+    if row.interval:
+        low, high = (x(end) for end in row.interval)
+        parts.append(_line(low, high, middle, middle, f'{stroke} stroke-width="5" stroke-linecap="butt" opacity=".38"'))
+    for i, (value, hint) in enumerate(row.values):
+        wobble = (i % 3 - 1) * 4.0 if len(row.values) > 1 else 0.0
+        parts.append(mark(row.index, x(value), middle + wobble, 3.2, hint))
+    if row.centre is not None:
+        parts.append(_line(x(row.centre), x(row.centre), middle - 9, middle + 9, f'{stroke} stroke-width="3"'))
+    return parts
 
 
 def pair_chart(names: Sequence[str], lines: Sequence[tuple[str, Sequence[float | None]]], *, label: str, unit: str = "",

@@ -5,8 +5,8 @@ head, the key list where it differs from the block before, and float32 [keys, ro
 that fill no block yet are in ``metrics.jsonl`` alone, behind the byte that the last block names. What is no number
 is NaN; a key that is ever a text in a block has no column there.
 
-A block names the last line that it covers by its length and checksum, so that a cache of other rows (a file cut or
-continued by something that does not know of it) is found out and made anew, not believed.
+A block names the last line that it covers by its length and checksum: a cache of other rows (a file that was cut or
+continued without it) is detected and made again.
 """
 
 import json
@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.files import writing
-from retrain.records.lines import whole_lines
+from retrain.files import append_bytes, writing
+from retrain.records.lines import parse_row, whole_lines
 from retrain.records.schema.base import Values
 from retrain.records.schema.layout import COLUMNS
 
@@ -34,19 +34,19 @@ _MOST_KEYS = 1 << 20
 
 @dataclass(frozen=True)
 class _Block:
-    """``at``: where its numbers begin in the file; ``place``: the column of each key; ``end``: the byte of
+    """``at``: where its numbers begin in the file; ``column_of``: the column of each key; ``end``: the byte of
     ``metrics.jsonl`` behind its last row, whose line has ``line`` bytes and checksum ``crc``."""
 
     at: int
     rows: int
-    place: Mapping[str, int]
+    column_of: Mapping[str, int]
     end: int
     line: int
     crc: int
 
     @property
     def over(self) -> int:
-        return self.at + 4 * self.rows * len(self.place)
+        return self.at + 4 * self.rows * len(self.column_of)
 
 
 class ColumnWriter:
@@ -66,14 +66,14 @@ class ColumnWriter:
         """``metrics`` was cut or replaced: the blocks of what is gone are cut off, and both files looked at anew."""
         self._waiting = []
         with writing(self.columns):
-            self._blocks = self._kept()
+            self._blocks = self._valid_blocks()
 
     def follow(self, progress: Callable[[int], None] = lambda read: None) -> list[Path]:
-        """Take in all whole lines that ``metrics`` has gained; the paths that were written. ``progress`` is told the
-        bytes read so far."""
+        """Read all whole lines that ``metrics`` has gained; return the paths that were written. ``progress`` gets the
+        number of bytes read so far."""
         with writing(self.columns):
             if self._blocks is None:
-                self._blocks = self._kept()
+                self._blocks = self._valid_blocks()
             begin = self._waiting[-1][1] if self._waiting else self._blocks[-1].end if self._blocks else 0
             written = False
             for line, end in _lines(self.metrics, begin):
@@ -84,9 +84,9 @@ class ColumnWriter:
                     progress(end)
         return [self.columns] if written else []
 
-    def _kept(self) -> list[_Block]:
-        """The blocks there that hold the rows of ``metrics``; what follows them is cut off."""
-        blocks = _checked(self.columns, self.metrics)
+    def _valid_blocks(self) -> list[_Block]:
+        """Return the blocks that hold the rows of ``metrics``; what follows them is cut off."""
+        blocks = _blocks_after(None, self.columns, self.metrics)
         over = blocks[-1].over if blocks else 0
         if self.columns.exists() and self.columns.stat().st_size > over:
             os.truncate(self.columns, over)
@@ -98,29 +98,16 @@ class ColumnWriter:
         keys = number_keys(rows)
         before = self._blocks[-1] if self._blocks else None
         names = b""
-        if before is None or list(before.place) != keys:
+        if before is None or list(before.column_of) != keys:
             names = json.dumps(keys, ensure_ascii=False).encode()
             names += b" " * (-len(names) % 4)
         _, end, line = self._waiting[-1]
         body = np.array([[_number(row.get(key)) for row in rows] for key in keys], np.float32).tobytes()
         head = _HEAD.pack(_MAGIC, len(rows), len(keys), len(names), end, len(line), zlib.crc32(line))
-        at = self._append(head + names + body) + _HEAD.size + len(names)
-        place = before.place if before is not None and not names else {key: i for i, key in enumerate(keys)}
-        self._blocks.append(_Block(at, len(rows), place, end, len(line), zlib.crc32(line)))
+        at = append_bytes(self.columns, head + names + body) + _HEAD.size + len(names)
+        column_of = before.column_of if before is not None and not names else {key: i for i, key in enumerate(keys)}
+        self._blocks.append(_Block(at, len(rows), column_of, end, len(line), zlib.crc32(line)))
         self._waiting = []
-
-    def _append(self, data: bytes) -> int:
-        """Where the data begins; after a write that fails nothing of it stays."""
-        with open(self.columns, "ab", buffering=0) as file:
-            at = file.tell()
-            try:
-                while data:
-                    data = data[file.write(data) :]
-            except OSError:
-                with suppress(OSError):
-                    file.truncate(at)
-                raise
-        return at
 
 
 class _Rows:
@@ -129,7 +116,7 @@ class _Rows:
     def __init__(self) -> None:
         self.ends: list[int] = []
         self.last: Values = {}
-        self._place: dict[str, int] = {}
+        self._column_of: dict[str, int] = {}
         self._texts: dict[str, int] = {}  # keys that were a text, and the byte behind the last such row
         self._numbers: list[np.ndarray] = []
 
@@ -139,15 +126,15 @@ class _Rows:
     @property
     def keys(self) -> list[str]:
         """Those that were a number, or nothing, in every row."""
-        return [key for key in self._place if key not in self._texts]
+        return [key for key in self._column_of if key not in self._texts]
 
     def add(self, row: Values, end: int) -> None:
-        """One row; ``end`` is the byte behind it."""
+        """Add a row; ``end`` is the byte behind it."""
         self._texts.update((key, end) for key, value in row.items() if not _is_number(value))
         for key in row:
-            self._place.setdefault(key, len(self._place))
-        numbers = np.full(len(self._place), np.nan, np.float32)
-        numbers[[self._place[key] for key in row]] = [_number(value) for value in row.values()]
+            self._column_of.setdefault(key, len(self._column_of))
+        numbers = np.full(len(self._column_of), np.nan, np.float32)
+        numbers[[self._column_of[key] for key in row]] = [_number(value) for value in row.values()]
         self._numbers.append(numbers)
         self.ends.append(end)
         self.last = row
@@ -160,10 +147,10 @@ class _Rows:
 
     def column(self, key: str) -> np.ndarray:
         """float32 [rows]."""
-        place = self._place.get(key)
-        if place is None or key in self._texts:
+        column = self._column_of.get(key)
+        if column is None or key in self._texts:
             return np.full(len(self), np.nan, np.float32)
-        return np.array([row[place] if place < len(row) else np.nan for row in self._numbers], np.float32)
+        return np.array([row[column] if column < len(row) else np.nan for row in self._numbers], np.float32)
 
 
 class Columns:
@@ -204,7 +191,7 @@ class Columns:
         return self._rest.last if len(self._rest) else {}
 
     def refresh(self) -> bool:
-        """Read what is new; whether rows that were there before were cut or replaced."""
+        """Read what is new; return whether rows that were there before were cut or replaced."""
         replaced = not self._stands()
         if replaced:
             self._reset()
@@ -212,14 +199,9 @@ class Columns:
             self._file = self.metrics.stat().st_ino
         except OSError:
             return replaced
-        if self._blocks:
-            new = _scanned(self.columns, self._blocks[-1].over, self._blocks[-1].place)
-        else:
-            new = _checked(self.columns, self.metrics)
-        while new and not _agrees(new[-1], self.metrics):
-            new.pop()  # of rows that were cut, until whoever writes the columns finds out
+        new = _blocks_after(self._blocks[-1] if self._blocks else None, self.columns, self.metrics)
         for block in new:
-            self._keys.update(dict.fromkeys(block.place))
+            self._keys.update(dict.fromkeys(block.column_of))
         self._blocks += new
         over = self._blocks[-1].end if self._blocks else 0
         self._rest.drop(over)
@@ -229,7 +211,7 @@ class Columns:
         return replaced
 
     def column(self, key: str, since: int = 0) -> np.ndarray:
-        """float32 [rows]: one metric in every row from row ``since`` on, NaN where it is none."""
+        """Return one metric in every row from row ``since`` on: float32 [rows], NaN where it has no value."""
         blocks, over = [], 0
         for block in self._blocks:
             over += block.rows
@@ -246,7 +228,7 @@ class Columns:
         return numbers[max(0, len(numbers) - max(0, len(self) - since)) :]
 
     def _stands(self) -> bool:
-        """Whether what was read is still the beginning of the files."""
+        """Return whether what was read is still the beginning of the files."""
         if self._file == -1:
             return True
         try:
@@ -263,20 +245,20 @@ class Columns:
 
 
 def _read(file: int, blocks: Sequence[_Block], key: str, to: np.ndarray) -> None:
-    """One key of these blocks into float32 [rows]; what a block does not have, or has lost to a cut, stays as it is."""
+    """Read one key of these blocks into float32 [rows]; what a block does not have, or has lost to a cut, stays."""
     room, begin, read = to.data.cast("B"), 0, os.preadv
     for block in blocks:
         end = begin + 4 * block.rows
-        place = block.place.get(key)
-        if place is not None:
-            got = read(file, [room[begin:end]], block.at + (end - begin) * place)
+        column = block.column_of.get(key)
+        if column is not None:
+            got = read(file, [room[begin:end]], block.at + (end - begin) * column)
             if got < end - begin:
                 to[(begin + got) // 4 : end // 4] = np.nan
         begin = end
 
 
 def number_keys(rows: Sequence[Values]) -> list[str]:
-    """The keys that are a number (or nothing) in every row, in the order of the rows."""
+    """Return the keys that are a number (or nothing) in every row, in the order of the rows."""
     kinds: dict[str, bool] = {}
     for row in rows:
         for key, value in row.items():
@@ -289,7 +271,7 @@ def _is_number(value: object) -> bool:
 
 
 def _number(value: object) -> float:
-    """As float32 holds it: an amount beyond its range is infinite, what is no number NaN."""
+    """Return the value as float32 holds it: infinite beyond its range, NaN for what is no number."""
     if not isinstance(value, (bool, int, float)):
         return np.nan
     try:
@@ -300,35 +282,23 @@ def _number(value: object) -> float:
 
 
 def _parsed(line: bytes) -> Values:
-    """The row of a line; {} of a damaged one, so that it has its place all the same."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return row if isinstance(row, dict) else {}
+    """Return the row of a line; {} for a damaged one, so that later rows keep their numbers."""
+    with suppress(ValueError, RecursionError):
+        return parse_row(line)
+    return {}
 
 
 def _lines(path: Path, begin: int) -> Iterator[tuple[bytes, int]]:
-    """The whole lines from byte ``begin`` on, with the byte behind each."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         yield from whole_lines(file, begin)
 
 
-def _checked(columns: Path, metrics: Path) -> list[_Block]:
-    """The blocks of ``columns`` that hold rows of ``metrics``: of a file of other rows none."""
-    blocks = _scanned(columns, 0, {})
-    while blocks and not _agrees(blocks[-1], metrics):
-        blocks.pop()
-    return blocks
-
-
 def _agrees(block: _Block, metrics: Path) -> bool:
-    """Whether the last line that the block covers is the one in the file."""
     return _same_line(metrics, block.line, block.end, block.crc)
 
 
 def _same_line(path: Path, length: int, end: int, crc: int) -> bool:
-    """Whether the line of ``length`` bytes that ends at byte ``end`` has this checksum."""
+    """Return whether the line of ``length`` bytes that ends at byte ``end`` has this checksum."""
     try:
         with open(path, "rb") as file:
             return zlib.crc32(os.pread(file.fileno(), length, end - length)) == crc
@@ -336,27 +306,35 @@ def _same_line(path: Path, length: int, end: int, crc: int) -> bool:
         return False
 
 
-def _scanned(columns: Path, begin: int, place: Mapping[str, int]) -> list[_Block]:
-    """The whole blocks from byte ``begin`` on; ``place`` is the key list of the block before. What is no block ends
-    the file."""
+def _blocks_after(last: _Block | None, columns: Path, metrics: Path) -> list[_Block]:
+    """Return the whole blocks behind ``last`` that hold rows of ``metrics``, without those of rows that were cut or
+    replaced."""
     blocks: list[_Block] = []
     with suppress(OSError), open(columns, "rb") as file:
-        size, at = os.fstat(file.fileno()).st_size, begin
-        while len(head := os.pread(file.fileno(), _HEAD.size, at)) == _HEAD.size:
-            magic, rows, keys, named, end, line, crc = _HEAD.unpack(head)
-            if magic != _MAGIC or not 0 < rows <= BLOCK or keys > _MOST_KEYS or named > size or line > end:
-                break
-            if named:
-                try:
-                    names = json.loads(os.pread(file.fileno(), named, at + _HEAD.size))
-                except ValueError:
-                    break
-                if not isinstance(names, list):
-                    break
-                place = {str(key): number for number, key in enumerate(names)}
-            block = _Block(at + _HEAD.size + named, rows, place, end, line, crc)
-            if len(place) != keys or block.over > size or (blocks and end <= blocks[-1].end):
-                break
+        while block := _next_block(file.fileno(), last):
             blocks.append(block)
-            at = block.over
+            last = block
+    while blocks and not _agrees(blocks[-1], metrics):
+        blocks.pop()
     return blocks
+
+
+def _next_block(file: int, last: _Block | None) -> _Block | None:
+    at, column_of, begin = (last.over, last.column_of, last.end) if last else (0, {}, 0)
+    size, head = os.fstat(file).st_size, os.pread(file, _HEAD.size, at)
+    if len(head) < _HEAD.size:
+        return None
+    magic, rows, keys, named, end, line, crc = _HEAD.unpack(head)
+    if magic != _MAGIC or not 0 < rows <= BLOCK or keys > _MOST_KEYS or named > size or line > end or end <= begin:
+        return None
+    at += _HEAD.size
+    if named:
+        try:
+            names = json.loads(os.pread(file, named, at))
+        except ValueError:
+            return None
+        if not isinstance(names, list):
+            return None
+        column_of = {str(key): number for number, key in enumerate(names)}
+    block = _Block(at + named, rows, column_of, end, line, crc)
+    return block if len(column_of) == keys and block.over <= size else None

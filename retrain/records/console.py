@@ -277,14 +277,22 @@ def visible_runs(views: list[RunView], room: int) -> list[RunView]:
     return [view for view in views if view.run_id in names]
 
 
-def _runs_table(views: list[RunView], width: int, now: float) -> Table:
-    """Return one row per run; the progress bar and the names take what the width leaves."""
+def _columns(views: list[RunView], width: int) -> dict[str, int]:
+    """Return the least width of every column of the table of runs, except name and progress bar."""
     columns = {heading: least for heading, (least, room) in RUN_COLUMNS.items() if width >= room}
     if any(view.worker for view in views):
         columns["worker"] = 5
-    more_sets = list(dict.fromkeys(name for view in views for name in [*view.evaluations][1:]))
     room = (width - max(room for _, room in RUN_COLUMNS.values())) // 10
-    columns |= dict.fromkeys(more_sets[: max(0, room)], 9)
+    return columns | dict.fromkeys(_further_sets(views)[: max(0, room)], 9)
+
+
+def _further_sets(views: list[RunView]) -> list[str]:
+    return list(dict.fromkeys(name for view in views for name in [*view.evaluations][1:]))
+
+
+def _runs_table(views: list[RunView], width: int, now: float) -> Table:
+    """Return one row per run; the progress bar and the names take what the width leaves."""
+    columns = _columns(views, width)
     longest_state = max((len(view.state) for view in views if view.state != "running"), default=0)  # stands under ETA
     taken = sum(max(least, longest_state if heading == "ETA" else 0) + 1 for heading, least in columns.items())
     bar = min(24, width - 80) if width >= 86 else 0
@@ -295,24 +303,29 @@ def _runs_table(views: list[RunView], width: int, now: float) -> Table:
         table.add_column("", width=bar, no_wrap=True)
     for heading, least in columns.items():
         table.add_column(heading, justify="right", no_wrap=True, min_width=least)
+    further_sets = _further_sets(views)
     for view in views:
-        row, style = view.row, STATE_STYLES[view.state]
-        values: dict[str, RenderableType] = {
-            "done": f"{view.steps_done}/{view.max_steps}",
-            "ETA": duration(view.eta(now)) if view.state == "running" else Text(view.state, style=style),
-            "reward": number(row.get("mean_reward")),
-            "correct": percent(row.get("correct_rate")),
-            "held-out": change(*view.held_out),
-            "tok/s": short(row.get("perf/completion_tokens_per_s")),
-            "λ": number(view.pooling, 2),
-            "worker": visible(view.worker) if view.state == "running" else "",
-        }
-        values |= {name: change(*view.evaluations.get(name, NO_CHANGE)) for name in more_sets}
+        style, values = STATE_STYLES[view.state], _run_values(view, now)
+        values |= {name: change(*view.evaluations.get(name, NO_CHANGE)) for name in further_sets}
         full = round(min(1.0, view.steps_done / view.max_steps) * bar) if view.max_steps else 0
         drawn = Text("━" * full, style=style) + Text("━" * (bar - full), style="bright_black")
         cells = [Text(visible(view.run_id), style=style), *([drawn] if bar else [])]
         table.add_row(*cells, *(values[heading] for heading in columns))
     return table
+
+
+def _run_values(view: RunView, now: float) -> dict[str, RenderableType]:
+    row, is_running = view.row, view.state == "running"
+    return {
+        "done": f"{view.steps_done}/{view.max_steps}",
+        "ETA": duration(view.eta(now)) if is_running else Text(view.state, style=STATE_STYLES[view.state]),
+        "reward": number(row.get("mean_reward")),
+        "correct": percent(row.get("correct_rate")),
+        "held-out": change(*view.held_out),
+        "tok/s": short(row.get("perf/completion_tokens_per_s")),
+        "λ": number(view.pooling, 2),
+        "worker": visible(view.worker) if is_running else "",
+    }
 
 
 def _steps_table(rows: list[tuple[RunView, Values]], width: int) -> Table:

@@ -1,4 +1,4 @@
-"""What a run was made with: package versions, code state, hardware. No heavy package is imported to find out.
+"""The environment of a run: package versions, code state, hardware. No heavy package is imported to find out.
 
 Environment variables are not written, so that no secret gets into a run directory.
 """
@@ -16,8 +16,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from retrain import __version__
 from retrain.config import Config
 from retrain.files import sha256, write_bytes, write_json
 from retrain.gpus import nvidia_gpus
@@ -36,8 +36,8 @@ PACKAGES = (
 # fmt: on
 
 
-def run_facts(config: Config, **facts: Any) -> Row:
-    """The content of ``config.json``: the resolved configuration, then what it ran with.
+def run_facts(config: Config, **facts: object) -> Row:
+    """Return the content of ``config.json``: the resolved configuration, then what it ran with.
 
     ``types`` has the type of every value under its dotted key; ``facts`` are further entries, such as the data's hash.
     """
@@ -54,18 +54,16 @@ def run_facts(config: Config, **facts: Any) -> Row:
 
 @functools.cache
 def code_version() -> dict[str, str]:
-    """Version and content hash of the retrain that runs: two installations with the same hash do the same."""
-    import retrain
-
-    root, digest = Path(retrain.__file__).parent, hashlib.sha256()
+    """Return version and content hash of the retrain that runs: two installations with the same hash do the same."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
-    return {"version": retrain.__version__, "sha256": digest.hexdigest()}
+    return {"version": __version__, "sha256": digest.hexdigest()}
 
 
 def module_hashes(config: Config, folder: Path) -> dict[str, str]:
-    """SHA-256 of the source of every module of the user's that a configuration names, without importing any, and of
-    the files of every reward model.
+    """Return the SHA-256 of the source of every module of the user's that a configuration names, without importing
+    any, and of the files of every reward model.
 
     Modules are looked up in ``folder``, the working directory and on the import path, reward models in the first two
     and in the hub's cache; others are left out.
@@ -91,7 +89,7 @@ def module_hashes(config: Config, folder: Path) -> dict[str, str]:
 
 
 def _texts(tree: object, key: str = "") -> Iterator[tuple[str, str]]:
-    """(last key, text) of every text in nested data."""
+    """Yield (last key, text) of every text in nested data."""
     if isinstance(tree, Mapping):
         for name, value in tree.items():
             yield from _texts(value, str(name))
@@ -103,7 +101,7 @@ def _texts(tree: object, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def value_types(tree: Values, path: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, type name) of every value in nested mappings."""
+    """Yield (dotted key, type name) of every value in nested mappings."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from value_types(value, f"{path}{key}.")
@@ -113,7 +111,7 @@ def value_types(tree: Values, path: str = "") -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def package_versions() -> dict[str, str]:
-    """Installed versions of ``PACKAGES``; those that are absent are left out."""
+    """Return the installed versions of ``PACKAGES``; those that are absent are left out."""
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -123,13 +121,13 @@ def package_versions() -> dict[str, str]:
 
 @functools.cache
 def all_packages() -> dict[str, str]:
-    """Versions of all installed distributions, by name; read once, reading them takes half a second."""
+    """Return the versions of all installed distributions by name; reading them takes half a second."""
     versions = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
     return dict(sorted(versions.items(), key=lambda item: (item[0] or "").lower()))
 
 
 def environment_facts() -> Row:
-    """The content of ``environment.json``: machine, GPUs and their driver, Python, all installed packages, git."""
+    """Return the content of ``environment.json``."""
     return {
         "platform": platform.platform(),
         "machine": platform.machine(),
@@ -148,30 +146,28 @@ def environment_facts() -> Row:
 
 @dataclass(frozen=True)
 class SystemInfo:
-    """What a run is made in: the content of ``environment.json`` and of ``code.diff``."""
+    """The content of ``environment.json`` and of ``code.diff``."""
 
     facts: Values
     diff: str
 
     @classmethod
     def now(cls, folder: Path) -> SystemInfo:
-        """As they are, with the code around the current directory, ``folder`` (of the TOML file) and retrain's own."""
+        """Read both, with the code around the current directory, ``folder`` (of the TOML file) and retrain's own."""
         places = (Path.cwd(), folder, own_checkout())
         return cls(environment_facts(), code_diff(*(place for place in places if place is not None)))
 
     def write(self, directory: Path) -> None:
-        """Write both files into ``directory``."""
         write_json(directory / ENVIRONMENT, self.facts)
         write_bytes(directory / CODE_DIFF, self.diff.encode("utf-8", "surrogateescape"))
 
 
 def usable_cpus() -> int | None:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def processor() -> str:
-    """The CPU's name; /proc knows it better than ``platform`` on Linux."""
+    """Return the CPU's name; on Linux /proc is more precise than ``platform``."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():

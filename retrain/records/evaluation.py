@@ -28,7 +28,7 @@ VOTE_CHARACTERS = 1000  # Characters of an answer that a vote compares
 
 
 def eval_row(record: EvalRecord, tags: tuple[str, ...] = (), strict: bool = True, audited: bool = False) -> Row:
-    """The numbers of one held-out evaluation under ``eval/<name>/…``, intervals clustered by problem.
+    """Return the numbers of one held-out evaluation under ``eval/<name>/…``, intervals clustered by problem.
 
     ``tags`` are those that the data may have: their keys are there even when no problem has them. ``strict`` says
     which answers a vote counts (``answer_of``), ``audited`` whether there is a second grader.
@@ -72,7 +72,7 @@ def _tag_scores(samples: Samples, groups: Sequence[Group], n: int, strict: bool)
 
 
 def empty_evaluation(context: RunContext) -> Row:
-    """The eval keys of a step without evaluation, all None; empty where the configuration evaluates nothing."""
+    """Return the eval keys of a step without evaluation, all None; none where the configuration evaluates nothing."""
     row: Row = {}
     for each in context.config.evaluated:
         nothing = EvalRecord(each.recorded_name, 0, [], each.sampling.temperature, each.samples, seconds=0.0)
@@ -82,7 +82,7 @@ def empty_evaluation(context: RunContext) -> Row:
 
 
 def answer_of(rollout: Rollout, strict: bool) -> str | None:
-    """The answer that a rollout gives, normalised; None when it gives none, which is no vote.
+    """Return the answer that a rollout gives, normalised; None when it gives none, which is no vote.
 
     ``strict`` as in ``rules.answer_text``.
     """
@@ -95,7 +95,7 @@ def _accuracy(samples: Samples) -> Interval:
 
 
 def _at_k(groups: Sequence[Group], n: int, strict: bool) -> Row:
-    """pass@k, avg@n and maj@k over problems with n samples each; every value None without groups.
+    """Return pass@k, avg@n and maj@k over problems with n samples each; every value None without groups.
 
     Scores of problems are shares of samples, which spread less than right and wrong: their own spread counts.
     """

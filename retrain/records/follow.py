@@ -14,17 +14,9 @@ from retrain.files import Stamp, dumps, stamp_of
 from retrain.records.lines import Tail
 from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.reader import homes_of_runs, read_manifest, run_entries
-from retrain.records.schema.base import Record, Row, Values
+from retrain.records.schema import events
+from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import ENDED, RunEntry
-from retrain.records.schema.events import (
-    EndEvent,
-    EvaluationEvent,
-    MessageEvent,
-    PlanEvent,
-    StartEvent,
-    StepEvent,
-    WorkerEvent,
-)
 from retrain.records.schema.layout import EVALS, MANIFEST, METRICS
 from retrain.records.status import recommended_rank
 
@@ -129,26 +121,26 @@ class JsonLines(NullObserver):
         self.stream = stream
 
     def plan(self, specs: Sequence[SpecLike]) -> None:
-        self._print(PlanEvent(runs=[spec.run_id for spec in specs]))
+        self._print(events.PlanEvent([spec.run_id for spec in specs]))
 
     def placed(self, spec: SpecLike, worker: str) -> None:
-        self._print(WorkerEvent(run=spec.run_id, worker=worker))
+        self._print(events.WorkerEvent(spec.run_id, worker))
 
     def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
-        self._print(StartEvent(run=spec.run_id, label=spec.label, seed=spec.seed, step=step, max_steps=max_steps))
+        self._print(events.StartEvent(spec.run_id, spec.label, spec.seed, step, max_steps))
 
     def step(self, spec: SpecLike, row: Values) -> None:
-        self._print(StepEvent(run=spec.run_id, step=row["step"], row=dict(row)))
+        self._print(events.StepEvent(spec.run_id, row["step"], dict(row)))
 
     def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
-        self._print(EvaluationEvent(run=spec.run_id, name=name, row=dict(row)))
+        self._print(events.EvaluationEvent(spec.run_id, name, dict(row)))
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
-        self._print(EndEvent(run=spec.run_id, status=status, reason=message or None))
+        self._print(events.EndEvent(spec.run_id, status, message or None))
 
     def message(self, text: str, level: str = "info") -> None:
-        self._print(MessageEvent(level=level, text=text))
+        self._print(events.MessageEvent(level, text))
 
-    def _print(self, event: Record) -> None:
+    def _print(self, event: events.Event) -> None:
         self.stream.write(dumps(event.to_row()) + "\n")
         self.stream.flush()

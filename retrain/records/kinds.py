@@ -1,4 +1,4 @@
-"""Whether the values of a JSON line that anybody may have damaged are of the kinds that they should be."""
+"""Checks of the values of a JSON line that may be damaged."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeGuard
@@ -52,8 +52,8 @@ def tables(value: object) -> bool:
 
 
 def checked(row: object, needed: Wanted, optional: Wanted | None = None) -> Row:
-    """The row, when these fields are of their kinds; ``optional`` ones may also be null, or missing. Raises ValueError
-    that names the first that is not."""
+    """Return the row if these fields are of their kinds; ``optional`` ones may also be null or missing. Raises
+    ValueError that names the first that is not."""
     if not isinstance(row, dict):
         raise ValueError("it is no object")
     for kind, names in needed.items():

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from threading import Lock
 from typing import IO
@@ -17,7 +17,7 @@ LONGEST_LINE = 64 << 20  # Bytes; retrain writes no longer ones
 
 
 def whole_lines(file: IO[bytes], begin: int) -> Iterator[tuple[bytes, int]]:
-    """The whole lines from byte ``begin`` on, with the byte behind each; read in pieces."""
+    """Yield the whole lines from byte ``begin`` on, with the byte behind each; reads in chunks."""
     file.seek(begin)
     parts, end = [b""], begin
     while chunk := file.read(CHUNK):
@@ -32,17 +32,16 @@ def whole_lines(file: IO[bytes], begin: int) -> Iterator[tuple[bytes, int]]:
 
 
 class Seam:
-    """Where reading stopped, and the bytes before it."""
+    """The place where reading stopped, and the bytes before it."""
 
     def __init__(self) -> None:
         self.end, self._bytes = 0, b""
 
     def passed(self, line: bytes, end: int) -> None:
-        """This line, up to byte ``end``, was read."""
         self.end, self._bytes = end, (self._bytes + line)[-SEAM_BYTES:]
 
     def holds(self, file: IO[bytes]) -> bool:
-        """Whether the file goes on from there."""
+        """Return whether the file continues from there."""
         before = os.pread(file.fileno(), len(self._bytes), self.end - len(self._bytes))
         return os.fstat(file.fileno()).st_size >= self.end and before == self._bytes
 
@@ -59,13 +58,10 @@ class Tail:
         self._seam: Seam | None = None
 
     def rows(self) -> tuple[bool, list[Row]]:
-        """(whether the file has been cut or replaced since the last call, new rows in order without damaged ones)."""
+        """Return whether the file has been cut or replaced since the last call, and the new rows in order without
+        damaged ones, which ``resume`` names by their numbers."""
         replaced, lines = self.lines()
-        rows = []
-        for line in lines:
-            with contextlib.suppress(ValueError, RecursionError):  # ``resume`` names damaged lines by their numbers
-                rows.append(parse_row(line))
-        return replaced, rows
+        return replaced, _whole_rows(lines)
 
     def lines(self) -> tuple[bool, list[bytes]]:
         replaced, lines = self._seam is not None, []
@@ -86,7 +82,7 @@ class Tail:
         return replaced, lines
 
     def _first(self, file: IO[bytes]) -> int:
-        """Where the rows to read first begin."""
+        """Return where the rows to read first begin."""
         size = os.fstat(file.fileno()).st_size
         if not self.last_only or size <= LAST_BLOCK:
             return 0
@@ -102,6 +98,14 @@ def parse_row(line: bytes) -> Row:
     if not isinstance(row, dict):
         raise ValueError("no object")
     return row
+
+
+def _whole_rows(lines: Iterable[bytes]) -> list[Row]:
+    rows = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            rows.append(parse_row(line))
+    return rows
 
 
 class LineIndex:
@@ -130,11 +134,7 @@ class LineIndex:
         with open(self.path, "rb") as file:
             file.seek(begins[0])
             text = file.read(begins[-1] - begins[0])
-        rows = []
-        for line in text.split(b"\n"):
-            with contextlib.suppress(ValueError, RecursionError):
-                rows.append(parse_row(line))
-        return rows
+        return _whole_rows(text.split(b"\n"))
 
 
 def json_lines(path: Path | None, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Row]]:
@@ -145,10 +145,10 @@ def json_lines(path: Path | None, begin: int = 0, end: int | None = None) -> Ite
             return
         with open(path, "rb") as file:
             file.seek(begin)
-            at, whole = begin, True
+            at, is_complete = begin, True
             while (end is None or at < end) and (line := file.readline(LONGEST_LINE)):
-                begins, at = whole, at + len(line)
-                whole = line.endswith(b"\n")
+                begins, at = is_complete, at + len(line)
+                is_complete = line.endswith(b"\n")
                 with contextlib.suppress(ValueError, RecursionError):
                     if begins:
                         yield at - len(line), parse_row(line)

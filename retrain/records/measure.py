@@ -23,7 +23,7 @@ from retrain.records.schema.base import Row
 from retrain.types import CreditedGroup, Ended, StepRecord
 
 _OFF = {"sepa_lambda": 0.0, "sepa_gate_open": False, "bp_action": "off", "bp_regime": "off"}
-"""What stands in the row of a run without the controller in question."""
+"""Values in the row of a run without that controller."""
 
 PART_METRICS = [metric for metric in METRICS if metric.key.startswith("rewards/<name>/")]
 
@@ -57,45 +57,15 @@ def step_row(
     evaluations: Row | None = None,
     samples: Samples | None = None,
 ) -> Row:
-    """The row of one step: every key that the configuration defines, aliases included, None where undefined.
+    """Return the row of one step: every key that the configuration defines, aliases included, None where undefined.
 
     ``totals`` are the run's sums *before* this step, ``known_tags`` the tags shown in earlier steps, ``evaluations``
     the eval keys of this step (``eval_row``), ``samples`` its completions where they have been collected already.
     Keys stand in the order of the catalogue, then further ones by name.
     """
     samples = collect(record.groups) if samples is None else samples
-    sampled = everything(record, samples)
-    sums = (totals or Totals()).plus(sampled, record.step_start, record.step_end)
-    values: Row = {
-        **_general(record, context, samples, sums),
-        **_OFF,
-        **_rewards(samples, context),
-        **(_episodes(record.groups) if "episodes" in context.features else {}),
-        **(_tools(samples) if "tools" in context.features else {}),
-        **_spread("advantage_{}", samples.advantage_N[samples.trained_N]),
-        **_policy(record, context, samples),
-        **_credit(record, context),
-        **_lengths(samples),
-        **_discarded(record.groups, samples),
-        **_times(record, samples, sampled, "ahead" in context.features),
-        "timing_wall_clock": record.step_end - (sums.began or record.step_start),
-    }
-    scalars = (bool, int, float, str, np.generic, type(None))
-    given = {key: value for key, value in {**record.state, **record.update}.items() if isinstance(value, scalars)}
-    if values.get("planning_fraction") is not None:
-        given.pop("planning_fraction", None)  # ours counts what was sampled, the update's what was graded
-    values.update({key: value for key, value in given.items() if value is not None or key not in values})
-    values = _microbatch_means(values) | values
-    if not values["num_datums"]:
-        values["loss"] = values["reported_loss"] = None  # nothing was differentiated
-    row: Row = {}
-    tools = context.config.logging.aliases
-    metrics = row_metrics(context)
-    own = {metric.key for metric in metrics}
-    for metric in metrics:
-        row[metric.key] = values.pop(metric.key, None)
-        named = alias_values(metric, row[metric.key], tools)
-        row.update({alias: value for alias, value in named if alias not in own})
+    values = _values(record, context, totals or Totals(), samples)
+    row = _catalogue_keys(values, context)
     names = tuple(sorted({*context.reward_names, *samples.parts}))
     _add_parts(row, samples, names, context)
     for tag in sorted({*known_tags, *tags_to_show(samples, context)}):
@@ -108,6 +78,47 @@ def step_row(
     return jsonable(row)
 
 
+def _values(record: StepRecord, context: RunContext, totals: Totals, samples: Samples) -> Row:
+    """Return every number of the step by its key: those that follow from the completions, then the reported ones."""
+    sampled, features = everything(record, samples), context.features
+    sums = totals.plus(sampled, record.step_start, record.step_end)
+    values: Row = {
+        **_general(record, context, samples, sums),
+        **_OFF,
+        **_rewards(samples, context),
+        **(_episodes(record.groups) if "episodes" in features else {}),
+        **(_tools(samples) if "tools" in features else {}),
+        **_spread("advantage_{}", samples.advantage_N[samples.trained_N]),
+        **_policy(record, context, samples),
+        **_credit(record, context),
+        **_lengths(samples),
+        **_discarded(record.groups, samples),
+        **_times(record, samples, sampled, "ahead" in features),
+        "timing_wall_clock": record.step_end - (sums.began or record.step_start),
+    }
+    scalars = (bool, int, float, str, np.generic, type(None))
+    reported = {key: value for key, value in {**record.state, **record.update}.items() if isinstance(value, scalars)}
+    if values.get("planning_fraction") is not None:
+        reported.pop("planning_fraction", None)  # ours counts what was sampled, the update's what was graded
+    values.update({key: value for key, value in reported.items() if value is not None or key not in values})
+    values = _microbatch_means(values) | values
+    if not values["num_datums"]:
+        values["loss"] = values["reported_loss"] = None  # nothing was differentiated
+    return values
+
+
+def _catalogue_keys(values: Row, context: RunContext) -> Row:
+    """Take the metrics of this run out of ``values``; return them with their aliases, in the catalogue's order."""
+    row: Row = {}
+    metrics = row_metrics(context)
+    keys = {metric.key for metric in metrics}
+    for metric in metrics:
+        row[metric.key] = values.pop(metric.key, None)
+        aliases = alias_values(metric, row[metric.key], context.config.logging.aliases)
+        row.update({alias: value for alias, value in aliases if alias not in keys})
+    return row
+
+
 def tags_to_show(samples: Samples, context: RunContext) -> list[str]:
     """Tags with keys of their own: all of them, as soon as one covers only a part of what is sampled."""
     counts = Counter(tag for tags in samples.tags for tag in tags)
@@ -117,7 +128,7 @@ def tags_to_show(samples: Samples, context: RunContext) -> list[str]:
 
 
 def env_metrics(samples: Samples) -> Row:
-    """The numbers of ``env/<tag>/…`` for one selection of completions."""
+    """Return the numbers of ``env/<tag>/…`` for one selection of completions."""
     shares = group_shares(samples.by_group(samples.reward_N))
     return {
         "reward/total": mean(samples.reward_N),
@@ -130,7 +141,6 @@ def env_metrics(samples: Samples) -> Row:
 
 
 def _episodes(groups: Sequence[CreditedGroup]) -> Row:
-    """Why episodes of several turns ended, and how often the conversation was rewritten."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     ended = Counter(rollout.ended for rollout in rollouts)
@@ -143,7 +153,6 @@ def _episodes(groups: Sequence[CreditedGroup]) -> Row:
 
 
 def _tools(samples: Samples) -> Row:
-    """All tool calls of the step, from what the episodes counted."""
     names = ("total_tool_calls", "tool_errors", "tool_time")
     sums = {name: float(np.nansum(samples.parts.get(f"tools/{name}", np.zeros(0)))) for name in names}
     calls = sums["total_tool_calls"]
@@ -193,43 +202,46 @@ def _rewards(samples: Samples, context: RunContext) -> Row:
 
 
 def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
-    """Entropy of all sampled tokens from what the sampler reported, how old they are, and the score with its KL
+    """Return the entropy of all sampled tokens as the sampler reported it, their staleness, and the score with its KL
     penalty."""
     rollouts = [rollout for group in record.groups for rollout in group.rollouts]
-    ages = [rollout.staleness for rollout in rollouts]
+    staleness = [rollout.staleness for rollout in rollouts]
     entropies = [entropy_T for rollout in rollouts if (entropy_T := rollout.entropy_T) is not None]
     logprob = _mean_of([rollout.logprobs_T for rollout in rollouts])
-    given = {**record.state, **record.update}
-    penalty = given.get("objective/non_score_reward")
-    if penalty is None and not context.config.algorithm.kl_coef:
-        penalty = 0.0
-    score = mean(samples.reward_N)
     surprisals_N = np.array([-float(rollout.logprobs_T.sum()) for rollout in rollouts if len(rollout)])
     return {
         "objective/entropy": mean(surprisals_N),
         "entropy": _mean_of(entropies) if len(entropies) == len(rollouts) else None,
         "entropy_sampled": None if logprob is None else -logprob,
-        "off_policy_steps_mean": sum(ages) / len(ages) if ages else None,
-        "off_policy_steps_max": max(ages, default=None),
+        "off_policy_steps_mean": sum(staleness) / len(staleness) if staleness else None,
+        "off_policy_steps_max": max(staleness, default=None),
+        **_penalised_score(record, context, mean(samples.reward_N)),
+    }
+
+
+def _penalised_score(record: StepRecord, context: RunContext, score: float | None) -> Row:
+    penalty = {**record.state, **record.update}.get("objective/non_score_reward")
+    if penalty is None and not context.config.algorithm.kl_coef:
+        penalty = 0.0
+    return {
         "objective/non_score_reward": penalty,
         "objective/rlhf_reward": None if penalty is None or score is None else score + penalty,
     }
 
 
 def _credit(record: StepRecord, context: RunContext) -> Row:
-    """Which uncertainty; its entropy_* names repeat the surprisal; the share of planning tokens sampled."""
-    state = record.state
-    kind = state.get("uncertainty_kind") or context.config.algorithm.uncertainty_kind
+    """Return the kind of uncertainty, the surprisal under its entropy_* names too, and the share of planning tokens."""
+    kind = record.state.get("uncertainty_kind") or context.config.algorithm.uncertainty_kind
     row: Row = {"uncertainty_kind": kind}
     if kind != "shannon_entropy":
-        for name in (f"{part}_{{}}_{stat}" for part in ("exec", "plan") for stat in ("mean", "var")):
-            if (value := state.get(name.format("surprisal"))) is not None:
+        for name in ("exec_{}_mean", "exec_{}_var", "plan_{}_mean", "plan_{}_var"):
+            if (value := record.state.get(name.format("surprisal"))) is not None:
                 row[name.format("entropy")] = value
-    given = [rollout.planning_T for group in record.groups for rollout in group.rollouts]
-    masks = [mask_T for mask_T in given if mask_T is not None]
-    if masks and len(masks) == len(given):
-        tokens = sum(len(mask_T) for mask_T in masks)
-        row["planning_fraction"] = float(sum(int(mask_T.sum()) for mask_T in masks) / tokens) if tokens else None
+    masks = [rollout.planning_T for group in record.groups for rollout in group.rollouts]
+    known_masks = [mask_T for mask_T in masks if mask_T is not None]
+    if known_masks and len(known_masks) == len(masks):
+        tokens = sum(map(len, known_masks))
+        row["planning_fraction"] = float(sum(int(mask_T.sum()) for mask_T in known_masks) / tokens) if tokens else None
     return row
 
 
@@ -284,7 +296,7 @@ def _times(record: StepRecord, samples: Samples, everyone: Samples, ahead: bool)
     row: Row = {"step_time_s": total}
     for name in ("rollout", "score", "credit", "update", "eval", "checkpoint", "record", "cohort"):
         row[f"time/{name}"] = 0.0
-    beside = [end - start for name, start, end in record.spans if name == BESIDE]
+    ahead_seconds = [end - start for name, start, end in record.spans if name == BESIDE]
     for name, start, end in record.spans:
         if name == BESIDE:
             continue
@@ -301,14 +313,13 @@ def _times(record: StepRecord, samples: Samples, everyone: Samples, ahead: bool)
         row["perf/episodes_per_s"] = len(everyone) / total
     if ahead:
         sampled, trained = float(everyone.length_N.sum()), float((samples.length_N + samples.prompt_length_N).sum())
-        seconds = sum(beside) or row["time/rollout"]
+        seconds = sum(ahead_seconds) or row["time/rollout"]
         row["perf/sampler_tokens_per_s"] = sampled / seconds if seconds > 0 else None
         row["perf/trainer_tokens_per_s"] = trained / row["time/update"] if row["time/update"] > 0 else None
     return row
 
 
 def _microbatch_means(values: Row) -> Row:
-    """Each timed part per micro-batch, where there was one."""
     count = values.get("timing_microbatches")
     totals = {part: values.get(f"timing_{part}_total") for part in TIMED_PARTS}
     return {
@@ -330,7 +341,7 @@ def _add_parts(row: Row, samples: Samples, names: tuple[str, ...], context: RunC
 
 
 def _spread(pattern: str, values_N: np.ndarray, names: tuple[str, ...] = ("mean", "std", "min", "max")) -> Row:
-    """These statistics of a column, each under the key that ``pattern`` makes of its name."""
+    """Return these statistics of a column, each under the key that ``pattern`` makes of its name."""
     numbers = spread(values_N)
     return {pattern.format(name): numbers[name] for name in names}
 

@@ -1,12 +1,11 @@
-"""What odd numbers mean: from the rows of a run to remarks in words, each made once with the likely remedy.
+"""Notes about odd numbers in the rows of a run, each made once with the likely remedy.
 
-``explain`` is a function of the rows and the configuration alone, so a resumed run says what an uninterrupted one
-would. A rule gets what was recent and the values that it needs, and answers with (text, remedy) or None.
+``explain`` is a function of the rows and the configuration alone, so a resumed run makes the same notes as an
+uninterrupted one.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from retrain.config import Config
 from retrain.config.evaluation import HELDOUT
@@ -22,7 +21,7 @@ Finding = tuple[str, str] | None
 
 @dataclass(frozen=True)
 class Recent:
-    """What a rule may look at: ``rows`` in order, the first of them the run's first, and its configuration."""
+    """The data of a rule: ``rows`` in order, the first of them the run's first, and its configuration."""
 
     rows: Sequence[Values]
     config: Config
@@ -36,20 +35,20 @@ class Recent:
     def now(self) -> Values:
         return self.rows[-1]
 
-    def last(self, key: str, count: int) -> list[Any]:
-        """The last ``count`` values of ``key``; empty when there are fewer rows or one of the values is None."""
-        values = [row.get(key) for row in self.rows[-count:]]
-        return values if len(values) == count and all(value is not None for value in values) else []
+    def last(self, key: str, count: int) -> list[float]:
+        """Return the last ``count`` values of ``key``; none when there are fewer rows or one of the values is None."""
+        values = [value for row in self.rows[-count:] if (value := row.get(key)) is not None]
+        return values if len(values) == count else []
 
     def cut_off(self) -> float:
-        """Mean share of completions that ended by length in the last 3 steps; 0 before there are so many."""
+        """Return the mean share of completions that ended by length in the last 3 steps; 0 before there are as many."""
         return _mean(self.last("max_token_hit_rate", 3) or [0.0])
 
 
 @dataclass(frozen=True)
 class Rule:
-    """When to say what. ``needs`` are (key, count): ``finding`` is called only when each has that many last values,
-    and gets them as lists in this order."""
+    """Makes one kind of note: ``finding`` returns (text, remedy) or None. ``needs`` are (key, count): ``finding`` is
+    called only when each key has that many last values, and gets them as lists in this order."""
 
     level: str
     finding: Callable[..., Finding]
@@ -57,10 +56,8 @@ class Rule:
 
 
 def explain(rows: Sequence[Values], config: Config, dtype: str = "float32", made: Collection[str] = ()) -> list[Note]:
-    """Remarks that the newest row gives rise to; ``rows`` are in order, the first of them the run's first.
-
-    ``dtype`` is what the model computes in; ``made`` are keys of earlier remarks.
-    """
+    """Return the notes about the newest row; ``rows`` are in order, the first of them the run's first. ``dtype`` is
+    that of the model; ``made`` are the keys of earlier notes."""
     if not rows:
         return []
     recent, notes = Recent(rows, config, dtype), []
@@ -77,8 +74,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def is_graded(row: Values) -> bool:
-    """Whether the rewards of a step had values other than 0 and 1: of those two, the mean m says that the variance is
-    m · (1 − m)."""
+    """Return whether the rewards of a step had values other than 0 and 1, whose variance is m · (1 − m) for a mean
+    m."""
     lowest, highest, mean, std = (row.get(key) for key in ("reward_min", "reward_max", "mean_reward", "reward_std"))
     if lowest is None or highest is None or mean is None or std is None:
         return False
@@ -95,7 +92,7 @@ CAUSES = {
     "reward_model": "a conversation longer than the reward model's context, or a score that is not finite",
     "math": "answers that take longer than [reward] timeout_s to compare",
 }
-"""Why rewards of a type cannot be had."""
+"""Reasons for which rewards of a type are missing."""
 
 
 def _ungraded(recent: Recent) -> Finding:
@@ -105,10 +102,10 @@ def _ungraded(recent: Recent) -> Finding:
         return None
     reward = recent.config.reward
     causes = [CAUSES[part.type] for part in (reward, *reward.components) if part.type in CAUSES]
-    words = f": {', or '.join(dict.fromkeys(causes))}" if causes else ""
+    reasons = f": {', or '.join(dict.fromkeys(causes))}" if causes else ""
     return (
         f"{failed} of {total} completions could not be graded; they count as not correct and do not train",
-        f"run.log names the reasons{words}",
+        f"run.log names the reasons{reasons}",
     )
 
 
@@ -389,4 +386,3 @@ RULES: dict[str, Rule] = {
     "sepa_too_late": Rule("warning", _sepa_too_late),
     "heldout_worse": Rule("warning", _heldout_worse),
 }
-"""Remarks by key: how serious, when, and from which numbers."""

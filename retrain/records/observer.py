@@ -1,4 +1,4 @@
-"""Who is informed while runs go on: consoles, tests, anything that follows a campaign from inside the process."""
+"""Observers of runs: consoles, tests, anything that follows a campaign from inside the process."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +9,10 @@ from retrain.records.schema.base import Values
 
 
 class SpecLike(Protocol):
-    """What an observer needs of a planned run (``campaign.planning.plan.RunSpec`` has it)."""
+    """A planned run as observers name it (``campaign.planning.plan.RunSpec``)."""
 
     @property
-    def run_id(self) -> str:
-        """Name of the run, unique in its campaign."""
-        ...
+    def run_id(self) -> str: ...
 
     @property
     def label(self) -> str: ...
@@ -24,7 +22,7 @@ class SpecLike(Protocol):
 
 
 class RunSpecLike(SpecLike, Protocol):
-    """What a run needs of its plan besides."""
+    """A planned run as training needs it."""
 
     @property
     def config(self) -> Config: ...
@@ -39,28 +37,28 @@ class Observer(Protocol):
     ``step`` and ``evaluated``, ``run_finished``."""
 
     def plan(self, specs: Sequence[SpecLike]) -> None:
-        """All runs that will be made, before the first starts."""
+        """Called with all runs before the first starts."""
 
     def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
-        """A run begins at ``step`` (above 0 when resumed)."""
+        """Called when a run begins at ``step`` (above 0 when resumed)."""
 
     def placed(self, spec: SpecLike, worker: str) -> None:
-        """A worker has taken the run, before it starts there; only where there are several."""
+        """Called when one of several workers has taken the run, before it starts there."""
 
     def step(self, spec: SpecLike, row: Values) -> None:
-        """A step was recorded; ``row`` is its metrics row."""
+        """Called with the metrics row of a step."""
 
     def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
-        """An evaluation was recorded; ``row`` has the ``eval/<name>/…`` keys."""
+        """Called with the ``eval/<name>/…`` keys of an evaluation."""
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
         """``status`` is done, failed, interrupted or stopped; ``message`` says why."""
 
     def message(self, text: str, level: str = "info") -> None:
-        """One line for the reader; ``level`` is info, warning or error."""
+        """Called with a line for the user; ``level`` is info, warning or error."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Called last."""
 
 
 class NullObserver(Observer):

@@ -15,21 +15,9 @@ from retrain.errors import CheckpointError, UsageError
 from retrain.files import iter_jsonl, read_json, read_jsonl
 from retrain.ownership import not_readable
 from retrain.records.lines import Tail, parse_row
+from retrain.records.schema import layout
 from retrain.records.schema.base import Row
 from retrain.records.schema.campaign import STATES, RunEntry
-from retrain.records.schema.layout import (
-    CHECKPOINTS,
-    CONFIG,
-    EVALS,
-    EVALUATIONS,
-    FINAL,
-    GENERATIONS,
-    LOCK,
-    MANIFEST,
-    METRICS,
-    NOTES,
-    SPANS,
-)
 from retrain.records.schema.rows import Note
 
 
@@ -44,41 +32,40 @@ class RunReader:
 
     def config(self) -> Row:
         """Return ``config.json``; {} where there is none. Raises ValueError where it is no JSON."""
-        path = self.directory / CONFIG
+        path = self.directory / layout.CONFIG
         return read_json(path) if path.is_file() else {}
 
     def metrics(self) -> list[Row]:
-        return read_jsonl(self.directory / METRICS)
+        return read_jsonl(self.directory / layout.METRICS)
 
     def iter_metrics(self) -> Iterator[Row]:
-        return iter_jsonl(self.directory / METRICS)
+        return iter_jsonl(self.directory / layout.METRICS)
 
     def last_row(self) -> Row:
         """Return the last row of metrics, without reading the others; {} where there is none."""
-        return last_row(self.directory / METRICS)
+        return last_row(self.directory / layout.METRICS)
 
     def evaluations(self, name: str | None = None) -> list[Row]:
         """Return the evaluations of the held-out set ``name``, or of all."""
-        rows = read_jsonl(self.directory / EVALS)
+        rows = read_jsonl(self.directory / layout.EVALS)
         return rows if name is None else [row for row in rows if row.get("name") == name]
 
     def generations(self) -> list[Row]:
-        """Return the completions of all steps."""
-        return read_jsonl(self.directory / GENERATIONS)
+        return read_jsonl(self.directory / layout.GENERATIONS)
 
     def held_out_completions(self, name: str | None) -> list[Row]:
         """Return the completions of all evaluations of the held-out set ``name``."""
-        return [row for row in iter_jsonl(self.directory / EVALUATIONS) if row.get("name") == name]
+        return [row for row in iter_jsonl(self.directory / layout.EVALUATIONS) if row.get("name") == name]
 
     def checkpoints(self) -> list[Row]:
         """Return the lines of ``checkpoints.jsonl`` that are objects: other tools have such a file, too."""
-        return [row for row in read_jsonl(self.directory / CHECKPOINTS) if isinstance(row, dict)]
+        return [row for row in read_jsonl(self.directory / layout.CHECKPOINTS) if isinstance(row, dict)]
 
     def notes(self) -> list[Note]:
-        return [Note.from_row(row) for row in read_jsonl(self.directory / NOTES)]
+        return [Note.from_row(row) for row in read_jsonl(self.directory / layout.NOTES)]
 
     def spans(self) -> list[Row]:
-        return read_jsonl(self.directory / SPANS)
+        return read_jsonl(self.directory / layout.SPANS)
 
 
 def last_row(path: Path) -> Row:
@@ -99,7 +86,7 @@ def read_manifest(directory: Path) -> Row:
     Raises UsageError when it is damaged or names files outside the directory, NotOurs when it is no manifest of
     retrain.
     """
-    path = directory / MANIFEST
+    path = directory / layout.MANIFEST
     try:
         content = read_json(path)
         for run in content["runs"]:
@@ -127,15 +114,15 @@ def run_entries(directory: Path, manifest: Mapping[str, object] | None) -> list[
     campaign = directory.absolute().parent.parent
     if manifest is not None:
         entries = _entries(manifest)
-    elif (campaign / MANIFEST).is_file():
+    elif (campaign / layout.MANIFEST).is_file():
         path = f"runs/{directory.absolute().name}"
         entries = [entry for entry in _entries(read_manifest(campaign)) if entry.path == path]
         entries = [replace(entry, path=".") for entry in entries]
     else:
         paths = [directory, *sorted((directory / "runs").glob("*"))]
-        entries = [_entry_from_records(directory, path) for path in paths if (path / METRICS).is_file()]
-    owners = [directory] if (directory / LOCK).is_file() and manifest is not None else [directory, campaign]
-    if any(is_held(owner / LOCK) for owner in owners):
+        entries = [_entry_from_records(directory, path) for path in paths if (path / layout.METRICS).is_file()]
+    owners = [directory] if (directory / layout.LOCK).is_file() and manifest is not None else [directory, campaign]
+    if any(is_held(owner / layout.LOCK) for owner in owners):
         return entries
     return [replace(entry, state="interrupted") if entry.state == "running" else entry for entry in entries]
 
@@ -147,12 +134,12 @@ def _entries(manifest: Mapping[str, object]) -> list[RunEntry]:
 
 
 def _entry_from_records(directory: Path, path: Path) -> RunEntry:
-    row = last_row(path / METRICS)
+    row = last_row(path / layout.METRICS)
     share = row.get("progress/done_frac")
     return RunEntry(
         run_id=path.name,
         label=row.get("condition", path.name),
-        state="done" if (path / FINAL).is_dir() else "interrupted",
+        state="done" if (path / layout.FINAL).is_dir() else "interrupted",
         max_steps=round((row["step"] + 1) / share) if share else 0,
         path=os.path.relpath(path, directory),
     )
@@ -162,7 +149,7 @@ def homes_of_runs(directory: Path) -> list[Path]:
     """Return ``directory`` itself when it is a run or a campaign, else those of its subdirectories that are."""
 
     def is_home(path: Path) -> bool:
-        return (path / MANIFEST).is_file() or (path / METRICS).is_file()
+        return (path / layout.MANIFEST).is_file() or (path / layout.METRICS).is_file()
 
     return [directory] if is_home(directory) else [path for path in sorted(directory.iterdir()) if is_home(path)]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,47 +17,30 @@ from types import TracebackType
 from retrain.clock import timestamp
 from retrain.files import truncate_jsonl, write_json
 from retrain.records.columns import ColumnWriter
+from retrain.records.completions import generations, held_out_completions
 from retrain.records.context import RunContext
 from retrain.records.environment import SystemInfo
-from retrain.records.evaluation import answer_of, eval_row
+from retrain.records.evaluation import eval_row
 from retrain.records.measure import Totals, step_row, tags_to_show
 from retrain.records.notes import WINDOW, explain
 from retrain.records.reader import RunReader
 from retrain.records.rollout_files import index_line, remove_files, truncate_index, write_files
-from retrain.records.rollouts import TRAIN, Batch, TokenText, conversation_of
+from retrain.records.rollouts import TRAIN, Batch, TokenText
 from retrain.records.samples import collect, everything
+from retrain.records.schema import layout
 from retrain.records.schema.base import Row, Values
-from retrain.records.schema.layout import (
-    CHECKPOINTS,
-    CONFIG,
-    EVALS,
-    EVALUATIONS,
-    GENERATIONS,
-    ITERATIONS,
-    LOG,
-    METRICS,
-    NOTES,
-    SPANS,
-    STEPS,
-)
 from retrain.records.schema.rows import Checkpoint, Evaluation, Note, RecorderState, StepSpans, StepSummary
 from retrain.records.secrets import without_keys
 from retrain.records.timeline import write_timeline
 from retrain.records.trackers import Tracker, make_trackers, without_evaluations
 from retrain.records.writer import RecordFiles, Reporter
-from retrain.types import CreditedGroup, EvalRecord, Rollout, StepRecord
+from retrain.types import CreditedGroup, EvalRecord, StepRecord
 
-PROMPT_CHARACTERS = 200
-COMPLETION_CHARACTERS = 500
-SHOWN = 1000  # Characters of a completion in `emergence/evaluations.jsonl`; of a longer one the beginning and the end
-SHOWN_END = 300
-ROW_FILES = (METRICS, STEPS, GENERATIONS, SPANS)
+ROW_FILES = (layout.METRICS, layout.STEPS, layout.GENERATIONS, layout.SPANS)
 """Records in which every step has a row."""
-EVALUATION_FILES = tuple(Path(name).name for name in (EVALS, EVALUATIONS))
+EVALUATION_FILES = tuple(Path(name).name for name in (layout.EVALS, layout.EVALUATIONS))
 """Names of the records with the rows of evaluations: ``evals.jsonl`` and ``emergence/evaluations.jsonl``."""
-STEP_FILES = (*ROW_FILES, NOTES)  # Records whose rows belong to a step
-
-
+STEP_FILES = (*ROW_FILES, layout.NOTES)  # Records whose rows belong to a step
 SERVER_REMEDY = "requests wait for a server, or go to the others; a launched one says more in server.log"
 
 
@@ -85,19 +67,14 @@ class RunRecorder:
     ):
         self.directory = Path(run_dir)
         self.context = context
-        self.totals = Totals()
         self._show = warn
         self._reader = RunReader(self.directory)
         self._files = RecordFiles(self.directory, guard)
-        self._columns = ColumnWriter(self.directory / METRICS)
-        wanted = make_trackers(context, self.directory, self._warn) if trackers is None else trackers
-        self._reporters = [Reporter(name, tracker, self._warn) for name, tracker in wanted.items()]
-        self._known_keys: dict[str, None] = {}
-        self._known_tags: tuple[str, ...] = ()
-        self._evaluations: Row = {}
-        self._rows_written: Counter[str] = Counter()
-        self._tracker_state: dict[str, Row | None] = {}
-        self._sent: dict[str, int] = {}
+        self._columns = ColumnWriter(self.directory / layout.METRICS)
+        if trackers is None:
+            trackers = make_trackers(context, self.directory, self._warn)
+        self._reporters = [Reporter(name, tracker, self._warn) for name, tracker in trackers.items()]
+        self._state = RecorderState(totals=asdict(Totals()), known_keys=[], known_tags=[], evaluations={})
         self._finished = 0  # steps that earlier processes have recorded
         self._unsent: dict[int, Row] = {}  # evaluations by step, until the row that they come with
         self._token_text = token_text
@@ -116,13 +93,13 @@ class RunRecorder:
             self._files.check()
 
     def start(self, facts: Values | None = None, system: SystemInfo | None = None) -> None:
-        """Have ``config.json`` (``facts`` as given) and the files of ``system`` written, and start the trackers;
-        a second call does nothing."""
+        """Write ``config.json`` (``facts`` as given) and the files of ``system``, and start the trackers; a second call
+        does nothing."""
         if self._started:
             return
         self._started = True
         if facts is not None:
-            self._files.write(lambda: write_json(self.directory / CONFIG, facts))
+            self._files.write(lambda: write_json(self.directory / layout.CONFIG, facts))
             self._dtype = (facts.get("built") or {}).get("dtype") or self._dtype
         if system is not None:
             self._files.write(lambda: system.write(self.directory))
@@ -134,22 +111,25 @@ class RunRecorder:
 
     @property
     def begun(self) -> bool:
-        """Whether an earlier process has recorded anything here."""
-        return any((self.directory / name).exists() for name in (*STEP_FILES, EVALS, CHECKPOINTS))
+        """Return whether an earlier process has recorded anything here."""
+        return any((self.directory / name).exists() for name in (*STEP_FILES, layout.EVALS, layout.CHECKPOINTS))
 
     def record_step(self, record: StepRecord) -> Row:
-        """Make the step's row, which is returned, and have everything about the step written."""
+        """Return the step's row, and have everything about the step written."""
         self.start()
-        samples = collect(record.groups)
-        self._known_tags = tuple(sorted({*self._known_tags, *tags_to_show(samples, self.context)}))
-        row = step_row(record, self.context, self.totals, self._known_tags, self._evaluations, samples)
-        self.totals = self.totals.plus(everything(record, samples), record.step_start, record.step_end)
-        self._evaluations = {}
-        for key in sorted(self._known_keys):
+        state, samples = self._state, collect(record.groups)
+        totals, tags = Totals(**state.totals), sorted({*state.known_tags, *tags_to_show(samples, self.context)})
+        row = step_row(record, self.context, totals, tuple(tags), state.evaluations, samples)
+        for key in sorted(state.known_keys):
             row.setdefault(key, None)
-        self._known_keys.update(dict.fromkeys(row))
-        completions = sum(len(group.rollouts) for group in record.groups)
-        self._rows_written.update({name: 1 for name in ROW_FILES} | {GENERATIONS: completions})
+        self._state = replace(
+            state,
+            totals=asdict(totals.plus(everything(record, samples), record.step_start, record.step_end)),
+            known_keys=list(dict.fromkeys([*state.known_keys, *row])),
+            known_tags=tags,
+            evaluations={},
+            rows=_sum(state.rows, dict.fromkeys(ROW_FILES, 1) | {layout.GENERATIONS: len(samples)}),
+        )
         notes = self._remarks(row)
         self._files.write(lambda: self._write_step(record, row, notes))
         self._report({record.step: row})
@@ -183,7 +163,7 @@ class RunRecorder:
         yield from evaluations.items()
 
     def _remarks(self, row: Row) -> list[Note]:
-        """What is odd about this row and was not noted before; logged, and a warning if something is to be done."""
+        """Log and return the notes that this row gives rise to; warn of those with something to do."""
         self._rows = [*self._rows[:1], *self._rows[1:][-WINDOW:], row]
         notes = explain(self._rows, self.context.config, self._dtype, self._noted)
         for note in notes:
@@ -193,33 +173,31 @@ class RunRecorder:
         return notes
 
     def _write_step(self, record: StepRecord, row: Row, notes: Sequence[Note]) -> None:
-        """All files of one step; runs on the files' thread."""
-        self._files.append(METRICS, [row])
+        """Write all files of one step; runs on the files' thread."""
+        self._files.append(layout.METRICS, [row])
         self._files.wrote(*self._columns.follow())
-        self._files.append(STEPS, [emergence_step(record, row)])
-        lines = self._files.append(GENERATIONS, generations(record))
-        self._files.append(SPANS, [timing_spans(record)])
-        self._files.append(NOTES, [note.to_row() for note in notes])
-        batch = Batch(TRAIN, record.step, record.groups, *self._named, record.step_start)
+        self._files.append(layout.STEPS, [_step_summary(record, row)])
+        lines = self._files.append(layout.GENERATIONS, generations(record))
+        self._files.append(layout.SPANS, [_step_spans(record)])
+        self._files.append(layout.NOTES, [note.to_row() for note in notes])
+        batch = self._batch(TRAIN, record.step, record.groups, record.step_start)
         self._write_rollouts(batch, self.keeps_tokens(record.step), lines)
 
     def keeps_tokens(self, step: int) -> bool:
-        """Whether the rollouts of this step are recorded token by token, with their pages."""
+        """Return whether the rollouts of this step are recorded token by token, with their pages."""
         every = self.context.config.logging.rollouts_every
         return every > 0 and (step % every == 0 or step + 1 == self.context.max_steps)
 
-    @property
-    def _named(self) -> tuple[str, str]:
-        return self.context.run_id, self.context.condition
+    def _batch(self, split: str, iteration: int, groups: Sequence[CreditedGroup], started: float) -> Batch:
+        run, condition = self.context.run_id, self.context.condition
+        weights = {part.shown_name: (part.weight, part.offset) for part in self.context.config.reward.components}
+        return Batch(split, iteration, groups, run, condition, started, self._token_text, weights)
 
     def _write_rollouts(self, batch: Batch, pages: bool, lines: tuple[int, int]) -> None:
-        config = self.context.config
-        weights = {part.shown_name: (part.weight, part.offset) for part in config.reward.components}
-        batch = replace(batch, token_text=self._token_text, weights=weights)
-        shown = config.logging.num_groups_to_log if pages else None
+        num_groups = self.context.config.logging.num_groups_to_log if pages else None
         self.check_directory()
-        self._files.wrote(*write_files(self.directory, batch, shown))
-        self._files.append(ITERATIONS, [index_line(batch, shown, lines)])
+        self._files.wrote(*write_files(self.directory, batch, num_groups))
+        self._files.append(layout.ITERATIONS, [index_line(batch, num_groups, lines)])
 
     def record_eval(self, record: EvalRecord) -> Row:
         """Write one evaluation to ``evals.jsonl``; its keys join the metrics row of the next ``record_step``.
@@ -230,38 +208,33 @@ class RunRecorder:
         self.start()
         config = self.context.config
         row = eval_row(record, self.context.tags_of(record.name), config.reward.strict_answers, config.audit.wanted)
-        self._evaluations.update(row)
         answers = sum(len(group.rollouts) for group in record.groups)
-        self._rows_written.update({EVALS: 1, EVALUATIONS: answers})
+        rows = _sum(self._state.rows, {layout.EVALS: 1, layout.EVALUATIONS: answers})
+        self._state = replace(self._state, evaluations=self._state.evaluations | row, rows=rows)
         self._unsent.setdefault(record.step, {}).update(row)
         started = timestamp() - record.seconds
         self._files.write(lambda: self._write_eval(record, row, started))
         return row
 
     def _write_eval(self, record: EvalRecord, row: Row, started: float) -> None:
-        """All files of one evaluation; runs on the files' thread."""
+        """Write all files of one evaluation; runs on the files' thread."""
         sampling = {key: getattr(record, key) for key in Evaluation.field_names()}
-        self._files.append(EVALS, [sampling | row])
+        self._files.append(layout.EVALS, [sampling | row])
         strict, pages = self.context.config.reward.strict_answers, self.context.config.logging.rollouts_every > 0
-        lines = self._files.append(EVALUATIONS, evaluated(record, strict))
+        lines = self._files.append(layout.EVALUATIONS, held_out_completions(record, strict))
         groups = list(map(CreditedGroup.of, record.groups))
-        batch = Batch(f"eval/{record.name}", record.step, groups, *self._named, started)
-        self._write_rollouts(batch, pages, lines)
+        self._write_rollouts(self._batch(f"eval/{record.name}", record.step, groups, started), pages, lines)
 
     def record_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Append one line to ``checkpoints.jsonl``, after all earlier records, and wait until all are on the disk.
-
-        Call it when the checkpoint's directory is complete.
-        """
-        self._files.write(lambda: self._files.append(CHECKPOINTS, [checkpoint.to_row()]))
+        """Append one line to ``checkpoints.jsonl``, after all earlier records, and wait until all are on the disk. Call
+        it when the checkpoint's directory is complete."""
+        self._files.write(lambda: self._files.append(layout.CHECKPOINTS, [checkpoint.to_row()]))
         self.flush()
         self._files.write(lambda: write_timeline(self.directory))  # so that a killed run has one too
 
     def flush(self) -> None:
-        """Wait until everything recorded so far is on the disk; call it before a checkpoint gets its name.
-
-        Any thread may. Raises RunFailed when something could not be written.
-        """
+        """Wait until everything recorded so far is on the disk; call it before a checkpoint gets its name. Any thread
+        may. Raises RunFailed when something could not be written."""
         self._files.flush()
 
     def check_directory(self) -> None:
@@ -269,10 +242,10 @@ class RunRecorder:
         self._files.check_directory()
 
     def log(self, text: str, level: str = "info") -> None:
-        """One time-stamped line (or several) in ``run.log``; never raises."""
+        """Add time-stamped lines to ``run.log``; never raises."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         lines = "".join(f"{stamp} {level:<7} {line}\n" for line in without_keys(text).splitlines() or [""])
-        self._files.write(lambda: self._files.append_text(LOG, lines), always=True)
+        self._files.write(lambda: self._files.append_text(layout.LOG, lines), always=True)
 
     def record_server(self, step: int, text: str, level: str = "info") -> None:
         """Log what happened to a server that a run samples from, and note it unless ``level`` is info. Any thread may;
@@ -280,10 +253,9 @@ class RunRecorder:
         self.log(text, level)
         if level != "info":
             note = Note(step, "server", level, without_keys(text), SERVER_REMEDY)
-            self._files.write(lambda: self._files.append(NOTES, [note.to_row()]), always=True)
+            self._files.write(lambda: self._files.append(layout.NOTES, [note.to_row()]), always=True)
 
     def log_error(self, error: BaseException) -> None:
-        """The error with its traceback in ``run.log``."""
         self.log("".join(traceback.format_exception(error)), level="error")
 
     def truncate(self, step: int) -> None:
@@ -297,13 +269,14 @@ class RunRecorder:
         for row in self._reader.evaluations():
             if row["step"] >= done:
                 remove_files(self.directory, f"eval/{row['name']}", row["step"])
-        kept = {name: truncate_jsonl(self.directory / name, step) for name in STEP_FILES}
+        counts = {name: truncate_jsonl(self.directory / name, step) for name in ROW_FILES}
+        truncate_jsonl(self.directory / layout.NOTES, step)
         truncate_index(self.directory, step, done)
         self._columns.forget()
-        for name in (EVALS, EVALUATIONS):
-            kept[name] = truncate_jsonl(self.directory / name, done)
-        self._rows_written = Counter({name: rows for name, rows in kept.items() if name != NOTES})
-        truncate_jsonl(self.directory / CHECKPOINTS, done, key="batch")
+        for name in (layout.EVALS, layout.EVALUATIONS):
+            counts[name] = truncate_jsonl(self.directory / name, done)
+        self._state = replace(self._state, rows=counts)
+        truncate_jsonl(self.directory / layout.CHECKPOINTS, done, key="batch")
         rows = self._reader.metrics()
         self._rows = [*rows[:1], *rows[1:][-WINDOW:]]
         self._noted = {note.key for note in self._reader.notes()}
@@ -312,34 +285,22 @@ class RunRecorder:
 
     def state(self) -> Row:
         """Return what must be saved for an exact continuation (``RecorderState``), as JSON."""
-        return RecorderState(
-            totals=asdict(self.totals),
-            known_keys=list(self._known_keys),
-            known_tags=list(self._known_tags),
-            evaluations=dict(self._evaluations),
-            rows=dict(self._rows_written),
-            trackers=self._tracker_state | {reporter.name: reporter.state for reporter in self._reporters},
-            sent=self._sent | {reporter.name: reporter.sent for reporter in self._reporters},
-        ).to_row()
+        trackers = self._state.trackers | {reporter.name: reporter.state for reporter in self._reporters}
+        sent = self._state.sent | {reporter.name: reporter.sent for reporter in self._reporters}
+        return replace(self._state, trackers=trackers, sent=sent).to_row()
 
     def restore(self, state: Values) -> None:
         """Restore a saved ``state()``; call before ``start``."""
-        saved = RecorderState.from_row(state)
-        self.totals = Totals(**saved.totals)
-        self._known_keys = dict.fromkeys(saved.known_keys)
-        self._known_tags = tuple(saved.known_tags)
-        self._evaluations = dict(saved.evaluations)
-        self._rows_written = Counter(saved.rows)
-        self._tracker_state, self._sent = dict(saved.trackers), dict(saved.sent)
-        for reporter in self._reporters:
-            reporter.state, reporter.sent = self._tracker_state.get(reporter.name), self._sent.get(reporter.name, 0)
+        self._set_state(RecorderState.from_row(state))
 
     def begin_own_records(self) -> None:
         """Start records and trackers of its own after ``restore`` of another run's state. Call before ``start``."""
-        self._rows_written = Counter()
-        self._tracker_state, self._sent = {}, {}
+        self._set_state(replace(self._state, rows={}, trackers={}, sent={}))
+
+    def _set_state(self, state: RecorderState) -> None:
+        self._state = state
         for reporter in self._reporters:
-            reporter.state, reporter.sent = None, 0
+            reporter.state, reporter.sent = state.trackers.get(reporter.name), state.sent.get(reporter.name, 0)
 
     def close(self, failed: bool = False) -> bool:
         """Finish the trackers and write what is left; whether everything could be written. Raises nothing."""
@@ -357,8 +318,12 @@ class RunRecorder:
         self._show(text)
 
 
-def emergence_step(record: StepRecord, row: Row) -> Row:
-    """One line of ``emergence/steps.jsonl``."""
+def _sum(rows: Mapping[str, int], added: Mapping[str, int]) -> dict[str, int]:
+    return {**rows, **{name: rows.get(name, 0) + count for name, count in added.items()}}
+
+
+def _step_summary(record: StepRecord, row: Row) -> Row:
+    """Return the step's line of ``emergence/steps.jsonl``."""
     rewards = [rollout.reward for group in record.groups for rollout in group.rollouts]
     summary = StepSummary(
         step=record.step,
@@ -371,65 +336,8 @@ def emergence_step(record: StepRecord, row: Row) -> Row:
     return summary.to_row() | {key: row[key] for key in row if key.startswith(("exec_", "plan_"))}
 
 
-def generations(record: StepRecord) -> list[Row]:
-    """Every completion of the step, for ``emergence/generations.jsonl``."""
-    return [
-        rollout_facts(record.step, rollout)
-        | {
-            "reference": rollout.prompt.problem.answer[:PROMPT_CHARACTERS],
-            "group": index,
-            "sample": sample,
-            "advantage": rollout.advantage,
-        }
-        for index, group in enumerate(record.groups)
-        for sample, rollout in enumerate(group.rollouts)
-    ]
-
-
-def evaluated(record: EvalRecord, strict: bool = True) -> list[Row]:
-    """Every completion of the evaluation, for ``emergence/evaluations.jsonl``; ``step`` counts the updates done.
-
-    ``strict`` says what counts as its answer (``answer_of``).
-    """
-    return [
-        rollout_facts(record.step, rollout)
-        | {
-            "completion": shortened(rollout.text),
-            "name": record.name,
-            "sample": sample,
-            "tags": list(rollout.prompt.problem.tags),
-            "reference": rollout.prompt.problem.answer[:PROMPT_CHARACTERS],
-            "answer": answer_of(rollout, strict),
-        }
-        for group in record.groups
-        for sample, rollout in enumerate(group.rollouts)
-    ]
-
-
-def shortened(text: str) -> str:
-    """The text, or its beginning and end where it is long: an answer stands at the end."""
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - SHOWN_END]} […] {text[-SHOWN_END:]}"
-
-
-def rollout_facts(step: int, rollout: Rollout) -> Row:
-    """What both kinds of lines say of one rollout, its texts shortened; ``prompt`` is the last message, with ``[data]
-    prompt_template`` and without chat markup."""
-    reward, messages = rollout.reward, conversation_of(rollout.prompt)
-    return {
-        "step": step,
-        "prompt": (messages[-1]["content"] if messages else rollout.prompt.text)[:PROMPT_CHARACTERS],
-        "completion": rollout.text[:COMPLETION_CHARACTERS],
-        "reward": reward.total_reward,
-        "num_tokens": len(rollout),
-        "stop_reason": rollout.stop_reason,
-        "correct": reward.is_correct,
-        "problem_id": rollout.prompt.problem.id,
-        **({"error": without_keys(reward.error)} if reward.error else {}),
-    }
-
-
-def timing_spans(record: StepRecord) -> Row:
-    """One line of ``timing_spans.jsonl``; wall clock in seconds since the epoch."""
+def _step_spans(record: StepRecord) -> Row:
+    """Return the step's line of ``timing_spans.jsonl``; wall clock in seconds since the epoch."""
     spans = [
         {"name": name, "duration": end - start, "wall_start": start, "wall_end": end}
         for name, start, end in record.spans

@@ -23,7 +23,7 @@ FOREIGN_VARIABLES = frozenset({
     "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES",
     "GIT_COMMON_DIR", "GIT_NAMESPACE", "GIT_PREFIX",
 })  # fmt: skip
-"""What git sets for its hooks; here every repository is found by its path."""
+"""Variables that git sets for its hooks; here every repository is found by its path."""
 # fmt: off
 DIFF = ("diff", "--no-renames", "--no-color", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty")
 PATCH = (
@@ -35,7 +35,7 @@ PATCH = (
 
 
 def git_state(path: Path) -> Row | None:
-    """Root, revision and whether there are changes, for the repository around ``path``; None without one."""
+    """Return root, revision and whether there are changes, of the repository around ``path``; None without one."""
     root = _text(_git(path, "rev-parse", "--show-toplevel"))
     if root is None:
         return None
@@ -48,13 +48,13 @@ def git_state(path: Path) -> Row | None:
 
 
 def code_diff(*places: Path) -> str:
-    """For each repository around ``places``, ``### repo: <root> @ <sha>`` and its uncommitted changes as one patch.
+    """Return ``### repo: <root> @ <sha>`` and the uncommitted changes as one patch, for each repository around
+    ``places``.
 
-    The patch is what the working tree differs in from the commit, staged or not, with new files that git does not
-    ignore; ``git apply`` in the root at that commit gives the tree back. Left out, and named in a line that begins with
-    ``###``, is the content of large files and of files named like a secret, what runs have written, and what does not
-    fit into 2 MB; an access key is replaced. Where there is no repository, a line says so. Bytes that are not UTF-8
-    are surrogate escapes.
+    The patch holds every difference of the working tree from the commit, staged or not, and new files that git does not
+    ignore; ``git apply`` in the root at that commit restores the tree. Files that are large, named like a secret,
+    written by runs, or beyond 2 MB are named in a line that begins with ``###``; access keys are replaced. Bytes that
+    are not UTF-8 are surrogate escapes.
     """
     parts = {}
     for place in places:
@@ -66,7 +66,7 @@ def code_diff(*places: Path) -> str:
 
 
 def own_checkout() -> Path | None:
-    """Where retrain's own source lies when it is under version control, as after ``pip install -e``."""
+    """Return the directory of retrain's source if it is under version control, as after ``pip install -e``."""
     source = Path(__file__).parent
     return source if _git(source, "ls-files", "--error-unmatch", Path(__file__).name) is not None else None
 
@@ -78,18 +78,18 @@ def _changes(root: Path, revision: str | None) -> str:
         return "### the changes cannot be read\n"
     quoted = str(root / objects).replace("\\", "\\\\").replace('"', '\\"')  # as git reads it in a list with colons
     with tempfile.TemporaryDirectory(prefix="retrain-") as aside:
-        own = {
+        variables = {
             "GIT_INDEX_FILE": f"{aside}/index",
             "GIT_OBJECT_DIRECTORY": f"{aside}/objects",
             "GIT_ALTERNATE_OBJECT_DIRECTORIES": f'"{quoted}"',
         }
-        Path(own["GIT_OBJECT_DIRECTORY"]).mkdir()
+        Path(variables["GIT_OBJECT_DIRECTORY"]).mkdir()
         if (root / index).is_file():
             # With its time: by that git knows which files may have changed since without looking different.
-            shutil.copy2(root / index, own["GIT_INDEX_FILE"])
-        left_out = _add_new_files(root, own) | _unwanted_changes(root, base, own)
+            shutil.copy2(root / index, variables["GIT_INDEX_FILE"])
+        left_out = _add_new_files(root, variables) | _unwanted_changes(root, base, variables)
         hidden = [f":(top,exclude,literal){name}" for name in left_out]
-        patch = _git(root, *PATCH, base, "--", ".", *hidden, variables=own)
+        patch = _git(root, *PATCH, base, "--", ".", *hidden, variables=variables)
     notes = [f"### {_printable(name)}: left out, {reason}\n" for name, reason in left_out.items()]
     if patch is None:
         return "".join([*notes, f"### the changes could not be read within {GIT_SECONDS:g} seconds\n"])
@@ -101,11 +101,11 @@ def _add_new_files(root: Path, variables: Mapping[str, str]) -> dict[str, str]:
     listed = _names(_git(root, "ls-files", "--others", "--exclude-standard", "-z"))
     new = [name for name in listed if not _is_of_a_run(root, name)]
     left_out = {name: reason for name in new if (reason := _unwanted(root / name))}
-    wanted = [name for name in new if name not in left_out and not name.endswith("/")]
-    data = b"\0".join(map(os.fsencode, wanted))
-    if wanted and _git(root, "add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul",
+    added = [name for name in new if name not in left_out and not name.endswith("/")]
+    data = b"\0".join(map(os.fsencode, added))
+    if added and _git(root, "add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul",
                        data=data, variables={**variables, "GIT_LITERAL_PATHSPECS": "1"}) is None:  # fmt: skip
-        left_out |= dict.fromkeys(wanted, "cannot be read")
+        left_out |= dict.fromkeys(added, "cannot be read")
     return left_out
 
 
@@ -121,7 +121,7 @@ def _printable(name: str) -> str:
 
 
 def _fitting(patch: bytes) -> Iterator[str]:
-    """The patch file by file, without keys, as far as there is room."""
+    """Yield the patch file by file, without keys, as far as there is room."""
     room = MAX_DIFF_BYTES
     for part in re.split(rb"^(?=diff --git )", patch, flags=re.MULTILINE):
         text = part.decode("utf-8", "surrogateescape")
@@ -134,10 +134,10 @@ def _fitting(patch: bytes) -> Iterator[str]:
 
 
 def _without_keys(part: str) -> str:
-    """One file's patch without access keys.
+    """Return one file's patch without access keys.
 
-    A key in an added line is replaced. One in a line that the commit has would make the patch one that does not apply,
-    for all files: then the file's part stands there as a remark.
+    A key in an added line is replaced. If a line of the commit has one, the whole patch would no longer apply: then the
+    file's part is commented out.
     """
     if "\nGIT binary patch\n" in part:
         return part
@@ -149,7 +149,7 @@ def _without_keys(part: str) -> str:
 
 
 def _unwanted(path: Path, committed_bytes: int = 0) -> str:
-    """Why a file's content stays out; "" when it does not."""
+    """Return the reason for which a file's content stays out; "" when it does not."""
     if is_secret(path.name):
         return "named like a secret"
     size = path.lstat().st_size if os.path.lexists(path) and not path.is_dir() else 0
@@ -157,13 +157,13 @@ def _unwanted(path: Path, committed_bytes: int = 0) -> str:
 
 
 def _is_of_a_run(root: Path, name: str) -> bool:
-    """Whether a run or campaign wrote (or is about to write) the file: its directory has a plan and a manifest."""
+    """Return whether a run or campaign wrote the file, or is about to: its directory has a plan and a manifest."""
     folders = [folder for folder in (root / name).parents if root in folder.parents]
     return any((folder / PLAN).is_file() and (folder / MANIFEST).is_file() for folder in folders)
 
 
 def _sizes(root: Path, tree: str) -> dict[str, int]:
-    """Bytes of every file that the commit has."""
+    """Return the bytes of every file of the commit."""
     sizes = {}
     for entry in _names(_git(root, "ls-tree", "-r", "-l", "-z", "--full-tree", tree)):
         facts, _, name = entry.partition("\t")
@@ -177,14 +177,14 @@ def _names(listed: bytes | None) -> list[str]:
 
 
 def _text(answer: bytes | None) -> str | None:
-    """The one line of an answer; None for no answer or an empty one."""
+    """Return the one line of an answer; None for no answer or an empty one."""
     return os.fsdecode(answer).removesuffix("\n") or None if answer is not None else None
 
 
 def _git(
     path: Path, *arguments: str, data: bytes | None = None, variables: Mapping[str, str] | None = None
 ) -> bytes | None:
-    """Output of a git command, or None when git, the repository or the answer is missing."""
+    """Return the output of a git command, or None when git, the repository or the answer is missing."""
     kept: Iterable[tuple[str, str]] = (item for item in os.environ.items() if item[0] not in FOREIGN_VARIABLES)
     environment = dict(kept) | {"GIT_OPTIONAL_LOCKS": "0"} | dict(variables or {})
     command = ("git", "-C", str(path), "-c", "core.fsmonitor=false", *arguments)

@@ -1,5 +1,5 @@
-"""The files of an iteration's rollouts: summary lines, logtree, the page that shows the same, every token; and the
-index of them all, ``iterations.jsonl``, so that nobody has to list or read them to know what there is."""
+"""The files of an iteration's rollouts: summary lines, logtree, page and tokens; and their index, ``iterations.jsonl``,
+so that a reader need not list them."""
 
 from pathlib import Path
 
@@ -12,19 +12,19 @@ from retrain.records.schema.rows import Iteration
 from retrain.records.tokens import tokens_name, write_tokens
 
 
-def write_files(directory: Path, batch: Batch, shown: int | None) -> list[Path]:
-    """Write the summary lines and, unless ``shown`` is None, every token, and logtree and page with the texts of
-    ``shown`` groups, without waiting for the disk; their paths."""
+def write_files(directory: Path, batch: Batch, num_groups: int | None) -> list[Path]:
+    """Write the summary lines and, unless ``num_groups`` is None, every token, and logtree and page with the texts of
+    ``num_groups`` groups, without waiting for the disk; return the paths."""
     texts = {SUMMARIES: "".join(dumps(row) + "\n" for row in summary_rows(batch))}
-    if shown is not None:
-        texts |= {LOGTREE: dumps(logtree(batch, shown)) + "\n", PAGE: rollout_page(batch, shown)}
+    if num_groups is not None:
+        texts |= {LOGTREE: dumps(logtree(batch, num_groups)) + "\n", PAGE: rollout_page(batch, num_groups)}
     paths = {directory / f"{batch.name}{ending}": text for ending, text in texts.items()}
     for path, text in paths.items():
         write_text(path, text, durable=False)
-    return [*paths, *([] if shown is None else [write_tokens(directory, batch)])]
+    return [*paths, *([] if num_groups is None else [write_tokens(directory, batch)])]
 
 
-def index_line(batch: Batch, shown: int | None, lines: tuple[int, int]) -> Row:
+def index_line(batch: Batch, num_groups: int | None, lines: tuple[int, int]) -> Row:
     """Return the line of an iteration in the index. ``lines``: the bytes [begin, end) of its completions in
     ``emergence/generations.jsonl``, of an evaluation in ``emergence/evaluations.jsonl``."""
     rewards = [rollout.reward for group in batch.groups for rollout in group.rollouts]
@@ -38,7 +38,7 @@ def index_line(batch: Batch, shown: int | None, lines: tuple[int, int]) -> Row:
         reward=sum(totals) / len(totals) if totals else None,
         lines=lines,
         name=batch.name,
-        tokens=None if shown is None else tokens_name(batch.split, batch.iteration),
+        tokens=None if num_groups is None else tokens_name(batch.split, batch.iteration),
     ).to_row()
 
 

@@ -11,16 +11,17 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from retrain.records.html import escape
 from retrain.records.samples import mean
 from retrain.records.schema.base import Row
+from retrain.records.schema.rows import TrajectorySummary
+from retrain.tokenizer import Offsets
 from retrain.types import CreditedGroup, CreditedRollout, Group, Message, Prompt, RewardResult
 
-TokenText = Callable[[Sequence[int]], tuple[str, Any]]
+TokenText = Callable[[Sequence[int]], tuple[str, Offsets]]
 """Text of sampled token ids and the characters [start, end) of each of its tokens."""
 
 MESSAGE_CHARACTERS = 200_000  # Longest message in a logtree; what is cut off is counted in its place
@@ -33,7 +34,7 @@ TRAIN = "train"
 
 @dataclass(frozen=True)
 class Batch:
-    """What one iteration sampled. ``iteration`` counts the updates before it.
+    """The rollouts of one iteration. ``iteration`` counts the updates before it.
 
     ``split`` is ``train`` or ``eval/<name>``; ``run`` and ``condition`` name the run; ``token_text`` places tokens in
     texts where that is known; ``started`` is in seconds since the epoch; ``weights`` has weight and offset of each
@@ -72,27 +73,27 @@ def sanitised(name: str) -> str:
 
 
 def summary_rows(batch: Batch) -> list[Row]:
-    """One object per trajectory, in sampling order; a reward that could not be had is None."""
+    """Return one object per trajectory, in sampling order."""
     return [
-        {
-            "schema_version": SCHEMA_VERSION,
-            "split": batch.split,
-            "iteration": batch.iteration,
-            "group_idx": index,
-            "traj_idx": sample,
-            "tags": list(dict.fromkeys((*group.prompt.problem.tags, *rollout.reward.tags))),
-            "sampling_client_step": batch.iteration - rollout.staleness,
-            "total_reward": rollout.reward.total_reward,
-            "final_reward": 0.0,  # what a whole group would get besides; a rollout is rewarded in its last turn
-            "trajectory_metrics": metrics_of(rollout.reward),
-            "steps": _turn_rows(rollout),
-            "final_ob_len": 0,
-            "problem_id": group.prompt.problem.id,
-            "stop_reason": rollout.stop_reason,
-            "ended": rollout.ended,
-            "advantage": advantage_of(rollout),
-            "discarded": group.discarded,
-        }
+        TrajectorySummary(
+            schema_version=SCHEMA_VERSION,
+            split=batch.split,
+            iteration=batch.iteration,
+            group_idx=index,
+            traj_idx=sample,
+            tags=list(dict.fromkeys((*group.prompt.problem.tags, *rollout.reward.tags))),
+            sampling_client_step=batch.iteration - rollout.staleness,
+            total_reward=rollout.reward.total_reward,
+            final_reward=0.0,  # for a whole group; a rollout is rewarded in its last turn
+            trajectory_metrics=metrics_of(rollout.reward),
+            steps=_turn_rows(rollout),
+            final_ob_len=0,
+            problem_id=group.prompt.problem.id,
+            stop_reason=rollout.stop_reason,
+            ended=rollout.ended,
+            advantage=advantage_of(rollout),
+            discarded=group.discarded,
+        ).to_row()
         for index, group in enumerate(batch.groups)
         for sample, rollout in enumerate(group.rollouts)
     ]
@@ -100,42 +101,50 @@ def summary_rows(batch: Batch) -> list[Row]:
 
 def _turn_rows(rollout: CreditedRollout) -> list[Row]:
     """Return one row per turn. ``ob_len`` is the length of the whole observation: everything that the policy saw before
-    it acted, as in the Tinker cookbook. What the total reward is beyond the rewards of single turns is in the last row,
-    so that they add up to it. With a critic: the mean of its values before the turn's tokens, and of its targets."""
-    total, reward = rollout.reward.total_reward, rollout.reward
-    earlier = math.fsum(turn.reward or 0.0 for turn in rollout.turns[:-1])
-    critic_T = {} if rollout.values_T is None else {"value_mean": rollout.values_T}
-    if critic_T and rollout.value_targets_T is not None:
-        critic_T["value_target_mean"] = rollout.value_targets_T
+    it acted, as in the Tinker cookbook. The last turn gets the rest of the total reward, so that the rewards add up to
+    it."""
     rows, at, context = [], 0, 0
     for index, turn in enumerate(rollout.turns):
         observation = len(turn.observation_ids) + (0 if turn.fresh else context)
         context = observation + len(turn.action)
-        own = slice(at, at + len(turn.action))
-        at = own.stop
-        last = index + 1 == len(rollout.turns)
-        rest = None if total is None else total - earlier
-        error = {"error": reward.error[:500]} if last and reward.error else {}
-        more: Row = {} if rollout.turn_advantages is None else {"advantage": rollout.turn_advantages[index]}
-        more |= {name: mean(each_T[own].astype(np.float64)) for name, each_T in critic_T.items()}
-        rows.append(
-            {
-                "step_idx": index,
-                "ob_len": observation,
-                "ac_len": len(turn.action),
-                "reward": rest if last else turn.reward or 0.0,
-                "episode_done": last,
-                "stop_reason": turn.action.stop_reason,
-                "metrics": {**turn.metrics, **(metrics_of(reward) if last else {})},
-                "logs": {**turn.logs, **error},
-                **more,
-            }
-        )
+        row: Row = {
+            "step_idx": index,
+            "ob_len": observation,
+            "ac_len": len(turn.action),
+            "reward": turn.reward or 0.0,
+            "episode_done": False,
+            "stop_reason": turn.action.stop_reason,
+            "metrics": dict(turn.metrics),
+            "logs": dict(turn.logs),
+        }
+        if rollout.turn_advantages is not None:
+            row["advantage"] = rollout.turn_advantages[index]
+        rows.append(row | _critic_means(rollout, slice(at, at + len(turn.action))))
+        at += len(turn.action)
+    if not rows:
+        return []
+    reward, last = rollout.reward, rows[-1]
+    earlier = math.fsum(row["reward"] for row in rows[:-1])
+    last["reward"] = None if reward.total_reward is None else reward.total_reward - earlier
+    last["episode_done"] = True
+    last["metrics"] |= metrics_of(reward)
+    if reward.error:
+        last["logs"]["error"] = reward.error[:500]
     return rows
 
 
+def _critic_means(rollout: CreditedRollout, tokens: slice) -> Row:
+    """Return the mean of the critic's values before these tokens, and of its targets."""
+    if rollout.values_T is None:
+        return {}
+    means = {"value_mean": mean(rollout.values_T[tokens].astype(np.float64))}
+    if rollout.value_targets_T is not None:
+        means["value_target_mean"] = mean(rollout.value_targets_T[tokens].astype(np.float64))
+    return means
+
+
 def metrics_of(reward: RewardResult) -> Row:
-    """``correct``, ``format`` where one is defined, each component and each sample metric."""
+    """Return ``correct``, ``format`` where one is defined, each component and each sample metric."""
     values: Row = {"correct": float(reward.is_correct)}
     if reward.format_ok is not None:
         values["format"] = float(reward.format_ok)
@@ -154,7 +163,7 @@ class Part:
 
 
 def breakdown(reward: RewardResult, weights: Mapping[str, tuple[float, float]]) -> tuple[list[Part], list[Part]]:
-    """Components of the total, and the other numbers: sample metrics, ``correct`` and ``format``."""
+    """Return the components of the total, and the other numbers: sample metrics, ``correct`` and ``format``."""
     components = []
     for name, value in reward.components.items():
         if name in weights and value is not None:
@@ -169,19 +178,19 @@ def breakdown(reward: RewardResult, weights: Mapping[str, tuple[float, float]]) 
 
 
 def part_names(groups: Sequence[CreditedGroup]) -> list[str]:
-    """Names of all components and other numbers of these groups, components first."""
+    """Return the names of all components and other numbers of these groups, components first."""
     rewards = [rollout.reward for group in groups for rollout in group.rollouts]
     components = dict.fromkeys(name for reward in rewards for name in reward.components)
     return list(components | dict.fromkeys(name for reward in rewards for name in metrics_of(reward)))
 
 
 def advantage_of(rollout: CreditedRollout) -> float | None:
-    """The rollout's advantage; None where there is none (no reward, or an evaluation)."""
+    """Return the rollout's advantage; None where there is none (no reward, or an evaluation)."""
     return rollout.advantage if math.isfinite(rollout.advantage) else None
 
 
 def conversation_of(prompt: Prompt, limit: int | None = None) -> list[dict[str, str]]:
-    """The messages of the prompt, each cut to ``limit`` characters."""
+    """Return the messages of the prompt, each cut to ``limit`` characters."""
     messages, problem = prompt.messages, prompt.problem.prompt
     if not messages:
         messages = ({"role": "user", "content": problem},) if isinstance(problem, str) else problem
@@ -204,19 +213,20 @@ def fair_share(total: int, most: int, count: int) -> int:
 # -- the logtree ------------------------------------------------------------------------------------------------
 
 
-def logtree(batch: Batch, shown: int) -> Row:
-    """The tree of one iteration: texts and grading of the first ``shown`` groups, details of every trajectory."""
-    count = sum(len(group.rollouts) for group in batch.groups[:shown])
+def logtree(batch: Batch, num_groups: int) -> Row:
+    """Return the tree of one iteration: texts and grading of the first groups, details of every trajectory."""
+    count = sum(len(group.rollouts) for group in batch.groups[:num_groups])
     limit = fair_share(LOGTREE_CHARACTERS, MESSAGE_CHARACTERS, count)
     title = f"{batch.run}: {batch.title}"
     started = datetime.datetime.fromtimestamp(batch.started, datetime.UTC).isoformat(timespec="seconds")
-    children: list[Any] = [node("h1", "lt-title", escape(title)), node("div", "lt-subtitle", f"Generated {started}")]
+    children = [node("h1", "lt-title", escape(title)), node("div", "lt-subtitle", f"Generated {started}")]
     for index, group in enumerate(batch.groups):
-        body = _group_body(group, limit, batch.weights) if index < shown else []
+        body = _group_body(group, limit, batch.weights) if index < num_groups else []
         details = _section("Trajectory Details", 3, [_details_table(group)])
         children.append(_section(f"Group {index}: {group.prompt.problem.id}", 2, [*body, details]))
-    if len(batch.groups) > shown:
-        text = f"{len(batch.groups) - shown} more groups without their texts: [logging] num_groups_to_log = {shown}"
+    if len(batch.groups) > num_groups:
+        more = len(batch.groups) - num_groups
+        text = f"{more} more groups without their texts: [logging] num_groups_to_log = {num_groups}"
         children.append(node("p", "lt-p", escape(text)))
     return {
         "title": title,
@@ -226,13 +236,13 @@ def logtree(batch: Batch, shown: int) -> Row:
     }
 
 
-def node(tag: str, css: str, *children: Any, data: Row | None = None) -> Row:
-    """One node; strings among the children must be escaped."""
+def node(tag: str, css: str, *children: Row | str, data: Row | None = None) -> Row:
+    """Return one node; strings among the children must be escaped."""
     made: Row = {"tag": tag, "attrs": {"class": css} if css else {}, "children": list(children)}
     return made | ({"data": data} if data is not None else {})
 
 
-def _section(title: str, level: int, body: list[Any]) -> Row:
+def _section(title: str, level: int, body: Sequence[Row]) -> Row:
     heading = node(f"h{level}", f"lt-h{level}", escape(title))
     return node("section", "lt-section", heading, node("div", "lt-section-body", *body))
 
@@ -273,7 +283,6 @@ def _conversation(messages: list[dict[str, str]]) -> Row:
 
 
 def _breakdown_table(reward: RewardResult, weights: Mapping[str, tuple[float, float]]) -> Row:
-    """What the reward is made of, as a table and, in ``data``, as numbers."""
     components, others = breakdown(reward, weights)
     rows = [_row("th", ("reward", "value", "adds"))]
     rows += [_row("td", (part.name, _number(part.value), part.how)) for part in components]
@@ -290,7 +299,6 @@ def _breakdown_table(reward: RewardResult, weights: Mapping[str, tuple[float, fl
 
 
 def _details_table(group: CreditedGroup) -> Row:
-    """Every trajectory of the group in a row, with every number that its reward gave."""
     names = part_names([group])
     rows = [_row("th", ("trajectory", "tokens read", "ac_len", "reward", "advantage", "stop_reason", *names))]
     for sample, rollout in enumerate(group.rollouts):
@@ -312,6 +320,5 @@ def _number(value: float | None) -> str:
 
 
 def cut(text: str, limit: int | None) -> str:
-    """``text``, or its beginning and how much more there was."""
     left = 0 if limit is None else len(text) - limit
     return text if left <= 0 else f"{text[:limit]}\n… {left:,} more characters not shown"

@@ -47,15 +47,15 @@ class Samples:
 
     @property
     def cut_off(self) -> float | None:
-        """The share of completions that ended by length; None without any."""
+        """Share of completions that ended by length; None without any."""
         return float((~self.stopped_N).mean()) if len(self) else None
 
     def per_turn(self, values_N: np.ndarray) -> float | None:
-        """Sum over the completions divided by the number of their turns; None without any."""
+        """Divide the sum over the completions by the number of their turns; None without any."""
         return float(values_N.sum() / self.turns_N.sum()) if len(self) else None
 
     def by_group(self, values_N: np.ndarray) -> list[np.ndarray]:
-        """``values_N`` split by group, NaN dropped, empty groups left out."""
+        """Split ``values_N`` by group, without NaN and empty groups."""
         known_N = ~np.isnan(values_N)
         group_N, values_N = self.group_N[known_N], values_N[known_N]
         if not len(values_N):
@@ -64,7 +64,6 @@ class Samples:
 
 
 def collect(groups: Sequence[CreditedGroup]) -> Samples:
-    """All completions of the groups as columns, before any filtering."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.reward for rollout in rollouts]
     sizes = [len(group.rollouts) for group in groups]
@@ -87,43 +86,43 @@ def collect(groups: Sequence[CreditedGroup]) -> Samples:
 
 
 def everything(record: StepRecord, samples: Samples) -> Samples:
-    """All completions that a step sampled: ``samples``, those of its batch, and those of groups that were dropped."""
+    """Return all completions of a step: ``samples``, those of its batch, and those of groups that were dropped."""
     return collect([*record.groups, *map(CreditedGroup.of, record.dropped)]) if record.dropped else samples
 
 
 def _parts(rewards: Sequence[RewardResult]) -> dict[str, np.ndarray]:
-    """Components and sample metrics by sorted name; a component wins over a sample metric of the same name."""
+    """Return components and sample metrics by sorted name; a component wins over a sample metric of its name."""
     merged: list[Mapping[str, float | None]] = [{**reward.sample_metrics, **reward.components} for reward in rewards]
     names = sorted({name for values in merged for name in values})
     return {name: _floats(values.get(name) for values in merged) for name in names}
 
 
 def _floats(values: Iterable[float | int | bool | None]) -> np.ndarray:
-    """float64 [N]; None and infinities become NaN."""
+    """Return float64 [N]; None and infinities become NaN."""
     array = np.array([math.nan if value is None else float(value) for value in values], dtype=np.float64)
     array[~np.isfinite(array)] = math.nan
     return array
 
 
 def mean(values: np.ndarray) -> float | None:
-    """Mean over what is not NaN; None when nothing is."""
+    """Return the mean over what is not NaN; None when nothing is."""
     return spread(values)["mean"]
 
 
 def spread(values: np.ndarray) -> dict[str, float | None]:
-    """Mean, population standard deviation, minimum and maximum over what is not NaN."""
+    """Return mean, population standard deviation, minimum and maximum over what is not NaN."""
     known = values[~np.isnan(values)]
     return {name: float(getattr(known, name)()) if len(known) else None for name in ("mean", "std", "min", "max")}
 
 
 def mean_gini(groups: Sequence[np.ndarray], lowest: float | None = None) -> float | None:
-    """Mean over the groups where the coefficient exists; ``lowest`` as in ``gini``."""
+    """Return the mean over the groups where the coefficient exists; ``lowest`` as in ``gini``."""
     known = [value for value in (gini(group, lowest) for group in groups) if value is not None]
     return float(np.mean(known)) if known else None
 
 
 def group_shares(groups: Sequence[np.ndarray]) -> dict[str, float | None]:
-    """Shares of groups with unequal rewards, all equal and ≥ 0.5, all equal and < 0.5 (float noise is equality)."""
+    """Return the shares of groups with unequal rewards, all equal and ≥ 0.5, all equal and < 0.5 (up to noise)."""
     mixed = sum(float(rewards.std()) >= EQUAL_REWARDS for rewards in groups)
     good = sum(float(rewards.std()) < EQUAL_REWARDS and float(rewards.mean()) >= 0.5 for rewards in groups)
     counts = {"frac_mixed": mixed, "frac_all_good": good, "frac_all_bad": len(groups) - mixed - good}
@@ -131,7 +130,7 @@ def group_shares(groups: Sequence[np.ndarray]) -> dict[str, float | None]:
 
 
 def ties(groups: Sequence[np.ndarray]) -> dict[str, float | int | None]:
-    """How often rewards of one group are equal (up to float noise); groups of one reward say nothing."""
+    """Count equal rewards within groups (up to float noise); groups of one reward are left out."""
     sizes = [len(rewards) for rewards in groups if len(rewards) > 1]
     counts = [np.unique(np.round(rewards, 8), return_counts=True)[1] for rewards in groups if len(rewards) > 1]
     tied = sum(int(count * (count - 1) // 2) for values in counts for count in values)

@@ -1,4 +1,4 @@
-"""What must not get into a run directory: files named like secrets, access keys, values of secret variables."""
+"""Secrets, which must not get into a run directory: files, access keys, values of variables."""
 
 import fnmatch
 import os
@@ -13,7 +13,7 @@ SECRET_NAMES = (
 # fmt: on
 """Files whose content never goes into a run directory."""
 KEYS = re.compile(r"\b(?:sk|hf|gh[opsu]|glpat|xox[abp])[-_][A-Za-z0-9_-]{16,}|\bAKIA[0-9A-Z]{16}\b")
-"""What the access keys of common services look like."""
+"""Access keys of common services."""
 SECRET_VARIABLES = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
 
 
@@ -22,7 +22,7 @@ def is_secret(name: str) -> bool:
 
 
 def without_keys(text: str) -> str:
-    """``text`` without what looks like an access key, and without the values of variables named as secrets."""
+    """Replace what looks like an access key, and the values of variables named as secrets."""
     values = {value for name, value in os.environ.items() if SECRET_VARIABLES.search(name) and len(value) >= 8}
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, "[key left out]")

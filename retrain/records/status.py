@@ -59,7 +59,7 @@ class RunView:
         return self.row.get("sepa_lambda") if transform_of(self.label) == "gtpo_sepa" else None
 
     def eta(self, now: float) -> float | None:
-        """Seconds to go at the pace so far; None before the first step and after the end."""
+        """Return the seconds to go at the pace so far; None before the first step and after the end."""
         done = self.steps_done - self.first_step
         if self.state != "running" or done <= 0:
             return None
@@ -69,11 +69,8 @@ class RunView:
 def read_status(directory: Path) -> Row:
     """Return the state of every run at ``directory`` (a campaign, a single run, or a directory of run directories).
 
-    Returns ``{"directory", "kind": "campaign" | "run", "runs": [{"run_id", "label", "seed", "state", "reason",
-    "step", "max_steps", "path", "row": last metrics row, "heldout_before", "heldout_now", "evaluations", "age_s",
-    "worker"}], "recommended_rank"}``; ``step`` counts finished steps, ``evaluations`` has the accuracy on each held-out
-    set, {name: {"before", "now"}}, and the first of them is also ``heldout_before`` and ``heldout_now``; ``worker`` is
-    what trains it just now, where there are several.
+    For each run, ``step`` counts finished steps, ``row`` is the last metrics row, ``evaluations`` has the accuracy on
+    each held-out set, of which the first is also ``heldout_before`` and ``heldout_now``.
 
     Raises:
         UsageError: the directory holds no runs, or its manifest is damaged.

@@ -58,14 +58,7 @@ class ResultTable(NamedTuple):
 
 def comparison_table(report: Values, width: int = WIDE) -> ResultTable:
     """Return conditions against the baseline with intervals over seeds; verdicts stand beside the numbers, or below
-    in a terminal with fewer than ``WIDE`` columns.
-
-    ``report``: ``{"baseline": label, "metric": key, "conditions": [{"label", "seeds": [...], "before": float | None,
-    "after_mean": float | None, "after_values": [...], "interval": [low, high] | None, "difference": float | None,
-    "difference_interval": [low, high] | None, "p_value": float | None, "pairs": int, "verdict": str, "failed": int,
-    "tokens": int, "seconds": float}], "note": str}``. Rates are shares; differences are shown in percentage points.
-    ``p_holm`` takes precedence over ``p_value``.
-    """
+    in a terminal with fewer than ``WIDE`` columns. ``report`` is a ``schema.comparison.Comparison`` as JSON."""
     left_out = set() if width >= WIDE else {"verdict"}
     left_out |= {"95 % interval", "p"} if width < NARROW else set()
     headings = [heading for heading in COMPARISON_COLUMNS if heading not in left_out]
@@ -80,13 +73,16 @@ def comparison_table(report: Values, width: int = WIDE) -> ResultTable:
             lines.append(Text(visible(condition["sentence"])))
         elif verdict.plain not in ("", "baseline") and width < WIDE:
             lines.append(Text(f"{visible(condition_name(condition['label']))}: ") + verdict)
+    lines += [Text(line, style="dim") for line in (_costs(report), visible(report.get("note") or "")) if line]
+    gap = 2 if width >= WIDE else 1
+    return ResultTable(comparison_title(report), headings, rows, ("condition", "verdict"), lines, gap)
+
+
+def _costs(report: Values) -> str:
     tokens = sum(condition.get("tokens") or 0 for condition in report["conditions"])
     seconds = sum(condition.get("seconds") or 0.0 for condition in report["conditions"])
     summary = f" ({report['summary']})" if report.get("summary") else ""
-    costs = f"metric {report['metric']}{summary}; {short(tokens)} tokens, {duration(seconds)} of device time"
-    lines += [Text(line, style="dim") for line in (costs, visible(report.get("note") or "")) if line]
-    gap = 2 if width >= WIDE else 1
-    return ResultTable(comparison_title(report), headings, rows, ("condition", "verdict"), lines, gap)
+    return f"metric {report['metric']}{summary}; {short(tokens)} tokens, {duration(seconds)} of device time"
 
 
 def comparison_title(report: Values) -> str:

@@ -20,18 +20,19 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from retrain.errors import CheckpointError
 from retrain.files import dumps, write_bytes
 from retrain.records import kinds
 from retrain.records.kinds import Wanted, checked
 from retrain.records.rollouts import TRAIN, Batch, advantage_of, batch_name, conversation_of, metrics_of
+from retrain.records.schema.base import Row, Values
 from retrain.tensor_file import to_bytes
 from retrain.types import CreditedRollout, Group
 
@@ -65,7 +66,7 @@ def tokens_name(split: str, iteration: int) -> str:
 
 
 def write_tokens(directory: Path, batch: Batch) -> Path:
-    """Write the batch, without waiting for the disk; the path."""
+    """Write the batch, without waiting for the disk; return the path."""
     path = directory / tokens_name(batch.split, batch.iteration)
     about = {"schema": SCHEMA, "split": batch.split, "iteration": str(batch.iteration), "run": batch.run}
     write_bytes(path, to_bytes(_tensors(batch), {**about, "condition": batch.condition}), durable=False)
@@ -74,70 +75,73 @@ def write_tokens(directory: Path, batch: Batch) -> Path:
 
 def _tensors(batch: Batch) -> dict[str, np.ndarray]:
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    seen = [_as_seen(rollout) for rollout in rollouts]
-    made: dict[str, np.ndarray] = {
-        "offsets": _begins([len(ids) for ids, _ in seen]),
-        "sampled": _begins([len(rollout) for rollout in rollouts]),
-        "ids": _joined([ids for ids, _ in seen], np.int32),
-        "action": _joined([mask for _, mask in seen], np.uint8),
+    ids, action = zip(*map(_as_seen, rollouts), strict=True) if rollouts else ((), ())
+    texts = [_texts(batch, rollout) for rollout in rollouts]
+    entropies = [rollout.entropy_T for rollout in rollouts if rollout.entropy_T is not None]
+    tensors: dict[str, np.ndarray] = {
+        "offsets": _begins(ids),
+        "sampled": _begins(rollouts),
+        "ids": _joined(ids, np.int32),
+        "action": _joined(action, np.uint8),
         "logprobs": _joined([rollout.logprobs_T for rollout in rollouts], np.float32),
     }
-    if rollouts and all(rollout.entropy_T is not None for rollout in rollouts):
-        made["entropy"] = _joined([rollout.entropy_T for rollout in rollouts], np.float32)
+    if rollouts and len(entropies) == len(rollouts):
+        tensors["entropy"] = _joined(entropies, np.float32)
     if batch.split == TRAIN:
-        made |= _trained(rollouts)
-    texts = [_texts(batch, rollout) for rollout in rollouts]
-    made["ends"] = _joined([ends for _, ends in texts], np.int32)
-    lines = iter(texts)
-    numbered = [(g, s, one) for g, group in enumerate(batch.groups) for s, one in enumerate(group.rollouts)]
-    prompts = [dumps(prompt_line(group)) for group in batch.groups]
-    whole = [
-        dumps(rollout_line(rollout, next(lines)[0], group, sample, batch.groups[group].discarded))
-        for group, sample, rollout in numbered
+        tensors |= _trained(rollouts)
+    tensors["ends"] = _joined([ends for _, ends in texts], np.int32)
+    numbered = [(g, s, rollout) for g, group in enumerate(batch.groups) for s, rollout in enumerate(group.rollouts)]
+    lines = [
+        rollout_line(rollout, turns, group, sample, batch.groups[group].discarded)
+        for (group, sample, rollout), (turns, _) in zip(numbered, texts, strict=True)
     ]
-    for name, each in (("prompt", prompts), ("rollout", whole)):
-        data = [line.encode() for line in each]
-        made[f"{name}s"] = np.frombuffer(b"".join(data), np.uint8)
-        made[f"{name}_at"] = _begins([len(line) for line in data])
-    return made
+    return tensors | _lines("prompt", map(prompt_line, batch.groups)) | _lines("rollout", lines)
+
+
+def _lines(kind: str, rows: Iterable[Row]) -> dict[str, np.ndarray]:
+    lines = [dumps(row).encode() for row in rows]
+    return {f"{kind}s": np.frombuffer(b"".join(lines), np.uint8), f"{kind}_at": _begins(lines)}
 
 
 def _trained(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
-    """What a step knows of its tokens beyond an evaluation."""
+    """Return the arrays of a step that an evaluation lacks."""
 
-    def known(name: str) -> list[np.ndarray | None]:
-        return [getattr(rollout, name) for rollout in rollouts]
+    def filled(parts: Sequence[np.ndarray | None], absent: float, dtype: DTypeLike) -> np.ndarray:
+        pairs = zip(rollouts, parts, strict=True)
+        return _joined([np.full(len(rollout), absent) if part is None else part for rollout, part in pairs], dtype)
 
-    def filled(parts: Sequence[np.ndarray | None], absent: float, dtype: Any) -> np.ndarray:
-        whole = [
-            np.full(len(rollout), absent) if part is None else part
-            for rollout, part in zip(rollouts, parts, strict=True)
-        ]
-        return _joined(whole, dtype)
-
-    trains = [
-        None if rollout.token_advantages_T is None
-        else np.ones(len(rollout)) if rollout.loss_mask_T is None else rollout.loss_mask_T
+    versions = [
+        np.repeat([turn.action.policy_version for turn in rollout.turns], [len(turn.action) for turn in rollout.turns])
         for rollout in rollouts
-    ]  # fmt: skip
-    versions = [np.repeat([t.action.policy_version for t in one.turns], [len(t.action) for t in one.turns])
-                for one in rollouts]  # fmt: skip
-    made = {
-        "advantages": filled(known("token_advantages_T"), np.nan, np.float32),
-        "planning": filled(known("planning_T"), 0, np.uint8),
-        "trained": filled(trains, 0, np.uint8),
+    ]
+    tensors = {
+        "advantages": filled([rollout.token_advantages_T for rollout in rollouts], np.nan, np.float32),
+        "planning": filled([rollout.planning_T for rollout in rollouts], 0, np.uint8),
+        "trained": filled(list(map(_trained_tokens, rollouts)), 0, np.uint8),
         "versions": _joined(versions, np.int32),
     }
-    trainer = [one.old_logprobs_T if one.trainer_logprobs_T is None else one.trainer_logprobs_T for one in rollouts]
-    further = {"trainer_logprobs": trainer, "values": known("values_T"), "value_targets": known("value_targets_T")}
-    for name, parts in further.items():
+    where_known = {
+        "trainer_logprobs": [
+            rollout.old_logprobs_T if rollout.trainer_logprobs_T is None else rollout.trainer_logprobs_T
+            for rollout in rollouts
+        ],
+        "values": [rollout.values_T for rollout in rollouts],
+        "value_targets": [rollout.value_targets_T for rollout in rollouts],
+    }
+    for name, parts in where_known.items():
         if any(part is not None for part in parts):
-            made[name] = filled(parts, np.nan, np.float32)
-    return made
+            tensors[name] = filled(parts, np.nan, np.float32)
+    return tensors
+
+
+def _trained_tokens(rollout: CreditedRollout) -> np.ndarray | None:
+    if rollout.token_advantages_T is None:
+        return None
+    return np.ones(len(rollout)) if rollout.loss_mask_T is None else rollout.loss_mask_T
 
 
 def _as_seen(rollout: CreditedRollout) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of all turns as the policy read and sampled them, and which were sampled."""
+    """Return the tokens of all turns as the policy read and sampled them, and which were sampled."""
     ids: list[int] = []
     action: list[int] = []
     for turn in rollout.turns:
@@ -147,21 +151,20 @@ def _as_seen(rollout: CreditedRollout) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _texts(batch: Batch, rollout: CreditedRollout) -> tuple[list[str], np.ndarray]:
-    """The text of each turn, and where in it each of its tokens ends; without a way to place them, all at its end."""
+    """Return the text of each turn, and where in it each of its tokens ends; if unknown, at the end of the text."""
     texts, ends = [], [np.zeros(0, np.int32)]
     for turn in rollout.turns:
         text, count = turn.action.text, len(turn.action)
-        own = np.full(count, len(text), np.int32)
+        turn_ends = np.full(count, len(text), np.int32)
         if batch.token_text is not None:
             text, spans = batch.token_text(turn.action.token_ids)
-            own = np.array([end for _, end in spans], np.int32).reshape(count)
+            turn_ends = np.array([end for _, end in spans], np.int32).reshape(count)
         texts.append(text)
-        ends.append(own)
+        ends.append(turn_ends)
     return texts, np.concatenate(ends)
 
 
-def prompt_line(group: Group) -> dict[str, Any]:
-    """What all rollouts of a group have in common; nothing is cut."""
+def prompt_line(group: Group) -> Row:
     problem = group.prompt.problem
     return {
         "problem_id": problem.id,
@@ -171,30 +174,24 @@ def prompt_line(group: Group) -> dict[str, Any]:
     }
 
 
-def rollout_line(
-    rollout: CreditedRollout, texts: Sequence[str], group: int, sample: int, discarded: str | None
-) -> dict[str, Any]:
-    """One rollout without its tokens; ``texts`` of its turns. ``messages`` of a turn are what the policy read since the
-    last, or with ``fresh`` the whole conversation as it was rewritten."""
+def rollout_line(rollout: CreditedRollout, texts: Sequence[str], group: int, sample: int, discarded: str | None) -> Row:
+    """Return a rollout without its tokens; ``texts`` are those of its turns. ``messages`` of a turn are what the policy
+    read since the last one, or with ``fresh`` the whole conversation as it was rewritten."""
     reward = rollout.reward
-    first = True
-    turns = []
-    for turn, text in zip(rollout.turns, texts, strict=True):
-        messages = [] if first and not turn.fresh else [dict(message) for message in turn.messages]
-        turns.append(
-            {
-                "messages": messages,
-                **({"fresh": True} if turn.fresh else {}),
-                "text": text,
-                "tokens": len(turn.action),
-                "read": len(turn.observation_ids),
-                "stop_reason": turn.action.stop_reason,
-                "reward": turn.reward,
-                "metrics": dict(turn.metrics),
-                "logs": dict(turn.logs),
-            }
-        )
-        first = False
+    turns = [
+        {
+            "messages": list(map(dict, turn.messages)) if index or turn.fresh else [],
+            **({"fresh": True} if turn.fresh else {}),
+            "text": text,
+            "tokens": len(turn.action),
+            "read": len(turn.observation_ids),
+            "stop_reason": turn.action.stop_reason,
+            "reward": turn.reward,
+            "metrics": dict(turn.metrics),
+            "logs": dict(turn.logs),
+        }
+        for index, (turn, text) in enumerate(zip(rollout.turns, texts, strict=True))
+    ]
     return {
         "group": group,
         "sample": sample,
@@ -212,42 +209,43 @@ def rollout_line(
     }
 
 
-def _begins(lengths: Sequence[int]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+def _begins(parts: Sequence[Sized]) -> np.ndarray:
+    """Return where each part begins in all of them, and the end."""
+    return np.concatenate([[0], np.cumsum(list(map(len, parts)), dtype=np.int64)]).astype(np.int64)
 
 
-def _joined(parts: Sequence[Any], dtype: Any) -> np.ndarray:
+def _joined(parts: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
 
 
 @dataclass(frozen=True)
 class RolloutTokens:
-    """One rollout out of a file: its ``line`` and that of its ``prompt``, and its arrays by name."""
+    """One rollout of a file: its ``line`` and that of its ``prompt``, and its arrays by name."""
 
-    line: Mapping[str, Any]
-    prompt: Mapping[str, Any]
+    line: Values
+    prompt: Values
     arrays: Mapping[str, np.ndarray]
 
     def pieces(self) -> list[list[str]]:
-        found, at = [], 0
+        pieces, at = [], 0
         for turn in self.line["turns"]:
             ends = self.arrays["ends"][at : at + turn["tokens"]].tolist()
             begins = [0, *ends[:-1]]
-            found.append([turn["text"][a:b] for a, b in zip(begins, ends, strict=True)])
+            pieces.append([turn["text"][a:b] for a, b in zip(begins, ends, strict=True)])
             at += turn["tokens"]
-        return found
+        return pieces
 
 
 class TokenFile:
     """A file of ``write_tokens``, read piece by piece: one rollout takes the same time out of any size.
 
     Raises CheckpointError for a file that is none, is cut or damaged, also later while it is read; it names the file
-    as ``shown``. Raises OSError as ``open`` does. Close it, or use ``with``.
+    as ``label``. Raises OSError as ``open`` does. Close it, or use ``with``.
     """
 
-    def __init__(self, path: Path, shown: str | None = None):
+    def __init__(self, path: Path, label: str | None = None):
         self.path = path
-        self.shown = str(path) if shown is None else shown
+        self.label = str(path) if label is None else label
         self._file = os.open(path, os.O_RDONLY)
         try:
             size = os.fstat(self._file).st_size
@@ -256,8 +254,8 @@ class TokenFile:
                 raise ValueError("no safetensors header")
             header = json.loads(os.pread(self._file, length, 8))
             self.about: dict[str, str] = header.pop("__metadata__", {})
-            self._places = {name: _place(entry, 8 + length, size) for name, entry in header.items()}
-            if missing := [name for name, dtype in _NEEDED.items() if self._places.get(name, _NONE)[0] is not dtype]:
+            self._locations = {name: _location(entry, 8 + length, size) for name, entry in header.items()}
+            if missing := [name for name, dtype in _NEEDED.items() if self._locations.get(name, _NONE)[0] is not dtype]:
                 raise ValueError(f"it has no {missing[0]}")
             self._index = {name: self._read(name) for name in INDICES}
             lengths = {len(self._index[name]) for name in ("offsets", "sampled", "rollout_at")}
@@ -265,7 +263,7 @@ class TokenFile:
                 raise ValueError("its indices are of different lengths")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self.close()
-            raise CheckpointError(f"{self.shown} is no file of tokens, or cut short: {error}") from error
+            raise CheckpointError(f"{self.label} is no file of tokens, or cut short: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -286,21 +284,21 @@ class TokenFile:
 
     @property
     def names(self) -> list[str]:
-        return [name for name in self._places if name not in (*LINES, *INDICES)]
+        return [name for name in self._locations if name not in (*LINES, *INDICES)]
 
-    def lines(self, first: int = 0, last: int | None = None) -> Iterator[dict[str, Any]]:
-        """The lines of the rollouts [first, last), without their tokens."""
+    def lines(self, first: int = 0, last: int | None = None) -> Iterator[Row]:
+        """Yield the lines of the rollouts [first, last), without their tokens."""
         for i in range(first, len(self) if last is None else min(last, len(self))):
             yield self._line("rollout", i)
 
-    def prompt(self, group: int) -> dict[str, Any]:
+    def prompt(self, group: int) -> Row:
         return self._line("prompt", group)
 
-    def prompts(self) -> list[dict[str, Any]]:
+    def prompts(self) -> list[Row]:
         return [self._line("prompt", i) for i in range(len(self._index["prompt_at"]) - 1)]
 
-    def beside(self, index: int) -> range:
-        """The rollouts of the same group as this one, which stand together."""
+    def group_of(self, index: int) -> range:
+        """Return the rollouts of the same group as this one, which stand together."""
         group = self._line("rollout", index)["group"]
         first = last = index
         while first and self._line("rollout", first - 1)["group"] == group:
@@ -310,13 +308,14 @@ class TokenFile:
         return range(first, last + 1)
 
     def of_group(self, group: int) -> range:
-        """The rollouts of a group; groups stand in their order, so that few lines are read."""
+        """Return the rollouts of a group; groups stand in their order, so that few lines are read."""
         first = bisect_left(range(len(self)), group, key=lambda i: self._line("rollout", i)["group"])
-        found = self.beside(first) if first < len(self) else range(0)
-        return found if found and self._line("rollout", first)["group"] == group else range(0)
+        if first < len(self) and self._line("rollout", first)["group"] == group:
+            return self.group_of(first)
+        return range(0)
 
     def rollout(self, index: int) -> RolloutTokens:
-        """One rollout with its tokens. Raises IndexError where there is none."""
+        """Return one rollout with its tokens. Raises IndexError where there is none."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.path.name} has {len(self)} rollouts, not {index + 1}")
         line = self._line("rollout", index)
@@ -331,7 +330,7 @@ class TokenFile:
     def array(self, name: str) -> np.ndarray:
         return self._read(name)
 
-    def _line(self, kind: str, index: int) -> dict[str, Any]:
+    def _line(self, kind: str, index: int) -> Row:
         begins = self._index[f"{kind}_at"]
         if not 0 <= index < len(begins) - 1:
             raise self._damaged(f"it has no {kind} {index}")
@@ -346,7 +345,7 @@ class TokenFile:
         return row
 
     def _read(self, name: str, first: int = 0, last: int | None = None) -> np.ndarray:
-        dtype, begin, count = self._places[name]
+        dtype, begin, count = self._locations[name]
         last = count if last is None else last
         width = np.dtype(dtype).itemsize
         if not 0 <= first <= last <= count:
@@ -357,14 +356,14 @@ class TokenFile:
         return np.frombuffer(data, dtype)
 
     def _damaged(self, how: str) -> CheckpointError:
-        return CheckpointError(f"{self.shown} is damaged: {how}")
+        return CheckpointError(f"{self.label} is damaged: {how}")
 
 
-def _place(entry: Mapping[str, Any], base: int, size: int) -> tuple[Any, int, int]:
-    """Type, first byte and number of entries of a tensor."""
+def _location(entry: Values, base: int, size: int) -> tuple[DTypeLike, int, int]:
+    """Return type, first byte and number of entries of a tensor."""
     begin, end = entry["data_offsets"]
     dtype = _DTYPES.get(entry["dtype"])
-    whole = isinstance(begin, int) and isinstance(end, int)
-    if dtype is None or not whole or not 0 <= begin <= end or base + end > size:
+    are_integers = isinstance(begin, int) and isinstance(end, int)
+    if dtype is None or not are_integers or not 0 <= begin <= end or base + end > size:
         raise ValueError("a tensor lies outside of it")
     return dtype, base + begin, (end - begin) // np.dtype(dtype).itemsize

@@ -50,7 +50,7 @@ RUN_CONFIG_KEYS = {
     "sepa_correct_rate_gate": "sepa.correct_rate_gate",
     "backend": "backend.backend",
 }
-"""Names in a tracker's run configuration → our keys."""
+"""Names in a tracker's run configuration → keys of the configuration."""
 
 NOT_TRACKED = ("step", "condition", "advantage_mode", "transform_mode")
 TAG_CHARACTERS = 64  # wandb refuses a longer tag
@@ -86,12 +86,12 @@ class TrackedRun:
     group: str | None
     tags: list[str]
     project: str
-    config: Row
+    config: Row  # Under the flat names that people filter by
 
     @classmethod
     def of(cls, context: RunContext) -> TrackedRun:
-        """The run of this context, as ``[logging]`` has it; a campaign's runs are named, grouped and tagged by
-        condition and seed. ``config`` has the run's configuration under the flat names that people filter by."""
+        """Return the run as ``[logging]`` names it; a campaign's runs are named, grouped and tagged by condition and
+        seed."""
         logging, condition = context.config.logging, context.condition
         name, group, tags = logging.wandb_run_name or condition, logging.wandb_group, list(logging.wandb_tags)
         if context.is_campaign:
@@ -108,35 +108,32 @@ class TrackedRun:
 def make_trackers(context: RunContext, run_dir: Path, warn: Warn = lambda text: None) -> dict[str, Tracker]:
     """Return the trackers that ``[logging]`` asks for, by name: ``report_to``, and wandb when ``wandb_project`` is set.
 
-    One of the user's own is what their ``module:function`` returns for ``run_dir``. ``warn`` tells the user what a
-    tracker does without. Raises PluginError for one that cannot be loaded or is no tracker.
+    One of the user's own is the return value of their ``module:function`` for ``run_dir``. Raises PluginError for one
+    that cannot be loaded or is no tracker.
     """
-    wanted = trackers(context.config.logging.report_to, context.config.logging.wandb_project)
+    names = trackers(context.config.logging.report_to, context.config.logging.wandb_project)
     return {
         name: TRACKERS[name](context, run_dir, warn) if name in TRACKERS else _plugin(name, context, run_dir)
-        for name in wanted
+        for name in names
     }
 
 
 def _plugin(plugin: str, context: RunContext, run_dir: Path) -> Tracker:
-    what = f"logging.report_to: {plugin!r}"
+    key = f"logging.report_to: {plugin!r}"
     try:
-        own = load_function(plugin, context.folder, "logging.report_to:")(run_dir)
+        tracker = load_function(plugin, context.folder, "logging.report_to:")(run_dir)
     except PluginError:
         raise
     except Exception as error:  # the user's code
-        raise PluginError(f"{what} raised {type(error).__name__}: {error}") from error
+        raise PluginError(f"{key} raised {type(error).__name__}: {error}") from error
     for method in ("start", "log"):
-        if not callable(getattr(own, method, None)):
-            raise PluginError(f"{what} returned {type(own).__name__}, which has no method {method}")
-    return own
+        if not callable(getattr(tracker, method, None)):
+            raise PluginError(f"{key} returned {type(tracker).__name__}, which has no method {method}")
+    return tracker
 
 
 def start_tracker(name: str, tracker: Tracker, context: RunContext, state: Values | None) -> Row:
-    """Start it; what it returns, a dict of JSON or None, is its ``state`` when the run is resumed.
-
-    Raises RetrainError when it cannot start.
-    """
+    """Start it and return its state for a resume. Raises RetrainError when it cannot start."""
     try:
         returned = tracker.start(TrackedRun.of(context), dict(state) if state else None)
     except RetrainError:
@@ -154,8 +151,7 @@ def start_tracker(name: str, tracker: Tracker, context: RunContext, state: Value
 
 
 def tracker_values(row: Values) -> Row:
-    """A row under its tracker names: nulls left out, booleans as 0 and 1; the step is the tracker's, and what the
-    run's configuration says there does not change."""
+    """Return a row under its tracker names, without nulls and the step; booleans become 0 and 1."""
     return {
         wandb_name(key): int(value) if isinstance(value, bool) else value
         for key, value in row.items()
@@ -192,7 +188,6 @@ class WandbTracker:
         self.evaluations: dict[int, Row] = {}
 
     def start(self, run: TrackedRun, state: Row | None) -> Row:
-        """Open the run; ``logging.wandb_mode`` goes before the environment's mode."""
         named = {"name": run.name, "group": run.group, "tags": run.tags or None, "config": run.config}
         earlier = (state or {}).get("run_id")
         self.run = _wandb_init("report_to", self.context, self.run_dir, self.warn, id=earlier, **named)
@@ -209,13 +204,11 @@ class WandbTracker:
 
     @property
     def advice(self) -> str:
-        """How to upload what the server has not taken."""
         directory = Path(self.run.dir).parent if self.run else Path()
         online = directory.name.startswith("run-")
         return f"To upload it later, type: wandb sync --include-online {shlex.quote(str(directory))}" if online else ""
 
     def finish(self, failed: bool) -> None:
-        """Send the last evaluation and close the run, marked as failed or done."""
         if last := self.evaluations.get(self.context.max_steps):
             self.run.log(last, step=self.context.max_steps, commit=True)
         self.run.finish(exit_code=int(failed))
@@ -342,7 +335,6 @@ class TensorboardTracker:
         self.writer = files.EventFileWriter(str(self.directory))
 
     def log(self, step: int, values: Values) -> None:
-        """Write all numbers as scalars at ``step``."""
         scalars = [
             self.summary.Value(tag=key, simple_value=float(value))
             for key, value in values.items()
@@ -451,7 +443,7 @@ TRACKERS: dict[str, Callable[[RunContext, Path, Warn], Tracker]] = {
 
 
 def _import(module: str, key: str = "report_to") -> Any:
-    """The module that ``[logging] <key>`` asks for, or one line that says how to install it."""
+    """Import a module that ``[logging] <key>`` needs. Raises an error that says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from retrain.errors import LeaseLost, RetrainError, RunFailed, StorageError
 from retrain.files import append_jsonl, fsync, writing
@@ -29,10 +28,10 @@ Work = Callable[[], object]
 
 
 class Thread:
-    """Does what it is given, one after another, on one thread that starts with the first piece of work.
+    """Does pieces of work in order, on one thread that starts with the first of them.
 
-    At most ``limit`` pieces wait. The first exception is kept as ``error``; from then on only work put with
-    ``always`` is done.
+    At most ``limit`` pieces wait. The first exception becomes ``error``; from then on only work put with ``always`` is
+    done.
     """
 
     def __init__(self, name: str, limit: int):
@@ -42,17 +41,17 @@ class Thread:
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
 
-    def put(self, work: Work, always: bool = False, wait: bool = True) -> bool:
-        """Have it done after everything put before. While the queue is full this waits, or does nothing: False."""
+    def put(self, task: Work, always: bool = False, wait: bool = True) -> bool:
+        """Do it after everything put before. While the queue is full this waits, or does nothing and returns False."""
         self._start()
         try:
-            self._queue.put((work, always), block=wait)
+            self._queue.put((task, always), block=wait)
         except queue.Full:
             return False
         return True
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until everything put so far is done (at most ``timeout`` seconds); whether it is."""
+        """Wait until everything put so far is done, for at most ``timeout`` seconds; return whether it is."""
         if self._thread is None or self._thread is threading.current_thread():
             return True
         done = threading.Event()
@@ -63,7 +62,7 @@ class Thread:
         return done.wait(timeout)
 
     def close(self, last: Work = lambda: None) -> None:
-        """Finish what was put, then ``last``, and end the thread, if it has begun; putting more starts another."""
+        """Finish everything put, then ``last``, and end the thread if it has begun; putting more starts another."""
         with self._starting:
             thread, self._thread = self._thread, None
         if thread is not None:
@@ -82,11 +81,11 @@ class Thread:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            work, always = item
+            task, always = item
             if self.error is not None and not always:
                 continue
             try:
-                work()
+                task()
             except Exception as error:  # reported by whoever owns the thread
                 self.error = self.error or error
 
@@ -108,15 +107,15 @@ class RecordFiles:
         self._thread = Thread(f"records of {directory.name}", WAITING_STEPS)
         self._unsynced: set[Path] = set()
 
-    def write(self, work: Work, always: bool = False) -> None:
-        """Have ``work`` done on the thread; ``always``: also after a failure, which is then not raised here."""
+    def write(self, task: Work, always: bool = False) -> None:
+        """Do ``task`` on the thread; ``always``: also after a failure, which is then not raised here."""
         if not always:
             self.check()
-        self._thread.put(partial(self._guarded, work), always)
+        self._thread.put(partial(self._guarded, task), always)
 
     def append(self, name: str, rows: Iterable[object]) -> tuple[int, int]:
-        """Add lines to ``name`` (on the thread); the bytes [begin, end) that they take. A line that cannot be written
-        whole leaves nothing behind."""
+        """Add lines to ``name`` (on the thread); return the bytes [begin, end) that they take. After a failure none of
+        them stays."""
         path = self.directory / name
         self.check_directory()
         with writing(path):
@@ -134,7 +133,7 @@ class RecordFiles:
         self.wrote(path)
 
     def wrote(self, *paths: Path) -> None:
-        """These files were written (on the thread) without waiting for the disk: the next ``flush`` does."""
+        """Note files that were written (on the thread) without waiting for the disk: the next ``flush`` does."""
         self._unsynced.update(paths)
         if len(self._unsynced) > UNSYNCED:
             self._sync()
@@ -156,7 +155,7 @@ class RecordFiles:
             raise RunFailed(f"the records could not be written: {type(error).__name__}: {error}") from error
 
     def close(self) -> bool:
-        """Write and sync what is left and end the thread; whether all of it could be written."""
+        """Write and sync what is left and end the thread; return whether all of it could be written."""
         self._thread.close(last=self._sync)
         return self._thread.error is None
 
@@ -169,9 +168,9 @@ class RecordFiles:
         self._identity.check()
         self._guard()
 
-    def _guarded(self, work: Work) -> None:
+    def _guarded(self, task: Work) -> None:
         self.check_directory()
-        work()
+        task()
 
     def _sync(self) -> None:
         folders = set()
@@ -188,9 +187,9 @@ class RecordFiles:
 class Reporter:
     """One tracker, whose methods are all called on a thread of its own.
 
-    What it raises or how long it takes after its start never reaches the training: the first failure is reported once
-    through ``warn``, and it gets nothing further. ``state`` is what its last start returned, in this process or an
-    earlier one; ``sent`` is the first step whose row it has not taken.
+    Its errors and delays after the start never reach the training: the first failure is reported once through ``warn``,
+    and it gets nothing further. ``state`` is the return value of its last start, in this process or an earlier one;
+    ``sent`` is the first step whose row it has not taken.
     """
 
     def __init__(self, name: str, tracker: Tracker, warn: Callable[[str], None]):
@@ -201,8 +200,8 @@ class Reporter:
         self._thread = Thread(f"tracker {name}", WAITING_ROWS)
 
     def start(self, context: RunContext) -> None:
-        """Start it and wait until it has, for at most ``START_SECONDS``. What it raises by then is raised here, because
-        a run must not begin unreported; later it is a failure like any other."""
+        """Start it and wait for that, for at most ``START_SECONDS``. An error by then is raised here, because a run
+        must not begin unreported; later it is a failure like any other."""
         errors: list[BaseException] = []
         late = threading.Event()
 
@@ -225,7 +224,7 @@ class Reporter:
             self.warn(f"{self.name} has not started after {START_SECONDS:g} s; training goes on, and its rows wait")
 
     def send_history(self, history: Callable[[int], Iterator[tuple[int, Values]]]) -> None:
-        """Send the rows of earlier processes that it may lack; ``history`` gives those from a step on."""
+        """Send the rows of earlier processes that it may lack; ``history`` yields those from a step on."""
         first = 0 if getattr(self.tracker, "skips_sent_steps", False) else self.sent
 
         def send() -> None:
@@ -245,7 +244,7 @@ class Reporter:
             self._give_up(f"is {WAITING_ROWS} rows behind")
 
     def finish(self, failed: bool) -> None:
-        """Let it send what it has and close; after ``FINISH_SECONDS`` it is left to itself, as is a broken one."""
+        """Let it send its rows and close; it is abandoned after ``FINISH_SECONDS``, or if it is broken."""
         if not self.broken and callable(getattr(self.tracker, "finish", None)):
             self._thread.put(lambda: self._call("finish", failed), wait=False)
         if self.broken:
@@ -260,7 +259,7 @@ class Reporter:
         if not self.broken and not is_evaluation(values):
             self.sent = step + 1
 
-    def _call(self, method: str, *arguments: Any) -> None:
+    def _call(self, method: str, *arguments: object) -> None:
         if self.broken:
             return
         try:

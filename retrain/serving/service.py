@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef
 from retrain.errors import ModelError
-from retrain.policy.base import BaseModel
+from retrain.policy.base import BaseModel, workers_for
 from retrain.policy.lora import Lanes, LoraWeights
-from retrain.policy.threads import workers_for
 from retrain.rng import stream_key
 from retrain.serving.adapters import Served, base_weights, read_weights, uploaded_weights
 from retrain.serving.batching import MAX_ROWS, Batcher, Generation, Piece, Sampling

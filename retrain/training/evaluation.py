@@ -188,7 +188,9 @@ class CohortEvaluator:
     def _record_evaluation(self, runs: Sequence[Run], record: EvalRecord) -> None:
         for run in runs:
             with self.failures.isolated(run):
-                self.observer.evaluated(run.spec, record.name, run.recorder.record_eval(record))
+                row = run.recorder.record_eval(record)
+            if run.error is None:
+                self.observer.evaluated(run.spec, record.name, row)
 
 
 def equals_base(run: Run) -> bool:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from retrain.config.training import Training
 from retrain.engines.server.watch import Watch, by_version
 from retrain.errors import RunFailed
-from retrain.policy.protocol import Policy, probe_of
+from retrain.policy.protocol import Policy
 from retrain.rollouts.versions import RecentWeights
 from retrain.training.state import HealthCounters
-from retrain.training.updates import MinibatchUpdate
+from retrain.training.updates import MinibatchUpdate, probe_of
 from retrain.types import CreditedGroup, Group
 
 UNGRADED_STEPS = 3  # A run fails after this many steps in a row in which no rollout could be graded

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from retrain.clock import timestamp
 from retrain.config.schedule import extent_after
+from retrain.device import peak_memory_gib
 from retrain.engines.protocol import Engine
 from retrain.errors import Interrupted
-from retrain.policy.memory import peak_memory_gib
-from retrain.policy.threads import Workers
 from retrain.records.observer import Observer
 from retrain.rollouts.pressure import Pressure
 from retrain.rollouts.queue import RolloutQueue, SampledStep
 from retrain.rollouts.resample import SelectedGroups
+from retrain.threads import Workers
 from retrain.training.evaluation import CohortEvaluator, Evaluator, first_evaluations
 from retrain.training.failures import Failures
 from retrain.training.run import Run
@@ -38,7 +38,7 @@ class StepResult:
 
 
 def learn(run: Run, selected: SelectedGroups) -> StepResult:
-    """Train one run on the groups of its step."""
+    """Train one run on the groups of its step: assign credit by its algorithm, then take its optimizer steps."""
     with run.timer("credit"):
         credited = run.credit([run.with_staleness(group) for group in selected.groups])
     with run.timer("update"):
@@ -108,8 +108,7 @@ class Cohort:
         ahead = {"queue_depth": sampled.depth, "time/overlap": self.queue.overlap(learning, timestamp())}
         for run in _alive(results):
             extra = shared | (ahead if run.requests.recent.bound else {})
-            with self.failures.isolated(run):
-                self._record(run, selections[run], results[run], extra)
+            self._record(run, selections[run], results[run], extra)
         self._save_if_due(active, points)
 
     # -- the parts of a step, in order --------------------------------------------------------------------------
@@ -169,9 +168,10 @@ class Cohort:
 
     def _record(self, run: Run, selected: SelectedGroups, result: StepResult, shared: Mapping[str, object]) -> None:
         now = timestamp()
-        with run.timer("record"):
+        with self.failures.isolated(run), run.timer("record"):
             row = run.record_step(selected, result.batch, result.update, shared, now)
-        self.observer.step(run.spec, row)
+        if run.error is None:  # what the observer raises is no fault of the run
+            self.observer.step(run.spec, row)
 
     def _save_if_due(self, runs: Sequence[Run], points: Mapping[Run, RollbackPoint]) -> None:
         for run in self.saver.save_if_due(runs, points):

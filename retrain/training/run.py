@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from retrain.algorithms import Algorithm
+from retrain.algorithms.distillation import Context, Teacher, taught, teacher_prompts
 from retrain.config import Config
+from retrain.device import failure_text
 from retrain.engines.protocol import Engine, PolicyRef
 from retrain.engines.server.watch import Watch
 from retrain.environments.protocol import Environment
 from retrain.files import dumps
-from retrain.policy.budget import failure_text
-from retrain.policy.context import Context
 from retrain.policy.objective import Objective
-from retrain.policy.protocol import Policy, Scores, Want, samples_of
-from retrain.policy.teacher import Teacher, taught, teacher_prompts
+from retrain.policy.protocol import Policy
 from retrain.records.environment import without_keys
 from retrain.records.observer import RunSpecLike
 from retrain.records.recorder import RunRecorder
@@ -38,7 +37,7 @@ from retrain.training.updates import (
     with_old_logprobs,
     with_trainer_logprobs,
 )
-from retrain.types import MAX_STALENESS, CreditedBatch, CreditedGroup, Group, StepRecord
+from retrain.types import MAX_STALENESS, CreditedBatch, CreditedGroup, Group, Scores, StepRecord, Want, samples_of
 
 POLICY_SCORES = frozenset({Want.LOGPROBS, Want.VALUES, Want.REFERENCE})  # Scores that an algorithm asks the policy for
 

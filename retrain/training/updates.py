@@ -20,9 +20,19 @@ from retrain.errors import NonFinite
 from retrain.maths.ratios import RATIO_METRICS
 from retrain.maths.schedules import learning_rate
 from retrain.policy.objective import Objective
-from retrain.policy.protocol import Policy, TrainBatch, Want, probe_of
+from retrain.policy.protocol import Policy
+from retrain.policy.update import PROBE_SIZE
 from retrain.rng import generator
-from retrain.types import CreditedBatch, samples_of_rollout, training_samples
+from retrain.types import (
+    CreditedBatch,
+    Group,
+    Sample,
+    TrainBatch,
+    Want,
+    samples_of_rollout,
+    training_samples,
+    without_advantages,
+)
 
 
 def with_old_logprobs(batch: CreditedBatch, policy: Policy, logprobs: Sequence[np.ndarray] | None) -> CreditedBatch:
@@ -197,3 +207,18 @@ def _ratio_variance(updates: Sequence[MinibatchUpdate]) -> float | None:
     measured = [update for update in updates if update.metrics.get(key) is not None]
     total = math.fsum(update.weight(key) for update in measured)
     return inner + math.fsum(update.weight(key) * (update.metrics[key] - mean) ** 2 for update in measured) / total
+
+
+def probe_of(groups: Sequence[Group]) -> list[Sample]:
+    """Return up to ``PROBE_SIZE`` rollouts without advantages: the first of every group, then the second, and so on.
+
+    The choice depends on the order of the prompts alone, so a repeated or resumed step scores the same rollouts.
+    """
+    longest = max((len(group.rollouts) for group in groups), default=0)
+    chosen = (
+        group.rollouts[i]
+        for i in range(longest)
+        for group in groups
+        if i < len(group.rollouts) and len(group.rollouts[i])
+    )
+    return [without_advantages(samples_of_rollout(rollout)[-1]) for rollout in islice(chosen, PROBE_SIZE)]

@@ -1,7 +1,7 @@
 """Data that flows through a run: Problem → Rollout → Group → CreditedBatch → Sample → metrics row.
 
-Each type is frozen: the next stage adds what it knows in a type of its own. ``MicroBatch`` and ``UpdateResult``, which
-hold tensors, stand in ``retrain.policy``.
+Each type is frozen: the next stage adds what it knows in a type of its own. ``MicroBatch``, which holds tensors, stands
+in ``retrain.policy``.
 """
 
 from retrain.types.credit import MAX_STALENESS, CreditedBatch, CreditedGroup, CreditedRollout, Denominators
@@ -25,7 +25,16 @@ from retrain.types.rollouts import (
     single_turn,
     with_correctness,
 )
-from retrain.types.samples import Sample, samples_of_rollout, sequence_slices, training_samples, without_advantages
+from retrain.types.samples import (
+    Sample,
+    samples_of,
+    samples_of_rollout,
+    sequence_slices,
+    training_samples,
+    with_prompt,
+    without_advantages,
+)
+from retrain.types.scores import Scores, TrainBatch, UpdateResult, Want
 
 __all__ = [
     "CORRECT_ABOVE",
@@ -47,14 +56,20 @@ __all__ = [
     "RewardResult",
     "Rollout",
     "Sample",
+    "Scores",
     "StepRecord",
     "StopReason",
     "Support",
+    "TrainBatch",
     "Turn",
+    "UpdateResult",
+    "Want",
+    "samples_of",
     "samples_of_rollout",
     "sequence_slices",
     "single_turn",
     "training_samples",
     "with_correctness",
+    "with_prompt",
     "without_advantages",
 ]

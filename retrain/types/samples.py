@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from retrain.types.credit import CreditedRollout
-from retrain.types.rollouts import Rollout, Support, Turn, split_sequences
+from retrain.types.rollouts import Group, Rollout, Support, Turn, split_sequences
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,3 +162,31 @@ def _joined_support(parts: Sequence[Support | None]) -> Support | None:
 def without_advantages(sample: Sample) -> Sample:
     """The sample with an advantage of 0 for every sampled token; all of them train."""
     return replace(sample, advantages=np.zeros(len(sample)), loss_mask=sample.action_mask)
+
+
+def with_prompt(sample: Sample, prompt_ids: Sequence[int]) -> Sample:
+    """Return the sample with ``prompt_ids`` in place of its prompt, and without credit."""
+    prefix = sample.prefix
+
+    def moved(values: np.ndarray, fill: float) -> np.ndarray:
+        return np.concatenate([np.full(len(prompt_ids), fill, values.dtype), values[prefix:]])
+
+    return replace(
+        sample,
+        token_ids=np.concatenate([np.asarray(prompt_ids, dtype=np.int64), sample.token_ids[prefix:]]),
+        action_mask=moved(sample.action_mask, False),
+        logprobs=moved(sample.logprobs, 0.0),
+        versions=moved(sample.versions, -1),
+        advantages=moved(sample.advantages, 0.0),
+        loss_mask=moved(sample.loss_mask, False),
+        old_logprobs=None,
+        values=None,
+        value_targets=None,
+        policy_weights=None,
+        teacher_prompt=None,
+    )
+
+
+def samples_of(groups: Sequence[Group]) -> list[Sample]:
+    """Return the samples of all rollouts, without credit."""
+    return [sample for group in groups for rollout in group.rollouts for sample in samples_of_rollout(rollout)]

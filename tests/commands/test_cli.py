@@ -10,11 +10,10 @@ import jsonschema
 import pytest
 from typer.testing import CliRunner
 
-from retrain import __version__
+from retrain import __version__, device
 from retrain.campaign.planning import references
 from retrain.cli import app
 from retrain.commands import setup
-from retrain.policy import device
 
 ROOT = Path(__file__).parents[2]
 CAMPAIGNS = sorted((ROOT / "campaigns").glob("*.toml"))

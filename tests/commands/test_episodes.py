@@ -82,7 +82,7 @@ def test_try_shows_episodes(run):
 
 
 def test_the_environment_in_the_documents_trains(tmp_path):
-    """The class of 20-odd lines, as docs/environments.md and examples/guess.py have it."""
+    """The class of 20-odd lines, as docs/extending.md and examples/guess.py have it."""
     (shown,) = [param.values[0] for param in blocks("python") if "class Guess" in param.values[0]]
     code = (ROOT / "examples" / "guess.py").read_text(encoding="utf-8")
     assert shown.removeprefix("# guess.py\n").strip() == code.partition('"""\n\n')[2].strip()

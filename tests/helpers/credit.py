@@ -10,8 +10,7 @@ from retrain.algorithms.credit.group_advantage import GroupAdvantage
 from retrain.algorithms.credit.planning_tokens import RegexDetector
 from retrain.algorithms.modes import load_modes
 from retrain.config import parse_dict
-from retrain.policy.protocol import Scores
-from retrain.types import CreditedBatch, CreditedGroup, Group
+from retrain.types import CreditedBatch, CreditedGroup, Group, Scores
 
 STREAM = ("run",)
 

@@ -18,19 +18,18 @@ from retrain.engines.protocol import Engine, PolicyRef, SampleRequest
 from retrain.files import read_json, read_jsonl
 from retrain.maths.corrections import Correction
 from retrain.policy.base import BaseModel
-from retrain.policy.budget import Budget
 from retrain.policy.critic import MOMENTS, WEIGHTS
 from retrain.policy.gradient import UpdateContext
 from retrain.policy.local import LocalPolicy, LocalSnapshot
 from retrain.policy.lora import Adapter, Lanes
+from retrain.policy.memory import Budget
 from retrain.policy.objective import Objective
 from retrain.policy.optimizer import new_optimizer
-from retrain.policy.protocol import TrainBatch
 from retrain.policy.terms import EntropyTerm, KLTerm, PolicyTerm, Term
-from retrain.policy.threads import Workers
 from retrain.policy.update import PendingUpdate, policy_step
 from retrain.rng import generator
-from retrain.types import Action, Denominators, Sample
+from retrain.threads import Workers
+from retrain.types import Action, Denominators, Sample, TrainBatch
 
 from .campaigns import WORLD, is_timing_key
 from .models import campaign_head

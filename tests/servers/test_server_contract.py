@@ -17,6 +17,7 @@ from helpers.campaigns import Heard, StopAfter
 from helpers.lanes import in_turns, local_policy, rollout, trained
 from helpers.servers import StandIn, apart, engine_of, ids, publish, requests, weights
 
+from retrain.algorithms.distillation import AdapterTeacher, ModelTeacher
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
 from retrain.engines.server.canary import canary
@@ -28,7 +29,6 @@ from retrain.models import bundled_model_path
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
-from retrain.policy.teacher import AdapterTeacher, ModelTeacher
 from retrain.records.observer import NullObserver
 from tests.system.clusters import SERVE, cluster_of, eventually, rows_of
 

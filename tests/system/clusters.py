@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import psutil
 import retrain.campaign.running.raycluster as raycluster
 import retrain.campaign.running.rayconnect as rayconnect
 import retrain.campaign.running.spawning as spawning
+from retrain.campaign.planning.asked import Longest
 from retrain.campaign.running.protocol import CohortJob, JobEnded, Message, StepDone, Tick
 from retrain.campaign.running.slurm_task import Pace
 from retrain.campaign.running.workers import Workers
@@ -38,8 +40,19 @@ def eventually(happens: Callable[[], object], seconds: float = 60.0) -> None:
 # -- workers and their events -----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class StubRun:
+    """A run that a stub worker does."""
+
+    run_id: str
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self)
+
+
 def job(directory: Path, *runs: str) -> CohortJob:
-    return CohortJob(str(directory), str(directory.parent), [{"run_id": run} for run in runs], {})
+    specs: list[Any] = [StubRun(run) for run in runs]
+    return CohortJob(directory, directory.parent, specs, Longest(0, {}))
 
 
 def events_of(executor: Workers, on_event: Callable[[Any], object] = lambda event: None) -> list:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,8 +12,19 @@ from retrain.campaign.planning.changes import Approval
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running.controller import execute
-from retrain.campaign.running.executor import InProcess
-from retrain.campaign.running.protocol import CohortJob, JobEnded, JobStarted, RunEnded, RunStarted, StepDone, Tick
+from retrain.campaign.running.in_process import InProcess
+from retrain.campaign.running.protocol import (
+    CohortJob,
+    JobEnded,
+    JobStarted,
+    RunEnded,
+    RunStarted,
+    SqueezeJob,
+    StepDone,
+    Tick,
+    job_from_json,
+    job_to_json,
+)
 from retrain.config import load
 from retrain.errors import UsageError
 from retrain.files import append_jsonl, read_json
@@ -25,8 +37,15 @@ def planned(folder: Path, model: Path, **settings) -> Plan:
 
 def test_a_job_of_one_run_knows_the_longest_completions_of_the_plan(tmp_path, model):
     plan = planned(tmp_path, model, condition='"training.max_tokens" = 40')
-    assert {CohortJob.of(plan, [spec]).longest["training"] for spec in plan.specs} == {40}
+    assert {CohortJob.of(plan, [spec]).longest.training for spec in plan.specs} == {40}
     assert {spec.config.training.max_tokens for spec in plan.specs} == {10, 40}
+
+
+def test_a_job_that_was_written_as_json_is_the_same(tmp_path, model):
+    plan = planned(tmp_path, model)
+    squeeze = SqueezeJob(plan.directory, plan.folder, plan.specs[0], plan.longest, "squeeze/one")
+    for job in (CohortJob.of(plan, plan.specs, failed_at={"grpo+none_s1": 3}, accepted=["data: a → b"]), squeeze):
+        assert job_from_json(json.loads(json.dumps(job_to_json(job)))) == job
 
 
 def test_accepted_changes_reach_a_job_that_has_found_them(tmp_path, model):
@@ -35,9 +54,9 @@ def test_accepted_changes_reach_a_job_that_has_found_them(tmp_path, model):
     class Recorded(InProcess):
         jobs = ()
 
-        def submit(self, job):
+        def do(self, job, observer, stop):
             self.jobs = (*self.jobs, job)
-            return super().submit(job)
+            return super().do(job, observer, stop)
 
     problems, out = tmp_path / "problems.jsonl", tmp_path / "out"
     problems.write_text("".join(f'{{"prompt": "{n}+1=?", "answer": "1"}}\n' for n in range(20)))
@@ -71,9 +90,9 @@ class Player:
 
     def submit(self, job):
         if isinstance(job, CohortJob):
-            self.begun.append({run["seed"] for run in job.runs})
+            self.begun.append({spec.seed for spec in job.runs})
         else:
-            self.analysed.append((job.place, job.run["run_id"]))
+            self.analysed.append((job.place, job.run.run_id))
         name = str(len(self.begun) + len(self.analysed))
         self.jobs.append((name, job))
         return SimpleNamespace(id=name, stop=lambda: None)
@@ -84,17 +103,17 @@ class Player:
             name, job = self.jobs.pop()
             runs = job.runs if isinstance(job, CohortJob) else []
             if runs:
-                yield JobStarted(name, "1 cpu", [run["run_id"] for run in runs])
+                yield JobStarted(name, "1 cpu", [run.run_id for run in runs])
             if runs and self.dies:
                 self.dies -= 1
                 yield JobEnded(name, "died", "worker 1 was ended by SIGKILL")
                 continue
             for run in runs:
                 row = {"step": 0, "num_tokens": 5, "correct_rate": 0.5}
-                yield RunStarted(run["run_id"], 0, 1)
-                append_jsonl(Path(job.directory) / "runs" / run["run_id"] / "metrics.jsonl", [row])
-                yield StepDone(run["run_id"], row)
-                yield RunEnded(run["run_id"], "done")
+                yield RunStarted(run.run_id, 0, 1)
+                append_jsonl(job.directory / "runs" / run.run_id / "metrics.jsonl", [row])
+                yield StepDone(run.run_id, row)
+                yield RunEnded(run.run_id, "done")
             yield JobEnded(name)
 
 

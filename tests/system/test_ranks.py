@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from retrain.algorithms import load_modes
 from retrain.algorithms.objective import objective_of
 from retrain.campaign.planning.plan import RunSpec
-from retrain.campaign.running import assemble
+from retrain.campaign.running.assemble import load_on_all_ranks
 from retrain.campaign.running.following import Desk
 from retrain.campaign.running.models import Bases
 from retrain.campaign.running.team import Team
@@ -36,9 +36,9 @@ from retrain.errors import ModelError, NonFinite, RunFailed
 from retrain.policy import shares
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalPolicy, LocalSnapshot
-from retrain.policy.protocol import TrainBatch, Want
 from retrain.policy.ranks import Answers, Ranks
-from retrain.policy.threads import Workers
+from retrain.threads import Workers
+from retrain.types import TrainBatch, Want
 
 TEXTS = ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"]
 LOSSES = """
@@ -411,5 +411,5 @@ def test_a_rank_with_another_base_is_refused(whole, folder):
 
     model = SimpleNamespace(identity=base.fingerprint, name=base.name)
     with pytest.raises(ModelError, match=f"rank 2 has other weights of {base.name} than rank 0"):
-        assemble._on_all_ranks([spec], folder, Bases(ranks=Other(["gpu:1", "gpu:2"])), lambda: model)
-    assert assemble._on_all_ranks([spec], folder, Bases(), lambda: model) is model
+        load_on_all_ranks([spec], folder, Bases(ranks=Other(["gpu:1", "gpu:2"])), lambda: model)
+    assert load_on_all_ranks([spec], folder, Bases(), lambda: model) is model

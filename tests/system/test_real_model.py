@@ -19,7 +19,7 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.files import read_jsonl
 from retrain.plugins import load_file
-from retrain.policy.adapter_stream import AdapterFile
+from retrain.policy.adapter_io import AdapterFile
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes

@@ -13,9 +13,9 @@ from retrain.campaign.running.processes import Slot
 from retrain.campaign.running.protocol import JobStarted, StepDone
 from retrain.cli import app
 from retrain.config import load, parse_dict
+from retrain.device import resolve_device
 from retrain.errors import StorageError, UsageError
 from retrain.ownership import process_start
-from retrain.policy.device import resolve_device
 from tests.system.clusters import ends, events_of, eventually, job, of_kind, pids
 
 EXECUTORS = ("processes", "slurm, local", "ray")

@@ -22,8 +22,7 @@ from retrain.algorithms.tables import fields, pad, token_mask
 from retrain.config.critic import Critic as CriticSection
 from retrain.maths.ratios import sampled_token_kl
 from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT
-from retrain.policy.protocol import Scores, Want
-from retrain.types import CreditedBatch, CreditedRollout, Rollout
+from retrain.types import CreditedBatch, CreditedRollout, Rollout, Scores, Want
 
 
 @dataclass(frozen=True)

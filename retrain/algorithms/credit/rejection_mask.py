@@ -22,8 +22,8 @@ from retrain.config import Config
 from retrain.config.algorithm import Algorithm as AlgorithmSection
 from retrain.maths.corrections import Correction, kept_sequences
 from retrain.maths.shapes import Mask_BT
-from retrain.policy.protocol import Policy, TrainBatch, Want
-from retrain.types import CreditedBatch, CreditedRollout, sequence_slices
+from retrain.policy.protocol import Policy
+from retrain.types import CreditedBatch, CreditedRollout, TrainBatch, Want, sequence_slices
 
 
 @dataclass(frozen=True)

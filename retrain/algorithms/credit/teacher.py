@@ -22,8 +22,7 @@ from retrain.config.distillation import Distillation
 from retrain.errors import RunFailed
 from retrain.maths.ratios import sampled_token_kl
 from retrain.maths.shapes import Floats_BT, Mask_BT
-from retrain.policy.protocol import Want
-from retrain.types import CreditedBatch, CreditedRollout
+from retrain.types import CreditedBatch, CreditedRollout, Want
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from retrain.campaign.adapters.provenance import Provenance
+from retrain.campaign.adapters.streaming import write_streamed
 from retrain.errors import ModelError, StorageError, UsageError
 from retrain.files import aside_of, prepare_directory, publish_directory, writing
-from retrain.policy.adapter_stream import AdapterFile, Pair, padded, write_streamed
+from retrain.policy.adapter_io import AdapterFile, Pair, padded
 from retrain.policy.base import load_base
 from retrain.rng import generator
 

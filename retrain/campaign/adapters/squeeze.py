@@ -86,7 +86,7 @@ def analyse_adapter(adapter: Path, settings: Squeeze) -> dict[str, Any]:
 
 def _spectra(adapter: Path) -> dict[str, Any]:
     from retrain.maths.squeeze import analyse
-    from retrain.policy.adapter_stream import AdapterFile
+    from retrain.policy.adapter_io import AdapterFile
 
     with AdapterFile(adapter) as file:
         return {name: analyse(*file.factors(name), file.scales[name]) for name in file.modules}
@@ -99,8 +99,9 @@ def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False)
     everywhere. Raises UsageError above the source rank, ModelError for what is more than a LoRA adapter, NotOurs when
     ``out`` holds an adapter that was not compressed from this one.
     """
+    from retrain.campaign.adapters.streaming import write_streamed
     from retrain.maths.squeeze import rank_pattern
-    from retrain.policy.adapter_stream import AdapterFile, write_streamed
+    from retrain.policy.adapter_io import AdapterFile
 
     with AdapterFile(adapter) as file:
         if not 1 <= rank <= file.rank:
@@ -142,7 +143,7 @@ def _owner(adapter: Path, place: str) -> Owner:
 def _truncated(a: Any, b: Any, scale: float, rank: int, new_scale: float) -> tuple[Any, Any]:
     """Factors of exactly ``rank`` rows; a layer of lower rank (rank_pattern) is filled up with zeros."""
     from retrain.maths.squeeze import truncate
-    from retrain.policy.adapter_stream import padded
+    from retrain.policy.adapter_io import padded
 
     return padded(truncate(a, b, scale, min(rank, a.shape[0]), new_scale), rank)
 

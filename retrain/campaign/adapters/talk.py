@@ -17,11 +17,10 @@ from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.engines.server.build import server_engine
 from retrain.engines.server.engine import ServerEngine
 from retrain.errors import ModelError, UsageError
-from retrain.policy.adapter_stream import AdapterFile
-from retrain.policy.base import BaseModel
+from retrain.policy.adapter_io import AdapterFile
+from retrain.policy.base import BaseModel, workers_for
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Adapter, Lanes
-from retrain.policy.threads import workers_for
 from retrain.types import Action, Problem, Prompt
 
 

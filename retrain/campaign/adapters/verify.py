@@ -163,8 +163,8 @@ def _evaluate(
     from retrain.environments.build import environments_of
     from retrain.environments.protocol import Limits
     from retrain.policy.adapter_io import read_adapter
+    from retrain.policy.base import workers_for
     from retrain.policy.local import LocalSnapshot
-    from retrain.policy.threads import workers_for
     from retrain.rewards import build_grader
     from retrain.training.evaluation import Evaluator, Subject
 

@@ -1,12 +1,12 @@
 """Carry a plan out: cohorts of runs, as many at a time as the executor trains, until every run is done or has failed.
 
-The controller alone writes the campaign's manifest, decides what comes next and talks to the user; an executor trains
-the cohorts, and all that is known of them here are its events.
+The controller alone writes the campaign's manifest, decides what comes next and talks to the user.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from signal import SIGINT
 from typing import Any
@@ -27,21 +27,10 @@ from retrain.campaign.planning.manifest import (
 from retrain.campaign.planning.plan import Plan, RunSpec, run_directory
 from retrain.campaign.planning.references import check, require_packages
 from retrain.campaign.running.executors import executor_of
+from retrain.campaign.running.in_process import InProcess, Sequential
 from retrain.campaign.running.lease import DirectoryLock, wait_for_writers
 from retrain.campaign.running.mirror import Mirror, uploading
-from retrain.campaign.running.protocol import (
-    Evaluated,
-    Event,
-    Executor,
-    Facts,
-    JobEnded,
-    JobStarted,
-    Message,
-    RunEnded,
-    RunStarted,
-    StepDone,
-    Tick,
-)
+from retrain.campaign.running.protocol import Executor, JobEnded, report
 from retrain.campaign.running.refusal import restored_when_refused
 from retrain.campaign.running.scheduler import Scheduler, Work
 from retrain.campaign.running.stopping import ENDINGS, StopRequest
@@ -52,8 +41,9 @@ from retrain.errors import DeviceLost, RetrainError, ServerFailed, StorageError,
 from retrain.files import write_json
 from retrain.ownership import remove_leftovers
 from retrain.records.environment import SystemInfo, run_facts
-from retrain.records.observer import Observer
+from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.reader import RunReader
+from retrain.records.schema.base import Values
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, LOG, METRICS, REPORT
 from retrain.wording import plural
 
@@ -87,7 +77,7 @@ def resume(
 
 def execute(
     plan: Plan, observer: Observer, retry_failed: bool = False, approval: Approval | None = None,
-    executor: Executor | None = None,
+    executor: Executor | InProcess | None = None,
 ) -> Outcome:  # fmt: skip
     """Train what was planned and checked; a directory that already holds some of it is continued.
 
@@ -142,25 +132,66 @@ def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[]
     return manifest
 
 
+class CampaignObserver(NullObserver):
+    """Records what happens to runs in the manifest, and passes it to ``observer``."""
+
+    def __init__(self, manifest: Manifest, observer: Observer):
+        self.manifest, self.observer = manifest, observer
+
+    def placed(self, spec: SpecLike, worker: str) -> None:
+        self.manifest.update(spec.run_id, worker=worker)
+        self.observer.placed(spec, worker)
+
+    def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
+        self.manifest.update(spec.run_id, state="running", reason=None, step=step)
+        self.observer.run_started(spec, step, max_steps)
+
+    def step(self, spec: SpecLike, row: Values) -> None:
+        self.manifest.step(spec.run_id, int(row["step"]) + 1)  # the next event writes it
+        self.observer.step(spec, row)
+
+    def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
+        self.observer.evaluated(spec, name, row)
+
+    def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
+        changes: dict[str, Any] = {"state": status, "reason": message or None}
+        if status == "failed":
+            changes["log"] = str(Path(self.manifest.run(spec.run_id)["path"]) / LOG)
+        self.manifest.update(spec.run_id, without=["worker"], **changes)
+        self.observer.run_finished(spec, status, message)
+
+    def message(self, text: str, level: str = "info") -> None:
+        self.observer.message(text, level)
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        content = self.manifest.content
+        by_run = {key: {**content.get(key, {}), **facts[key]} for key in ("squeezes", "memory") if key in facts}
+        self.manifest.note(**{**facts, **by_run})
+
+
 class Controller:
     """One campaign or run while it is carried out."""
 
     def __init__(
         self, plan: Plan, manifest: Manifest, observer: Observer, approval: Approval, lock: DirectoryLock,
-        executor: Executor,
+        executor: Executor | InProcess,
     ):  # fmt: skip
         self.plan, self.manifest, self.observer = plan, manifest, observer
         self.approval, self.lock, self.executor = approval, lock, executor
         self.specs, self.directory = plan.specs, manifest.directory
         self.stop = StopRequest(self.directory)
-        self._by_id = {spec.run_id: spec for spec in plan.specs}
         self.looks = Looks(manifest, plan.specs, observer)
         self._analysed = [spec for spec in plan.specs if spec.config.squeeze.enabled]
         self._squeezed: dict[str, RunSpec] = {}
         """Whose analysis this process has tried, by place; one that fails is not tried again."""
-        self.campaign = Campaign(plan, manifest, approval, self._hear)
-        restarts = plan.specs[0].config.campaign.max_restarts
-        self.scheduler = Scheduler(executor, self._hear, self._after, self._stopping, restarts)
+        recording = CampaignObserver(manifest, observer)
+        self.campaign = Campaign(plan, manifest, approval, recording)
+        if isinstance(executor, InProcess):
+            self.scheduler = Sequential(executor, recording, self._after, self._stopping)
+        else:
+            hear = partial(report, observer=recording, specs={spec.run_id: spec for spec in plan.specs})
+            restarts = plan.specs[0].config.campaign.max_restarts
+            self.scheduler = Scheduler(executor, hear, self._after, self._stopping, restarts)
 
     def carry_out(self, retry_failed: bool) -> Outcome:
         """Train what is left to do, analyse and compare; how it ended."""
@@ -272,39 +303,6 @@ class Controller:
         self.manifest.note(lanes=len(parts[0]), cohorts=cohorts)
         self.manifest.files.flush()
         return [CohortWork(self.campaign, part, work.again) for part in parts]
-
-    def _hear(self, event: Event) -> None:
-        """Record an event in the manifest, and pass it to the observer."""
-        manifest, observer = self.manifest, self.observer
-        match event:
-            case RunStarted(run_id, step, max_steps):
-                manifest.update(run_id, state="running", reason=None, step=step)
-                observer.run_started(self._by_id[run_id], step, max_steps)
-            case StepDone(run_id, row):
-                manifest.step(run_id, int(row["step"]) + 1)  # the next event writes it
-                observer.step(self._by_id[run_id], row)
-            case Evaluated(run_id, name, row):
-                observer.evaluated(self._by_id[run_id], name, row)
-            case RunEnded(run_id, status, reason):
-                changes: dict[str, Any] = {"state": status, "reason": reason or None}
-                if status == "failed":
-                    changes["log"] = str(Path(manifest.run(run_id)["path"]) / LOG)
-                manifest.update(run_id, without=["worker"], **changes)
-                observer.run_finished(self._by_id[run_id], status, reason)
-            case Facts({"squeezes": more}):
-                manifest.note(squeezes={**manifest.content.get("squeezes", {}), **more})
-            case Facts({"memory": more}):
-                manifest.note(memory={**manifest.content.get("memory", {}), **more})
-            case JobStarted(_, worker, runs):
-                for run_id in runs:
-                    manifest.update(run_id, worker=worker)
-                    observer.placed(self._by_id[run_id], worker)
-            case Facts(facts):
-                manifest.note(**facts)
-            case Message(text, level):
-                observer.message(text, level)
-            case JobEnded() | Tick():
-                pass
 
     def _squeezes(self) -> list[Work]:
         """What rank would have been enough, of each adapter of which it is to be known and is not yet.

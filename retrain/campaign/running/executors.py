@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.executor import Guard, InProcess, allow_all
+from retrain.campaign.running.in_process import Guard, InProcess, allow_all
 from retrain.campaign.running.processes import Slot, processes
 from retrain.campaign.running.protocol import Executor
 from retrain.campaign.running.raycluster import ray_workers
@@ -17,9 +17,9 @@ from retrain.gpus import OWN_GPU
 from retrain.wording import plural
 
 
-def executor_of(plan: Plan, guard: Guard = allow_all) -> Executor:
-    """The executor of a plan's configuration. ``guard`` is for one that trains in this process; workers hold leases of
-    their own. Raises UsageError when devices that the configuration names are not there, and where torchrun has started
+def executor_of(plan: Plan, guard: Guard = allow_all) -> Executor | InProcess:
+    """The executor of a plan's configuration. ``guard`` is for training in this process; workers hold leases of their
+    own. Raises UsageError when devices that the configuration names are not there, and where torchrun has started
     processes that it has no use for."""
     config = plan.specs[0].config
     if torchrun_rank() is not None and config.backend.shard == "none":
@@ -123,7 +123,7 @@ def gpus_of(config: Config) -> list[tuple[str, str]]:
     backend, own = config.backend, bool(os.environ.get(OWN_GPU))
     if backend.devices == "cpu":
         return []
-    from retrain.policy.device import resolve_device
+    from retrain.device import resolve_device
 
     there = _visible_gpus()
     count = len(there)
@@ -152,7 +152,7 @@ def _in_process(plan: Plan, guard: Guard) -> InProcess:
     return InProcess(None if config.backend.shard == "none" else Team(config), guard=guard)
 
 
-EXECUTORS: dict[str, Callable[[Plan, Guard], Executor]] = {
+EXECUTORS: dict[str, Callable[[Plan, Guard], Executor | InProcess]] = {
     "inprocess": _in_process,
     "processes": lambda plan, guard: processes(slots_of(plan.specs[0].config), plan.directory, _fleet(plan)),
     "ray": lambda plan, guard: ray_workers(plan),

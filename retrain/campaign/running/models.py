@@ -12,8 +12,10 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from retrain.algorithms.distillation import Teacher
 from retrain.campaign.planning.plan import RunSpec
 from retrain.config import Config
+from retrain.device import bfloat16_advice, described, gpu_facts, update_advice
 from retrain.engines.local import LocalEngine
 from retrain.engines.plugin import PluginEngine
 from retrain.engines.protocol import Engine
@@ -25,16 +27,15 @@ from retrain.engines.shared import SharedEngine
 from retrain.maths.backpressure import DecodeWork
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel, ModelFiles, load_base, load_weights, look_at
-from retrain.policy.device import bfloat16_advice, described, gpu_facts, update_advice
+from retrain.policy.gradient import DistributionTeacher
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.memory import MemoryPlan
 from retrain.policy.plugin import PluginPolicy, load_backend
 from retrain.policy.protocol import Policy
 from retrain.policy.ranks import Ranks
-from retrain.policy.teacher import Teacher, WholeTeacher
-from retrain.policy.threads import Workers
 from retrain.rollouts.pressure import decode_work
+from retrain.threads import Workers
 from retrain.tokenizer import ByteTokenizer, Tokenizer
 
 T = TypeVar("T")
@@ -74,7 +75,7 @@ def local_model(
 
     def policy(spec: RunSpec, directory: Path) -> LocalPolicy:
         teacher = (teachers or {}).get(spec.run_id) if spec.config.distillation.whole else None
-        whole = teacher if isinstance(teacher, WholeTeacher) else None
+        whole = teacher if isinstance(teacher, DistributionTeacher) else None
         return LocalPolicy(base, lanes, spec.config, spec.config.stream("init"), workers, plan, ranks, whole)
 
     notes = []

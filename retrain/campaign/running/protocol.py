@@ -1,33 +1,36 @@
 """What goes between the controller of a campaign and whoever trains its cohorts: jobs there, events back.
 
-Both are plain data, so that a job can be done in another process or on another machine that sees the same directory:
-``to_json`` and ``from_json`` take them through JSON, and they can be pickled.
+Both can be written as JSON for a worker, which is another process, perhaps on another machine that sees the same
+directory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from retrain.campaign.planning.asked import Longest
 from retrain.campaign.planning.plan import Plan, RunSpec
+from retrain.records.observer import Observer
 
 
 @dataclass(frozen=True)
 class CohortJob:
     """Train these runs together, from where their checkpoints are.
 
-    ``directory`` is the campaign's, ``folder`` that of its TOML file. ``runs`` are as ``RunSpec.to_json`` writes them,
-    ``longest`` are the longest completions of all runs of the plan, the fields of ``Longest``.
+    ``directory`` is the campaign's, ``folder`` that of its TOML file; ``longest`` are the longest completions of all
+    runs of the plan.
     ``failed_at``: those that had failed before, with the steps they had done. ``together``: all go on from the newest
     step that they have in common, else each from its own newest. ``accepted``: differences from the runs' records
     with which they may go on.
     """
 
-    directory: str
-    folder: str
-    runs: list[dict[str, Any]]
-    longest: dict[str, Any]
+    directory: Path
+    folder: Path
+    runs: Sequence[RunSpec]
+    longest: Longest
     failed_at: dict[str, int] = field(default_factory=dict)
     together: bool = True
     accepted: list[str] = field(default_factory=list)
@@ -35,7 +38,7 @@ class CohortJob:
     @classmethod
     def of(cls, plan: Plan, specs: Sequence[RunSpec], **how: Any) -> CohortJob:
         """The job of these runs of a plan; ``how`` are the fields that have defaults."""
-        return cls(**_facts_of(plan), runs=[spec.to_json() for spec in specs], **how)
+        return cls(plan.directory, plan.folder, specs, plan.longest, **how)
 
 
 @dataclass(frozen=True)
@@ -46,19 +49,11 @@ class SqueezeJob:
     with the key ``squeezes``, whose value has the run's label as its key.
     """
 
-    directory: str
-    folder: str
-    run: dict[str, Any]
-    longest: dict[str, Any]
+    directory: Path
+    folder: Path
+    run: RunSpec
+    longest: Longest
     place: str = "squeeze"
-
-    @classmethod
-    def of(cls, plan: Plan, spec: RunSpec, place: str = "squeeze") -> SqueezeJob:
-        return cls(**_facts_of(plan), run=spec.to_json(), place=place)
-
-
-def _facts_of(plan: Plan) -> dict[str, Any]:
-    return {"directory": str(plan.directory), "folder": str(plan.folder), "longest": asdict(plan.longest)}
 
 
 Job = CohortJob | SqueezeJob
@@ -139,7 +134,7 @@ class JobEnded:
     further, and ``reason`` is for a person.
     """
 
-    job: str
+    job: str = ""
     status: Literal["done", "stopped", "too_large", "changed", "died"] = "done"
     reason: str = ""
     lanes: int = 0
@@ -147,6 +142,35 @@ class JobEnded:
 
 
 Event = JobStarted | Tick | RunStarted | StepDone | Evaluated | RunEnded | Facts | Message | JobEnded
+
+
+class JobObserver(Observer, Protocol):
+    """Follows jobs."""
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Keys of the campaign's manifest, with what they are now."""
+
+
+def report(event: Event, observer: JobObserver, specs: Mapping[str, RunSpec]) -> None:
+    """Call the observer with an event of a worker; ``specs`` are the plan's runs by id."""
+    match event:
+        case RunStarted(run_id, step, max_steps):
+            observer.run_started(specs[run_id], step, max_steps)
+        case StepDone(run_id, row):
+            observer.step(specs[run_id], row)
+        case Evaluated(run_id, name, row):
+            observer.evaluated(specs[run_id], name, row)
+        case RunEnded(run_id, status, reason):
+            observer.run_finished(specs[run_id], status, reason)
+        case JobStarted(_, worker, runs):
+            for run_id in runs:
+                observer.placed(specs[run_id], worker)
+        case Facts(facts):
+            observer.note(facts)
+        case Message(text, level):
+            observer.message(text, level)
+        case JobEnded() | Tick():
+            pass
 
 
 class Handle(Protocol):
@@ -160,7 +184,8 @@ class Handle(Protocol):
 
 
 class Executor(Protocol):
-    """Where cohorts run. It writes runs' directories, and nothing of the campaign's that the controller writes."""
+    """Starts workers and watches them. They write runs' directories, and nothing of the campaign's that the controller
+    writes."""
 
     @property
     def slots(self) -> int:
@@ -186,28 +211,34 @@ class Executor(Protocol):
         """Let go of everything; nothing more is submitted."""
 
 
-_KINDS = {
+def job_to_json(job: Job) -> dict[str, Any]:
+    content = vars(job) | {"directory": str(job.directory), "folder": str(job.folder), "longest": asdict(job.longest)}
+    if isinstance(job, CohortJob):
+        return {"kind": "CohortJob", **content, "runs": [spec.to_json() for spec in job.runs]}
+    return {"kind": "SqueezeJob", **content, "run": job.run.to_json()}
+
+
+def job_from_json(content: Mapping[str, Any]) -> Job:
+    fields = dict[str, Any](content)
+    kind = fields.pop("kind")
+    fields["directory"], fields["folder"] = Path(fields["directory"]), Path(fields["folder"])
+    fields["longest"] = Longest(**fields["longest"])
+    if kind == "CohortJob":
+        fields["runs"] = [RunSpec.from_json(run) for run in fields["runs"]]
+        return CohortJob(**fields)
+    fields["run"] = RunSpec.from_json(fields["run"])
+    return SqueezeJob(**fields)
+
+
+_EVENTS = {
     kind.__name__: kind
-    for kind in (
-        CohortJob,
-        SqueezeJob,
-        JobStarted,
-        Tick,
-        RunStarted,
-        StepDone,
-        Evaluated,
-        RunEnded,
-        Facts,
-        Message,
-        JobEnded,
-    )
+    for kind in (JobStarted, Tick, RunStarted, StepDone, Evaluated, RunEnded, Facts, Message, JobEnded)
 }
 
 
-def to_json(item: Job | Event) -> dict[str, Any]:
-    return {"kind": type(item).__name__, **asdict(item)}
+def event_to_json(event: Event) -> dict[str, Any]:
+    return {"kind": type(event).__name__, **asdict(event)}
 
 
-def from_json(data: Mapping[str, Any]) -> Any:
-    """The job or event that ``to_json`` wrote."""
-    return _KINDS[data["kind"]](**{key: value for key, value in data.items() if key != "kind"})
+def event_from_json(content: Mapping[str, Any]) -> Event:
+    return _EVENTS[content["kind"]](**{key: value for key, value in content.items() if key != "kind"})

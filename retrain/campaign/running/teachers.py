@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from retrain.algorithms.distillation import AdapterTeacher, BaseTeacher, ModelTeacher, PolicyTeacher, Teacher
 from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.planning.teaching import Place, place_of, recorded_base, vocabulary_fault
 from retrain.campaign.running.models import Bases
@@ -17,7 +18,6 @@ from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.memory import MemoryPlan
-from retrain.policy.teacher import AdapterTeacher, BaseTeacher, ModelTeacher, PolicyTeacher, Teacher
 
 
 def teachers_of(

@@ -13,23 +13,64 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from retrain.campaign.planning.outputs import run_place
 from retrain.campaign.planning.plan import RunSpec, run_directory
-from retrain.campaign.running.executor import InProcess, Submitted
+from retrain.campaign.running.in_process import InProcess
 from retrain.campaign.running.lease import DirectoryLock, wait_for_writers
-from retrain.campaign.running.protocol import CohortJob, Event, Job, JobEnded, SqueezeJob, from_json, to_json
+from retrain.campaign.running.protocol import (
+    CohortJob,
+    Evaluated,
+    Event,
+    Facts,
+    Job,
+    Message,
+    RunEnded,
+    RunStarted,
+    SqueezeJob,
+    StepDone,
+    event_to_json,
+    job_from_json,
+)
 from retrain.campaign.running.team import Team
 from retrain.engines.server.fleet import Told
 from retrain.errors import DeviceLost, NotOurs, RetrainError, UsageError
 from retrain.ownership import claim, remove_leftovers
+from retrain.records.observer import NullObserver, SpecLike
+from retrain.records.schema.base import Values
 
 PR_SET_PDEATHSIG = 1
+
+
+class EventSender(NullObserver):
+    """Sends its calls as events. They come from any thread."""
+
+    def __init__(self, send: Callable[[Event], None]):
+        self.send = send
+
+    def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
+        self.send(RunStarted(spec.run_id, step, max_steps))
+
+    def step(self, spec: SpecLike, row: Values) -> None:
+        self.send(StepDone(spec.run_id, dict(row)))
+
+    def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
+        self.send(Evaluated(spec.run_id, name, dict(row)))
+
+    def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
+        self.send(RunEnded(spec.run_id, status, message))
+
+    def message(self, text: str, level: str = "info") -> None:
+        self.send(Message(text, level))
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        self.send(Facts(dict(facts)))
 
 
 class Worker:
@@ -44,8 +85,8 @@ class Worker:
         self.executor = InProcess(servers=self.servers)  # Its ranks are started with its first job
         self.ending = False  # Whether no further job may start
         self._jobs: queue.SimpleQueue[tuple[str, Job] | None] = queue.SimpleQueue()
-        self._name, self._current = "", cast("Submitted | None", None)
         self._unwanted: set[str] = set()
+        self._writing = threading.Lock()
 
     def work(self) -> int:
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
@@ -63,8 +104,6 @@ class Worker:
     def end(self) -> None:
         self.ending = True
         self._jobs.put(None)
-        if self._current is not None:
-            self._current.stop()
 
     def _listen(self) -> None:
         """Take commands, from a thread of its own: they have to be heard while a step is under way."""
@@ -72,7 +111,7 @@ class Worker:
             for line in self.commands:
                 command = json.loads(line)
                 if "job" in command:
-                    self._jobs.put((command["id"], from_json(command["job"])))
+                    self._jobs.put((command["id"], job_from_json(command["job"])))
                     continue
                 if "servers" in command:
                     self.servers.tell(command["servers"], command["gave_up"])
@@ -81,46 +120,35 @@ class Worker:
                     self.servers.record(command["server_message"], command["level"])
                     continue
                 self._unwanted.add(command["id"])
-                if self._current is not None and command["id"] == self._name:
-                    self._current.stop()
         self.servers.tell(self.servers.urls, "whoever kept the servers is gone")
         self.end()
 
     def _do(self, name: str, job: Job) -> None:
-        end = JobEnded(name)
         config = _specs(job)[0].config
         if self.executor.team is None and config.backend.shard != "none":
             self.executor.team = Team(config)
         self._say(name, begun=True)
-        with _leases(job) as locks, self._submitted(name, job), closing(self.executor.events()) as events:
-            self.executor.guard = lambda directory: locks[directory].check()
-            for event in events:
+        with _leases(job) as locks:
+
+            def stop() -> bool:
                 for lock in locks.values():
                     lock.check()
-                if isinstance(event, JobEnded):
-                    end = replace(event, job=name)
-                    continue
-                self._say(name, event)
-        self._say(name, end)  # after the leases: who hears of it may have the runs trained on elsewhere
+                return self.ending or name in self._unwanted
 
-    @contextmanager
-    def _submitted(self, name: str, job: Job) -> Iterator[None]:
-        """The job as the one that requests to stop are about."""
-        self._name, self._current = name, self.executor.submit(job)
-        if self.ending or name in self._unwanted:
-            self._current.stop()
-        try:
-            yield
-        finally:
-            self._current = None
+            self.executor.guard = lambda directory: locks[directory].check()
+            end = self.executor.do(job, EventSender(partial(self._say, name)), stop)
+            stop()  # runs that another process has taken over have not ended here
+        # After the leases: the controller may have the runs trained on elsewhere.
+        self._say(name, replace(end, job=name))
 
     def _say(self, name: str, event: Event | None = None, **facts: Any) -> None:
         if event is not None:
-            facts["event"] = to_json(event)
+            facts["event"] = event_to_json(event)
         data = memoryview(json.dumps({"id": name, **facts}).encode() + b"\n")
         try:
-            while data:
-                data = data[self.answers.write(data) :]
+            with self._writing:
+                while data:
+                    data = data[self.answers.write(data) :]
         except OSError:  # nobody listens any more
             self.end()
 
@@ -129,9 +157,8 @@ class Worker:
 def _leases(job: Job) -> Iterator[dict[Path, DirectoryLock]]:
     """The leases of all runs that a job writes, as soon as nobody else has them; what a worker that was killed left
     half-written there, and where the job writes besides, is removed."""
-    campaign = Path(job.directory)
-    owner = claim(campaign)
-    places = [(run_directory(campaign, spec), owner.at(run_place(spec))) for spec in _specs(job)]
+    owner = claim(job.directory)
+    places = [(run_directory(job.directory, spec), owner.at(run_place(spec))) for spec in _specs(job)]
     while True:
         wait_for_writers([directory for directory, _ in places])
         with ExitStack() as stack:
@@ -142,7 +169,7 @@ def _leases(job: Job) -> Iterator[dict[Path, DirectoryLock]]:
                     raise
                 continue  # taken in this moment
             for directory in [directory for directory, _ in places] + (
-                [campaign / job.place] if isinstance(job, SqueezeJob) else []
+                [job.directory / job.place] if isinstance(job, SqueezeJob) else []
             ):
                 remove_leftovers(directory)
             yield locks
@@ -150,7 +177,7 @@ def _leases(job: Job) -> Iterator[dict[Path, DirectoryLock]]:
 
 
 def _specs(job: Job) -> list[RunSpec]:
-    return [RunSpec.from_json(run) for run in (job.runs if isinstance(job, CohortJob) else [job.run])]
+    return [*job.runs] if isinstance(job, CohortJob) else [job.run]
 
 
 def end_with_parent(parent: int) -> None:

@@ -24,8 +24,8 @@ from retrain.campaign.running.protocol import (
     JobStarted,
     Message,
     Tick,
-    from_json,
-    to_json,
+    event_from_json,
+    job_to_json,
 )
 from retrain.engines.server.fleet import Fleet, Tell
 from retrain.errors import DeviceLost, RetrainError
@@ -193,7 +193,7 @@ class Workers:
                 handle = self._waiting.popleft()
                 seat.job, seat.begun, handle.worker = handle, False, seat
                 self._tell_servers(seat)
-                seat.link.post({"id": handle.id, "job": to_json(handle.job)})
+                seat.link.post({"id": handle.id, "job": job_to_json(handle.job)})
 
     def _keep_servers(self) -> None:
         """Have servers started before they are needed, and everybody who has been told of them told of others."""
@@ -245,12 +245,12 @@ class Workers:
             return
         if "begun" in answer:
             seat.begun = True
-            runs = [run["run_id"] for run in handle.job.runs] if isinstance(handle.job, CohortJob) else []
+            runs = [spec.run_id for spec in handle.job.runs] if isinstance(handle.job, CohortJob) else []
             yield JobStarted(handle.id, seat.link.name, runs)
         elif "fault" in answer:
             self._take_fault(seat, answer["fault"])
         else:
-            event = from_json(answer["event"])
+            event = event_from_json(answer["event"])
             if isinstance(event, JobEnded):
                 seat.job = None
             yield event

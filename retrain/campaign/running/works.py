@@ -1,24 +1,24 @@
 """What there is to do in a campaign, as a scheduler takes it: cohorts to train, adapters to analyse."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from retrain.campaign.planning.changes import Approval
 from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import Plan, RunSpec
-from retrain.campaign.running.protocol import CohortJob, Event, Message, RunEnded, SqueezeJob
+from retrain.campaign.running.protocol import CohortJob, JobObserver, SqueezeJob
 from retrain.records.schema.campaign import ENDED
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """What every work of a campaign needs: its plan, its records, what was accepted, and who hears of events."""
+    """What every work of a campaign needs: its plan, its records, what was accepted, and who follows it."""
 
     plan: Plan
     manifest: Manifest
     approval: Approval
-    hear: Callable[[Event], None]
+    observer: JobObserver
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class CohortWork:
     def give_up(self, reason: str) -> None:
         for spec in self.specs:
             if self._entry(spec)["state"] not in ENDED:
-                self.campaign.hear(RunEnded(spec.run_id, "failed", reason))
+                self.campaign.observer.run_finished(spec, "failed", reason)
 
     def _entry(self, spec: RunSpec) -> dict[str, Any]:
         return self.campaign.manifest.run(spec.run_id)
@@ -79,7 +79,8 @@ class SqueezeWork:
     trains: bool = field(default=False, init=False)
 
     def job(self) -> SqueezeJob:
-        return SqueezeJob.of(self.campaign.plan, self.spec, self.place)
+        plan = self.campaign.plan
+        return SqueezeJob(plan.directory, plan.folder, self.spec, plan.longest, self.place)
 
     def give_up(self, reason: str) -> None:
-        self.campaign.hear(Message(f"squeeze analysis of {self.spec.run_id} failed: {reason}", "warning"))
+        self.campaign.observer.message(f"squeeze analysis of {self.spec.run_id} failed: {reason}", "warning")

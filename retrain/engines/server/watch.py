@@ -13,8 +13,8 @@ from retrain.engines.server.own import likely_cause
 from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
-from retrain.policy.protocol import Policy, PolicySnapshot, Want
-from retrain.types import Sample
+from retrain.policy.protocol import Policy, PolicySnapshot
+from retrain.types import Sample, Want
 
 
 @dataclass(frozen=True)

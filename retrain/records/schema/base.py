@@ -1,4 +1,4 @@
-"""What all declared rows share: they are written as JSON objects with the fields as keys, in their order."""
+"""The base of all declared rows: dataclasses that are written as JSON objects with the fields as keys, in order."""
 
 from __future__ import annotations
 

@@ -58,10 +58,10 @@ class CampaignManifest(Record):
     updated: float | None = None
     """When the file was written (seconds since the epoch)."""
     declared: Row = field(default_factory=dict)
-    """What decides the comparison, kept when the first run began: keys of `[campaign]`, `baseline`, `conditions`,
+    """Declaration of the comparison, kept when the first run began: keys of `[campaign]`, `baseline`, `conditions`,
     `seeds` and `max_steps`."""
     notes: list[str] = field(default_factory=list)
-    """What a reader of the verdict must know: deviations from what was declared."""
+    """Deviations from the declaration, for a reader of the verdict."""
     lanes: int | None = None
     """Most runs that step together; taken from here on resume."""
     slots: int | None = None
@@ -79,9 +79,9 @@ class CampaignManifest(Record):
     which test, `spent`, `stop`; of the exact test also `allowed` and `tail`), `stopped_after` and `stop_reason`. Runs
     that a decision made unnecessary are `stopped`, with the reason."""
     comparison: Row | None = None
-    """As in `comparison.json`."""
+    """The same as in `comparison.json`."""
     squeeze: Row | None = None
-    """As `squeeze/analysis.json`, of the first run."""
+    """The same as `squeeze/analysis.json`, of the first run."""
     squeezes: dict[str, Row] = field(default_factory=dict)
     """With `[squeeze] runs = "one per condition"`, the same of the other conditions, by label."""
     report: str | None = None

@@ -111,7 +111,7 @@ class ConditionComparison(ConditionSummary):
     cost_ratio: float | None
     """Device time of a run relative to the baseline's."""
     held_out: bool
-    """Whether its runs were evaluated on held-out problems."""
+    """True if its runs were evaluated on held-out problems."""
     standing: str = ""
     """`declared`, `interim` or `exploratory`; none of the baseline."""
     standing_reasons: list[str] = field(default_factory=list)
@@ -132,7 +132,7 @@ class SecondaryComparison(Record):
     summary: str
     """`final`, `last3` or `auc`."""
     share: bool
-    """Whether the metric lies in [0, 1]."""
+    """True if the metric lies in [0, 1]."""
     conditions: list[ConditionSummary]
     """The conditions, the baseline first."""
 
@@ -146,9 +146,9 @@ class Comparison(Record):
     metric: str
     """Key of the metric that decides."""
     summary: str
-    """How a run's curve becomes one number: `final`, `last3` or `auc`."""
+    """Summary of a run's curve: `final`, `last3` or `auc`."""
     share: bool
-    """Whether the metric lies in [0, 1], so that differences are in percentage points."""
+    """True if the metric lies in [0, 1], so that differences are in percentage points."""
     baseline: str
     """Label of the baseline."""
     family: list[str]
@@ -166,8 +166,8 @@ class Comparison(Record):
     failed: list[str]
     """Run ids of failed runs."""
     warnings: list[str]
-    """What a reader of the verdict must know."""
+    """Warnings to a reader of the verdict."""
     note: str
     """The warnings and what is missing, in one text."""
     declared: Row = field(default_factory=dict)
-    """As in `manifest.json`."""
+    """The same as in `manifest.json`."""

@@ -1,42 +1,54 @@
-"""What ``retrain status DIR --watch --json`` prints: one object in a line for each thing that has happened."""
+"""The lines of ``retrain status DIR --watch --json``: one JSON object for each event."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from retrain.records.schema.base import Record, Row
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanEvent(Record):
+@dataclass(frozen=True)
+class Event(Record):
+    """One line, with the kind of event first."""
+
+    event: ClassVar[str]
+
+    def to_row(self) -> Row:
+        return {"event": self.event, **super().to_row()}
+
+
+@dataclass(frozen=True)
+class RunEvent(Event):
+    """An event of one run."""
+
+    run: str
+    """The run."""
+
+
+@dataclass(frozen=True)
+class PlanEvent(Event):
     """Runs that have been seen for the first time."""
 
-    event: str = "plan"
-    """`plan`."""
+    event = "plan"
     runs: list[str]
     """Their run ids."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerEvent(Record):
+@dataclass(frozen=True)
+class WorkerEvent(RunEvent):
     """A worker has taken a run, where there are several workers."""
 
-    event: str = "worker"
-    """`worker`."""
-    run: str
-    """The run."""
+    event = "worker"
     worker: str
-    """What a person calls the worker, as in `1 gpu:0`."""
+    """Name of the worker, such as `1 gpu:0`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartEvent(Record):
+@dataclass(frozen=True)
+class StartEvent(RunEvent):
     """A run trains."""
 
-    event: str = "start"
-    """`start`."""
-    run: str
-    """The run."""
+    event = "start"
     label: str
     """Label of its condition."""
     seed: int
@@ -47,54 +59,44 @@ class StartEvent(Record):
     """Steps planned."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepEvent(Record):
+@dataclass(frozen=True)
+class StepEvent(RunEvent):
     """A step was recorded."""
 
-    event: str = "step"
-    """`step`."""
-    run: str
-    """The run."""
+    event = "step"
     step: int
     """The step, from 0."""
     row: Row
     """Its row of `metrics.jsonl`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationEvent(Record):
+@dataclass(frozen=True)
+class EvaluationEvent(RunEvent):
     """A held-out evaluation was recorded."""
 
-    event: str = "eval"
-    """`eval`."""
-    run: str
-    """The run."""
+    event = "eval"
     name: str
     """The held-out set."""
     row: Row
     """Its row of `evals.jsonl`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EndEvent(Record):
+@dataclass(frozen=True)
+class EndEvent(RunEvent):
     """A run has ended."""
 
-    event: str = "end"
-    """`end`."""
-    run: str
-    """The run."""
+    event = "end"
     status: str
     """`done`, `failed`, `interrupted` or `stopped`."""
     reason: str | None
     """Why."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MessageEvent(Record):
+@dataclass(frozen=True)
+class MessageEvent(Event):
     """A line for the reader."""
 
-    event: str = "message"
-    """`message`."""
+    event = "message"
     level: str
     """`info`, `warning` or `error`."""
     text: str

@@ -6,19 +6,10 @@
 from dataclasses import dataclass
 
 from retrain.ownership import MARK
+from retrain.records.schema import rows
+from retrain.records.schema.base import Record
 from retrain.records.schema.campaign import CampaignManifest
 from retrain.records.schema.comparison import Comparison
-from retrain.records.schema.rows import (
-    Checkpoint,
-    Evaluation,
-    Generation,
-    HeldOutCompletion,
-    Iteration,
-    Note,
-    StepSpans,
-    StepSummary,
-    TrajectorySummary,
-)
 
 MANIFEST, PLAN, LOCK = "manifest.json", "plan.json", ".lock"
 CONFIG, ENVIRONMENT, CODE_DIFF = "config.json", "environment.json", "code.diff"
@@ -43,7 +34,7 @@ class RecordFile:
 
     name: str
     content: str
-    row: type | None = None
+    row: type[Record] | None = None
     """Type of its rows, or of the object that it holds."""
 
 
@@ -74,20 +65,20 @@ RUN_FILES = (
     *MACHINE_FILES,
     RecordFile(METRICS, "one row per step"),
     RecordFile(COLUMNS, "the same numbers as columns, from 64 steps on"),
-    RecordFile(EVALS, "one row per held-out evaluation", Evaluation),
-    RecordFile(STEPS, "reward and correct count per step", StepSummary),
-    RecordFile(GENERATIONS, "every completion", Generation),
-    RecordFile(EVALUATIONS, "every completion of the held-out evaluations", HeldOutCompletion),
-    RecordFile(f"train_iteration_<n>{SUMMARIES}", "one line per trajectory, every step", TrajectorySummary),
+    RecordFile(EVALS, "one row per held-out evaluation", rows.Evaluation),
+    RecordFile(STEPS, "reward and correct count per step", rows.StepSummary),
+    RecordFile(GENERATIONS, "every completion", rows.Generation),
+    RecordFile(EVALUATIONS, "every completion of the held-out evaluations", rows.HeldOutCompletion),
+    RecordFile(f"train_iteration_<n>{SUMMARIES}", "one line per trajectory, every step", rows.TrajectorySummary),
     RecordFile(f"train_iteration_<n>{PAGE}, {LOGTREE}", "prompts and samples to read, every rollouts_every steps"),
     RecordFile("tokens_<n>.safetensors", "every token of those steps with its numbers, texts uncut"),
     RecordFile("eval_<name>_iteration_<n>…", "the same of every held-out evaluation"),
-    RecordFile(ITERATIONS, "the index of these files, and where the step's completions lie", Iteration),
-    RecordFile(SPANS, "what each step spent its time on", StepSpans),
+    RecordFile(ITERATIONS, "the index of these files, and where the step's completions lie", rows.Iteration),
+    RecordFile(SPANS, "what each step spent its time on", rows.StepSpans),
     RecordFile(TIMELINE, "the same as a picture"),
-    RecordFile(NOTES, "explanations of unusual metrics", Note),
+    RecordFile(NOTES, "explanations of unusual metrics", rows.Note),
     RecordFile(LOG, "what happened when, tracebacks included"),
-    RecordFile(CHECKPOINTS, "one line per saved checkpoint", Checkpoint),
+    RecordFile(CHECKPOINTS, "one line per saved checkpoint", rows.Checkpoint),
     RecordFile("checkpoints/step_<n>/", "adapter, optimizer and all other state"),
     RecordFile(f"{FINAL}/", "the trained PEFT adapter"),
 )

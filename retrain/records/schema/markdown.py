@@ -10,24 +10,14 @@ from pydantic import TypeAdapter
 from retrain.records.schema.base import Record, Row
 from retrain.records.schema.campaign import CampaignManifest, CheckpointFiles, RunEntry
 from retrain.records.schema.comparison import Comparison, ConditionComparison, SecondaryComparison
-from retrain.records.schema.events import EVENTS
-from retrain.records.schema.rows import (
-    Checkpoint,
-    Evaluation,
-    Generation,
-    HeldOutCompletion,
-    Iteration,
-    Note,
-    StepSpans,
-    StepSummary,
-    TrajectorySummary,
-)
+from retrain.records.schema.events import EVENTS, Event
+from retrain.records.schema.layout import RUN_FILES
 
 TABLES: Mapping[str, type[Record]] = {
     record.__name__: record
     for record in (
-        Evaluation, StepSummary, Generation, HeldOutCompletion, TrajectorySummary, Iteration, Note, StepSpans,
-        Checkpoint, CheckpointFiles, RunEntry, CampaignManifest, Comparison, ConditionComparison, SecondaryComparison,
+        *(file.row for file in RUN_FILES if file.row is not None),
+        CheckpointFiles, RunEntry, CampaignManifest, Comparison, ConditionComparison, SecondaryComparison,
     )
 }  # fmt: skip
 REGION = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -41,11 +31,10 @@ def with_tables(text: str) -> str:
 
 def _table(name: str) -> str:
     if name == "Events":
-        rows = [_event_row(record) for record in EVENTS]
+        rows = [_event_row(event) for event in EVENTS]
         return _lines(("`event`", "what has happened", "further keys"), rows)
-    return _lines(
-        ("key", "value", "meaning"), [_field_row(key, schema) for key, schema in _fields(TABLES[name]).items()]
-    )
+    rows = [_field_row(key, schema) for key, schema in _fields(TABLES[name]).items()]
+    return _lines(("key", "value", "meaning"), rows)
 
 
 def _lines(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -55,22 +44,21 @@ def _lines(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def _fields(record: type[Record]) -> dict[str, Row]:
     """Return the JSON schema of each field. Pydantic reads docstrings of a class's own fields only."""
-    found: dict[str, Row] = {}
+    schemas: dict[str, Row] = {}
     for cls in reversed(record.__mro__):
         if issubclass(cls, Record):
             for key, schema in TypeAdapter(cls).json_schema().get("properties", {}).items():
-                found.setdefault(key, schema)
-    return found
+                schemas.setdefault(key, schema)
+    return schemas
 
 
 def _field_row(key: str, schema: Row) -> tuple[str, str, str]:
     return f"`{key}`", _kind(schema), " ".join(schema["description"].split())
 
 
-def _event_row(record: type[Record]) -> tuple[str, str, str]:
-    event, *others = _fields(record).items()
-    further = "; ".join(f"`{key}`: {schema['description']}".rstrip(".") for key, schema in others)
-    return f"`{event[1]['default']}`", (record.__doc__ or "").strip(), further
+def _event_row(event: type[Event]) -> tuple[str, str, str]:
+    keys = "; ".join(f"`{key}`: {schema['description']}".rstrip(".") for key, schema in _fields(event).items())
+    return f"`{event.event}`", (event.__doc__ or "").strip(), keys
 
 
 def _kind(schema: Row) -> str:

@@ -9,7 +9,7 @@ from retrain.records.schema.base import Record, Row
 
 @dataclass(frozen=True)
 class Evaluation(Record):
-    """How one held-out evaluation sampled; the numbers that it gave follow in the same row."""
+    """Sampling settings of one held-out evaluation; its numbers follow in the same row."""
 
     step: int
     """Updates done: 0 is the untrained model."""
@@ -46,18 +46,17 @@ class StepSummary(Record):
     condition: str
     """Label of the condition."""
     uncertainty_kind: str
-    """What the uncertainty of a token is: `surprisal` or `entropy`."""
+    """Kind of uncertainty: `surprisal` or `entropy`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Completion(Record):
     """One completion, its texts shortened."""
 
     step: int
     """The step; of an evaluation the updates done."""
     prompt: str
-    """What the model was asked: the last message with [data] `prompt_template`, without chat markup; its first 200
-    characters."""
+    """The last message with [data] `prompt_template`, without chat markup; its first 200 characters."""
     completion: str
     """Text of all turns: the first 500 characters; of an evaluation the first 700 and the last 300."""
     reward: float | None
@@ -67,12 +66,17 @@ class Completion(Record):
     stop_reason: str
     """Why sampling ended: `stop` or `length`."""
     correct: bool
-    """Whether it counts as correct."""
+    """True if it counts as correct."""
     problem_id: str
     """The problem; of a file its name and line, `problems.jsonl:17`."""
+    error: str = ""
+    """Why grading failed; only in the rows where it did."""
+
+    def to_row(self) -> Row:
+        return {key: value for key, value in super().to_row().items() if key != "error" or value}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Generation(Completion):
     """One completion of a step's batch. What dynamic sampling dropped is not there."""
 
@@ -84,11 +88,9 @@ class Generation(Completion):
     """Place in the group, from 0."""
     advantage: float | None
     """Advantage of the completion; null where there is none."""
-    error: str = ""
-    """Why grading failed; only in the rows where it did."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HeldOutCompletion(Completion):
     """One completion of a held-out evaluation."""
 
@@ -101,10 +103,8 @@ class HeldOutCompletion(Completion):
     reference: str
     """The right answer; its first 200 characters."""
     answer: str | None
-    """What a majority votes on: the answer as `match` or `math` finds it ([reward] `strict`; under another reward as
+    """Answer for a majority vote, as `match` or `math` finds it ([reward] `strict`; under another reward as
     with `strict = false`), in one spelling; null for none."""
-    error: str = ""
-    """Why grading failed; only in the rows where it did."""
 
 
 @dataclass(frozen=True)
@@ -171,14 +171,14 @@ class Iteration(Record):
     """First byte and end of its completions in `emergence/generations.jsonl`, of an evaluation in
     `emergence/evaluations.jsonl`."""
     name: str
-    """What the names of its files begin with."""
+    """Beginning of the names of its files."""
     tokens: str | None
     """Its file of tokens; null where they were not recorded."""
 
 
 @dataclass(frozen=True)
 class StepSpans(Record):
-    """What one step spent its time on."""
+    """Wall-clock time of the parts of one step."""
 
     step: int
     """The step."""
@@ -194,13 +194,13 @@ class Note(Record):
     step: int
     """The step whose row it is about."""
     key: str
-    """What it is about; faults of servers are noted each time, under `server`."""
+    """Its subject; faults of servers are noted each time, under `server`."""
     level: str
     """`info` where the number is harmless, `warning` where something should be done."""
     text: str
-    """What the number means."""
+    """Meaning of the number."""
     remedy: str
-    """What to do about it."""
+    """Remedy."""
 
     def __str__(self) -> str:
         first = self.remedy.partition(" ")[0].rstrip(",:;")
@@ -228,7 +228,7 @@ class Checkpoint(Record):
 
 @dataclass(frozen=True)
 class RecorderState(Record):
-    """What a checkpoint holds of the records, so that a resumed run continues its files exactly."""
+    """State of the records in a checkpoint, so that a resumed run continues its files exactly."""
 
     totals: Row
     """Sums over the steps so far (`measure.Totals`)."""
@@ -241,6 +241,6 @@ class RecorderState(Record):
     rows: dict[str, int] = field(default_factory=dict)
     """Rows of each file that belong to the finished steps."""
     trackers: dict[str, Row | None] = field(default_factory=dict)
-    """What the last start of each tracker returned."""
+    """Return value of the last start of each tracker."""
     sent: dict[str, int] = field(default_factory=dict)
     """First step that each tracker has not taken."""

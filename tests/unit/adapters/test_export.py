@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from retrain.campaign.adapters import export as exporting
 from retrain.cli import app
 from retrain.files import read_json, write_json
-from retrain.policy.adapter_stream import AdapterFile
+from retrain.policy.adapter_io import AdapterFile
 
 TEXTS = ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"]
 

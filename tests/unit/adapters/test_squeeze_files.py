@@ -7,7 +7,7 @@ from retrain.config.upkeep import Squeeze
 from retrain.errors import ModelError, UsageError
 from retrain.files import read_json, write_json
 from retrain.maths.squeeze import truncate
-from retrain.policy.adapter_stream import AdapterFile
+from retrain.policy.adapter_io import AdapterFile
 
 PREFIX = "base_model.model."
 

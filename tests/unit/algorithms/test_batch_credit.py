@@ -14,7 +14,6 @@ from retrain.algorithms.credit.sepa_pooling import correct_rate
 from retrain.errors import RunFailed
 from retrain.files import dumps
 from retrain.policy.base import BaseModel
-from retrain.policy.protocol import Scores
 from retrain.types import (
     Action,
     CreditedBatch,
@@ -22,6 +21,7 @@ from retrain.types import (
     Problem,
     Prompt,
     RewardResult,
+    Scores,
     Turn,
     single_turn,
     training_samples,

@@ -9,9 +9,8 @@ from retrain.algorithms.credit.group_advantage import ZeroAdvantage
 from retrain.algorithms.credit.teacher import distillation_advantages
 from retrain.algorithms.losses import PPO, Reinforce
 from retrain.maths.distillation import divergence, with_tail
-from retrain.policy.protocol import Scores
 from retrain.policy.terms import policy_loss
-from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Turn
+from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Scores, Turn
 
 F64 = torch.float64
 S, T = torch.tensor([0.5, 0.3, 0.2], dtype=F64), torch.tensor([0.7, 0.2, 0.1], dtype=F64)

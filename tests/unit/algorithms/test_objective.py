@@ -88,6 +88,6 @@ def test_an_objective_knows_what_its_terms_need():
     logged = Objective((PolicyTerm(PPO()), KLTerm(), EntropyTerm(logged=True)))
     assert (logged.kl_coef, logged.entropy_gradient, logged.every_sequence) == (0, False, False)
     assert Objective((PolicyTerm(PluginLoss(max)),)).every_sequence  # a plug-in may do anything
-    assert objective.alone(KLTerm, EntropyTerm).terms == terms[1:]
+    assert objective.only(KLTerm, EntropyTerm).terms == terms[1:]
     assert objective.without(KLTerm).terms == (terms[0], terms[3])
     assert objective.without_gradient().terms == (PolicyTerm(NoLoss()), KLTerm(), KLTerm())

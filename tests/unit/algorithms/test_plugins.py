@@ -1,4 +1,3 @@
-import re
 import statistics
 import sys
 from pathlib import Path
@@ -6,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.credit import apply, compare
-from helpers.models import qwen3_directory, train_quietly
 from helpers.records import completion
 
 from retrain.algorithms.credit.group_advantage import plugin_advantages
@@ -161,32 +159,6 @@ def test_a_loss_of_the_users_gives_the_gradient_of_ours():
     assert torch.equal(*losses)
     assert torch.equal(*gradients)
     assert not gradients[0][2].any()  # nothing flows into the padding, whatever it holds
-
-
-def test_the_example_of_the_documents_trains(folder):
-    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    part = page[page.index("## Code of your own") :]
-    toml = re.search(r"```toml\n(.*?)```", part, re.DOTALL)[1]
-    (folder / "my_credit.py").write_text(re.search(r"```python\n(.*?)```", part, re.DOTALL)[1])
-    model = qwen3_directory(folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}"])
-    (folder / "toy_rewards.py").write_text("def score(completion, answer):\n    return len(set(completion)) / 50\n")
-    world = f"""
-    [training]
-    max_steps = 1
-    batch_size = 1
-    group_size = 3
-    max_tokens = 8
-    [model]
-    model = "{model}"
-    lora_rank = 4
-    [reward]
-    type = "custom"
-    custom_module = "toy_rewards"
-    """
-    (row,) = train_quietly(folder, toml + world)
-    sys.modules.pop("my_credit", None)
-    assert row["optim/grad_norm"] > 0
-    assert row["planning_fraction"] is not None
 
 
 def test_labels_of_plug_ins_are_file_names():

@@ -8,7 +8,6 @@ from helpers.credit import algorithm_of, apply
 from retrain.algorithms.credit.rejection_mask import RejectionMask, mask_minibatch
 from retrain.config import parse_dict
 from retrain.errors import ConfigError
-from retrain.policy.protocol import Scores, TrainBatch, Want
 from retrain.types import (
     Action,
     CreditedBatch,
@@ -19,7 +18,10 @@ from retrain.types import (
     Prompt,
     RewardResult,
     Sample,
+    Scores,
+    TrainBatch,
     Turn,
+    Want,
     training_samples,
 )
 

@@ -7,8 +7,18 @@ from helpers.credit import compare, credit
 from retrain.algorithms.credit.turns import TurnCredit, returns_to_go
 from retrain.config import parse_dict
 from retrain.errors import ConfigError, RunFailed
-from retrain.policy.protocol import samples_of
-from retrain.types import Action, CreditedGroup, Group, Problem, Prompt, RewardResult, Rollout, Turn, training_samples
+from retrain.types import (
+    Action,
+    CreditedGroup,
+    Group,
+    Problem,
+    Prompt,
+    RewardResult,
+    Rollout,
+    Turn,
+    samples_of,
+    training_samples,
+)
 
 PROMPT = Prompt(Problem("p", "?", "1"), "?", (1, 2))
 BY_TURN = TurnCredit(1.0)

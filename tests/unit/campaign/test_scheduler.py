@@ -1,16 +1,19 @@
 import dataclasses
 from collections import deque
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from helpers.models import campaign_head
 
 from retrain.campaign.planning.cohorts import cut
 from retrain.campaign.planning.plan import plan
+from retrain.campaign.running.in_process import Sequential
 from retrain.campaign.running.protocol import JobEnded, Message, Tick
 from retrain.campaign.running.scheduler import Scheduler
 from retrain.config import load
 from retrain.errors import UsageError
+from retrain.records.observer import NullObserver
 
 
 @dataclasses.dataclass(eq=False)
@@ -119,6 +122,36 @@ def test_jobs_whose_runs_nobody_needs_are_stopped():
     mine.hear = lambda event: mine.stop_where(lambda names: names <= {"a", "b", "c"}) if event == Tick() else None
     assert mine.carry_out([Some("ab"), Some("cd")])
     assert set(executor.stops) == {"ab"}
+
+
+class Here:
+    """Does jobs in this process, and hears of a stop in the one called ``stop_in``."""
+
+    def __init__(self, stop_in: str = ""):
+        self.stop_in, self.done, self.stopped = stop_in, list[str](), False
+
+    def do(self, work: Some, observer, stop):
+        self.done.append(work.letters)
+        self.stopped |= work.letters == self.stop_in
+        work.times -= not (self.stopped and work.trains)
+        return JobEnded(status="stopped" if self.stopped else "done")
+
+
+@pytest.mark.parametrize(("stop_in", "done", "all_trained"), [
+    ("", "ab x y - c", True),
+    ("ab", "ab", False),  # what only looks at finished runs comes after the training that is left
+    ("-", "ab x y - c", True),
+])  # fmt: skip
+def test_works_are_done_in_this_process_one_after_another(stop_in, done, all_trained):
+    here: Any = Here(stop_in)
+    works = [Some("ab"), Some("-", trains=False), Some("c", trains=stop_in != "-")]
+
+    def after(work, end):
+        return follow_up(work, end) if end.status == "done" else [work]
+
+    mine = Sequential(here, NullObserver(), after, lambda: here.stopped)
+    assert mine.carry_out(works) is all_trained
+    assert here.done == done.split()
 
 
 FIVE = [("grpo", "none"), ("maxrl", "none"), ("rloo", "none"), ("maxrl", "gtpo"), ("grpo", "gtpo")]

@@ -20,8 +20,7 @@ from retrain.engines.graphs import StepGraphs
 from retrain.errors import ModelError, UsageError
 from retrain.policy import local
 from retrain.policy.local import LocalPolicy
-from retrain.policy.protocol import Want
-from retrain.types import Action
+from retrain.types import Action, Want
 
 TOML = """\
 [model]
@@ -144,7 +143,7 @@ def sizes_planned_too_small(subject: Subject, monkeypatch) -> None:
 
 
 def unnoticed_shortages(subject: Subject, monkeypatch) -> None:
-    for module in ("retrain.engines.local", "retrain.policy.gradient"):
+    for module in ("retrain.engines.local", "retrain.policy.memory"):
         monkeypatch.setattr(f"{module}.is_out_of_memory", lambda error: False)
 
 

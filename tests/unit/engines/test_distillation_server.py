@@ -7,6 +7,7 @@ from helpers.models import TINY_RUN, campaign_head
 from helpers.servers import served_world
 from typer.testing import CliRunner
 
+from retrain.algorithms.distillation import ModelTeacher
 from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.config import load, parse_dict
@@ -14,7 +15,6 @@ from retrain.engines.server.dialects import DIALECTS, Faulty, Prompted
 from retrain.engines.server.teacher import ServerTeacher, checked_prompt, server_teacher
 from retrain.errors import RunFailed, ServerFailed, UsageError
 from retrain.files import read_json, read_jsonl
-from retrain.policy.teacher import ModelTeacher
 from retrain.records.observer import NullObserver
 
 model, base, lanes, standin, server = served_world()

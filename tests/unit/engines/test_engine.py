@@ -28,7 +28,7 @@ from retrain.files import read_json, write_json
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
-from retrain.policy.threads import Workers
+from retrain.threads import Workers
 
 
 def tokens(groups):

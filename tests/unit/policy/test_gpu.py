@@ -15,9 +15,11 @@ from helpers.models import qwen3_directory, toy_base
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from retrain import device as devices
 from retrain.campaign.planning.changes import machine_changes
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
+from retrain.device import available_memory, is_out_of_memory
 from retrain.engines import dense, slots
 from retrain.engines.graphs import EmptyCapture, StepGraphs
 from retrain.engines.local import LocalEngine
@@ -26,11 +28,8 @@ from retrain.errors import ConfigError, RetrainError, RunFailed, UsageError
 from retrain.files import read_jsonl
 from retrain.gpus import build_fault, cpu_build, lost, nvidia_gpus, usable_gpu
 from retrain.policy import arithmetic
-from retrain.policy import device as devices
-from retrain.policy.budget import is_out_of_memory
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
-from retrain.policy.memory import available_memory
 from retrain.records.observer import NullObserver
 from retrain.records.reader import read_manifest
 

@@ -28,17 +28,15 @@ from retrain.policy import backbone, memory
 from retrain.policy import gradient as accumulating
 from retrain.policy import scoring as policy_scoring
 from retrain.policy.base import BaseModel
-from retrain.policy.budget import Budget
 from retrain.policy.head import Head
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
-from retrain.policy.memory import MemoryPlan, kept_bytes
+from retrain.policy.memory import Budget, MemoryPlan, kept_bytes
 from retrain.policy.optimizer import apply_gradient
 from retrain.policy.packing import NAME, register_attention
-from retrain.policy.protocol import TrainBatch, Want
 from retrain.records.observer import NullObserver
 from retrain.rng import generator
-from retrain.types import Sample
+from retrain.types import Sample, TrainBatch, Want
 
 EIGHT_B = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 QWEN = partial(Qwen3Config, **EIGHT_B, intermediate_size=12288, tie_word_embeddings=False)

@@ -7,7 +7,7 @@ from helpers.lanes import fresh_scores, in_turns, local_policy, objective, rollo
 
 from retrain.errors import CheckpointError, NonFinite, UsageError
 from retrain.policy.local import LocalPolicy
-from retrain.policy.protocol import TrainBatch, Want
+from retrain.types import TrainBatch, Want
 
 EVERYTHING = frozenset({Want.LOGPROBS, Want.ENTROPY, Want.REFERENCE})
 SCALED = {"lora": {"alpha": 8.0}}

@@ -6,10 +6,10 @@ import torch
 from helpers.lanes import gradient, local_policy, objective, relative_gap, rollout, totals, trained
 from torch import nn
 
-from retrain.policy.budget import Budget
-from retrain.policy.protocol import TrainBatch, Want
+from retrain.policy.memory import Budget
 from retrain.policy.rounded import NARROW, rounded_linear
-from retrain.policy.threads import Workers
+from retrain.threads import Workers
+from retrain.types import TrainBatch, Want
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -15,8 +15,8 @@ from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
 from retrain.files import read_json, read_jsonl
 from retrain.policy.local import LocalPolicy
-from retrain.policy.protocol import TrainBatch
 from retrain.records.observer import NullObserver
+from retrain.types import TrainBatch
 
 SMALL = "save_every = 2\nkeep_last = 0\nmicro_batch_tokens = 64"
 """Several micro-batches in every update."""

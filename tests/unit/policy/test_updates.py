@@ -13,7 +13,6 @@ from retrain.config import parse_dict
 from retrain.maths.corrections import Correction
 from retrain.maths.ratios import loss_metrics
 from retrain.policy.logprobs import MicroBatch
-from retrain.policy.protocol import TrainBatch, Want
 from retrain.policy.terms import PolicyTerm, TokenScores, policy_loss
 from retrain.training.updates import (
     MinibatchUpdate,
@@ -22,7 +21,7 @@ from retrain.training.updates import (
     iter_minibatches,
     with_old_logprobs,
 )
-from retrain.types import CreditedBatch, Denominators, Sample
+from retrain.types import CreditedBatch, Denominators, Sample, TrainBatch, Want
 
 STREAM = (0, 0)
 

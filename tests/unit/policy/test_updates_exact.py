@@ -9,8 +9,8 @@ from retrain.algorithms.objective import objective_of
 from retrain.campaign.running.controller import launch
 from retrain.config import load, parse_dict
 from retrain.files import read_jsonl
-from retrain.policy.protocol import TrainBatch
 from retrain.records.observer import NullObserver
+from retrain.types import TrainBatch
 
 GAE = {"advantage_mode": "gae", "transform_mode": "none"}
 

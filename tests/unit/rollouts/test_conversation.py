@@ -23,11 +23,21 @@ from retrain.environments.protocol import Observation, Step
 from retrain.errors import ModelError
 from retrain.policy.local import LocalPolicy
 from retrain.policy.objective import Objective
-from retrain.policy.protocol import TrainBatch, Want, samples_of
 from retrain.policy.terms import PolicyTerm
-from retrain.policy.threads import Workers
 from retrain.rollouts.collect import RolloutRequest, collect
-from retrain.types import Action, Denominators, Group, Problem, RewardResult, samples_of_rollout, training_samples
+from retrain.threads import Workers
+from retrain.types import (
+    Action,
+    Denominators,
+    Group,
+    Problem,
+    RewardResult,
+    TrainBatch,
+    Want,
+    samples_of,
+    samples_of_rollout,
+    training_samples,
+)
 
 _TOOLS = "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"
 _ANSWERS = (

@@ -36,10 +36,9 @@ from retrain.maths.critic import value_loss
 from retrain.policy.backbone import backbone_of
 from retrain.policy.critic import MOMENTS, WEIGHTS
 from retrain.policy.local import LocalPolicy
-from retrain.policy.protocol import Scores, TrainBatch, Want
-from retrain.policy.threads import Workers
 from retrain.records.observer import NullObserver
 from retrain.records.tokens import TokenFile
+from retrain.threads import Workers
 from retrain.types import (
     Action,
     CreditedBatch,
@@ -50,7 +49,10 @@ from retrain.types import (
     RewardResult,
     Rollout,
     Sample,
+    Scores,
+    TrainBatch,
     Turn,
+    Want,
 )
 
 PPO = {"advantage_mode": "gae"}

@@ -18,8 +18,9 @@ from retrain.maths.bounded import bounded_mean_interval
 from retrain.maths.evaluation import maj_at_k, majority, majority_ks, pass_at_k, sensible_ks
 from retrain.maths.statistics import accuracy_interval
 from retrain.records.base_evaluations import BaseEvaluations
+from retrain.records.completions import SHOWN, held_out_completions, shortened
 from retrain.records.evaluation import eval_row
-from retrain.records.recorder import SHOWN, RunRecorder, evaluated, shortened
+from retrain.records.recorder import RunRecorder
 from retrain.rewards.rules import MatchReward
 from retrain.training.evaluation import Evaluator
 from retrain.types import Action, EvalRecord, Group, Problem, Prompt, single_turn
@@ -82,8 +83,8 @@ def test_a_majority_is_the_mean_over_blocks_and_drops_no_vote(samples, data):
 
 def test_a_vote_counts_the_answers_that_the_reward_reads():
     groups = [asked("two", ["it is 4", "it is 4", "\\boxed{5}"])]
-    assert [row["answer"] for row in evaluated(record(groups))] == [None, None, "5"]
-    assert [row["answer"] for row in evaluated(record(groups), strict=False)] == ["4", "4", "5"]
+    assert [row["answer"] for row in held_out_completions(record(groups))] == [None, None, "5"]
+    assert [row["answer"] for row in held_out_completions(record(groups), strict=False)] == ["4", "4", "5"]
     parts = [RewardComponent(type="format"), RewardComponent(type="match")]
     for reward, strict in (
         (RewardSection(type="match", strict=True), True),
@@ -129,7 +130,7 @@ def test_the_kept_base_is_the_base(tmp_path):
     assert kept.get("how", [failed.groups[0].prompt.problem]) is None
     kept.put("how", base)
     again = kept.get("how", PROBLEMS)
-    assert (eval_row(again), evaluated(again)) == (eval_row(base), evaluated(base))
+    assert (eval_row(again), held_out_completions(again)) == (eval_row(base), held_out_completions(base))
     assert (again.temperature, again.samples, again.max_tokens, again.seconds) == (0.7, 4, 64, 0.5)
     for mine, theirs in zip(again.groups[1].rollouts, GROUPS[1].rollouts, strict=True):
         assert (mine.token_ids, mine.stop_reason) == (theirs.token_ids, theirs.stop_reason)

@@ -22,11 +22,10 @@ from retrain.files import read_jsonl
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.objective import Objective
-from retrain.policy.protocol import TrainBatch
 from retrain.policy.terms import PolicyTerm
 from retrain.probe import comparable, probe
 from retrain.records.observer import NullObserver
-from retrain.types import Sample
+from retrain.types import Sample, TrainBatch
 
 REWARDS = '''
 def score(completion, answer):

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from retrain.algorithms.distillation import AdapterTeacher, BaseTeacher, Context, ModelTeacher, PolicyTeacher, taught
 from retrain.algorithms.objective import objective_of
 from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.planning.teaching import place_of
@@ -42,13 +43,9 @@ from retrain.maths.distillation import divergence, with_tail
 from retrain.policy import head as head_module
 from retrain.policy.adapter_io import save_adapter
 from retrain.policy.base import load_base
-from retrain.policy.context import Context, read_after
-from retrain.policy.divergence import head_divergence
-from retrain.policy.head import Head
+from retrain.policy.head import Head, head_divergence
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
-from retrain.policy.protocol import Scores, TrainBatch
-from retrain.policy.teacher import AdapterTeacher, BaseTeacher, ModelTeacher, PolicyTeacher, taught
 from retrain.records.observer import NullObserver
 from retrain.types import (
     Action,
@@ -59,8 +56,11 @@ from retrain.types import (
     RewardResult,
     Rollout,
     Sample,
+    Scores,
+    TrainBatch,
     Turn,
     single_turn,
+    with_prompt,
     without_advantages,
 )
 
@@ -293,7 +293,7 @@ def test_an_adapter_of_other_layers_is_refused_and_missing_layers_are_zero(base,
     base.release()
     teacher = next(made_for(base, Lanes(base), tmp_path, teacher="few"))
     assert isinstance(teacher, AdapterTeacher)
-    named = {name for name, (_, b) in teacher.weights.weights.tensors().items() if bool(b.any())}
+    named = {name for name, (_, b) in teacher.snapshot.weights.tensors().items() if bool(b.any())}
     assert named == {shape.name for shape in few.shapes}
     base.release()
 
@@ -453,7 +453,7 @@ def test_the_gradient_over_the_vocabulary_is_the_plain_losses(base, lanes, who, 
         taught += int(sample.action_mask.sum())
         mine = torch.log_softmax(fresh_logits(lanes, policy.adapter, sample).float(), -1)
         with torch.no_grad():
-            logits = fresh_logits(lanes, adapter, read_after(sample, prompt) if prompt else sample)
+            logits = fresh_logits(lanes, adapter, with_prompt(sample, prompt) if prompt else sample)
         theirs = torch.log_softmax(logits.float(), -1)
         if top:
             ids = mine.detach().topk(top, -1).indices

@@ -1,20 +1,31 @@
-"""Where the base lives: which device a setting means, how a GPU is set up, and what it is called."""
+"""Devices: which one a setting means, how a GPU is set up, its memory, and errors for want of memory."""
 
 import functools
 import os
 import sys
 import time
+import traceback
 from typing import Any
 
 import torch
 
-from retrain.errors import UsageError
+from retrain.errors import RetrainError, UsageError
 from retrain.gpus import OWN_GPU, cpu_build, memory_share, nvidia_gpus
 
 GAIN_TRIES = 9  # Products in each dtype that are timed for `bfloat16_gain`
 WORTH_SAYING = 1.5  # Gain of products from which on a whole step is faster; what else a step does gains nothing
 ALLOCATOR = "expandable_segments:True"
 """Segments that grow: batches that are compacted and admitted again leave holes in those of fixed size."""
+
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "cannot allocate memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+)
+"""Parts of the messages of allocators, drivers and libraries in a plain RuntimeError."""
 
 
 def resolve_device(devices: str) -> torch.device:
@@ -63,8 +74,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 @functools.cache
 def bfloat16_gain() -> float:
-    """How many times as fast this machine's CPU multiplies matrices in bfloat16 as in float32: well above 1 where it
-    has units for it, below 1 where it has none. By the fastest of a few products: what else runs only slows them."""
+    """Measure the speed of the CPU's bfloat16 products relative to float32: well above 1 with units for it, below 1
+    without. The fastest of a few tries counts, because other programs only slow them."""
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         x, weight = torch.ones(256, 512, dtype=dtype), torch.ones(2048, 512, dtype=dtype)
@@ -78,7 +89,7 @@ def bfloat16_gain() -> float:
 
 
 def bfloat16_advice(dtype: str) -> str | None:
-    """What to say to someone who trains a larger model on a CPU with this ``[inference] dtype``; None: nothing."""
+    """Return advice on ``[inference] dtype`` for training a larger model on a CPU."""
     if dtype == "auto" and (gain := bfloat16_gain()) >= WORTH_SAYING:
         return (
             f"this processor multiplies in bfloat16 {gain:.1f} times as fast as in float32: [inference] dtype = "
@@ -93,7 +104,7 @@ def bfloat16_advice(dtype: str) -> str | None:
 
 
 def update_advice(update_dtype: str) -> str | None:
-    """What to say to someone who trains on a CPU with this ``[training] update_dtype``; None: nothing."""
+    """Return advice on ``[training] update_dtype`` for training on a CPU."""
     if update_dtype == "bfloat16" and (gain := bfloat16_gain()) < WORTH_SAYING:
         return (
             f"this processor multiplies in bfloat16 {gain:.1f} times as fast as in float32, which makes no update "
@@ -118,7 +129,7 @@ def set_up(device: torch.device) -> None:
 
 
 def described(device: torch.device) -> str:
-    """What a device is called in records: the same card at another index has the same name."""
+    """Return the device's name in records, which does not depend on its index."""
     if device.type != "cuda":
         return str(device)
     facts = torch.cuda.get_device_properties(device)
@@ -132,3 +143,48 @@ def gpu_facts(device: torch.device) -> dict[str, Any]:
     drivers = {gpu.driver for gpu in nvidia_gpus()}
     versions = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     return {"gpu": {"index": device.index or 0, "driver": ", ".join(sorted(drivers)) or None, **versions}}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory of the device or the host ran out."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
+
+
+def available_memory(device: torch.device | None = None) -> int:
+    """Return the bytes that can still be allocated: on a GPU what is free or cached by torch, else the machine's
+    memory, within this process's share."""
+    if device is not None and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        allocated = torch.cuda.memory_allocated(device)
+        return min(free + torch.cuda.memory_reserved(device) - allocated, total_memory(device) - allocated)
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    if memory_share() == 1:
+        return available
+    return min(available, max(0, total_memory(torch.device("cpu")) - int(psutil.Process().memory_info().rss)))
+
+
+def peak_memory_gib() -> float:
+    """Highest memory use so far: of the GPU's allocator where one is in use, else of the process."""
+    if torch.cuda.is_initialized():
+        return max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count())) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def failure_text(error: BaseException) -> str:
+    """Return the reason of a run's failure for its manifest. Out of memory becomes one line with the function that
+    allocated and the settings to lower."""
+    if isinstance(error, RetrainError):
+        return str(error)
+    if not is_out_of_memory(error):
+        return f"{type(error).__name__}: {error}"
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [(frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame in frames]
+    where = next((f" in {module}.{name}" for module, name in reversed(names) if module.startswith("retrain.")), "")
+    words = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return f"out of memory{where} ({words}): lower [training] batch_size, group_size or max_tokens, or [campaign] lanes"

@@ -1,0 +1,183 @@
+"""Teachers of on-policy distillation, and the privileged context that a teacher reads and its student does not.
+
+Weights of the policy's own base (an adapter, or none) are scored by the policy itself, with its micro-batches and its
+ranks; another model is a second base in memory with the same vocabulary. A teacher that reads the solution needs no
+other weights than the student's (OPSD, arXiv 2601.18734; SDPO, 2601.20802): the tokens that lead there are more
+probable in its context.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from retrain.config.distillation import Distillation
+from retrain.data.prompts import Renderer
+from retrain.errors import ModelError, RunFailed
+from retrain.policy.backbone import backbone_of
+from retrain.policy.base import BaseModel
+from retrain.policy.head import Head
+from retrain.policy.logprobs import collate, hidden_states, per_sample, token_logprobs
+from retrain.policy.lora import Adapter, Lanes, LoraWeights
+from retrain.policy.memory import Budget
+from retrain.policy.protocol import Policy, PolicySnapshot
+from retrain.policy.scoring import in_microbatches
+from retrain.types import Group, Rollout, Sample, Scores, Want, samples_of, samples_of_rollout, with_prompt
+
+
+class Context:
+    """Builds the prompts of a teacher, of at most ``longest`` tokens together with the answer that follows.
+
+    The additional text stands at the end of the last message, in the same chat template.
+    """
+
+    def __init__(self, renderer: Renderer, section: Distillation, longest: int):
+        self.renderer, self.kind, self.text, self.longest = renderer, section.context, section.shown_words, longest
+
+    def prompts(self, group: Group) -> list[tuple[int, ...] | None]:
+        """Return each rollout's prompt as its teacher reads it; None where there is nothing to add or no room."""
+        return [self._prompt(group, rollout) for rollout in group.rollouts]
+
+    def _prompt(self, group: Group, rollout: Rollout) -> tuple[int, ...] | None:
+        answer = self._answer(group, rollout)
+        if not answer or not len(rollout) or rollout.sequences != 1:
+            return None
+        *before, last = group.prompt.messages
+        text = self.text.replace("{context}", answer)
+        message = {**last, "content": f"{last['content']}\n\n{text}"}
+        ids = self.renderer.prompt(group.prompt.problem, [*before, message]).token_ids
+        return ids if len(ids) + len(rollout) <= self.longest else None
+
+    def _answer(self, group: Group, rollout: Rollout) -> str:
+        """Return the reference answer, or the first correct answer in the group by another rollout."""
+        if self.kind == "answer":
+            return group.prompt.problem.answer
+        return next((other.text for other in group.rollouts if other is not rollout and other.reward.is_correct), "")
+
+
+class Teacher(Protocol):
+    """``identity`` tells its weights from others, as far as they are known."""
+
+    identity: str
+
+    def score(self, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """Return the teacher's log-probabilities (nats) of each sample's sampled tokens [T], of the distribution that
+        ``policy`` trains on: at the same temperature, over the same support."""
+        ...
+
+
+def taught(
+    teacher: Teacher, policy: Policy, groups: Sequence[Group], context: Context | None = None
+) -> list[np.ndarray]:
+    """Return the teacher's log-probabilities of every rollout's sampled tokens [T]; with a ``context`` after prompts of
+    its own, and [0] for a rollout to whose prompt there is nothing to add."""
+    if context is None:
+        scores = Scores(teacher=teacher.score(policy, samples_of(groups))).of_rollouts(groups).teacher
+        assert scores is not None
+        return scores
+    prompts = teacher_prompts(groups, context)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    views = [
+        with_prompt(samples_of_rollout(rollout)[0], prompt)
+        for rollout, prompt in zip(rollouts, prompts, strict=True)
+        if prompt is not None
+    ]
+    rows = iter(teacher.score(policy, views) if views else ())
+    return [np.zeros(0) if prompt is None else next(rows) for prompt in prompts]
+
+
+def teacher_prompts(groups: Sequence[Group], context: Context | None) -> list[tuple[int, ...] | None]:
+    """Return the prompt that each rollout's teacher reads: () for the rollout's, None where it has no teacher."""
+    if context is None:
+        return [()] * sum(len(group.rollouts) for group in groups)
+    return [prompt for group in groups for prompt in context.prompts(group)]
+
+
+def _states(base: BaseModel, views: Sequence[Sample]) -> tuple[torch.Tensor, Head]:
+    head = backbone_of(base).head
+    if head is None:
+        raise ModelError(
+            f"{type(base.model).__name__} does not come apart into layers and an output layer, so whole distributions "
+            'cannot be compared: [distillation] estimate = "sampled"'
+        )
+    with torch.no_grad():
+        return hidden_states(base, collate(views, base).to(base.device)), head
+
+
+class PolicyTeacher:
+    """The student's own current weights, which only a context makes a teacher."""
+
+    identity = "policy"
+
+    def score(self, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
+        return policy.score(samples, frozenset({Want.LOGPROBS})).logprobs or []
+
+    def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[torch.Tensor, Head]:
+        with lanes.single(adapter):
+            return _states(lanes.base, views)
+
+
+class BaseTeacher:
+    """The frozen base without any adapter."""
+
+    def __init__(self, fingerprint: str):
+        self.identity = f"base {fingerprint}"
+
+    def score(self, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
+        return policy.score(samples, frozenset({Want.REFERENCE})).reference or []
+
+    def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[torch.Tensor, Head]:
+        return _states(lanes.base, views)
+
+
+class AdapterSnapshot(PolicySnapshot, Protocol):
+    @property
+    def weights(self) -> LoraWeights: ...
+
+
+class AdapterTeacher:
+    """An adapter of the policy's base, which costs no second copy of it."""
+
+    def __init__(self, snapshot: AdapterSnapshot, identity: str):
+        self.snapshot, self.identity = snapshot, identity
+
+    def score(self, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
+        return policy.score(samples, frozenset({Want.LOGPROBS}), self.snapshot).logprobs or []
+
+    def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[torch.Tensor, Head]:
+        with lanes.single(self.snapshot.weights):
+            return _states(lanes.base, views)
+
+
+class ModelTeacher:
+    """Another model with the same vocabulary, in micro-batches of ``tokens``, fewer when memory runs out."""
+
+    def __init__(self, base: BaseModel, tokens: int, temperature: float):
+        self.base, self.budget, self.temperature = base, Budget(tokens), temperature
+        self.identity = f"model {base.fingerprint}"
+
+    def score(self, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """Raises RunFailed for a sample that is longer than the teacher's context."""
+        longest = max(map(len, samples), default=0)
+        if longest > self.base.context_length:
+            raise RunFailed(
+                f"the teacher {self.base.name} reads {self.base.context_length} tokens at most, and a sample has "
+                f"{longest}: lower [training] max_tokens"
+            )
+        if not samples:
+            return []
+        return in_microbatches(self.base, self.budget, samples, lambda parts: self._score(samples, parts))
+
+    def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[torch.Tensor, Head]:
+        return _states(self.base, views)
+
+    def _score(self, samples: Sequence[Sample], parts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        scores = [np.zeros(0)] * len(samples)
+        for part in parts:
+            batch = collate([samples[i] for i in part], self.base).to(self.base.device)
+            with torch.no_grad():
+                logprobs_BT, _ = token_logprobs(self.base, batch, self.temperature)
+            for i, logprobs_T in zip(part, per_sample(logprobs_BT, batch), strict=True):
+                scores[i] = logprobs_T
+        return scores

@@ -1,0 +1,180 @@
+"""Training in this process: one job after another, over one base in memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Set
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from retrain.campaign.planning.plan import run_directory
+from retrain.campaign.running.protocol import CohortJob, Job, JobEnded, JobObserver, SqueezeJob
+from retrain.campaign.running.scheduler import Work
+from retrain.errors import DeviceLost, Interrupted, LeaseLost, RetrainError, ServerFailed, StorageError
+from retrain.gpus import lost
+
+if TYPE_CHECKING:
+    from retrain.campaign.running.models import Bases
+    from retrain.campaign.running.team import Team
+    from retrain.engines.server.fleet import Fleet
+
+
+Guard = Callable[[Path], None]
+
+
+def allow_all(directory: Path) -> None:
+    """Allow every write: the guard where nobody else writes the directories."""
+
+
+class InProcess:
+    """Does jobs. The base stays in memory between them, until ``close``. Torch is imported for the first job, or when
+    somebody asks about GPUs.
+
+    ``team`` are processes that compute together with this one; ``servers`` are kept by another one, which launches
+    them. ``guard`` gets the directory of a run before each write into it and raises LeaseLost once another process may
+    write there.
+    """
+
+    slots = 1
+
+    def __init__(self, team: Team | None = None, servers: Fleet | None = None, guard: Guard = allow_all) -> None:
+        self.team, self.servers, self.guard = team, servers, guard
+        self._bases: Bases | None = None
+
+    def has_gpu(self) -> bool:
+        import torch
+
+        return torch.cuda.is_available()
+
+    def do(self, job: Job, observer: JobObserver, stop: Callable[[], bool]) -> JobEnded:
+        """Do a job. ``stop`` is asked between steps; it may raise, and then nothing more is saved.
+
+        Raises StorageError when no run can be written any more, another RetrainError when the model, the data or a
+        plug-in cannot be used.
+        """
+        try:
+            if isinstance(job, CohortJob):
+                return self._train(job, observer, stop)
+            return self._squeeze(job, observer)
+        except (Exception, KeyboardInterrupt) as error:
+            if gone := lost(error):
+                self._bases = None  # nothing on the device can be undone any more
+                raise gone from error
+            raise
+
+    def close(self) -> None:
+        if self._bases is not None:
+            self._bases.release()
+            self._bases = None
+        if self.team is not None:
+            self.team.close()
+
+    def _train(self, job: CohortJob, observer: JobObserver, stop: Callable[[], bool]) -> JobEnded:
+        """Build the runs of a cohort, restore what was saved of them, and train them together."""
+        from retrain.campaign.running.assemble import assemble, memory_facts
+        from retrain.campaign.running.fitting import DoesNotFit
+        from retrain.campaign.running.run_builder import RecordsDiffer
+        from retrain.device import failure_text, is_out_of_memory
+
+        with ExitStack() as stack:
+            try:
+                cohort = assemble(job, observer, stop, stack, self._own_bases(), self.guard)
+            except DoesNotFit as short:
+                return JobEnded(status="too_large", reason=str(short), lanes=short.lanes)
+            except RecordsDiffer as changed:
+                return JobEnded(status="changed", reason=str(changed), changes=changed.lines)
+            except (RetrainError, MemoryError) as error:
+                unfit = isinstance(error, RetrainError) and error.exit_status == 2
+                if unfit or isinstance(error, StorageError | LeaseLost | DeviceLost | ServerFailed):
+                    raise  # a wrong model name or data file, a full disk, a dead GPU or server: no run has failed
+                for spec in job.runs:
+                    observer.run_finished(spec, "failed", failure_text(error))
+                return JobEnded()
+            if memory := memory_facts(cohort):
+                observer.note({"memory": memory})
+            try:
+                with closing(cohort.train()) as pauses:
+                    for _ in pauses:
+                        stop()  # what it raises in a pause has the cohort end without saving
+            except Interrupted as end:
+                return JobEnded(status="stopped", reason=str(end))
+            except (StorageError, LeaseLost):  # no fault of a run: all of them can be resumed
+                raise
+            except ServerFailed as error:  # they go on once there is a server
+                for run in cohort.runs:
+                    if run.active:
+                        run.recorder.record_server(run.step, str(error), "error")
+                raise
+            except Exception as error:  # the shared part failed (engine, base): none of these runs can go on
+                if lost(error):  # but a new process can go on with them
+                    raise
+                active = [run for run in cohort.runs if run.active]
+                if is_out_of_memory(error) and len(active) > 1 and active[0].config.campaign.lanes == "auto":
+                    reason = f"{len(active)} runs ran out of memory together"
+                    return JobEnded(status="too_large", reason=reason, lanes=len(active) // 2)
+                for run in active:
+                    run.fail(error)
+                    observer.run_finished(run.spec, "failed", run.error or "")
+            finally:
+                for run in cohort.runs:
+                    run.recorder.close(failed=run.error is not None)
+                self._own_bases().forget_adapters()
+        return JobEnded()
+
+    def _squeeze(self, job: SqueezeJob, observer: JobObserver) -> JobEnded:
+        """What rank would have been enough. A fault here costs the analysis, not the runs."""
+        from retrain.campaign.adapters.squeeze import squeeze_after_run
+
+        spec, warn = job.run, partial(observer.message, level="warning")
+        self.guard(run_directory(job.directory, spec))
+        try:
+            analysis = squeeze_after_run(
+                job.directory, job.place, spec, job.folder, job.longest, self._own_bases(), warn
+            )
+            observer.note({"squeeze": analysis} if job.place == "squeeze" else {"squeezes": {spec.label: analysis}})
+        except RetrainError as error:
+            if lost(error):
+                raise
+            observer.message(f"squeeze analysis of {spec.run_id} failed: {error}", "warning")
+        return JobEnded()
+
+    def _own_bases(self) -> Bases:
+        from retrain.campaign.running.models import Bases
+
+        if self._bases is None:
+            self._bases = Bases(ranks=None if self.team is None else self.team.ranks(), servers=self.servers)
+        return self._bases
+
+
+class Sequential:
+    """Does works in this process, one after another. ``after`` and ``stopping`` are as for ``Scheduler``."""
+
+    lost_steps = False
+    names_under_way: Set[str] = frozenset()  # ``after`` is called between jobs
+
+    def __init__(
+        self,
+        here: InProcess,
+        observer: JobObserver,
+        after: Callable[[Work, JobEnded], Iterable[Work]],
+        stopping: Callable[[], bool],
+    ):
+        self.here, self.observer, self.after, self.stopping = here, observer, after, stopping
+
+    def stop_where(self, unwanted: Callable[[frozenset[str]], bool]) -> None:
+        """Do nothing: no job is under way."""
+
+    def carry_out(self, works: Iterable[Work]) -> bool:
+        """Do all of these works; return False when asked to stop before all that train were done."""
+        waiting = deque(works)
+        while waiting:
+            if self.stopping() and any(work.trains and work.job() is not None for work in waiting):
+                return False
+            work = waiting.popleft()
+            job = work.job()
+            if job is not None:
+                end = self.here.do(job, self.observer, self.stopping)
+                waiting.extendleft(reversed([*self.after(work, end)]))
+        return True

@@ -1,0 +1,302 @@
+"""Build the runs of a cohort: where each continues, whether its records still hold, and the run itself."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from retrain.algorithms import Modes, build_algorithm
+from retrain.algorithms.credit.planning_tokens import Detector
+from retrain.algorithms.distillation import Context
+from retrain.algorithms.objective import objective_of
+from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, recorded_facts, world_changes
+from retrain.campaign.planning.outputs import run_place
+from retrain.campaign.planning.plan import RunSpec, run_directory
+from retrain.campaign.planning.references import is_source, named_code
+from retrain.campaign.running.models import CohortModel
+from retrain.campaign.running.protocol import CohortJob
+from retrain.config import Config
+from retrain.config.modes import Need
+from retrain.data import Dataset, content_hash
+from retrain.data.dataset import DataCursor, column_values
+from retrain.data.prompts import Renderer
+from retrain.environments.build import environments_of
+from retrain.environments.protocol import Environment, Limits
+from retrain.errors import UsageError
+from retrain.files import prepare_directory
+from retrain.ownership import claim
+from retrain.plugins import plugin_ranges
+from retrain.records.context import RunContext, chart_ranges
+from retrain.records.environment import SystemInfo, module_hashes, run_facts
+from retrain.records.observer import Observer
+from retrain.records.recorder import RunRecorder
+from retrain.rewards import Grader
+from retrain.rewards.audit import AUDIT
+from retrain.rollouts.versions import RecentWeights
+from retrain.training.checkpoint_files import common_step
+from retrain.training.checkpoints import Checkpoints
+from retrain.training.requests import RolloutRequests
+from retrain.training.resume import continue_from, resume
+from retrain.training.run import Run
+from retrain.types import Problem
+
+
+class RecordsDiffer(Exception):
+    """What had to be loaded to be known differs from the runs' records, in ways that are not accepted."""
+
+    def __init__(self, lines: list[str]):
+        super().__init__("; ".join(lines))
+        self.lines = lines
+
+
+@dataclass
+class ResumePoint:
+    """Where a run goes on: at ``step``; 0 is the start.
+
+    ``passed_over`` says what was wrong with later checkpoints, ``any_base`` whether other weights of the base were
+    accepted, ``facts`` and ``system`` what the run is made with and in.
+    """
+
+    step: int
+    passed_over: list[str] = field(default_factory=list)
+    any_base: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
+    system: SystemInfo | None = None
+
+
+def find_resume_points(job: CohortJob) -> dict[str, ResumePoint]:
+    """Return where each run of a cohort continues; failed runs are included when the others go back to before their
+    failure. Raises RecordsDiffer where rows of a record are missing that no earlier checkpoint can restore."""
+    points, lost = dict[str, ResumePoint](), list[str]()
+    going = [spec for spec in job.runs if spec.run_id not in job.failed_at]
+    for group in [going] if job.together else [[spec] for spec in job.runs]:
+        reports: list[list[str]] = [[] for _ in group]
+        common = common_step(
+            [(run_directory(job.directory, spec), spec.config.training.max_steps) for spec in group], reports
+        )
+        for spec, report, lines in zip(group, reports, common.missing_rows, strict=True):
+            points[spec.run_id] = ResumePoint(min(common.step, spec.config.training.max_steps), report)
+            lost += [f"{spec.run_id}: {line}; what is missing cannot be restored" for line in lines]
+        if job.together:
+            again = [spec for spec in job.runs if job.failed_at.get(spec.run_id, -1) >= common.step]
+            points |= {spec.run_id: ResumePoint(min(common.step, spec.config.training.max_steps)) for spec in again}
+    if refused := [line for line in lost if line not in job.accepted]:
+        raise RecordsDiffer(refused)
+    return points
+
+
+def check_recorded_facts(
+    job: CohortJob,
+    specs: Sequence[RunSpec],
+    points: Mapping[str, ResumePoint],
+    model: CohortModel,
+    data: Dataset,
+    observer: Observer,
+) -> None:
+    """Compare what runs are made with to their records, and keep it in ``points`` for the new records. Raises
+    RecordsDiffer."""
+    facts, system = _shared_facts(model, data), SystemInfo.now(job.folder)
+    records = {spec.run_id: recorded_facts(run_directory(job.directory, spec)) for spec in specs}
+    now = {spec.run_id: facts | _taught_by(model, spec) | _rubrics(data, spec) for spec in specs}
+    differing = [line for run_id, recorded in records.items() for line in world_changes(recorded, now[run_id])]
+    if refused := [line for line in dict.fromkeys(differing) if line not in job.accepted]:
+        raise RecordsDiffer(refused)
+    for spec in specs:
+        recorded, point = records[spec.run_id], points[spec.run_id]
+        changes = world_changes(recorded, now[spec.run_id])
+        point.any_base = any(line.startswith(BASE_WEIGHTS) for line in changes)
+        point.facts = now[spec.run_id] | {"modules": module_hashes(spec.config, job.folder)}
+        point.system = system
+        for line in machine_changes(recorded, facts):
+            observer.message(f"{spec.run_id}: {line}: what follows is rounded differently", "warning")
+
+
+def _shared_facts(model: CohortModel, data: Dataset) -> dict[str, Any]:
+    """Return what every run's ``config.json`` says of what has to be loaded to be known."""
+    return {
+        "built": model.built,
+        "base": {"name": model.name, "fingerprint": model.identity, "tokenizer": model.tokenizer.digest},
+        "data_hash": data.content_hash,
+        "heldout_hash": content_hash((), data.heldout),
+        "heldout_hashes": {name: content_hash((), problems) for name, problems in data.sets.items()},
+        "data_sizes": {"train": len(data.train), "heldout": len(data.heldout)},
+    }
+
+
+def _rubrics(data: Dataset, spec: RunSpec) -> dict[str, Any]:
+    """Return what the data say that this run is graded by; nothing where only answers count."""
+    found = column_values(spec.config.rubric_columns, data.train, *data.sets.values())
+    return {"rubrics": found[0]} if found else {}
+
+
+def _taught_by(model: CohortModel, spec: RunSpec) -> dict[str, Any]:
+    """Return whose weights teach this run; nothing where it has no teacher."""
+    teacher = model.teachers.get(spec.run_id)
+    return {} if teacher is None else {"taught_by": teacher.identity}
+
+
+@dataclass(frozen=True)
+class RunBuilder:
+    """Builds the runs of a cohort from what they share."""
+
+    job: CohortJob
+    model: CohortModel
+    data: Dataset
+    observer: Observer
+    stack: ExitStack
+    guard: Callable[[Path], None]
+
+    def build(self, spec: RunSpec, modes: tuple[Modes, Detector], grader: Grader, point: ResumePoint) -> Run:
+        """Return a run, restored, with its record begun. Raises CheckpointError when its files cannot be used."""
+        config, model, (own_modes, detector) = spec.config, self.model, modes
+        environments = environments_of(config, self.data, grader, self.job.folder)
+        recorder = self._recorder(spec, grader, environments["train"])
+        self.stack.callback(recorder.close, failed=True)  # before training goes wrong; closing twice does nothing
+        requests = RolloutRequests(
+            config,
+            environments["train"],
+            renderer_of(model, config),
+            Limits.of(config, model.context),
+            DataCursor(self.data.train, config.stream("data"), config.data.shuffle),
+            RecentWeights(config.training.max_off_policy_steps, remembers=config.inference.served),
+        )
+        run = Run(
+            spec=spec,
+            policy=model.policy(spec, recorder.directory),
+            algorithm=build_algorithm(config, own_modes, detector, model.tokenizer, config.stream("sampling")),
+            objective=objective_of(config, own_modes.loss),
+            environments=environments,
+            requests=requests,
+            recorder=recorder,
+            checkpoints=Checkpoints(
+                recorder, config.training, model.identity, point.any_base, len(self.data.train), spec.export
+            ),
+            watch=model.watch(config) if model.watch is not None else None,
+            teacher=model.teachers.get(spec.run_id),
+            teacher_context=_teacher_context(model, config),
+        )
+        if spec.export is not None:
+            prepare_directory(spec.export)  # now, and not after hours of training
+        notes = [*self.data.notes, *model.notes, *self._inexact(run)]
+        if Need.ENTROPY in config.algorithm.needs and not model.engine.gives_entropy:
+            raise UsageError(
+                f"{run.run_id} needs full-vocabulary entropies, which this engine does not return: "
+                'use [inference] engine = "local"'
+            )
+        initial_adapter = run.policy.fingerprint()
+        restored = _restore(run, model, point)
+        for note in notes:
+            recorder.log(note)
+        for line in restored:
+            recorder.log(line)
+            self.observer.message(f"{spec.run_id}: {line}")
+        recorder.start(_facts_of(run, point, initial_adapter), point.system)
+        return run
+
+    def _recorder(self, spec: RunSpec, grader: Grader, environment: Environment) -> RunRecorder:
+        folder, data = self.job.folder, self.data
+        plugins, tasks = _declared_ranges(spec.config, folder, grader, environment)
+        graded = grader.names if spec.config.environment.provider is None else ()
+        graded = (*graded, AUDIT) if spec.config.audit.wanted else graded
+        context = RunContext(
+            condition=spec.label,
+            run_id=spec.run_id,
+            seed=spec.config.training.seed,
+            config=spec.config,
+            max_steps=spec.config.training.max_steps,
+            is_campaign=spec.is_campaign,
+            tags=_tags_of(data.heldout),
+            set_tags={name: _tags_of(problems) for name, problems in data.sets.items()},
+            reward_names=(*graded, *(name for name in tasks if name != "reward")),
+            ranges=chart_ranges(plugins, tasks),
+            skipped_prompts=data.skipped,
+            folder=folder,
+        )
+        directory = run_directory(self.job.directory, spec)
+        claim(directory, claim(self.job.directory).at(run_place(spec)) if spec.is_campaign else None)
+        return RunRecorder(
+            directory,
+            context,
+            warn=lambda text: self.observer.message(f"{spec.run_id}: {text}", "warning"),
+            token_text=self.model.tokenizer.offsets,
+            guard=partial(self.guard, directory),
+        )
+
+    def _inexact(self, run: Run) -> list[str]:
+        """Return, and show, a note where an interrupted run need not equal one that was not interrupted."""
+        if run.environments["train"].exact:
+            return []
+        note = (
+            "what the environment answers is not known to be a function of problem, seed and actions: a run that is "
+            "interrupted goes on, but need not equal one that is not"
+        )
+        self.observer.message(f"{run.run_id}: {note}")
+        return [note]
+
+
+def renderer_of(model: CohortModel, config: Config) -> Renderer:
+    return Renderer(model.tokenizer.source, config.data, config.environment.tools_prompt)
+
+
+def _teacher_context(model: CohortModel, config: Config) -> Context | None:
+    """Return how the teacher's prompts are made; None where it reads those of the policy."""
+    own = config.distillation
+    if not own.active or own.context == "none":
+        return None
+    return Context(renderer_of(model, config), own, model.context or 1 << 30)
+
+
+def _tags_of(problems: Sequence[Problem]) -> tuple[str, ...]:
+    return tuple(sorted({tag for problem in problems for tag in problem.tags}))
+
+
+def _restore(run: Run, model: CohortModel, point: ResumePoint) -> list[str]:
+    """Restore a run from its own checkpoint, or begin with what [resume] from names. Returns lines for the user."""
+    config, lines = run.config, []
+    if config.model.trust_remote_code:
+        lines.append(f"{model.name} may run code of its own: trust_remote_code = true")
+    if run.recorder.begun or run.checkpoints.any_written:
+        lines += resume(run, point.step, point.passed_over)
+    is_resumed = run.checkpoints.restored_step is not None
+    if not is_resumed and config.resume.from_:
+        lines += continue_from(run, Path(config.resume.from_))
+    if is_resumed and config.inference.served:
+        lines.append(
+            "rollouts that were in flight are drawn again; what servers sample may differ in its last bits, so the run "
+            "need not equal one that was not interrupted bit for bit"
+        )
+    return lines
+
+
+def _facts_of(run: Run, point: ResumePoint, initial_adapter: str | None) -> dict[str, Any]:
+    """Return the content of the run's ``config.json``."""
+    config = run.config
+    is_fresh = initial_adapter and not config.resume.from_
+    return run_facts(
+        config,
+        run_id=run.run_id,
+        condition=run.spec.label,
+        seeds={"campaign": config.campaign.seed, "run": config.training.seed},
+        ranges=dict(run.recorder.context.ranges),
+        **({"initial_adapter": initial_adapter} if is_fresh else {}),
+        **point.facts,
+    )
+
+
+def _declared_ranges(
+    config: Config, folder: Path, grader: Grader, environment: Environment
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return in which ranges numbers lie, for charts: those of plug-ins under their own keys, and those of components
+    and sample metrics, as data source, reward and [reward] say; where they differ, the last of these counts."""
+    code = [(key, plugin_ranges(value, folder, f"{key} =")) for key, value in named_code(config)]
+    ends = {"min": config.reward.reward_min, "max": config.reward.reward_max}
+    known = {name: end for name, end in ends.items() if end is not None}
+    only = grader.names if config.environment.provider is None and len(grader.names) == 1 else ()
+    written = chart_ranges(dict.fromkeys(("reward", *only), known) if known else {}, config.reward.metrics_ranges)
+    plugins = chart_ranges(*(ranges for key, ranges in code if not is_source(key)))
+    graded = grader.ranges if config.environment.provider is None else {}
+    ends = environment.reward_range
+    acted = {**environment.metrics_ranges, **({} if ends is None else {"reward": {"min": ends[0], "max": ends[1]}})}
+    return plugins, chart_ranges(*(ranges for key, ranges in code if is_source(key)), acted, graded, written)
