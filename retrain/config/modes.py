@@ -1,9 +1,9 @@
 """The modes of [algorithm], one row each: what it is called, its formula, its paper, and what it needs.
 
-Everything that is said of a mode outside its function in ``retrain.maths`` is read from here: the choices of the TOML
+Everything that is said of a mode outside its code in ``retrain.algorithms`` is read from here: the choices of the TOML
 keys and which further keys have an effect, what ``explain`` prints, what is planned, recorded and noted, and the
-documents. A new mode is a row here and an entry under the same name in the table of functions or classes
-(``retrain.algorithms.losses``, ``retrain.maths``). The section [algorithm] has the keys that its row declares.
+documents. A new mode is a row here and an entry under the same name in a table of ``retrain.algorithms`` or
+``retrain.algorithms.losses``. The section [algorithm] has the keys that its row declares.
 """
 
 import math
