@@ -18,23 +18,26 @@ from retrain.policy.rounded import NARROW, rounded, rounds
 from retrain.types import Sample
 
 
-@dataclass
+@dataclass(frozen=True)
 class MicroBatch:
-    """Some samples: the layout that the model reads, the action tokens ``targets_M``, sequence after sequence, and what
-    the loss reads of them [B, T]: ``old_logprobs_BT`` in several updates of a batch, ``values_BT`` (before the update)
-    and ``value_targets_BT`` with a critic, ``policy_weights_BT`` where tokens can be rejected."""
+    """Tensors of some samples: what the model reads, and of their action tokens what the loss reads.
+
+    Tables [B, T] have a row for each sample and its action tokens from the left; the padding after them is 0 or False.
+    A sample with the action tokens 10, 11, 12, of which the last does not train, has ``action_BT`` 1 1 1 0 and
+    ``loss_mask_BT`` 1 1 0 0 beside a sample of four. Floats have the base's dtype, float32 at least.
+    """
 
     layout: Layout
-    targets_M: torch.Tensor
-    action_BT: torch.Tensor
-    loss_mask_BT: torch.Tensor
+    targets_M: torch.Tensor  # int64 [M]: the action tokens, sample after sample
+    action_BT: torch.Tensor  # bool
+    loss_mask_BT: torch.Tensor  # bool: those that train
     advantages_BT: torch.Tensor
-    sampler_logprobs_BT: torch.Tensor
-    supports: Supports | None = None
-    old_logprobs_BT: torch.Tensor | None = None
-    values_BT: torch.Tensor | None = None
-    value_targets_BT: torch.Tensor | None = None
-    policy_weights_BT: torch.Tensor | None = None
+    sampler_logprobs_BT: torch.Tensor  # nats
+    supports: Supports | None = None  # None where sampling was not truncated
+    old_logprobs_BT: torch.Tensor | None = None  # nats, before the first of several updates of a batch
+    values_BT: torch.Tensor | None = None  # The critic's, before the update
+    value_targets_BT: torch.Tensor | None = None  # With a critic
+    policy_weights_BT: torch.Tensor | None = None  # Where tokens can be rejected: 0 for those that were
 
     def to(self, device: torch.device) -> MicroBatch:
         moved = {name: part.to(device) for name, part in vars(self).items() if part is not None}
