@@ -6,7 +6,6 @@ a row of ``retrain.config.modes``, whose ``parameters`` are keyword arguments of
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 from retrain.algorithms.algorithm import Algorithm, CreditStep, StepContext
 from retrain.algorithms.credit.entropy_mask import EntropyMask
@@ -36,7 +35,8 @@ __all__ = [
     "StepContext",
     "build_algorithm",
     "grpo",
-    "load_algorithm",
+    "load_detector",
+    "load_modes",
 ]
 
 Stream = tuple[int | str, ...]
@@ -84,13 +84,6 @@ def build_algorithm(
         *_rejection(config),
     ]
     return Algorithm(steps, planning_tokens.mark)
-
-
-def load_algorithm(config: Config, tokenizer: Tokenizer, stream: Stream, base_dir: Path | None = None) -> Algorithm:
-    """Return the algorithm of a configuration, with plug-ins loaded from ``base_dir``. Raises PluginError."""
-    return build_algorithm(
-        config, load_modes(config.algorithm, base_dir), load_detector(config, base_dir), tokenizer, stream
-    )
 
 
 def _advantage(config: Config, modes: Modes) -> CreditStep:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-from retrain.types import MAX_STALENESS, CreditedBatch, CreditedGroup, Scores, Want
+from retrain.types import MAX_STALENESS, CreditedBatch, CreditedGroup, CreditedRollout, Scores, Want
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,25 @@ class CreditStep(Protocol):
         """Scores of the rollouts that it reads."""
         return frozenset()
 
+    def measure(self, scores: Scores) -> Mapping[str, Any]:
+        """Return metrics of the scores alone, which are recorded also where all groups are too stale to train."""
+        return {}
+
     def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
-        """Return a new batch; the given one stays as it is. Raises RunFailed where a run cannot go on."""
+        """Return a new batch; the given one, which has at least one group, is not changed. Raises RunFailed when the
+        run has to end."""
+        ...
+
+
+class TokenCreditStep(CreditStep, Protocol):
+    """A credit step over the rollouts that have an advantage; a batch without any is returned unchanged."""
+
+    def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
+        rated = batch.rated
+        return self.apply_to(batch, rated, context) if rated else batch
+
+    def apply_to(self, batch: CreditedBatch, rated: Sequence[CreditedRollout], context: StepContext) -> CreditedBatch:
+        """Return a new batch; ``rated`` are its rollouts with an advantage, at least one."""
         ...
 
 
@@ -53,6 +70,10 @@ class Algorithm:
 
     def credit(self, batch: CreditedBatch, scores: Scores, step: int) -> CreditedBatch:
         """Return the batch with advantages, masks, denominators and discarded groups."""
+        for credit_step in self.steps:
+            batch = batch.with_metrics(credit_step.measure(scores))
+        if not batch.groups:  # all of them are too stale to train
+            return batch
         context = StepContext(step, scores)
         for credit_step in self.steps:
             batch = credit_step.apply(batch, context)
@@ -73,9 +94,10 @@ class Algorithm:
         return {step.name: step.state() for step in self._stateful}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a ``state()``; entries of other steps are ignored."""
+        """Continue from a ``state()``, maybe of another algorithm: a step that it does not name starts anew."""
         for step in self._stateful:
-            step.restore(state[step.name])
+            if step.name in state:
+                step.restore(state[step.name])
 
     @property
     def _stateful(self) -> list[StatefulStep]:

@@ -214,7 +214,9 @@ def squeeze_cells(row: Values, report: Values) -> dict[str, str]:
 def squeeze_words(report: Values) -> list[str]:
     lines = [visible(report["message"])] if report.get("message") else []
     if report.get("recommended_rank") is not None:
-        lines.append(f"recommended rank by energy: {report['recommended_rank']} of {report['source_rank']}")
+        kept = percent(report["min_variance_retention"])
+        rank = f"{report['recommended_rank']} of {report['source_rank']}"
+        lines.append(f"recommended rank: {rank}, which keeps {kept} of the energy (squared singular values)")
         lines.append(report["verified"]["sentence"] if report.get("verified") else BY_ENERGY)
     return lines
 

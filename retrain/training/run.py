@@ -145,7 +145,7 @@ class Run:
                 teacher = taught(self.teacher, self.policy, fresh.groups, self.teacher_context)
                 scores = replace(scores, teacher=teacher)
         batch = self.algorithm.credit(fresh, scores, self.step)
-        if self.config.training.several_updates:
+        if self.config.training.several_updates and batch.groups:
             batch = with_old_logprobs(batch, self.policy, scores.logprobs)
         return self.algorithm.with_stale_groups(batch, groups)
 

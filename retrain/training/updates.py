@@ -53,6 +53,8 @@ def with_old_logprobs(batch: CreditedBatch, policy: Policy, logprobs: Sequence[n
 
 def with_trainer_logprobs(batch: CreditedBatch, trainer_logprobs: Sequence[np.ndarray | None]) -> CreditedBatch:
     """Return the batch with the trainer's log-probabilities, of every sample of a single update, where it gave them."""
+    if not trainer_logprobs:
+        return batch
     parts, changes = iter(trainer_logprobs), []
     for rollout in batch.trained:
         logprobs = list(islice(parts, rollout.sequences))

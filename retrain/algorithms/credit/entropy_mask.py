@@ -1,21 +1,22 @@
 """Entropy mask: only the most uncertain tokens of the batch train (arXiv 2506.01939)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
 import torch
 
-from retrain.algorithms.algorithm import CreditStep, StepContext
+from retrain.algorithms.algorithm import StepContext, TokenCreditStep
 from retrain.algorithms.credit.uncertainty import without_padding
 from retrain.algorithms.tables import pad_field, token_mask
 from retrain.maths.shapes import Floats_BT, Mask_BT
-from retrain.types import CreditedBatch
+from retrain.types import CreditedBatch, CreditedRollout
 
 
 @dataclass(frozen=True)
-class EntropyMask(CreditStep):
+class EntropyMask(TokenCreditStep):
     """Trains the share ``rho`` of the batch's tokens, those of highest entropy.
 
     ``denominator``: the loss is divided by the number of ``kept`` tokens, or of ``all``; the two differ by 1/rho.
@@ -24,10 +25,7 @@ class EntropyMask(CreditStep):
     rho: float
     denominator: str = "kept"
 
-    def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
-        rated = batch.rated
-        if not rated:
-            return batch
+    def apply_to(self, batch: CreditedBatch, rated: Sequence[CreditedRollout], context: StepContext) -> CreditedBatch:
         if any(rollout.entropy_T is None for rollout in rated):
             raise ValueError("entropy_mask needs the entropy of every token, which the engine did not give")
         kept_BT = entropy_mask(pad_field(rated, "entropy_T"), token_mask(rated), self.rho)

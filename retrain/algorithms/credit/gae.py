@@ -9,7 +9,7 @@ base, as in TRL; there the score stands one position later where there is room, 
 the critic may have different λ. Advantages are whitened with the unbiased variance, as TRL does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,9 @@ class GaeAdvantage(CreditStep):
     def requires(self) -> frozenset[Want]:
         return frozenset({Want.VALUES, Want.LOGPROBS, Want.REFERENCE})
 
+    def measure(self, scores: Scores) -> Mapping[str, float]:
+        return sequence_kl(scores, self.kl)
+
     def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
         scores = context.scores
         assert scores.values is not None, "the critic's values were asked for"
@@ -54,9 +57,8 @@ class GaeAdvantage(CreditStep):
         )
         rollouts = batch.rollouts
         rows = [row for row, rollout in enumerate(rollouts) if _is_rated(rollout)]
-        divergence = sequence_kl(scores, self.kl)
         if not rows:
-            return batch.with_metrics(divergence)
+            return batch
         rated = [rollouts[row] for row in rows]
         mask_BT = token_mask(rated)
         values_BT = pad([scores.values[row] for row in rows])
@@ -75,7 +77,6 @@ class GaeAdvantage(CreditStep):
         return batch.with_metrics(
             {
                 **metrics,
-                **divergence,
                 "critic/value_mean": float(values_BT[mask_BT].mean()),
                 "critic/target_mean": float(targets_BT[mask_BT].mean()),
                 "critic/explained_variance": explained_variance(values_BT, targets_BT, mask_BT),

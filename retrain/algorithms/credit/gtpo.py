@@ -5,30 +5,28 @@ Two papers use the name GTPO. This is the weighting form w_t = max(0, 1 + β(h_t
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from retrain.algorithms.algorithm import CreditStep, StepContext
+from retrain.algorithms.algorithm import StepContext, TokenCreditStep
 from retrain.algorithms.credit.uncertainty import moments
 from retrain.algorithms.tables import fields, pad_field, pad_if_all, token_mask
 from retrain.maths.shapes import Floats_BT, Mask_BT
-from retrain.types import CreditedBatch
+from retrain.types import CreditedBatch, CreditedRollout
 
 MIN_MEAN_UNCERTAINTY = 1e-7
 
 
 @dataclass(frozen=True)
-class GtpoWeights(CreditStep):
+class GtpoWeights(TokenCreditStep):
     """Multiplies token advantages by weights of strength ``beta`` from the uncertainties, pooled ones if there are."""
 
     beta: float
 
-    def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
-        rated = batch.rated
-        if not rated:
-            return batch
+    def apply_to(self, batch: CreditedBatch, rated: Sequence[CreditedRollout], context: StepContext) -> CreditedBatch:
         mask_BT = token_mask(rated)
         raw_BT = pad_field(rated, "uncertainty_T")
         pooled_BT = pad_if_all([rollout.pooled_uncertainty_T for rollout in rated])

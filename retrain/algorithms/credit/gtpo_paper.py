@@ -1,22 +1,23 @@
 """Group Token Policy Optimization (arXiv 2508.04349): the reward of every token is shaped by its uncertainty, then
 normalised over the group. It starts from the rewards, so the episode advantage is not used."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from retrain.algorithms.algorithm import CreditStep, StepContext
+from retrain.algorithms.algorithm import StepContext, TokenCreditStep
 from retrain.algorithms.credit.group_advantage import EQUAL_REWARDS
 from retrain.algorithms.credit.uncertainty import without_padding
 from retrain.algorithms.tables import discard_by_tokens, fields, pad_field, token_mask
 from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT, Values_B
-from retrain.types import CreditedBatch
+from retrain.types import CreditedBatch, CreditedRollout
 
 MIN_PAPER_UNCERTAINTY = 1e-6
 
 
 @dataclass(frozen=True)
-class GtpoPaper(CreditStep):
+class GtpoPaper(TokenCreditStep):
     """Replaces the advantages of all tokens. ``alpha1`` weighs the reward, ``alpha2`` the uncertainty; see
     ``gtpo_paper``. Groups whose tokens all get 0 are discarded, unless ``keeps_uniform_groups``."""
 
@@ -25,10 +26,7 @@ class GtpoPaper(CreditStep):
     centred: bool
     keeps_uniform_groups: bool = False
 
-    def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
-        rated = batch.rated
-        if not rated:
-            return batch
+    def apply_to(self, batch: CreditedBatch, rated: Sequence[CreditedRollout], context: StepContext) -> CreditedBatch:
         number = {rollout: index for index, group in enumerate(batch.groups) for rollout in group.rollouts}
         advantages_BT = gtpo_paper(
             pad_field(rated, "uncertainty_T"),

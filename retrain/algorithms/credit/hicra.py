@@ -1,20 +1,21 @@
 """HICRA: planning tokens get more credit (arXiv 2509.03646)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from retrain.algorithms.algorithm import CreditStep, StepContext
+from retrain.algorithms.algorithm import StepContext, TokenCreditStep
 from retrain.algorithms.tables import fields, pad_field, token_mask
 from retrain.maths.shapes import Floats_BT, Mask_BT
 from retrain.rng import uniforms
-from retrain.types import CreditedBatch
+from retrain.types import CreditedBatch, CreditedRollout
 
 
 @dataclass(frozen=True)
-class Hicra(CreditStep):
+class Hicra(TokenCreditStep):
     """Adds ``alpha``·|A_t| to the advantage of planning tokens.
 
     With ``placebo_stream``, a random stream, as many random tokens of each completion are amplified instead: the
@@ -24,10 +25,7 @@ class Hicra(CreditStep):
     alpha: float
     placebo_stream: tuple[int | str, ...] | None = None
 
-    def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
-        rated = batch.rated
-        if not rated:
-            return batch
+    def apply_to(self, batch: CreditedBatch, rated: Sequence[CreditedRollout], context: StepContext) -> CreditedBatch:
         amplified_BT = pad_field(rated, "planning_T", np.bool_)
         if self.placebo_stream is not None:
             mask_BT, stream = token_mask(rated), (*self.placebo_stream, context.step)

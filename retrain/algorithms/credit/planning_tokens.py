@@ -174,7 +174,7 @@ class PlanningTokens(CreditStep):
     tokenizer: Tokenizer
 
     def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
-        return self.mark(batch) if batch.groups else batch
+        return self.mark(batch)
 
     def mark(self, batch: CreditedBatch) -> CreditedBatch:
         rollouts = batch.rollouts

@@ -63,7 +63,7 @@ class RejectionMask(CreditStep):
 
     def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
         counts_kept = self.algorithm.rejection_denominator == "kept"
-        if not (counts_kept or self.algorithm.rejection != "none" or self._uses_m2po) or not batch.groups:
+        if not (counts_kept or self.algorithm.rejection != "none" or self._uses_m2po):
             return batch
         assert context.scores.logprobs is not None, "the algorithm asked for log-probabilities"
         sequences = [
@@ -102,17 +102,20 @@ class RejectionMask(CreditStep):
             low, high = algorithm.rejection_bounds
             kept_BT &= kept_sequences(algorithm.rejection, old_BT, sampler_BT, mask_BT, low, high)
         if self._uses_m2po:
-            m2po = M2PO(**algorithm.parameters_of("loss"))
             advantages = [sequence.rollout.token_advantages_T for sequence in sequences]
             advantages_BT = pad([
                 values_T[sequence.tokens] for values_T, sequence in zip(advantages, sequences, strict=True)
                 if values_T is not None
             ])  # fmt: skip
-            kept_BT &= m2po.kept_tokens(old_BT, sampler_BT, mask_BT, advantages_BT)
+            kept_BT &= _m2po(algorithm).kept_tokens(old_BT, sampler_BT, mask_BT, advantages_BT)
         if algorithm.rejection_denominator == "kept" and algorithm.weight is not None:
             correction = Correction(*algorithm.weight)
             kept_BT &= correction.weights(correction.ratio(old_BT, sampler_BT, mask_BT)) != 0.0
         return kept_BT, mask_BT
+
+
+def _m2po(algorithm: AlgorithmSection) -> M2PO:
+    return M2PO(**algorithm.parameters_of("loss"))
 
 
 def _counts(
@@ -153,8 +156,7 @@ def mask_minibatch(batch: TrainBatch, policy: Policy, algorithm: AlgorithmSectio
     mask_BT, now_BT = token_mask(logprobs), pad(logprobs)
     sampler_BT = pad([sample.logprobs[sample.action_mask] for sample in samples])
     advantages_BT = pad([sample.advantages[sample.action_mask] for sample in samples])
-    m2po = M2PO(**algorithm.parameters_of("loss"))
-    kept_BT = m2po.kept_tokens(now_BT, sampler_BT, mask_BT, advantages_BT)
+    kept_BT = _m2po(algorithm).kept_tokens(now_BT, sampler_BT, mask_BT, advantages_BT)
     masked = []
     for row, sample in enumerate(samples):
         length = len(logprobs[row])

@@ -38,8 +38,6 @@ class SepaPooling(CreditStep):
         return cls(SepaSchedule(var_threshold=sepa.threshold, **sepa.model_dump(exclude={"threshold"})))
 
     def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
-        if not batch.groups:
-            return batch
         lam = sepa_lambda(self.schedule, self._state, context.step)
         gate_open = sepa_gate_open(self._state, context.step)
         rated, exec_variance = batch.rated, None

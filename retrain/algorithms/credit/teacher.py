@@ -43,8 +43,6 @@ class TeacherAdvantage(CreditStep):
 
     def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
         scores, rollouts = context.scores, batch.rollouts
-        if not rollouts:
-            return batch
         assert scores.teacher is not None, "a teacher was asked"
         from_trainer = self.section.student == "trainer"
         students = scores.logprobs if from_trainer else [rollout.logprobs_T for rollout in rollouts]
@@ -80,8 +78,6 @@ class FullVocabularyTeacher(CreditStep):
     section: Distillation
 
     def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
-        if not batch.groups:
-            return batch
         taught = {one for one in batch.rollouts if one.is_credited and one.teacher_prompt is not None}
         return _weigh_reward(batch, self.section, taught)
 

@@ -1,19 +1,19 @@
 """Token credit by a function of the user's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from retrain.algorithms.algorithm import CreditStep, StepContext
+from retrain.algorithms.algorithm import StepContext, TokenCreditStep
 from retrain.algorithms.credit.uncertainty import per_token
 from retrain.algorithms.tables import discard_by_tokens, fields, pad_field, pad_if_all, token_mask
-from retrain.types import CreditedBatch
+from retrain.types import CreditedBatch, CreditedRollout
 
 
 @dataclass(frozen=True)
-class TransformPlugin(CreditStep):
+class TransformPlugin(TokenCreditStep):
     """Calls ``function`` with the keywords advantages_BT, h_BT, planning_BT and mask_BT; it returns advantages_BT.
 
     Groups whose tokens all get 0 are discarded, unless ``keeps_uniform_groups``. Raises PluginError for a bad result.
@@ -22,10 +22,7 @@ class TransformPlugin(CreditStep):
     function: Callable[..., Any]
     keeps_uniform_groups: bool = False
 
-    def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
-        rated = batch.rated
-        if not rated:
-            return batch
+    def apply_to(self, batch: CreditedBatch, rated: Sequence[CreditedRollout], context: StepContext) -> CreditedBatch:
         mask_BT, h_BT = token_mask(rated), pad_field(rated, "uncertainty_T")
         result = self.function(
             advantages_BT=pad_field(rated, "token_advantages_T"),

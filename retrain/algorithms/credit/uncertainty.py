@@ -4,7 +4,7 @@ Vectorised over the padded batch [B, T]; column t is position t of the completio
 False and may hold any value, NaN included. Nothing here carries a gradient.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrain.algorithms.algorithm import CreditStep, StepContext
+from retrain.algorithms.algorithm import StepContext, TokenCreditStep
 from retrain.algorithms.tables import fields, pad_field, pad_if_all, token_mask
 from retrain.errors import PluginError
 from retrain.maths.arrays import plugin_name
 from retrain.maths.shapes import Floats_BT, Mask_BT, of_shape
-from retrain.types import CreditedBatch
+from retrain.types import CreditedBatch, CreditedRollout
 
 MAX_UNCERTAINTY = 50.0
 Uncertainty = str | Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class TokenUncertainty(CreditStep):
+class TokenUncertainty(TokenCreditStep):
     """Sets the uncertainty of the tokens of every rollout with an advantage, and records its statistics.
 
     ``kind`` is one of ``UNCERTAINTIES`` or a function of the user's.
@@ -32,10 +32,7 @@ class TokenUncertainty(CreditStep):
 
     kind: Uncertainty
 
-    def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
-        rated = batch.rated
-        if not rated:
-            return batch
+    def apply_to(self, batch: CreditedBatch, rated: Sequence[CreditedRollout], context: StepContext) -> CreditedBatch:
         mask_BT, logprobs_BT = token_mask(rated), pad_field(rated, "logprobs_T")
         entropy_BT = pad_if_all([rollout.entropy_T for rollout in rated])
         h_BT = uncertainty(self.kind, logprobs_BT, entropy_BT, mask_BT)

@@ -192,6 +192,16 @@ def test_an_algorithm_goes_on_from_its_state(base):
     assert 0 < metrics[3]["sepa_lambda"] < metrics[4]["sepa_lambda"] <= 1
 
 
+def test_a_run_that_continues_another_algorithm_starts_its_own_schedule(base):
+    steps = list(batches(base))
+    with_gtpo, continued = algorithm_of({"algorithm": {"transform_mode": "gtpo"}}, base.text), sepa(base)
+    with_gtpo.credit(steps[0][1], Scores(), 0)
+    continued.restore(with_gtpo.state())
+    assert continued.state() == sepa(base).state()
+    with_gtpo.restore(continued.state())
+    assert with_gtpo.state() == {}
+
+
 # Plug-ins
 
 

@@ -71,7 +71,6 @@ def test_nothing_changes_where_nothing_is_rejected():
     m2po = RejectionMask(section(loss="m2po", m2po_threshold=1e-9), several_updates=True)
     assert apply(batch, m2po) is batch
     geometric = RejectionMask(section(rejection="geometric"))
-    assert apply(empty := CreditedBatch(()), geometric) is empty
     with pytest.raises(ValueError, match="zip"):
         apply(CreditedBatch(batch.groups[:2]), geometric, scores=scores)
     advantages = [rollout.token_advantages_T for rollout in batch.rollouts]
