@@ -73,7 +73,7 @@ def batch_of(planning: list[np.ndarray], draw: np.random.Generator) -> CreditedB
     ]
     batch = CreditedBatch(tuple(groups))
     masks = zip(planning, lengths, strict=True)
-    return batch.update(batch.rollouts, [{"planning_T": mask_T[:length]} for mask_T, length in masks])
+    return batch.with_fields(batch.rollouts, [{"planning_T": mask_T[:length]} for mask_T, length in masks])
 
 
 def main() -> None:

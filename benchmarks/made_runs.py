@@ -154,7 +154,7 @@ def long_answers(folder: Path, samples: int, tokens: int) -> None:
                        draw.random(tokens).astype("f"), "stop")
                 for _ in range(2)]  # fmt: skip
         batch = CreditedBatch((CreditedGroup.of(single_turn(problem, acts, [RewardResult(1.0), RewardResult(0.0)])),))
-        groups += batch.update(batch.rollouts, ({"advantage": value} for value in (0.5, -0.5))).groups
+        groups += batch.with_fields(batch.rollouts, ({"advantage": value} for value in (0.5, -0.5))).groups
     spans = [(5 * i, 5 * i + 5) for i in range(tokens)]
     with RunRecorder(folder, told, {}, token_text=lambda ids: ("word " * len(ids), spans[: len(ids)])) as recorder:
         recorder.record_step(StepRecord(0, groups, {}, {}, [("rollout", 0.0, 1.0)], 0.0, 2.0))

@@ -50,11 +50,11 @@ class BaseModel:
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def on_release(self, undo: Callable[[], None]) -> None:
-        """Register how to take off something that was put on the model: lanes, attention, fused layers."""
+        """Register a function that removes a modification of the model, such as LoRA lanes or fused layers."""
         self._undo.append(undo)
 
     def release(self) -> None:
-        """Take everything off the model that sampling and training have put on it, last in first out."""
+        """Remove all modifications that sampling and training have made to the model, the last one first."""
         while self._undo:
             self._undo.pop()()
         self.backbone = None

@@ -1,4 +1,4 @@
-"""AdamW over flat weights, and the step of one optimizer: norm, check, clipping, change."""
+"""AdamW over flat weights, the step of one optimizer (norm, check, clipping, change), and learning-rate schedules."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from retrain.device import is_out_of_memory
 from retrain.errors import NonFinite
 
 FUSED = ("cuda",)  # Devices on which AdamW is one kernel
+LR_SCHEDULES = ("constant", "linear", "cosine")
 
 
 def new_optimizer(
@@ -93,3 +94,22 @@ class Step:
         apply_gradient(self.optimizer)
         logged = {f"optim/{self.name}grad_norm": self.norm, f"optim/{self.name}lr": self.lr}
         return logged if self.name else {**logged, "optim/grad_clipped": clipped}
+
+
+def learning_rate(schedule: str, step: int, max_steps: int, warmup_steps: int, base: float) -> float:
+    """Return the learning rate of 0-based ``step``.
+
+    Warm-up rises linearly and reaches ``base`` at step ``warmup_steps - 1``; its first step is base/warmup_steps,
+    not 0. After it ``linear`` and ``cosine`` fall so that they would reach 0 at ``max_steps``: the last step still
+    trains. Raises ValueError for an unknown schedule or a step outside [0, max_steps].
+    """
+    if schedule not in LR_SCHEDULES:
+        raise ValueError(f"unknown learning-rate schedule {schedule!r}: one of {', '.join(LR_SCHEDULES)}")
+    if not 0 <= step <= max_steps:
+        raise ValueError(f"step {step} is outside [0, max_steps = {max_steps}]")
+    if step < warmup_steps:
+        return base * ((step + 1) / warmup_steps)
+    if schedule == "constant":
+        return base
+    progress = (step - warmup_steps) / max(max_steps - warmup_steps, 1)
+    return base * (1.0 - progress) if schedule == "linear" else base * 0.5 * (1.0 + math.cos(math.pi * progress))

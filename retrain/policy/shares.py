@@ -138,8 +138,8 @@ class RunShares:
         critic: tuple[LoraWeights, ValueHead] | None,
         bfloat16: bool,
     ) -> Scored:
-        """``scoring.scored`` of all of these, each rank having done a share; ``bfloat16`` as in ``UpdateContext``.
-        Raises what a rank has raised, once all have answered."""
+        """Score micro-batches as ``scoring.scored`` does, distributed over the ranks. ``bfloat16`` is that of
+        ``UpdateContext``. Raises the first error of a rank, after all ranks have answered."""
         shares = dealt([sum(map(len, samples)) for samples in parts], self.count)
         packed = None if critic is None else (Packed.of(critic[0]), critic[1].flat.detach().cpu())
         message = ScoresAsked([], want, Packed.of(adapter), temperature, packed, bfloat16)

@@ -8,8 +8,8 @@ from typing import ClassVar, Protocol
 import torch
 
 from retrain.maths.corrections import Correction
-from retrain.maths.critic import value_loss
 from retrain.maths.ratios import Sums, log_ratio, mismatch_sums, ratio_sums, sampled_token_kl
+from retrain.maths.shapes import Floats_BT, Mask_BT
 from retrain.policy.logprobs import MicroBatch
 from retrain.types import Want
 
@@ -233,7 +233,7 @@ class EntropyTerm(Term):
 
 @dataclass(frozen=True)
 class ValueTerm(Term):
-    """``coef`` · a critic's squared error, its values clipped to ±``clip`` (``maths.critic``)."""
+    """``coef`` · a critic's squared error, its values clipped to ±``clip`` (PPO, arXiv 1707.06347)."""
 
     coef: float
     clip: float
@@ -250,6 +250,20 @@ class ValueTerm(Term):
             "value_loss": loss_BT.detach().double().sum(),
             "value_clipped": (clipped_BT & mask_BT).double().sum(),
         }
+
+
+def value_loss(
+    values_BT: Floats_BT, old_values_BT: Floats_BT, targets_BT: Floats_BT, mask_BT: Mask_BT, clip: float
+) -> tuple[Floats_BT, Mask_BT]:
+    """Return ½·max((V − R)², (clip(V, V_old ± ``clip``) − R)²) of every token, 0 outside the mask, and a mask of the
+    tokens whose clipped term is the larger. A ``clip`` of 0 clips nothing. Gradient flows through ``values_BT`` alone."""
+    error_BT = torch.where(mask_BT, values_BT - targets_BT.detach(), 0.0).square()
+    if clip == 0.0:
+        return 0.5 * error_BT, torch.zeros_like(mask_BT)
+    old_BT = old_values_BT.detach()
+    clipped_BT = torch.clamp(values_BT, old_BT - clip, old_BT + clip)
+    clipped_error_BT = torch.where(mask_BT, clipped_BT - targets_BT.detach(), 0.0).square()
+    return 0.5 * torch.maximum(error_BT, clipped_error_BT), (clipped_error_BT > error_BT).detach()
 
 
 @dataclass(frozen=True)

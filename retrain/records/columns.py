@@ -34,14 +34,13 @@ _MOST_KEYS = 1 << 20
 
 @dataclass(frozen=True)
 class _Block:
-    """``at``: where its numbers begin in the file; ``column_of``: the column of each key; ``end``: the byte of
-    ``metrics.jsonl`` behind its last row, whose line has ``line`` bytes and checksum ``crc``."""
+    """Rows that were written together, with the keys that they have."""
 
-    at: int
+    at: int  # Byte of the column file at which its numbers begin
     rows: int
-    column_of: Mapping[str, int]
-    end: int
-    line: int
+    column_of: Mapping[str, int]  # Column of each key
+    end: int  # Byte of metrics.jsonl at which its last row ends
+    line: int  # Bytes of that row's line; ``crc`` is the line's checksum
     crc: int
 
     @property

@@ -140,7 +140,7 @@ class Run:
         if self.teacher is not None and fresh.groups:
             if self.config.distillation.whole:
                 prompts = teacher_prompts(fresh.groups, self.teacher_context)
-                fresh = fresh.update(fresh.rollouts, ({"teacher_prompt": prompt} for prompt in prompts))
+                fresh = fresh.with_fields(fresh.rollouts, ({"teacher_prompt": prompt} for prompt in prompts))
             else:
                 teacher = taught(self.teacher, self.policy, fresh.groups, self.teacher_context)
                 scores = replace(scores, teacher=teacher)

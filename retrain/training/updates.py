@@ -18,8 +18,8 @@ from retrain.config import Config
 from retrain.config.training import Training
 from retrain.errors import NonFinite
 from retrain.maths.ratios import RATIO_METRICS
-from retrain.maths.schedules import learning_rate
 from retrain.policy.objective import Objective
+from retrain.policy.optimizer import learning_rate
 from retrain.policy.protocol import Policy
 from retrain.policy.update import PROBE_SIZE
 from retrain.rng import generator
@@ -39,7 +39,7 @@ def with_old_logprobs(batch: CreditedBatch, policy: Policy, logprobs: Sequence[n
     """Return the batch with the policy's log-probabilities before the first of several updates, of every rollout that
     trains. ``logprobs`` are those of all rollouts where they are known already; else the policy scores."""
     if logprobs is not None:
-        return batch.update(batch.rollouts, ({"old_logprobs_T": logprobs_T} for logprobs_T in logprobs))
+        return batch.with_fields(batch.rollouts, ({"old_logprobs_T": logprobs_T} for logprobs_T in logprobs))
     trained = batch.trained
     samples = [sample for rollout in trained for sample in samples_of_rollout(rollout)]
     if not samples:
@@ -48,7 +48,7 @@ def with_old_logprobs(batch: CreditedBatch, policy: Policy, logprobs: Sequence[n
     assert scores is not None, "a policy gives what it is asked for"
     parts = iter(scores)
     joined = [np.concatenate([np.zeros(0), *islice(parts, rollout.sequences)]) for rollout in trained]
-    return batch.update(trained, ({"old_logprobs_T": logprobs_T} for logprobs_T in joined))
+    return batch.with_fields(trained, ({"old_logprobs_T": logprobs_T} for logprobs_T in joined))
 
 
 def with_trainer_logprobs(batch: CreditedBatch, trainer_logprobs: Sequence[np.ndarray | None]) -> CreditedBatch:
@@ -61,7 +61,7 @@ def with_trainer_logprobs(batch: CreditedBatch, trainer_logprobs: Sequence[np.nd
         complete = [part for part in logprobs if part is not None]
         is_complete = bool(logprobs) and len(complete) == len(logprobs)
         changes.append({"trainer_logprobs_T": np.concatenate(complete)} if is_complete else {})
-    return batch.update(batch.trained, changes)
+    return batch.with_fields(batch.trained, changes)
 
 
 def iter_minibatches(

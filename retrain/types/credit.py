@@ -126,8 +126,8 @@ class CreditedBatch:
         groups = [replace(group, rollouts=tuple(islice(parts, len(group.rollouts)))) for group in self.groups]
         return replace(self, groups=tuple(groups))
 
-    def update(self, rollouts: Sequence[CreditedRollout], changes: Iterable[Mapping[str, Any]]) -> CreditedBatch:
-        """Return the batch with fields of these of its rollouts changed; ``changes`` has one mapping for each."""
+    def with_fields(self, rollouts: Sequence[CreditedRollout], changes: Iterable[Mapping[str, Any]]) -> CreditedBatch:
+        """Return the batch with new fields of some ``rollouts``: for each of them one mapping from name to value."""
         changed = {rollout: replace(rollout, **change) for rollout, change in zip(rollouts, changes, strict=True)}
         return self.with_rollouts(changed.get(rollout, rollout) for rollout in self.rollouts)
 

@@ -44,7 +44,7 @@ class EntropyMask(TokenCreditStep):
             )
         tokens = batch.denominators.tokens if counts_all else int(kept_BT.sum())
         batch = replace(batch, denominators=replace(batch.denominators, tokens=tokens, all_tokens=counts_all))
-        return batch.update(rated, changes)
+        return batch.with_fields(rated, changes)
 
 
 @torch.no_grad()

@@ -71,7 +71,7 @@ class GaeAdvantage(CreditStep):
         tables = {"token_advantages_T": advantages_BT, "values_T": values_BT, "value_targets_T": targets_BT}
         columns = [fields(name, table_BT, rated) for name, table_BT in tables.items()]
         changes = [first | second | third for first, second, third in zip(*columns, strict=True)]
-        batch = batch.update(
+        batch = batch.with_fields(
             rated, ({**change, "advantage": _mean(change["token_advantages_T"])} for change in changes)
         )
         return batch.with_metrics(

@@ -99,7 +99,7 @@ class ZeroAdvantage(CreditStep):
     def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
         rollouts = batch.rollouts
         rated = [rollout.has_reward and len(rollout) > 0 for rollout in rollouts]
-        batch = batch.update(rollouts, ({"advantage": 0.0 if known else math.nan} for known in rated))
+        batch = batch.with_fields(rollouts, ({"advantage": 0.0 if known else math.nan} for known in rated))
         return batch.with_discarded(None if _is_rated(group.rollouts) else "no_reward" for group in batch.groups)
 
 

@@ -34,7 +34,7 @@ class GtpoWeights(TokenCreditStep):
         unpooled_BT = None if pooled_BT is None else gtpo_weights(raw_BT, mask_BT, self.beta)
         planning_BT = pad_if_all([rollout.planning_T for rollout in rated], np.bool_)
         advantages_BT = pad_field(rated, "token_advantages_T") * weights_BT
-        batch = batch.update(rated, fields("token_advantages_T", advantages_BT, rated))
+        batch = batch.with_fields(rated, fields("token_advantages_T", advantages_BT, rated))
         return batch.with_metrics(weight_stats(weights_BT, unpooled_BT, planning_BT, mask_BT))
 
 

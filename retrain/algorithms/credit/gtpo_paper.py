@@ -38,7 +38,7 @@ class GtpoPaper(TokenCreditStep):
             self.alpha2,
             self.centred,
         )
-        batch = batch.update(rated, fields("token_advantages_T", advantages_BT, rated))
+        batch = batch.with_fields(rated, fields("token_advantages_T", advantages_BT, rated))
         return batch if self.keeps_uniform_groups else discard_by_tokens(batch)
 
 

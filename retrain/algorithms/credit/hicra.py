@@ -32,7 +32,7 @@ class Hicra(TokenCreditStep):
             rows = [uniforms(mask_BT.shape[1], *stream, row) for row in range(len(rated))]
             amplified_BT = placebo_mask(torch.from_numpy(np.stack(rows)), amplified_BT, mask_BT)
         advantages_BT = hicra(pad_field(rated, "token_advantages_T"), amplified_BT, self.alpha)
-        return batch.update(rated, fields("token_advantages_T", advantages_BT, rated))
+        return batch.with_fields(rated, fields("token_advantages_T", advantages_BT, rated))
 
 
 @torch.no_grad()

@@ -180,7 +180,7 @@ class PlanningTokens(CreditStep):
         rollouts = batch.rollouts
         decoded = [self.tokenizer.offsets(turn.action.token_ids) for rollout in rollouts for turn in rollout.turns]
         masks = iter(self.detector.token_masks([text for text, _ in decoded], [offsets for _, offsets in decoded]))
-        return batch.update(rollouts, ({"planning_T": _joined(rollout, masks)} for rollout in rollouts))
+        return batch.with_fields(rollouts, ({"planning_T": _joined(rollout, masks)} for rollout in rollouts))
 
 
 def _joined(rollout: CreditedRollout, masks: Iterator[AnyTokenMask]) -> np.ndarray:

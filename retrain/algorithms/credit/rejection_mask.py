@@ -52,7 +52,7 @@ class RejectionMask(CreditStep):
 
     @classmethod
     def of(cls, config: Config) -> "RejectionMask | None":
-        """Return the step of a configuration; None where nothing is rejected that is decided beforehand."""
+        """Return the step of a configuration; None if it rejects nothing before the update."""
         algorithm = config.algorithm
         rejects = algorithm.rejection != "none" or algorithm.rejection_denominator == "kept"
         return cls(algorithm, config.training.several_updates) if rejects or algorithm.loss == "m2po" else None
@@ -88,12 +88,12 @@ class RejectionMask(CreditStep):
                 sequences=sum(count["counted_sequences"] for count in counts.values()),
                 kept_tokens=True,
             ))  # fmt: skip
-        batch = batch.update(list(changes), changes.values())
+        batch = batch.with_fields(list(changes), changes.values())
         leaves_m2po_open = self.several_updates and self.algorithm.loss == "m2po"
         return batch if leaves_m2po_open else batch.with_metrics(_shares(kept_BT, mask_BT))
 
     def _kept(self, sequences: Sequence[_Sequence]) -> tuple[Mask_BT, Mask_BT]:
-        """Return which tokens train, and which there are, bool [B, T], a row for each sequence."""
+        """Return two masks [B, T], a row for each sequence: the tokens that are kept, and all without the padding."""
         algorithm, mask_BT = self.algorithm, token_mask([sequence.old_logprobs_T for sequence in sequences])
         old_BT = pad([sequence.old_logprobs_T for sequence in sequences])
         sampler_BT = pad([sequence.rollout.logprobs_T[sequence.tokens] for sequence in sequences])

@@ -45,7 +45,7 @@ class SepaPooling(CreditStep):
             h_BT, planning_BT = pad_field(rated, "uncertainty_T"), pad_field(rated, "planning_T", np.bool_)
             mask_BT = token_mask(rated)
             exec_variance = moments(h_BT, mask_BT & ~planning_BT)[1]
-            batch = batch.update(
+            batch = batch.with_fields(
                 rated, fields("pooled_uncertainty_T", sepa_pool(h_BT, planning_BT, mask_BT, lam), rated)
             )
         self._state = sepa_observe(

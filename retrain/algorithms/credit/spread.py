@@ -28,7 +28,7 @@ class SpreadAdvantage(CreditStep):
         tokens = sum(map(len, rated))
         sequences = sum(rollout.sequences for rollout in rated if len(rollout) > 0)
         batch = replace(batch, denominators=Denominators(tokens, sequences, action_tokens=tokens))
-        return batch.update(
+        return batch.with_fields(
             rated,
             ({"token_advantages_T": _token_advantages(one), "loss_mask_T": np.ones(len(one), bool)} for one in rated),
         )

@@ -64,7 +64,7 @@ class TeacherAdvantage(CreditStep):
         taught = [batch.rollouts[row] for row in rows]
         parts = np.split(advantages_1T[0].numpy(), np.cumsum([len(rollout) for rollout in taught])[:-1])
         totals = [_token_advantages(one) + part_T for one, part_T in zip(taught, parts, strict=True)]
-        batch = batch.update(
+        batch = batch.with_fields(
             taught, ({"token_advantages_T": total_T, "advantage": float(total_T.mean())} for total_T in totals)
         )
         return batch.with_metrics(_numbers(student_1T, teacher_1T, mask_1T, advantages_1T, self.section.clamp))
@@ -72,8 +72,8 @@ class TeacherAdvantage(CreditStep):
 
 @dataclass(frozen=True)
 class FullVocabularyTeacher(CreditStep):
-    """Leaves reward_weight · A of every token, where a term of the loss compares whole distributions; groups train in
-    which some completion has a teacher (``teacher_prompt``)."""
+    """Scales every token's advantage by ``reward_weight``; the teacher itself enters through a term of the loss that
+    compares full distributions. Groups with a rollout that has a ``teacher_prompt`` train even without signal."""
 
     section: Distillation
 
@@ -95,7 +95,7 @@ def _weigh_reward(batch: CreditedBatch, section: Distillation, taught: AbstractS
         reasons.append(reason)
     credited = [rollout for rollout in batch.rollouts if rollout.is_credited]
     weighted = [section.reward_weight * _token_advantages(rollout) for rollout in credited]
-    batch = batch.with_discarded(reasons).update(
+    batch = batch.with_discarded(reasons).with_fields(
         credited,
         (
             {"token_advantages_T": values_T, "advantage": float(values_T.mean()) if len(values_T) else 0.0}

@@ -31,5 +31,5 @@ class TransformPlugin(TokenCreditStep):
             mask_BT=mask_BT,
         )
         advantages_BT = per_token("transform", self.function, result, mask_BT, "advantage").to(h_BT)
-        batch = batch.update(rated, fields("token_advantages_T", advantages_BT, rated))
+        batch = batch.with_fields(rated, fields("token_advantages_T", advantages_BT, rated))
         return batch if self.keeps_uniform_groups else discard_by_tokens(batch)

@@ -37,7 +37,7 @@ class TokenUncertainty(TokenCreditStep):
         entropy_BT = pad_if_all([rollout.entropy_T for rollout in rated])
         h_BT = uncertainty(self.kind, logprobs_BT, entropy_BT, mask_BT)
         planning_BT = pad_if_all([rollout.planning_T for rollout in rated], np.bool_)
-        batch = batch.update(rated, fields("uncertainty_T", h_BT, rated))
+        batch = batch.with_fields(rated, fields("uncertainty_T", h_BT, rated))
         return batch.with_metrics(uncertainty_stats(self.kind, h_BT, logprobs_BT, planning_BT, mask_BT))
 
 

@@ -155,8 +155,8 @@ def load_model(
 
 
 def workers_of(base: BaseModel, specs: Sequence[RunSpec]) -> Workers:
-    """Return the workers of these runs' cohort. Dropout draws from torch's global stream, which runs side by side would
-    share."""
+    """Return the threads that update the runs of a cohort in parallel; one where a run has dropout, which draws from
+    torch's global random stream."""
     return Workers() if any(spec.config.lora.dropout > 0 for spec in specs) else workers_for(base)
 
 

@@ -18,9 +18,11 @@ from retrain.wording import plural
 
 
 def executor_of(plan: Plan, guard: Guard = allow_all) -> Executor | InProcess:
-    """The executor of a plan's configuration. ``guard`` is for training in this process; workers hold leases of their
-    own. Raises UsageError when devices that the configuration names are not there, and where torchrun has started
-    processes that it has no use for."""
+    """Return the executor that a plan's configuration selects.
+
+    ``guard`` is called before writes of a run that trains in this process; workers hold leases of their own. Raises
+    UsageError when a configured device does not exist, or when torchrun has started processes that nothing uses.
+    """
     config = plan.specs[0].config
     if torchrun_rank() is not None and config.backend.shard == "none":
         raise UsageError(

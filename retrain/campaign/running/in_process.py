@@ -149,7 +149,8 @@ class InProcess:
 
 
 class Sequential:
-    """Does works in this process, one after another. ``after`` and ``stopping`` are as for ``Scheduler``."""
+    """Runs jobs in this process, one after another. ``after`` returns the work that follows a finished job;
+    ``stopping`` returns whether no further job may start."""
 
     lost_steps = False
     names_under_way: Set[str] = frozenset()  # ``after`` is called between jobs

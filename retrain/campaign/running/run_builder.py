@@ -53,10 +53,10 @@ class RecordsDiffer(Exception):
 
 @dataclass
 class ResumePoint:
-    """Where a run goes on: at ``step``; 0 is the start.
+    """The ``step`` from which a run continues; 0 is the start.
 
-    ``passed_over`` says what was wrong with later checkpoints, ``any_base`` whether other weights of the base were
-    accepted, ``facts`` and ``system`` what the run is made with and in.
+    ``passed_over`` has one line for each later checkpoint that cannot be used. ``any_base``: the user has accepted
+    other base weights. ``facts`` and ``system`` describe the run's inputs and the machine, for its records.
     """
 
     step: int
@@ -225,7 +225,7 @@ class RunBuilder:
         )
 
     def _inexact(self, run: Run) -> list[str]:
-        """Return, and show, a note where an interrupted run need not equal one that was not interrupted."""
+        """Warn, and return the note, if resuming may change results because the environment is not deterministic."""
         if run.environments["train"].exact:
             return []
         note = (

@@ -49,7 +49,7 @@ def credited(ratios=W, advantages=(1.0, -1.0, 1.0, 0.0)) -> tuple[CreditedBatch,
 def changed(batch: CreditedBatch, **changes: list) -> CreditedBatch:
     """The batch with these fields of its rollouts."""
     rows = zip(*changes.values(), strict=True)
-    return batch.update(batch.rollouts, [dict(zip(changes, row, strict=True)) for row in rows])
+    return batch.with_fields(batch.rollouts, [dict(zip(changes, row, strict=True)) for row in rows])
 
 
 def weights(batch: CreditedBatch) -> list[list[float] | None]:

@@ -32,7 +32,7 @@ def batch_of(*sizes: tuple[int, ...]) -> CreditedBatch:
     rollouts = batch.rollouts
     total = sum(map(len, rollouts))
     batch = replace(batch, denominators=Denominators(total, len(rollouts), False, total))
-    return batch.update(rollouts, ({"token_advantages_T": np.ones(len(rollout))} for rollout in rollouts))
+    return batch.with_fields(rollouts, ({"token_advantages_T": np.ones(len(rollout))} for rollout in rollouts))
 
 
 def sample_of(length: int) -> Sample:
@@ -157,7 +157,7 @@ def test_old_log_probabilities_are_the_trainers_own_of_every_action(base, lanes)
     policy = local_policy(base, lanes)
     policy.adapter.load(trained(lanes, 2).tensors())
     credited = batch_of((6, 4))
-    credited = credited.update(credited.rollouts[1:], [{"token_advantages_T": None}])  # as without a reward
+    credited = credited.with_fields(credited.rollouts[1:], [{"token_advantages_T": None}])  # as without a reward
     credited = with_old_logprobs(credited, policy, None)
     graded, ungraded = credited.rollouts
     assert ungraded.old_logprobs_T is None

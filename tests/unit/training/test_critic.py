@@ -32,10 +32,10 @@ from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
 from retrain.errors import CheckpointError, ModelError, NonFinite
 from retrain.files import read_json, read_jsonl
-from retrain.maths.critic import value_loss
 from retrain.policy.backbone import backbone_of
 from retrain.policy.critic import MOMENTS, WEIGHTS
 from retrain.policy.local import LocalPolicy
+from retrain.policy.terms import value_loss
 from retrain.records.observer import NullObserver
 from retrain.records.tokens import TokenFile
 from retrain.threads import Workers
