@@ -1,5 +1,6 @@
 """Results as tables and lines: rich on a terminal, aligned text everywhere else."""
 
+import math
 import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,7 +21,6 @@ SQUEEZE_COLUMNS = ("rank", "mean energy", "worst layer", "weight error", "held-o
 WIDE = 110  # Terminal columns from which a verdict fits beside the numbers
 NARROW = 76
 """Terminal columns below which intervals, p-values and words beside a mark are left out (the files have them)."""
-BY_ENERGY = "Accuracy was not measured: 95 % of the energy (squared singular values) is a weight error of 22 %."
 
 
 class ResultTable(NamedTuple):
@@ -214,10 +214,12 @@ def squeeze_cells(row: Values, report: Values) -> dict[str, str]:
 def squeeze_words(report: Values) -> list[str]:
     lines = [visible(report["message"])] if report.get("message") else []
     if report.get("recommended_rank") is not None:
-        kept = percent(report["min_variance_retention"])
+        kept = report["min_variance_retention"]
         rank = f"{report['recommended_rank']} of {report['source_rank']}"
-        lines.append(f"recommended rank: {rank}, which keeps {kept} of the energy (squared singular values)")
-        lines.append(report["verified"]["sentence"] if report.get("verified") else BY_ENERGY)
+        lines.append(f"recommended rank: {rank}, which keeps {percent(kept)} of the energy (squared singular values)")
+        error = percent(math.sqrt(1.0 - kept))  # The energy is the squared norm of the weights' change
+        unmeasured = f"Accuracy was not measured: the weights differ by up to {error} from those of the full rank."
+        lines.append(report["verified"]["sentence"] if report.get("verified") else unmeasured)
     return lines
 
 
