@@ -255,8 +255,8 @@ class ValueTerm(Term):
 def value_loss(
     values_BT: Floats_BT, old_values_BT: Floats_BT, targets_BT: Floats_BT, mask_BT: Mask_BT, clip: float
 ) -> tuple[Floats_BT, Mask_BT]:
-    """Return ½·max((V − R)², (clip(V, V_old ± ``clip``) − R)²) of every token, 0 outside the mask, and a mask of the
-    tokens whose clipped term is the larger. A ``clip`` of 0 clips nothing. Gradient flows through ``values_BT`` alone."""
+    """Return ½·max((V − R)², (clip(V, V_old ± ``clip``) − R)²) of every token, 0 outside the mask, and a mask of those
+    whose clipped term is the larger. A ``clip`` of 0 clips nothing. Gradient flows through ``values_BT`` alone."""
     error_BT = torch.where(mask_BT, values_BT - targets_BT.detach(), 0.0).square()
     if clip == 0.0:
         return 0.5 * error_BT, torch.zeros_like(mask_BT)
