@@ -216,7 +216,8 @@ def squeeze_words(report: Values) -> list[str]:
     if report.get("recommended_rank") is not None:
         kept = report["min_variance_retention"]
         rank = f"{report['recommended_rank']} of {report['source_rank']}"
-        lines.append(f"recommended rank: {rank}, which keeps {percent(kept)} of the energy (squared singular values)")
+        share = f"at least {percent(kept)} of the energy (squared singular values)"
+        lines.append(f"recommended rank: {rank}, which keeps {share}")
         error = percent(math.sqrt(1.0 - kept))  # The energy is the squared norm of the weights' change
         unmeasured = f"Accuracy was not measured: the weights differ by up to {error} from those of the full rank."
         lines.append(report["verified"]["sentence"] if report.get("verified") else unmeasured)

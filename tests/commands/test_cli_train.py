@@ -69,7 +69,7 @@ def test_training_ends_with_comparison_rank_and_paths(trained):
     rows = [line.split()[0] for line in end.splitlines() if " → " in line]
     assert rows == ["condition", "grpo", "maxrl+gtpo"]
     assert re.search(
-        r"^recommended rank: \d of 4, which keeps 95% of the energy .*\. On 4 held-out problems, ", end, re.MULTILINE
+        r"^recommended rank: \d of 4, which keeps at least 95% .*\. On 4 held-out problems, ", end, re.MULTILINE
     )
     assert f"retrain squeeze {directory}/runs/grpo+none_s1/final (--to RANK" in end
     for path in re.findall(r"^(?:directory|manifest|adapter|metrics) +(\S+)$", end, re.MULTILINE):

@@ -201,7 +201,7 @@ def test_the_recommended_rank():
         marked = next(line for line in text.splitlines() if "<- recommended" in line)
         assert marked.split() == ["4", "97.0%", "95.0%", "17.3%", "<-", "recommended"]
     line = squeeze_line(SQUEEZE)
-    assert " 4 of 8, which keeps 95% of the energy (squared singular values). Accuracy was not measured" in line
+    assert " 4 of 8, which keeps at least 95% of the energy" in line
     assert "differ by up to 22% from" in line
     untrained = SQUEEZE | {"rows": [], "recommended_rank": None, "message": "The adapter is untrained."}
     assert squeeze_line(untrained) == "The adapter is untrained."
