@@ -14,10 +14,6 @@ class CISPO(PolicyLoss):
 
     cap: float = 5.0
 
-    def __post_init__(self) -> None:
-        if not self.cap > 0.0:
-            raise ValueError(f"the cap must be above 0: got {self.cap}")
-
     def per_token(self, inputs: LossInputs) -> TokenLoss:
         ratio_BT = inputs.log_ratio_BT.detach().exp()
         loss_BT = -ratio_BT.clamp(max=self.cap) * inputs.advantages_BT * inputs.logprobs_BT

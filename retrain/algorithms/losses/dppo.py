@@ -26,13 +26,6 @@ class DPPO(PolicyLoss):
     cap: float = 20.0
     from_sampler: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if self.divergence not in THRESHOLDS or self.limit <= 0.0 or self.cap <= 0.0:
-            raise ValueError(
-                f"divergence must be one of {', '.join(THRESHOLDS)}, threshold and cap above 0: got {self.divergence}, "
-                f"{self.threshold}, {self.cap}"
-            )
-
     @property
     def limit(self) -> float:
         return THRESHOLDS[self.divergence] if self.threshold is None else self.threshold

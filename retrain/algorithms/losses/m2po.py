@@ -21,10 +21,6 @@ class M2PO(PolicyLoss):
     tokens: str = "all"
     from_sampler: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if not self.threshold > 0.0:
-            raise ValueError(f"the threshold of the second moment must be above 0: got {self.threshold}")
-
     def per_token(self, inputs: LossInputs) -> TokenLoss:
         return TokenLoss(-inputs.log_ratio_BT.exp() * inputs.advantages_BT)
 

@@ -19,14 +19,6 @@ class PPO(PolicyLoss):
     clip_eps_high: float | None = None
     dual_clip: float | None = None
 
-    def __post_init__(self) -> None:
-        dual = self.dual_clip
-        if not (0.0 <= self.clip_eps <= 1.0 and self.highest >= 1.0 and (dual is None or dual > 1.0)):
-            raise ValueError(
-                "bounds must be 0 <= clip_eps <= 1, clip_eps_high >= 0 and dual_clip > 1: got "
-                f"{self.clip_eps}, {self.clip_eps_high}, {dual}"
-            )
-
     @property
     def lowest(self) -> float:
         return 1.0 - (self.clip_eps or 1.0)

@@ -15,10 +15,6 @@ class SAPO(PolicyLoss):
     tau_positive: float = 1.0
     tau_negative: float = 1.05
 
-    def __post_init__(self) -> None:
-        if not min(self.tau_positive, self.tau_negative) > 0.0:
-            raise ValueError(f"temperatures must be above 0: got {self.tau_positive}, {self.tau_negative}")
-
     def per_token(self, inputs: LossInputs) -> TokenLoss:
         advantages_BT = inputs.advantages_BT
         tau_BT = torch.where(advantages_BT > 0.0, self.tau_positive, self.tau_negative)

@@ -20,10 +20,6 @@ class VESPO(PolicyLoss):
     negative: Sequence[float] = (3.0, 2.0)
     from_sampler: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if not min(*self.positive, *self.negative) >= 0.0:
-            raise ValueError(f"power and decay must be 0 or more: got {self.positive}, {self.negative}")
-
     def per_token(self, inputs: LossInputs) -> TokenLoss:
         positive_B_1 = sequence_weight(inputs.log_ratio_BT, inputs.mask_BT, *self.positive)
         negative_B_1 = sequence_weight(inputs.log_ratio_BT, inputs.mask_BT, *self.negative)

@@ -1,5 +1,6 @@
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -100,3 +101,21 @@ def test_whitening_is_the_masked_token_moments(rows):
     expected = (advantages - tokens.mean()) / tokens.std(correction=0)
     assert torch.allclose(white, expected, atol=1e-9)
     assert float(white.repeat_interleave(counts).square().mean()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "rewards", "message"),
+    [
+        ("rloo", [0.5], "rloo compares with the other completions of the group: it needs group_size >= 2, got 1"),
+        ("maxrl", [0.0, 1.5, -2.0], "maxrl is defined for rewards in [0, 1]: got 1.5"),
+        ("maxrl", [0.0, -2.0], "maxrl is defined for rewards in [0, 1]: got -2"),
+    ],
+)
+def test_rewards_for_which_a_mode_is_not_defined(mode, rewards, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        GROUP_ADVANTAGES[mode](torch.tensor(rewards))
+
+
+def test_whitening_needs_a_length_for_each_advantage():
+    with pytest.raises(ValueError, match=re.escape("one token count per advantage: got (3,) for (2,)")):
+        whiten(torch.ones(2), torch.ones(3))

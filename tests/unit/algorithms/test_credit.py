@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrain.algorithms import TOKEN_CREDIT
-from retrain.algorithms.credit.entropy_mask import entropy_mask
+from retrain.algorithms.credit.entropy_mask import EntropyMask, entropy_mask
 from retrain.algorithms.credit.gtpo import gtpo_weights
 from retrain.algorithms.credit.gtpo_paper import gtpo_paper
 from retrain.algorithms.credit.hicra import hicra, placebo_mask
@@ -244,6 +244,47 @@ def test_numbers_that_are_not_finite_are_named():
     credited = credited.with_rollouts(replace(rollout, turn_advantages=(math.nan,)) for rollout in credited.rollouts)
     with pytest.raises(ValueError, match="episode advantages must be finite"):
         apply(credited, SpreadAdvantage(False))
+    batch = Batch()
+    batch.logprobs[3, 1] = batch.entropy[4, 0] = math.nan
+    for kind, reason in (
+        ("predictive_variance", "logprob is NaN at completion 3, token 1"),
+        ("shannon_entropy", "entropy is NaN at completion 4, token 0"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            uncertainty(kind, batch.logprobs, batch.entropy, batch.mask)
+
+
+@pytest.mark.parametrize("mode", ["gtpo", "gtpo_sepa"])
+def test_weights_by_kind_of_token_and_what_pooling_did_to_them(mode):
+    batch = Batch()
+    h = uncertainty("surprisal", batch.logprobs, None, batch.mask)
+    pooled = sepa_pool(h, batch.planning, batch.mask, 0.5) if mode == "gtpo_sepa" else h
+    plan, execution = batch.planning & batch.mask, ~batch.planning & batch.mask
+    weights, unpooled = (gtpo_weights(values, batch.mask, 0.7) for values in (pooled, h))
+    expected = {
+        "exec_weight_mean": float(weights[execution].mean()),
+        "exec_weight_var": float(weights[execution].var(correction=0)),
+        "plan_weight_mean": float(weights[plan].mean()),
+        "plan_weight_var": float(weights[plan].var(correction=0)),
+    }
+    if mode == "gtpo_sepa":
+        expected["exec_weight_var_unpooled"] = float(unpooled[execution].var(correction=0))
+        expected["plan_weight_change"] = float((weights[plan] - unpooled[plan]).abs().max())
+        assert expected["exec_weight_var_unpooled"] > 1.5 * expected["exec_weight_var"]
+    schedule = {"sepa": {"steps": 10, "correct_rate_gate": 0}} if mode == "gtpo_sepa" else {}
+    found = batch.credit(mode, step=5, gtpo={"beta": 0.7}, **schedule).metrics
+    assert {key: value for key, value in found.items() if "weight" in key} == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["entropy_mask", "shannon_entropy"])
+def test_entropies_that_an_engine_did_not_give_are_named(mode):
+    batch = Batch().batch()
+    actions = [replace(rollout.turns[0].action, entropy_T=None) for rollout in batch.rollouts]
+    turns = [(replace(rollout.turns[0], action=own),) for rollout, own in zip(batch.rollouts, actions, strict=True)]
+    batch = batch.with_fields(batch.rollouts, [{"turns": own} for own in turns])
+    step = EntropyMask(0.2) if mode == "entropy_mask" else TokenUncertainty("shannon_entropy")
+    with pytest.raises(ValueError, match=f"^{mode} needs the entropy of every token, which the engine did not give$"):
+        apply(batch, SpreadAdvantage(False), step)
 
 
 def test_stats_by_kind():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrain.algorithms.losses import DPPO, LOSSES, PPO
+from retrain.algorithms.losses import DPPO, LOSSES, M2PO, PPO
 from retrain.algorithms.losses.vespo import sequence_weight
 from retrain.maths.ratios import add_sums, loss_metrics, sampled_token_kl
 from retrain.policy.objective import NORMALIZERS, token_weights
@@ -40,6 +40,7 @@ S = (1.5 * 1.0 * 0.5) ** (1 / 3)
         ("ppo", [-2.0, -2.0, 2.0], {"dual_clip": 1.25}, [2.5, 2.0, -1.0], [0.0, 2.0, -1.0], (0, 0)),  # at most c·|A|
         ("reinforce", MIXED, {}, log_ratio_weighted([1.5, 1.0, 0.5], MIXED), [-1.5, 2.0, -1.5], (0, 0)),
         ("cispo", MIXED, {"cap": 1.25}, log_ratio_weighted([1.25, 1, 0.5], MIXED), [-1.25, 2.0, -1.5], (0, 1)),
+        ("cispo", UP, {"cap": 1.0}, log_ratio_weighted([1.0, 1.0, 0.5], UP), [-1.0, -1.0, -0.5], (0, 1)),
         ("gspo", UP, {}, [-S] * 3, [-S] * 3, (0, 0)),
         ("gspo", DOWN, {"clip_eps": 0.05}, [0.95] * 3, [0.0] * 3, (3, 0)),
         ("m2po", MIXED, {}, [-1.5, 2.0, -1.5], [-1.5, 2.0, -1.5], (0, 0)),
@@ -138,9 +139,8 @@ def test_far_off_policy_stays_finite(name, shift, advantage):
     assert torch.isfinite(loss).all()
     assert torch.isfinite(logprobs.grad).all()
     assert math.isfinite(loss_metrics(sums)["val/ratio_var"])
-    product_out_of_range = torch.full((1, 400), 20.0)
-    for power, decay in ((2.0, 3.0), (1.0, 0.0)):
-        assert not sequence_weight(product_out_of_range, torch.ones(1, 400).bool(), power, decay).any()
+    for logs, power, decay in ((20.0, 2.0, 3.0), (20.0, 1.0, 0.0), (1.0, 2.0, 0.0)):
+        assert not sequence_weight(torch.full((1, 400), logs), torch.ones(1, 400).bool(), power, decay).any()
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -186,7 +186,7 @@ def test_dppo_by_the_papers_cases(divergence, limit, kept):
     """−sg(keep·min(ρ, c))·A·log π (arXiv 2602.04879), and its gradient; the last token is far away and led back."""
     sampler = [0.90, 0.50, 0.01, 0.90, 0.30, 0.90]
     now = [0.99, 0.70, 0.05, 0.70, 0.20, 0.10]
-    advantages = [1.0, 1.0, 1.0, -1.0, -1.0, 1.0]
+    advantages = [1.0, 1.0, 1.0, -1.0, -1.0, 0.5]
     ratios = [p / m for p, m in zip(now, sampler, strict=True)]
     new, old = (torch.tensor([values], dtype=torch.float64).log() for values in (now, sampler))
     given, mask = torch.tensor([advantages], dtype=torch.float64), torch.ones(1, 6, dtype=torch.bool)
@@ -197,6 +197,30 @@ def test_dppo_by_the_papers_cases(divergence, limit, kept):
     metrics = loss_metrics(sums)
     assert metrics["clip_ratio/high_mean"] == pytest.approx(kept[:3].count(0) / 6)  # good tokens that have gone far
     assert metrics["clip_ratio/low_mean"] == pytest.approx(1 / 6)
+
+
+@pytest.mark.parametrize(("sampler", "now", "advantage"), [(0.5, 1.0, 1.0), (1.0, 0.5, -1.0)])
+def test_dppo_with_a_certain_token(sampler, now, advantage):
+    """The divergence is finite and large where one of the two is sure of the token."""
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    new, old = (torch.tensor([[p]], dtype=torch.float64).log() for p in (now, sampler))
+    loss, sums = policy_loss(DPPO("kl"), new, old, torch.full_like(new, advantage), mask)
+    assert float(loss) == 0.0
+    assert float(sums["clip_high"] if advantage > 0 else sums["clip_low"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "threshold", "logs", "kept"),
+    [
+        ("harmful", 0.04, [0.0, 0.0, 0.3], [True, True, False]),  # tokens that stay where they were do not count
+        ("all", 0.04, [0.0, 0.0, 0.3], [True, True, True]),
+        ("all", 0.25, [0.5], [False]),  # the mean must be below the threshold
+    ],
+)
+def test_which_tokens_m2po_keeps(tokens, threshold, logs, kept):
+    now = torch.tensor([logs], dtype=torch.float64) - 1.0
+    ones = torch.ones_like(now)
+    assert M2PO(threshold, tokens).kept_tokens(now, -ones, ones.bool(), ones)[0].tolist() == kept
 
 
 def test_sapo_by_hand():
@@ -223,6 +247,7 @@ def test_vespo_by_hand():
         assert loss_and_slope("vespo", [0.0, -1.0], ratios)[1][1] == pytest.approx(worse, abs=1e-6)
     plain = {"positive": (1.0, 0.0), "negative": (1.0, 0.0)}
     assert loss_and_slope("vespo", [1.0, -2.0], [1.5, 0.8], **plain)[1] == pytest.approx([-1.2, 2.4])
+    assert loss_and_slope("vespo", [0.5], [2.0])[1] == pytest.approx([-0.5 * 0.199148], abs=1e-6)
 
 
 def test_gspo_is_its_token_form():
@@ -230,6 +255,7 @@ def test_gspo_is_its_token_form():
     ratios = [math.exp(x) for x in (0.3, -0.1, 0.1)]
     _, slopes, _ = loss_and_slope("gspo", [1.0, 0.0, -1.0], ratios, clip_eps=0.2)
     assert [slope / 3 for slope in slopes] == pytest.approx([-0.368390, 0.0, 0.368390], abs=1e-6)
+    assert loss_and_slope("gspo", [1.0], [1.1])[1] == pytest.approx([-1.1])
 
 
 def test_kl_estimators_by_enumeration():

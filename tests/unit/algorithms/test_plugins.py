@@ -117,14 +117,30 @@ def credit_of(*steps):
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (lambda: plugin_advantages(lambda rewards: rewards[:1], torch.ones(2)), r"advantage plug-in .* shape \(1,\)"),
-        (credit_of(SURPRISAL, TransformPlugin(lambda h_BT, **rest: h_BT[0])), "transform plug-in .*shape"),
+        (
+            lambda: plugin_advantages(lambda rewards: rewards[:1], torch.ones(2)),
+            r"advantage plug-in .* shape \(1,\) for rewards of shape \(2,\): return one number per completion$",
+        ),
+        (
+            lambda: plugin_advantages(lambda rewards: rewards / 0, torch.ones(2)),
+            r"^advantage plug-in .* returned NaN or infinity: \[inf, inf\]$",
+        ),
+        (
+            credit_of(SURPRISAL, TransformPlugin(lambda h_BT, **rest: h_BT[0])),
+            r"transform plug-in .* shape \(3,\) for tokens of shape \(2, 3\): return one advantage per token$",
+        ),
+        (
+            credit_of(TokenUncertainty(lambda *tensors: tensors[0][0])),
+            r"uncertainty plug-in .* for tokens of shape \(2, 3\): return one number per token$",
+        ),
         (credit_of(TokenUncertainty(lambda *tensors: tensors[0] / 0)), "uncertainty plug-in .*NaN or infinity"),
         (loss_of(torch.sum), r"returned shape \(\) for tokens of shape \(3, 5\): return the loss of every token"),
         (loss_of(lambda logprobs: logprobs / 0), "loss plug-in .* returned NaN or infinity for a trained token"),
         (loss_of(torch.zeros_like), "has no gradient"),
         (masks_of([[True], [True]]), r"returned shape \(1,\) for a completion of 2 tokens: return one entry per token"),
         (masks_of([[0.5, 1.0], [0.0, 1.0]]), "returned something else than true and false"),
+        (masks_of([["", "1"], ["0", "1"]]), "returned something else than true and false"),
+        (masks_of([[True, False]]), "planning detector .* returned 1 masks for 2 completions: return one for each$"),
     ],
 )
 def test_wrong_results_name_the_plug_in(call, reason):
@@ -159,6 +175,30 @@ def test_a_loss_of_the_users_gives_the_gradient_of_ours():
     assert torch.equal(*losses)
     assert torch.equal(*gradients)
     assert not gradients[0][2].any()  # nothing flows into the padding, whatever it holds
+
+
+def test_what_plug_ins_get():
+    """Nothing of the padding, and a loss in the precision of the policy; what a loss returns there is not looked at."""
+    given = []
+
+    def loss(logprobs_BT, old_BT, advantages_BT, mask_BT):
+        given.extend((old_BT, mask_BT))
+        return torch.where(mask_BT, -logprobs_BT * advantages_BT, torch.nan)
+
+    def advantages(rewards_N, context):
+        return rewards_N * context
+
+    def detector(texts, offsets):
+        assert texts == ["so x"]
+        return [table[:, 0] == 2 for table in offsets]
+
+    logprobs, sampler, weights, mask = loss_inputs()
+    policy_loss(PluginLoss(loss), logprobs.float(), sampler, weights, mask)
+    old_BT, mask_BT = given
+    assert torch.equal(mask_BT, mask)
+    assert torch.equal(old_BT, torch.where(mask, sampler, 0.0).float())
+    assert plugin_advantages(advantages, torch.tensor([1.0, 2.0]), 3.0).tolist() == [3.0, 6.0]
+    assert PluginDetector(detector).token_masks(["so x"], [[(0, 2), (2, 4)]])[0].tolist() == [False, True]
 
 
 def test_labels_of_plug_ins_are_file_names():

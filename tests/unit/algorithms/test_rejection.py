@@ -149,6 +149,10 @@ def test_a_rewritten_conversation_is_looked_at_sample_by_sample():
     assert weights(found) == [[0.0, 1.0, 1.0]]
     assert (found.denominators.tokens, found.denominators.sequences) == (2, 1)
     assert [sample.policy_weights.tolist() for sample in training_samples(rollout)] == [[0, 0, 0], [0, 0, 0, 1, 1]]
+    batch, scores = credited(ratios=([1.0, 1.0, 1.0],))
+    batch = changed(batch, turns=[rollout.turns])
+    found = apply(batch, RejectionMask(section(rejection="geometric", rejection_denominator="kept")), scores=scores)
+    assert (found.denominators.tokens, found.denominators.sequences) == (3, 2)
 
 
 class FixedScores:
