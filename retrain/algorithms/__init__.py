@@ -58,7 +58,7 @@ TOKEN_CREDIT: dict[str, Callable[[Config, Stream], Sequence[CreditStep]]] = {
         GtpoWeights(config.gtpo.beta),
         Hicra(config.hicra.alpha, placebo_stream=(*stream, "placebo")),
     ],
-    "gtpo_sepa": lambda config, stream: [SepaPooling.of(config.sepa), GtpoWeights(config.gtpo.beta)],
+    "gtpo_sepa": lambda config, stream: [SepaPooling(config.sepa), GtpoWeights(config.gtpo.beta)],
     "gtpo_paper": lambda config, stream: [
         GtpoPaper(config.gtpo.alpha1, config.gtpo.alpha2, config.gtpo.centred, config.algorithm.keeps_uniform_groups)
     ],

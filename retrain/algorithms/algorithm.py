@@ -51,7 +51,7 @@ class StatefulStep(Protocol):
 
     name: str
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Return what it remembers, strict JSON."""
         ...
 
@@ -89,7 +89,7 @@ class Algorithm:
         merged = (next(marked if group.discarded == MAX_STALENESS else credited) for group in groups)
         return replace(batch, groups=tuple(merged))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, dict[str, object]]:
         """Return what its steps remember, strict JSON; only ``credit`` changes it."""
         return {step.name: step.state() for step in self._stateful}
 

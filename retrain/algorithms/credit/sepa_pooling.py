@@ -1,13 +1,13 @@
 """SEPA, selective entropy pooling with annealing: uncertainties of execution tokens move to their completion's mean.
 
-Order within a step: λ is read first (``sepa_lambda``), from what earlier batches showed; the batch is observed
-afterwards (``sepa_observe``). A batch that reaches the gate therefore opens it for the next step, where the ramp's
+Order within a step: λ is read first (``SepaState.pooling``), from what earlier batches showed; the batch is observed
+afterwards (``SepaState.after``). A batch that reaches the gate therefore opens it for the next step, where the ramp's
 clock starts at 0.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from retrain.config.algorithm import Sepa
 from retrain.maths.shapes import Floats_BT, Mask_BT
 from retrain.types import CreditedBatch, CreditedRollout
 
-SEPA_SCHEDULES = ("linear", "auto")
 NO_VARIANCE = 1e-12
 
 
@@ -29,17 +28,12 @@ class SepaPooling(CreditStep):
 
     name = "sepa"
 
-    def __init__(self, schedule: "SepaSchedule"):
-        self.schedule = schedule
-        self._state = sepa_start(schedule)
-
-    @classmethod
-    def of(cls, sepa: Sepa) -> "SepaPooling":
-        return cls(SepaSchedule(var_threshold=sepa.threshold, **sepa.model_dump(exclude={"threshold"})))
+    def __init__(self, sepa: Sepa):
+        self.sepa = sepa
+        self._state = SepaState.before_training(sepa)
 
     def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
-        lam = sepa_lambda(self.schedule, self._state, context.step)
-        gate_open = sepa_gate_open(self._state, context.step)
+        lam, gate_open = self._state.pooling(self.sepa, context.step), self._state.is_open(context.step)
         rated, exec_variance = batch.rated, None
         if rated:
             h_BT, planning_BT = pad_field(rated, "uncertainty_T"), pad_field(rated, "planning_T", np.bool_)
@@ -48,16 +42,14 @@ class SepaPooling(CreditStep):
             batch = batch.with_fields(
                 rated, fields("pooled_uncertainty_T", sepa_pool(h_BT, planning_BT, mask_BT, lam), rated)
             )
-        self._state = sepa_observe(
-            self.schedule, self._state, context.step, correct_rate(batch.rollouts), exec_variance
-        )
+        self._state = self._state.after(self.sepa, context.step, correct_rate(batch.rollouts), exec_variance)
         return batch.with_metrics({"sepa_lambda": lam, "sepa_gate_open": gate_open})
 
-    def state(self) -> dict[str, Any]:
-        return self._state
+    def state(self) -> dict[str, object]:
+        return asdict(self._state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._state = dict(state)
+        self._state = SepaState(**state)
 
 
 def correct_rate(rollouts: Sequence[CreditedRollout]) -> float:
@@ -84,82 +76,55 @@ def sepa_pool(h_BT: Floats_BT, planning_BT: Mask_BT, mask_BT: Mask_BT, lam: floa
     return torch.where(execution_BT, torch.lerp(h_BT, mean_B_1.expand_as(h_BT), lam), h_BT)
 
 
-def sepa_lambda_linear(step: int, steps: int, delay_steps: int = 0) -> float:
-    """clamp((step − delay_steps)/steps, 0, 1); ``steps = 0`` means no ramp at all and gives 0."""
-    if steps < 0 or delay_steps < 0:
-        raise ValueError(f"SEPA steps and delay_steps must be >= 0: got {steps} and {delay_steps}")
-    return min(max((step - delay_steps) / steps, 0.0), 1.0) if steps else 0.0
-
-
 @dataclass(frozen=True)
-class SepaSchedule:
-    """The fixed parameters of a SEPA schedule; the moving part is the state dict below."""
+class SepaState:
+    """What SEPA remembers between steps.
 
-    schedule: str = "linear"
-    steps: int = 500
-    delay_steps: int = 0
-    correct_rate_gate: float = 0.0
-    ema_decay: float = 0.99
-    var_threshold: float = 0.2
-    warmup_steps: int = 50
-
-    def __post_init__(self) -> None:
-        if self.schedule not in SEPA_SCHEDULES:
-            raise ValueError(f"unknown SEPA schedule {self.schedule!r}: one of {', '.join(SEPA_SCHEDULES)}")
-        if self.steps < 0 or self.delay_steps < 0 or self.warmup_steps < 1:
-            raise ValueError("SEPA steps and delay_steps must be >= 0 and warmup_steps >= 1")
-        if not (0.0 <= self.correct_rate_gate <= 1.0 and 0.0 <= self.ema_decay < 1.0 and self.var_threshold > 0.0):
-            raise ValueError("SEPA needs 0 <= correct_rate_gate <= 1, 0 <= ema_decay < 1 and var_threshold > 0")
-
-
-def sepa_start(schedule: SepaSchedule) -> dict[str, Any]:
-    """The state before the first step, strict JSON.
-
-    ``opened_at``: first step with an open gate, None while shut; ``var_ema``: running execution variance;
-    ``var_0``: its value at the end of warm-up; ``observed``: batches that had a variance.
+    ``opened_at``: first step with an open gate, None while shut; ``var_ema``: running execution variance; ``var_0``:
+    its value at the end of warm-up; ``observed``: batches that had a variance.
     """
-    opened_at = 0 if schedule.correct_rate_gate <= 0.0 else None
-    return {"opened_at": opened_at, "var_ema": None, "var_0": None, "observed": 0}
 
+    opened_at: int | None = None
+    var_ema: float | None = None
+    var_0: float | None = None
+    observed: int = 0
 
-def sepa_gate_open(state: dict[str, Any], step: int) -> bool:
-    """Return whether the correctness gate lets λ rise at ``step``."""
-    return state["opened_at"] is not None and step >= state["opened_at"]
+    @classmethod
+    def before_training(cls, sepa: Sepa) -> "SepaState":
+        return cls(opened_at=0 if sepa.correct_rate_gate <= 0.0 else None)
 
+    def is_open(self, step: int) -> bool:
+        """Return whether the correctness gate lets λ rise at ``step``."""
+        return self.opened_at is not None and step >= self.opened_at
 
-def sepa_lambda(schedule: SepaSchedule, state: dict[str, Any], step: int) -> float:
-    """λ in [0, 1] for ``step``: 0 behind a shut gate; linear ramp counted from the gate's opening.
+    def pooling(self, sepa: Sepa, step: int) -> float:
+        """Return λ in [0, 1] for ``step``: 0 behind a shut gate; a linear ramp counted from the gate's opening.
 
-    ``auto`` takes the larger of the ramp and 1 − min(varEMA/(var₀·threshold), 1), the latter only once warm-up
-    has set var₀ and only if there was any variance to lose.
-    """
-    if not sepa_gate_open(state, step):
-        return 0.0
-    value = sepa_lambda_linear(step - state["opened_at"], schedule.steps, schedule.delay_steps)
-    if schedule.schedule == "auto" and state["var_0"] is not None and state["var_0"] > NO_VARIANCE:
-        value = max(value, 1.0 - min(state["var_ema"] / (state["var_0"] * schedule.var_threshold), 1.0))
-    return value
+        ``auto`` takes the larger of the ramp and 1 − min(varEMA/(var₀·threshold), 1), the latter only once warm-up
+        has set var₀ and only if there was any variance to lose. ``steps = 0`` means no ramp.
+        """
+        if self.opened_at is None or step < self.opened_at:
+            return 0.0
+        since = step - self.opened_at - sepa.delay_steps
+        ramp = min(max(since / sepa.steps, 0.0), 1.0) if sepa.steps else 0.0
+        if sepa.schedule == "auto" and self.var_ema is not None and self.var_0 is not None and self.var_0 > NO_VARIANCE:
+            return max(ramp, 1.0 - min(self.var_ema / (self.var_0 * sepa.threshold), 1.0))
+        return ramp
 
+    def after(self, sepa: Sepa, step: int, correct_rate: float, exec_variance: float | None) -> "SepaState":
+        """Return the state after the batch of ``step``.
 
-def sepa_observe(
-    schedule: SepaSchedule, state: dict[str, Any], step: int, correct_rate: float | None, exec_variance: float | None
-) -> dict[str, Any]:
-    """The state after the batch of ``step``; ``state`` itself is left alone.
-
-    ``exec_variance`` is the batch variance of the raw execution uncertainty, None without execution tokens (the
-    average then stays). The gate opens for ``step + 1`` and never shuts again. Raises ValueError on NaN.
-    """
-    for name, value in (("correct_rate", correct_rate), ("exec_variance", exec_variance)):
-        if value is not None and not math.isfinite(value):
-            raise ValueError(f"SEPA {name} must be finite or None: got {value}")
-    after = dict(state)
-    if after["opened_at"] is None and correct_rate is not None and correct_rate >= schedule.correct_rate_gate:
-        after["opened_at"] = step + 1
-    if exec_variance is not None:
-        previous = after["var_ema"]
-        decay = schedule.ema_decay
-        after["var_ema"] = exec_variance if previous is None else decay * previous + (1.0 - decay) * exec_variance
-        after["observed"] += 1
-        if after["observed"] == schedule.warmup_steps:
-            after["var_0"] = after["var_ema"]
-    return after
+        ``exec_variance`` is the batch variance of the raw execution uncertainty, None without execution tokens (the
+        average then stays). The gate opens for ``step + 1`` and never shuts again.
+        """
+        state = self
+        if self.opened_at is None and correct_rate >= sepa.correct_rate_gate:
+            state = replace(state, opened_at=step + 1)
+        if exec_variance is None:
+            return state
+        decay = sepa.ema_decay
+        ema = exec_variance if self.var_ema is None else decay * self.var_ema + (1.0 - decay) * exec_variance
+        observed = self.observed + 1
+        return replace(
+            state, var_ema=ema, observed=observed, var_0=ema if observed == sepa.warmup_steps else self.var_0
+        )

@@ -290,7 +290,7 @@ def test_entropies_that_an_engine_did_not_give_are_named(mode):
 def test_stats_by_kind():
     batch = Batch()
     plan, execution = batch.planning & batch.mask, ~batch.planning & batch.mask
-    pooling = SepaPooling.of(Sepa())
+    pooling = SepaPooling(Sepa())
     found = apply(batch.batch(), SpreadAdvantage(False), TokenUncertainty("surprisal"), pooling).metrics
     expected = {"planning_fraction": int(plan.sum()) / int(batch.mask.sum())}
     for name, tokens in (("plan", plan), ("exec", execution)):
