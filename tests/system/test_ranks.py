@@ -29,7 +29,6 @@ from retrain.campaign.running.models import Bases
 from retrain.campaign.running.team import Team
 from retrain.config import parse_dict
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef
 from retrain.engines.rows import LaneRequest, Row
 from retrain.engines.shared import DecodingAsked, SharedEngine
 from retrain.errors import ModelError, NonFinite, RunFailed
@@ -38,7 +37,7 @@ from retrain.policy.base import load_base
 from retrain.policy.local import LocalPolicy, LocalSnapshot
 from retrain.policy.ranks import Answers, Ranks
 from retrain.threads import Workers
-from retrain.types import TrainBatch, Want
+from retrain.types import PolicyRef, TrainBatch, Want
 
 TEXTS = ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"]
 LOSSES = """

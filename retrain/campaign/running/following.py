@@ -16,7 +16,6 @@ from retrain.campaign.running.models import Bases
 from retrain.config.base import is_plugin
 from retrain.device import is_out_of_memory
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef
 from retrain.engines.shared import DecodingAsked
 from retrain.policy.company import Company
 from retrain.policy.gradient import MicroBatchResult
@@ -28,7 +27,7 @@ from retrain.policy.scoring import Scored
 from retrain.policy.shares import Packed, PassesAsked, ScoresAsked
 from retrain.policy.terms import PolicyLoss
 from retrain.threads import Workers
-from retrain.types import Action
+from retrain.types import Action, PolicyRef
 
 
 class Desk:

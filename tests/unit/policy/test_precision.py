@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from retrain.engines import dense, grid
 from retrain.engines.dense import DenseDecoder, dense_decoder
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import SampleRequest
 from retrain.policy import arithmetic, packing
 from retrain.policy.arithmetic import causal_attention, fp32_product, packed
 from retrain.policy.backbone import backbone_of
@@ -25,7 +24,7 @@ from retrain.policy.fused import attention, rms_norm
 from retrain.policy.head import Head
 from retrain.policy.logprobs import collate, token_logprobs
 from retrain.policy.lora import Adapter, Lanes
-from retrain.types import Sample
+from retrain.types import Sample, SampleRequest
 
 BF16 = torch.bfloat16
 needs_packing = pytest.mark.skipif(not arithmetic.packs("cpu", BF16), reason="this torch cannot lay weights out anew")
