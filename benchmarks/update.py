@@ -29,9 +29,8 @@ from retrain.algorithms.losses import PPO
 from retrain.policy import Lanes, Objective, TrainBatch, load_base
 from retrain.policy.gradient import UpdateContext
 from retrain.policy.memory import Budget, MemoryPlan
-from retrain.policy.optimizer import new_optimizer
 from retrain.policy.terms import EntropyTerm, PolicyTerm
-from retrain.policy.update import PendingUpdate, policy_step
+from retrain.policy.update import PendingUpdate, new_optimizer, policy_step
 from retrain.types import Denominators, Sample
 
 

@@ -7,9 +7,10 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,7 +23,6 @@ from retrain.models.directory import local_directory, model_fault
 from retrain.models.sizes import COPY_SHARE, SMALL_MODEL_BYTES
 from retrain.policy.arithmetic import packed, packs
 from retrain.policy.company import Company
-from retrain.policy.presence import Presence, Whole
 from retrain.policy.quantized import QuantizationEffect, quantise, weight_bytes
 from retrain.policy.sharded import load_shared
 from retrain.threads import Workers
@@ -30,6 +30,53 @@ from retrain.tokenizer import Tokenizer
 
 QUANTIZED_MARK = "+"  # In a fingerprint, between that of the unquantised weights and what they were put into
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Presence(Protocol):
+    """Where the weights of a base are. Whoever reads a weight without calling its module asks for it first."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether several ranks hold a part each: then every use takes all of them."""
+        ...
+
+    @property
+    def passing_bytes(self) -> int:
+        """Bytes that are there by turns, beside those that this rank always holds."""
+        ...
+
+    def held_bytes(self, whole: int) -> int:
+        """Bytes of weights on this device at most at a time, of a base that has ``whole``."""
+        ...
+
+    def layer(self, place: int) -> None:
+        """Have the weights of one decoder layer here, until another one is asked for."""
+        ...
+
+    def ends(self) -> None:
+        """Have everything here that is not in a decoder layer: embedding and output layer."""
+        ...
+
+    def alone(self) -> AbstractContextManager[None]:
+        """For work of one process only, that the others do not hear of."""
+        ...
+
+
+class Whole:
+    """All weights lie on this device."""
+
+    shared = False
+    passing_bytes = 0
+
+    def held_bytes(self, whole: int) -> int:
+        return whole
+
+    def layer(self, place: int) -> None: ...
+
+    def ends(self) -> None: ...
+
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 @dataclass

@@ -15,19 +15,18 @@ from retrain.config import Config
 from retrain.errors import CheckpointError, ModelError
 from retrain.files import write_bytes
 from retrain.policy.adapter_io import StoredAdapter, peft_config, read_adapter, write_peft
+from retrain.policy.arithmetic import products_in_bfloat16
+from retrain.policy.backbone import in_microbatches, scored
 from retrain.policy.base import BaseModel
-from retrain.policy.critic import MOMENTS, WEIGHTS, Critic
+from retrain.policy.critic import MOMENTS, WEIGHTS, Critic, critic_step
 from retrain.policy.gradient import DistributionTeacher, UpdateContext
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
 from retrain.policy.memory import Budget, MemoryPlan
 from retrain.policy.objective import Objective
-from retrain.policy.optimizer import load_moments, moments, new_optimizer
 from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.policy.ranks import Ranks
-from retrain.policy.rounded import products_in_bfloat16
-from retrain.policy.scoring import in_microbatches, scored
 from retrain.policy.shares import RunShares
-from retrain.policy.update import PendingUpdate, batch_gradient, critic_step, policy_step
+from retrain.policy.update import PendingUpdate, batch_gradient, load_moments, moments, new_optimizer, policy_step
 from retrain.tensor_file import to_bytes
 from retrain.threads import Workers
 from retrain.types import Sample, Scores, TrainBatch, UpdateResult, Want
@@ -153,7 +152,8 @@ class LocalPolicy(Policy):
 
     def gradient(self, batch: TrainBatch, objective: Objective) -> torch.Tensor:
         """Return the gradient that ``update`` would clip and apply, fp32 [D] in the order of the adapter's weights."""
-        return batch_gradient(self._context, self.adapter, batch, objective, critic=self.critic)
+        head = self.critic.head if self.critic is not None and self.critic.adapter is None else None
+        return batch_gradient(self._context, self.adapter, batch, objective, head)
 
     @property
     def _context(self) -> UpdateContext:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from retrain.policy.critic import ValueHead
+from retrain.policy.arithmetic import products_in_bfloat16
+from retrain.policy.backbone import Scored, scored
 from retrain.policy.gradient import GradientAccumulator, MicroBatchResult, MicroBatchSpec, UpdateContext
+from retrain.policy.head import ValueHead
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
 from retrain.policy.memory import Budget
 from retrain.policy.objective import Objective
 from retrain.policy.ranks import Ranks
-from retrain.policy.rounded import products_in_bfloat16
-from retrain.policy.scoring import Scored, scored
 from retrain.policy.terms import NoLoss, PolicyLoss, PolicyTerm
 from retrain.threads import Workers
 from retrain.types import Sample, TrainBatch, Want

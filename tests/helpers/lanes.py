@@ -24,9 +24,8 @@ from retrain.policy.local import LocalPolicy, LocalSnapshot
 from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.memory import Budget
 from retrain.policy.objective import Objective
-from retrain.policy.optimizer import new_optimizer
 from retrain.policy.terms import EntropyTerm, KLTerm, PolicyTerm, Term
-from retrain.policy.update import PendingUpdate, policy_step
+from retrain.policy.update import PendingUpdate, new_optimizer, policy_step
 from retrain.rng import generator
 from retrain.threads import Workers
 from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest, TrainBatch

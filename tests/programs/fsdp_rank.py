@@ -49,11 +49,10 @@ def measure(rank: int, count: int, port: int, model: str, out: str) -> None:
 
     from retrain.config import parse_dict
     from retrain.engines.local import LocalEngine
-    from retrain.policy.backbone import backbone_of
+    from retrain.policy.backbone import backbone_of, collate, token_logprobs
     from retrain.policy.base import load_weights, look_at
     from retrain.policy.company import Company
     from retrain.policy.local import LocalSnapshot
-    from retrain.policy.logprobs import collate, token_logprobs
     from retrain.policy.lora import Lanes
     from retrain.policy.ranks import join, leave
     from retrain.types import PolicyRef, Sample, SampleRequest

@@ -26,14 +26,13 @@ from retrain.engines.step import Rows, Sampled, decode_steps
 from retrain.files import read_json, read_jsonl
 from retrain.policy import backbone, memory
 from retrain.policy import gradient as accumulating
-from retrain.policy import scoring as policy_scoring
 from retrain.policy.base import BaseModel
 from retrain.policy.head import Head
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.memory import Budget, MemoryPlan, kept_bytes
-from retrain.policy.optimizer import apply_gradient
 from retrain.policy.packing import NAME, register_attention
+from retrain.policy.update import apply_gradient
 from retrain.records.observer import NullObserver
 from retrain.rng import generator
 from retrain.types import Sample, TrainBatch, Want
@@ -275,7 +274,7 @@ PLACES = {
     "a prefill": (DenseDecoder, "prefill", 2, CUDA),
     "decoding": (DenseDecoder, "decode_steps", 3, CUBLAS),
     "compacting": (KVCache, "select", 1, CPU),
-    "scoring": (policy_scoring, "token_logprobs", 2, CUDA),
+    "scoring": (backbone, "token_logprobs", 2, CUDA),
     "a forward pass": (accumulating, "token_logprobs", 2, CPU),
     "a backward pass": (torch.Tensor, "backward", 2, MemoryError()),
     "the first moment": (torch, "zeros_like", 1, DRIVER),

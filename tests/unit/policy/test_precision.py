@@ -17,12 +17,10 @@ from retrain.engines import dense, grid
 from retrain.engines.dense import DenseDecoder, dense_decoder
 from retrain.engines.local import LocalEngine
 from retrain.policy import arithmetic, packing
-from retrain.policy.arithmetic import causal_attention, fp32_product, packed
-from retrain.policy.backbone import backbone_of
+from retrain.policy.arithmetic import attention, causal_attention, fp32_product, packed, rms_norm
+from retrain.policy.backbone import backbone_of, collate, token_logprobs
 from retrain.policy.base import load_base
-from retrain.policy.fused import attention, rms_norm
 from retrain.policy.head import Head
-from retrain.policy.logprobs import collate, token_logprobs
 from retrain.policy.lora import Adapter, Lanes
 from retrain.types import Sample, SampleRequest
 
