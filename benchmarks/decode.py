@@ -114,7 +114,7 @@ class Decoder:
             with torch.no_grad():
                 for _, b in adapter.tensors().values():
                     b.normal_(std=0.01)
-            engine.publish(ref, LocalSnapshot(adapter.frozen(), {}))
+            engine.publish(ref, LocalSnapshot(adapter.frozen()))
         prompts = workload.prompt_ids(replace(self.setting, prompt_tokens=case.prompt_tokens), case.prompts)
         times = []
         for _ in range(repeats + 1):

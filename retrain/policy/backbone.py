@@ -362,7 +362,7 @@ def _gated(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _offer_rounded_products(base: BaseModel, decoder: Any) -> None:
-    """Let linear layers of an fp32 base multiply in bfloat16 where the update asks for it (``policy.rounded``)."""
+    """Let linear layers of an fp32 base multiply in bfloat16 where the update asks for it (``policy.arithmetic``)."""
     if base.dtype == torch.float32:
         for module in decoder.modules():
             if type(module) is nn.Linear:

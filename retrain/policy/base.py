@@ -23,7 +23,7 @@ from retrain.models.directory import local_directory, model_fault
 from retrain.models.sizes import COPY_SHARE, SMALL_MODEL_BYTES
 from retrain.policy.arithmetic import packed, packs
 from retrain.policy.company import Company
-from retrain.policy.quantized import QuantizationEffect, quantise, weight_bytes
+from retrain.policy.quantized import QuantizationEffect, quantise
 from retrain.policy.sharded import load_shared
 from retrain.threads import Workers
 from retrain.tokenizer import Tokenizer
@@ -145,7 +145,9 @@ class BaseModel:
 
     @cached_property
     def weight_bytes(self) -> int:
-        return weight_bytes(self.model)
+        if self.quantized is not None:
+            return self.quantized.bytes_after
+        return sum(weight.nbytes for weight in self.model.parameters())
 
     @property
     def held_bytes(self) -> int:

@@ -108,7 +108,7 @@ class UpdateContext:
     """Resources and precision of a run's forward and backward passes.
 
     ``workers`` compute micro-batches in parallel, which changes no bit of the result. ``bfloat16`` rounds an fp32
-    base's products (``policy.rounded``). ``teacher`` provides the distributions for a ``TeacherTerm``.
+    base's products (``policy.arithmetic``). ``teacher`` provides the distributions for a ``TeacherTerm``.
     """
 
     lanes: Lanes

@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,11 +37,13 @@ KL_SECONDS = "timing_compute_kl_total"
 
 @dataclass(frozen=True)
 class LocalSnapshot(PolicySnapshot):
-    """A copy of an adapter with its PEFT configuration; if resumable, also of AdamW's moments and of the critic (by
-    file name)."""
+    """A copy of an adapter; if resumable, also of AdamW's moments and of the critic (by file name).
+
+    ``peft_config`` makes the adapter's PEFT configuration when it is written, since peft takes long to import.
+    """
 
     weights: LoraWeights
-    peft: Mapping[str, Any]
+    peft_config: Callable[[], Mapping[str, object]] = dict
     optimizer: Mapping[str, torch.Tensor] | None = None
     critic: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
@@ -53,7 +55,7 @@ class LocalSnapshot(PolicySnapshot):
             write_bytes(directory / name, to_bytes(tensors))
 
     def export(self, directory: Path, checkpoint: Path) -> None:
-        write_peft(directory, self.weights.tensors(), dict(self.peft))
+        write_peft(directory, self.weights.tensors(), self.peft_config())
 
 
 class LocalPolicy(Policy):
@@ -170,13 +172,14 @@ class LocalPolicy(Policy):
 
     def snapshot(self, resumable: bool = False) -> LocalSnapshot:
         model, lora = self.config.model, self.config.lora
-        peft = peft_config(self.adapter, self.base.name, model.revision, lora.dropout)
+        weights = self.adapter.frozen("cpu" if resumable else None)
+        config = partial(peft_config, weights, self.base.name, model.revision, lora.dropout)
         if not resumable:
-            return LocalSnapshot(self.adapter.frozen(), peft)
+            return LocalSnapshot(weights, config)
         critic = (
             {} if self.critic is None else {WEIGHTS: self.critic.tensors(), MOMENTS: moments(self.critic.optimizer)}
         )
-        return LocalSnapshot(self.adapter.frozen("cpu"), peft, optimizer_tensors(self.optimizer), critic)
+        return LocalSnapshot(weights, config, optimizer_tensors(self.optimizer), critic)
 
     def load(self, directory: Path) -> None:
         """Raises CheckpointError when the adapter is of another shape."""
@@ -197,7 +200,7 @@ class LocalPolicy(Policy):
         """Raises CheckpointError when the adapter is of another shape."""
         stored, adapter = read_adapter(directory), self._new_adapter()
         _load(adapter, stored, directory)
-        return LocalSnapshot(adapter.frozen(), stored.config)
+        return LocalSnapshot(adapter.frozen(), stored.config.copy)
 
     def _new_adapter(self) -> Adapter:
         return self.lanes.new_adapter(self.config.model.lora_rank, self.config.lora.alpha)

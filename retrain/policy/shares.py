@@ -84,7 +84,7 @@ class PassesAsked:
 
 @dataclass(frozen=True)
 class ScoresAsked:
-    """Micro-batches that a rank is asked to score; see ``scoring.scored``."""
+    """Micro-batches that a rank is asked to score; see ``backbone.scored``."""
 
     parts: list[list[Sample]]
     want: frozenset[Want]
@@ -138,7 +138,7 @@ class RunShares:
         critic: tuple[LoraWeights, ValueHead] | None,
         bfloat16: bool,
     ) -> Scored:
-        """Score micro-batches as ``scoring.scored`` does, distributed over the ranks. ``bfloat16`` is that of
+        """Score micro-batches as ``backbone.scored`` does, distributed over the ranks. ``bfloat16`` is that of
         ``UpdateContext``. Raises the first error of a rank, after all ranks have answered."""
         shares = dealt([sum(map(len, samples)) for samples in parts], self.count)
         packed = None if critic is None else (Packed.of(critic[0]), critic[1].flat.detach().cpu())

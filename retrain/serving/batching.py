@@ -135,7 +135,7 @@ class Batcher:
             self._changed.notify()
 
     def publish(self, ref: PolicyRef, weights: LoraWeights) -> Future[None]:
-        return self.call(lambda: self.engine.publish(ref, LocalSnapshot(weights, {})))
+        return self.call(lambda: self.engine.publish(ref, LocalSnapshot(weights)))
 
     def retire(self, ref: PolicyRef) -> None:
         """Drop weights as soon as no generation uses them."""

@@ -70,7 +70,7 @@ def measure(rank: int, count: int, port: int, model: str, out: str) -> None:
             backbone_of(base)
             engine = LocalEngine(base, lanes)
             adapter = lanes.new_adapter(2, 4.0).initialise(1)
-            engine.publish(ref := PolicyRef("a", 0), LocalSnapshot(adapter.frozen(), {}))
+            engine.publish(ref := PolicyRef("a", 0), LocalSnapshot(adapter.frozen()))
             (((action,),),) = [engine.sample([SampleRequest(ref, (3, 4, 5), 1, 2, 1.0, ("x",))])]
         tokens, zeros = list(action.token_ids), np.zeros(len(action.token_ids))
         with company.work(), lanes.single(adapter):

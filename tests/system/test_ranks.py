@@ -193,7 +193,7 @@ def test_scores_are_those_of_one_process(whole, shared, folder):
 def published(engine, lanes, count: int = 1):
     for lane in range(count):
         adapter = trained(lanes, lane, size=0.05)
-        engine.publish(PolicyRef(str(lane), 0), LocalSnapshot(adapter.frozen(), {}))
+        engine.publish(PolicyRef(str(lane), 0), LocalSnapshot(adapter.frozen()))
     return engine
 
 
@@ -267,7 +267,7 @@ class Beside:
 
     def tell(self, name, *args):
         if name == "publish":
-            self.engine.publish(args[0], LocalSnapshot(args[1].frozen(self.engine.lanes), {}))
+            self.engine.publish(args[0], LocalSnapshot(args[1].frozen(self.engine.lanes)))
 
     def ask(self, name, args, own):
         result = own()
@@ -348,7 +348,7 @@ def test_a_second_base_and_another_kind_of_decoder(shared, folder, tmp_path):
         buffers = [{key: each.dtype for key, each in model.named_buffers()} for model in (base.model, own.model)]
         assert buffers[0] == buffers[1]
         adapter = trained(lanes, 1, size=0.05)
-        engine.publish(PolicyRef("0", 0), LocalSnapshot(adapter.frozen(), {}))
+        engine.publish(PolicyRef("0", 0), LocalSnapshot(adapter.frozen()))
         groups = engine.sample(requests(prompts=3, samples=4, max_tokens=5))
         assert [len(group) for group in groups] == [4, 4, 4]
         with base.presence.alone(), torch.no_grad():

@@ -129,7 +129,7 @@ def test_peft_has_the_logprobs_of_the_sampler(run):
         adapter = lane_adapter(file, lanes)
     engine = LocalEngine(base, lanes)
     assert engine.fast
-    engine.publish(PolicyRef("real", 0), LocalSnapshot(adapter.frozen(), {}))
+    engine.publish(PolicyRef("real", 0), LocalSnapshot(adapter.frozen()))
     prompt = (1, 4093, 198, 1780, 314, 216, 40, 1232, 216, 37, 47, 2, 198, 1, 520, 9531, 198)  # a question and its turn
     [group] = engine.sample([SampleRequest(PolicyRef("real", 0), prompt, 4, 24, 1.0, ("real",))])
     peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32), run / "final")

@@ -56,7 +56,7 @@ def answers(
         engine = _engine(config, base, lanes, stack, tell)
         refs = [PolicyRef("base", 0), PolicyRef("adapter", 0)]
         for ref, adapter in zip(refs, adapters, strict=True):
-            engine.publish(ref, LocalSnapshot(adapter.frozen(), {}))
+            engine.publish(ref, LocalSnapshot(adapter.frozen()))
         rendered = [render(Problem(f"prompt {i + 1}", text, ""), base.tokenizer, config.data)
                     for i, text in enumerate(prompts)]  # fmt: skip
         requests = [

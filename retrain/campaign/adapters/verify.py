@@ -193,7 +193,7 @@ def _evaluate(
                 continue
             adapter = lanes.new_adapter(ranks[-1], next(iter(stored.scales.values())) * ranks[-1])
             adapter.load(stored.tensors)
-            engine.publish(ref := PolicyRef(f"rank {ranks[-1]}", 0), LocalSnapshot(adapter.frozen(), {}))
+            engine.publish(ref := PolicyRef(f"rank {ranks[-1]}", 0), LocalSnapshot(adapter.frozen()))
             # The streams of the run's final evaluation: common random numbers with it.
             subject = Subject(ref, {held_out.name: environment}, stream, config.training.max_steps)
             (record,) = evaluator.evaluate(held_out, [subject])

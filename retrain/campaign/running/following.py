@@ -69,7 +69,7 @@ class Desk:
         return base.fingerprint
 
     def publish(self, ref: PolicyRef, weights: Packed) -> None:
-        self.engine.publish(ref, LocalSnapshot(weights.frozen(self.lanes), {}))
+        self.engine.publish(ref, LocalSnapshot(weights.frozen(self.lanes)))
 
     def retire(self, ref: PolicyRef) -> None:
         self.engine.retire(ref)

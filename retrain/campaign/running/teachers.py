@@ -111,7 +111,7 @@ def _adapter(directory: Path, what: str, base: BaseModel, lanes: Lanes) -> Adapt
             raise UsageError(f"{what}: its layer {name} is not one of {base.name}: it is an adapter of another model")
     weights = _weights(stored.tensors, stored.scales, lanes)
     digest = hashlib.sha256(weights.flat.cpu().numpy().tobytes()).hexdigest()[:16]
-    return AdapterTeacher(LocalSnapshot(weights, stored.config), f"adapter {digest}")
+    return AdapterTeacher(LocalSnapshot(weights, stored.config.copy), f"adapter {digest}")
 
 
 def _weights(

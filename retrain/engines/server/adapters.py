@@ -146,7 +146,7 @@ class AdapterStore:
         plain = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
         return plain | {
             "base_model_name_or_path": self.base,
-            **snapshot.peft,
+            **snapshot.peft_config(),
             "r": rank,
             "lora_alpha": snapshot.weights.scale * rank,
             "target_modules": names,

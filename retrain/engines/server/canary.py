@@ -102,7 +102,7 @@ def canaries(
                 SampleRequest(ref, prompt[: len(prompt) - last + i + 1], 1, 1, temperature, (*STREAM, "again", what, i))
                 for i in range(last)
             ]
-            tries.append(Again(asked, LocalSnapshot(weights, {}), table_TV, what, tolerance))
+            tries.append(Again(asked, LocalSnapshot(weights), table_TV, what, tolerance))
     engine.try_with(tries)
     tried = set[Server]()
     while not tried & set(engine.pool.servers):
@@ -137,7 +137,7 @@ def canary(
     weights = [nothing.frozen(), known.frozen()]
     try:
         for ref, each in zip(refs, weights, strict=True):
-            engine.publish(ref, LocalSnapshot(each, {}))
+            engine.publish(ref, LocalSnapshot(each))
         said = [_said(engine, at, ref, prompt, temperature) for ref in refs]
         for ref, name in zip(refs, ("the base", "an adapter"), strict=True):
             _seeds(engine, at, ref, prompt, temperature, name)

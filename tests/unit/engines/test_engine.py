@@ -75,7 +75,7 @@ def test_what_is_published_is_sampled_with_whatever_becomes_of_the_weights(base,
     again = engine.sample(asked)
     assert tokens(again) == tokens(first)
     newer = PolicyRef(ref(0).run_id, 1)
-    engine.publish(newer, LocalSnapshot(adapter.frozen(), {}))
+    engine.publish(newer, LocalSnapshot(adapter.frozen()))
     moved = engine.sample([dataclasses.replace(request, policy=newer) for request in asked])
     assert_fresh(base, lanes, [adapter], asked, moved)
     assert tokens(moved) != tokens(first)
@@ -85,7 +85,7 @@ def test_what_is_published_is_sampled_with_whatever_becomes_of_the_weights(base,
 
 def test_weights_that_were_not_published_are_named(base, lanes):
     """An older version, a later one, another run's: the engine never samples with other weights instead."""
-    engine, weights = LocalEngine(base, lanes), LocalSnapshot(trained(lanes, 0).frozen(), {})
+    engine, weights = LocalEngine(base, lanes), LocalSnapshot(trained(lanes, 0).frozen())
 
     def sample_as(run: str, version: int):
         engine.sample([dataclasses.replace(requests()[0], policy=PolicyRef(run, version))])

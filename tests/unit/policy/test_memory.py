@@ -372,7 +372,7 @@ def test_adamw_as_one_kernel_goes_on_from_a_checkpoint(base, lanes, monkeypatch,
     """The third update after saving and loading is the third of three, bit by bit, and equals the plain optimizer's up
     to rounding. On a GPU the step count is on the device."""
     plain, samples = local_policy(base, lanes), rollout(base, lanes, trained(lanes, 0))
-    monkeypatch.setattr("retrain.policy.optimizer.FUSED", ("cpu",))
+    monkeypatch.setattr("retrain.policy.update.FUSED", ("cpu",))
     fused, later = local_policy(base, lanes), local_policy(base, lanes, 1)
     assert fused.optimizer.param_groups[0]["fused"]
     assert not plain.optimizer.param_groups[0]["fused"]
