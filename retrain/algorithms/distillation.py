@@ -19,7 +19,7 @@ from retrain.policy.backbone import backbone_of, collate, hidden_states, in_micr
 from retrain.policy.base import BaseModel
 from retrain.policy.head import Head
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
-from retrain.policy.memory import Budget
+from retrain.policy.packing import Budget
 from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.types import Group, Rollout, Sample, Scores, Want, samples_of, samples_of_rollout, with_prompt
 

@@ -14,7 +14,7 @@ from retrain.doctor.subject import Sizes, Subject
 from retrain.engines.dense import is_supported
 from retrain.gpus import build_fault, nvidia_gpus
 from retrain.policy.backbone import backbone_of
-from retrain.policy.memory import cache_bytes
+from retrain.policy.base import cache_bytes
 from retrain.records.environment import environment_facts
 from retrain.threads import Workers
 from retrain.types import Action, SampleRequest

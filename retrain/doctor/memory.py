@@ -16,7 +16,8 @@ from retrain.doctor.results import SKIP, Result, judged
 from retrain.doctor.sampling import Agreement, agreement
 from retrain.doctor.subject import Sizes, Subject
 from retrain.policy.backbone import backbone_of
-from retrain.policy.memory import Budget, MemoryPlan, cache_bytes, kept_bytes
+from retrain.policy.base import MemoryPlan, cache_bytes, kept_bytes
+from retrain.policy.packing import Budget
 from retrain.rng import generator
 from retrain.threads import Workers
 from retrain.types import Sample, SampleRequest

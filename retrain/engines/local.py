@@ -24,10 +24,9 @@ from retrain.errors import RunFailed
 from retrain.models.sizes import GPU_MOST_ROWS, LOGITS_COPIES, decode_row_bytes
 from retrain.policy.arithmetic import FULL
 from retrain.policy.backbone import backbone_of
-from retrain.policy.base import BaseModel
+from retrain.policy.base import BaseModel, MemoryPlan, cache_bytes
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
-from retrain.policy.memory import MemoryPlan, cache_bytes
 from retrain.policy.protocol import PolicySnapshot
 from retrain.threads import Workers
 from retrain.types import Action, PolicyRef, SampleRequest

@@ -25,9 +25,9 @@ from retrain.policy.arithmetic import NARROW, left_narrow, rms_norm, rounded, ro
 from retrain.policy.base import BaseModel
 from retrain.policy.head import Head, Lap, ValueHead, no_lap, split_head
 from retrain.policy.lora import Lanes, LoraWeights
-from retrain.policy.memory import Budget
 from retrain.policy.packing import (
     NAME,
+    Budget,
     Layout,
     MicroBatch,
     PackedLayout,

@@ -17,12 +17,12 @@ from retrain.files import write_bytes
 from retrain.policy.adapter_io import StoredAdapter, peft_config, read_adapter, write_peft
 from retrain.policy.arithmetic import products_in_bfloat16
 from retrain.policy.backbone import in_microbatches, scored
-from retrain.policy.base import BaseModel
+from retrain.policy.base import BaseModel, MemoryPlan
 from retrain.policy.critic import MOMENTS, WEIGHTS, Critic, critic_step
 from retrain.policy.gradient import DistributionTeacher, UpdateContext
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
-from retrain.policy.memory import Budget, MemoryPlan
 from retrain.policy.objective import Objective
+from retrain.policy.packing import Budget
 from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.policy.ranks import Ranks
 from retrain.policy.shares import RunShares

@@ -6,24 +6,33 @@ A prompt's hidden states do not depend on what follows, so this equals separate 
 
 A model that does more with neighbouring tokens (a recurrent state, a short window) takes the padded layout: one row per
 sequence, padding on the right, which causality makes harmless.
+
+A step that does not fit in memory is repeated with half the tokens in a micro-batch, down to one sequence at a time;
+then decoder layers are recomputed in the backward pass.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from retrain.device import is_out_of_memory
+from retrain.errors import RunFailed
 from retrain.policy.arithmetic import Context, Gradients, attention
+from retrain.policy.base import MemoryPlan
 from retrain.policy.head import Supports
 from retrain.threads import thread_values
 from retrain.types import Sample
+
+S = TypeVar("S", bound=Sized)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -209,6 +218,96 @@ def stacked_supports(samples: Sequence[Sample]) -> Supports | None:
     ids_K = np.concatenate([support.ids for support in supports]).astype(np.int64)
     offsets = np.concatenate([[0], counts_M.cumsum()])
     return Supports(torch.from_numpy(rows_K), torch.from_numpy(ids_K), offsets.tolist())
+
+
+@dataclass
+class Budget:
+    """``tokens`` of a micro-batch, and whether layers are computed twice (``checkpointing``).
+
+    ``plan`` is None where the user has set the tokens; ``notes`` are lines for the run's log.
+    """
+
+    tokens: int
+    checkpointing: bool = False
+    learnt: bool = False
+    plan: MemoryPlan | None = None
+    notes: list[str] = field(default_factory=list)
+    noted: set[str] = field(default_factory=set)
+
+    def note(self, *lines: str) -> None:
+        self.notes += [line for line in lines if line not in self.noted]
+        self.noted.update(lines)
+
+    def take_notes(self) -> list[str]:
+        taken, self.notes = self.notes, []
+        return taken
+
+    def fit(
+        self,
+        samples: Sequence[Sample],
+        split: Callable[[], Sequence[S]],
+        compute: Callable[[Sequence[S]], T],
+        recomputes: bool = False,
+    ) -> T:
+        """Return ``compute(split())``, with smaller micro-batches of ``samples`` while memory runs out.
+
+        Raises the error where a single sample does not fit, also by recomputing layers if ``recomputes``.
+        """
+        while True:
+            parts = split()
+            sizes = [len(part) for part in parts]
+            try:
+                return compute(parts)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error) or (max(sizes) == 1 and not recomputes):
+                    raise
+                reason = str(error)  # the error itself would keep every tensor of the failed pass in memory
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            self.shrink(sizes, [len(sample) for sample in samples], reason)
+
+    def shrink(self, sizes: Sequence[int], lengths: Sequence[int], reason: str) -> None:
+        """Reduce the memory of a step whose micro-batches of ``sizes`` sequences did not fit; ``lengths`` are all
+        sequences' tokens. Raises RunFailed when nothing is left to reduce."""
+        summary = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
+        if max(sizes) > 1:
+            self.tokens = max(1, min(self.tokens, sum(lengths)) // 2)
+            self.note(f"out of memory: the step is made again with {self.tokens} tokens in a micro-batch ({summary})")
+        elif not self.checkpointing:
+            self.checkpointing = True
+            self.note(
+                f"out of memory with one sequence at a time: layers are now computed twice instead of kept ({summary})"
+            )
+        else:
+            raise RunFailed(
+                f"one sequence of {max(lengths)} tokens does not fit in memory, even with layers computed twice: lower "
+                f"[training] max_tokens or [model] lora_rank, or take a smaller model ({summary})"
+            )
+        self.learnt = True
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "planned": self.plan is not None,
+            "learnt": self.learnt,
+            "checkpointing": self.checkpointing,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore an earlier process's plan, if it fits this device, and what it learnt. A smaller setting of the user
+        stays."""
+        before = state["tokens"]
+        if self.plan is not None and state["planned"]:
+            self.tokens = self.plan.kept_micro_batch_tokens(before)
+            if self.tokens != before:
+                self.note(
+                    f"micro-batches of {before} tokens do not fit in this device's memory: they have {self.tokens} "
+                    "from now on, so what follows is rounded differently"
+                )
+        elif state["learnt"]:
+            self.tokens = min(self.tokens, before)
+        if state["learnt"]:
+            self.checkpointing, self.learnt = state["checkpointing"], True
 
 
 # -- attention --------------------------------------------------------------------------------------------------

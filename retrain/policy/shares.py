@@ -17,8 +17,8 @@ from retrain.policy.backbone import Scored, scored
 from retrain.policy.gradient import GradientAccumulator, MicroBatchResult, MicroBatchSpec, UpdateContext
 from retrain.policy.head import ValueHead
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
-from retrain.policy.memory import Budget
 from retrain.policy.objective import Objective
+from retrain.policy.packing import Budget
 from retrain.policy.ranks import Ranks
 from retrain.policy.terms import NoLoss, PolicyLoss, PolicyTerm
 from retrain.threads import Workers

@@ -18,11 +18,11 @@ from retrain.device import is_out_of_memory
 from retrain.engines.local import LocalEngine
 from retrain.engines.shared import DecodingAsked
 from retrain.policy.backbone import Scored
+from retrain.policy.base import MemoryPlan
 from retrain.policy.company import Company
 from retrain.policy.gradient import MicroBatchResult
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
-from retrain.policy.memory import MemoryPlan
 from retrain.policy.ranks import ANSWER_SECONDS
 from retrain.policy.shares import Packed, PassesAsked, ScoresAsked
 from retrain.policy.terms import PolicyLoss

@@ -14,10 +14,9 @@ from retrain.config import Config
 from retrain.engines.server.teacher import ServerTeacher, server_teacher
 from retrain.errors import ModelError, UsageError
 from retrain.policy.adapter_io import read_adapter
-from retrain.policy.base import BaseModel
+from retrain.policy.base import BaseModel, MemoryPlan
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
-from retrain.policy.memory import MemoryPlan
 
 
 def teachers_of(

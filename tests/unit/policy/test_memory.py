@@ -24,14 +24,14 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.slots import SlotBatch
 from retrain.engines.step import Rows, Sampled, decode_steps
 from retrain.files import read_json, read_jsonl
-from retrain.policy import backbone, memory
+from retrain.policy import backbone
+from retrain.policy import base as bases
 from retrain.policy import gradient as accumulating
-from retrain.policy.base import BaseModel
+from retrain.policy.base import BaseModel, MemoryPlan, kept_bytes
 from retrain.policy.head import Head
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
-from retrain.policy.memory import Budget, MemoryPlan, kept_bytes
-from retrain.policy.packing import NAME, register_attention
+from retrain.policy.packing import NAME, Budget, register_attention
 from retrain.policy.update import apply_gradient
 from retrain.records.observer import NullObserver
 from retrain.rng import generator
@@ -141,7 +141,7 @@ def test_decoding_stays_on_the_device_of_the_base():
 
 def test_rows_of_an_8b_cohort_on_80_gib_are_those_counted_by_hand(monkeypatch, trainable):
     """Five lanes, prompt and completion of 2,048 tokens: 33 slots each, where a cache that is there twice had 15."""
-    monkeypatch.setattr(memory, "total_memory", lambda device: 80 << 30)
+    monkeypatch.setattr(bases, "total_memory", lambda device: 80 << 30)
     base = on_meta(QWEN, torch.bfloat16, 36, 151_936)
     assert kept_bytes(base) == 36 * 71 * 2048  # per token
     plan = MemoryPlan.of(base, lanes := 5 * 43_646_976 * (4 + 4 + 8 + 4 + 2))
@@ -171,8 +171,8 @@ def machine(monkeypatch):
         return compute(self, specs, *rest, **options)
 
     def become(total: int, tokens: int) -> list[tuple[str, int]]:
-        monkeypatch.setattr(memory, "total_memory", lambda device: total)
-        monkeypatch.setattr(memory.sizes, "cpu_token_budget", lambda weight_bytes: tokens)
+        monkeypatch.setattr(bases, "total_memory", lambda device: total)
+        monkeypatch.setattr(bases.sizes, "cpu_token_budget", lambda weight_bytes: tokens)
         shapes.clear()
         return shapes
 

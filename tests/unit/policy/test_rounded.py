@@ -7,7 +7,7 @@ from helpers.lanes import gradient, local_policy, objective, relative_gap, rollo
 from torch import nn
 
 from retrain.policy.arithmetic import NARROW, rounded_linear
-from retrain.policy.memory import Budget
+from retrain.policy.packing import Budget
 from retrain.threads import Workers
 from retrain.types import TrainBatch, Want
 
