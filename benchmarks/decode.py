@@ -26,8 +26,8 @@ from plots import Series, write_plot
 from workload import ALPHA, SHAPES, Setting, Shape
 
 from retrain.engines import local
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.policy.local import LocalSnapshot
+from retrain.types import PolicyRef, SampleRequest
 
 BAR_GPU = 0.6
 GRID_LANES, GRID_GROUPS = (1, 2, 5, 8), (1, 4, 8, 16)
@@ -114,7 +114,7 @@ class Decoder:
             with torch.no_grad():
                 for _, b in adapter.tensors().values():
                     b.normal_(std=0.01)
-            engine.publish(ref, LocalSnapshot(adapter.frozen(), {}))
+            engine.publish(ref, LocalSnapshot(adapter.frozen()))
         prompts = workload.prompt_ids(replace(self.setting, prompt_tokens=case.prompt_tokens), case.prompts)
         times = []
         for _ in range(repeats + 1):

@@ -26,13 +26,14 @@ from limit import Limit
 from workload import ALPHA, LR, RANK, SHAPES, Setting
 
 from retrain.algorithms.losses import PPO
-from retrain.policy import Lanes, Objective, TrainBatch, load_base
+from retrain.policy.base import MemoryPlan, load_base
 from retrain.policy.gradient import UpdateContext
-from retrain.policy.memory import Budget, MemoryPlan
-from retrain.policy.optimizer import new_optimizer
+from retrain.policy.lora import Lanes
+from retrain.policy.objective import Objective
+from retrain.policy.packing import Budget
 from retrain.policy.terms import EntropyTerm, PolicyTerm
-from retrain.policy.update import PendingUpdate, policy_step
-from retrain.types import Denominators, Sample
+from retrain.policy.update import PendingUpdate, new_optimizer, policy_step
+from retrain.types import Denominators, Sample, TrainBatch
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ def differences(source: Any, rows: list[dict[str, Any]]) -> dict[str, float]:
 
     from retrain.campaign.adapters.talk import lane_adapter
     from retrain.policy.adapter_io import AdapterFile
+    from retrain.policy.backbone import collate, token_logprobs
     from retrain.policy.base import load_base
-    from retrain.policy.logprobs import collate, token_logprobs
     from retrain.policy.lora import Lanes
     from retrain.types import Sample
 

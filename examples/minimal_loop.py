@@ -23,10 +23,13 @@ from retrain.config import parse_dict
 from retrain.data.arithmetic import problems
 from retrain.data.prompts import render
 from retrain.engines import LocalEngine, PolicyRef, SampleRequest
-from retrain.policy import Denominators, Lanes, LocalPolicy, Objective, TrainBatch, load_base
+from retrain.policy.base import load_base
+from retrain.policy.local import LocalPolicy
+from retrain.policy.lora import Lanes
+from retrain.policy.objective import Objective
 from retrain.policy.terms import PolicyTerm
 from retrain.rewards.rules import MatchReward
-from retrain.types import Sample
+from retrain.types import Denominators, Sample, TrainBatch
 
 PROMPTS, SAMPLES, MAX_TOKENS, LR, SEED = 8, 8, 80, 2e-3, 0
 

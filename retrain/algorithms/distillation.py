@@ -15,14 +15,12 @@ import torch
 from retrain.config.distillation import Distillation
 from retrain.data.prompts import Renderer
 from retrain.errors import ModelError, RunFailed
-from retrain.policy.backbone import backbone_of
+from retrain.policy.backbone import backbone_of, collate, hidden_states, in_microbatches, per_sample, token_logprobs
 from retrain.policy.base import BaseModel
 from retrain.policy.head import Head
-from retrain.policy.logprobs import collate, hidden_states, per_sample, token_logprobs
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
-from retrain.policy.memory import Budget
+from retrain.policy.packing import Budget
 from retrain.policy.protocol import Policy, PolicySnapshot
-from retrain.policy.scoring import in_microbatches
 from retrain.types import Group, Rollout, Sample, Scores, Want, samples_of, samples_of_rollout, with_prompt
 
 

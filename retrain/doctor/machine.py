@@ -12,13 +12,12 @@ from retrain.device import gpu_facts
 from retrain.doctor.results import Result, judged
 from retrain.doctor.subject import Sizes, Subject
 from retrain.engines.dense import is_supported
-from retrain.engines.protocol import SampleRequest
 from retrain.gpus import build_fault, nvidia_gpus
 from retrain.policy.backbone import backbone_of
-from retrain.policy.memory import cache_bytes
+from retrain.policy.base import cache_bytes
 from retrain.records.environment import environment_facts
 from retrain.threads import Workers
-from retrain.types import Action
+from retrain.types import Action, SampleRequest
 
 REPEATS = 5
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}  # Size of a copy: more than any cache holds

@@ -43,9 +43,8 @@ from retrain.engines.step import (
 )
 from retrain.models.targets import DENSE_FAMILIES
 from retrain.policy.arithmetic import FULL, causal_attention, fp32_product, packed, rms
-from retrain.policy.base import BaseModel
+from retrain.policy.base import BaseModel, Presence
 from retrain.policy.lora import LaneLinear, Lanes, LoraWeights
-from retrain.policy.presence import Presence
 from retrain.rng import generator
 
 PROBE_ROWS, PROBE_WIDTH, PROBE_STEPS = 4, 48, 3

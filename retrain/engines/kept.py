@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from retrain.engines.protocol import PolicyRef
+from retrain.types import PolicyRef
 
 Name = tuple[int | str, ...]
 

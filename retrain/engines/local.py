@@ -17,20 +17,19 @@ from retrain.engines.dense import Blocks, DenseDecoder, dense_decoder
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.grid import Grid
 from retrain.engines.kept import KeptSequences
-from retrain.engines.protocol import Finished, PolicyRef, SampleRequest, check_lengths
+from retrain.engines.protocol import Finished, check_lengths
 from retrain.engines.rows import LaneRequest, Row
 from retrain.engines.slots import COLUMNS, SlotBatch
 from retrain.errors import RunFailed
 from retrain.models.sizes import GPU_MOST_ROWS, LOGITS_COPIES, decode_row_bytes
 from retrain.policy.arithmetic import FULL
 from retrain.policy.backbone import backbone_of
-from retrain.policy.base import BaseModel
+from retrain.policy.base import BaseModel, MemoryPlan, cache_bytes
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
-from retrain.policy.memory import MemoryPlan, cache_bytes
 from retrain.policy.protocol import PolicySnapshot
 from retrain.threads import Workers
-from retrain.types import Action
+from retrain.types import Action, PolicyRef, SampleRequest
 
 MOST_ROWS = {"cpu": 1024, "cuda": GPU_MOST_ROWS}
 """Upper bound on the rows of a decode batch; beyond it decoding is compute-bound."""

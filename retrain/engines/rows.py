@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from retrain.engines.protocol import SampleRequest
 from retrain.policy.base import BaseModel
-from retrain.types import Action, Support
+from retrain.types import Action, SampleRequest, Support
 
 IDLE_SHARE = 0.25  # The batch shrinks when at least this share of it would be freed (a copy of the cache is the price)
 

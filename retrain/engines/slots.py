@@ -15,14 +15,14 @@ import torch
 from retrain.engines.dense import Blocks, DenseDecoder, KVCache
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.kept import Kept, KeptSequences
-from retrain.engines.protocol import Finished, PolicyRef
+from retrain.engines.protocol import Finished
 from retrain.engines.rows import IDLE_SHARE, LaneRequest, Row, actions_of
 from retrain.engines.step import Rows, Sampled, note
 from retrain.engines.truncation import Keeper, cuts_of
 from retrain.errors import RunFailed
 from retrain.models.sizes import GPU_COLUMNS
 from retrain.policy.base import BaseModel
-from retrain.types import Action
+from retrain.types import Action, PolicyRef
 
 REFILL_SHARE = 0.125
 """Waiting sequences enter when they can fill this share of the rows: a prefill costs as much as several steps."""

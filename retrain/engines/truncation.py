@@ -20,8 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from retrain.engines.protocol import SampleRequest
-from retrain.types import Support
+from retrain.types import SampleRequest, Support
 
 
 class Kept(NamedTuple):

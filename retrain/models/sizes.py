@@ -78,8 +78,8 @@ def held_weights(own: int, ends: int, layer: int) -> int:
 
 
 def update_copy(weights: int, itemsize: int, update_dtype: str) -> int:
-    """Bytes of the copy of so many weights that updates in ``update_dtype`` multiply with (``policy.rounded``): there
-    is one of a base in fp32."""
+    """Bytes of the copy of so many weights that updates in ``update_dtype`` multiply with (``policy.arithmetic``):
+    there is one of a base in fp32."""
     return 2 * weights if update_dtype == "bfloat16" and itemsize == 4 else 0
 
 

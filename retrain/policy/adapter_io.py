@@ -19,7 +19,7 @@ import torch
 from retrain.errors import ModelError, UsageError
 from retrain.files import read_json, write_bytes, write_json
 from retrain.models import bundled_model_path, bundled_name
-from retrain.policy.lora import Adapter
+from retrain.policy.lora import LoraWeights
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from retrain.tensor_file import to_bytes
 
@@ -171,17 +171,17 @@ def read_adapter(directory: Path) -> StoredAdapter:
         return StoredAdapter(tensors, file.scales, file.config)
 
 
-def peft_config(adapter: Adapter, base_name: str, revision: str | None, dropout: float) -> dict:
-    """Return the adapter_config.json of this adapter: a ``peft.LoraConfig`` as plain JSON."""
+def peft_config(weights: LoraWeights, base_name: str, revision: str | None, dropout: float) -> dict:
+    """Return the adapter_config.json of these weights: a ``peft.LoraConfig`` as plain JSON."""
     from peft import LoraConfig, TaskType
 
-    names = [shape.name for shape in adapter.shapes]  # full module paths: unlike suffixes they match nothing else
+    names = [shape.name for shape in weights.shapes]  # full module paths: unlike suffixes they match nothing else
     made = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         base_model_name_or_path=base_name,
         revision=revision,
-        r=adapter.live_rank,
-        lora_alpha=adapter.scale * adapter.live_rank,  # type: ignore[arg-type]  # peft computes with any number
+        r=weights.live_rank,
+        lora_alpha=weights.scale * weights.live_rank,  # type: ignore[arg-type]  # peft computes with any number
         lora_dropout=dropout,
         target_modules=names,
         inference_mode=True,
@@ -192,15 +192,7 @@ def peft_config(adapter: Adapter, base_name: str, revision: str | None, dropout:
     }
 
 
-def save_adapter(
-    directory: Path, adapter: Adapter, base_name: str, revision: str | None = None, dropout: float = 0.0
-) -> None:
-    """Write the PEFT directory (weights fp32). The caller publishes the directory atomically."""
-    tensors = {name: (a.cpu(), b.cpu()) for name, (a, b) in adapter.tensors().items()}
-    write_peft(directory, tensors, peft_config(adapter, base_name, revision, dropout))
-
-
-def write_peft(directory: Path, tensors: dict[str, Pair], config: dict) -> None:
+def write_peft(directory: Path, tensors: dict[str, Pair], config: Mapping[str, object]) -> None:
     """Write (A, B) by module path and the given adapter_config.json. Raises StorageError."""
     flat = {}
     for name, (a, b) in tensors.items():

@@ -1,18 +1,32 @@
-"""Functions that sampler and trainer share, so that both round alike.
+"""Products, norms and attention, as sampler and trainer compute them, and layers with hand-written gradients.
 
-In bf16 every rounding (to eight bits) that only one side makes moves log-probabilities, and with them the importance
-ratio, by about a hundredth. In fp32 and fp64 each side has the formula that is fastest for it.
+What both sides share rounds alike: in bf16 every rounding (to eight bits) that only one side makes moves
+log-probabilities, and with them the importance ratio, by about a hundredth. In fp32 and fp64 each side has the formula
+that is fastest for it. These functions are in the subset of Python that TorchScript compiles (``engines.step``).
 
-Written in the subset of Python that TorchScript compiles (``engines.step``).
+The update's layers have gradients written by hand, which keep and read less memory than autograd's. ``[training]
+update_dtype = "bfloat16"`` makes it multiply in bfloat16 over an fp32 base, for processors with matrix units (AMX): the
+inputs of the products of frozen linear layers and their adapters are rounded. Each product is summed in fp32 within
+those units and rounded once: the base's, the adapter's inner one, and the sum of the base's (rounded) and the adapter's
+outer one. Everything else stays fp32: residual stream, norms, rotations, attention, softmax, loss, gradient
+accumulation, adapter and optimizer. Only between the products of a gated MLP are values left in bfloat16, since the
+next product rounds them anyway.
 """
 
 import functools
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
+from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from retrain.device import is_out_of_memory
 from retrain.gpus import lost
+from retrain.threads import thread_values
 
 FULL = (torch.float32, torch.float64)  # Dtypes in which models compute at the precision of their results
 
@@ -138,3 +152,270 @@ def multiplies_into_fp32(device: str) -> bool:
         if is_out_of_memory(error) or lost(error):  # says nothing of the device, and would be remembered
             raise
         return False
+
+
+# -- layers of the update ----------------------------------------------------------------------------------------------
+
+
+class Context(FunctionCtx):
+    """The context that autograd gives to a function, with the values that functions of ours keep besides tensors."""
+
+    saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    scale: float
+    scaling: float | None
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+Gradients = tuple[torch.Tensor | None, ...]
+"""By argument of ``forward``, None where it needs none."""
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Compute ``weight · x / sqrt(mean(x²) + eps)`` over the last axis, with a gradient for x only. In half precision
+    this is the sampler's ``rms``, with its gradient computed in fp32."""
+    return _RmsNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        half = x.dtype not in FULL
+        wide = x.float() if half else x
+        inverse = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        ctx.save_for_backward(x, weight, inverse)
+        return rms(x, weight, eps) if half else torch.mul(x, inverse).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, inverse = ctx.saved_tensors
+        wide, scaled = x.to(inverse.dtype), grad.to(inverse.dtype) * weight
+        share = torch.linalg.vecdot(scaled, wide).unsqueeze(-1).mul_(inverse * inverse).div_(-x.shape[-1])
+        return scaled.addcmul_(wide, share).mul_(inverse).to(x.dtype), None, None
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """Compute ``causal_attention``; on a CPU in half precision its gradient is fp32, in half the time."""
+    if q.device.type != "cpu" or q.dtype in FULL:
+        return causal_attention(q, k, v, scale)
+    return _HalfAttention.apply(q, k, v, scale)  # pyright: ignore[reportReturnType]
+
+
+class _HalfAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+        ctx.scaling = scale
+        ctx.save_for_backward(q, k, v)
+        return causal_attention(q, k, v, scale)
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
+        wide = [x.float().requires_grad_() for x in ctx.saved_tensors]
+        # Hooks around the outer backward pass are not for this graph, which ends here.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            out = causal_attention(wide[0], wide[1], wide[2], ctx.scaling)
+        return *(part.to(grad.dtype) for part in torch.autograd.grad(out, wide, grad.float())), None
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Compute ``silu(gate) · up``, keeping the two inputs only."""
+    return _SwiGlu.apply(gate, up)  # pyright: ignore[reportReturnType]
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+
+
+# -- linear layers of the update ---------------------------------------------------------------------------------------
+
+
+NARROW = torch.bfloat16
+
+
+class _Mode(threading.local):
+    enabled: bool = False
+    narrow: bool = False
+    last: tuple[torch.Tensor, int, torch.Tensor] | None = None
+
+
+_mode = _Mode()
+_copies = WeakTensorKeyDictionary()  # Rounded weights, which live as long as the weights themselves
+_lock = threading.Lock()
+
+
+@contextmanager
+def products_in_bfloat16(enabled: bool = True) -> Iterator[None]:
+    """In this thread, linear layers of an fp32 base multiply in bfloat16 while the update runs them."""
+    before, _mode.enabled = _mode.enabled, enabled
+    try:
+        yield
+    finally:
+        _mode.enabled, _mode.last = before, None
+
+
+def left_narrow() -> AbstractContextManager[None]:
+    """Leave the results of products in bfloat16, for products that read nothing else."""
+    return thread_values(_mode, narrow=True)
+
+
+def rounds(weight: torch.Tensor) -> bool:
+    """Return whether this thread multiplies this weight in bfloat16."""
+    return _mode.enabled and weight.dtype == torch.float32
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """Return a frozen weight in bfloat16, rounded at the first call."""
+    with _lock:
+        if weight not in _copies:
+            _copies[weight] = weight.detach().to(NARROW)
+        return _copies[weight]
+
+
+def copied_bytes(model: nn.Module) -> int:
+    """Return the bytes of rounded copies of this model's weights."""
+    with _lock:
+        return sum(_copies[weight].nbytes for weight in model.parameters() if weight in _copies)
+
+
+def rounded_linear(
+    base: nn.Linear,
+    x: torch.Tensor,
+    a: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    scale: float = 1.0,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Compute ``base(x) + scale · dropout(x) Aᵀ Bᵀ`` with products in bfloat16; with dropout the adapter's, which are
+    thin, in fp32."""
+    if a is not None and b is not None and dropout > 0:
+        delta = F.linear(F.linear(F.dropout(x.float(), dropout), a), b)
+        return _RoundedProduct.apply(x, base.weight, base.bias, None, None, 1.0, False) + delta * scale  # pyright: ignore[reportReturnType, reportOperatorIssue]
+    return _RoundedProduct.apply(x, base.weight, base.bias, a, b, scale, _mode.narrow)  # pyright: ignore[reportReturnType]
+
+
+def _input(x: torch.Tensor) -> torch.Tensor:
+    """Return x [N, in] in bfloat16; layers with the same input (queries, keys, values) share one copy."""
+    if x.dtype == NARROW:
+        return x.reshape(-1, x.shape[-1])
+    last = _mode.last
+    if last is None or last[0] is not x or last[1] != x._version:
+        last = _mode.last = x, x._version, x.reshape(-1, x.shape[-1]).to(NARROW)
+    return last[2]
+
+
+class _RoundedProduct(torch.autograd.Function):
+    # Base and adapter stay apart: their sum, rounded, would lose the adapter's small numbers.
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor | None,
+        b: torch.Tensor | None, scale: float, narrow: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.scale, ctx.shape, ctx.dtype = scale, x.shape, x.dtype
+        x_ND, weight_OD = _input(x), rounded(weight)
+        out_NO = x_ND @ weight_OD.t()
+        if a is not None and b is not None:
+            a_RD, b_OR = a.to(NARROW), (b * scale).to(NARROW)
+            low_NR = x_ND @ a_RD.t()
+            out_NO.addmm_(low_NR, b_OR.t())
+            ctx.save_for_backward(weight_OD, x_ND, a_RD, b_OR, low_NR)
+        else:
+            ctx.save_for_backward(weight_OD)
+        out_NO = out_NO if narrow else out_NO.float()
+        if bias is not None:
+            out_NO += bias
+        return out_NO.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
+        weight_OD, *adapter = ctx.saved_tensors
+        grad_NO = grad.reshape(-1, grad.shape[-1]).to(NARROW)
+        grad_x = grad_NO @ weight_OD if ctx.needs_input_grad[0] else None
+        grad_a = grad_b = None
+        if adapter:
+            x_ND, a_RD, b_OR, low_NR = adapter
+            low_grad_NR = grad_NO @ b_OR
+            if grad_x is not None:
+                grad_x.addmm_(low_grad_NR, a_RD)
+            grad_a = (low_grad_NR.t() @ x_ND).float()
+            grad_b = (grad_NO.t() @ low_NR).float().mul_(ctx.scale)
+        if grad_x is not None:
+            grad_x = grad_x.to(ctx.dtype).view(ctx.shape)
+        return grad_x, None, None, grad_a, grad_b, None, None
+
+
+def adapted_linear(
+    base: nn.Module, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, dropout: float = 0.0
+) -> torch.Tensor:
+    """Compute ``base(x) + scale · dropout(x) Aᵀ Bᵀ`` for a frozen base, x [..., in], A [r, in] and B [out, r].
+
+    A and B may be of another precision than x. Dropout and layers other than ``nn.Linear`` (a quantised one) take the
+    plain formula.
+    """
+    if type(base) is nn.Linear and rounds(base.weight):
+        return rounded_linear(base, x, a, b, scale, dropout)
+    if dropout == 0 and type(base) is nn.Linear and base.weight.dtype == x.dtype:
+        return _LoraLinear.apply(x, base.weight, base.bias, a, b, scale)  # pyright: ignore[reportReturnType]
+    low = F.linear(F.dropout(x, dropout) if dropout > 0 else x, a.to(x.dtype))
+    if x.dtype in FULL:
+        return base(x) + F.linear(low, b.to(x.dtype)) * scale
+    out = base(x)
+    return torch.addmm(_rows(out), _rows(low), _scaled(b, scale, x.dtype).t()).view(out.shape)
+
+
+class _LoraLinear(torch.autograd.Function):
+    # In fp32 and fp64 ΔW is added to the weight: one matrix product instead of three, each way. In half precision that
+    # sum would lose the adapter's small numbers.
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor,
+        b: torch.Tensor, scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.scale = scale
+        ctx.save_for_backward(x, weight, a, b)
+        if weight.dtype in FULL:
+            return F.linear(x, _merged(weight, a, b, scale), bias)
+        out = F.linear(x, weight, bias)
+        low = F.linear(_rows(x), a.to(x.dtype))
+        return _rows(out).addmm_(low, _scaled(b, scale, x.dtype).t()).view(out.shape)
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, master_a, master_b = ctx.saved_tensors
+        a, b = master_a.to(x.dtype), master_b.to(x.dtype)
+        x_ND, grad_NO = _rows(x), _rows(grad)
+        low_NR = grad_NO @ b
+        low_NR *= ctx.scale
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            if weight.dtype in FULL:
+                grad_x = grad_NO @ _merged(weight, a, b, ctx.scale)
+            else:
+                grad_x = torch.addmm(grad_NO @ weight, low_NR, a)
+            grad_x = grad_x.view(x.shape)
+        grad_a = low_NR.t() @ x_ND
+        grad_b = grad_NO.t() @ (x_ND @ a.t()).mul_(ctx.scale)
+        return grad_x, None, None, grad_a.to(master_a.dtype), grad_b.to(master_b.dtype), None
+
+
+def _merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=scale)
+
+
+def _scaled(b: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    # As the sampler has it (``Lanes.stack``): scaled first, then rounded.
+    return (b * scale).to(dtype)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])

@@ -1,40 +1,51 @@
-"""The base model as the update runs it: hidden states of the positions that predict something, then the output layer.
+"""The base model as the update runs it: hidden states, then log-probabilities of the sampled tokens.
 
 Small forward passes find out once what a model allows: whether its output layer can be split off (else all logits are
 made at once), whether tokens can be packed (else sequences are padded), and which layers have an equal that keeps less.
 A restriction is named in ``notes``. ``BaseModel.release`` takes off whatever is replaced in the model.
 """
 
+from __future__ import annotations
+
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from retrain.errors import ModelError
+from retrain.policy.arithmetic import NARROW, left_narrow, rms_norm, rounded, rounded_linear, rounds, swiglu
 from retrain.policy.base import BaseModel
-from retrain.policy.fused import rms_norm, swiglu
-from retrain.policy.head import Head, split_head
+from retrain.policy.head import Head, Lap, ValueHead, no_lap, split_head
+from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.packing import (
     NAME,
+    Budget,
     Layout,
+    MicroBatch,
+    PackedLayout,
     mode,
+    optional_table,
     packed_layout,
     padded_layout,
     predicting,
     register_attention,
+    split_microbatches,
+    stacked_supports,
     update_mode,
 )
-from retrain.policy.rounded import left_narrow, rounded_linear, rounds
 from retrain.rng import generator
 from retrain.threads import thread_values
-from retrain.types import Sample
+from retrain.types import Sample, Want
 
+T = TypeVar("T")
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 PROBE_LENGTH = 36  # Tokens of the longest sequence in the trial of packing
 PROBE_QUANTILE = 0.9  # Share of positions at which hidden states have to agree, packed and padded, ...
@@ -68,7 +79,7 @@ class Backbone:
 
 def _run(module: Any, layout: Layout) -> Any:
     # Padded rows count from 0 by themselves; packed ones need their positions.
-    options = {} if layout.spread_SL is None else {"position_ids": layout.positions_BL}
+    options = {"position_ids": layout.positions_BL} if isinstance(layout, PackedLayout) else {}
     with update_mode(layout):
         return module(input_ids=layout.ids_BL, use_cache=False, **options)
 
@@ -149,6 +160,146 @@ def _try_packing(base: BaseModel, decoder: Any, config: Any) -> bool:
     return False
 
 
+OPTIONAL = ("old_logprobs", "values", "value_targets", "policy_weights")  # Arrays that only some samples have
+
+
+def collate(samples: Sequence[Sample], base: BaseModel, *, share: bool = True) -> MicroBatch:
+    """Return these samples as tensors on the host. ``share``: equal prefixes are computed once."""
+    counts = [int(sample.action_mask.sum()) for sample in samples]
+    shape = (len(samples), max(counts))
+    real = np.float64 if base.dtype == torch.float64 else np.float32
+    floats = np.zeros((2, *shape), dtype=real)
+    masks = np.zeros((2, *shape), dtype=bool)
+    for i, (sample, count) in enumerate(zip(samples, counts, strict=True)):
+        mask = sample.action_mask
+        floats[0, i, :count], floats[1, i, :count] = sample.advantages[mask], sample.logprobs[mask]
+        masks[0, i, :count], masks[1, i, :count] = True, sample.loss_mask[mask]
+    return MicroBatch(
+        layout=backbone_of(base).layout(samples, base, share),
+        targets_M=torch.from_numpy(np.concatenate([sample.token_ids[sample.action_mask] for sample in samples])),
+        action_BT=torch.from_numpy(masks[0]),
+        loss_mask_BT=torch.from_numpy(masks[1]),
+        advantages_BT=torch.from_numpy(floats[0]),
+        sampler_logprobs_BT=torch.from_numpy(floats[1]),
+        supports=stacked_supports(samples),
+        **{f"{name}_BT": optional_table(samples, name, shape, real) for name in OPTIONAL},
+    )
+
+
+def token_logprobs(
+    base: BaseModel,
+    batch: MicroBatch,
+    temperature: float,
+    *,
+    entropy: bool = False,
+    entropy_gradient: bool = True,
+    lap: Lap = no_lap,
+    hidden_MH: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the log-probability [B, T] of each action token, and with ``entropy`` the entropy; 0 in the padding.
+
+    The distribution is the one that the engine samples from: softmax(logits / temperature) over the vocabulary, or over
+    the recorded support of each token, in fp32 (fp64 for fp64 bases). ``batch`` is on the base's device; ``lap`` as in
+    ``Head.logprobs``; ``hidden_MH`` are the hidden states if already computed.
+    """
+    backbone, layout = backbone_of(base), batch.layout
+    if backbone.head is not None:
+        head, hidden_MH = backbone.head, backbone.hidden(layout) if hidden_MH is None else hidden_MH
+        if rounds(head.weight_VH):  # its logits keep sixteen bits, as those of a bfloat16 base
+            head, hidden_MH = replace(head, weight_VH=rounded(head.weight_VH), product_VH=None), hidden_MH.to(NARROW)
+        chosen_M, entropy_M = head.logprobs(
+            hidden_MH,
+            batch.targets_M,
+            temperature,
+            entropy=entropy,
+            entropy_gradient=entropy_gradient,
+            lap=lap,
+            supports=batch.supports,
+        )
+    else:
+        real = torch.float64 if base.dtype == torch.float64 else torch.float32
+        z_MV = whole_logits(base, layout).to(real) / temperature
+        if batch.supports is not None:
+            z_MV = batch.supports.only(z_MV)
+        logprobs_MV = torch.log_softmax(z_MV, dim=-1)
+        chosen_M = logprobs_MV.gather(-1, batch.targets_M.unsqueeze(-1)).squeeze(-1)
+        entropy_M = None
+        if entropy:
+            lap("forward")
+            probs_MV = logprobs_MV.exp()
+            if batch.supports is not None:
+                logprobs_MV = logprobs_MV.masked_fill(logprobs_MV == -math.inf, 0.0)  # 0 · −inf
+            entropy_M = -(probs_MV * logprobs_MV).sum(-1)
+            entropy_M = entropy_M if entropy_gradient else entropy_M.detach()
+            lap("compute_entropy")
+    return by_place(chosen_M, batch), None if entropy_M is None else by_place(entropy_M, batch)
+
+
+def hidden_states(base: BaseModel, batch: MicroBatch) -> torch.Tensor:
+    """Return the hidden states [M, H] that predict an action token. Raises ModelError for models without access to
+    them."""
+    backbone = backbone_of(base)
+    if backbone.decoder is None:
+        raise ModelError(
+            f"{type(base.model).__name__} does not come apart into layers and an output layer, so it can have no "
+            'critic: advantage_mode = "grpo"'
+        )
+    return backbone.hidden(batch.layout)
+
+
+def by_place(values_M: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Return the values of the action tokens as a table [B, T], 0 in the padding."""
+    return values_M.new_zeros(batch.action_BT.shape).masked_scatter(batch.action_BT, values_M)
+
+
+def per_sample(values_BT: torch.Tensor, batch: MicroBatch) -> list[np.ndarray]:
+    """Return each sample's values of its action tokens [T], on the host."""
+    rows = zip(values_BT.cpu().numpy(), batch.action_BT.cpu().numpy(), strict=True)
+    return [row_T[action_T] for row_T, action_T in rows]
+
+
+Scored = list[dict[Want, list[np.ndarray]]]
+"""Per micro-batch and kind of score, each sample's array over its sampled tokens [T]."""
+
+
+def in_microbatches(
+    base: BaseModel, budget: Budget, samples: Sequence[Sample], compute: Callable[[Sequence[list[int]]], T]
+) -> T:
+    """Return ``compute(parts)`` for the samples' indices in micro-batches that fit in memory (``Budget.fit``)."""
+    packed = backbone_of(base).packs
+    return budget.fit(samples, lambda: split_microbatches(samples, budget.tokens, packed=packed), compute)
+
+
+def scored(
+    lanes: Lanes,
+    parts: Iterable[Sequence[Sample]],
+    want: frozenset[Want],
+    adapter: LoraWeights,
+    temperature: float,
+    critic: tuple[LoraWeights, ValueHead] | None = None,
+) -> Scored:
+    """Score micro-batches by one forward pass each of the base, the policy and the ``critic`` (an adapter and its value
+    head), as far as ``want`` needs them."""
+    scores: Scored = []
+    for samples in parts:
+        batch = collate(samples, lanes.base).to(lanes.base.device)
+        tables: dict[Want, torch.Tensor | None] = {}
+        with torch.no_grad():
+            if Want.REFERENCE in want:
+                tables[Want.REFERENCE], _ = token_logprobs(lanes.base, batch, temperature)
+            if want & {Want.LOGPROBS, Want.ENTROPY}:
+                with lanes.single(adapter):
+                    tables[Want.LOGPROBS], tables[Want.ENTROPY] = token_logprobs(
+                        lanes.base, batch, temperature, entropy=Want.ENTROPY in want
+                    )
+            if Want.VALUES in want and critic is not None:
+                value_adapter, head = critic
+                with lanes.single(value_adapter):
+                    tables[Want.VALUES] = by_place(head(hidden_states(lanes.base, batch)), batch)
+        scores.append({kind: per_sample(table, batch) for kind in want if (table := tables[kind]) is not None})
+    return scores
+
+
 # -- the base's layers, while the update runs them -------------------------------------------------------------------
 
 
@@ -211,7 +362,7 @@ def _gated(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _offer_rounded_products(base: BaseModel, decoder: Any) -> None:
-    """Let linear layers of an fp32 base multiply in bfloat16 where the update asks for it (``policy.rounded``)."""
+    """Let linear layers of an fp32 base multiply in bfloat16 where the update asks for it (``policy.arithmetic``)."""
     if base.dtype == torch.float32:
         for module in decoder.modules():
             if type(module) is nn.Linear:

@@ -1,4 +1,8 @@
-"""The frozen base: one model and its tokenizer, shared by all runs of a cohort."""
+"""The frozen base: one model and its tokenizer, shared by all runs of a cohort, and the memory that it leaves them.
+
+Sizes of decode batches and micro-batches affect rounding, so they follow from the device's total memory and from
+shapes, never from free memory, and checkpoints keep them.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,19 +22,64 @@ from retrain.config import Config
 from retrain.device import resolve_device, resolve_dtype, set_up, total_memory
 from retrain.errors import MissingExtra, ModelError
 from retrain.extras import is_installed, missing
-from retrain.models import bundled_model_path
+from retrain.models import bundled_model_path, sizes
 from retrain.models.directory import local_directory, model_fault
-from retrain.models.sizes import COPY_SHARE, SMALL_MODEL_BYTES
 from retrain.policy.arithmetic import packed, packs
 from retrain.policy.company import Company
-from retrain.policy.presence import Presence, Whole
-from retrain.policy.quantized import QuantizationEffect, quantise, weight_bytes
+from retrain.policy.quantized import QuantizationEffect, quantise
 from retrain.policy.sharded import load_shared
 from retrain.threads import Workers
 from retrain.tokenizer import Tokenizer
 
 QUANTIZED_MARK = "+"  # In a fingerprint, between that of the unquantised weights and what they were put into
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Presence(Protocol):
+    """Where the weights of a base are. Whoever reads a weight without calling its module asks for it first."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether several ranks hold a part each: then every use takes all of them."""
+        ...
+
+    @property
+    def passing_bytes(self) -> int:
+        """Bytes that are there by turns, beside those that this rank always holds."""
+        ...
+
+    def held_bytes(self, whole: int) -> int:
+        """Bytes of weights on this device at most at a time, of a base that has ``whole``."""
+        ...
+
+    def layer(self, place: int) -> None:
+        """Have the weights of one decoder layer here, until another one is asked for."""
+        ...
+
+    def ends(self) -> None:
+        """Have everything here that is not in a decoder layer: embedding and output layer."""
+        ...
+
+    def alone(self) -> AbstractContextManager[None]:
+        """For work of one process only, that the others do not hear of."""
+        ...
+
+
+class Whole:
+    """All weights lie on this device."""
+
+    shared = False
+    passing_bytes = 0
+
+    def held_bytes(self, whole: int) -> int:
+        return whole
+
+    def layer(self, place: int) -> None: ...
+
+    def ends(self) -> None: ...
+
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 @dataclass
@@ -72,12 +122,12 @@ class BaseModel:
     @cached_property
     def small(self) -> bool:
         """Return whether the weights fit a CPU core's cache, so that one piece of work per core is fastest."""
-        return self.device.type == "cpu" and self.weight_bytes <= SMALL_MODEL_BYTES
+        return self.device.type == "cpu" and self.weight_bytes <= sizes.SMALL_MODEL_BYTES
 
     @cached_property
     def copies(self) -> bool:
         """Return whether memory holds a second copy of the weights."""
-        return not self.passes and self.weight_bytes <= COPY_SHARE * total_memory(self.device)
+        return not self.passes and self.weight_bytes <= sizes.COPY_SHARE * total_memory(self.device)
 
     @property
     def passes(self) -> bool:
@@ -98,7 +148,9 @@ class BaseModel:
 
     @cached_property
     def weight_bytes(self) -> int:
-        return weight_bytes(self.model)
+        if self.quantized is not None:
+            return self.quantized.bytes_after
+        return sum(weight.nbytes for weight in self.model.parameters())
 
     @property
     def held_bytes(self) -> int:
@@ -256,3 +308,73 @@ def workers_for(base: BaseModel) -> Workers:
         return Workers(1)
     torch.set_num_threads(1)
     return Workers(cores, threads_after=cores)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------
+
+SAMPLING_SHARE = {"cpu": 0.25, "cuda": sizes.GPU_SAMPLING_SHARE}
+"""Share of the memory beside base and lanes for the keys, values and logits of a decode batch. The rest is for prefill
+states, fragmentation, and on a CPU for other programs."""
+LARGEST_SHARE = 0.95
+"""Up to this share of the memory beside base and lanes, sizes planned on a larger device are kept on a smaller one."""
+
+
+def head_size(config: Any) -> int:
+    """Return the width of a head, from a text model's configuration."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _key_width(config: Any) -> int:
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_size(config)
+
+
+def cache_bytes(base: BaseModel) -> int:
+    """Return the bytes of one token's keys and values, over all layers."""
+    config = base.model.config.get_text_config()
+    return 2 * config.num_hidden_layers * _key_width(config) * base.dtype.itemsize
+
+
+def kept_bytes(base: BaseModel) -> int:
+    """Return the bytes that one token's forward pass keeps for its backward pass, over all layers."""
+    config = base.model.config.get_text_config()
+    wide = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
+    experts = getattr(config, "num_experts_per_tok", None) or 1
+    return config.num_hidden_layers * sizes.kept_bytes(
+        config.hidden_size,
+        config.num_attention_heads * head_size(config),
+        _key_width(config),
+        experts * int(wide or 4 * config.hidden_size),
+        any(name.endswith("q_norm") for name, _ in base.model.named_modules()),
+        base.dtype.itemsize,
+    )
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Sizes for the runs of a cohort on this device. In bytes: ``room`` is the memory beside base and lanes,
+    ``decode_bytes`` a decode batch's share of it, ``kept_bytes`` the activations of a token in training."""
+
+    room: int
+    decode_bytes: int
+    micro_batch_tokens: int
+    kept_bytes: int
+
+    @classmethod
+    def of(cls, base: BaseModel, lane_bytes: int = 0) -> MemoryPlan:
+        """Plan for lanes that take ``lane_bytes`` in total."""
+        kind = base.device.type
+        room, per_token = max(0, total_memory(base.device) - base.held_bytes - lane_bytes), kept_bytes(base)
+        if kind == "cpu":
+            tokens = sizes.cpu_token_budget(base.weight_bytes)
+        else:
+            tokens = sizes.gpu_token_budget(room, per_token)
+        return cls(room, int(SAMPLING_SHARE.get(kind, SAMPLING_SHARE["cuda"]) * room), tokens, per_token)
+
+    def kept_decode_bytes(self, before: int) -> int:
+        """Return ``before``, the bytes of a decode batch so far, or the plan's if these do not fit."""
+        return before if before <= max(self.decode_bytes, LARGEST_SHARE * self.room) else self.decode_bytes
+
+    def kept_micro_batch_tokens(self, before: int) -> int:
+        """Return ``before``, the tokens of a micro-batch so far, or the plan's if these do not fit."""
+        fitting = max(self.micro_batch_tokens, LARGEST_SHARE * self.room / self.kept_bytes)
+        return before if before <= fitting else self.micro_batch_tokens

@@ -11,24 +11,14 @@ from torch import nn
 from retrain.config import Config
 from retrain.errors import CheckpointError
 from retrain.policy.base import BaseModel
+from retrain.policy.gradient import AccumulationResult
+from retrain.policy.head import ValueHead
 from retrain.policy.lora import Adapter, Lanes
-from retrain.policy.optimizer import Step, load_moments, new_optimizer
+from retrain.policy.terms import ValueTerm
+from retrain.policy.update import PROBE_SIZE, UNTRAINED, PendingUpdate, Step, load_moments, new_optimizer
+from retrain.types import UpdateResult, without_advantages
 
 WEIGHTS, MOMENTS = "critic.safetensors", "critic_optimizer.safetensors"
-
-
-class ValueHead:
-    """V = w·h + b, with weights [H + 1] in one buffer."""
-
-    def __init__(self, width: int, device: torch.device):
-        self.flat = nn.Parameter(torch.zeros(width + 1, device=device))
-        self.flat.grad = torch.zeros_like(self.flat)
-
-    def __call__(self, hidden_MH: torch.Tensor) -> torch.Tensor:
-        """Return the values [M] of hidden states [M, H], fp32 (fp64 for fp64 states)."""
-        real = torch.float64 if hidden_MH.dtype == torch.float64 else torch.float32
-        weights = self.flat.to(real)
-        return hidden_MH.to(real) @ weights[:-1] + weights[-1]
 
 
 class Critic:
@@ -52,10 +42,6 @@ class Critic:
     @property
     def weights(self) -> list[nn.Parameter]:
         return [self.head.flat, *([] if self.adapter is None else [self.adapter.flat])]
-
-    def step(self, lr: float, loss: float) -> Step:
-        """Return the pending step at the policy's learning rate ``lr``."""
-        return Step(self.optimizer, self.weights, lr * self.scale, loss, "critic_")
 
     @property
     def _named(self) -> dict[str, nn.Parameter]:
@@ -83,3 +69,40 @@ class Critic:
             with torch.no_grad():
                 flat.copy_(stored[name])
         load_moments(self.optimizer, load_file(directory / MOMENTS))
+
+
+def critic_step(update: PendingUpdate, critic: Critic, grad_clip_norm: float = 1.0) -> UpdateResult:
+    """Take one optimizer step of a policy and one of its critic on the same samples, after accumulating both gradients,
+    so that an error (``policy_step``) leaves all weights unchanged."""
+    samples = update.batch.samples
+    if update.batch.step < critic.warmup_steps:
+        update.compare_with_sampler([without_advantages(sample) for sample in samples[:PROBE_SIZE]])
+        _accumulate_critic(update, critic)
+    elif critic.adapter is None and samples:
+        result = update.accumulate(update.adapter, update.objective, samples, critic.head)  # both in one pass
+        if not any(sample.loss_mask.any() for sample in samples):
+            update.metrics |= UNTRAINED
+        update.add_policy(result)
+        _add_critic(update, critic, result)
+    else:
+        update.accumulate_policy()
+        _accumulate_critic(update, critic)
+    update.metrics.pop("objective/kl", None)  # the credit step measures it over all completions
+    return update.apply(grad_clip_norm)
+
+
+def _accumulate_critic(update: PendingUpdate, critic: Critic) -> None:
+    """Accumulate the critic's gradient; of its value head alone where it reads the policy's adapter."""
+    samples, objective = update.batch.samples, update.objective.only(ValueTerm)
+    if samples:
+        adapter, frozen = critic.adapter or update.adapter, critic.adapter is None
+        _add_critic(update, critic, update.accumulate(adapter, objective, samples, critic.head, frozen))
+
+
+def _add_critic(update: PendingUpdate, critic: Critic, result: AccumulationResult) -> None:
+    tokens = float(result.sums["value_tokens"])
+    update.metrics |= {
+        "loss/value_avg": float(result.sums["value_loss"]) / tokens,
+        "val/clipfrac_avg": float(result.sums["value_clipped"]) / tokens,
+    }
+    update.steps.append(Step(critic.optimizer, critic.weights, update.lr * critic.scale, result.loss, "critic_"))

@@ -13,24 +13,21 @@ import numpy as np
 import torch
 
 from retrain.maths.ratios import Sums, add_sums
-from retrain.policy.backbone import backbone_of, checkpointed
-from retrain.policy.base import BaseModel
-from retrain.policy.critic import ValueHead
-from retrain.policy.head import Head, head_divergence
-from retrain.policy.logprobs import (
-    MicroBatch,
+from retrain.policy.arithmetic import products_in_bfloat16
+from retrain.policy.backbone import (
+    backbone_of,
     by_place,
+    checkpointed,
     collate,
     hidden_states,
     per_sample,
-    split_microbatches,
     token_logprobs,
 )
+from retrain.policy.base import BaseModel
+from retrain.policy.head import Head, ValueHead, head_divergence
 from retrain.policy.lora import Adapter, Lanes
-from retrain.policy.memory import Budget
 from retrain.policy.objective import Objective
-from retrain.policy.packing import Layout, update_mode
-from retrain.policy.rounded import products_in_bfloat16
+from retrain.policy.packing import Budget, Layout, MicroBatch, split_microbatches, update_mode
 from retrain.policy.terms import TeacherTerm, TokenScores
 from retrain.rng import torch_seed
 from retrain.threads import Workers
@@ -110,7 +107,7 @@ class UpdateContext:
     """Resources and precision of a run's forward and backward passes.
 
     ``workers`` compute micro-batches in parallel, which changes no bit of the result. ``bfloat16`` rounds an fp32
-    base's products (``policy.rounded``). ``teacher`` provides the distributions for a ``TeacherTerm``.
+    base's products (``policy.arithmetic``). ``teacher`` provides the distributions for a ``TeacherTerm``.
     """
 
     lanes: Lanes

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from retrain.maths.distillation import divergence, with_tail
-from retrain.policy.arithmetic import FULL, fp32_product
+from retrain.policy.arithmetic import FULL, Context, Gradients, fp32_product
 
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 """Logits of one chunk: what a CPU's caches keep; on a GPU enough for matrix products at full speed."""
@@ -107,7 +107,7 @@ class Head:
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         hidden_NH: torch.Tensor,
         targets_N: torch.Tensor,
         head: Head,
@@ -156,7 +156,7 @@ class _Logprobs(torch.autograd.Function):
         return chosen_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, chosen_grad_N: torch.Tensor, entropy_grad_N: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context, chosen_grad_N: torch.Tensor, entropy_grad_N: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         slopes = ctx.saved_tensors
         grad_NH = slopes[0] * chosen_grad_N.unsqueeze(1).to(slopes[0].dtype)
         if len(slopes) > 1:
@@ -182,7 +182,7 @@ def head_divergence(
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         hidden_NH: torch.Tensor,
         head: Head,
         teacher: Head,
@@ -220,9 +220,23 @@ class _Divergence(torch.autograd.Function):
         return values_N
 
     @staticmethod
-    def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context, grad_N: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         (slopes_NH,) = ctx.saved_tensors
         return slopes_NH * grad_N.unsqueeze(1).to(slopes_NH.dtype), None, None, None, None, None, None
+
+
+class ValueHead:
+    """V = w·h + b, with weights [H + 1] in one buffer."""
+
+    def __init__(self, width: int, device: torch.device):
+        self.flat = nn.Parameter(torch.zeros(width + 1, device=device))
+        self.flat.grad = torch.zeros_like(self.flat)
+
+    def __call__(self, hidden_MH: torch.Tensor) -> torch.Tensor:
+        """Return the values [M] of hidden states [M, H], fp32 (fp64 for fp64 states)."""
+        real = torch.float64 if hidden_MH.dtype == torch.float64 else torch.float32
+        weights = self.flat.to(real)
+        return hidden_MH.to(real) @ weights[:-1] + weights[-1]
 
 
 def split_head(model: Any) -> tuple[Any, Head] | None:

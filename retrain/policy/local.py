@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,19 +15,18 @@ from retrain.config import Config
 from retrain.errors import CheckpointError, ModelError
 from retrain.files import write_bytes
 from retrain.policy.adapter_io import StoredAdapter, peft_config, read_adapter, write_peft
-from retrain.policy.base import BaseModel
-from retrain.policy.critic import MOMENTS, WEIGHTS, Critic
+from retrain.policy.arithmetic import products_in_bfloat16
+from retrain.policy.backbone import in_microbatches, scored
+from retrain.policy.base import BaseModel, MemoryPlan
+from retrain.policy.critic import MOMENTS, WEIGHTS, Critic, critic_step
 from retrain.policy.gradient import DistributionTeacher, UpdateContext
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
-from retrain.policy.memory import Budget, MemoryPlan
 from retrain.policy.objective import Objective
-from retrain.policy.optimizer import load_moments, moments, new_optimizer
+from retrain.policy.packing import Budget
 from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.policy.ranks import Ranks
-from retrain.policy.rounded import products_in_bfloat16
-from retrain.policy.scoring import in_microbatches, scored
 from retrain.policy.shares import RunShares
-from retrain.policy.update import PendingUpdate, batch_gradient, critic_step, policy_step
+from retrain.policy.update import PendingUpdate, batch_gradient, load_moments, moments, new_optimizer, policy_step
 from retrain.tensor_file import to_bytes
 from retrain.threads import Workers
 from retrain.types import Sample, Scores, TrainBatch, UpdateResult, Want
@@ -38,11 +37,13 @@ KL_SECONDS = "timing_compute_kl_total"
 
 @dataclass(frozen=True)
 class LocalSnapshot(PolicySnapshot):
-    """A copy of an adapter with its PEFT configuration; if resumable, also of AdamW's moments and of the critic (by
-    file name)."""
+    """A copy of an adapter; if resumable, also of AdamW's moments and of the critic (by file name).
+
+    ``peft_config`` makes the adapter's PEFT configuration when it is written, since peft takes long to import.
+    """
 
     weights: LoraWeights
-    peft: Mapping[str, Any]
+    peft_config: Callable[[], Mapping[str, object]] = dict
     optimizer: Mapping[str, torch.Tensor] | None = None
     critic: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
@@ -54,7 +55,7 @@ class LocalSnapshot(PolicySnapshot):
             write_bytes(directory / name, to_bytes(tensors))
 
     def export(self, directory: Path, checkpoint: Path) -> None:
-        write_peft(directory, self.weights.tensors(), dict(self.peft))
+        write_peft(directory, self.weights.tensors(), self.peft_config())
 
 
 class LocalPolicy(Policy):
@@ -153,7 +154,8 @@ class LocalPolicy(Policy):
 
     def gradient(self, batch: TrainBatch, objective: Objective) -> torch.Tensor:
         """Return the gradient that ``update`` would clip and apply, fp32 [D] in the order of the adapter's weights."""
-        return batch_gradient(self._context, self.adapter, batch, objective, critic=self.critic)
+        head = self.critic.head if self.critic is not None and self.critic.adapter is None else None
+        return batch_gradient(self._context, self.adapter, batch, objective, head)
 
     @property
     def _context(self) -> UpdateContext:
@@ -170,13 +172,14 @@ class LocalPolicy(Policy):
 
     def snapshot(self, resumable: bool = False) -> LocalSnapshot:
         model, lora = self.config.model, self.config.lora
-        peft = peft_config(self.adapter, self.base.name, model.revision, lora.dropout)
+        weights = self.adapter.frozen("cpu" if resumable else None)
+        config = partial(peft_config, weights, self.base.name, model.revision, lora.dropout)
         if not resumable:
-            return LocalSnapshot(self.adapter.frozen(), peft)
+            return LocalSnapshot(weights, config)
         critic = (
             {} if self.critic is None else {WEIGHTS: self.critic.tensors(), MOMENTS: moments(self.critic.optimizer)}
         )
-        return LocalSnapshot(self.adapter.frozen("cpu"), peft, optimizer_tensors(self.optimizer), critic)
+        return LocalSnapshot(weights, config, optimizer_tensors(self.optimizer), critic)
 
     def load(self, directory: Path) -> None:
         """Raises CheckpointError when the adapter is of another shape."""
@@ -197,7 +200,7 @@ class LocalPolicy(Policy):
         """Raises CheckpointError when the adapter is of another shape."""
         stored, adapter = read_adapter(directory), self._new_adapter()
         _load(adapter, stored, directory)
-        return LocalSnapshot(adapter.frozen(), stored.config)
+        return LocalSnapshot(adapter.frozen(), stored.config.copy)
 
     def _new_adapter(self) -> Adapter:
         return self.lanes.new_adapter(self.config.model.lora_rank, self.config.lora.alpha)

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from retrain.errors import ModelError
 from retrain.maths.squeeze import truncate
 from retrain.models.targets import target_mistakes, targeted
+from retrain.policy.arithmetic import adapted_linear
 from retrain.policy.base import BaseModel
-from retrain.policy.fused import adapted_linear
 from retrain.policy.quantized import QuantizedLinear
 from retrain.rng import torch_seed
 from retrain.threads import thread_values

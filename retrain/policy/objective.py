@@ -8,7 +8,7 @@ import torch
 
 from retrain.maths.ratios import Sums
 from retrain.policy.head import Lap, no_lap
-from retrain.policy.logprobs import MicroBatch
+from retrain.policy.packing import MicroBatch
 from retrain.policy.terms import EntropyTerm, KLTerm, NoLoss, PolicyTerm, Term, TokenScores, ValueTerm
 from retrain.types import Denominators, Want
 

@@ -6,23 +6,33 @@ A prompt's hidden states do not depend on what follows, so this equals separate 
 
 A model that does more with neighbouring tokens (a recurrent state, a short window) takes the padded layout: one row per
 sequence, padding on the right, which causality makes harmless.
+
+A step that does not fit in memory is repeated with half the tokens in a micro-batch, down to one sequence at a time;
+then decoder layers are recomputed in the backward pass.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from retrain.policy.fused import attention
+from retrain.device import is_out_of_memory
+from retrain.errors import RunFailed
+from retrain.policy.arithmetic import Context, Gradients, attention
+from retrain.policy.base import MemoryPlan
+from retrain.policy.head import Supports
 from retrain.threads import thread_values
 from retrain.types import Sample
+
+S = TypeVar("S", bound=Sized)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,22 +49,27 @@ class SharedPrefix:
 class Layout:
     """Token ids [rows, columns], their positions, and flat indices into them.
 
-    ``rows_M``: index of the hidden state that predicts each action token, sequence after sequence. Packed layouts (one
-    row) also have ``spread_SL``, the index of every token of every sequence (padding: any), ``home_N``, for every index
-    one slot of ``spread_SL`` that reads it, and ``first_S``, where in ``rows_M`` each sequence begins.
+    ``rows_M``: index of the hidden state that predicts each action token, sequence after sequence.
     """
 
     ids_BL: torch.Tensor
     positions_BL: torch.Tensor
     rows_M: torch.Tensor
-    spread_SL: torch.Tensor | None = None
-    home_N: torch.Tensor | None = None
-    first_S: torch.Tensor | None = None
-    groups: tuple[SharedPrefix, ...] = ()
 
     def to(self, device: torch.device) -> Layout:
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+
+
+@dataclass
+class PackedLayout(Layout):
+    """A layout of one row. ``spread_SL``: index of every token of every sequence (padding: any); ``home_N``: for every
+    index one slot of ``spread_SL`` that reads it; ``first_S``: where in ``rows_M`` each sequence begins."""
+
+    spread_SL: torch.Tensor
+    home_N: torch.Tensor
+    first_S: torch.Tensor
+    shared: list[SharedPrefix]
 
 
 def prefix_key(sample: Sample) -> bytes:
@@ -66,7 +81,7 @@ def predicting(states: torch.Tensor, layout: Layout) -> torch.Tensor:
     return _RowSelection.apply(states.flatten(0, 1), layout)  # pyright: ignore[reportReturnType]
 
 
-def packed_layout(samples: Sequence[Sample], device: torch.device, share: bool = True) -> Layout:
+def packed_layout(samples: Sequence[Sample], device: torch.device, share: bool = True) -> PackedLayout:
     """Return one row without each sample's last token, which predicts nothing; neighbours share an equal prefix."""
     longest = max(map(len, samples)) - 1
     spread = np.zeros((len(samples), longest), dtype=np.int64)
@@ -91,14 +106,14 @@ def packed_layout(samples: Sequence[Sample], device: torch.device, share: bool =
         spread[i, width:end] = placed + np.arange(end - width)
         placed += end - width
         rows.append(spread[i, np.flatnonzero(sample.action_mask) - 1])
-    return Layout(
+    return PackedLayout(
         ids_BL=torch.from_numpy(np.concatenate(ids)).to(device)[None],
         positions_BL=torch.from_numpy(np.concatenate(positions)).to(device)[None],
         rows_M=torch.from_numpy(np.concatenate(rows)).to(device),
         spread_SL=torch.from_numpy(spread).to(device),
         home_N=torch.from_numpy(np.concatenate(home)).to(device),
         first_S=torch.tensor([0, *np.cumsum([len(row) for row in rows])[:-1]], device=device),
-        groups=tuple(groups),
+        shared=[group for group in groups if group.last - group.first > 1],
     )
 
 
@@ -117,6 +132,184 @@ def padded_layout(samples: Sequence[Sample], device: torch.device, pad_id: int) 
     )
 
 
+# -- micro-batches ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tensors of some samples: what the model reads, and of their action tokens what the loss reads.
+
+    Tables [B, T] have a row for each sample and its action tokens from the left; the padding after them is 0 or False.
+    A sample with the action tokens 10, 11, 12, of which the last does not train, has ``action_BT`` 1 1 1 0 and
+    ``loss_mask_BT`` 1 1 0 0 beside a sample of four. Floats have the base's dtype, float32 at least.
+    """
+
+    layout: Layout
+    targets_M: torch.Tensor  # int64 [M]: the action tokens, sample after sample
+    action_BT: torch.Tensor  # bool
+    loss_mask_BT: torch.Tensor  # bool: those that train
+    advantages_BT: torch.Tensor
+    sampler_logprobs_BT: torch.Tensor  # nats
+    supports: Supports | None = None  # None where sampling was not truncated
+    old_logprobs_BT: torch.Tensor | None = None  # nats, before the first of several updates of a batch
+    values_BT: torch.Tensor | None = None  # The critic's, before the update
+    value_targets_BT: torch.Tensor | None = None  # With a critic
+    policy_weights_BT: torch.Tensor | None = None  # Where tokens can be rejected: 0 for those that were
+
+    def to(self, device: torch.device) -> MicroBatch:
+        moved = {name: part.to(device) for name, part in vars(self).items() if part is not None}
+        return MicroBatch(**moved)
+
+
+def split_microbatches(samples: Sequence[Sample], token_budget: int, *, packed: bool = False) -> list[list[int]]:
+    """Return indices in micro-batches of at most ``token_budget`` tokens, or of one sample.
+
+    Padded: padding counts, and samples are sorted by length. ``packed``: a prefix counts once for neighbours that share
+    it, and groups stay together as far as they fit. The order depends on prefixes and lengths only.
+    """
+    keys = [prefix_key(sample) for sample in samples]
+    batches: list[list[int]] = []
+    prefix = rest = used = 0
+    for i in _packed_order(samples, keys) if packed else sorted(range(len(samples)), key=lambda i: len(samples[i])):
+        width = samples[i].prefix
+        length = len(samples[i]) - width
+        shared = packed and batches and keys[i] == keys[batches[-1][-1]]
+        grown = used + length + (0 if shared else width)
+        if not packed and batches:
+            grown = (len(batches[-1]) + 1) * (max(prefix, width) + max(rest, length))
+        if batches and grown <= token_budget:
+            batches[-1].append(i)
+            prefix, rest, used = max(prefix, width), max(rest, length), grown
+        else:
+            batches.append([i])
+            prefix, rest, used = width, length, width + length
+    return batches
+
+
+def _packed_order(samples: Sequence[Sample], keys: Sequence[bytes]) -> list[int]:
+    """Return indices group by group, each group's samples and the groups' longest samples in ascending length."""
+    groups: dict[bytes, list[int]] = {}
+    for i, key in enumerate(keys):
+        groups.setdefault(key, []).append(i)
+    sorted_groups = (sorted(group, key=lambda i: len(samples[i])) for group in groups.values())
+    return [i for group in sorted(sorted_groups, key=lambda group: len(samples[group[-1]])) for i in group]
+
+
+def optional_table(samples: Sequence[Sample], name: str, shape: tuple[int, int], real: type) -> torch.Tensor | None:
+    """Return an array of every sample over its action tokens [B, T]; None where one has none."""
+    arrays = [getattr(sample, name) for sample in samples]
+    if any(array is None for array in arrays):
+        return None
+    table = np.zeros(shape, dtype=real)
+    for row, sample, array in zip(table, samples, arrays, strict=True):
+        row[: int(sample.action_mask.sum())] = array[sample.action_mask]
+    return torch.from_numpy(table)
+
+
+def stacked_supports(samples: Sequence[Sample]) -> Supports | None:
+    """Return the supports of the action tokens, sample after sample; None for the whole vocabulary."""
+    supports = [sample.support for sample in samples if sample.support is not None]
+    if not supports:
+        return None
+    if len(supports) < len(samples):
+        raise ValueError("some samples were sampled from truncated distributions and some were not")
+    counts_M = np.concatenate([np.diff(support.offsets) for support in supports])
+    rows_K = np.repeat(np.arange(len(counts_M)), counts_M)
+    ids_K = np.concatenate([support.ids for support in supports]).astype(np.int64)
+    offsets = np.concatenate([[0], counts_M.cumsum()])
+    return Supports(torch.from_numpy(rows_K), torch.from_numpy(ids_K), offsets.tolist())
+
+
+@dataclass
+class Budget:
+    """``tokens`` of a micro-batch, and whether layers are computed twice (``checkpointing``).
+
+    ``plan`` is None where the user has set the tokens; ``notes`` are lines for the run's log.
+    """
+
+    tokens: int
+    checkpointing: bool = False
+    learnt: bool = False
+    plan: MemoryPlan | None = None
+    notes: list[str] = field(default_factory=list)
+    noted: set[str] = field(default_factory=set)
+
+    def note(self, *lines: str) -> None:
+        self.notes += [line for line in lines if line not in self.noted]
+        self.noted.update(lines)
+
+    def take_notes(self) -> list[str]:
+        taken, self.notes = self.notes, []
+        return taken
+
+    def fit(
+        self,
+        samples: Sequence[Sample],
+        split: Callable[[], Sequence[S]],
+        compute: Callable[[Sequence[S]], T],
+        recomputes: bool = False,
+    ) -> T:
+        """Return ``compute(split())``, with smaller micro-batches of ``samples`` while memory runs out.
+
+        Raises the error where a single sample does not fit, also by recomputing layers if ``recomputes``.
+        """
+        while True:
+            parts = split()
+            sizes = [len(part) for part in parts]
+            try:
+                return compute(parts)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error) or (max(sizes) == 1 and not recomputes):
+                    raise
+                reason = str(error)  # the error itself would keep every tensor of the failed pass in memory
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            self.shrink(sizes, [len(sample) for sample in samples], reason)
+
+    def shrink(self, sizes: Sequence[int], lengths: Sequence[int], reason: str) -> None:
+        """Reduce the memory of a step whose micro-batches of ``sizes`` sequences did not fit; ``lengths`` are all
+        sequences' tokens. Raises RunFailed when nothing is left to reduce."""
+        summary = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
+        if max(sizes) > 1:
+            self.tokens = max(1, min(self.tokens, sum(lengths)) // 2)
+            self.note(f"out of memory: the step is made again with {self.tokens} tokens in a micro-batch ({summary})")
+        elif not self.checkpointing:
+            self.checkpointing = True
+            self.note(
+                f"out of memory with one sequence at a time: layers are now computed twice instead of kept ({summary})"
+            )
+        else:
+            raise RunFailed(
+                f"one sequence of {max(lengths)} tokens does not fit in memory, even with layers computed twice: lower "
+                f"[training] max_tokens or [model] lora_rank, or take a smaller model ({summary})"
+            )
+        self.learnt = True
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "planned": self.plan is not None,
+            "learnt": self.learnt,
+            "checkpointing": self.checkpointing,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore an earlier process's plan, if it fits this device, and what it learnt. A smaller setting of the user
+        stays."""
+        before = state["tokens"]
+        if self.plan is not None and state["planned"]:
+            self.tokens = self.plan.kept_micro_batch_tokens(before)
+            if self.tokens != before:
+                self.note(
+                    f"micro-batches of {before} tokens do not fit in this device's memory: they have {self.tokens} "
+                    "from now on, so what follows is rounded differently"
+                )
+        elif state["learnt"]:
+            self.tokens = min(self.tokens, before)
+        if state["learnt"]:
+            self.checkpointing, self.learnt = state["checkpointing"], True
+
+
 # -- attention --------------------------------------------------------------------------------------------------
 
 
@@ -124,7 +317,7 @@ class ForwardMode(threading.local):
     """State of a thread's forward pass: in an update, its packed layout, the context in which layers run again."""
 
     in_update: bool = False
-    layout: Layout | None = None
+    layout: PackedLayout | None = None
     recompute_context: Callable[[], AbstractContextManager[None]] | None = None
 
 
@@ -134,7 +327,7 @@ NAME = "retrain_sdpa"
 
 def update_mode(layout: Layout) -> AbstractContextManager[None]:
     """In this thread, the base's layers run as in an update, and attention reads its input by this layout."""
-    return thread_values(mode, in_update=True, layout=None if layout.spread_SL is None else layout)
+    return thread_values(mode, in_update=True, layout=layout if isinstance(layout, PackedLayout) else None)
 
 
 def register_attention() -> None:
@@ -158,7 +351,7 @@ def register_attention() -> None:
 
 
 def _packed_attention(
-    layout: Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    layout: PackedLayout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
     """Apply causal attention to each sequence: query, key, value [1, heads, N, d] → [1, N, heads, d]."""
     q, k, v = (_Spread.apply(x[0].transpose(0, 1), layout).transpose(1, 2) for x in (query, key, value))  # pyright: ignore[reportOptionalMemberAccess]
@@ -166,42 +359,48 @@ def _packed_attention(
     return _Gather.apply(out.transpose(1, 2), layout)[None]  # pyright: ignore[reportOptionalSubscript]
 
 
+class LayoutContext(Context):
+    layout: PackedLayout
+
+
 class _Spread(torch.autograd.Function):
     """[N, heads, d] → [S, L, heads, d]. Copies of a prompt are summed in a fixed order: repeatable on a GPU."""
 
     @staticmethod
-    def forward(ctx: Any, x_NHD: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def forward(ctx: LayoutContext, x_NHD: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         ctx.layout = layout
-        assert layout.spread_SL is not None
         spread = x_NHD.index_select(0, layout.spread_SL.view(-1))
         return spread.view(*layout.spread_SL.shape, *x_NHD.shape[1:])
 
     @staticmethod
-    def backward(ctx: Any, grad_SLHD: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: LayoutContext, grad_SLHD: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         layout = ctx.layout
         grad_NHD = grad_SLHD.flatten(0, 1).index_select(0, layout.home_N)
-        for group in layout.groups:
-            if group.last - group.first > 1:
-                copies = grad_SLHD[group.first : group.last, : group.width]
-                torch.sum(copies, 0, out=grad_NHD[group.start : group.start + group.width])
+        for group in layout.shared:
+            copies = grad_SLHD[group.first : group.last, : group.width]
+            torch.sum(copies, 0, out=grad_NHD[group.start : group.start + group.width])
         return grad_NHD, None
+
+
+class SelectionContext(Context):
+    layout: Layout
 
 
 class _RowSelection(torch.autograd.Function):
     """[N, H] → [M, H] at ``rows_M``. A group's samples all read the end of their prompt, summed in a fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, states_NH: torch.Tensor, layout: Layout) -> torch.Tensor:
-        ctx.layout, ctx.places = layout, len(states_NH)
+    def forward(ctx: SelectionContext, states_NH: torch.Tensor, layout: Layout) -> torch.Tensor:
+        ctx.layout, ctx.shape = layout, states_NH.shape
         return states_NH.index_select(0, layout.rows_M)
 
     @staticmethod
-    def backward(ctx: Any, grad_MH: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: SelectionContext, grad_MH: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         layout = ctx.layout
-        grad_NH = grad_MH.new_zeros(ctx.places, grad_MH.shape[1])
+        grad_NH = grad_MH.new_zeros(ctx.shape)
         grad_NH.index_copy_(0, layout.rows_M, grad_MH)
-        for group in layout.groups:
-            if group.last - group.first > 1:
+        if isinstance(layout, PackedLayout):
+            for group in layout.shared:
                 copies = grad_MH.index_select(0, layout.first_S[group.first : group.last])
                 wide = copies.to(torch.promote_types(copies.dtype, torch.float32))
                 grad_NH[group.start + group.width - 1] = reduce(torch.add, wide.unbind(0))
@@ -212,13 +411,12 @@ class _Gather(torch.autograd.Function):
     """[S, L, heads, d] → [N, heads, d], from one copy of every token."""
 
     @staticmethod
-    def forward(ctx: Any, x_SLHD: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def forward(ctx: LayoutContext, x_SLHD: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         ctx.layout, ctx.shape = layout, x_SLHD.shape
-        assert layout.home_N is not None
         return x_SLHD.flatten(0, 1).index_select(0, layout.home_N)
 
     @staticmethod
-    def backward(ctx: Any, grad_NHD: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: LayoutContext, grad_NHD: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad = grad_NHD.new_zeros(ctx.shape)
         grad.flatten(0, 1).index_copy_(0, ctx.layout.home_N, grad_NHD)
         return grad, None

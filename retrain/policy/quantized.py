@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from retrain.errors import ModelError
 from retrain.extras import is_installed, missing
 from retrain.models.sizes import NF4_BLOCK
+from retrain.policy.arithmetic import Context, Gradients
 from retrain.rng import torch_seed
 
 INT8_LEVELS = 127
@@ -62,15 +63,19 @@ class QuantizedLinear(nn.Module):
         return _QuantizedProduct.apply(x, self)  # pyright: ignore[reportReturnType]
 
 
+class QuantizedContext(Context):
+    layer: QuantizedLinear
+
+
 class _QuantizedProduct(torch.autograd.Function):
     # Keeps neither input nor weight for the backward pass, as ``F.linear`` would.
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: QuantizedLinear) -> torch.Tensor:
+    def forward(ctx: QuantizedContext, x: torch.Tensor, layer: QuantizedLinear) -> torch.Tensor:
         ctx.layer = layer
         return F.linear(x, layer.weight, layer.bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: QuantizedContext, grad: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad @ ctx.layer.weight, None
 
 

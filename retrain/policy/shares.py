@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from retrain.policy.critic import ValueHead
+from retrain.policy.arithmetic import products_in_bfloat16
+from retrain.policy.backbone import Scored, scored
 from retrain.policy.gradient import GradientAccumulator, MicroBatchResult, MicroBatchSpec, UpdateContext
+from retrain.policy.head import ValueHead
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
-from retrain.policy.memory import Budget
 from retrain.policy.objective import Objective
+from retrain.policy.packing import Budget
 from retrain.policy.ranks import Ranks
-from retrain.policy.rounded import products_in_bfloat16
-from retrain.policy.scoring import Scored, scored
 from retrain.policy.terms import NoLoss, PolicyLoss, PolicyTerm
 from retrain.threads import Workers
 from retrain.types import Sample, TrainBatch, Want
@@ -84,7 +84,7 @@ class PassesAsked:
 
 @dataclass(frozen=True)
 class ScoresAsked:
-    """Micro-batches that a rank is asked to score; see ``scoring.scored``."""
+    """Micro-batches that a rank is asked to score; see ``backbone.scored``."""
 
     parts: list[list[Sample]]
     want: frozenset[Want]
@@ -138,7 +138,7 @@ class RunShares:
         critic: tuple[LoraWeights, ValueHead] | None,
         bfloat16: bool,
     ) -> Scored:
-        """Score micro-batches as ``scoring.scored`` does, distributed over the ranks. ``bfloat16`` is that of
+        """Score micro-batches as ``backbone.scored`` does, distributed over the ranks. ``bfloat16`` is that of
         ``UpdateContext``. Raises the first error of a rank, after all ranks have answered."""
         shares = dealt([sum(map(len, samples)) for samples in parts], self.count)
         packed = None if critic is None else (Packed.of(critic[0]), critic[1].flat.detach().cpu())

@@ -10,7 +10,7 @@ import torch
 from retrain.maths.corrections import Correction
 from retrain.maths.ratios import Sums, log_ratio, mismatch_sums, ratio_sums, sampled_token_kl
 from retrain.maths.shapes import Floats_BT, Mask_BT
-from retrain.policy.logprobs import MicroBatch
+from retrain.policy.packing import MicroBatch
 from retrain.types import Want
 
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
+from retrain.device import is_out_of_memory
 from retrain.errors import NonFinite
 from retrain.maths.ratios import MISMATCH_METRICS, RATIO_METRICS, Sums, loss_metrics
-from retrain.policy.critic import Critic, ValueHead
 from retrain.policy.gradient import AccumulationResult, GradientAccumulator, PhaseTimer, UpdateContext
+from retrain.policy.head import ValueHead
 from retrain.policy.lora import Adapter
 from retrain.policy.objective import Objective
-from retrain.policy.optimizer import Step
 from retrain.policy.terms import NotFiniteError, ValueTerm
-from retrain.types import Sample, TrainBatch, UpdateResult, without_advantages
+from retrain.types import Sample, TrainBatch, UpdateResult
 
+FUSED = ("cuda",)  # Devices on which AdamW is one kernel
+LR_SCHEDULES = ("constant", "linear", "cosine")
 PROBE_SIZE = 4  # Rollouts on which sampler and trainer are compared in a step without signal: one small forward pass
 UNTRAINED = {"num_datums": 0, "loss": 0.0, "reported_loss": 0.0, **dict.fromkeys(RATIO_METRICS)}
 """Metrics of the policy where no token is in its loss."""
@@ -38,7 +41,7 @@ class PendingUpdate:
     lr: float
 
     def __post_init__(self) -> None:
-        self.metrics: dict[str, Any] = {"optim/lr": self.lr, "num_datums": len(self.batch.samples)}
+        self.metrics: dict[str, float | None] = {"optim/lr": self.lr, "num_datums": len(self.batch.samples)}
         self.steps: list[Step] = []
         self.timer = PhaseTimer(self.context.base.device)
         self.logprobs: dict[Sample, np.ndarray] = {}
@@ -49,30 +52,14 @@ class PendingUpdate:
         if not trained:
             self.compare_with_sampler(self.batch.probe)
             return
-        self._add_policy(self._accumulate(self.adapter, self.objective.without(ValueTerm), trained))
-
-    def accumulate_critic(self, critic: Critic) -> None:
-        """Accumulate the critic's gradient; of its value head alone where it reads the policy's adapter."""
-        if not self.batch.samples:
-            return
-        adapter, frozen = critic.adapter or self.adapter, critic.adapter is None
-        objective = self.objective.only(ValueTerm)
-        self._add_critic(critic, self._accumulate(adapter, objective, self.batch.samples, critic.head, frozen))
-
-    def accumulate_both(self, critic: Critic) -> None:
-        """Accumulate the gradients of the policy and of a critic on the policy's adapter, in one pass."""
-        result = self._accumulate(self.adapter, self.objective, self.batch.samples, critic.head)
-        if not any(sample.loss_mask.any() for sample in self.batch.samples):
-            self.metrics |= UNTRAINED
-        self._add_policy(result)
-        self._add_critic(critic, result)
+        self.add_policy(self.accumulate(self.adapter, self.objective.without(ValueTerm), trained))
 
     def compare_with_sampler(self, probe: Sequence[Sample]) -> None:
         """Compare sampler and trainer by forward passes over ``probe`` instead of training the policy."""
         self.metrics |= UNTRAINED
         if not probe:
             return
-        sums = self._accumulate(self.adapter, self.objective.without_gradient(), probe).sums
+        sums = self.accumulate(self.adapter, self.objective.without_gradient(), probe).sums
         ratios = loss_metrics(sums)
         self.metrics |= {key: ratios[key] for key in MISMATCH_METRICS}
         self.metrics |= kl_metrics(sums, self.objective.kl_coef, len(probe))
@@ -90,7 +77,7 @@ class PendingUpdate:
         logprobs = [self.logprobs.get(sample) for sample in self.batch.samples] if self.batch.keep_logprobs else []
         return UpdateResult(self.metrics | self.timer.metrics(), logprobs)
 
-    def _accumulate(
+    def accumulate(
         self,
         adapter: Adapter,
         objective: Objective,
@@ -98,6 +85,7 @@ class PendingUpdate:
         head: ValueHead | None = None,
         frozen: bool = False,
     ) -> AccumulationResult:
+        """Accumulate the gradient of ``objective``. Raises NonFinite when a score of a trained token is not finite."""
         accumulator = GradientAccumulator(self.context, self.batch, adapter, objective, head, frozen)
         try:
             result = accumulator.accumulate(samples)
@@ -107,14 +95,11 @@ class PendingUpdate:
         self.logprobs |= result.logprobs
         return result
 
-    def _add_policy(self, result: AccumulationResult) -> None:
+    def add_policy(self, result: AccumulationResult) -> None:
+        """Add the policy's step, whose gradient ``result`` describes."""
         self.metrics |= policy_metrics(result.sums, self.objective.kl_coef, len(self.batch.samples))
         self.metrics |= {"loss": result.loss, "reported_loss": result.loss}
         self.steps.append(Step(self.optimizer, [self.adapter.flat], self.lr, result.loss))
-
-    def _add_critic(self, critic: Critic, result: AccumulationResult) -> None:
-        self.metrics |= value_metrics(result.sums)
-        self.steps.append(critic.step(self.lr, result.loss))
 
 
 def policy_step(update: PendingUpdate, grad_clip_norm: float = 1.0) -> UpdateResult:
@@ -128,42 +113,25 @@ def policy_step(update: PendingUpdate, grad_clip_norm: float = 1.0) -> UpdateRes
     return update.apply(grad_clip_norm)
 
 
-def critic_step(update: PendingUpdate, critic: Critic, grad_clip_norm: float = 1.0) -> UpdateResult:
-    """Take one optimizer step of a policy and one of its critic on the same samples, after accumulating both gradients,
-    so that an error (``policy_step``) leaves all weights unchanged."""
-    samples = update.batch.samples
-    if update.batch.step < critic.warmup_steps:
-        update.compare_with_sampler([without_advantages(sample) for sample in samples[:PROBE_SIZE]])
-        update.accumulate_critic(critic)
-    elif critic.adapter is None and samples:
-        update.accumulate_both(critic)
-    else:
-        update.accumulate_policy()
-        update.accumulate_critic(critic)
-    update.metrics.pop("objective/kl", None)  # the credit step measures it over all completions
-    return update.apply(grad_clip_norm)
-
-
 def batch_gradient(
-    context: UpdateContext, adapter: Adapter, batch: TrainBatch, objective: Objective, *, critic: Critic | None = None
+    context: UpdateContext, adapter: Adapter, batch: TrainBatch, objective: Objective, head: ValueHead | None = None
 ) -> torch.Tensor:
     """Return the adapter's gradient before clipping, [D] in fp32; 0 where nothing trains.
 
-    A critic's warm-up is ignored. No weight, optimizer or random stream changes. Raises as ``policy_step``.
+    ``head`` is that of a critic on the same adapter, whose warm-up is ignored. No weight, optimizer or random stream
+    changes. Raises as ``policy_step``.
     """
     assert adapter.flat.grad is not None
-    if critic is not None and critic.adapter is None:
-        accumulator = GradientAccumulator(context, batch, adapter, objective, critic.head)
-        samples = batch.samples
-    else:
-        accumulator = GradientAccumulator(context, batch, adapter, objective.without(ValueTerm))
-        samples = [sample for sample in batch.samples if sample.loss_mask.any()]
+    samples = batch.samples
+    if head is None:
+        objective = objective.without(ValueTerm)
+        samples = [sample for sample in samples if sample.loss_mask.any()]
     if not samples:
         return torch.zeros_like(adapter.flat.grad)
     device = context.base.device
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            accumulator.accumulate(samples)
+            GradientAccumulator(context, batch, adapter, objective, head).accumulate(samples)
     except NotFiniteError as error:
         raise NonFinite(f"{error}: there is no gradient") from error
     gradient = adapter.flat.grad.clone()
@@ -192,9 +160,107 @@ def kl_metrics(sums: Sums, kl_coef: float, sequences: int) -> dict[str, float]:
     return metrics
 
 
-def value_metrics(sums: Sums) -> dict[str, float]:
-    tokens = float(sums["value_tokens"])
+# -- AdamW ----------------------------------------------------------------------------------------------------
+
+
+def new_optimizer(
+    weights: Sequence[nn.Parameter], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> torch.optim.AdamW:
+    """Return AdamW over flat master weights."""
+    # On a GPU one kernel, which needs no memory besides the moments and therefore changes all or nothing.
+    fused = weights[0].device.type in FUSED
+    return torch.optim.AdamW(
+        weights, lr, betas, eps, weight_decay, fused=fused or None, foreach=None if fused else False
+    )
+
+
+def apply_gradient(optimizer: torch.optim.Optimizer) -> None:
+    """Step the optimizer. If memory runs out before anything was changed, as when the first step allocates moments,
+    free torch's cache and try once more."""
+    fresh, before = not optimizer.state, _versions(optimizer)
+    try:
+        optimizer.step()
+        return
+    except (MemoryError, RuntimeError) as error:
+        changed = any(_versions(optimizer)[tensor] != version for tensor, version in before.items())
+        if changed or not is_out_of_memory(error):
+            raise
+    if fresh:
+        optimizer.state.clear()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    optimizer.step()
+
+
+def _versions(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
+    """Return how often each weight and moment has been changed in place."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    return {tensor: tensor._version for tensor in (*weights, *moments) if isinstance(tensor, torch.Tensor)}
+
+
+def moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Copy AdamW's moments and step counts to the host, as ``<index of the weight>.<name>``; empty before the first
+    update."""
     return {
-        "loss/value_avg": float(sums["value_loss"]) / tokens,
-        "val/clipfrac_avg": float(sums["value_clipped"]) / tokens,
+        f"{index}.{name}": torch.as_tensor(value).detach().cpu().clone()
+        for index, values in optimizer.state_dict()["state"].items()
+        for name, value in values.items()
     }
+
+
+def load_moments(optimizer: torch.optim.Optimizer, stored: Mapping[str, torch.Tensor]) -> None:
+    state = optimizer.state_dict()
+    state["state"] = {}
+    for key, tensor in stored.items():
+        index, _, name = key.partition(".")
+        state["state"].setdefault(int(index), {})[name] = tensor
+    optimizer.load_state_dict(state)
+
+
+class Step:
+    """The pending step of one optimizer; ``name`` is the prefix of its metrics, "" for the policy's."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], lr: float, loss: float, name: str = ""
+    ):
+        self.optimizer, self.lr, self.loss, self.name = optimizer, lr, loss, name
+        self.gradients = [weight.grad for weight in weights if weight.grad is not None]
+        norms = [float(gradient.norm()) for gradient in self.gradients]
+        self.norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
+
+    def check(self) -> None:
+        if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
+            of = "of the critic " if self.name else ""
+            raise NonFinite(f"loss {self.loss} {of}with gradient norm {self.norm}: the update was not applied")
+
+    def take(self, clip_norm: float) -> dict[str, float]:
+        """Clip the gradients to ``clip_norm`` (0: never), change the weights, and return metrics."""
+        clipped = clip_norm > 0 and self.norm > clip_norm
+        if clipped:
+            for gradient in self.gradients:
+                gradient.mul_(clip_norm / (self.norm + 1e-6))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+        apply_gradient(self.optimizer)
+        logged = {f"optim/{self.name}grad_norm": self.norm, f"optim/{self.name}lr": self.lr}
+        return logged if self.name else {**logged, "optim/grad_clipped": clipped}
+
+
+def learning_rate(schedule: str, step: int, max_steps: int, warmup_steps: int, base: float) -> float:
+    """Return the learning rate of 0-based ``step``.
+
+    Warm-up rises linearly and reaches ``base`` at step ``warmup_steps - 1``; its first step is base/warmup_steps,
+    not 0. After it ``linear`` and ``cosine`` fall so that they would reach 0 at ``max_steps``: the last step still
+    trains. Raises ValueError for an unknown schedule or a step outside [0, max_steps].
+    """
+    if schedule not in LR_SCHEDULES:
+        raise ValueError(f"unknown learning-rate schedule {schedule!r}: one of {', '.join(LR_SCHEDULES)}")
+    if not 0 <= step <= max_steps:
+        raise ValueError(f"step {step} is outside [0, max_steps = {max_steps}]")
+    if step < warmup_steps:
+        return base * ((step + 1) / warmup_steps)
+    if schedule == "constant":
+        return base
+    progress = (step - warmup_steps) / max(max_steps - warmup_steps, 1)
+    return base * (1.0 - progress) if schedule == "linear" else base * 0.5 * (1.0 + math.cos(math.pi * progress))

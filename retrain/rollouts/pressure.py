@@ -8,8 +8,7 @@ from typing import Any
 
 from retrain.config.upkeep import Backpressure
 from retrain.maths.backpressure import Decision, DecodeWork, Limits, decide
-from retrain.policy.base import BaseModel
-from retrain.policy.memory import cache_bytes, head_size
+from retrain.policy.base import BaseModel, cache_bytes, head_size
 
 
 def decode_work(base: BaseModel) -> DecodeWork | None:

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 
 from retrain.engines.draw import truncated
-from retrain.policy.backbone import backbone_of, whole_logits
+from retrain.policy.backbone import backbone_of, collate, whole_logits
 from retrain.policy.base import BaseModel
-from retrain.policy.logprobs import collate
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.packing import Layout
 from retrain.serving.batching import Sampling

@@ -19,9 +19,8 @@ from retrain.config.training import Training
 from retrain.errors import NonFinite
 from retrain.maths.ratios import RATIO_METRICS
 from retrain.policy.objective import Objective
-from retrain.policy.optimizer import learning_rate
 from retrain.policy.protocol import Policy
-from retrain.policy.update import PROBE_SIZE
+from retrain.policy.update import PROBE_SIZE, learning_rate
 from retrain.rng import generator
 from retrain.types import (
     CreditedBatch,

@@ -34,7 +34,7 @@ def saved(step_number: int, size: int = 4) -> Snapshot:
     """A small state of a run."""
     flat = torch.cat([torch.arange(2.0 * size), torch.ones(2 * size)])
     weights = LoraWeights([LayerShape("layer", size, size)], 2, 1.0, 2, flat)
-    policy = LocalSnapshot(weights, {"r": 2}, {"exp_avg": torch.ones(size)})
+    policy = LocalSnapshot(weights, {"r": 2}.copy, {"exp_avg": torch.ones(size)})
     return Snapshot(step_number, policy, f'{{"step": {step_number}}}\n')
 
 

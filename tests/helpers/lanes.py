@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,22 @@ import torch
 from retrain.algorithms.losses import LOSSES, PluginLoss
 from retrain.config import parse_dict
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import Engine, PolicyRef, SampleRequest
+from retrain.engines.protocol import Engine
 from retrain.files import read_json, read_jsonl
 from retrain.maths.corrections import Correction
+from retrain.policy.adapter_io import peft_config
 from retrain.policy.base import BaseModel
 from retrain.policy.critic import MOMENTS, WEIGHTS
 from retrain.policy.gradient import UpdateContext
 from retrain.policy.local import LocalPolicy, LocalSnapshot
 from retrain.policy.lora import Adapter, Lanes
-from retrain.policy.memory import Budget
 from retrain.policy.objective import Objective
-from retrain.policy.optimizer import new_optimizer
+from retrain.policy.packing import Budget
 from retrain.policy.terms import EntropyTerm, KLTerm, PolicyTerm, Term
-from retrain.policy.update import PendingUpdate, policy_step
+from retrain.policy.update import PendingUpdate, new_optimizer, policy_step
 from retrain.rng import generator
 from retrain.threads import Workers
-from retrain.types import Action, Denominators, Sample, TrainBatch
+from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest, TrainBatch
 
 from .campaigns import WORLD, is_timing_key
 from .models import campaign_head
@@ -73,10 +74,16 @@ def requests(
     ]
 
 
+def save_adapter(directory: Path, adapter: Adapter, base_name: str) -> None:
+    """Write the adapter as a PEFT directory."""
+    weights = adapter.frozen("cpu")
+    LocalSnapshot(weights, partial(peft_config, weights, base_name, None, 0.0)).export(directory, directory)
+
+
 def publish(engine: Engine, adapters: Sequence[Adapter]) -> None:
     """Publish the weights of every lane as they are now."""
     for lane, adapter in enumerate(adapters):
-        engine.publish(ref(lane), LocalSnapshot(adapter.frozen(), {}))
+        engine.publish(ref(lane), LocalSnapshot(adapter.frozen()))
 
 
 def sample(

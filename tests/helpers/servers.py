@@ -21,23 +21,21 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
 
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.engines.server import canary
 from retrain.engines.server.adapters import AdapterStore
 from retrain.engines.server.client import Server
 from retrain.engines.server.dialects import DIALECTS
 from retrain.engines.server.engine import ServerEngine, Vocabulary
 from retrain.engines.server.own import Hypothesis, Said, ours
-from retrain.policy.adapter_io import save_adapter
 from retrain.policy.base import BaseModel, load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
 from retrain.serving.app import app_of
 from retrain.serving.listening import listening_socket
 from retrain.serving.service import Service
-from retrain.types import Action, Problem
+from retrain.types import Action, PolicyRef, Problem, SampleRequest
 
-from .lanes import trained
+from .lanes import save_adapter, trained
 from .models import qwen3_directory, toy_base
 
 Sent = tuple[int, Any] | None
@@ -199,7 +197,7 @@ def weights(lanes: Lanes, seed: int, rank: int = 4, alpha: float = 8.0, size: fl
 
 
 def publish(engine: ServerEngine, own: LoraWeights, version: int = 0, run: str = "run") -> PolicyRef:
-    engine.publish(ref := PolicyRef(run, version), LocalSnapshot(own, {}))
+    engine.publish(ref := PolicyRef(run, version), LocalSnapshot(own))
     return ref
 
 

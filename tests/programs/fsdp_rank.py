@@ -49,15 +49,13 @@ def measure(rank: int, count: int, port: int, model: str, out: str) -> None:
 
     from retrain.config import parse_dict
     from retrain.engines.local import LocalEngine
-    from retrain.engines.protocol import PolicyRef, SampleRequest
-    from retrain.policy.backbone import backbone_of
+    from retrain.policy.backbone import backbone_of, collate, token_logprobs
     from retrain.policy.base import load_weights, look_at
     from retrain.policy.company import Company
     from retrain.policy.local import LocalSnapshot
-    from retrain.policy.logprobs import collate, token_logprobs
     from retrain.policy.lora import Lanes
     from retrain.policy.ranks import join, leave
-    from retrain.types import Sample
+    from retrain.types import PolicyRef, Sample, SampleRequest
 
     torch.set_num_threads(1)
     join(rank, count, dist.TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False))
@@ -72,7 +70,7 @@ def measure(rank: int, count: int, port: int, model: str, out: str) -> None:
             backbone_of(base)
             engine = LocalEngine(base, lanes)
             adapter = lanes.new_adapter(2, 4.0).initialise(1)
-            engine.publish(ref := PolicyRef("a", 0), LocalSnapshot(adapter.frozen(), {}))
+            engine.publish(ref := PolicyRef("a", 0), LocalSnapshot(adapter.frozen()))
             (((action,),),) = [engine.sample([SampleRequest(ref, (3, 4, 5), 1, 2, 1.0, ("x",))])]
         tokens, zeros = list(action.token_ids), np.zeros(len(action.token_ids))
         with company.work(), lanes.single(adapter):

@@ -157,7 +157,7 @@ def test_an_adapter_teaches_one_question_at_a_time(base, lanes, engine, server):
     ref = publish(engine, strong)
     engine.sample(requests(ref, 1, 1))  # the server loads it when it is first asked for
     (name,) = names_at(server)
-    own = {"base": ModelTeacher(base, 4096, 1.0), name: AdapterTeacher(LocalSnapshot(strong, {}), "strong")}
+    own = {"base": ModelTeacher(base, 4096, 1.0), name: AdapterTeacher(LocalSnapshot(strong), "strong")}
     found = [says_what_it_is(server, *each, base, lanes, max_in_flight=1) for each in own.items()]
     assert np.abs(found[0] - found[1]).max() > 1e-2
     engine.retire(ref)

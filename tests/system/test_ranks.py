@@ -29,7 +29,6 @@ from retrain.campaign.running.models import Bases
 from retrain.campaign.running.team import Team
 from retrain.config import parse_dict
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef
 from retrain.engines.rows import LaneRequest, Row
 from retrain.engines.shared import DecodingAsked, SharedEngine
 from retrain.errors import ModelError, NonFinite, RunFailed
@@ -38,7 +37,7 @@ from retrain.policy.base import load_base
 from retrain.policy.local import LocalPolicy, LocalSnapshot
 from retrain.policy.ranks import Answers, Ranks
 from retrain.threads import Workers
-from retrain.types import TrainBatch, Want
+from retrain.types import PolicyRef, TrainBatch, Want
 
 TEXTS = ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"]
 LOSSES = """
@@ -194,7 +193,7 @@ def test_scores_are_those_of_one_process(whole, shared, folder):
 def published(engine, lanes, count: int = 1):
     for lane in range(count):
         adapter = trained(lanes, lane, size=0.05)
-        engine.publish(PolicyRef(str(lane), 0), LocalSnapshot(adapter.frozen(), {}))
+        engine.publish(PolicyRef(str(lane), 0), LocalSnapshot(adapter.frozen()))
     return engine
 
 
@@ -268,7 +267,7 @@ class Beside:
 
     def tell(self, name, *args):
         if name == "publish":
-            self.engine.publish(args[0], LocalSnapshot(args[1].frozen(self.engine.lanes), {}))
+            self.engine.publish(args[0], LocalSnapshot(args[1].frozen(self.engine.lanes)))
 
     def ask(self, name, args, own):
         result = own()
@@ -349,7 +348,7 @@ def test_a_second_base_and_another_kind_of_decoder(shared, folder, tmp_path):
         buffers = [{key: each.dtype for key, each in model.named_buffers()} for model in (base.model, own.model)]
         assert buffers[0] == buffers[1]
         adapter = trained(lanes, 1, size=0.05)
-        engine.publish(PolicyRef("0", 0), LocalSnapshot(adapter.frozen(), {}))
+        engine.publish(PolicyRef("0", 0), LocalSnapshot(adapter.frozen()))
         groups = engine.sample(requests(prompts=3, samples=4, max_tokens=5))
         assert [len(group) for group in groups] == [4, 4, 4]
         with base.presence.alone(), torch.no_grad():

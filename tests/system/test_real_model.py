@@ -16,13 +16,13 @@ from safetensors.torch import load_file as load_tensors
 
 from retrain.campaign.adapters.talk import lane_adapter
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.files import read_jsonl
 from retrain.plugins import load_file
 from retrain.policy.adapter_io import AdapterFile
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
+from retrain.types import PolicyRef, SampleRequest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "real_model.py"
@@ -129,7 +129,7 @@ def test_peft_has_the_logprobs_of_the_sampler(run):
         adapter = lane_adapter(file, lanes)
     engine = LocalEngine(base, lanes)
     assert engine.fast
-    engine.publish(PolicyRef("real", 0), LocalSnapshot(adapter.frozen(), {}))
+    engine.publish(PolicyRef("real", 0), LocalSnapshot(adapter.frozen()))
     prompt = (1, 4093, 198, 1780, 314, 216, 40, 1232, 216, 37, 47, 2, 198, 1, 520, 9531, 198)  # a question and its turn
     [group] = engine.sample([SampleRequest(PolicyRef("real", 0), prompt, 4, 24, 1.0, ("real",))])
     peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32), run / "final")

@@ -13,7 +13,6 @@ from retrain.config import Config
 from retrain.config.evaluation import HELDOUT, EvaluationSet, resolved
 from retrain.data.prompts import render
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.engines.server.build import server_engine
 from retrain.engines.server.engine import ServerEngine
 from retrain.errors import ModelError, UsageError
@@ -21,7 +20,7 @@ from retrain.policy.adapter_io import AdapterFile
 from retrain.policy.base import BaseModel, workers_for
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Adapter, Lanes
-from retrain.types import Action, Problem, Prompt
+from retrain.types import Action, PolicyRef, Problem, Prompt, SampleRequest
 
 
 def answers(
@@ -57,7 +56,7 @@ def answers(
         engine = _engine(config, base, lanes, stack, tell)
         refs = [PolicyRef("base", 0), PolicyRef("adapter", 0)]
         for ref, adapter in zip(refs, adapters, strict=True):
-            engine.publish(ref, LocalSnapshot(adapter.frozen(), {}))
+            engine.publish(ref, LocalSnapshot(adapter.frozen()))
         rendered = [render(Problem(f"prompt {i + 1}", text, ""), base.tokenizer, config.data)
                     for i, text in enumerate(prompts)]  # fmt: skip
         requests = [

@@ -159,7 +159,6 @@ def _evaluate(
     configuration, whose servers have ``directory`` for what they need.
     """
     from retrain.data.prompts import Renderer
-    from retrain.engines.protocol import PolicyRef
     from retrain.environments.build import environments_of
     from retrain.environments.protocol import Limits
     from retrain.policy.adapter_io import read_adapter
@@ -167,6 +166,7 @@ def _evaluate(
     from retrain.policy.local import LocalSnapshot
     from retrain.rewards import build_grader
     from retrain.training.evaluation import Evaluator, Subject
+    from retrain.types import PolicyRef
 
     config = spec.config
     files = bases.look(config)
@@ -193,7 +193,7 @@ def _evaluate(
                 continue
             adapter = lanes.new_adapter(ranks[-1], next(iter(stored.scales.values())) * ranks[-1])
             adapter.load(stored.tensors)
-            engine.publish(ref := PolicyRef(f"rank {ranks[-1]}", 0), LocalSnapshot(adapter.frozen(), {}))
+            engine.publish(ref := PolicyRef(f"rank {ranks[-1]}", 0), LocalSnapshot(adapter.frozen()))
             # The streams of the run's final evaluation: common random numbers with it.
             subject = Subject(ref, {held_out.name: environment}, stream, config.training.max_steps)
             (record,) = evaluator.evaluate(held_out, [subject])

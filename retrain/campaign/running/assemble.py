@@ -27,9 +27,8 @@ from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import Told
 from retrain.environments.protocol import Limits
 from retrain.errors import CheckpointError, DataError, ModelError
-from retrain.policy.base import BaseModel, workers_for
+from retrain.policy.base import BaseModel, MemoryPlan, workers_for
 from retrain.policy.local import LocalPolicy
-from retrain.policy.memory import MemoryPlan
 from retrain.records.base_evaluations import BaseEvaluations
 from retrain.records.observer import Observer
 from retrain.rewards import Grader, build_grader

@@ -16,19 +16,18 @@ from retrain.campaign.running.models import Bases
 from retrain.config.base import is_plugin
 from retrain.device import is_out_of_memory
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef
 from retrain.engines.shared import DecodingAsked
+from retrain.policy.backbone import Scored
+from retrain.policy.base import MemoryPlan
 from retrain.policy.company import Company
 from retrain.policy.gradient import MicroBatchResult
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
-from retrain.policy.memory import MemoryPlan
 from retrain.policy.ranks import ANSWER_SECONDS
-from retrain.policy.scoring import Scored
 from retrain.policy.shares import Packed, PassesAsked, ScoresAsked
 from retrain.policy.terms import PolicyLoss
 from retrain.threads import Workers
-from retrain.types import Action
+from retrain.types import Action, PolicyRef
 
 
 class Desk:
@@ -70,7 +69,7 @@ class Desk:
         return base.fingerprint
 
     def publish(self, ref: PolicyRef, weights: Packed) -> None:
-        self.engine.publish(ref, LocalSnapshot(weights.frozen(self.lanes), {}))
+        self.engine.publish(ref, LocalSnapshot(weights.frozen(self.lanes)))
 
     def retire(self, ref: PolicyRef) -> None:
         self.engine.retire(ref)

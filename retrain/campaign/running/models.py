@@ -26,11 +26,10 @@ from retrain.engines.server.watch import Watch
 from retrain.engines.shared import SharedEngine
 from retrain.maths.backpressure import DecodeWork
 from retrain.policy.backbone import backbone_of
-from retrain.policy.base import BaseModel, ModelFiles, load_base, load_weights, look_at
+from retrain.policy.base import BaseModel, MemoryPlan, ModelFiles, load_base, load_weights, look_at
 from retrain.policy.gradient import DistributionTeacher
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
-from retrain.policy.memory import MemoryPlan
 from retrain.policy.plugin import PluginPolicy, load_backend
 from retrain.policy.protocol import Policy
 from retrain.policy.ranks import Ranks

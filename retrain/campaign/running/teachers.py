@@ -14,10 +14,9 @@ from retrain.config import Config
 from retrain.engines.server.teacher import ServerTeacher, server_teacher
 from retrain.errors import ModelError, UsageError
 from retrain.policy.adapter_io import read_adapter
-from retrain.policy.base import BaseModel
+from retrain.policy.base import BaseModel, MemoryPlan
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
-from retrain.policy.memory import MemoryPlan
 
 
 def teachers_of(
@@ -111,7 +110,7 @@ def _adapter(directory: Path, what: str, base: BaseModel, lanes: Lanes) -> Adapt
             raise UsageError(f"{what}: its layer {name} is not one of {base.name}: it is an adapter of another model")
     weights = _weights(stored.tensors, stored.scales, lanes)
     digest = hashlib.sha256(weights.flat.cpu().numpy().tobytes()).hexdigest()[:16]
-    return AdapterTeacher(LocalSnapshot(weights, stored.config), f"adapter {digest}")
+    return AdapterTeacher(LocalSnapshot(weights, stored.config.copy), f"adapter {digest}")
 
 
 def _weights(

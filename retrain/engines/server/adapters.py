@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from retrain.engines.protocol import PolicyRef
 from retrain.errors import RunFailed, UsageError
 from retrain.files import aside_of, prepare_directory, publish_directory, read_json, write_json, writing
 from retrain.ownership import has_ended, this_process
 from retrain.policy.adapter_io import padded, write_peft
 from retrain.policy.local import LocalSnapshot
+from retrain.types import PolicyRef
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # Ranks that vLLM takes; SGLang takes any
 OWNED, OWNER = "retrain-", "owner.json"  # Prefix of a process's directory, and the file in it that names its owner
@@ -146,7 +146,7 @@ class AdapterStore:
         plain = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
         return plain | {
             "base_model_name_or_path": self.base,
-            **snapshot.peft,
+            **snapshot.peft_config(),
             "r": rank,
             "lora_alpha": snapshot.weights.scale * rank,
             "target_modules": names,

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.engines.server.client import Server
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.own import Hypothesis, Said, distances, misreadings, next_tokens, ours, rms
@@ -24,7 +23,7 @@ from retrain.errors import ModelError, ServerFailed
 from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
-from retrain.types import Action
+from retrain.types import Action, PolicyRef, SampleRequest
 
 TEXT = "The numbers 3, 14 and 15 are in a box. Take one, double it, and say what is left:"
 TOKENS, SAMPLES, TRIES = 12, 4, 3
@@ -103,7 +102,7 @@ def canaries(
                 SampleRequest(ref, prompt[: len(prompt) - last + i + 1], 1, 1, temperature, (*STREAM, "again", what, i))
                 for i in range(last)
             ]
-            tries.append(Again(asked, LocalSnapshot(weights, {}), table_TV, what, tolerance))
+            tries.append(Again(asked, LocalSnapshot(weights), table_TV, what, tolerance))
     engine.try_with(tries)
     tried = set[Server]()
     while not tried & set(engine.pool.servers):
@@ -138,7 +137,7 @@ def canary(
     weights = [nothing.frozen(), known.frozen()]
     try:
         for ref, each in zip(refs, weights, strict=True):
-            engine.publish(ref, LocalSnapshot(each, {}))
+            engine.publish(ref, LocalSnapshot(each))
         said = [_said(engine, at, ref, prompt, temperature) for ref in refs]
         for ref, name in zip(refs, ("the base", "an adapter"), strict=True):
             _seeds(engine, at, ref, prompt, temperature, name)

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from retrain.engines.server.adapters import server_rank
+from retrain.policy.backbone import collate, token_logprobs
 from retrain.policy.base import BaseModel
-from retrain.policy.logprobs import collate, token_logprobs
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.types import Sample
 

@@ -1,12 +1,12 @@
 import pytest
 import torch
-from helpers.lanes import local_policy, trained
+from helpers.lanes import local_policy, save_adapter, trained
 
 from retrain.campaign.adapters.provenance import provenance
 from retrain.campaign.adapters.squeeze import compress_adapter
 from retrain.errors import ModelError
 from retrain.files import read_json, write_json
-from retrain.policy.adapter_io import read_adapter, save_adapter
+from retrain.policy.adapter_io import read_adapter
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes

@@ -5,8 +5,8 @@ import torch
 
 from retrain.algorithms.losses import M2PO, PPO, PluginLoss, Reinforce
 from retrain.maths.corrections import Correction
-from retrain.policy.logprobs import MicroBatch
 from retrain.policy.objective import Objective
+from retrain.policy.packing import MicroBatch
 from retrain.policy.terms import EntropyTerm, KLTerm, NoLoss, PolicyTerm, TeacherTerm, TokenScores
 from retrain.types import Denominators
 

@@ -240,7 +240,7 @@ def test_a_foreign_directory_of_a_run_is_refused_before_a_campaign(tmp_path, mod
 
 def saved(step: int) -> Snapshot:
     weights = LoraWeights([LayerShape("layer", 4, 4)], 2, 1.0, 2, torch.cat([torch.arange(8.0), torch.ones(8)]))
-    return Snapshot(step, LocalSnapshot(weights, {"r": 2}, {"exp_avg": torch.ones(4)}), f'{{"step": {step}}}\n')
+    return Snapshot(step, LocalSnapshot(weights, {"r": 2}.copy, {"exp_avg": torch.ones(4)}), f'{{"step": {step}}}\n')
 
 
 def test_foreign_checkpoints_survive_pruning_and_forgetting_and_are_not_continued(tmp_path):

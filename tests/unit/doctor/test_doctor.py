@@ -143,7 +143,7 @@ def sizes_planned_too_small(subject: Subject, monkeypatch) -> None:
 
 
 def unnoticed_shortages(subject: Subject, monkeypatch) -> None:
-    for module in ("retrain.engines.local", "retrain.policy.memory"):
+    for module in ("retrain.engines.local", "retrain.policy.packing"):
         monkeypatch.setattr(f"{module}.is_out_of_memory", lambda error: False)
 
 

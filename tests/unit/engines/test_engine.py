@@ -21,7 +21,6 @@ from helpers.models import qwen3_directory, toy_base
 
 from retrain.engines import dense, slots
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.engines.step import compiled_decode_steps, decode_steps
 from retrain.errors import ModelError, RunFailed
 from retrain.files import read_json, write_json
@@ -29,6 +28,7 @@ from retrain.policy.base import load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
 from retrain.threads import Workers
+from retrain.types import PolicyRef, SampleRequest
 
 
 def tokens(groups):
@@ -75,7 +75,7 @@ def test_what_is_published_is_sampled_with_whatever_becomes_of_the_weights(base,
     again = engine.sample(asked)
     assert tokens(again) == tokens(first)
     newer = PolicyRef(ref(0).run_id, 1)
-    engine.publish(newer, LocalSnapshot(adapter.frozen(), {}))
+    engine.publish(newer, LocalSnapshot(adapter.frozen()))
     moved = engine.sample([dataclasses.replace(request, policy=newer) for request in asked])
     assert_fresh(base, lanes, [adapter], asked, moved)
     assert tokens(moved) != tokens(first)
@@ -85,7 +85,7 @@ def test_what_is_published_is_sampled_with_whatever_becomes_of_the_weights(base,
 
 def test_weights_that_were_not_published_are_named(base, lanes):
     """An older version, a later one, another run's: the engine never samples with other weights instead."""
-    engine, weights = LocalEngine(base, lanes), LocalSnapshot(trained(lanes, 0).frozen(), {})
+    engine, weights = LocalEngine(base, lanes), LocalSnapshot(trained(lanes, 0).frozen())
 
     def sample_as(run: str, version: int):
         engine.sample([dataclasses.replace(requests()[0], policy=PolicyRef(run, version))])

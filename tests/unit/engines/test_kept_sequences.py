@@ -13,9 +13,8 @@ from helpers.lanes import ref as ref_of
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.kept import Batch, KeptSequences
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.errors import RunFailed
-from retrain.types import Action
+from retrain.types import Action, PolicyRef, SampleRequest
 
 TURNS, TOKENS = 3, 6
 

@@ -24,14 +24,12 @@ from retrain.config import load
 from retrain.engines import dense
 from retrain.engines.draw import draw
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import SampleRequest
 from retrain.engines.step import decode_steps
 from retrain.engines.truncation import cuts_of
 from retrain.maths.ratios import sampled_token_kl
-from retrain.policy import logprobs as policy_logprobs
-from retrain.policy.backbone import backbone_of
-from retrain.policy.logprobs import collate, token_logprobs
-from retrain.types import CreditedRollout, Problem, Prompt, RewardResult, Sample, Turn, training_samples
+from retrain.policy import backbone
+from retrain.policy.backbone import backbone_of, collate, token_logprobs
+from retrain.types import CreditedRollout, Problem, Prompt, RewardResult, Sample, SampleRequest, Turn, training_samples
 
 CUTS = {
     "top_p": {"top_p": 0.8},
@@ -219,7 +217,7 @@ def test_loss_kl_and_entropy_of_the_truncated_distribution_by_autograd(base, lan
     """Gradient and numbers of policy loss, KL to the base and entropy bonus, each over the recorded sets."""
     if not apart:
         whole = dataclasses.replace(backbone_of(base), head=None)
-        monkeypatch.setattr(policy_logprobs, "backbone_of", lambda base: whole)
+        monkeypatch.setattr(backbone, "backbone_of", lambda base: whole)
     adapter = trained(lanes, 0)
     samples = rollout(base, lanes, adapter, asked=asked_for(top_p=0.8, min_p=0.02))
     terms = {"loss": "reinforce", "temperature": 0.7, "kl_coef": 0.4, "entropy_coef": 0.3}

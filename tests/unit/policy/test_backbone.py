@@ -8,12 +8,11 @@ from torch.autograd import gradcheck
 from torch.nn import functional as F
 
 from retrain.policy import head as heads
-from retrain.policy.backbone import backbone_of
-from retrain.policy.fused import adapted_linear, rms_norm, swiglu
+from retrain.policy.arithmetic import adapted_linear, rms_norm, swiglu
+from retrain.policy.backbone import backbone_of, collate, token_logprobs
 from retrain.policy.head import Head, Supports
-from retrain.policy.logprobs import collate, split_microbatches, token_logprobs
 from retrain.policy.lora import Lanes
-from retrain.policy.packing import packed_layout
+from retrain.policy.packing import packed_layout, split_microbatches
 from retrain.rng import generator
 from retrain.types import Sample
 

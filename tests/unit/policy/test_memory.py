@@ -24,16 +24,15 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.slots import SlotBatch
 from retrain.engines.step import Rows, Sampled, decode_steps
 from retrain.files import read_json, read_jsonl
-from retrain.policy import backbone, memory
+from retrain.policy import backbone
+from retrain.policy import base as bases
 from retrain.policy import gradient as accumulating
-from retrain.policy import scoring as policy_scoring
-from retrain.policy.base import BaseModel
+from retrain.policy.base import BaseModel, MemoryPlan, kept_bytes
 from retrain.policy.head import Head
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
-from retrain.policy.memory import Budget, MemoryPlan, kept_bytes
-from retrain.policy.optimizer import apply_gradient
-from retrain.policy.packing import NAME, register_attention
+from retrain.policy.packing import NAME, Budget, register_attention
+from retrain.policy.update import apply_gradient
 from retrain.records.observer import NullObserver
 from retrain.rng import generator
 from retrain.types import Sample, TrainBatch, Want
@@ -142,7 +141,7 @@ def test_decoding_stays_on_the_device_of_the_base():
 
 def test_rows_of_an_8b_cohort_on_80_gib_are_those_counted_by_hand(monkeypatch, trainable):
     """Five lanes, prompt and completion of 2,048 tokens: 33 slots each, where a cache that is there twice had 15."""
-    monkeypatch.setattr(memory, "total_memory", lambda device: 80 << 30)
+    monkeypatch.setattr(bases, "total_memory", lambda device: 80 << 30)
     base = on_meta(QWEN, torch.bfloat16, 36, 151_936)
     assert kept_bytes(base) == 36 * 71 * 2048  # per token
     plan = MemoryPlan.of(base, lanes := 5 * 43_646_976 * (4 + 4 + 8 + 4 + 2))
@@ -172,8 +171,8 @@ def machine(monkeypatch):
         return compute(self, specs, *rest, **options)
 
     def become(total: int, tokens: int) -> list[tuple[str, int]]:
-        monkeypatch.setattr(memory, "total_memory", lambda device: total)
-        monkeypatch.setattr(memory.sizes, "cpu_token_budget", lambda weight_bytes: tokens)
+        monkeypatch.setattr(bases, "total_memory", lambda device: total)
+        monkeypatch.setattr(bases.sizes, "cpu_token_budget", lambda weight_bytes: tokens)
         shapes.clear()
         return shapes
 
@@ -275,7 +274,7 @@ PLACES = {
     "a prefill": (DenseDecoder, "prefill", 2, CUDA),
     "decoding": (DenseDecoder, "decode_steps", 3, CUBLAS),
     "compacting": (KVCache, "select", 1, CPU),
-    "scoring": (policy_scoring, "token_logprobs", 2, CUDA),
+    "scoring": (backbone, "token_logprobs", 2, CUDA),
     "a forward pass": (accumulating, "token_logprobs", 2, CPU),
     "a backward pass": (torch.Tensor, "backward", 2, MemoryError()),
     "the first moment": (torch, "zeros_like", 1, DRIVER),
@@ -373,7 +372,7 @@ def test_adamw_as_one_kernel_goes_on_from_a_checkpoint(base, lanes, monkeypatch,
     """The third update after saving and loading is the third of three, bit by bit, and equals the plain optimizer's up
     to rounding. On a GPU the step count is on the device."""
     plain, samples = local_policy(base, lanes), rollout(base, lanes, trained(lanes, 0))
-    monkeypatch.setattr("retrain.policy.optimizer.FUSED", ("cpu",))
+    monkeypatch.setattr("retrain.policy.update.FUSED", ("cpu",))
     fused, later = local_policy(base, lanes), local_policy(base, lanes, 1)
     assert fused.optimizer.param_groups[0]["fused"]
     assert not plain.optimizer.param_groups[0]["fused"]

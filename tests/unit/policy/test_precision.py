@@ -16,16 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from retrain.engines import dense, grid
 from retrain.engines.dense import DenseDecoder, dense_decoder
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import SampleRequest
 from retrain.policy import arithmetic, packing
-from retrain.policy.arithmetic import causal_attention, fp32_product, packed
-from retrain.policy.backbone import backbone_of
+from retrain.policy.arithmetic import attention, causal_attention, fp32_product, packed, rms_norm
+from retrain.policy.backbone import backbone_of, collate, token_logprobs
 from retrain.policy.base import load_base
-from retrain.policy.fused import attention, rms_norm
 from retrain.policy.head import Head
-from retrain.policy.logprobs import collate, token_logprobs
 from retrain.policy.lora import Adapter, Lanes
-from retrain.types import Sample
+from retrain.types import Sample, SampleRequest
 
 BF16 = torch.bfloat16
 needs_packing = pytest.mark.skipif(not arithmetic.packs("cpu", BF16), reason="this torch cannot lay weights out anew")
@@ -173,7 +170,7 @@ def test_a_device_that_rounds_its_sums_gives_what_it_rounded_off_in_a_second_pro
 @pytest.mark.parametrize(("runs", "dtype"), [(1, BF16), (1, torch.float32), (3, torch.float32)], ids=str)
 def test_a_larger_model_decodes_from_packed_weights_what_the_update_sees(tiny, monkeypatch, runs, dtype):
     """The adapter is merged for one run in fp32, and a product of its own otherwise."""
-    monkeypatch.setattr("retrain.policy.base.SMALL_MODEL_BYTES", 0)
+    monkeypatch.setattr("retrain.models.sizes.SMALL_MODEL_BYTES", 0)
     base = tiny("qwen3", dtype)
     lanes = Lanes(base)
     adapters = [trained(lanes, seed, rank=2 + seed, size=0.05) for seed in range(runs)]

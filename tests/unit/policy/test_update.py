@@ -25,10 +25,9 @@ from retrain.config import parse_dict
 from retrain.errors import NonFinite, RunFailed
 from retrain.maths.corrections import Correction
 from retrain.maths.ratios import MISMATCH_METRICS, RATIO_METRICS
-from retrain.policy.backbone import backbone_of
-from retrain.policy.logprobs import collate, split_microbatches, token_logprobs
+from retrain.policy.backbone import backbone_of, collate, token_logprobs
 from retrain.policy.lora import Lanes
-from retrain.policy.memory import Budget
+from retrain.policy.packing import Budget, split_microbatches
 from retrain.rng import generator
 from retrain.threads import Workers
 from retrain.types import Denominators, Sample, training_samples

@@ -12,7 +12,7 @@ from retrain.algorithms.losses import DPPO, PPO
 from retrain.config import parse_dict
 from retrain.maths.corrections import Correction
 from retrain.maths.ratios import loss_metrics
-from retrain.policy.logprobs import MicroBatch
+from retrain.policy.packing import MicroBatch
 from retrain.policy.terms import PolicyTerm, TokenScores, policy_loss
 from retrain.training.updates import (
     MinibatchUpdate,

@@ -18,7 +18,6 @@ from retrain.config.training import Sampling
 from retrain.data.conversation import Conversation
 from retrain.data.prompts import Renderer, tools_text
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef
 from retrain.environments.protocol import Observation, Step
 from retrain.errors import ModelError
 from retrain.policy.local import LocalPolicy
@@ -30,6 +29,7 @@ from retrain.types import (
     Action,
     Denominators,
     Group,
+    PolicyRef,
     Problem,
     RewardResult,
     TrainBatch,

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.rng import stream_key
 from retrain.serving.app import app_of
 from retrain.serving.service import Service
 from retrain.serving.text import Writer
+from retrain.types import PolicyRef, SampleRequest
 
 PROMPTS = [[5, 9, 17, 30, 41], [7, 80, 3], [12, 13, 14, 15, 16, 17, 18, 19]]
 
@@ -140,7 +140,7 @@ def test_one_seed_gives_every_prompt_its_own_noise(world):
 def test_pieces_draw_what_one_call_draws(world):
     """The engine asked for a whole completion says what the server says in pieces."""
     engine, ref = LocalEngine(world.service.base, world.service.lanes), PolicyRef("one", 0)
-    engine.publish(ref, LocalSnapshot(world.adapters["one"].frozen(), {}))
+    engine.publish(ref, LocalSnapshot(world.adapters["one"].frozen()))
     request = SampleRequest(ref, tuple(PROMPTS[0]), 3, 90, 1.0, ("serve", 11, stream_key(*PROMPTS[0])))
     whole = [action.token_ids for action in engine.sample([request])[0]]
     assert ids_of(world.complete(**asked(model="one", n=3, max_tokens=90))) == whole

@@ -19,6 +19,7 @@ from helpers.lanes import (
     requests,
     rollout,
     runs_of,
+    save_adapter,
     totals,
     trained,
 )
@@ -41,7 +42,6 @@ from retrain.errors import ConfigError, ModelError, RunFailed, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.maths.distillation import divergence, with_tail
 from retrain.policy import head as head_module
-from retrain.policy.adapter_io import save_adapter
 from retrain.policy.base import load_base
 from retrain.policy.head import Head, head_divergence
 from retrain.policy.local import LocalSnapshot
@@ -437,7 +437,7 @@ def test_the_gradient_over_the_vocabulary_is_the_plain_losses(base, lanes, who, 
     teachers = {
         "base": BaseTeacher(""),
         "policy": PolicyTeacher(),
-        "adapter": AdapterTeacher(LocalSnapshot(other.frozen(), {}), ""),
+        "adapter": AdapterTeacher(LocalSnapshot(other.frozen()), ""),
     }
     policy, objective = student(base, lanes, teachers[who], alpha=alpha, top_tokens=top, weight=0.7)
     samples = rollout(base, lanes, policy.adapter)[:5]
