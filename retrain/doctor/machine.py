@@ -11,7 +11,7 @@ import torch
 from retrain.device import gpu_facts
 from retrain.doctor.results import Result, judged
 from retrain.doctor.subject import Sizes, Subject
-from retrain.engines.dense import is_supported
+from retrain.engines.dense_probe import is_supported
 from retrain.engines.protocol import SampleRequest
 from retrain.gpus import build_fault, nvidia_gpus
 from retrain.policy.backbone import backbone_of

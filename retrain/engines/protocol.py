@@ -26,7 +26,7 @@ class SampleRequest:
 
     ``stream`` names the random stream of the group (see ``retrain.rng``); sample k of the group uses
     ``(*stream, k)``, so what is sampled depends on nothing that happens to be in the same batch. ``top_p``, ``top_k``
-    and ``min_p`` cut the distribution (see ``engines.truncation``).
+    and ``min_p`` cut the distribution (see ``engines.step``).
     """
 
     policy: PolicyRef
@@ -55,6 +55,21 @@ class SampleRequest:
     def truncates(self) -> bool:
         """Whether completions are sampled from less than the whole vocabulary."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+@dataclass(frozen=True)
+class LaneRequest(SampleRequest):
+    """A request whose weights are lane ``lane`` of the decode batch."""
+
+    lane: int = 0
+
+
+@dataclass(frozen=True)
+class SampleIndex:
+    """One sequence to sample: sample ``sample`` of request ``request``."""
+
+    request: int
+    sample: int
 
 
 def check_lengths(requests: Sequence[SampleRequest], context: int, owner: str) -> int:

@@ -17,7 +17,7 @@ from retrain.config.base import is_plugin
 from retrain.device import is_out_of_memory
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef
-from retrain.engines.shared import DecodingAsked
+from retrain.engines.shared import DecodeTask
 from retrain.policy.company import Company
 from retrain.policy.gradient import MicroBatchResult
 from retrain.policy.local import LocalSnapshot
@@ -81,7 +81,7 @@ class Desk:
     def forget_sequences(self) -> None:
         self.engine.forget_sequences()
 
-    def decode(self, asked: DecodingAsked) -> dict[int, list[Action]]:
+    def decode(self, asked: DecodeTask) -> dict[int, list[Action]]:
         try:
             return asked.done(self.engine)
         except RuntimeError as error:

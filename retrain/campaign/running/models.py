@@ -278,7 +278,7 @@ class Bases:
     def forget_sequences(self) -> None:
         """Let go of what an engine in this process has kept of sequences that go on."""
         if self._engine is not None:
-            self._engine.kept.clear()
+            self._engine.sequence_cache.clear()
 
     def release(self) -> None:
         """Take everything off the base and let go of it, and of the servers."""
