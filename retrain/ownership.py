@@ -24,9 +24,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from retrain.errors import LeaseLost, NotOurs, NotReadable, StorageError, UsageError
+from retrain.errors import LeaseLost, NotOurs, NotReadable, StorageError, UsageError, listed
 from retrain.files import is_aside, publish_directory, read_json, read_json_if_present, write_bytes, write_json, writing
-from retrain.wording import listed
 
 MARK = "retrain.json"
 LAYOUT = (

@@ -17,9 +17,8 @@ from contextlib import suppress
 
 import torch
 
-from retrain.device import is_out_of_memory
+from retrain.device import is_out_of_memory, lost
 from retrain.errors import RunFailed
-from retrain.gpus import lost
 
 EAGER_STEPS = 3
 """Steps of one shape that run eagerly first: fewer replays than this would not pay for a capture, and libraries set

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from retrain.device import is_out_of_memory
+from retrain.device import Workers, is_out_of_memory
 from retrain.engines.dense import Blocks, DenseDecoder, SequenceCache
 from retrain.engines.dense_probe import dense_decoder
 from retrain.engines.graphs import StepGraphs, cuda_capture
@@ -29,7 +29,6 @@ from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.memory import MemoryPlan, cache_bytes
 from retrain.policy.protocol import PolicySnapshot
-from retrain.threads import Workers
 from retrain.types import Action
 
 MOST_ROWS = {"cpu": 1024, "cuda": GPU_MOST_ROWS}

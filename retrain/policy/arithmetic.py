@@ -11,8 +11,7 @@ import functools
 import torch
 from torch.nn import functional as F
 
-from retrain.device import is_out_of_memory
-from retrain.gpus import lost
+from retrain.device import is_out_of_memory, lost
 
 FULL = (torch.float32, torch.float64)  # Dtypes in which models compute at the precision of their results
 

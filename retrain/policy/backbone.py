@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from retrain.device import thread_values
 from retrain.policy.base import BaseModel
 from retrain.policy.fused import rms_norm, swiglu
 from retrain.policy.head import Head, split_head
@@ -32,7 +33,6 @@ from retrain.policy.packing import (
 )
 from retrain.policy.rounded import left_narrow, rounded_linear, rounds
 from retrain.rng import generator
-from retrain.threads import thread_values
 from retrain.types import Sample
 
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from retrain.config import Config
-from retrain.device import resolve_device, resolve_dtype, set_up, total_memory
+from retrain.device import Workers, resolve_device, resolve_dtype, set_up, total_memory
 from retrain.errors import MissingExtra, ModelError
 from retrain.extras import is_installed, missing
 from retrain.models import bundled_model_path
@@ -25,7 +25,6 @@ from retrain.policy.company import Company
 from retrain.policy.presence import Presence, Whole
 from retrain.policy.quantized import QuantizationEffect, quantise, weight_bytes
 from retrain.policy.sharded import load_shared
-from retrain.threads import Workers
 from retrain.tokenizer import Tokenizer
 
 QUANTIZED_MARK = "+"  # In a fingerprint, between that of the unquantised weights and what they were put into

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from retrain.device import Workers
 from retrain.maths.ratios import Sums, add_sums
 from retrain.policy.backbone import backbone_of, checkpointed
 from retrain.policy.base import BaseModel
@@ -33,7 +34,6 @@ from retrain.policy.packing import Layout, update_mode
 from retrain.policy.rounded import products_in_bfloat16
 from retrain.policy.terms import TeacherTerm, TokenScores
 from retrain.rng import torch_seed
-from retrain.threads import Workers
 from retrain.types import Sample, TrainBatch, Want, with_prompt
 
 UPDATE_PHASES = (

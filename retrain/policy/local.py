@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from retrain.config import Config
+from retrain.device import Workers
 from retrain.errors import CheckpointError, ModelError
 from retrain.files import write_bytes
 from retrain.policy.adapter_io import StoredAdapter, peft_config, read_adapter, write_peft
@@ -29,7 +30,6 @@ from retrain.policy.scoring import in_microbatches, scored
 from retrain.policy.shares import RunShares
 from retrain.policy.update import PendingUpdate, batch_gradient, critic_step, policy_step
 from retrain.tensor_file import to_bytes
-from retrain.threads import Workers
 from retrain.types import Sample, Scores, TrainBatch, UpdateResult, Want
 
 OPTIMIZER = "optimizer.safetensors"

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from retrain.device import thread_values
 from retrain.policy.fused import attention
-from retrain.threads import thread_values
 from retrain.types import Sample
 
 

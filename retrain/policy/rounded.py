@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from retrain.threads import thread_values
+from retrain.device import thread_values
 
 NARROW = torch.bfloat16
 

@@ -13,6 +13,7 @@ import torch
 
 from retrain.algorithms.losses import LOSSES, PluginLoss
 from retrain.config import parse_dict
+from retrain.device import Workers
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine, PolicyRef, SampleRequest
 from retrain.files import read_json, read_jsonl
@@ -28,7 +29,6 @@ from retrain.policy.optimizer import new_optimizer
 from retrain.policy.terms import EntropyTerm, KLTerm, PolicyTerm, Term
 from retrain.policy.update import PendingUpdate, policy_step
 from retrain.rng import generator
-from retrain.threads import Workers
 from retrain.types import Action, Denominators, Sample, TrainBatch
 
 from .campaigns import WORLD, is_timing_key

@@ -14,7 +14,7 @@ from retrain.campaign.running.assemble import use_deterministic, workers_of
 from retrain.campaign.running.fitting import lane_bytes
 from retrain.campaign.running.models import Bases
 from retrain.config.base import is_plugin
-from retrain.device import is_out_of_memory
+from retrain.device import Workers, is_out_of_memory
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef
 from retrain.engines.shared import DecodeTask
@@ -27,7 +27,6 @@ from retrain.policy.ranks import ANSWER_SECONDS
 from retrain.policy.scoring import Scored
 from retrain.policy.shares import Packed, PassesAsked, ScoresAsked
 from retrain.policy.terms import PolicyLoss
-from retrain.threads import Workers
 from retrain.types import Action
 
 

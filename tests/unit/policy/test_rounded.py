@@ -6,9 +6,9 @@ import torch
 from helpers.lanes import gradient, local_policy, objective, relative_gap, rollout, totals, trained
 from torch import nn
 
+from retrain.device import Workers
 from retrain.policy.memory import Budget
 from retrain.policy.rounded import NARROW, rounded_linear
-from retrain.threads import Workers
 from retrain.types import TrainBatch, Want
 
 
