@@ -137,9 +137,8 @@ class LocalEngine:
         not published.
         """
         longest = check_lengths(requests, self.base.context_length, self.base.name)
-        lanes = {ref: lane for lane, ref in enumerate(dict.fromkeys(request.policy for request in requests))}
-        weights = [self.weights_of(ref) for ref in lanes]
-        in_lanes = [LaneRequest(**vars(request), lane=lanes[request.policy]) for request in requests]
+        policies, in_lanes = with_lanes(requests)
+        weights = [self.weights_of(ref) for ref in policies]
         done: list[list[Action]] = [[] for _ in requests]
         self._syncs = []
 
@@ -151,20 +150,20 @@ class LocalEngine:
 
         continues = any(request.sequences for request in requests)
         affordable = self.affordable_rows(longest, any(request.truncates for request in requests), continues)
-        rows = min(bound for bound in (affordable, max_rows, self.fitting) if bound)
+        rows = min(filter(None, (affordable, max_rows, self.fitting)))
         indices = indices_by_lane(in_lanes)
         while indices:
             try:
                 pieces = pieces_of(
                     in_lanes, indices, min(self.side_by_side, min(rows, len(indices)) // LEAST_PIECE_ROWS)
                 )
-                lanes_used = sorted({in_lanes[index.request].lane for index in indices})
-                self.decode_pieces(in_lanes, pieces, weights, lanes_used, rows // len(pieces), keep)
+                lanes = lanes_of(in_lanes, indices)
+                self.decode_pieces(in_lanes, pieces, weights, lanes, rows // len(pieces), keep)
                 break
             except RuntimeError as error:
-                if not is_out_of_memory(error) or rows <= len(lanes):
+                if not is_out_of_memory(error) or rows <= len(policies):
                     raise
-                rows = self.fitting = max(len(lanes), min(rows, len(indices)) // 2)
+                rows = self.fitting = max(len(policies), min(rows, len(indices)) // 2)
                 self.sequence_cache.clear()
                 self.tell(f"out of memory while decoding: goes on with {rows} sequences at once")
             indices = [index for index in indices if not done[index.request]]
@@ -218,17 +217,16 @@ class LocalEngine:
         keep: Finished,
     ) -> None:
         assert self.decoder is not None
-        used = sorted({requests[index.request].lane for index in piece})
-        blocks = self.decoder.of_lanes(blocks, [lanes.index(lane) for lane in used], len(lanes))
+        own_lanes = [lanes.index(lane) for lane in lanes_of(requests, piece)]
+        blocks = self.decoder.of_lanes(blocks, own_lanes, len(lanes))
         with torch.no_grad():
             SlotBatch(self.decoder, requests, piece, blocks, rows, keep, self.graphs, self.sequence_cache).run()
 
     def _plain(
         self, requests: Sequence[LaneRequest], wave: list[SampleIndex], weights: Sequence[LoraWeights], keep: Finished
     ) -> None:
-        used = sorted({requests[index.request].lane for index in wave})
-        begin = time.perf_counter()
-        with torch.no_grad(), self.lanes.stacked([weights[lane] for lane in used]):
+        begin, own_weights = time.perf_counter(), [weights[lane] for lane in lanes_of(requests, wave)]
+        with torch.no_grad(), self.lanes.stacked(own_weights):
             self._synced(begin)
             Grid(self.base, requests, wave).run(keep)
 
@@ -248,6 +246,16 @@ class LocalEngine:
         room = self.decode_bytes - continues * self.sequence_cache.limit
         fitting = room // decode_row_bytes(length, columns, layers, cache_bytes(self.base), logits)
         return max(1, min(MOST_ROWS.get(kind, MOST_ROWS["cuda"]), fitting))
+
+
+def with_lanes(requests: Sequence[SampleRequest]) -> tuple[list[PolicyRef], list[LaneRequest]]:
+    """Return the policies, which are the lanes of the batch, and the requests with their lanes."""
+    policies = list(dict.fromkeys(request.policy for request in requests))
+    return policies, [LaneRequest(**vars(request), lane=policies.index(request.policy)) for request in requests]
+
+
+def lanes_of(requests: Sequence[LaneRequest], indices: Sequence[SampleIndex]) -> list[int]:
+    return sorted({requests[index.request].lane for index in indices})
 
 
 def indices_by_lane(requests: Sequence[LaneRequest]) -> list[SampleIndex]:

@@ -445,10 +445,14 @@ class SlotBatch:
         grows = len(lanes) < len(self.lanes) and slots > self.slots
         if not grows and len(lanes) * slots > (1 - IDLE_SHARE) * count:
             return
-        source = np.full((len(lanes), slots), -1)  # −1: an idle row
-        for i, lane in enumerate(lanes):
-            source[i, : len(living[lane])] = living[lane]
-        source, held = source.ravel().clip(0), source.ravel() >= 0
+        idle = np.full(slots, -1)
+        self._move_rows(np.concatenate([np.append(living[lane], idle)[:slots] for lane in lanes]))
+        self.blocks = self.decoder.of_lanes(self.blocks, [self.lanes.index(lane) for lane in lanes], len(self.lanes))
+        self.lanes, self.slots = lanes, slots
+
+    def _move_rows(self, source: np.ndarray) -> None:
+        """Replace the rows by those of these numbers; −1 is an idle row."""
+        source, held = source.clip(0), source >= 0
         index, held_R = (torch.from_numpy(array).to(self.decoder.device) for array in (source, held))
         self.kv_cache.select(index)
         # Idle rows are copies: NaN of a lane that has diverged would reach the next sequence there, as 0 · NaN is NaN.
@@ -458,8 +462,6 @@ class SlotBatch:
         before, self.rows = self.rows, self.sequences.new_rows(self.sequence)
         for table, moved in zip(self.rows[:4], before[:4], strict=True):  # all that changes from step to step
             table.copy_(moved[index] * held_R)
-        self.blocks = self.decoder.of_lanes(self.blocks, [self.lanes.index(lane) for lane in lanes], len(self.lanes))
-        self.lanes, self.slots = lanes, slots
         if self.graphs is not None:
             self.graphs.forget()
 
