@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from retrain.errors import DeviceLost, RetrainError, UsageError
 
@@ -88,7 +88,7 @@ class Gpu:
 
 
 def nvidia_gpus() -> list[Gpu]:
-    """The GPUs that this process may see, as the driver's own tool lists them; none where it is missing or fails."""
+    """Return the GPUs that this process may see, as the driver's own tool lists them; none where it fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None or os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return []
@@ -104,18 +104,18 @@ def nvidia_gpus() -> list[Gpu]:
 
 
 def memory_share() -> float:
-    """The part of its device's memory that this process plans with."""
+    """Return the part of its device's memory that this process plans with."""
     return float(os.environ.get(MEMORY_SHARE, "1"))
 
 
 def usable_gpu() -> str:
-    """Name of the first GPU; "" without one that the installed torch can use."""
+    """Return the name of the first GPU; "" without one that the installed torch can use."""
     gpus = nvidia_gpus()
     return gpus[0].name if gpus and not cpu_build() else ""
 
 
 def cpu_build() -> str:
-    """The version of an installed torch that was built without any GPU's code, "" of every other one.
+    """Return the version of an installed torch that was built without any GPU's code, "" of every other one.
 
     torch says so in a file of its own, which is read as text: importing it takes seconds.
     """
@@ -129,7 +129,7 @@ def cpu_build() -> str:
 
 
 def build_fault(devices: str) -> str:
-    """Why a GPU of this machine would stay unused without anybody having asked for that; "" where all is well."""
+    """Return why a GPU of this machine would stay unused although nobody asked for that; "" where all is well."""
     if devices == "cpu":
         return ""
     version, gpus = cpu_build(), nvidia_gpus()
@@ -143,7 +143,7 @@ def build_fault(devices: str) -> str:
 
 
 def lost(error: BaseException | None) -> DeviceLost | None:
-    """The error to raise instead where ``error``, or what it came from, says that the GPU's context is gone."""
+    """Return the error to raise instead where ``error``, or what it came from, says that the GPU's context is gone."""
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -276,7 +276,7 @@ def described(device: torch.device) -> str:
     return f"{facts.name} (compute capability {facts.major}.{facts.minor})"
 
 
-def gpu_facts(device: torch.device) -> dict[str, Any]:
+def gpu_facts(device: torch.device) -> dict[str, object]:
     """Under ``gpu``: the index of a GPU and the versions of what drives it, for ``config.json``; empty for a CPU."""
     import torch
 
@@ -374,7 +374,7 @@ class Workers:
 
 
 @contextmanager
-def thread_values(state: threading.local, **values: Any) -> Iterator[None]:
+def thread_values(state: threading.local, **values: object) -> Iterator[None]:
     """Set attributes of a thread's state, and restore them at the end of the block."""
     before = {name: getattr(state, name) for name in values}
     vars(state).update(values)

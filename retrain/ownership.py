@@ -320,7 +320,7 @@ def process_start(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-def this_process() -> dict[str, Any]:
+def this_process() -> dict[str, object]:
     """This process, so that another of this machine can tell later whether it still runs."""
     pid = os.getpid()
     return {**machine(), "numbers": _numbers(), "pid": pid, "process_start": process_start(pid)}

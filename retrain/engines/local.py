@@ -6,10 +6,9 @@ per token from its own stream and inverts the cumulative distribution: batching 
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -18,7 +17,15 @@ from retrain.engines.dense import Blocks, DenseDecoder, SequenceCache
 from retrain.engines.dense_probe import dense_decoder
 from retrain.engines.graphs import StepGraphs, cuda_capture
 from retrain.engines.grid import Grid
-from retrain.engines.protocol import Finished, LaneRequest, PolicyRef, SampleIndex, SampleRequest, check_lengths
+from retrain.engines.protocol import (
+    EngineState,
+    Finished,
+    LaneRequest,
+    PolicyRef,
+    SampleIndex,
+    SampleRequest,
+    check_lengths,
+)
 from retrain.engines.slots import COLUMNS, SlotBatch
 from retrain.errors import RunFailed
 from retrain.models.sizes import GPU_MOST_ROWS, LOGITS_COPIES, decode_row_bytes
@@ -93,11 +100,11 @@ class LocalEngine:
         self.sequence_cache = SequenceCache(int(CACHE_SHARE * plan.decode_bytes))
         self.fitting: int | None = None
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> EngineState:
         return {"decode_bytes": self.decode_bytes, "fitting": self.fitting}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        before, self.fitting = state["decode_bytes"], state["fitting"]
+    def restore(self, state: EngineState) -> None:
+        before, self.fitting = state.get("decode_bytes", self.decode_bytes), state.get("fitting")
         self.decode_bytes = self.plan.kept_decode_bytes(before)
         if self.decode_bytes != before:
             gib = 2**30
