@@ -27,10 +27,9 @@ import numpy as np
 
 from retrain.maths.bounded import smallest_room
 from retrain.maths.crossed import new_problems_interval
-from retrain.maths.evaluation import pass_at_k
 from retrain.maths.family import simultaneous_intervals, t_interval
 from retrain.maths.sequential import sequential_looks
-from retrain.maths.statistics import Interval, _t_quantile, accuracy_interval, holm, sign_flip_p, tost_p
+from retrain.maths.statistics import Interval, _t_quantile, accuracy_interval, holm, pass_at_k, sign_flip_p, tost_p
 from retrain.maths.stopped import stopped_interval
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]

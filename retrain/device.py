@@ -1,17 +1,63 @@
-"""Devices: which one a setting means, how a GPU is set up, its memory, and errors for want of memory."""
+"""The machine under a process: its GPUs, which device a setting means, memory, parallel work and a steady clock.
+
+torch is imported where it is used: which GPUs there are, and whether torch was built for them, is also asked where
+importing it would take seconds for nothing.
+
+Operations of a model whose weights fit a core's cache are too short to split over the cores. Such models run one
+independent piece of work (a part of the decode batch, one run's update) per core. Larger models keep torch's split of
+every operation. The pieces never depend on timing, so results do not either.
+"""
+
+from __future__ import annotations
 
 import functools
+import importlib.util
 import os
+import re
+import shutil
+import subprocess
 import sys
+import threading
 import time
 import traceback
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
+from retrain.errors import DeviceLost, RetrainError, UsageError
 
-from retrain.errors import RetrainError, UsageError
-from retrain.gpus import OWN_GPU, cpu_build, memory_share, nvidia_gpus
+if TYPE_CHECKING:
+    import torch
 
+OWN_GPU = "RETRAIN_OWN_GPU"
+"""Set in the environment of a process that has been given its GPUs, the only ones that it sees; a rank that it starts
+is told which of them."""
+MEMORY_SHARE = "RETRAIN_MEMORY_SHARE"
+"""Set in the environment of a process that shares its device with others: the part of the device's memory, a GPU's or
+the machine's, that it plans with, in (0, 1]."""
+TOOL_SECONDS = 20.0
+LOST = (
+    "device-side assert",
+    "illegal memory access",
+    "illegal instruction",
+    "misaligned address",
+    "invalid program counter",
+    "invalid address space",
+    "hardware stack error",
+    "unspecified launch failure",
+    "uncorrectable",
+    "launch timed out",
+    "unknown error",
+    "device is lost",
+    "gpu is lost",
+    "driver shutting down",
+    "context is destroyed",
+)
+"""What the messages of sticky CUDA errors have in common (the CUDA driver's list of results): after one of them every
+later call on the context fails too, and what lies in its memory may be wrong."""
 GAIN_TRIES = 9  # Products in each dtype that are timed for `bfloat16_gain`
 WORTH_SAYING = 1.5  # Gain of products from which on a whole step is faster; what else a step does gains nothing
 ALLOCATOR = "expandable_segments:True"
@@ -26,6 +72,88 @@ OUT_OF_MEMORY = (
     "cudnn_status_alloc_failed",
 )
 """Parts of the messages of allocators, drivers and libraries in a plain RuntimeError."""
+_BEGIN = time.time() - time.monotonic()
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as ``nvidia-smi`` lists it."""
+
+    name: str
+    memory: str
+    driver: str
+
+
+def nvidia_gpus() -> list[Gpu]:
+    """Return the GPUs that this process may see, as the driver's own tool lists them; none where it fails."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None or os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return []
+    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(
+            query, capture_output=True, timeout=TOOL_SECONDS, check=True, encoding="utf-8", errors="replace"
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[part.strip() for part in line.split(",")] for line in answer.splitlines()]
+    return [Gpu(*row) for row in rows if len(row) == 3]
+
+
+def memory_share() -> float:
+    """Return the part of its device's memory that this process plans with."""
+    return float(os.environ.get(MEMORY_SHARE, "1"))
+
+
+def usable_gpu() -> str:
+    """Return the name of the first GPU; "" without one that the installed torch can use."""
+    gpus = nvidia_gpus()
+    return gpus[0].name if gpus and not cpu_build() else ""
+
+
+def cpu_build() -> str:
+    """Return the version of an installed torch that was built without any GPU's code, "" of every other one.
+
+    torch says so in a file of its own, which is read as text: importing it takes seconds.
+    """
+    spec = importlib.util.find_spec("torch")
+    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    if file is None or not file.is_file():
+        return ""
+    values = dict(re.findall(r"^(\w+)[^=\n]*= *(.+?) *$", file.read_text(encoding="utf-8"), re.MULTILINE))
+    built_for = [values.get(name, "None") for name in ("cuda", "hip", "rocm", "xpu")]
+    return values.get("__version__", "").strip("'\"") if set(built_for) == {"None"} else ""
+
+
+def build_fault(devices: str) -> str:
+    """Return why a GPU of this machine would stay unused although nobody asked for that; "" where all is well."""
+    if devices == "cpu":
+        return ""
+    version, gpus = cpu_build(), nvidia_gpus()
+    if not (version and gpus):
+        return ""
+    return (
+        f"this machine has a GPU ({gpus[0].name}), but torch {version} is built for CPUs alone: install a CUDA build "
+        f"(pip install --force-reinstall torch=={version.partition('+')[0]} --index-url "
+        'https://download.pytorch.org/whl/cu130), or set [backend] devices = "cpu"'
+    )
+
+
+def lost(error: BaseException | None) -> DeviceLost | None:
+    """Return the error to raise instead where ``error``, or what it came from, says that the GPU's context is gone."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        words = str(error).lower()
+        if isinstance(error, DeviceLost):
+            return error
+        if isinstance(error, RuntimeError) and "cuda" in words and any(sign in words for sign in LOST):
+            return DeviceLost(str(error).strip().splitlines()[0])
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def resolve_device(devices: str) -> torch.device:
@@ -34,6 +162,8 @@ def resolve_device(devices: str) -> torch.device:
     Raises UsageError when that GPU is not there, or when a torch that was built for GPUs cannot use the machine's and
     nobody asked for the CPU.
     """
+    import torch
+
     if devices == "cpu":
         return torch.device("cpu")
     if os.environ.get(OWN_GPU):
@@ -54,6 +184,8 @@ def resolve_device(devices: str) -> torch.device:
 
 def total_memory(device: torch.device) -> int:
     """Bytes of memory that the device has for this process, used or not."""
+    import torch
+
     if device.type == "cuda":
         return int(memory_share() * torch.cuda.get_device_properties(device).total_memory)
     import psutil
@@ -64,6 +196,8 @@ def total_memory(device: torch.device) -> int:
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """``auto`` is bfloat16 on a GPU that computes in it, else float32. Raises UsageError for bfloat16 on a GPU that
     would emulate it."""
+    import torch
+
     native = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" and native else torch.float32
@@ -76,6 +210,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 def bfloat16_gain() -> float:
     """Measure the speed of the CPU's bfloat16 products relative to float32: well above 1 with units for it, below 1
     without. The fastest of a few tries counts, because other programs only slow them."""
+    import torch
+
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         x, weight = torch.ones(256, 512, dtype=dtype), torch.ones(2048, 512, dtype=dtype)
@@ -119,6 +255,8 @@ def set_up(device: torch.device) -> None:
     Streams, graphs and their memory pools belong to the current device, not to that of the tensors (pytorch#87894).
     A process that shares the GPU runs out of memory at the end of its own share, and not where another one needs it.
     """
+    import torch
+
     if device.type != "cuda":
         return
     if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
@@ -130,14 +268,18 @@ def set_up(device: torch.device) -> None:
 
 def described(device: torch.device) -> str:
     """Return the device's name in records, which does not depend on its index."""
+    import torch
+
     if device.type != "cuda":
         return str(device)
     facts = torch.cuda.get_device_properties(device)
     return f"{facts.name} (compute capability {facts.major}.{facts.minor})"
 
 
-def gpu_facts(device: torch.device) -> dict[str, Any]:
+def gpu_facts(device: torch.device) -> dict[str, dict[str, object]]:
     """Under ``gpu``: the index of a GPU and the versions of what drives it, for ``config.json``; empty for a CPU."""
+    import torch
+
     if device.type != "cuda":
         return {}
     drivers = {gpu.driver for gpu in nvidia_gpus()}
@@ -147,6 +289,8 @@ def gpu_facts(device: torch.device) -> dict[str, Any]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory of the device or the host ran out."""
+    import torch
+
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
@@ -155,6 +299,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def available_memory(device: torch.device | None = None) -> int:
     """Return the bytes that can still be allocated: on a GPU what is free or cached by torch, else the machine's
     memory, within this process's share."""
+    import torch
+
     if device is not None and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         allocated = torch.cuda.memory_allocated(device)
@@ -169,6 +315,8 @@ def available_memory(device: torch.device | None = None) -> int:
 
 def peak_memory_gib() -> float:
     """Highest memory use so far: of the GPU's allocator where one is in use, else of the process."""
+    import torch
+
     if torch.cuda.is_initialized():
         return max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count())) / 2**30
     import resource
@@ -188,3 +336,55 @@ def failure_text(error: BaseException) -> str:
     where = next((f" in {module}.{name}" for module, name in reversed(names) if module.startswith("retrain.")), "")
     words = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return f"out of memory{where} ({words}): lower [training] batch_size, group_size or max_tokens, or [campaign] lanes"
+
+
+class Workers:
+    """Threads that run independent pieces of work in parallel; within a worker ``count`` is 1."""
+
+    def __init__(self, count: int = 1, threads_after: int | None = None):
+        self._count, self._threads_after = count, threads_after
+        self._inside = threading.local()
+        self._pool = ThreadPoolExecutor(count, initializer=self._begin) if count > 1 else None
+
+    @property
+    def count(self) -> int:
+        return 1 if getattr(self._inside, "a_worker", False) else self._count
+
+    def _begin(self) -> None:
+        import torch
+
+        self._inside.a_worker = True
+        torch.set_num_threads(1)
+
+    def map(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """Return ``[work(item) for item in items]``. Raises the first exception after all pieces have ended."""
+        if self._pool is None or self.count == 1:
+            return [work(item) for item in items]
+        futures = [self._pool.submit(work, item) for item in items]
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """End the threads and restore torch's number of threads."""
+        import torch
+
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        if self._threads_after is not None:
+            torch.set_num_threads(self._threads_after)
+
+
+@contextmanager
+def thread_values(state: threading.local, **values: object) -> Iterator[None]:
+    """Set attributes of a thread's state, and restore them at the end of the block."""
+    before = {name: getattr(state, name) for name in values}
+    vars(state).update(values)
+    try:
+        yield
+    finally:
+        vars(state).update(before)
+
+
+def timestamp() -> float:
+    """Return seconds since the epoch: the wall clock at the start of the process, continued by the monotonic clock, so
+    that differences are durations whatever happens to the machine's clock."""
+    return _BEGIN + time.monotonic()

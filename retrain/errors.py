@@ -1,6 +1,8 @@
-"""The exception tree. Every error a user can cause derives from RetrainError and carries its exit status."""
+"""The exception tree, and numbers and lists in messages. Every error a user can cause derives from RetrainError and
+carries its exit status."""
 
 import errno
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -156,3 +158,12 @@ class Interrupted(RetrainError):
     """SIGINT, SIGTERM or SIGHUP: the step is finished and everything is saved."""
 
     exit_status = 130
+
+
+def plural(number: int, word: str) -> str:
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
+
+
+def listed(texts: Sequence[str], most: int) -> str:
+    """Return the first ``most`` of these texts, and how many there are besides."""
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")

@@ -1,4 +1,4 @@
-"""Writing files so that nothing is lost or half-written, and all JSON is strict."""
+"""Files: where a configuration's paths are, writing so that nothing is lost or half-written, and strict JSON."""
 
 import contextlib
 import hashlib
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from retrain.errors import CheckpointError, NotReadable, StorageError, UsageError
+from retrain.errors import CheckpointError, NotReadable, RetrainError, StorageError, UsageError
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _OBEYED = (*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -40,7 +40,7 @@ def jsonable(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
-def dumps(value: Any, indent: int | None = None) -> str:
+def dumps(value: object, indent: int | None = None) -> str:
     """Strict JSON text of ``value``, with ``_ESCAPED``."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
@@ -123,7 +123,7 @@ def is_aside(name: str) -> bool:
     return _is_aside(name) and not name.endswith(f".{os.getpid()}{ASIDE}")  # of a thread of this process
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Replace ``path`` atomically with the strict, indented JSON of ``value``."""
     write_text(path, dumps(value, indent=2) + "\n")
 
@@ -136,7 +136,7 @@ def read_json(path: Path) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def append_jsonl(path: Path, rows: Iterable[Any]) -> tuple[int, int]:
+def append_jsonl(path: Path, rows: Iterable[object]) -> tuple[int, int]:
     """Append one strict-JSON line for each row (``append_bytes``); return the bytes [begin, end) that they take."""
     data = "".join(dumps(row) + "\n" for row in rows).encode()
     if not data:
@@ -257,3 +257,20 @@ def publish_directory(aside: Path, final: Path) -> None:
         else:
             os.replace(aside, final)
         fsync(final.parent)
+
+
+def search_folders(base_dir: Path | None) -> list[Path]:
+    """Return where the relative paths of a configuration are looked up: ``base_dir``, the TOML's folder, and the
+    current directory, both absolute."""
+    return list(dict.fromkeys(folder.resolve() for folder in (base_dir, Path.cwd()) if folder is not None))
+
+
+def existing_file(path: str, base_dir: Path | None, what: str, error: type[RetrainError]) -> Path:
+    """Return the file that a configuration names, in one of the ``search_folders``. Raises ``error``, which begins with
+    ``what``, when there is none."""
+    tried = [folder / Path(path).expanduser() for folder in search_folders(base_dir)]
+    for candidate in tried:
+        if candidate.is_file():
+            return candidate
+    places = " and ".join(map(str, dict.fromkeys(tried)))
+    raise error(f"{what} {path!r}: no such file (looked for {places})")

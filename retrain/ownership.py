@@ -24,9 +24,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from retrain.errors import LeaseLost, NotOurs, NotReadable, StorageError, UsageError
+from retrain.errors import LeaseLost, NotOurs, NotReadable, StorageError, UsageError, listed
 from retrain.files import is_aside, publish_directory, read_json, read_json_if_present, write_bytes, write_json, writing
-from retrain.wording import listed
 
 MARK = "retrain.json"
 LAYOUT = (
@@ -321,7 +320,7 @@ def process_start(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-def this_process() -> dict[str, Any]:
+def this_process() -> dict[str, object]:
     """This process, so that another of this machine can tell later whether it still runs."""
     pid = os.getpid()
     return {**machine(), "numbers": _numbers(), "pid": pid, "process_start": process_start(pid)}

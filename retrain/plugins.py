@@ -13,24 +13,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from retrain.errors import PluginError, PluginMissing, RetrainError
+from retrain.errors import PluginError, PluginMissing
 from retrain.extras import EXTRA_OF, install_line
-
-
-def search_folders(base_dir: Path | None) -> list[Path]:
-    """``base_dir`` (the TOML's folder) and the current directory, absolute."""
-    return list(dict.fromkeys(folder.resolve() for folder in (base_dir, Path.cwd()) if folder is not None))
-
-
-def existing_file(path: str, base_dir: Path | None, what: str, error: type[RetrainError]) -> Path:
-    """The file that a configuration names, in one of the ``search_folders``. Raises ``error``, which begins with
-    ``what``, when there is none."""
-    tried = [folder / Path(path).expanduser() for folder in search_folders(base_dir)]
-    for candidate in tried:
-        if candidate.is_file():
-            return candidate
-    places = " and ".join(map(str, dict.fromkeys(tried)))
-    raise error(f"{what} {path!r}: no such file (looked for {places})")
+from retrain.files import search_folders
 
 
 def load_file(path: Path, name: str) -> ModuleType:
@@ -110,7 +95,7 @@ def plugin_ranges(plugin: str, base_dir: Path | None, what: str) -> dict[str, di
         raise PluginError(f"{what} {plugin!r}: {error}") from None
 
 
-def declared_ranges(*owners: Any) -> dict[str, dict[str, Any]]:
+def declared_ranges(*owners: object) -> dict[str, dict[str, Any]]:
     """``{"reward": {"min": …, "max": …}, <metric>: {…}}`` from the attributes ``reward_min``, ``reward_max`` and
     ``metrics_ranges``, each of the first owner that has it. Raises PluginError for what is no range."""
 
@@ -147,7 +132,7 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ") + where
 
 
-def why_no_range(limits: Any) -> str:
+def why_no_range(limits: object) -> str:
     """What is wrong with a chart's range (``min``, ``max``, ``invert``), in words; "" when nothing is."""
     if not isinstance(limits, Mapping):
         return f"{type(limits).__name__}, not a table with min, max or invert"
@@ -165,7 +150,7 @@ BACKEND_METHODS = ("sample", "train_step", "save", "load")
 BACKEND_CAPABILITIES = ("reports_sync_loss", "preserves_token_advantages")
 
 
-def check_backend_class(backend: Any, name: str) -> None:
+def check_backend_class(backend: object, name: str) -> None:
     """Raise PluginError, which begins with ``name``, unless the class has all that a backend needs, as far as that is
     known without an object of it. See ``retrain.policy.plugin.Backend``."""
     missing = [method for method in BACKEND_METHODS if not callable(getattr(backend, method, None))]

@@ -18,7 +18,7 @@ _RANK = {name: rank for rank, name in enumerate(DTYPES)}
 Layout = Mapping[str, tuple[str, Sequence[int]]]  # Name of the type in `DTYPES` and shape of every tensor
 
 
-def dtype_name(tensor: Any) -> str:
+def dtype_name(tensor: object) -> str:
     """Return the key in ``DTYPES`` of a numpy array's or torch tensor's type, or of such a type itself."""
     return str(getattr(tensor, "dtype", tensor)).removeprefix("torch.")
 
@@ -28,7 +28,7 @@ def header(layout: Layout, metadata: Mapping[str, str] | None = None) -> tuple[b
 
     Wide types come first, so that all tensors are aligned.
     """
-    table: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata is not None else {}
+    table: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata is not None else {}
     begins, end = {}, 0
     for name in sorted(layout, key=lambda name: (-_RANK[layout[name][0]], name)):
         dtype, shape = layout[name]

@@ -9,9 +9,8 @@ import typer
 
 from retrain.commands.arguments import AsJson, output_path, require_directory
 from retrain.commands.output import note, print_record, print_text, visible
-from retrain.errors import UsageError
+from retrain.errors import UsageError, plural
 from retrain.files import dumps
-from retrain.wording import plural
 
 AdapterDirectory = Annotated[
     Path,

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrain.commands.output import count, note, visible
-from retrain.errors import UsageError
-from retrain.wording import plural
+from retrain.errors import UsageError, plural
 
 if TYPE_CHECKING:
     from retrain.doctor.results import Result

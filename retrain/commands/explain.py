@@ -21,7 +21,7 @@ from retrain.commands.arguments import (
     read,
 )
 from retrain.commands.output import count, duration, print_table, size
-from retrain.wording import listed, plural
+from retrain.errors import listed, plural
 
 if TYPE_CHECKING:
     from retrain.campaign.planning.architecture import Architecture
@@ -250,7 +250,7 @@ def print_costs(plan: Plan, works: list[Work], prompt_tokens: int | None) -> Non
 def device_of(config: Config) -> tuple[Device, int]:
     """Return what a process would compute on, and how many GPUs of this machine there are for it."""
     from retrain.campaign.planning.estimate import Device
-    from retrain.gpus import nvidia_gpus, usable_gpu
+    from retrain.device import nvidia_gpus, usable_gpu
 
     gpus = nvidia_gpus() if config.backend.devices != "cpu" and usable_gpu() else []
     if gpus:

@@ -7,7 +7,7 @@ from retrain.config.algorithm import Algorithm, Sepa
 from retrain.config.modes import ADVANTAGES, LOSSES, TOKEN_CREDIT, UNCERTAINTIES, used_by
 from retrain.config.tasks import JUDGED, Reward, RewardComponent
 from retrain.config.training import Training
-from retrain.wording import plural
+from retrain.errors import plural
 
 REWARDS = {
     "match": "1 where {answer} is the reference as text (42.0 = 42), else 0",

@@ -8,8 +8,8 @@ import typer
 
 from retrain.commands.arguments import AsJson, ConfigFile, RunDirectory, Sets, output_path, read, require_directory
 from retrain.commands.output import print_comparison
+from retrain.errors import plural
 from retrain.files import dumps
-from retrain.wording import plural
 
 
 def check(file: ConfigFile, sets: Sets = None) -> None:

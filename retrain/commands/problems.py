@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from retrain.campaign.planning.estimate import ASSUMED_PROMPT_TOKENS
 from retrain.commands.output import visible
 from retrain.environments.protocol import EpisodeFailed
-from retrain.errors import RetrainError
-from retrain.wording import plural
+from retrain.errors import RetrainError, plural
 
 if TYPE_CHECKING:
     from retrain.config import Config

@@ -13,9 +13,9 @@ from typing import Annotated
 import typer
 
 from retrain import __version__
+from retrain.device import bfloat16_gain, build_fault
 from retrain.errors import UsageError
 from retrain.extras import EXTRAS
-from retrain.gpus import build_fault
 
 REQUIRED = (
     "torch", "transformers", "peft", "numpy", "scipy", "pydantic", "safetensors", "tomli", "typer", "rich", "httpx",
@@ -219,8 +219,6 @@ def device_lines() -> list[tuple[str, str, bool | None]]:
 
     lines.append(("torch threads", str(torch.get_num_threads()), True))
     if not torch.cuda.is_available():
-        from retrain.device import bfloat16_gain
-
         lines.append(("bfloat16", f"multiplied {bfloat16_gain():.1f} times as fast as float32 on the CPU", True))
         fault = build_fault("auto")
         lines.append(("gpu", fault or 'none found by torch: runs use the CPU ([backend] devices = "auto")', not fault))

@@ -7,9 +7,8 @@ import typer
 
 from retrain.commands.arguments import AsJson, ConfigFile, Sets, read
 from retrain.commands.output import duration, note, print_record, print_text, visible
-from retrain.errors import RunFailed
+from retrain.errors import RunFailed, plural
 from retrain.files import dumps
-from retrain.wording import plural
 
 
 def try_(

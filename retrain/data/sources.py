@@ -20,7 +20,8 @@ from retrain.config.base import is_plugin
 from retrain.config.tasks import FILE_ENDINGS, Data
 from retrain.errors import DataError, PluginError
 from retrain.extras import missing
-from retrain.plugins import existing_file, load_function, search_folders
+from retrain.files import existing_file, search_folders
+from retrain.plugins import load_function
 from retrain.rewards.extract import reference_answer
 from retrain.types import MAX_PROBLEMS, Problem
 

@@ -11,56 +11,41 @@ one ``sample`` call; otherwise its product is added for all lanes at once (see `
 in bfloat16, where adding a small ΔW to a large weight would round most of it away. On a CPU larger models are read
 from a copy whose layout suits products of few rows (``policy.arithmetic.packed``), made for one call too.
 
-``dense_decoder`` answers None for a model that it does not know, or whose own forward pass it does not reproduce.
+``engines.dense_probe`` decides which models decode so.
 """
 
 from __future__ import annotations
 
-import math
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from retrain.engines.draw import adds_in_any_order, draw
-from retrain.engines.kept import Batch, Kept
 from retrain.engines.step import (
-    ACTIVATIONS,
     Block,
     Frame,
     Product,
     Rows,
-    Sampled,
+    SampledTokens,
+    adds_in_any_order,
     block_end,
     compiled_decode_steps,
     decode_steps,
-    forward,
     logits,
     product,
     rotated,
 )
-from retrain.models.targets import DENSE_FAMILIES
 from retrain.policy.arithmetic import FULL, causal_attention, fp32_product, packed, rms
 from retrain.policy.base import BaseModel, Presence
 from retrain.policy.lora import LaneLinear, Lanes, LoraWeights
-from retrain.rng import generator
-
-PROBE_ROWS, PROBE_WIDTH, PROBE_STEPS = 4, 48, 3
-"""Tokens that a decoder is compared with its model on: rows, tokens of each, and how many of these it decodes."""
-PROBE_LIMITS = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""Root mean square of the differences of log-probabilities, by the spread of the logits, up to which a decoder is
-admitted. In fp64, too, transformers computes norms and angles in fp32."""
-PROBE_HALF_LIMIT = 0.006
-"""The same in half precision for a model of one layer; layers round independently, so that it grows with the square
-root of their number. Measured per root: 0.0001 to 0.0025 on random models, 0.0006 on the bundled one; 0.02 and more
-with the scaling of attention off by a tenth."""
-PROBE_HEAD_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
-"""Largest difference of a logit from the output layer's product, by the largest one; in half precision its rounding."""
-
+from retrain.types import PolicyRef
 
 Added = tuple[torch.Tensor | None, torch.Tensor | None]  # LoRA factors `a` and `b` of a fused product
+SequenceName = tuple[int | str, ...]
 
 
 class Projection:
@@ -91,14 +76,14 @@ class Projection:
         return torch.cat(weights) if len(weights) > 1 else weights[0]
 
     def of(self, adapters: Sequence[LoraWeights], merge: bool, pack: bool) -> Product:
-        """The product with what these adapters add, merged into a copy of the weight or beside it; with none, the
-        base's own. ``pack``: the copy, or one of the weight, is laid out for few rows."""
+        """Return the product with these adapters, merged into a copy of the weight or as factors; without adapters that
+        of the base. ``pack``: the copy, or one of the weight, is laid out for few rows."""
         if merge and adapters and any(name is not None for name in self.names):
             return Product(self._merged(adapters[0], pack), self.bias, None, None)
-        return Product(packed(self.weight) if pack else self.weight, self.bias, *self.beside(adapters))
+        return Product(packed(self.weight) if pack else self.weight, self.bias, *self.factors(adapters))
 
-    def beside(self, adapters: Sequence[LoraWeights]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """``a`` and ``b`` of a ``Product`` with what these adapters add."""
+    def factors(self, adapters: Sequence[LoraWeights]) -> Added:
+        """Return ``a`` and ``b`` of a ``Product`` with these adapters."""
         used = [name for name in self.names if name is not None]
         if not (used and adapters):
             return None, None
@@ -144,20 +129,20 @@ class Layer:
         return self.qkv, self.out, self.gate_up, self.down
 
     def of(self, adapters: Sequence[LoraWeights], merge: bool, pack: bool) -> Block:
-        """The block with what these adapters add."""
+        """Return the block with these adapters."""
         qkv, out, gate_up, down = (projection.of(adapters, merge, pack) for projection in self.projections)
         return Block(qkv, out, gate_up, down, self.norm_in, self.norm_mlp, self.head_norms)
 
-    def beside(self, added: Sequence[Added]) -> Block:
-        """The block with what adapters add to each of its projections."""
-        given = zip(self.projections, added, strict=True)
-        qkv, out, gate_up, down = (Product(projection.weight, projection.bias, a, b) for projection, (a, b) in given)
+    def with_factors(self, added: Sequence[Added]) -> Block:
+        """Return the block with the LoRA factors of each of its projections."""
+        pairs = zip(self.projections, added, strict=True)
+        qkv, out, gate_up, down = (Product(projection.weight, projection.bias, a, b) for projection, (a, b) in pairs)
         return Block(qkv, out, gate_up, down, self.norm_in, self.norm_mlp, self.head_norms)
 
 
-class Passing:
-    """The blocks of layers whose weights come and go, each while it is its turn: merged with ``merged``, or with what
-    adapters add beside, ``added`` per layer and product."""
+class StreamedBlocks:
+    """The blocks of layers whose weights are in memory only during their turn: merged with ``merged``, or with the LoRA
+    factors ``added`` per layer and product."""
 
     def __init__(
         self,
@@ -171,15 +156,34 @@ class Passing:
     def __iter__(self) -> Iterator[Block]:
         for place, (layer, added) in enumerate(zip(self.layers, self.added, strict=True)):
             self.presence.layer(place)
-            yield layer.of(self.merged, True, False) if self.merged else layer.beside(added)
+            yield layer.of(self.merged, True, False) if self.merged else layer.with_factors(added)
 
-    def of_lanes(self, chosen: Callable[[torch.Tensor | None], torch.Tensor | None]) -> Passing:
-        """The blocks for the lanes that ``chosen`` takes of a table of all."""
+    def of_lanes(self, chosen: Callable[[torch.Tensor | None], torch.Tensor | None]) -> StreamedBlocks:
+        """Return the blocks with the lanes that ``chosen`` selects from a table of all."""
         added = [[(chosen(a), chosen(b)) for a, b in own] for own in self.added]
-        return Passing(self.layers, self.presence, added, self.merged)
+        return StreamedBlocks(self.layers, self.presence, added, self.merged)
 
 
-Blocks = list[Block] | Passing  # The blocks of a decoder, in their order
+Blocks = list[Block] | StreamedBlocks  # The blocks of a decoder, in their order
+
+
+class CachedBatch(NamedTuple):
+    """Keys and values [sequences, kv_heads, columns, head_dim] of every layer, of sequences that ended together."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.nbytes for part in (*self.keys, *self.values))
+
+
+class CachedSequence(NamedTuple):
+    """One sequence: the keys and values of ``token_ids`` are in the first columns of row ``row``."""
+
+    batch: CachedBatch
+    row: int
+    token_ids: tuple[int, ...]
 
 
 class KVCache:
@@ -204,25 +208,76 @@ class KVCache:
         for states in (*self.keys, *self.values):
             states.masked_fill_(rows.view(-1, 1, 1, 1), 0)
 
-    def copy(self, rows: torch.Tensor, columns: int) -> Batch:
-        """The first columns of some of the rows."""
+    def copy(self, rows: torch.Tensor, columns: int) -> CachedBatch:
+        """Return a copy of the first columns of some of the rows."""
         keys, values = ([states[rows, :, :columns] for states in own] for own in (self.keys, self.values))
-        return Batch(keys, values)
+        return CachedBatch(keys, values)
 
-    def put_back(self, rows: torch.Tensor, kept: Sequence[Kept]) -> None:
-        """Begin these rows with what was kept of a sequence each, all of one batch."""
-        batch = kept[0].batch
-        places = torch.tensor([one.place for one in kept], device=rows.device)
-        columns = min(max(len(one.token_ids) for one in kept), self.capacity)
-        for own, given in ((self.keys, batch.keys), (self.values, batch.values)):
-            for states, layer in zip(own, given, strict=True):
-                states[rows, :, :columns] = layer[places, :, :columns]
+    def restore(self, rows: torch.Tensor, sequences: Sequence[CachedSequence]) -> None:
+        """Begin each of these rows with a cached sequence; all are of one batch."""
+        batch = sequences[0].batch
+        sources = torch.tensor([sequence.row for sequence in sequences], device=rows.device)
+        columns = min(max(len(sequence.token_ids) for sequence in sequences), self.capacity)
+        for layers, cached_layers in ((self.keys, batch.keys), (self.values, batch.values)):
+            for states, cached in zip(layers, cached_layers, strict=True):
+                states[rows, :, :columns] = cached[sources, :, :columns]
 
     def write(self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Begin the given rows of a layer with these states [rows, heads, T, head_dim]."""
         width = keys.shape[2]
         self.keys[layer][rows, :, :width] = keys
         self.values[layer][rows, :, :width] = values
+
+
+class SequenceCache:
+    """Keys and values of sequences that may continue in a later request, by policy and name: the next turn of an
+    episode begins where the last one ended. Holds up to ``limit`` bytes and evicts the oldest; thread-safe."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._entries: OrderedDict[tuple[PolicyRef, SequenceName], CachedSequence] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, ref: PolicyRef, named: Sequence[tuple[SequenceName, Sequence[int]]], batch: CachedBatch) -> None:
+        """Add the sequences of a batch, row by row: each has a name, and the tokens of its columns."""
+        share = batch.bytes // max(1, len(named))
+        if share > self.limit:
+            return
+        with self._lock:
+            for row, (name, token_ids) in enumerate(named):
+                self._pop((ref, name))
+                while self._entries and self._bytes + share > self.limit:
+                    self._pop(next(iter(self._entries)))
+                self._entries[ref, name] = CachedSequence(batch, row, tuple(token_ids))
+                self._bytes += share
+
+    def take(self, ref: PolicyRef, name: SequenceName, prompt_ids: Sequence[int]) -> CachedSequence | None:
+        """Remove the sequence of this name and return it if the prompt begins with it, else None."""
+        with self._lock:
+            sequence = self._pop((ref, name))
+        if sequence is None:
+            return None
+        length = len(sequence.token_ids)
+        return sequence if length < len(prompt_ids) and tuple(prompt_ids[:length]) == sequence.token_ids else None
+
+    def drop(self, ref: PolicyRef, name: SequenceName) -> None:
+        with self._lock:
+            self._pop((ref, name))
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()
+            self._bytes = 0
+
+    def _pop(self, key: tuple[PolicyRef, SequenceName]) -> CachedSequence | None:
+        sequence = self._entries.pop(key, None)
+        if sequence is not None:
+            self._bytes -= sequence.batch.bytes // len(sequence.batch.keys[0])
+        return sequence
 
 
 class DenseDecoder:
@@ -232,7 +287,7 @@ class DenseDecoder:
         model, config = base.model, base.model.config
         body, heads, kv_heads = model.model, config.num_attention_heads, config.num_key_value_heads
         attention = body.layers[0].self_attn
-        self.device, self.dtype, self.rotary = base.device, base.dtype, body.rotary_emb
+        self.base, self.device, self.dtype, self.rotary = base, base.device, base.dtype, body.rotary_emb
         self.presence, self.passes = base.presence, base.passes
         self.presence.ends()
         self.layers = [Layer(base, module, heads, kv_heads) for module in body.layers]
@@ -255,12 +310,12 @@ class DenseDecoder:
         )
 
     def blocks(self, adapters: Sequence[LoraWeights]) -> Blocks:
-        """The blocks with what these adapters add, prepared once for many decode steps."""
+        """Return the blocks with these adapters, prepared once for many decode steps."""
         merge = self.merges and len(adapters) == 1
         with torch.no_grad():
             if self.passes:
-                added = [[projection.beside(adapters) for projection in layer.projections] for layer in self.layers]
-                return Passing(self.layers, self.presence, added, adapters if merge else ())
+                added = [[projection.factors(adapters) for projection in layer.projections] for layer in self.layers]
+                return StreamedBlocks(self.layers, self.presence, added, adapters if merge else ())
             return [layer.of(adapters, merge, self.packs) for layer in self.layers]
 
     @staticmethod
@@ -278,7 +333,7 @@ class DenseDecoder:
         def chosen(given: Product) -> Product:
             return given if given.a is None else given._replace(a=taken(given.a), b=taken(given.b))
 
-        if isinstance(blocks, Passing):
+        if isinstance(blocks, StreamedBlocks):
             return blocks.of_lanes(taken)
         return [
             block._replace(
@@ -288,7 +343,7 @@ class DenseDecoder:
         ]
 
     def turned(self, length: int) -> Frame:
-        """The frame with the angles of at least ``length`` positions, by the model's own rotary embedding."""
+        """Return the frame with the angles of at least ``length`` positions, by the model's own rotary embedding."""
         if len(self.frame.cos) < length:
             positions = torch.arange(max(length, 256), device=self.device).unsqueeze(0)
             cos, sin = self.rotary(torch.empty(0, device=self.device, dtype=self.dtype), positions)
@@ -318,8 +373,8 @@ class DenseDecoder:
     def hidden(
         self, ids_RT: torch.Tensor, blocks: Blocks, kv_cache: KVCache, rows_S: torch.Tensor, source_S: torch.Tensor
     ) -> torch.Tensor:
-        """What the last block gives of every token [R, T, H]. Layer by layer the states of the prompts ``source_S``
-        become the beginning of the cache's rows ``rows_S``.
+        """Return the last block's output for every token [R, T, H]. Layer by layer the states of the prompts
+        ``source_S`` become the beginning of the cache's rows ``rows_S``.
 
         Causal attention alone keeps a row's real tokens from seeing its padding.
         """
@@ -383,9 +438,16 @@ class DenseDecoder:
         return fp32_product(hidden_NH, self.frame.head.weight, self.frame.head.bias)
 
     def decode_steps(
-        self, blocks: Blocks, rows: Rows, sampled: Sampled, kv_cache: KVCache, columns: int, ragged: bool, steps: int
+        self,
+        blocks: Blocks,
+        rows: Rows,
+        sampled: SampledTokens,
+        kv_cache: KVCache,
+        columns: int,
+        ragged: bool,
+        steps: int,
     ) -> int:
-        """See ``engines.step.decode_steps``; on a CPU it runs compiled, unless weights come and go in between."""
+        """See ``engines.step.decode_steps``; on a CPU it runs compiled, unless weights are streamed."""
         self.presence.ends()
         compiled = self.device.type == "cpu" and not self.passes
         run: Callable[..., int] = compiled_decode_steps() if compiled else decode_steps
@@ -400,7 +462,7 @@ class DenseDecoder:
 
 
 def _fused(base: BaseModel, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The weights below each other as one matrix; until the base is released the originals are views of it."""
+    """Return the weights below each other as one matrix; until the base is released the originals are views of it."""
     if len(weights) == 1:
         return weights[0].detach()
     whole = torch.cat([weight.detach() for weight in weights])
@@ -415,84 +477,3 @@ def _fused(base: BaseModel, weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
     base.on_release(part)
     return whole
-
-
-def is_supported(base: BaseModel) -> bool:
-    """Return whether the model is a plain decoder: of a known family, with full attention and unquantised weights."""
-    config = base.model.config
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    rope_type = str(rope.get("rope_type", rope.get("type", "default")))
-    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    return (
-        config.model_type in DENSE_FAMILIES
-        and type(base.model).__name__.removesuffix("ForCausalLM").lower() == config.model_type
-        and kinds == {"full_attention"}
-        and not (windowed and config.model_type == "mistral")
-        and config.hidden_act in ACTIVATIONS
-        and "dynamic" not in rope_type
-        and rope_type != "longrope"
-        and not getattr(config, "quantization_config", None)
-    )
-
-
-def dense_decoder(base: BaseModel) -> DenseDecoder | None:
-    """The fast decoder of this base, or None when the model is of another kind.
-
-    Trusts nothing: a short probe has to give what the model's own forward pass gives.
-    """
-    if not is_supported(base):
-        return None
-    decoder = DenseDecoder(base)
-    return decoder if _reproduces(decoder, base) else None
-
-
-def _reproduces(decoder: DenseDecoder, base: BaseModel) -> bool:
-    """Whether the decoder gives the log-probabilities of the model's own forward pass, with no lane active, for tokens
-    drawn from it behind random ones."""
-    noise, device = generator("probe of the dense decoder"), base.device
-    shape = (PROBE_ROWS, min(PROBE_WIDTH, base.context_length))
-    ids_RT = torch.from_numpy(noise.integers(0, base.vocab_size, shape)).to(device)
-    gaps, spreads = [], []
-    with torch.no_grad():
-        own_RTH, last_RV = _own_forward(base, ids_RT)
-        for got_NV, place in _probe(decoder, ids_RT):
-            want_NV = decoder.output(own_RTH[place])
-            uniforms_N = torch.from_numpy(noise.random(len(want_NV))).to(device)
-            token_N, want_N, _, _ = draw(want_NV, uniforms_N, in_any_order=decoder.in_any_order)
-            gaps.append(got_NV.log_softmax(-1).gather(1, token_N.unsqueeze(1)).squeeze(1) - want_N)
-            spreads.append(want_NV.var(-1))
-        last_gap = (last_RV - decoder.output(own_RTH[:, -1])).abs().max() / last_RV.abs().max()
-    gap, spread = torch.cat(gaps).square().mean().sqrt(), torch.cat(spreads).mean().sqrt()
-    limit = PROBE_LIMITS.get(base.dtype, PROBE_HALF_LIMIT * math.sqrt(len(decoder.layers)))
-    return bool(gap <= limit * spread) and bool(last_gap <= PROBE_HEAD_LIMITS.get(base.dtype, 2**-7))
-
-
-def _own_forward(base: BaseModel, ids_RT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the model's output layer reads [R, T, H], before it rounds its logits, and its logits of the last column."""
-    seen: list[torch.Tensor] = []
-    hook = base.model.model.register_forward_hook(lambda body, given, made: seen.append(made.last_hidden_state))
-    try:
-        logits_R1V = base.model(input_ids=ids_RT, use_cache=False, logits_to_keep=1).logits
-    finally:
-        hook.remove()
-    return seen[0], logits_R1V[:, -1]
-
-
-def _probe(
-    decoder: DenseDecoder, ids_RT: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]:
-    """Logits [N, V] by prefill, a row at a time, then by ragged steps, and in which rows and columns they stand."""
-    rows, width = ids_RT.shape
-    read = width - PROBE_STEPS
-    row_R = torch.arange(rows, device=ids_RT.device)
-    blocks: Any = decoder.blocks([])  # ``forward`` goes through them once, whatever they are
-    kv_cache = KVCache(decoder, rows, width)
-    x_RTH = decoder.hidden(ids_RT[:, :read], blocks, kv_cache, row_R, row_R)
-    for row in row_R:
-        columns = torch.arange(read, device=ids_RT.device)
-        yield logits(decoder.frame, x_RTH[row]), (row.expand(read), columns)
-    frame, start_R = decoder.turned(width), (row_R + 1) * read // rows
-    for step in range(PROBE_STEPS):
-        place = (row_R, start_R + step)
-        yield forward(frame, blocks, ids_RT[place], place[1], kv_cache.keys, kv_cache.values, width, True), place

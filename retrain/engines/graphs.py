@@ -17,9 +17,8 @@ from contextlib import suppress
 
 import torch
 
-from retrain.device import is_out_of_memory
+from retrain.device import is_out_of_memory, lost
 from retrain.errors import RunFailed
-from retrain.gpus import lost
 
 EAGER_STEPS = 3
 """Steps of one shape that run eagerly first: fewer replays than this would not pay for a capture, and libraries set
@@ -36,8 +35,8 @@ class EmptyCapture(RunFailed):
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Captures on a device that share a stream and a pool of memory: they never run side by side and leave nothing in
-    it, so that the temporaries of one shape are those of the next one too."""
+    """Return what captures on a device. Captures share a stream and a pool of memory: they never run side by side and
+    leave nothing in it, so that the temporaries of one shape are those of the next one too."""
     with torch.cuda.device(device):  # pools and streams are those of the current device, whatever the tensors' is
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
@@ -68,7 +67,7 @@ def cuda_capture(device: torch.device) -> Capture:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The error inside a capture: that it could then not be ended is a consequence, and hides it."""
+    """Return the error inside a capture: that it could then not be ended is a consequence, and hides it."""
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     return error
@@ -77,33 +76,31 @@ def _cause(error: BaseException) -> BaseException:
 class StepGraphs:
     """Runs steps by key (what is fixed in their launches), eagerly or from a captured graph.
 
-    ``new_capture`` makes what captures, anew whenever the buffers have moved; None: every step runs eagerly.
+    ``new_capture`` makes what captures, anew whenever the buffers have moved; None once a capture has failed: every
+    step then runs eagerly.
     ``captures`` counts the steps that were captured.
     """
 
-    def __init__(self, new_capture: Callable[[], Capture] | None, tell: Callable[[str], None]):
-        self.new_capture, self.tell = new_capture, tell
+    def __init__(self, new_capture: Callable[[], Capture], tell: Callable[[str], None]):
+        self.new_capture: Callable[[], Capture] | None = new_capture
+        self.tell = tell
         self.captures = 0
         self._capture: Capture | None = None
         self._graphs: dict[Hashable, Callable[[], object]] = {}
         self._seen: dict[Hashable, int] = {}
-
-    @classmethod
-    def of(cls, device: torch.device, tell: Callable[[str], None]) -> StepGraphs:
-        return cls((lambda: cuda_capture(device)) if device.type == "cuda" else None, tell)
 
     @property
     def in_use(self) -> bool:
         return bool(self._graphs)
 
     def forget(self) -> None:
-        """The buffers have moved, or are no longer needed. Nothing may be in flight."""
+        """Drop all graphs: the buffers have moved, or are no longer needed. Nothing may be in flight."""
         self._graphs.clear()
         self._seen.clear()
         self._capture = None
 
     def run(self, key: Hashable, step: Callable[[], object]) -> None:
-        """One step of this key. Raises EmptyCapture, and RuntimeError when memory runs out or the device is lost."""
+        """Run one step of this key. Raises EmptyCapture; RuntimeError when memory runs out or the device is lost."""
         if self.new_capture is not None and key not in self._graphs:
             self._seen[key] = self._seen.get(key, 0) + 1
             if self._seen[key] > EAGER_STEPS:

@@ -6,19 +6,18 @@ per token from its own stream and inverts the cumulative distribution: batching 
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 
-from retrain.device import is_out_of_memory
-from retrain.engines.dense import Blocks, DenseDecoder, dense_decoder
-from retrain.engines.graphs import StepGraphs
+from retrain.device import Workers, is_out_of_memory
+from retrain.engines.dense import Blocks, DenseDecoder, SequenceCache
+from retrain.engines.dense_probe import dense_decoder
+from retrain.engines.graphs import StepGraphs, cuda_capture
 from retrain.engines.grid import Grid
-from retrain.engines.kept import KeptSequences
-from retrain.engines.protocol import Finished, check_lengths
-from retrain.engines.rows import LaneRequest, Row
+from retrain.engines.protocol import EngineState, Finished, LaneRequest, SampleIndex, check_lengths
 from retrain.engines.slots import COLUMNS, SlotBatch
 from retrain.errors import RunFailed
 from retrain.models.sizes import GPU_MOST_ROWS, LOGITS_COPIES, decode_row_bytes
@@ -28,12 +27,11 @@ from retrain.policy.base import BaseModel, MemoryPlan, cache_bytes
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.protocol import PolicySnapshot
-from retrain.threads import Workers
 from retrain.types import Action, PolicyRef, SampleRequest
 
 MOST_ROWS = {"cpu": 1024, "cuda": GPU_MOST_ROWS}
 """Upper bound on the rows of a decode batch; beyond it decoding is compute-bound."""
-KEPT_SHARE = 0.25  # Share of decoding memory for sequences that continue in a later call
+CACHE_SHARE = 0.25  # Share of decoding memory for sequences that continue in a later call
 LEAST_PIECE_ROWS = 32
 """Sequences that a piece of the decode batch has at least: what smaller ones gain by a core each, they pay for by a
 prefill and a step of their own (``benchmarks/decode.py``, beside ``--least-piece-rows 4``)."""
@@ -62,7 +60,9 @@ class LocalEngine:
         self.base, self.lanes, self.workers, self.tell = base, lanes, workers or Workers(), tell
         self.begin(MemoryPlan.of(base))
         self._syncs: list[float] = []
-        self.graphs = StepGraphs(None, tell) if base.passes else StepGraphs.of(base.device, tell)
+        self.graphs: StepGraphs | None = None
+        if base.device.type == "cuda" and not base.passes:
+            self.graphs = StepGraphs(partial(cuda_capture, base.device), tell)
         self.decoder = dense_decoder(base) if dense else None
         if self.decoder is None and base.dtype not in FULL:
             backbone_of(base)  # the grid takes its output layer; examined while no lane is active
@@ -73,7 +73,7 @@ class LocalEngine:
 
     @property
     def fast(self) -> bool:
-        """Whether the model decodes as plain matrix products."""
+        """Return whether the model decodes as plain matrix products."""
         return self.decoder is not None
 
     @property
@@ -83,19 +83,19 @@ class LocalEngine:
 
     @property
     def side_by_side(self) -> int:
-        """How many pieces of a batch are decoded at once."""
+        """Return how many pieces of a batch are decoded at once."""
         return self.workers.count
 
     def begin(self, plan: MemoryPlan) -> None:
         self.plan, self.decode_bytes = plan, plan.decode_bytes
-        self.kept = KeptSequences(int(KEPT_SHARE * plan.decode_bytes))
+        self.sequence_cache = SequenceCache(int(CACHE_SHARE * plan.decode_bytes))
         self.fitting: int | None = None
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> EngineState:
         return {"decode_bytes": self.decode_bytes, "fitting": self.fitting}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        before, self.fitting = state["decode_bytes"], state["fitting"]
+    def restore(self, state: EngineState) -> None:
+        before, self.fitting = state.get("decode_bytes", self.decode_bytes), state.get("fitting")
         self.decode_bytes = self.plan.kept_decode_bytes(before)
         if self.decode_bytes != before:
             gib = 2**30
@@ -108,16 +108,16 @@ class LocalEngine:
         if not isinstance(weights, LocalSnapshot):
             raise TypeError(f"this engine samples with LoRA adapters, not with {type(weights).__name__}")
         self._published[ref] = weights.weights
-        self.kept.clear()
+        self.sequence_cache.clear()
         self._blocks = None
 
     def retire(self, ref: PolicyRef) -> None:
         self._published.pop(ref, None)
-        self.kept.clear()
+        self.sequence_cache.clear()
         self._blocks = None
 
     def forget_sequences(self) -> None:
-        self.kept.clear()
+        self.sequence_cache.clear()
 
     def give_up(self) -> None:
         """See ``Engine.give_up``: this process samples in one thread."""
@@ -135,42 +135,40 @@ class LocalEngine:
         not published.
         """
         longest = check_lengths(requests, self.base.context_length, self.base.name)
-        lanes = {ref: lane for lane, ref in enumerate(dict.fromkeys(request.policy for request in requests))}
-        weights = [self.weights_of(ref) for ref in lanes]
-        asked = [LaneRequest(**vars(request), lane=lanes[request.policy]) for request in requests]
-        done: list[list[Action]] = [[] for _ in asked]
+        policies, in_lanes = with_lanes(requests)
+        weights = [self.weights_of(ref) for ref in policies]
+        done: list[list[Action]] = [[] for _ in requests]
         self._syncs = []
 
         def keep(request: int, actions: list[Action]) -> None:
-            version = asked[request].policy.version
+            version = requests[request].policy.version
             done[request] = [replace(action, policy_version=version) for action in actions]
             if finished is not None:
                 finished(request, done[request])
 
-        work = [
-            Row(index, sample)
-            for lane in range(len(lanes))
-            for index, request in enumerate(asked)
-            if request.lane == lane
-            for sample in range(request.samples)
-        ]
-        going_on = any(request.sequences for request in requests)
-        affordable = self.affordable_rows(longest, any(request.truncates for request in requests), going_on)
-        rows = min(bound for bound in (affordable, max_rows, self.fitting) if bound)
-        while True:
+        continues = any(request.sequences for request in requests)
+        affordable = self.affordable_rows(longest, any(request.truncates for request in requests), continues)
+        rows = min(filter(None, (affordable, max_rows, self.fitting)))
+        indices = indices_by_lane(in_lanes)
+        while indices:
             try:
-                self._decode(asked, work, weights, rows, keep)
-                return done
+                pieces = pieces_of(
+                    in_lanes, indices, min(self.side_by_side, min(rows, len(indices)) // LEAST_PIECE_ROWS)
+                )
+                lanes = lanes_of(in_lanes, indices)
+                self.decode_pieces(in_lanes, pieces, weights, lanes, rows // len(pieces), keep)
+                break
             except RuntimeError as error:
-                if not is_out_of_memory(error) or rows <= len(lanes):
+                if not is_out_of_memory(error) or rows <= len(policies):
                     raise
-                rows = self.fitting = max(len(lanes), min(rows, len(work)) // 2)
-                self.kept.clear()
+                rows = self.fitting = max(len(policies), min(rows, len(indices)) // 2)
+                self.sequence_cache.clear()
                 self.tell(f"out of memory while decoding: goes on with {rows} sequences at once")
-            work = [row for row in work if not done[row.request]]
+            indices = [index for index in indices if not done[index.request]]
+        return done
 
     def weights_of(self, ref: PolicyRef) -> LoraWeights:
-        """What was published under this name. Raises RunFailed where nothing was."""
+        """Return the weights published under this name. Raises RunFailed where there are none."""
         if ref not in self._published:
             there = ", ".join(str(each.version) for each in self._published if each.run_id == ref.run_id)
             raise RunFailed(
@@ -178,39 +176,23 @@ class LocalEngine:
             )
         return self._published[ref]
 
-    def _decode(
-        self,
-        requests: Sequence[LaneRequest],
-        work: list[Row],
-        weights: Sequence[LoraWeights],
-        rows: int,
-        keep: Finished,
-    ) -> None:
-        """Decode the sequences, at most ``rows`` at once, in pieces side by side."""
-        if not work:
-            return
-        pieces = self._pieces(requests, work, min(rows, len(work)) // LEAST_PIECE_ROWS)
-        lanes = sorted({requests[row.request].lane for row in work})
-        self.decode_pieces(requests, pieces, weights, lanes, rows // len(pieces), keep)
-
     def decode_pieces(
         self,
         requests: Sequence[LaneRequest],
-        pieces: Sequence[list[Row]],
+        pieces: Sequence[list[SampleIndex]],
         weights: Sequence[LoraWeights],
         lanes: list[int],
         rows: int,
         keep: Finished,
     ) -> None:
-        """Decode pieces of the work side by side, each at most ``rows`` sequences at once; ``lanes`` are those of the
-        whole work."""
+        """Decode pieces in parallel, each at most ``rows`` sequences at once; ``lanes`` are those of all pieces."""
         if self.decoder is not None:
             begin = time.perf_counter()
             blocks = self._blocks_of(self.decoder, [weights[lane] for lane in lanes])
             self._synced(begin)
             self.workers.map(lambda piece: self._dense(requests, piece, lanes, blocks, rows, keep), pieces)
         else:
-            waves = [wave for piece in pieces for wave in _waves(requests, piece, rows)]
+            waves = [wave for piece in pieces for wave in waves_of(requests, piece, rows)]
             self.workers.map(lambda wave: self._plain(requests, wave, weights, keep), waves)
 
     def _blocks_of(self, decoder: DenseDecoder, weights: list[LoraWeights]) -> Blocks:
@@ -226,80 +208,87 @@ class LocalEngine:
     def _dense(
         self,
         requests: Sequence[LaneRequest],
-        work: list[Row],
+        piece: list[SampleIndex],
         lanes: list[int],
         blocks: Blocks,
         rows: int,
         keep: Finished,
     ) -> None:
         assert self.decoder is not None
-        used = sorted({requests[row.request].lane for row in work})
-        own = self.decoder.of_lanes(blocks, [lanes.index(lane) for lane in used], len(lanes))
+        own_lanes = [lanes.index(lane) for lane in lanes_of(requests, piece)]
+        blocks = self.decoder.of_lanes(blocks, own_lanes, len(lanes))
         with torch.no_grad():
-            SlotBatch(self.base, self.decoder, requests, work, used, own, rows, keep, self.graphs, self.kept).run()
+            SlotBatch(self.decoder, requests, piece, blocks, rows, keep, self.graphs, self.sequence_cache).run()
 
     def _plain(
-        self, requests: Sequence[LaneRequest], wave: list[Row], weights: Sequence[LoraWeights], keep: Finished
+        self, requests: Sequence[LaneRequest], wave: list[SampleIndex], weights: Sequence[LoraWeights], keep: Finished
     ) -> None:
-        used = sorted({requests[row.request].lane for row in wave})
-        begin = time.perf_counter()
-        with torch.no_grad(), self.lanes.stacked([weights[lane] for lane in used]):
+        begin, own_weights = time.perf_counter(), [weights[lane] for lane in lanes_of(requests, wave)]
+        with torch.no_grad(), self.lanes.stacked(own_weights):
             self._synced(begin)
-            grid = Grid(self.base, requests, wave, used)
-            logits = grid.prefill()
-            for step in range(grid.max_tokens):
-                grid.draw(logits, step)
-                if grid.compact_or_finished(step):
-                    break
-                logits = grid.forward(step)
-            actions = grid.actions()
-        for request in dict.fromkeys(row.request for row in wave):
-            keep(request, [action for row, action in actions if row.request == request])
+            Grid(self.base, requests, wave).run(keep)
 
     def _synced(self, begin: float) -> None:
-        """Note that the adapters' weights are there, asked for at ``begin``."""
+        """Record the seconds since ``begin`` in which the adapters' weights were prepared."""
         if self.base.device.type == "cuda":
             torch.cuda.synchronize(self.base.device)
         self._syncs.append(time.perf_counter() - begin)
 
-    def _pieces(self, requests: Sequence[LaneRequest], work: list[Row], most: int) -> list[list[Row]]:
-        """The work cut into one piece per worker, ``most`` at most, of whole requests: each lane's are dealt out
-        evenly, because every lane has as many rows of a batch as the one with most."""
-        of_lane: dict[int, dict[int, list[Row]]] = {}
-        for row in work:
-            of_lane.setdefault(requests[row.request].lane, {}).setdefault(row.request, []).append(row)
-        pieces: list[list[Row]] = [[] for _ in range(max(1, min(self.side_by_side, most)))]
-        dealt = 0
-        for own in of_lane.values():
-            share = -(-len(own) // len(pieces))
-            groups = list(own.values())
-            for begin in range(0, len(groups), share):
-                pieces[dealt % len(pieces)] += [row for group in groups[begin : begin + share] for row in group]
-                dealt += 1
-        return [piece for piece in pieces if piece]
-
-    def affordable_rows(self, length: int, truncated: bool = False, going_on: bool = False) -> int:
-        """Rows of ``length`` tokens whose cache and logits ``decode_bytes`` hold, beside sequences that go on."""
+    def affordable_rows(self, length: int, truncated: bool = False, continues: bool = False) -> int:
+        """Return how many rows of ``length`` tokens ``decode_bytes`` hold with their cache and logits, beside those of
+        sequences that continue."""
         kind, layers = self.base.device.type, self.base.model.config.get_text_config().num_hidden_layers
         columns = COLUMNS.get(kind, COLUMNS["cuda"])
-        # Where truncated, what is left of the mass, twice.
+        # Where truncated, the remaining mass, twice.
         logits = (LOGITS_COPIES + 2 * truncated) * 4 * self.base.vocab_size
-        room = self.decode_bytes - going_on * self.kept.limit
+        room = self.decode_bytes - continues * self.sequence_cache.limit
         fitting = room // decode_row_bytes(length, columns, layers, cache_bytes(self.base), logits)
         return max(1, min(MOST_ROWS.get(kind, MOST_ROWS["cuda"]), fitting))
 
 
-def _waves(requests: Sequence[LaneRequest], work: list[Row], rows: int) -> list[list[Row]]:
-    """Whole requests in batches of about ``rows`` rows, as many from each lane as it has."""
+def with_lanes(requests: Sequence[SampleRequest]) -> tuple[list[PolicyRef], list[LaneRequest]]:
+    """Return the policies, which are the lanes of the batch, and the requests with their lanes."""
+    policies = list(dict.fromkeys(request.policy for request in requests))
+    return policies, [LaneRequest(**vars(request), lane=policies.index(request.policy)) for request in requests]
+
+
+def lanes_of(requests: Sequence[LaneRequest], indices: Sequence[SampleIndex]) -> list[int]:
+    return sorted({requests[index.request].lane for index in indices})
+
+
+def indices_by_lane(requests: Sequence[LaneRequest]) -> list[SampleIndex]:
+    """Return all samples of the requests, lane by lane."""
+    order = sorted(range(len(requests)), key=lambda number: requests[number].lane)
+    return [SampleIndex(number, sample) for number in order for sample in range(requests[number].samples)]
+
+
+def pieces_of(requests: Sequence[LaneRequest], indices: Sequence[SampleIndex], count: int) -> list[list[SampleIndex]]:
+    """Cut the samples into at most ``count`` pieces of whole requests. Every lane's requests are dealt out evenly,
+    because every lane has as many rows of a batch as the one with most."""
+    by_lane: dict[int, dict[int, list[SampleIndex]]] = {}
+    for index in indices:
+        by_lane.setdefault(requests[index.request].lane, {}).setdefault(index.request, []).append(index)
+    pieces: list[list[SampleIndex]] = [[] for _ in range(max(1, count))]
+    dealt = 0
+    for by_request in by_lane.values():
+        groups, share = list(by_request.values()), -(-len(by_request) // len(pieces))
+        for begin in range(0, len(groups), share):
+            pieces[dealt % len(pieces)] += [index for group in groups[begin : begin + share] for index in group]
+            dealt += 1
+    return [piece for piece in pieces if piece]
+
+
+def waves_of(requests: Sequence[LaneRequest], indices: Sequence[SampleIndex], rows: int) -> list[list[SampleIndex]]:
+    """Cut the samples into batches of whole requests with about ``rows`` rows, equally many from every lane."""
     by_lane: dict[int, list[int]] = {}
-    for request in dict.fromkeys(row.request for row in work):
+    for request in dict.fromkeys(index.request for index in indices):
         by_lane.setdefault(requests[request].lane, []).append(request)
-    most = max(requests[row.request].samples for row in work)
-    each = max(1, rows // len(by_lane) // most)
+    most = max(requests[index.request].samples for index in indices)
+    per_lane = max(1, rows // len(by_lane) // most)
     longest = max(map(len, by_lane.values()))
-    each = -(-longest // -(-longest // each))  # waves of equal size
+    per_lane = -(-longest // -(-longest // per_lane))  # waves of equal size
     waves = []
-    for start in range(0, longest, each):
-        chosen = {request for own in by_lane.values() for request in own[start : start + each]}
-        waves.append([row for row in work if row.request in chosen])
+    for begin in range(0, longest, per_lane):
+        chosen = {request for lane in by_lane.values() for request in lane[begin : begin + per_lane]}
+        waves.append([index for index in indices if index.request in chosen])
     return waves

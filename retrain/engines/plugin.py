@@ -1,12 +1,12 @@
 """Sampling with a backend of the user's own (see ``policy.plugin``)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from retrain.engines.protocol import Finished
+from retrain.engines.protocol import EngineState, Finished
 from retrain.errors import PluginError
 from retrain.policy.plugin import PluginSnapshot
 from retrain.policy.protocol import PolicySnapshot
@@ -24,11 +24,11 @@ class PluginEngine:
         self.plugin, self.gives_entropy = plugin, gives_entropy
         self._backends: dict[str, Any] = {}
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> EngineState:
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """There is nothing to restore."""
+    def restore(self, state: EngineState) -> None:
+        """Do nothing: there is no state."""
 
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
         """Backends sample with the weights that they hold: this says whose they are."""
@@ -37,10 +37,10 @@ class PluginEngine:
         self._backends[ref.run_id] = weights.backend
 
     def retire(self, ref: PolicyRef) -> None:
-        """Nothing is kept but the backend, which later weights are sampled with too."""
+        """Do nothing: only the backend is held, which samples with later weights too."""
 
     def forget_sequences(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no sequences are cached."""
 
     def give_up(self) -> None:
         """See ``Engine.give_up``: backends sample in one thread."""

@@ -1,11 +1,27 @@
-"""What the loop asks of an engine: actions, with the log-probabilities of the distribution sampled from."""
+"""The protocol of an engine: requests in, actions out, with log-probabilities under the sampled distribution."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypedDict
 
 from retrain.errors import ModelError
 from retrain.policy.protocol import PolicySnapshot
 from retrain.types import Action, PolicyRef, SampleRequest
+
+
+@dataclass(frozen=True)
+class LaneRequest(SampleRequest):
+    """A request whose weights are lane ``lane`` of the decode batch."""
+
+    lane: int = 0
+
+
+@dataclass(frozen=True)
+class SampleIndex:
+    """One sequence to sample: sample ``sample`` of request ``request``."""
+
+    request: int
+    sample: int
 
 
 def check_lengths(requests: Sequence[SampleRequest], context: int, owner: str) -> int:
@@ -26,6 +42,14 @@ def check_lengths(requests: Sequence[SampleRequest], context: int, owner: str) -
 Finished = Callable[[int, list[Action]], None]
 
 
+class EngineState(TypedDict, total=False):
+    """Numbers of this machine that decide how an engine samples: bytes of a decode batch, and rows that were found to
+    fit in them."""
+
+    decode_bytes: int
+    fitting: int | None
+
+
 class Engine(Protocol):
     """A sampler. ``gives_entropy``: actions carry full-vocabulary entropies. ``exact``: the same weights, requests and
     seeds give the same bits again. ``beside``: it samples on processors of its own, so that sampling for later steps
@@ -37,7 +61,7 @@ class Engine(Protocol):
 
     @property
     def sync_seconds(self) -> float | None:
-        """What the last ``sample`` took to make the published weights its own; None where the engine cannot tell."""
+        """Return the seconds in which the last ``sample`` loaded published weights; None if they are not known."""
         ...
 
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
@@ -45,29 +69,29 @@ class Engine(Protocol):
         ...
 
     def retire(self, ref: PolicyRef) -> None:
-        """No later request names these weights; nothing happens where they are not known."""
+        """Drop these weights, which no later request names; does nothing where they are not known."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """What of the machine decides how it samples, as strict JSON: part of every checkpoint."""
+    def state(self) -> EngineState:
+        """Return what every checkpoint holds of the engine."""
         ...
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state()``."""
+    def restore(self, state: EngineState) -> None:
+        """Continue from a ``state()``."""
         ...
 
     def forget_sequences(self) -> None:
-        """No sequence of the requests so far goes on."""
+        """Drop what is cached of sequences: none of those so far continues."""
         ...
 
     def give_up(self) -> None:
-        """What other threads are sampling now is nobody's: their ``sample`` raises, or ends by itself soon."""
+        """Cancel calls of ``sample`` in other threads: they raise, or end soon."""
         ...
 
     def sample(
         self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
     ) -> list[list[Action]]:
-        """One list of actions per request, in order.
+        """Return one list of actions per request, in order.
 
         ``max_rows``: most sequences to decode at once, of as many as fit; it changes speed and memory only.
         ``finished(index, actions)`` is called once per request, from any thread, as soon as its actions are all

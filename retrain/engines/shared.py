@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import Finished
-from retrain.engines.rows import LaneRequest, Row
+from retrain.engines.protocol import Finished, LaneRequest, SampleIndex
 from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
@@ -17,18 +16,17 @@ from retrain.types import Action, PolicyRef
 
 
 @dataclass(frozen=True)
-class DecodingAsked:
-    """Pieces that a rank is asked to decode; ``refs`` name the weights of every lane. See
-    ``LocalEngine.decode_pieces``."""
+class DecodeTask:
+    """The pieces that a rank decodes; ``refs`` name the weights of every lane. See ``LocalEngine.decode_pieces``."""
 
     requests: list[LaneRequest]
-    pieces: list[list[Row]]
+    pieces: list[list[SampleIndex]]
     refs: list[PolicyRef]
     lanes: list[int]
     rows: int
 
     def done(self, engine: LocalEngine) -> dict[int, list[Action]]:
-        """The actions of every request whose rows are in these pieces."""
+        """Decode the pieces; return the actions of every request in them."""
         found: dict[int, list[Action]] = {}
         weights = [engine.weights_of(ref) for ref in self.refs]
         engine.decode_pieces(self.requests, self.pieces, weights, self.lanes, self.rows, found.__setitem__)
@@ -64,15 +62,15 @@ class SharedEngine(LocalEngine):
         super().forget()
         self.ranks.tell("forget")
 
-    def affordable_rows(self, length: int, truncated: bool = False, going_on: bool = False) -> int:
+    def affordable_rows(self, length: int, truncated: bool = False, continues: bool = False) -> int:
         """Rows that all ranks hold together; see ``LocalEngine.affordable_rows``."""
-        self._each = super().affordable_rows(length, truncated, going_on)
+        self._each = super().affordable_rows(length, truncated, continues)
         return self.ranks.count * self._each
 
     def decode_pieces(
         self,
         requests: Sequence[LaneRequest],
-        pieces: Sequence[list[Row]],
+        pieces: Sequence[list[SampleIndex]],
         weights: Sequence[LoraWeights],
         lanes: list[int],
         rows: int,
@@ -84,7 +82,7 @@ class SharedEngine(LocalEngine):
         count, refs = self.ranks.count, [request.policy for request in requests]
         of_lane = [refs[[request.lane for request in requests].index(lane)] for lane in range(len(weights))]
         asked = [
-            (DecodingAsked(list(requests), own, of_lane, lanes, rows),) if own else None
+            (DecodeTask(list(requests), own, of_lane, lanes, rows),) if own else None
             for own in (list(pieces[rank::count]) for rank in range(1, count))
         ]
         own = pieces[::count]

@@ -5,172 +5,266 @@ product. A prompt is prefilled once for all of its samples that start together. 
 run out of work, the batch is cut anew: lanes without work leave and the others share its rows.
 """
 
-from collections import deque
-from collections.abc import Sequence
-from typing import Any, cast
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from retrain.engines.dense import Blocks, DenseDecoder, KVCache
+from retrain.engines.dense import Blocks, CachedSequence, DenseDecoder, KVCache, SequenceCache
 from retrain.engines.graphs import StepGraphs
-from retrain.engines.kept import Kept, KeptSequences
-from retrain.engines.protocol import Finished
-from retrain.engines.rows import IDLE_SHARE, LaneRequest, Row, actions_of
-from retrain.engines.step import Rows, Sampled, note
-from retrain.engines.truncation import Keeper, cuts_of
+from retrain.engines.protocol import Finished, LaneRequest, SampleIndex
+from retrain.engines.step import Rows, SampledTokens, SupportRecord, draw_tokens
 from retrain.errors import RunFailed
 from retrain.models.sizes import GPU_COLUMNS
 from retrain.policy.base import BaseModel
-from retrain.types import Action, PolicyRef
+from retrain.types import Action, PolicyRef, SampleRequest, Support
 
 REFILL_SHARE = 0.125
 """Waiting sequences enter when they can fill this share of the rows: a prefill costs as much as several steps."""
 CHECK = {"cpu": 1, "cuda": 8}  # Decode calls between synchronisations with the device
 COLUMNS = {"cpu": 1, "cuda": GPU_COLUMNS}
-"""What the number of cache columns that are read is a multiple of, so that one graph serves many steps."""
+"""The number of cache columns that are read is a multiple of this, so that one graph serves many steps."""
 PREFILL_BYTES = 1 << 29
 """Activations of the prompts that are prefilled at once, beside the cache. A matrix product of fewer tokens than this
 holds of a large model is not slower; how many it holds depends on shapes alone."""
 BURST = 16
 """Steps of one call of a small model; the first sequence that ends also ends the call. With a large one, Python has
 time between its steps to hear of a signal."""
+IDLE_SHARE = 0.25  # The batch shrinks when at least this share of it would be freed (a copy of the cache is the price)
+
+T = TypeVar("T")
+
+
+class Continuation(NamedTuple):
+    """A row whose first ``start`` cache columns are there, and the tokens of its prompt after them."""
+
+    row: int
+    start: int
+    token_ids: tuple[int, ...]
+
+
+class BatchSequences:
+    """The sequences of a decode batch: settings on the host, uniforms and results on the device.
+
+    ``requests`` and ``indices`` have an entry per sequence, the tables one more: that of the sequence ``scratch``,
+    which idle rows hold.
+    """
+
+    def __init__(self, base: BaseModel, requests: Sequence[LaneRequest], indices: Sequence[SampleIndex]):
+        self.base, self.indices, self.scratch = base, indices, len(indices)
+        self.requests = [requests[index.request] for index in indices]
+        device, count, longest = base.device, self.scratch + 1, max(r.max_tokens for r in self.requests)
+        uniforms_NT = np.zeros((count, longest))
+        for i, (request, index) in enumerate(zip(self.requests, indices, strict=True)):
+            uniforms_NT[i, : request.max_tokens] = request.uniforms_T(index.sample)
+        real = torch.float64 if base.dtype == torch.float64 else torch.float32
+        self.cuts = cuts_of(self.requests, base.vocab_size)
+        self.sampled = SampledTokens(
+            ends=torch.tensor(base.eos_ids, device=device),
+            uniforms_NT=torch.from_numpy(uniforms_NT).to(device),
+            tokens_NT=torch.full((count, longest), base.pad_id, dtype=torch.long, device=device),
+            logprobs_NT=torch.zeros((count, longest), device=device, dtype=real),
+            entropy_NT=torch.zeros((count, longest), device=device, dtype=real),
+            support=None if self.cuts is None else empty_record(count, longest, int(self.cuts[:, 0].max()), device),
+        )
+        self.lengths = np.zeros(count, dtype=np.int64)
+        self.limits = np.array([*(r.max_tokens for r in self.requests), 1])
+        temperatures = [*(r.temperature for r in self.requests), 1.0]
+        # Temperature 0 is greedy decoding; its log-probabilities are those at temperature 1.
+        self.temperatures = np.array([t or 1.0 for t in temperatures])
+        self.greedy = np.array([t == 0 for t in temperatures])
+
+    def new_rows(self, sequence_R: np.ndarray) -> Rows:
+        """Return idle rows that hold these sequences."""
+        device, count, real = self.base.device, len(sequence_R), self.sampled.logprobs_NT.dtype
+        has_temperatures, has_greedy = bool((self.temperatures != 1).any()), bool(self.greedy.any())
+        index_R = torch.zeros(count, dtype=torch.long, device=device)
+        rows = Rows(
+            token_R=index_R,
+            position_R=index_R.clone(),
+            sampled_R=index_R.clone(),
+            alive_R=index_R.bool(),
+            sequence_R=torch.empty(count, dtype=torch.long, device=device),
+            limit_R=torch.empty(count, dtype=torch.long, device=device),
+            temperature_R1=torch.empty(count, 1, dtype=real, device=device) if has_temperatures else None,
+            greedy_R1=torch.empty(count, 1, dtype=torch.bool, device=device) if has_greedy else None,
+            cut_R3=None if self.cuts is None else torch.empty(count, 3, dtype=real, device=device),
+        )
+        self.bind(rows, sequence_R)
+        return rows
+
+    def bind(self, rows: Rows, sequence_R: np.ndarray) -> None:
+        """Write to the device which sequences the rows hold, and the settings of each."""
+        rows.sequence_R.copy_(torch.from_numpy(sequence_R))
+        rows.limit_R.copy_(torch.from_numpy(self.limits[sequence_R]))
+        if rows.temperature_R1 is not None:
+            rows.temperature_R1.copy_(torch.from_numpy(self.temperatures[sequence_R]).unsqueeze(1))
+        if rows.greedy_R1 is not None:
+            rows.greedy_R1.copy_(torch.from_numpy(self.greedy[sequence_R]).unsqueeze(1))
+        if rows.cut_R3 is not None and self.cuts is not None:
+            rows.cut_R3.copy_(torch.from_numpy(self.cuts[sequence_R]))
+
+    def make_room(self, draws: int) -> bool:
+        """Reserve space for the kept sets of so many more draws; return whether the record has moved. Waits for the
+        device where sequences are truncated."""
+        record = self.sampled.support
+        if record is None:
+            return False
+        used, size = int(record.used_1), len(record.ids_M)
+        needed = used + draws * len(record.rank_K) + 1
+        if needed <= size:
+            return False
+        wider = record.ids_M.new_empty(max(2 * size, needed))
+        wider[:used] = record.ids_M[:used]
+        self.sampled = self.sampled._replace(support=record._replace(ids_M=wider))
+        return True
+
+    def actions(self, request: int) -> list[Action]:
+        """Return the completions of a request: of each the first ``lengths`` tokens."""
+        sequences = [i for i, index in enumerate(self.indices) if index.request == request]
+        index, lengths_N = torch.tensor(sequences, device=self.base.device), self.lengths[sequences]
+        tokens_NT, logprobs_NT, entropy_NT = (
+            table[index].cpu().numpy()
+            for table in (self.sampled.tokens_NT, self.sampled.logprobs_NT, self.sampled.entropy_NT)
+        )
+        record = self.sampled.support
+        supports_N = [None] * len(sequences) if record is None else supports_of(record, index, lengths_N)
+        actions = []
+        for i, (length, support) in enumerate(zip(lengths_N, supports_N, strict=True)):
+            ids = tokens_NT[i, :length].tolist()
+            actions.append(
+                Action(
+                    token_ids=ids,
+                    text=self.base.text.decode(ids),
+                    logprobs_T=logprobs_NT[i, :length].copy(),
+                    entropy_T=entropy_NT[i, :length].copy(),
+                    stop_reason="stop" if ids[-1] in self.base.eos_ids else "length",
+                    support=support,
+                )
+            )
+        return actions
+
+
+def cuts_of(requests: Sequence[SampleRequest], vocabulary: int) -> np.ndarray | None:
+    """Return ``cut_R3`` of these requests and of scratch, float64; None when none is truncated."""
+    cuts = [
+        (min(r.top_k or vocabulary, vocabulary), r.top_p, r.min_p) if r.truncates else (0, 1.0, 0.0) for r in requests
+    ]
+    return np.array([*cuts, (0, 1.0, 0.0)], dtype=np.float64) if any(r.truncates for r in requests) else None
+
+
+def empty_record(count: int, longest: int, most: int, device: torch.device) -> SupportRecord:
+    """Return the record of ``count`` sequences of at most ``longest`` tokens, each drawn from at most ``most`` ids."""
+    return SupportRecord(
+        ids_M=torch.empty(1, dtype=torch.int32, device=device),
+        used_1=torch.zeros(1, dtype=torch.long, device=device),
+        first_NT=torch.zeros(count, longest, dtype=torch.long, device=device),
+        count_NT=torch.zeros(count, longest, dtype=torch.long, device=device),
+        rank_K=torch.arange(most, device=device),
+    )
+
+
+def supports_of(record: SupportRecord, sequences: torch.Tensor, lengths_N: np.ndarray) -> list[Support | None]:
+    """Return the kept set of every token of these sequences; None for a sequence that was not truncated."""
+    first_NT, count_NT = (table[sequences].cpu().numpy() for table in (record.first_NT, record.count_NT))
+    supports: list[Support | None] = []
+    for first_T, count_T, length in zip(first_NT, count_NT, lengths_N, strict=True):
+        first_T, count_T = first_T[:length], count_T[:length]
+        if not count_T.any():
+            supports.append(None)
+            continue
+        offsets = np.concatenate([[0], count_T.cumsum()])
+        index = np.repeat(first_T - offsets[:-1], count_T) + np.arange(offsets[-1])
+        ids = record.ids_M[torch.from_numpy(index).to(record.ids_M.device)]
+        supports.append(Support(ids.cpu().numpy(), offsets))
+    return supports
+
+
+def select_rows(rows: Rows, index: torch.Tensor) -> Rows:
+    """Return copies of some of the rows."""
+    optional = (None if table is None else table[index] for table in (rows.temperature_R1, rows.greedy_R1, rows.cut_R3))
+    return Rows(*(table[index] for table in rows[:6]), *optional)
 
 
 class SlotBatch:
-    """Decodes the given sequences, at most ``max_rows`` at once; ``run`` returns them all.
+    """Decodes the sequences of ``indices``, at most ``max_rows`` at once.
 
-    ``lanes_used`` are the lanes of ``work`` in order, ``blocks`` the decoder's with their adapters.
-    ``finished`` is called with every request as soon as all of its samples in ``work`` have ended.
+    ``blocks`` are the decoder's with the adapters of the lanes of ``indices``, in order. ``finished`` is called with
+    every request as soon as all of its samples in ``indices`` have ended.
     """
 
     def __init__(
         self,
-        base: BaseModel,
         decoder: DenseDecoder,
         requests: Sequence[LaneRequest],
-        work: Sequence[Row],
-        lanes_used: Sequence[int],
+        indices: Sequence[SampleIndex],
         blocks: Blocks,
         max_rows: int,
         finished: Finished,
-        graphs: StepGraphs,
-        kept: KeptSequences,
+        graphs: StepGraphs | None,
+        cache: SequenceCache,
     ):
-        self.kept = kept
-        self.base, self.decoder, self.requests, self.work = base, decoder, requests, work
-        self.lanes, self.blocks, self.max_rows, self.finished = list(lanes_used), blocks, max_rows, finished
-        self.waiting: dict[int, deque[int]] = {lane: deque() for lane in lanes_used}
-        self.missing: dict[int, int] = {}
-        for sequence, row in enumerate(work):
-            self.waiting[requests[row.request].lane].append(sequence)
-            self.missing[row.request] = self.missing.get(row.request, 0) + 1
-        used = [requests[row.request] for row in work]
-        self.capacity = max(len(r.prompt_ids) + r.max_tokens for r in used)
-        self.graphs, self.columns_by = graphs, COLUMNS[base.device.type]
+        base = decoder.base
+        self.decoder, self.requests, self.blocks, self.max_rows = decoder, requests, blocks, max_rows
+        self.finished, self.graphs, self.cache = finished, graphs, cache
+        self.sequences = BatchSequences(base, requests, indices)
+        self.lanes = sorted({request.lane for request in self.sequences.requests})
+        self.waiting: dict[int, deque[int]] = {lane: deque() for lane in self.lanes}
+        for sequence, request in enumerate(self.sequences.requests):
+            self.waiting[request.lane].append(sequence)
+        self.missing = Counter(index.request for index in indices)
+        self.columns_by = COLUMNS[base.device.type]
         self.steps = BURST if base.small and self.columns_by == 1 else 1
-        self.capacity = -(-self.capacity // self.columns_by) * self.columns_by
-        self._new_outputs(used)
+        capacity = max(len(r.prompt_ids) + r.max_tokens for r in self.sequences.requests)
+        self.capacity = -(-capacity // self.columns_by) * self.columns_by
         self.slots = max(1, min(max_rows // len(self.lanes), max(len(q) for q in self.waiting.values())))
-        self._new_rows(len(self.lanes) * self.slots)
+        self._begin(len(self.lanes) * self.slots)
 
-    def _new_outputs(self, used: Sequence[LaneRequest]) -> None:
-        """Uniforms and results per sequence; the last row is scratch, which idle rows write to."""
-        device, count, longest = self.base.device, len(used), max(r.max_tokens for r in used)
-        draws = np.zeros((count + 1, longest))
-        for i, (request, row) in enumerate(zip(used, self.work, strict=True)):
-            draws[i, : request.max_tokens] = request.uniforms_T(row.sample)
-        real = torch.float64 if self.base.dtype == torch.float64 else torch.float32
-        cuts = cuts_of(used, self.base.vocab_size)
-        self.cuts = None if cuts is None else np.concatenate([cuts, [[0, 1, 0]]])
-        self.keeper = None if cuts is None else Keeper(count + 1, longest, int(cuts[:, 0].max()), device)
-        self.sampled = Sampled(
-            ends=torch.tensor(self.base.eos_ids, device=device),
-            uniforms_NT=torch.from_numpy(draws).to(device),
-            tokens_NT=torch.full((count + 1, longest), self.base.pad_id, dtype=torch.long, device=device),
-            logprobs_NT=torch.zeros((count + 1, longest), device=device, dtype=real),
-            entropy_NT=torch.zeros((count + 1, longest), device=device, dtype=real),
-            kept=self.keeper and self.keeper.kept,
-        )
-        self.lengths = np.zeros(count + 1, dtype=np.int64)
-        self.scratch = count
-        self.limits = np.array([*(r.max_tokens for r in used), 1])
-        temperatures = [*(r.temperature for r in used), 1.0]
-        # Temperature 0 is greedy decoding; its log-probabilities are those at temperature 1.
-        self.temperatures = np.array([t or 1.0 for t in temperatures])
-        self.greedy = np.array([t == 0 for t in temperatures])
-        self.plain_temperature, self.any_greedy = bool((self.temperatures == 1).all()), bool(self.greedy.any())
-
-    def _new_rows(self, rows: int) -> None:
-        """All rows idle. The host keeps which sequence a row holds and an upper bound of its cache position."""
+    def _begin(self, rows: int) -> None:
+        """Make all rows idle. The host knows the sequence of a row and an upper bound of its cache position."""
         self.kv_cache = KVCache(self.decoder, rows, self.capacity)
-        self.sequence = np.full(rows, self.scratch)
+        self.sequence = np.full(rows, self.sequences.scratch)
         self.at = np.zeros(rows, dtype=np.int64)
-        index = torch.zeros(rows, dtype=torch.long, device=self.base.device)
-        self.rows = self._rows(index, index.clone(), index.clone(), index.bool())
-
-    def _rows(
-        self, token_R: torch.Tensor, position_R: torch.Tensor, sampled_R: torch.Tensor, alive_R: torch.Tensor
-    ) -> Rows:
-        device, rows = self.base.device, len(token_R)
-        real = self.sampled.logprobs_NT.dtype
-        made = Rows(
-            token_R=token_R,
-            position_R=position_R,
-            sampled_R=sampled_R,
-            alive_R=alive_R,
-            sequence_R=torch.empty(rows, dtype=torch.long, device=device),
-            limit_R=torch.empty(rows, dtype=torch.long, device=device),
-            temperature_R1=None if self.plain_temperature else torch.empty(rows, 1, dtype=real, device=device),
-            greedy_R1=torch.empty(rows, 1, dtype=torch.bool, device=device) if self.any_greedy else None,
-            cut_R3=None if self.cuts is None else torch.empty(rows, 3, dtype=real, device=device),
-        )
-        self._bind(made)
-        return made
-
-    def _bind(self, rows: Rows) -> None:
-        """Tell the device which sequences the rows hold, and what belongs to each and never changes."""
-        rows.sequence_R.copy_(torch.from_numpy(self.sequence))
-        rows.limit_R.copy_(torch.from_numpy(self.limits[self.sequence]))
-        if rows.temperature_R1 is not None:
-            rows.temperature_R1.copy_(torch.from_numpy(self.temperatures[self.sequence]).unsqueeze(1))
-        if rows.greedy_R1 is not None:
-            rows.greedy_R1.copy_(torch.from_numpy(self.greedy[self.sequence]).unsqueeze(1))
-        if rows.cut_R3 is not None and self.cuts is not None:
-            rows.cut_R3.copy_(torch.from_numpy(self.cuts[self.sequence]))
+        self.rows = self.sequences.new_rows(self.sequence)
 
     def _make_room(self, draws: int) -> None:
-        """Before so many draws of truncated distributions."""
-        if self.keeper is not None and self.keeper.make_room(draws):
-            self.sampled = self.sampled._replace(kept=self.keeper.kept)
+        if self.sequences.make_room(draws) and self.graphs is not None:
             self.graphs.forget()
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Decode until every sequence has ended."""
+        calls = CHECK[self.decoder.device.type]
         self._admit()
         try:
             while self._reschedule():
-                self._make_room(CHECK[self.base.device.type] * self.steps * len(self.sequence))
-                for _ in range(CHECK[self.base.device.type]):
+                self._make_room(calls * self.steps * len(self.sequence))
+                for _ in range(calls):
                     self._step()
         finally:
-            self.graphs.forget()
+            if self.graphs is not None:
+                self.graphs.forget()
 
     def _step(self) -> None:
-        """One token for every row, or several where the decoder takes several steps at once."""
-        held = self.sequence != self.scratch
+        """Decode one token for every row, or several where the decoder takes several steps at once."""
+        held = self.sequence != self.sequences.scratch
         columns = int(self.at[held].max()) + 1
         if self.columns_by == 1:
             self.at += held * self._decode(columns, columns > int(self.at[held].min()) + 1, self.steps)
             return
         columns = min(self.capacity, -(-columns // self.columns_by) * self.columns_by)  # rows may have ended unseen
-        self.graphs.run(columns, lambda: self._decode(columns, True, 1))
+        if self.graphs is None:
+            self._decode(columns, True, 1)
+        else:
+            self.graphs.run(columns, lambda: self._decode(columns, True, 1))
         self.at += held
 
     def _decode(self, columns: int, ragged: bool, steps: int) -> int:
-        return self.decoder.decode_steps(self.blocks, self.rows, self.sampled, self.kv_cache, columns, ragged, steps)
+        sampled = self.sequences.sampled
+        return self.decoder.decode_steps(self.blocks, self.rows, sampled, self.kv_cache, columns, ragged, steps)
 
     # -- which sequence has which row --------------------------------------------------------------------------------
 
@@ -178,9 +272,9 @@ class SlotBatch:
         """Evict sequences that have ended, admit those that wait, compact the batch; False when all work is done."""
         while True:
             alive = self.rows.alive_R.cpu().numpy()
-            if self.graphs.in_use:
+            if self.graphs is not None and self.graphs.in_use:
                 self._check_progress(alive)
-            ended = np.flatnonzero((self.sequence != self.scratch) & ~alive)
+            ended = np.flatnonzero((self.sequence != self.sequences.scratch) & ~alive)
             if len(ended):
                 self._evict(ended)
             waiting = sum(map(len, self.waiting.values()))
@@ -192,8 +286,8 @@ class SlotBatch:
                 return True
 
     def _check_progress(self, alive: np.ndarray) -> None:
-        """Rows that are alive have taken every step. Raises RunFailed when they have not: a replay that does nothing
-        would go on for ever."""
+        """Raise RunFailed unless rows that are alive have taken every step: a replay that does nothing would go on for
+        ever."""
         stuck = alive & (self.rows.position_R.cpu().numpy() != self.at)
         if stuck.any():
             raise RunFailed(
@@ -203,187 +297,180 @@ class SlotBatch:
 
     def _evict(self, rows: np.ndarray) -> None:
         """Free the rows and report requests that are complete."""
-        complete, index = [], torch.from_numpy(rows).to(self.base.device)
-        self.lengths[self.sequence[rows]] = self.rows.sampled_R[index].cpu().numpy() + 1
-        self._keep(rows)
+        complete, index = [], torch.from_numpy(rows).to(self.decoder.device)
+        self.sequences.lengths[self.sequence[rows]] = self.rows.sampled_R[index].cpu().numpy() + 1
+        self._cache_sequences(rows)
         for sequence in self.sequence[rows]:
-            request = self.work[sequence].request
+            request = self.sequences.indices[sequence].request
             self.missing[request] -= 1
             if self.missing[request] == 0:
                 complete.append(request)
-        self.sequence[rows], self.at[rows] = self.scratch, 0
-        self.rows.sequence_R[index], self.rows.position_R[index], self.rows.sampled_R[index] = self.scratch, 0, 0
+        self.sequence[rows], self.at[rows] = self.sequences.scratch, 0
+        self.rows.sequence_R[index] = self.sequences.scratch
+        self.rows.position_R[index], self.rows.sampled_R[index] = 0, 0
         for request in complete:
-            self.finished(request, self._actions(request))
+            self.finished(request, self.sequences.actions(request))
 
-    def _keep(self, rows: np.ndarray) -> None:
-        """Keep what was computed of ended sequences that may go on: of all their tokens but the last, which nothing has
-        read."""
+    def _cache_sequences(self, rows: np.ndarray) -> None:
+        """Cache ended sequences that may continue: all their tokens but the last, which the model has not read."""
         by_policy: dict[PolicyRef, list[int]] = {}
         for row, sequence in zip(rows.tolist(), self.sequence[rows].tolist(), strict=True):
-            request = self.requests[self.work[sequence].request]
+            request = self.sequences.requests[sequence]
             if request.sequences:
                 by_policy.setdefault(request.policy, []).append(row)
-        for ref, own in by_policy.items():
-            index, sequences = torch.tensor(own, device=self.base.device), self.sequence[own].tolist()
-            sampled = self.sampled.tokens_NT[torch.tensor(sequences, device=index.device)].tolist()
+        for policy, policy_rows in by_policy.items():
+            index, sequences = (
+                torch.tensor(policy_rows, device=self.decoder.device),
+                self.sequence[policy_rows].tolist(),
+            )
+            sampled = self.sequences.sampled.tokens_NT[torch.tensor(sequences, device=index.device)].tolist()
             named = []
             for sequence, tokens in zip(sequences, sampled, strict=True):
-                work = self.work[sequence]
-                request = self.requests[work.request]
-                read = (*request.prompt_ids, *tokens[: self.lengths[sequence] - 1])
-                named.append((request.sequences[work.sample], read))
-            self.kept.put(ref, named, self.kv_cache.copy(index, max(len(read) for _, read in named)))
+                request, sample = self.sequences.requests[sequence], self.sequences.indices[sequence].sample
+                read = (*request.prompt_ids, *tokens[: self.sequences.lengths[sequence] - 1])
+                named.append((request.sequences[sample], read))
+            self.cache.put(policy, named, self.kv_cache.copy(index, max(len(read) for _, read in named)))
 
     def _admit(self) -> bool:
         """Admit waiting sequences to idle rows when it is worth a prefill; True when some were admitted."""
         admitted: list[tuple[int, int]] = []
-        for place, lane in enumerate(self.lanes):
-            own = range(place * self.slots, (place + 1) * self.slots)
-            idle = [row for row in own if self.sequence[row] == self.scratch]
+        for i, lane in enumerate(self.lanes):
+            lane_rows = range(i * self.slots, (i + 1) * self.slots)
+            idle = [row for row in lane_rows if self.sequence[row] == self.sequences.scratch]
             admitted += zip(idle, list(self.waiting[lane])[: len(idle)], strict=False)
         waiting = sum(map(len, self.waiting.values()))
-        busy = (self.sequence != self.scratch).any()
+        busy = (self.sequence != self.sequences.scratch).any()
         if not admitted or (busy and len(admitted) < min(waiting, int(REFILL_SHARE * len(self.sequence)))):
             return False
         for _, sequence in admitted:
-            self.waiting[self.requests[self.work[sequence].request].lane].popleft()
+            self.waiting[self.sequences.requests[sequence].lane].popleft()
         self._prefill(admitted)
         return True
 
     def _prefill(self, admitted: Sequence[tuple[int, int]]) -> None:
-        """Run each distinct prompt once, spread its cache over its samples, and draw their first tokens: of every lane
-        as many prompts at a time as ``PREFILL_BYTES`` allow."""
-        asked: list[dict[int, list[int]]] = [{} for _ in self.lanes]  # per lane the rows of each request
+        """Run each distinct prompt of the admitted rows and their sequences once, spread its cache over its samples,
+        and draw their first tokens: of every lane as many prompts at a time as ``PREFILL_BYTES`` allow."""
+        rows_of: list[dict[int, list[int]]] = [{} for _ in self.lanes]  # per lane the rows of each request
         for row, sequence in admitted:
-            asked[row // self.slots].setdefault(self.work[sequence].request, []).append(row)
+            request = self.sequences.indices[sequence].request
+            rows_of[row // self.slots].setdefault(request, []).append(row)
             self.sequence[row] = sequence
-            self.at[row] = len(self.requests[self.work[sequence].request].prompt_ids)
-        device = self.base.device
+            self.at[row] = len(self.requests[request].prompt_ids)
+        device = self.decoder.device
         rows = torch.tensor([row for row, _ in admitted], device=device)
         self.rows.position_R[rows] = torch.from_numpy(self.at).to(device)[rows]
         self.rows.sampled_R[rows], self.rows.alive_R[rows] = 0, True
-        self._bind(self.rows)
-        self._extend(asked)
-        distinct = [list(own.items()) for own in asked]
-        if not any(distinct):
+        self.sequences.bind(self.rows, self.sequence)
+        self._extend(self._restore(rows_of))
+        prompts = [list(lane.items()) for lane in rows_of]
+        if not any(prompts):
             return
-        filler = next((request, []) for own in asked for request in own)
-        width = max(len(self.requests[request].prompt_ids) for own in asked for request in own)
-        size = max(1, PREFILL_BYTES // (len(distinct) * width * self.decoder.prefill_bytes))
-        for begin in range(0, max(map(len, distinct)), size):
-            parts = [own[begin : begin + size] for own in distinct]
-            share = max(map(len, parts))
-            self._prefill_part([each for part in parts for each in part + [filler] * (share - len(part))])
-
-    def _extend(self, asked: list[dict[int, list[int]]]) -> None:
-        """Go on with the sequences that were kept, and take their requests out of ``asked``: only what is new of a
-        prompt is computed."""
-        going: list[list[tuple[int, int, Kept]]] = []  # per lane rows, their requests, and what was kept
-        for own in asked:
-            taken = []
-            for request, rows in list(own.items()):
-                given = self.requests[request]
-                if len(rows) == 1 and given.samples == 1 and given.sequences:
-                    kept = self.kept.take(given.policy, given.sequences[0], given.prompt_ids)
-                    if kept is not None:
-                        taken.append((rows[0], request, kept))
-                        del own[request]
-            going.append(taken)
-        batches: dict[int, list[tuple[int, Kept]]] = {}
-        for row, _, kept in (each for taken in going for each in taken):
-            batches.setdefault(id(kept.batch), []).append((row, kept))
-        for own in batches.values():
-            rows = torch.tensor([row for row, _ in own], device=self.base.device)
-            self.kv_cache.put_back(rows, [kept for _, kept in own])
-        if not batches:
-            return
-        new = {
-            row: self.requests[request].prompt_ids[len(kept.token_ids) :] for own in going for row, request, kept in own
-        }
-        size = max(1, PREFILL_BYTES // (len(going) * max(map(len, new.values())) * self.decoder.prefill_bytes))
-        filler = next(each for taken in going for each in taken)
-        for begin in range(0, max(map(len, going)), size):
-            parts = [taken[begin : begin + size] for taken in going]
-            share = max(map(len, parts))
-            part = [each for own in parts for each in own + [filler] * (share - len(own))]
-            real = [i < len(own) for own in parts for i in range(share)]
-            self._extend_part([(row, len(kept.token_ids), new[row]) for row, _, kept in part], real)
-
-    def _extend_part(self, part: Sequence[tuple[int, int, Sequence[int]]], real: list[bool]) -> None:
-        """Read new tokens into rows that hold so many already, lane by lane equally many; those that are not real fill
-        a lane's share up."""
-        device, width = self.base.device, max(len(new) for _, _, new in part)
-        ids = torch.tensor([[*new, *[self.base.pad_id] * (width - len(new))] for _, _, new in part], device=device)
-        start = torch.tensor([start for _, start, _ in part], device=device)
-        last = torch.tensor([len(new) - 1 for _, _, new in part], device=device)
-        rows, real_R = [row for row, _, _ in part], torch.tensor(real, device=device)
-        logits = self.decoder.extend(ids, start, last, self.blocks, self.kv_cache, rows, real_R)
-        self._first_token(logits[real_R], torch.tensor(rows, device=device)[real_R])
+        width = max(len(self.requests[request].prompt_ids) for lane in rows_of for request in lane)
+        size = max(1, PREFILL_BYTES // (len(prompts) * width * self.decoder.prefill_bytes))
+        filler = next((request, []) for lane in rows_of for request in lane)
+        for part, _ in lane_parts(prompts, size, filler):
+            self._prefill_part(part)
 
     def _prefill_part(self, part: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Prefill requests, lane by lane equally many, each with the rows that begin with its prompt."""
-        device, prompts = self.base.device, [self.requests[request].prompt_ids for request, _ in part]
-        width = max(map(len, prompts))
-        ids = torch.tensor([[*p, *[self.base.pad_id] * (width - len(p))] for p in prompts], device=device)
-        last = torch.tensor([len(p) - 1 for p in prompts], device=device)
-        filled = [(row, place) for place, (_, own) in enumerate(part) for row in own]
+        device, prompts = self.decoder.device, [self.requests[request].prompt_ids for request, _ in part]
+        ids = self._padded(prompts)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+        filled = [(row, i) for i, (_, prompt_rows) in enumerate(part) for row in prompt_rows]
         rows, source = torch.tensor(filled, device=device).unbind(1)
         logits = self.decoder.prefill(ids, last, self.blocks, self.kv_cache, rows, source)
         self._first_token(logits[source], rows)
 
+    def _restore(self, rows_of: list[dict[int, list[int]]]) -> list[list[Continuation]]:
+        """Begin rows with their cached sequences and remove their requests from ``rows_of``; return what of their
+        prompts is still to be computed, lane by lane."""
+        continuations: list[list[Continuation]] = []
+        batches: dict[int, list[tuple[int, CachedSequence]]] = {}
+        for lane_rows in rows_of:
+            continuations.append([])
+            for number, rows in list(lane_rows.items()):
+                request = self.requests[number]
+                if len(rows) > 1 or request.samples > 1 or not request.sequences:
+                    continue
+                cached = self.cache.take(request.policy, request.sequences[0], request.prompt_ids)
+                if cached is not None:
+                    start = len(cached.token_ids)
+                    continuations[-1].append(Continuation(rows[0], start, request.prompt_ids[start:]))
+                    batches.setdefault(id(cached.batch), []).append((rows[0], cached))
+                    del lane_rows[number]
+        for restored in batches.values():
+            rows = torch.tensor([row for row, _ in restored], device=self.decoder.device)
+            self.kv_cache.restore(rows, [cached for _, cached in restored])
+        return continuations
+
+    def _extend(self, continuations: list[list[Continuation]]) -> None:
+        """Compute the new tokens of continued sequences and draw their next ones, in parts as in ``_prefill``."""
+        longest = max((len(new.token_ids) for lane in continuations for new in lane), default=0)
+        if not longest:
+            return
+        device, size = self.decoder.device, PREFILL_BYTES // (len(continuations) * longest * self.decoder.prefill_bytes)
+        filler = next(new for lane in continuations for new in lane)
+        for part, is_real in lane_parts(continuations, max(1, size), filler):
+            ids = self._padded([new.token_ids for new in part])
+            start = torch.tensor([new.start for new in part], device=device)
+            last = torch.tensor([len(new.token_ids) - 1 for new in part], device=device)
+            rows, real_R = [new.row for new in part], torch.tensor(is_real, device=device)
+            logits = self.decoder.extend(ids, start, last, self.blocks, self.kv_cache, rows, real_R)
+            self._first_token(logits[real_R], torch.tensor(rows, device=device)[real_R])
+
+    def _padded(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return token ids [texts, longest], padded on the right."""
+        width, pad = max(map(len, texts)), self.decoder.base.pad_id
+        return torch.tensor([[*ids, *[pad] * (width - len(ids))] for ids in texts], device=self.decoder.device)
+
     def _first_token(self, logits_SV: torch.Tensor, rows_S: torch.Tensor) -> None:
-        """Draw and note the next token of some of the rows."""
-        rows, own = self.rows, [None if given is None else given[rows_S] for given in self.rows]
-        own = Rows(*cast("Any", own))
+        """Draw and record the next token of some of the rows."""
+        rows, selected = self.rows, select_rows(self.rows, rows_S)
         self._make_room(len(rows_S))
-        note(own, self.sampled, logits_SV, self.decoder.in_any_order)
-        rows.token_R[rows_S], rows.sampled_R[rows_S], rows.alive_R[rows_S] = own.token_R, own.sampled_R, own.alive_R
+        draw_tokens(selected, self.sequences.sampled, logits_SV, self.decoder.in_any_order)
+        rows.token_R[rows_S], rows.sampled_R[rows_S] = selected.token_R, selected.sampled_R
+        rows.alive_R[rows_S] = selected.alive_R
 
     def _compact(self, alive: np.ndarray) -> None:
         """Drop rows that nothing waits for and lanes that have run out of work, and give their room to the others."""
-        living = {lane: self._own(place)[alive[self._own(place)]] for place, lane in enumerate(self.lanes)}
+        count = len(self.sequence)
+        lane_rows = np.arange(count).reshape(len(self.lanes), self.slots)
+        living = {lane: rows[alive[rows]] for lane, rows in zip(self.lanes, lane_rows, strict=True)}
         needed = {lane: len(rows) + len(self.waiting[lane]) for lane, rows in living.items()}
         lanes = [lane for lane in self.lanes if needed[lane]]
         if not lanes:
             return
         slots = max(1, min(self.max_rows // len(lanes), max(needed[lane] for lane in lanes)))
         slots = max(slots, max(len(living[lane]) for lane in lanes))
-        count, now = len(lanes) * slots, len(self.sequence)
         grows = len(lanes) < len(self.lanes) and slots > self.slots
-        if not grows and count > (1 - IDLE_SHARE) * now:
+        if not grows and len(lanes) * slots > (1 - IDLE_SHARE) * count:
             return
-        keep = []
-        for lane in lanes:
-            rows = living[lane].tolist()
-            keep += [*rows, *[-1] * (slots - len(rows))]
-        kept = np.array(keep)
-        index = torch.from_numpy(kept.clip(0)).to(self.base.device)
-        taken = torch.from_numpy(kept >= 0).to(self.base.device)
-        self.kv_cache.select(index)
-        # Idle rows are copies: NaN of a lane that has diverged would reach the next sequence there, as 0 · NaN is NaN.
-        self.kv_cache.clear(~taken)
-        self.sequence = np.where(kept >= 0, self.sequence[kept.clip(0)], self.scratch)
-        self.at = np.where(kept >= 0, self.at[kept.clip(0)], 0)
-        old = self.rows
-        token_R, position_R, sampled_R = (
-            given[index] * taken for given in (old.token_R, old.position_R, old.sampled_R)
-        )
-        self.rows = self._rows(token_R, position_R, sampled_R, old.alive_R[index] & taken)
+        idle = np.full(slots, -1)
+        self._move_rows(np.concatenate([np.append(living[lane], idle)[:slots] for lane in lanes]))
         self.blocks = self.decoder.of_lanes(self.blocks, [self.lanes.index(lane) for lane in lanes], len(self.lanes))
         self.lanes, self.slots = lanes, slots
-        self.graphs.forget()
 
-    def _own(self, place: int) -> np.ndarray:
-        """Row numbers of the lane at this place."""
-        return np.arange(place * self.slots, (place + 1) * self.slots)
+    def _move_rows(self, source: np.ndarray) -> None:
+        """Replace the rows by those of these numbers; −1 is an idle row."""
+        source, held = source.clip(0), source >= 0
+        index, held_R = (torch.from_numpy(array).to(self.decoder.device) for array in (source, held))
+        self.kv_cache.select(index)
+        # Idle rows are copies: NaN of a lane that has diverged would reach the next sequence there, as 0 · NaN is NaN.
+        self.kv_cache.clear(~held_R)
+        self.sequence = np.where(held, self.sequence[source], self.sequences.scratch)
+        self.at = np.where(held, self.at[source], 0)
+        before, self.rows = self.rows, self.sequences.new_rows(self.sequence)
+        for table, moved in zip(self.rows[:4], before[:4], strict=True):  # all that changes from step to step
+            table.copy_(moved[index] * held_R)
+        if self.graphs is not None:
+            self.graphs.forget()
 
-    def _actions(self, request: int) -> list[Action]:
-        own = [i for i, row in enumerate(self.work) if row.request == request]
-        index = torch.tensor(own, device=self.base.device)
-        tokens, logprobs, entropy = (
-            state[index].cpu().numpy()
-            for state in (self.sampled.tokens_NT, self.sampled.logprobs_NT, self.sampled.entropy_NT)
-        )
-        supports = self.keeper and self.keeper.supports(own, self.lengths[own].tolist())
-        return actions_of(self.base, tokens, logprobs, entropy, self.lengths[own], supports)
+
+def lane_parts(lanes: Sequence[Sequence[T]], size: int, filler: T) -> Iterator[tuple[list[T], list[bool]]]:
+    """Yield the lanes' items in parts, equally many of every lane and at most ``size``, and which of them are real: a
+    lane that has fewer is filled up."""
+    for begin in range(0, max(map(len, lanes)), size):
+        parts = [items[begin : begin + size] for items in lanes]
+        share = max(map(len, parts))
+        part = [item for items in parts for item in [*items, *[filler] * (share - len(items))]]
+        yield part, [i < len(items) for items in parts for i in range(share)]

@@ -1,8 +1,19 @@
-"""A decode step of a dense decoder as one function over tensors: forward pass, draw, and the note of what was sampled.
+"""A decode step of a dense decoder as functions over tensors: forward pass, draw, and the record of what was sampled.
 
 Written in the part of Python that TorchScript compiles (no ``from __future__ import annotations``, no closures): a
 compiled step runs without the interpreter's lock, so that pieces of a decode batch really decode side by side on the
-cores of a CPU (``compiled_decode_steps``). On a GPU the same functions run as Python and are captured in a CUDA graph.
+cores of a CPU (``compiled_decode_steps``). On a GPU the same functions run as Python and are captured in a CUDA graph:
+in place, without waiting for the device, with shapes that do not depend on values.
+
+Truncated sampling (top-k, top-p, min-p): a truncated sampler draws from π(·|S) = π/π(S) on a kept set S. With π over
+the whole vocabulary in the update, every importance ratio would be wrong by π(S). The kept set is therefore recorded
+token by token as it was sampled, and the update takes its log-probabilities over that very set: "Keep Sampling Mask"
+(DeepSeek-V3.2, arXiv 2512.02556 §3.1; as a list of token ids with offsets in vLLM's and prime-rl's sampling replay). An
+update that found the set again from its own logits would have one that moves with the policy: a token at its edge drops
+out, for dropout or rounding alone, and has no ratio.
+
+Order as in vLLM: temperature; min-p (at least so large a share of the largest probability); top-k; top-p of what is
+left (the smallest set of the most probable tokens that holds so much of it).
 """
 
 import functools
@@ -13,12 +24,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from retrain.engines.draw import draw
-from retrain.engines.truncation import Kept, remember
 from retrain.policy.arithmetic import fp32_product, linear, rms, rotation
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 """Activations of gated MLPs, as configurations name them, that ``activated`` knows."""
+BLOCK = 256
+"""Tokens whose masses are summed to one number: with a real vocabulary, a token is searched for among these sums and
+then inside one block, and no row is accumulated token by token."""
+CHUNK = 1 << 18
+"""Logits that a CPU goes through at a time: they and what is made of them stay in its second-level cache."""
 
 
 class Product(NamedTuple):
@@ -44,8 +58,8 @@ class Block(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What surrounds the blocks, and their numbers. ``cos`` and ``sin`` [positions, D]: the rotation of every position,
-    the sign of its second half in ``sin``."""
+    """Tensors around the blocks, and sizes. ``cos`` and ``sin`` [positions, D]: the rotation of every position, the
+    sign of its second half in ``sin``."""
 
     embedding: torch.Tensor
     norm: torch.Tensor
@@ -64,8 +78,8 @@ class Rows(NamedTuple):
     """The rows of a decode batch on the device.
 
     A row holds the sequence ``sequence_R``; its last token is ``token_R``, which stands at ``position_R`` of the cache
-    and is number ``sampled_R`` of the completion. Idle rows (``alive_R`` false) hold the last sequence, to which
-    everything is written that nobody wants. ``temperature_R1`` None: all 1; ``greedy_R1`` None: none is greedy;
+    and is number ``sampled_R`` of the completion. Idle rows (``alive_R`` false) hold the last sequence, which is
+    scratch. ``temperature_R1`` None: all 1; ``greedy_R1`` None: none is greedy;
     ``cut_R3`` None: none is truncated.
     """
 
@@ -80,22 +94,33 @@ class Rows(NamedTuple):
     cut_R3: torch.Tensor | None
 
 
-class Sampled(NamedTuple):
-    """Uniforms and results by sequence; ``ends`` are the tokens that end one. ``kept`` None: no
-    sequence is truncated."""
+class SupportRecord(NamedTuple):
+    """The kept set of every token: ``count_NT`` ids from index ``first_NT`` on in ``ids_M``, of which ``used_1`` are in
+    use. The last element of ``ids_M`` is scratch. ``rank_K``: 0 to K − 1."""
+
+    ids_M: torch.Tensor
+    used_1: torch.Tensor
+    first_NT: torch.Tensor
+    count_NT: torch.Tensor
+    rank_K: torch.Tensor
+
+
+class SampledTokens(NamedTuple):
+    """Uniforms and results by sequence; ``ends`` are the tokens that end one. ``support`` None: no sequence is
+    truncated."""
 
     ends: torch.Tensor
     uniforms_NT: torch.Tensor
     tokens_NT: torch.Tensor
     logprobs_NT: torch.Tensor
     entropy_NT: torch.Tensor
-    kept: Kept | None
+    support: SupportRecord | None
 
 
-def product(x: torch.Tensor, given: Product) -> torch.Tensor:
-    """x [rows, in], lane by lane → [rows, Σ out]."""
-    out = linear(x, given.weight, given.bias)
-    a, b = given.a, given.b
+def product(x: torch.Tensor, linear_layers: Product) -> torch.Tensor:
+    """Return [rows, Σ out] of x [rows, in], lane by lane."""
+    out = linear(x, linear_layers.weight, linear_layers.bias)
+    a, b = linear_layers.a, linear_layers.b
     if a is None or b is None:
         return out
     if a.shape[0] == 1:
@@ -118,21 +143,21 @@ def activated(x: torch.Tensor, kind: str) -> torch.Tensor:
 def rotated(
     frame: Frame, head_norms: torch.Tensor | None, qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """Queries and keys [..., heads + kv_heads, D], normalised where the family does so, and rotated."""
+    """Return queries and keys [..., heads + kv_heads, D], normalised where the family does so, and rotated."""
     if head_norms is not None:
         qk = torch.rms_norm(qk, [frame.head_dim], None, frame.eps) * head_norms
     return rotation(qk, cos, sin)
 
 
 def block_end(frame: Frame, block: Block, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    """What follows attention: output projection and MLP, each added to its input."""
+    """Add the output projection of attention, then the MLP, to the block's input."""
     x = x + product(attended, block.out)
     gate, up = product(rms(x, block.norm_mlp, frame.eps), block.gate_up).chunk(2, -1)
     return x + product(activated(gate, frame.activation) * up, block.down)
 
 
 def logits(frame: Frame, x: torch.Tensor) -> torch.Tensor:
-    """Logits [rows, V] of what the last block gives [rows, H], in fp32 at least."""
+    """Return logits [rows, V] of the last block's output [rows, H], in fp32 at least."""
     return fp32_product(rms(x, frame.norm, frame.eps), frame.head.weight, frame.head.bias)
 
 
@@ -146,7 +171,7 @@ def forward(
     columns: int,
     ragged: bool,
 ) -> torch.Tensor:
-    """One token per row → logits [R, V]; its keys and values go to column ``position_R`` of the row.
+    """Return logits [R, V] after one token per row; its keys and values go to column ``position_R`` of the row.
 
     ``keys`` and ``values`` per block [R, kv_heads, capacity, D], of which ``columns`` are read; ``ragged``: some rows
     have not written all of these.
@@ -179,13 +204,170 @@ def forward(
     return logits(frame, x)
 
 
-def note(rows: Rows, sampled: Sampled, logits_RV: torch.Tensor, in_any_order: bool) -> torch.Tensor:
-    """Draw every row's next token and note it, in place; which rows [R] end with it and fall idle."""
+def draw(
+    logits_RV: torch.Tensor,
+    uniforms_R: torch.Tensor,
+    temperature_R1: torch.Tensor | None = None,
+    greedy_R1: torch.Tensor | None = None,
+    in_any_order: bool = False,
+    cut_R3: torch.Tensor | None = None,
+    rank_K: torch.Tensor | None = None,
+    chunk: int = CHUNK,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the token [R], its log-probability [R] and the entropy [R] (nats) of softmax(logits / temperature), and
+    the token ids [R, K] that were kept where it was truncated (``cut_R3`` and ``rank_K``, see ``truncated``).
+
+    The token is the first whose cumulative probability exceeds ``uniforms_R`` (in [0, 1)): no sort, and what is sampled
+    depends on a row's own numbers alone. ``temperature_R1`` None is 1; rows with ``greedy_R1`` take the largest logit.
+    ``in_any_order``: see ``cumulated``.
+    Computed in fp32 (fp64 for fp64 logits). Logits that are not numbers give some token with log-probability NaN.
+    """
+    count = logits_RV.shape[0]
+    rows = count if logits_RV.is_cuda else max(1, chunk // logits_RV.shape[1])
+    if rows >= count:
+        return _draw(logits_RV, uniforms_R, temperature_R1, greedy_R1, in_any_order, cut_R3, rank_K)
+    tokens: list[torch.Tensor] = []
+    logprobs: list[torch.Tensor] = []
+    entropies: list[torch.Tensor] = []
+    kept: list[torch.Tensor] = []
+    for begin in range(0, count, rows):
+        end = min(count, begin + rows)
+        token_R, logprob_R, entropy_R, kept_RK = _draw(
+            logits_RV[begin:end],
+            uniforms_R[begin:end],
+            None if temperature_R1 is None else temperature_R1[begin:end],
+            None if greedy_R1 is None else greedy_R1[begin:end],
+            in_any_order,
+            None if cut_R3 is None else cut_R3[begin:end],
+            rank_K,
+        )
+        tokens.append(token_R)
+        logprobs.append(logprob_R)
+        entropies.append(entropy_R)
+        if kept_RK is not None:
+            kept.append(kept_RK)
+    return torch.cat(tokens), torch.cat(logprobs), torch.cat(entropies), torch.cat(kept) if len(kept) > 0 else None
+
+
+def _draw(
+    logits_RV: torch.Tensor,
+    uniforms_R: torch.Tensor,
+    temperature_R1: torch.Tensor | None,
+    greedy_R1: torch.Tensor | None,
+    in_any_order: bool,
+    cut_R3: torch.Tensor | None,
+    rank_K: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    real = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
+    x_RV = logits_RV.to(real)
+    if temperature_R1 is not None:
+        x_RV = x_RV / temperature_R1
+    # −1e4 stands for −inf: its exponential is 0 and 0 · −1e4 is 0, where 0 · −inf is not a number.
+    x_RV = (x_RV - x_RV.amax(-1, keepdim=True)).clamp_(min=-1e4)
+    mass_RV = x_RV.exp()
+    kept_RK: torch.Tensor | None = None
+    if cut_R3 is not None and rank_K is not None:
+        mass_RV, kept_RK = truncated(mass_RV, cut_R3, rank_K, in_any_order)
+    token_R1, total_R1 = inverse(mass_RV, uniforms_R.unsqueeze(1), in_any_order)
+    if greedy_R1 is not None:
+        token_R1 = torch.where(greedy_R1, logits_RV.argmax(-1, keepdim=True), token_R1)
+    log_total_R = total_R1.squeeze(1).log()
+    logprob_R = x_RV.gather(1, token_R1).squeeze(1) - log_total_R
+    entropy_R = log_total_R - torch.linalg.vecdot(mass_RV, x_RV) / total_R1.squeeze(1)
+    return token_R1.squeeze(1), logprob_R, entropy_R, kept_RK
+
+
+def adds_in_any_order(device: torch.device) -> bool:
+    """Return whether ``cumulated`` must not depend on the order of a sum: on a GPU that must be deterministic."""
+    return device.type == "cuda" and torch.are_deterministic_algorithms_enabled()
+
+
+def inverse(
+    mass_RV: torch.Tensor, uniforms_R1: torch.Tensor, in_any_order: bool, block: int = BLOCK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the token [R, 1] at which the share ``uniforms_R1`` (in [0, 1)) of a row's mass is exceeded, and the row's
+    total mass [R, 1]. A token without mass is never returned."""
+    size = mass_RV.shape[1]
+    if size <= block:
+        below_RV = cumulated(mass_RV, in_any_order)
+        total_R1 = below_RV[:, -1:].contiguous()
+        return torch.searchsorted(below_RV, _aim(uniforms_R1, total_R1), right=True).clamp_(max=size - 1), total_R1
+    whole = size // block * block
+    sums_RB = mass_RV[:, :whole].unflatten(1, [size // block, block]).sum(-1)
+    if whole < size:
+        sums_RB = torch.cat([sums_RB, mass_RV[:, whole:].sum(-1, keepdim=True)], 1)
+    below_RB = cumulated(sums_RB, in_any_order)
+    total_R1 = below_RB[:, -1:].contiguous()
+    aim_R1 = _aim(uniforms_R1, total_R1)
+    block_R1 = torch.searchsorted(below_RB, aim_R1, right=True).clamp_(max=below_RB.shape[1] - 1)
+    before_R1 = below_RB.gather(1, (block_R1 - 1).clamp_(min=0)).masked_fill(block_R1 == 0, 0.0)
+    ids_RK = block_R1 * block + torch.arange(block, device=mass_RV.device)
+    inside_RK = mass_RV.gather(1, ids_RK.clamp(max=size - 1)).masked_fill(ids_RK >= size, 0.0)
+    reached_RK = cumulated(inside_RK, in_any_order)
+    # Added one by one the block's masses may come to a little less than their sum: its last token with mass, then.
+    last_R1 = torch.searchsorted(reached_RK, reached_RK[:, -1:].contiguous())
+    place_R1 = torch.searchsorted(reached_RK, aim_R1 - before_R1, right=True)
+    return (block_R1 * block + torch.minimum(place_R1, last_R1)).clamp_(max=size - 1), total_R1
+
+
+def _aim(uniforms_R1: torch.Tensor, total_R1: torch.Tensor) -> torch.Tensor:
+    """Return the share of the total, below the total whatever the rounding."""
+    aim_R1 = (uniforms_R1 * total_R1).to(total_R1.dtype)
+    return torch.minimum(aim_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
+
+
+def truncated(
+    mass_RV: torch.Tensor, cut_R3: torch.Tensor, rank_K: torch.Tensor, in_any_order: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the masses (the largest of a row is 1) with 0 outside the kept set [R, V], and the kept ids [R, K], the
+    most probable first, −1 after the last.
+
+    ``cut_R3``: top-k (0: no truncation of the row, and no ids), top-p and min-p of each row; ``rank_K``: 0 to K − 1,
+    K the largest top-k. Only the first K are sorted.
+    """
+    most_R1, top_p_R1, min_p_R1 = cut_R3[:, 0:1], cut_R3[:, 1:2], cut_R3[:, 2:3]
+    top_RK, ids_RK = mass_RV.topk(rank_K.shape[0], -1)
+    kept_RK = (rank_K < most_R1) & (top_RK >= min_p_R1)
+    sums_RK = cumulated(top_RK * kept_RK, in_any_order)
+    before_RK = torch.cat([torch.zeros_like(top_p_R1), sums_RK[:, :-1]], 1)
+    kept_RK &= (before_RK < top_p_R1 * sums_RK[:, -1:]) | (top_p_R1 >= 1)
+    kept_RK |= (rank_K == 0) & (most_R1 > 0)  # also where the logits are not numbers
+    cut_RV = torch.zeros_like(mass_RV).scatter_(1, ids_RK, top_RK * kept_RK)
+    return torch.where(most_R1 > 0, cut_RV, mass_RV), ids_RK.masked_fill(~kept_RK, -1)
+
+
+def cumulated(mass_RV: torch.Tensor, in_any_order: bool = False) -> torch.Tensor:
+    """Return the sums of the masses (0 to 1) up to each token.
+
+    A GPU adds floats in no fixed order, and refuses to under ``torch.use_deterministic_algorithms``; ``in_any_order``
+    adds whole multiples of 2⁻⁴⁰, whose sum does not depend on it and fits in int64 for the largest vocabularies.
+    """
+    if not in_any_order:
+        return mass_RV.cumsum(-1)
+    grain = 2.0**-40
+    return (mass_RV.double() / grain).long().cumsum(-1).double().mul_(grain).to(mass_RV.dtype)
+
+
+def record_support(record: SupportRecord, ids_RK: torch.Tensor, place_R: torch.Tensor) -> None:
+    """Append the kept ids of each row (−1: none) as those of token ``place_R`` of the flattened [N, T]."""
+    there_RK = ids_RK >= 0
+    count_R = there_RK.sum(1)
+    end_R = count_R.cumsum(0) + record.used_1
+    there_N, scratch = there_RK.view(-1), record.ids_M.shape[0] - 1
+    index_N = (there_N.cumsum(0) - 1 + record.used_1).masked_fill(~there_N, scratch)
+    record.ids_M.index_copy_(0, index_N, ids_RK.view(-1).to(record.ids_M.dtype))
+    record.first_NT.view(-1).index_copy_(0, place_R, end_R - count_R)
+    record.count_NT.view(-1).index_copy_(0, place_R, count_R)
+    record.used_1.copy_(end_R[-1:])
+
+
+def draw_tokens(rows: Rows, sampled: SampledTokens, logits_RV: torch.Tensor, in_any_order: bool) -> torch.Tensor:
+    """Draw and record every row's next token, in place; return which rows [R] end with it and fall idle."""
     # What an idle row draws goes to the last sequence; its count stands still.
     scratch, longest = sampled.tokens_NT.shape[0] - 1, sampled.tokens_NT.shape[1]
     place = rows.sequence_R.masked_fill(~rows.alive_R, scratch) * longest + rows.sampled_R
     uniforms = sampled.uniforms_NT.view(-1)[place]
-    kept = sampled.kept
+    support = sampled.support
     token, logprob, entropy, kept_RK = draw(
         logits_RV,
         uniforms,
@@ -193,10 +375,10 @@ def note(rows: Rows, sampled: Sampled, logits_RV: torch.Tensor, in_any_order: bo
         rows.greedy_R1,
         in_any_order,
         rows.cut_R3,
-        None if kept is None else kept.rank_K,
+        None if support is None else support.rank_K,
     )
-    if kept is not None and kept_RK is not None:
-        remember(kept, kept_RK.masked_fill(~rows.alive_R.unsqueeze(1), -1), place)
+    if support is not None and kept_RK is not None:
+        record_support(support, kept_RK.masked_fill(~rows.alive_R.unsqueeze(1), -1), place)
     sampled.tokens_NT.view(-1).index_copy_(0, place, token)
     sampled.logprobs_NT.view(-1).index_copy_(0, place, logprob)
     sampled.entropy_NT.view(-1).index_copy_(0, place, entropy)
@@ -212,7 +394,7 @@ def decode_steps(
     frame: Frame,
     blocks: list[Block],
     rows: Rows,
-    sampled: Sampled,
+    sampled: SampledTokens,
     keys: list[torch.Tensor],
     values: list[torch.Tensor],
     columns: int,
@@ -220,14 +402,14 @@ def decode_steps(
     steps: int,
     in_any_order: bool,
 ) -> int:
-    """At most ``steps`` steps, all in place, the first of which reads ``columns`` of the cache; how many were made.
+    """Make at most ``steps`` steps in place, the first of which reads ``columns`` of the cache; return their number.
 
     With more than one step the device's answer is looked at after each: the first row that ends ends the call.
     """
     for done in range(steps):
         logits_RV = forward(frame, blocks, rows.token_R, rows.position_R, keys, values, columns + done, ragged)
         rows.position_R.add_(rows.alive_R)
-        ended_R = note(rows, sampled, logits_RV, in_any_order)
+        ended_R = draw_tokens(rows, sampled, logits_RV, in_any_order)
         if steps > 1 and bool(ended_R.any()):
             return done + 1
     return steps
@@ -235,7 +417,7 @@ def decode_steps(
 
 @functools.cache
 def compiled_decode_steps() -> Callable[..., int]:
-    """``decode_steps`` compiled by TorchScript, or as it is where this torch or Python has no TorchScript any more."""
+    """Return ``decode_steps`` compiled by TorchScript, or as it is where this torch or Python has no TorchScript."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated, and has no successor that needs no C++ compiler
         try:

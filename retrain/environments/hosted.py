@@ -19,7 +19,7 @@ from retrain.environments.hosting import LOST
 from retrain.environments.protocol import EpisodeFailed, Observation, Range, Step
 from retrain.environments.providers import PROVIDERS
 from retrain.errors import DataError, PluginError, PluginMissing
-from retrain.plugins import existing_file, search_folders
+from retrain.files import existing_file, search_folders
 from retrain.rewards.base import failed
 from retrain.rewards.workers import Reply, WorkerPool
 from retrain.types import Action, Problem, RewardResult

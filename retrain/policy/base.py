@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from retrain.config import Config
-from retrain.device import resolve_device, resolve_dtype, set_up, total_memory
+from retrain.device import Workers, resolve_device, resolve_dtype, set_up, total_memory
 from retrain.errors import MissingExtra, ModelError
 from retrain.extras import is_installed, missing
 from retrain.models import bundled_model_path, sizes
@@ -28,7 +28,6 @@ from retrain.policy.arithmetic import packed, packs
 from retrain.policy.company import Company
 from retrain.policy.quantized import QuantizationEffect, quantise
 from retrain.policy.sharded import load_shared
-from retrain.threads import Workers
 from retrain.tokenizer import Tokenizer
 
 QUANTIZED_MARK = "+"  # In a fingerprint, between that of the unquantised weights and what they were put into

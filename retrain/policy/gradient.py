@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from retrain.device import Workers
 from retrain.maths.ratios import Sums, add_sums
 from retrain.policy.arithmetic import products_in_bfloat16
 from retrain.policy.backbone import (
@@ -30,7 +31,6 @@ from retrain.policy.objective import Objective
 from retrain.policy.packing import Budget, Layout, MicroBatch, split_microbatches, update_mode
 from retrain.policy.terms import TeacherTerm, TokenScores
 from retrain.rng import torch_seed
-from retrain.threads import Workers
 from retrain.types import Sample, TrainBatch, Want, with_prompt
 
 UPDATE_PHASES = (

@@ -28,7 +28,7 @@ def no_lap(part: str) -> None: ...
 
 @dataclass(frozen=True)
 class Supports:
-    """The tokens that each of M rows was sampled from (``engines.truncation``): ``ids_K[k]`` in row ``rows_K[k]``.
+    """The tokens that each of M rows was sampled from (``engines.step``): ``ids_K[k]`` in row ``rows_K[k]``.
     Entries ``offsets[m]`` to ``offsets[m + 1]`` are of row m."""
 
     rows_K: torch.Tensor

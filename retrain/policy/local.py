@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from retrain.config import Config
+from retrain.device import Workers
 from retrain.errors import CheckpointError, ModelError
 from retrain.files import write_bytes
 from retrain.policy.adapter_io import StoredAdapter, peft_config, read_adapter, write_peft
@@ -28,7 +29,6 @@ from retrain.policy.ranks import Ranks
 from retrain.policy.shares import RunShares
 from retrain.policy.update import PendingUpdate, batch_gradient, load_moments, moments, new_optimizer, policy_step
 from retrain.tensor_file import to_bytes
-from retrain.threads import Workers
 from retrain.types import Sample, Scores, TrainBatch, UpdateResult, Want
 
 OPTIMIZER = "optimizer.safetensors"

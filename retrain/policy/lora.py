@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from retrain.device import thread_values
 from retrain.errors import ModelError
 from retrain.maths.squeeze import truncate
 from retrain.models.targets import target_mistakes, targeted
@@ -25,7 +26,6 @@ from retrain.policy.arithmetic import adapted_linear
 from retrain.policy.base import BaseModel
 from retrain.policy.quantized import QuantizedLinear
 from retrain.rng import torch_seed
-from retrain.threads import thread_values
 
 Stacks = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """By layer: A of every lane [L, in, r] and B of every lane [L, r, out], the scale folded into B."""

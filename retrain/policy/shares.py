@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from retrain.device import Workers
 from retrain.policy.arithmetic import products_in_bfloat16
 from retrain.policy.backbone import Scored, scored
 from retrain.policy.gradient import GradientAccumulator, MicroBatchResult, MicroBatchSpec, UpdateContext
@@ -21,7 +22,6 @@ from retrain.policy.objective import Objective
 from retrain.policy.packing import Budget
 from retrain.policy.ranks import Ranks
 from retrain.policy.terms import NoLoss, PolicyLoss, PolicyTerm
-from retrain.threads import Workers
 from retrain.types import Sample, TrainBatch, Want
 
 APART_BYTES = 2**28  # Total bytes up to which a step's gradients are sent one by one

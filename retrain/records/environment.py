@@ -19,8 +19,8 @@ from pathlib import Path
 
 from retrain import __version__
 from retrain.config import Config
+from retrain.device import nvidia_gpus
 from retrain.files import sha256, write_bytes, write_json
-from retrain.gpus import nvidia_gpus
 from retrain.models import find_file
 from retrain.models.directory import files_digest, local_directory
 from retrain.records.repositories import code_diff, git_state, own_checkout

@@ -12,8 +12,7 @@ import numpy as np
 
 from retrain.files import jsonable
 from retrain.maths.bounded import bounded_mean_interval
-from retrain.maths.evaluation import majority, majority_ks, pass_at_k, sensible_ks
-from retrain.maths.statistics import Interval, accuracy_interval
+from retrain.maths.statistics import Interval, accuracy_interval, majority, majority_ks, pass_at_k, sensible_ks
 from retrain.records.catalogue import EVAL_STATISTICS
 from retrain.records.context import RunContext
 from retrain.records.samples import Samples, collect, mean

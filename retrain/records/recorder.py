@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 
-from retrain.clock import timestamp
+from retrain.device import timestamp
 from retrain.files import truncate_jsonl, write_json
 from retrain.records.columns import ColumnWriter
 from retrain.records.completions import generations, held_out_completions

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.errors import PluginError, PluginMissing
-from retrain.plugins import existing_file, search_folders
+from retrain.files import existing_file, search_folders
 from retrain.rewards.base import Item, Reward, failed
 from retrain.rewards.functions import is_path
 from retrain.rewards.workers import WorkerPool

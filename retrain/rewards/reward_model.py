@@ -18,8 +18,9 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from retrain.errors import ModelError
+from retrain.files import search_folders
 from retrain.models.directory import files_digest, local_directory, reward_model_fault
-from retrain.plugins import described, search_folders
+from retrain.plugins import described
 from retrain.rewards.base import LARGEST_REWARD, Item, Reward, failed
 from retrain.rewards.functions import prompt_text
 from retrain.types import Problem, RewardResult

@@ -15,10 +15,10 @@ from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
-from retrain.clock import timestamp
 from retrain.config.training import Sampling
 from retrain.data.conversation import Conversation
 from retrain.data.prompts import Renderer
+from retrain.device import timestamp
 from retrain.engines.protocol import Engine
 from retrain.environments.protocol import Environment, Episode, EpisodeFailed, Limits, Step
 from retrain.errors import RetrainError, RunFailed

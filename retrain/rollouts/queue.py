@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from retrain.clock import timestamp
+from retrain.device import timestamp
 from retrain.engines.protocol import Engine
 from retrain.rollouts.collect import Collected, RolloutRequest
 from retrain.rollouts.pressure import Pressure

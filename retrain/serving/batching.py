@@ -213,7 +213,7 @@ class Batcher:
         if left:
             self._active = [each for each in self._active if each not in left]
             for each in left:
-                self.engine.kept.drop(each.served.ref, (each.number,))
+                self.engine.sequence_cache.drop(each.served.ref, (each.number,))
 
     def _withdraw(self) -> None:
         with self._changed:

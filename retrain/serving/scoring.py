@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from retrain.engines.draw import truncated
+from retrain.engines.step import truncated
 from retrain.policy.backbone import backbone_of, collate, whole_logits
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes, LoraWeights

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from retrain.device import lost
 from retrain.engines.protocol import Engine
 from retrain.errors import RunFailed
-from retrain.gpus import lost
 from retrain.records.observer import Observer
 from retrain.rollouts.queue import RolloutQueue
 from retrain.training.run import Run

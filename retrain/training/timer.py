@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from retrain.clock import timestamp
+from retrain.device import timestamp
 
 Span = tuple[str, float, float]
 """Name, begin and end of a part of a step, in seconds since the epoch."""

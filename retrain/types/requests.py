@@ -21,7 +21,7 @@ class SampleRequest:
 
     ``stream`` names the random stream of the group (see ``retrain.rng``); sample k of the group uses
     ``(*stream, k)``, so what is sampled depends on nothing that happens to be in the same batch. ``top_p``, ``top_k``
-    and ``min_p`` cut the distribution (see ``engines.truncation``).
+    and ``min_p`` cut the distribution (see ``engines.step``).
     """
 
     policy: PolicyRef

@@ -14,6 +14,7 @@ import torch
 
 from retrain.algorithms.losses import LOSSES, PluginLoss
 from retrain.config import parse_dict
+from retrain.device import Workers
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine
 from retrain.files import read_json, read_jsonl
@@ -29,7 +30,6 @@ from retrain.policy.packing import Budget
 from retrain.policy.terms import EntropyTerm, KLTerm, PolicyTerm, Term
 from retrain.policy.update import PendingUpdate, new_optimizer, policy_step
 from retrain.rng import generator
-from retrain.threads import Workers
 from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest, TrainBatch
 
 from .campaigns import WORLD, is_timing_key

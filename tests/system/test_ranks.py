@@ -28,15 +28,15 @@ from retrain.campaign.running.following import Desk
 from retrain.campaign.running.models import Bases
 from retrain.campaign.running.team import Team
 from retrain.config import parse_dict
+from retrain.device import Workers
 from retrain.engines.local import LocalEngine
-from retrain.engines.rows import LaneRequest, Row
-from retrain.engines.shared import DecodingAsked, SharedEngine
+from retrain.engines.protocol import LaneRequest, SampleIndex
+from retrain.engines.shared import DecodeTask, SharedEngine
 from retrain.errors import ModelError, NonFinite, RunFailed
 from retrain.policy import shares
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalPolicy, LocalSnapshot
 from retrain.policy.ranks import Answers, Ranks
-from retrain.threads import Workers
 from retrain.types import PolicyRef, TrainBatch, Want
 
 TEXTS = ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"]
@@ -218,7 +218,9 @@ def test_ranks_sample_what_as_many_workers_sample(whole, shared, folder, count):
     assert tokens[0] == tokens[1]
     engine.forget()
     if shared.company is None:
-        one_row = DecodingAsked([LaneRequest(**vars(asked[0]), lane=0)], [[Row(0, 0)]], [PolicyRef("0", 0)], [0], 1)
+        one_row = DecodeTask(
+            [LaneRequest(**vars(asked[0]), lane=0)], [[SampleIndex(0, 0)]], [PolicyRef("0", 0)], [0], 1
+        )
         with pytest.raises(RunFailed, match="no weights were published"):
             shared.ranks.ask("decode", [(one_row,), None], lambda: None).whole()
 

@@ -23,7 +23,7 @@ from retrain.campaign.planning.plan import RunSpec
 from retrain.config import Config
 from retrain.config.evaluation import HeldOut
 from retrain.data.dataset import content_hash
-from retrain.errors import UsageError
+from retrain.errors import UsageError, plural
 from retrain.files import read_json, sha256, write_json
 from retrain.maths.bounded import same_problems_interval
 from retrain.maths.statistics import accuracy_interval
@@ -31,7 +31,6 @@ from retrain.records.numbers import percent, points
 from retrain.records.reader import RunReader
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, FINAL
 from retrain.types import Problem
-from retrain.wording import plural
 
 if TYPE_CHECKING:
     from retrain.campaign.running.models import Bases

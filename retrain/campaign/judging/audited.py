@@ -10,10 +10,10 @@ from typing import Literal
 
 from retrain.campaign.judging.results import RunResult
 from retrain.config.campaign import condition_name
+from retrain.errors import plural
 from retrain.maths.statistics import paired_comparison
 from retrain.records.numbers import minus
 from retrain.rewards.audit import AUDIT
-from retrain.wording import plural
 
 Standing = Literal["hacked", "together", "apart", "unpaid", "cannot tell"]
 

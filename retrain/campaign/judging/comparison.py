@@ -72,7 +72,7 @@ from retrain.campaign.judging.rule import declared_by, judge, overlay, varied_by
 from retrain.campaign.judging.rule import words as rule_words
 from retrain.campaign.judging.words import missing_words, sentence, verdict
 from retrain.config.campaign import condition_name, find_label
-from retrain.errors import UsageError
+from retrain.errors import UsageError, plural
 from retrain.maths.intervals import iqm_interval, mean_interval
 from retrain.maths.statistics import (
     Interval,
@@ -87,7 +87,6 @@ from retrain.maths.statistics import (
 )
 from retrain.records.notes import is_graded
 from retrain.rewards.audit import AUDIT
-from retrain.wording import plural
 
 MIN_BOOTSTRAP_SEEDS = 8
 """Below it even the expanded bootstrap is too narrow: 77 to 94 % instead of 95 % at 5 (benchmarks/calibration.py)."""

@@ -22,7 +22,7 @@ from retrain.campaign.judging.results import Measure, RunResult
 from retrain.campaign.planning.manifest import begun
 from retrain.campaign.planning.plan import RunSpec
 from retrain.config.campaign import RULE_KEYS, Campaign, condition_name
-from retrain.wording import listed, plural
+from retrain.errors import listed, plural
 
 KEYS = ("primary_metric", "equivalence_margin", *RULE_KEYS)  # Keys of [campaign] that say how the comparison is decided
 DECLARED, INTERIM, EXPLORATORY = "declared", "interim", "exploratory"

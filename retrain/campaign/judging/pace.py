@@ -7,9 +7,9 @@ from typing import Any
 
 from retrain.campaign.planning.changes import counts, differences
 from retrain.config import Config
+from retrain.device import nvidia_gpus
 from retrain.errors import RetrainError
 from retrain.files import read_json
-from retrain.gpus import nvidia_gpus
 from retrain.records.environment import processor, usable_cpus
 from retrain.records.reader import RunReader, homes_of_runs, read_manifest, run_entries
 from retrain.records.schema.layout import ENVIRONMENT, MANIFEST

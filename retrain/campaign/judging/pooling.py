@@ -19,11 +19,10 @@ from retrain.config.base import Role
 from retrain.config.campaign import condition_name, find_label
 from retrain.config.evaluation import HELDOUT
 from retrain.config.root import role_of
-from retrain.errors import UsageError
+from retrain.errors import UsageError, listed
 from retrain.files import write_json
 from retrain.records.reader import read_manifest
 from retrain.records.schema.layout import COMPARISON, MANIFEST
-from retrain.wording import listed
 
 MAY_DIFFER = Role.RECORDS | Role.SPEED | Role.NAMES
 """In what runs of one condition may differ, whatever else it decides: replicates have seeds of their own."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from retrain.campaign.judging.results import Measure, RunResult
-from retrain.maths.evaluation import majority, pass_at_k
+from retrain.maths.statistics import majority, pass_at_k
 from retrain.records.reader import RunReader
 
 Row = dict[str, Any]

@@ -27,7 +27,7 @@ from retrain.campaign.judging.report_sections import (
     title_of,
 )
 from retrain.campaign.judging.words import amount, new_problems, p_words
-from retrain.errors import NotOurs, StorageError, UsageError
+from retrain.errors import NotOurs, StorageError, UsageError, plural
 from retrain.files import write_text
 from retrain.ownership import owner_of
 from retrain.records import charts
@@ -35,7 +35,6 @@ from retrain.records.charts import Row
 from retrain.records.html import asset, escape, generator, page
 from retrain.records.numbers import duration, short
 from retrain.records.schema.layout import REPORT
-from retrain.wording import plural
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:

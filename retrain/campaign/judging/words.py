@@ -6,8 +6,8 @@ from typing import Any
 from retrain.campaign.judging.declaration import EXPLORATORY, INTERIM
 from retrain.campaign.judging.results import Measure
 from retrain.config.campaign import condition_name
+from retrain.errors import listed, plural
 from retrain.records.numbers import minus, points
-from retrain.wording import listed, plural
 
 SIGNIFICANT = 0.05
 VARIED = {

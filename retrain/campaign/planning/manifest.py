@@ -18,14 +18,13 @@ from retrain.campaign.planning.changes import counts, flat
 from retrain.campaign.planning.plan import Plan, RunSpec, run_directory
 from retrain.config import parse_dict
 from retrain.config.legacy import REMOVED, without_removed
-from retrain.errors import UsageError
+from retrain.errors import UsageError, plural
 from retrain.files import dumps, read_json, write_json, write_text
 from retrain.ownership import MARK, not_readable
 from retrain.records.reader import RunReader, is_run_id, read_manifest
 from retrain.records.schema.campaign import RunEntry
 from retrain.records.schema.layout import FINAL, MANIFEST, METRICS, PLAN
 from retrain.records.writer import RecordFiles
-from retrain.wording import plural
 
 HOW = (
     "campaign.executor", "campaign.workers", "campaign.gpus_per_cohort", "campaign.max_restarts", "ray.address",

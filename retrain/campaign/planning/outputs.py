@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from retrain.campaign.planning.plan import RunSpec, run_directory
-from retrain.errors import NotOurs
+from retrain.errors import NotOurs, listed
 from retrain.ownership import ELSEWHERE, Owner, check_claim, check_publish, owner_of, refuse_links
 from retrain.records.reader import read_manifest
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MANIFEST, STATE
-from retrain.wording import listed
 
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 CHECKPOINT_FILES = (*ADAPTER_FILES, MANIFEST, "optimizer.safetensors", STATE)

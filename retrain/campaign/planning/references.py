@@ -26,16 +26,16 @@ from retrain.config.tasks import Data, Grader
 from retrain.config.upkeep import trackers
 from retrain.data import Dataset, load_data
 from retrain.data.sources import directory_of, on_hub
+from retrain.device import build_fault
 from retrain.environments.build import hosted
 from retrain.errors import ConfigError, DataError, ModelError, PluginError, Problem
 from retrain.extras import EXTRA_OF, install_line, is_installed, missing, package_of
-from retrain.files import read_json
-from retrain.gpus import build_fault
+from retrain.files import read_json, search_folders
 from retrain.models import find_file
 from retrain.models.directory import model_fault, reward_model_fault
 from retrain.models.sizes import SMALL_MODEL_BYTES
 from retrain.models.targets import dense_layers, target_mistakes
-from retrain.plugins import check_backend_class, load_function, plugin_ranges, search_folders
+from retrain.plugins import check_backend_class, load_function, plugin_ranges
 
 KEYS = (
     "algorithm.advantage_mode",

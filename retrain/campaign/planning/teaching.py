@@ -9,11 +9,10 @@ from typing import Literal
 from retrain.config import Config
 from retrain.config.distillation import POLICY
 from retrain.errors import ModelError
-from retrain.files import read_json
+from retrain.files import read_json, search_folders
 from retrain.models import find_file
 from retrain.models.directory import local_directory, model_fault
 from retrain.models.tokenizer import light_tokenizer
-from retrain.plugins import search_folders
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, FINAL
 
 BASE = "base"  # Teacher name that stands for the frozen base model

@@ -21,7 +21,7 @@ from retrain.campaign.running.teachers import teachers_of
 from retrain.config import Config
 from retrain.data import Dataset
 from retrain.data.prompts import longest_prompt
-from retrain.device import resolve_device
+from retrain.device import Workers, resolve_device
 from retrain.engines.server.canary import canaries
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import Told
@@ -33,7 +33,6 @@ from retrain.records.base_evaluations import BaseEvaluations
 from retrain.records.observer import Observer
 from retrain.rewards import Grader, build_grader
 from retrain.rollouts.pressure import Pressure
-from retrain.threads import Workers
 from retrain.training.evaluation import Evaluator
 from retrain.training.loop import Cohort
 from retrain.training.run import Run

@@ -37,7 +37,7 @@ from retrain.campaign.running.stopping import ENDINGS, StopRequest
 from retrain.campaign.running.works import Campaign, CohortWork, SqueezeWork
 from retrain.config import Loaded
 from retrain.config.evaluation import HELDOUT, PART
-from retrain.errors import DeviceLost, RetrainError, ServerFailed, StorageError, WorkersLost
+from retrain.errors import DeviceLost, RetrainError, ServerFailed, StorageError, WorkersLost, plural
 from retrain.files import write_json
 from retrain.ownership import remove_leftovers
 from retrain.records.environment import SystemInfo, run_facts
@@ -45,7 +45,6 @@ from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.reader import RunReader
 from retrain.records.schema.base import Values
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, LOG, METRICS, REPORT
-from retrain.wording import plural
 
 
 @dataclass

@@ -11,10 +11,9 @@ from retrain.campaign.running.raycluster import ray_workers
 from retrain.campaign.running.slurm import workers_of
 from retrain.campaign.running.team import Team, torchrun_rank
 from retrain.config import Config
+from retrain.device import OWN_GPU, resolve_device
 from retrain.engines.server.fleet import Fleet, Launches, Tell
-from retrain.errors import UsageError
-from retrain.gpus import OWN_GPU
-from retrain.wording import plural
+from retrain.errors import UsageError, plural
 
 
 def executor_of(plan: Plan, guard: Guard = allow_all) -> Executor | InProcess:
@@ -125,7 +124,6 @@ def gpus_of(config: Config) -> list[tuple[str, str]]:
     backend, own = config.backend, bool(os.environ.get(OWN_GPU))
     if backend.devices == "cpu":
         return []
-    from retrain.device import resolve_device
 
     there = _visible_gpus()
     count = len(there)

@@ -14,9 +14,9 @@ from retrain.campaign.running.assemble import use_deterministic, workers_of
 from retrain.campaign.running.fitting import lane_bytes
 from retrain.campaign.running.models import Bases
 from retrain.config.base import is_plugin
-from retrain.device import is_out_of_memory
+from retrain.device import Workers, is_out_of_memory
 from retrain.engines.local import LocalEngine
-from retrain.engines.shared import DecodingAsked
+from retrain.engines.shared import DecodeTask
 from retrain.policy.backbone import Scored
 from retrain.policy.base import MemoryPlan
 from retrain.policy.company import Company
@@ -26,7 +26,6 @@ from retrain.policy.lora import Lanes
 from retrain.policy.ranks import ANSWER_SECONDS
 from retrain.policy.shares import Packed, PassesAsked, ScoresAsked
 from retrain.policy.terms import PolicyLoss
-from retrain.threads import Workers
 from retrain.types import Action, PolicyRef
 
 
@@ -80,7 +79,7 @@ class Desk:
     def forget_sequences(self) -> None:
         self.engine.forget_sequences()
 
-    def decode(self, asked: DecodingAsked) -> dict[int, list[Action]]:
+    def decode(self, asked: DecodeTask) -> dict[int, list[Action]]:
         try:
             return asked.done(self.engine)
         except RuntimeError as error:

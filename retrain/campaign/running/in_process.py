@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from retrain.campaign.planning.plan import run_directory
 from retrain.campaign.running.protocol import CohortJob, Job, JobEnded, JobObserver, SqueezeJob
 from retrain.campaign.running.scheduler import Work
+from retrain.device import failure_text, is_out_of_memory, lost
 from retrain.errors import DeviceLost, Interrupted, LeaseLost, RetrainError, ServerFailed, StorageError
-from retrain.gpus import lost
 
 if TYPE_CHECKING:
     from retrain.campaign.running.models import Bases
@@ -76,7 +76,6 @@ class InProcess:
         from retrain.campaign.running.assemble import assemble, memory_facts
         from retrain.campaign.running.fitting import DoesNotFit
         from retrain.campaign.running.run_builder import RecordsDiffer
-        from retrain.device import failure_text, is_out_of_memory
 
         with ExitStack() as stack:
             try:

@@ -18,10 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from retrain.errors import LeaseLost, NotReadable, StorageError, UsageError
+from retrain.errors import LeaseLost, NotReadable, StorageError, UsageError, listed, plural
 from retrain.files import dumps, prepare_directory, read_json_if_present, write_json, writing
 from retrain.ownership import DirectoryIdentity, Owner, claim, machine, process_start
-from retrain.wording import listed, plural
 
 LOCK, LEASE = ".lock", ".lease"
 LOCK_TRIES = 5

@@ -15,7 +15,7 @@ import torch
 from retrain.algorithms.distillation import Teacher
 from retrain.campaign.planning.plan import RunSpec
 from retrain.config import Config
-from retrain.device import bfloat16_advice, described, gpu_facts, update_advice
+from retrain.device import Workers, bfloat16_advice, described, gpu_facts, update_advice
 from retrain.engines.local import LocalEngine
 from retrain.engines.plugin import PluginEngine
 from retrain.engines.protocol import Engine
@@ -34,7 +34,6 @@ from retrain.policy.plugin import PluginPolicy, load_backend
 from retrain.policy.protocol import Policy
 from retrain.policy.ranks import Ranks
 from retrain.rollouts.pressure import decode_work
-from retrain.threads import Workers
 from retrain.tokenizer import ByteTokenizer, Tokenizer
 
 T = TypeVar("T")
@@ -277,7 +276,7 @@ class Bases:
     def forget_sequences(self) -> None:
         """Let go of what an engine in this process has kept of sequences that go on."""
         if self._engine is not None:
-            self._engine.kept.clear()
+            self._engine.sequence_cache.clear()
 
     def release(self) -> None:
         """Take everything off the base and let go of it, and of the servers."""

@@ -13,9 +13,9 @@ from typing import Any
 import retrain.campaign.running.spawning as spawning
 from retrain.campaign.running.spawning import end_words, spawn, write_all
 from retrain.campaign.running.workers import Workers
+from retrain.device import MEMORY_SHARE, OWN_GPU
 from retrain.engines.server.fleet import Fleet, Tell
 from retrain.errors import StorageError
-from retrain.gpus import MEMORY_SHARE, OWN_GPU
 
 FOLDER = "workers"  # Folder of a campaign's directory for its workers' output
 

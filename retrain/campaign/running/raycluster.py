@@ -27,9 +27,8 @@ from retrain.campaign.running.rayconnect import connect, first_line, last_line, 
 from retrain.campaign.running.rayfleet import RayFleet
 from retrain.campaign.running.workers import Workers
 from retrain.config import Config
-from retrain.errors import RetrainError, UsageError
+from retrain.errors import RetrainError, UsageError, plural
 from retrain.ownership import claim
-from retrain.wording import plural
 
 ROOM_SECONDS = 20.0  # Seconds without room for a worker after which the user is notified
 KILL_SECONDS = 20.0  # Seconds to wait for a killed worker before its node counts as lost

@@ -20,9 +20,8 @@ from retrain.campaign.running.rayconnect import last_line, ray_module, sees
 from retrain.config import Config
 from retrain.engines.server.fleet import Hear, Tell, named, names_of
 from retrain.engines.server.launch import Launched, Restarts, identity_of
-from retrain.errors import RetrainError
+from retrain.errors import RetrainError, plural
 from retrain.ownership import claim
-from retrain.wording import plural
 
 LOOK_SECONDS = 1.0
 ROOM_SECONDS = 20.0  # Seconds without room for a server after which the user is notified

@@ -37,10 +37,9 @@ from retrain.campaign.running.spawning import end_words
 from retrain.campaign.running.workers import PATIENCE_SECONDS, Workers
 from retrain.config import Config
 from retrain.config.slurm import GPU_OPTIONS
-from retrain.errors import UsageError, WorkersLost
+from retrain.errors import UsageError, WorkersLost, plural
 from retrain.extras import is_installed, missing
 from retrain.files import read_json, write_json, writing
-from retrain.wording import plural
 
 if TYPE_CHECKING:
     from submitit import Executor, Job

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from retrain.campaign.running.spawning import end_words
 from retrain.config import Config
+from retrain.device import MEMORY_SHARE, OWN_GPU, memory_share
 from retrain.errors import RankLost, UsageError
-from retrain.gpus import MEMORY_SHARE, OWN_GPU, memory_share
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

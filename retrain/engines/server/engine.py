@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from retrain.engines.protocol import Finished, check_lengths
+from retrain.engines.protocol import EngineState, Finished, check_lengths
 from retrain.engines.server.adapters import AdapterStore, LeftOver, Published
 from retrain.engines.server.checks import action_of
 from retrain.engines.server.client import Away, Refused, Server, Unknown, Unreached
@@ -281,11 +281,11 @@ class ServerEngine:
 
     # -- state --------------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> EngineState:
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """There is nothing to restore."""
+    def restore(self, state: EngineState) -> None:
+        """Do nothing: there is no state."""
 
     def forget_sequences(self) -> None:
         """See ``Engine.forget_sequences``; a server that shares its GPU sleeps until it is asked again."""

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from retrain.engines.draw import BLOCK, draw, inverse
+from retrain.engines.step import BLOCK, draw, inverse
 
 
 def uniforms(count: int, seed: int = 0) -> torch.Tensor:

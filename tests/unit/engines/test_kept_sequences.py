@@ -10,8 +10,7 @@ import torch
 from helpers.lanes import fresh_logprobs, publish, trained
 from helpers.lanes import ref as ref_of
 
-from retrain.engines.dense import DenseDecoder
-from retrain.engines.kept import Batch, KeptSequences
+from retrain.engines.dense import CachedBatch, DenseDecoder, SequenceCache
 from retrain.engines.local import LocalEngine
 from retrain.errors import RunFailed
 from retrain.types import Action, PolicyRef, SampleRequest
@@ -109,10 +108,10 @@ def test_runs_with_different_numbers_of_episodes_do_not_disturb_each_other(base,
 def test_a_sequence_that_is_not_kept_is_read_again_with_the_same_result(base, lanes, adapters, reads, limit):
     engine, refs = engine_of(base, lanes, adapters)
     kept = episodes(engine, refs)
-    assert len(engine.kept) > 0
+    assert len(engine.sequence_cache) > 0
     engine.forget_sequences()
-    assert len(engine.kept) == 0
-    engine.kept.limit = limit
+    assert len(engine.sequence_cache) == 0
+    engine.sequence_cache.limit = limit
     reads["prefill"].clear()
     reads["extend"].clear()
     assert tokens(episodes(engine, refs)) == tokens(kept)
@@ -123,26 +122,26 @@ def test_a_sequence_that_is_not_kept_is_read_again_with_the_same_result(base, la
 def test_new_weights_forget_what_the_old_ones_computed(base, lanes, adapters):
     engine, refs = engine_of(base, lanes, adapters[:1])
     episodes(engine, refs, samples=2)
-    assert len(engine.kept) == 2
-    engine.kept.drop(refs[0], ("kept", 0, 1))
-    assert len(engine.kept) == 1
+    assert len(engine.sequence_cache) == 2
+    engine.sequence_cache.drop(refs[0], ("kept", 0, 1))
+    assert len(engine.sequence_cache) == 1
     publish(engine, adapters[1:2])
-    assert len(engine.kept) == 0
+    assert len(engine.sequence_cache) == 0
 
 
 def test_a_sequence_is_found_by_its_name_weights_and_tokens_and_the_oldest_leave_first():
     def put(*names: str, width: int = 4) -> None:
         rows = torch.zeros(len(names), 1, width, 2)  # 64 bytes a row
-        kept.put(ref, [((name,), [1, place]) for place, name in enumerate(names)], Batch([rows], [rows]))
+        kept.put(ref, [((name,), [1, place]) for place, name in enumerate(names)], CachedBatch([rows], [rows]))
 
-    ref, kept = PolicyRef("run", 1), KeptSequences(160)
+    ref, kept = PolicyRef("run", 1), SequenceCache(160)
     put("a", "b")
     put("c")
     put("large", width=99)  # never fits, and drives nothing out
     assert len(kept) == 2
     assert kept.take(ref, ("a",), [1, 0, 9]) is None
     assert kept.take(PolicyRef("run", 2), ("b",), [1, 1, 9]) is None
-    assert kept.take(ref, ("b",), [1, 1, 9]).place == 1
+    assert kept.take(ref, ("b",), [1, 1, 9]).row == 1
     assert kept.take(ref, ("b",), [1, 1, 9]) is None  # it is taken once
     assert kept.take(ref, ("c",), [1, 5, 9]) is None  # another sequence under its name
 
@@ -166,7 +165,7 @@ def test_pieces_come_to_the_whole(base, lanes, dense, kept):
     whole = engine.sample([request(lane) for lane in (0, 1)])
     names = (("a", 0), ("a", 1)) if kept else ()
     begun = engine.sample([replace(request(lane), max_tokens=9, sequences=names) for lane in (0, 1)])
-    assert (len(engine.kept) > 0) == (dense and kept)
+    assert (len(engine.sequence_cache) > 0) == (dense and kept)
     going_on, parts = [], []
     for lane, k in ((0, 0), (0, 1), (1, 0), (1, 1)):
         first = begun[lane][k]

@@ -19,14 +19,13 @@ from retrain import device as devices
 from retrain.campaign.planning.changes import machine_changes
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
-from retrain.device import available_memory, is_out_of_memory
+from retrain.device import available_memory, build_fault, cpu_build, is_out_of_memory, lost, nvidia_gpus, usable_gpu
 from retrain.engines import dense, slots
 from retrain.engines.graphs import EmptyCapture, StepGraphs
 from retrain.engines.local import LocalEngine
 from retrain.engines.step import decode_steps
 from retrain.errors import ConfigError, RetrainError, RunFailed, UsageError
 from retrain.files import read_jsonl
-from retrain.gpus import build_fault, cpu_build, lost, nvidia_gpus, usable_gpu
 from retrain.policy import arithmetic
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes

@@ -22,7 +22,7 @@ from retrain.engines import slots
 from retrain.engines.dense import DenseDecoder, KVCache
 from retrain.engines.local import LocalEngine
 from retrain.engines.slots import SlotBatch
-from retrain.engines.step import Rows, Sampled, decode_steps
+from retrain.engines.step import Rows, SampledTokens, decode_steps
 from retrain.files import read_json, read_jsonl
 from retrain.policy import backbone
 from retrain.policy import base as bases
@@ -128,7 +128,7 @@ def test_decoding_stays_on_the_device_of_the_base():
     assert decoder.prefill(prompts, places, blocks, cache, places, places).device == device
     batch = Rows(places, places, places, places.bool(), places, places, None, None, None)
     uniforms = torch.zeros(rows + 1, 9, dtype=torch.float64, device=device)
-    sampled = Sampled(places[:1], uniforms, uniforms.long(), uniforms.float(), uniforms.float(), None)
+    sampled = SampledTokens(places[:1], uniforms, uniforms.long(), uniforms.float(), uniforms.float(), None)
     for in_any_order in (False, True):
         frame = decoder.turned(columns)
         decode_steps(frame, blocks, batch, sampled, cache.keys, cache.values, columns, True, 1, in_any_order)
@@ -163,7 +163,7 @@ def machine(monkeypatch):
     shapes: list[tuple[str, int]] = []
 
     def batch(self, *args):
-        shapes.append(("rows", args[6]))
+        shapes.append(("rows", args[4]))
         begin(self, *args)
 
     def computed(self, specs, *rest, **options):

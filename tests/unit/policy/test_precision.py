@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrain.engines import dense, grid
-from retrain.engines.dense import DenseDecoder, dense_decoder
+from retrain.engines.dense import DenseDecoder
+from retrain.engines.dense_probe import dense_decoder, reproduces
 from retrain.engines.local import LocalEngine
 from retrain.policy import arithmetic, packing
 from retrain.policy.arithmetic import attention, causal_attention, fp32_product, packed, rms_norm
@@ -243,13 +244,13 @@ def test_a_sound_decoder_is_admitted_and_one_with_a_fault_is_refused(tiny, famil
     name = str(dtype).removeprefix("torch.")
     base = load_base(family, devices="cpu", dtype=name) if is_bundled else tiny(family, dtype)
     assert is_bundled or dense_decoder(tiny(family, dtype, 0.0)) is not None  # weights of a fresh model
-    assert dense._reproduces(sound := DenseDecoder(base), base)
+    assert reproduces(sound := DenseDecoder(base), base)
     for fault in FAULTS:
         decoder = DenseDecoder(base)
         fault(decoder)
-        assert not dense._reproduces(decoder, base), fault
+        assert not reproduces(decoder, base), fault
     base.model.lm_head.register_forward_hook(lambda layer, given, made: made * 1.02)
-    assert not dense._reproduces(sound, base), "another output layer"
+    assert not reproduces(sound, base), "another output layer"
 
 
 # -- no sum in any order -------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from retrain.config.tasks import Data
 from retrain.config.training import Sampling
 from retrain.data.conversation import Conversation
 from retrain.data.prompts import Renderer, tools_text
+from retrain.device import Workers
 from retrain.engines.local import LocalEngine
 from retrain.environments.protocol import Observation, Step
 from retrain.errors import ModelError
@@ -24,7 +25,6 @@ from retrain.policy.local import LocalPolicy
 from retrain.policy.objective import Objective
 from retrain.policy.terms import PolicyTerm
 from retrain.rollouts.collect import RolloutRequest, collect
-from retrain.threads import Workers
 from retrain.types import (
     Action,
     Denominators,

@@ -525,7 +525,7 @@ def test_the_queue_is_bounded_and_time_too(tmp_path):
         world.service.batcher._piece = piece
         assert world.post("/v1/completions", asked(max_tokens=4)).status_code == 200
         wait_until_idle(world)
-        assert len(world.service.engine.kept) == 0
+        assert len(world.service.engine.sequence_cache) == 0
     finally:
         world.service.close()
 

@@ -15,8 +15,7 @@ from retrain.data.prompts import Renderer
 from retrain.environments.single_turn import SingleTurn
 from retrain.files import read_jsonl
 from retrain.maths.bounded import bounded_mean_interval
-from retrain.maths.evaluation import maj_at_k, majority, majority_ks, pass_at_k, sensible_ks
-from retrain.maths.statistics import accuracy_interval
+from retrain.maths.statistics import accuracy_interval, maj_at_k, majority, majority_ks, pass_at_k, sensible_ks
 from retrain.records.base_evaluations import BaseEvaluations
 from retrain.records.completions import SHOWN, held_out_completions, shortened
 from retrain.records.evaluation import eval_row

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from retrain.maths.evaluation import maj_at_k, pass_at_k
 from retrain.maths.statistics import (
     accuracy_interval,
     bootstrap_ci,
@@ -15,7 +14,9 @@ from retrain.maths.statistics import (
     gini,
     holm,
     iqm,
+    maj_at_k,
     paired_comparison,
+    pass_at_k,
     probability_of_improvement,
     sampled_sign_flip_p,
     score_interval,
