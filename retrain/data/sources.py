@@ -1,7 +1,7 @@
 r"""Where problems come from: a local file or directory, a hub data set, or a function of the user's.
 
 Reference answers may be whole solutions: GSM8K's ``#### 1,234`` and MATH's ``\boxed{…}`` are found in any of the
-sources (``rewards.extract.reference_answer``); the full text stays in ``metadata["solution"]``.
+sources (``rewards.rules.reference_answer``); the full text stays in ``metadata["solution"]``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from retrain.config.tasks import FILE_ENDINGS, Data
 from retrain.errors import DataError, PluginError
 from retrain.extras import missing
 from retrain.plugins import existing_file, load_function, search_folders
-from retrain.rewards.extract import reference_answer
+from retrain.rewards.rules import reference_answer
 from retrain.types import MAX_PROBLEMS, Problem
 
 Row = tuple[str, Mapping[str, Any]]  # Location (`file:line`, also the problem's id) and columns of a row

@@ -20,8 +20,7 @@ from weakref import WeakValueDictionary
 from retrain.errors import ModelError
 from retrain.models.directory import files_digest, local_directory, reward_model_fault
 from retrain.plugins import described, search_folders
-from retrain.rewards.base import LARGEST_REWARD, Item, Reward, failed
-from retrain.rewards.functions import prompt_text
+from retrain.rewards.base import LARGEST_REWARD, Item, Reward, failed, prompt_text
 from retrain.types import Problem, RewardResult
 
 HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]

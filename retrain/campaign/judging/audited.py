@@ -12,7 +12,7 @@ from retrain.campaign.judging.results import RunResult
 from retrain.config.campaign import condition_name
 from retrain.maths.statistics import paired_comparison
 from retrain.records.numbers import minus
-from retrain.rewards.audit import AUDIT
+from retrain.rewards.base import AUDIT
 from retrain.wording import plural
 
 Standing = Literal["hacked", "together", "apart", "unpaid", "cannot tell"]

@@ -86,7 +86,7 @@ from retrain.maths.statistics import (
     tost_p,
 )
 from retrain.records.notes import is_graded
-from retrain.rewards.audit import AUDIT
+from retrain.rewards.base import AUDIT
 from retrain.wording import plural
 
 MIN_BOOTSTRAP_SEEDS = 8

@@ -16,8 +16,8 @@ from retrain.errors import DataError, ModelError
 from retrain.files import read_json
 from retrain.models import find_file
 from retrain.models.tokenizer import LightTokenizer, light_tokenizer
-from retrain.rewards.functions import columns_of
-from retrain.rewards.rubric import Criterion, criteria_of
+from retrain.rewards.custom import columns_of
+from retrain.rewards.judge import Criterion, criteria_of
 from retrain.types import Problem
 
 
