@@ -17,8 +17,7 @@ from typing import Any, Self
 
 from retrain.clock import timestamp
 from retrain.config.training import Sampling
-from retrain.data.conversation import Conversation
-from retrain.data.prompts import Renderer
+from retrain.data.prompts import Conversation, Renderer
 from retrain.engines.protocol import Engine, PolicyRef, SampleRequest
 from retrain.environments.protocol import Environment, Episode, EpisodeFailed, Limits, Step
 from retrain.errors import RetrainError, RunFailed

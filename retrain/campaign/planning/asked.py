@@ -9,8 +9,7 @@ from retrain.config import Config
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
 from retrain.data import Dataset, load_data
-from retrain.data.dataset import Wanted
-from retrain.data.prompts import Room, fitting
+from retrain.data.dataset import Room, Wanted, fitting
 from retrain.environments.build import provided_data
 from retrain.errors import DataError, ModelError
 from retrain.files import read_json

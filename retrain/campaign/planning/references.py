@@ -256,11 +256,7 @@ def _environment_problem(loaded: Loaded, config: Config, folder: Path) -> Proble
 def _data_problem(loaded: Loaded, config: Config, plan: Plan, rewards: CustomRewards) -> Problem | None:
     sources, folder = sources_of(config), plan.folder
     absent = {key for key, _, _ in absent_packages(config, folder)}  # a problem of its own
-    local = [
-        key
-        for key, value in sources.items()
-        if not is_plugin(value) and not on_hub(value, folder) and key not in absent
-    ]
+    local = [key for key, value in sources.items() if _is_local(value, folder) and key not in absent]
     fault = None
     try:
         if len(local) == len(sources):
@@ -274,6 +270,10 @@ def _data_problem(loaded: Loaded, config: Config, plan: Plan, rewards: CustomRew
         except DataError as error:
             return _of_source(loaded, key, sources[key], error)
     return None if fault is None else _of_source(loaded, "data.source", sources["data.source"], fault)
+
+
+def _is_local(source: str, folder: Path) -> bool:
+    return source == "arithmetic" or not (is_plugin(source) or on_hub(source, folder))
 
 
 def _column_problem(loaded: Loaded, config: Config, data: Dataset, rewards: CustomRewards) -> Problem | None:
