@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from retrain.config.tasks import Data
 from retrain.data.prompts import Conversation, Renderer
-from retrain.models import bundled_model_path
+from retrain.models.directory import bundled_model_path
 from retrain.rng import stream_key
 from retrain.types import Action, Problem
 

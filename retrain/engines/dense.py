@@ -41,7 +41,7 @@ from retrain.engines.step import (
     product,
     rotated,
 )
-from retrain.models.targets import DENSE_FAMILIES
+from retrain.models.layers import DENSE_FAMILIES
 from retrain.policy.arithmetic import FULL, causal_attention, fp32_product, packed, rms
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import LaneLinear, Lanes, LoraWeights

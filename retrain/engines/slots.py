@@ -20,7 +20,7 @@ from retrain.engines.rows import IDLE_SHARE, LaneRequest, Row, actions_of
 from retrain.engines.step import Rows, Sampled, note
 from retrain.engines.truncation import Keeper, cuts_of
 from retrain.errors import RunFailed
-from retrain.models.sizes import GPU_COLUMNS
+from retrain.models.layers import GPU_COLUMNS
 from retrain.policy.base import BaseModel
 from retrain.types import Action
 

@@ -17,9 +17,8 @@ from retrain.config import Config
 from retrain.device import resolve_device, resolve_dtype, set_up, total_memory
 from retrain.errors import MissingExtra, ModelError
 from retrain.extras import is_installed, missing
-from retrain.models import bundled_model_path
-from retrain.models.directory import local_directory, model_fault
-from retrain.models.sizes import COPY_SHARE, SMALL_MODEL_BYTES
+from retrain.models.directory import bundled_model_path, local_directory, model_fault
+from retrain.models.layers import COPY_SHARE, SMALL_MODEL_BYTES
 from retrain.policy.arithmetic import packed, packs
 from retrain.policy.company import Company
 from retrain.policy.presence import Presence, Whole

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from retrain.errors import ModelError
 from retrain.maths.squeeze import truncate
-from retrain.models.targets import target_mistakes, targeted
+from retrain.models.layers import target_mistakes, targeted
 from retrain.policy.base import BaseModel
 from retrain.policy.fused import adapted_linear
 from retrain.policy.quantized import QuantizedLinear

@@ -15,13 +15,13 @@ import torch
 
 from retrain.device import is_out_of_memory, total_memory
 from retrain.errors import RunFailed
-from retrain.models import sizes
+from retrain.models import layers
 from retrain.policy.base import BaseModel
 from retrain.types import Sample
 
 S = TypeVar("S", bound=Sized)
 T = TypeVar("T")
-SAMPLING_SHARE = {"cpu": 0.25, "cuda": sizes.GPU_SAMPLING_SHARE}
+SAMPLING_SHARE = {"cpu": 0.25, "cuda": layers.GPU_SAMPLING_SHARE}
 """Share of the memory beside base and lanes for the keys, values and logits of a decode batch. The rest is for prefill
 states, fragmentation, and on a CPU for other programs."""
 LARGEST_SHARE = 0.95
@@ -48,7 +48,7 @@ def kept_bytes(base: BaseModel) -> int:
     config = base.model.config.get_text_config()
     wide = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
     experts = getattr(config, "num_experts_per_tok", None) or 1
-    return config.num_hidden_layers * sizes.kept_bytes(
+    return config.num_hidden_layers * layers.kept_bytes(
         config.hidden_size,
         config.num_attention_heads * head_size(config),
         _key_width(config),
@@ -74,9 +74,9 @@ class MemoryPlan:
         kind = base.device.type
         room, per_token = max(0, total_memory(base.device) - base.held_bytes - lane_bytes), kept_bytes(base)
         if kind == "cpu":
-            tokens = sizes.cpu_token_budget(base.weight_bytes)
+            tokens = layers.cpu_token_budget(base.weight_bytes)
         else:
-            tokens = sizes.gpu_token_budget(room, per_token)
+            tokens = layers.gpu_token_budget(room, per_token)
         return cls(room, int(SAMPLING_SHARE.get(kind, SAMPLING_SHARE["cuda"]) * room), tokens, per_token)
 
     def kept_decode_bytes(self, before: int) -> int:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from retrain.errors import ModelError
 from retrain.extras import is_installed, missing
-from retrain.models.sizes import NF4_BLOCK
+from retrain.models.layers import NF4_BLOCK
 from retrain.rng import torch_seed
 
 INT8_LEVELS = 127

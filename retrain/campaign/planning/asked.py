@@ -13,8 +13,7 @@ from retrain.data.dataset import Room, Wanted, fitting
 from retrain.environments.build import provided_data
 from retrain.errors import DataError, ModelError
 from retrain.files import read_json
-from retrain.models import find_file
-from retrain.models.tokenizer import LightTokenizer, light_tokenizer
+from retrain.models.directory import LightTokenizer, find_file, light_tokenizer
 from retrain.rewards.custom import columns_of
 from retrain.rewards.judge import Criterion, criteria_of
 from retrain.types import Problem

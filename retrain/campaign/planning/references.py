@@ -31,10 +31,8 @@ from retrain.errors import ConfigError, DataError, ModelError, PluginError, Prob
 from retrain.extras import EXTRA_OF, install_line, is_installed, missing, package_of
 from retrain.files import read_json
 from retrain.gpus import build_fault
-from retrain.models import find_file
-from retrain.models.directory import model_fault, reward_model_fault
-from retrain.models.sizes import SMALL_MODEL_BYTES
-from retrain.models.targets import dense_layers, target_mistakes
+from retrain.models.directory import find_file, model_fault, reward_model_fault
+from retrain.models.layers import SMALL_MODEL_BYTES, dense_layers, target_mistakes
 from retrain.plugins import check_backend_class, load_function, plugin_ranges, search_folders
 
 KEYS = (
