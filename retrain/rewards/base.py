@@ -8,7 +8,7 @@ grader is built, before anything is sampled.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import SupportsFloat
 
 from retrain.plugins import described
@@ -55,7 +55,13 @@ class Reward:
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
         """Return one checked result for each item, in order."""
-        return [guarded(self.grade, problem, completion) for problem, completion in items]
+        return [self._guarded(*item) for item in items]
+
+    def _guarded(self, problem: Problem, completion: str) -> RewardResult:
+        try:
+            return checked(self.grade(problem, completion))
+        except Exception as error:  # a reward's fault costs one completion, never the run
+            return failed(described(error))
 
     def close(self) -> None:
         """Release processes and connections; grading again opens new ones."""
@@ -107,14 +113,6 @@ def printable(text: str) -> str:
     return line if len(line) <= 300 else line[:299] + "…"
 
 
-def guarded(grade: Callable[[Problem, str], object], problem: Problem, completion: str) -> RewardResult:
-    """Return the checked reward; what ``grade`` raises becomes the record of a failed grading."""
-    try:
-        return checked(grade(problem, completion))
-    except Exception as error:  # a reward's fault costs one completion, never the run
-        return failed(described(error))
-
-
 def checked(value: object) -> RewardResult:
     """Return what a reward returned as a RewardResult with a finite total.
 
@@ -141,13 +139,13 @@ def checked(value: object) -> RewardResult:
 
 def _faulty_numbers(result: RewardResult) -> str:
     """Make sample metrics and components floats or None, and return what is wrong with one that is neither, or ""."""
-    for key, words in (("sample_metrics", "sample metric"), ("components", "component")):
-        given = getattr(result, key)
-        if not isinstance(given, Mapping):
-            return f"{key} is {type(given).__name__}, not a dict of numbers"
-        numbers = {name: _number(value) for name, value in given.items()}
-        if wrong := [name for name, value in numbers.items() if value is None and given[name] is not None]:
-            return f"{words} {wrong[0]!r} is {type(given[wrong[0]]).__name__}, not a number"
+    for key, label in (("sample_metrics", "sample metric"), ("components", "component")):
+        values = getattr(result, key)
+        if not isinstance(values, Mapping):
+            return f"{key} is {type(values).__name__}, not a dict of numbers"
+        numbers = {name: _number(value) for name, value in values.items()}
+        if wrong := [name for name, number in numbers.items() if number is None and values[name] is not None]:
+            return f"{label} {wrong[0]!r} is {type(values[wrong[0]]).__name__}, not a number"
         setattr(result, key, {str(name): value for name, value in numbers.items()})
     return ""
 
@@ -164,19 +162,17 @@ def _number(value: object) -> float | None:
         return None
 
 
-def weighted_sum(parts: Sequence[tuple[str, float, float, RewardResult]]) -> RewardResult:
-    """Return Σ weight · (value + offset) of parts (name, weight, offset, result), each a component.
+WeightedPart = tuple[str, float, float, RewardResult]  # Name, weight, offset and result of one reward
+
+
+def weighted_sum(parts: Sequence[WeightedPart]) -> RewardResult:
+    """Return Σ weight · (value + offset) of parts, each a component.
 
     A part without a total and without an error does not apply to this completion and is left out. One that failed
     leaves no total, nor do parts of which none applies.
     """
     results = [part for *_, part in parts]
-    errors = [f"{name}: {part.error}" for name, _, _, part in parts if part.total_reward is None and part.error]
-    values = [w * (part.total_reward + offset) for _, w, offset, part in parts if part.total_reward is not None]
-    if errors:
-        total = failed("; ".join(errors))
-    else:
-        total = checked(RewardResult(sum(values))) if values else RewardResult(None)
+    total = _total(parts)
     total.components = {name: part.total_reward for name, _, _, part in parts}
     # The first part that grades correctness decides it, and the first that grades the format decides that.
     total.correct = _first(part.correct for part in results)
@@ -187,6 +183,14 @@ def weighted_sum(parts: Sequence[tuple[str, float, float, RewardResult]]) -> Rew
         _add_numbers(total, total.sample_metrics, name, part.sample_metrics)
     total.tags = tuple(dict.fromkeys(tag for part in results for tag in part.tags))
     return total
+
+
+def _total(parts: Sequence[WeightedPart]) -> RewardResult:
+    errors = [f"{name}: {part.error}" for name, _, _, part in parts if part.total_reward is None and part.error]
+    if errors:
+        return failed("; ".join(errors))
+    values = [w * (part.total_reward + offset) for _, w, offset, part in parts if part.total_reward is not None]
+    return checked(RewardResult(sum(values))) if values else RewardResult(None)
 
 
 def _first(verdicts: Iterable[bool | None]) -> bool | None:

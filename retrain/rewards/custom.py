@@ -301,7 +301,7 @@ def _ranges(functions: Sequence[RewardFunction], loaded: ModuleType) -> dict[str
 
 @dataclass
 class LoggedValues:
-    """What a function in TRL's form has logged beside its rewards."""
+    """Numbers and texts that a function in TRL's form has logged beside its rewards."""
 
     metrics: dict[str, float | None] = field(default_factory=dict)
     extra: dict[str, list[object]] = field(default_factory=dict)
@@ -354,14 +354,12 @@ def _started(function: RewardFunction, job: Sequence[GradedCompletion]) -> tuple
 def _batch_arguments(
     function: RewardFunction, job: Sequence[GradedCompletion], logged: LoggedValues
 ) -> dict[str, object]:
-    """Return the arguments of a function in TRL's form; a required column that the data lacks is a list of None."""
-    rows = [columns_of(problem) for problem, _, _ in job]
-    names = dict.fromkeys((*(name for row in rows for name in row), *function.columns))
+    """Return the arguments of a function in TRL's form."""
     prompts = [problem.prompt for problem, _, _ in job]
     completions = [text for _, text, _ in job]
     is_text = isinstance(prompts[0], str)
     arguments: dict[str, object] = {
-        **{name: [row.get(name) for row in rows] for name in names},
+        **_columns(function, job),
         "prompts": prompts if is_text else [[dict(message) for message in prompt] for prompt in prompts],  # type: ignore[arg-type]
         "completions": completions if is_text else [[{"role": "assistant", "content": text}] for text in completions],
         "completion_ids": [list(ids) for _, _, ids in job],
@@ -371,6 +369,13 @@ def _batch_arguments(
     return (
         arguments if function.takes_any else {name: arguments[name] for name in function.arguments if name in arguments}
     )
+
+
+def _columns(function: RewardFunction, job: Sequence[GradedCompletion]) -> dict[str, list[object]]:
+    """Return the columns of the data; one that the function requires and the data lacks is a list of None."""
+    rows = [columns_of(problem) for problem, _, _ in job]
+    names = dict.fromkeys((*(name for row in rows for name in row), *function.columns))
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def _tried(call: Callable[..., object], *args: object, **kwargs: object) -> object:

@@ -173,7 +173,7 @@ def machine(monkeypatch):
 
     def become(total: int, tokens: int) -> list[tuple[str, int]]:
         monkeypatch.setattr(memory, "total_memory", lambda device: total)
-        monkeypatch.setattr(memory.sizes, "cpu_token_budget", lambda weight_bytes: tokens)
+        monkeypatch.setattr(memory.layers, "cpu_token_budget", lambda weight_bytes: tokens)
         shapes.clear()
         return shapes
 
