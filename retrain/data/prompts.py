@@ -90,10 +90,10 @@ class Renderer:
             raise DataError(f"problem {problem.id} has no tokens")
         return Prompt(problem, text, tuple(int(token) for token in token_ids), tuple(messages))
 
-    def text(self, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> str:
+    def text(self, messages: Sequence[Mapping[str, object]], tools: Tools = ()) -> str:
         """Return the conversation as the template writes it, up to where the model's answer begins. Raises ModelError
         when the template refuses it."""
-        extra: dict[str, Any] = dict(self.data.chat_template_kwargs)
+        extra: dict[str, object] = dict(self.data.chat_template_kwargs)
         if tools:
             extra["tools"] = [dict(tool) for tool in tools]
         try:
@@ -120,7 +120,7 @@ class Renderer:
         return [{"role": "system", "content": about}, *messages]
 
 
-def _type_of(about: Any) -> str | None:
+def _type_of(about: object) -> str | None:
     """Return the type that a property's JSON schema names; None where it says it otherwise."""
     kind = about.get("type") if isinstance(about, Mapping) else None
     return kind if isinstance(kind, str) else None
@@ -154,7 +154,7 @@ class Read(NamedTuple):
 class Conversation:
     """One rollout's conversation. ``messages`` is all that was said, as text."""
 
-    def __init__(self, renderer: Renderer, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()):
+    def __init__(self, renderer: Renderer, prompt: Prompt, tools: Tools = ()):
         self.renderer, self.tools = renderer, tools
         self.messages: list[Message] = list(prompt.messages)
         self._begin(prompt.text)
@@ -227,16 +227,16 @@ def _thought(mark: str) -> str:
     return mark.replace("said", "thought")
 
 
-def _as_calls(messages: Sequence[Message], said: Sequence[int]) -> list[Mapping[str, Any]]:
+def _as_calls(messages: Sequence[Message], said: Sequence[int]) -> list[Mapping[str, object]]:
     """Return the messages with actions that a tool answers as calls of a tool whose name is what they say."""
-    made: list[Mapping[str, Any]] = [dict(message) for message in messages]
+    made: list[Mapping[str, object]] = [dict(message) for message in messages]
     for place in said:
         answers = place + 1
         while answers < len(made) and made[answers]["role"] == "tool":
             made[answers] = {"tool_call_id": CALL_ID, **made[answers]}
             answers += 1
         if answers > place + 1:
-            name = made[place]["content"].rpartition("\n")[2]
+            name = messages[place]["content"].rpartition("\n")[2]
             calls = [{"id": CALL_ID, "type": "function", "function": {"name": name, "arguments": {}}}]
             made[place] = {"role": "assistant", "content": "", "tool_calls": calls * (answers - place - 1)}
     return made

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from retrain.errors import UsageError
 from retrain.plugins import described
@@ -137,7 +137,7 @@ class Endpoint:
             pause = min(_seconds(headers.get("retry-after", "")), self.timeout_s)
         raise Unavailable(self._without_key(f"the judge at {self.url} failed {self.attempts} times, last: {reason}"))
 
-    async def _post(self, client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[int, httpx.Headers, str]:
+    async def _post(self, client: httpx.AsyncClient, body: Mapping[str, object]) -> tuple[int, httpx.Headers, str]:
         content = json.dumps(body)  # ASCII, so that lone surrogates in a completion travel too
         async with client.stream("POST", self.url, content=content, headers={"Content-Type": "application/json"}) as r:
             received = bytearray()

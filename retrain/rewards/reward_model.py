@@ -56,7 +56,7 @@ class RewardModelReward(Reward):
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
         """Return scores in order; a conversation that cannot be scored whole has the reason."""
-        results: list[RewardResult | None] = [None] * len(items)
+        results: dict[int, RewardResult] = {}
         rows: dict[int, list[int]] = {}
         for index, (problem, completion) in enumerate(items):
             try:
@@ -64,10 +64,8 @@ class RewardModelReward(Reward):
             except Exception as error:  # whatever the template's own code raises
                 results[index] = failed(str(error) if isinstance(error, ModelError) else described(error))
         for indices in self._batches(items, rows):
-            scored = self._scored([rows[index] for index in indices])
-            for index, result in zip(indices, scored, strict=True):
-                results[index] = result
-        return [result or failed("not graded") for result in results]
+            results |= zip(indices, self._scored([rows[index] for index in indices]), strict=True)
+        return [results[index] for index in range(len(items))]
 
     def close(self) -> None:
         """Let the weights go; they stay until another model is wanted, as cohorts may follow each other."""

@@ -291,10 +291,10 @@ def serve(descriptor: int) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     while frame := _receive(connection):
         signal.setitimer(signal.ITIMER_REAL, 2 * LIMIT.unpack_from(frame)[0] + 5)
-        reply, retire = _reply(grade, frame[LIMIT.size :], setup["what"])
+        reply = _reply(grade, frame[LIMIT.size :], setup["what"])
         signal.setitimer(signal.ITIMER_REAL, 0)
         _send(connection, reply)
-        if retire:
+        if "retire" in reply:
             return
 
 
@@ -328,16 +328,15 @@ def _ignore_endings() -> None:
         signal.signal(number, lambda number, frame: None)  # not SIG_IGN, which programs started from here would inherit
 
 
-def _reply(grade: Callable[[Any], object], frame: bytes, what: str) -> tuple[dict[str, object], bool]:
-    """Return the reply to one job, and whether this process should be replaced."""
+def _reply(grade: Callable[[Any], object], frame: bytes, what: str) -> dict[str, object]:
     try:
         value = grade(pickle.loads(frame))
         json.dumps(value)
-        return {"value": value}, False
+        return {"value": value}
     except MemoryError:
-        return {"error": f"MemoryError: {what} needed more memory than its limit", "retire": True}, True
+        return {"error": f"MemoryError: {what} needed more memory than its limit", "retire": True}
     except BaseException as error:  # whatever a reward raises costs one completion, never the run
-        return {"error": _reason(error)}, False
+        return {"error": _reason(error)}
 
 
 def _reason(error: BaseException) -> str:
