@@ -75,11 +75,17 @@ def load_data(
     keeps. Relative paths are looked up in ``base_dir`` (the TOML's folder), then in the current directory. Raises
     DataError, MissingExtra or PluginError.
     """
-    wanted = [Wanted(HELDOUT, heldout, data)] if isinstance(heldout, int) else heldout
-    wanted = [each for each in wanted if each.problems > 0]
-    source = train = _training(data, max_examples, seed, base_dir)
+    held_out = [Wanted(HELDOUT, heldout, data)] if isinstance(heldout, int) else heldout
+    if data.source == "arithmetic":
+        size = data.size if max_examples is None else min(data.size, max_examples)
+        source = arithmetic.problems("train", size, data.levels, seed)
+    else:
+        source = read_problems(data.source, data.split, data, base_dir)
+    train = source
     notes, sets = list[str](), dict[str, list[Problem]]()
-    for each in wanted:
+    for each in held_out:
+        if each.problems == 0:
+            continue
         sets[each.name], train = _hold_out(each, source, train, _pool(each, seed, base_dir, notes), notes)
         if not train:
             raise DataError(f"data source {data.source!r}: every training problem is also held out; nothing is left")
@@ -89,22 +95,22 @@ def load_data(
 
 
 def _hold_out(
-    wanted: Wanted, source: list[Problem], train: list[Problem], pool: list[Problem] | None, notes: list[str]
+    held_out: Wanted, source: list[Problem], train: list[Problem], pool: list[Problem] | None, notes: list[str]
 ) -> tuple[list[Problem], list[Problem]]:
     """Return a held-out set and the training problems that are left, those whose prompts are not in the pool.
 
     ``pool`` None stands for a part of ``source``, the training problems before any set is held out: sets may share the
     part.
     """
-    where = "" if wanted.name == HELDOUT else f" in the set {wanted.name}"
-    chosen_from = _fraction(source, wanted.data) if pool is None else pool
+    where = "" if held_out.name == HELDOUT else f" in the set {held_out.name}"
+    chosen_from = _fraction(source, held_out.data) if pool is None else pool
     by_key = {_key(problem): problem for problem in reversed(chosen_from)}  # of several the first
     rest = [problem for problem in train if _key(problem) not in by_key]
     if pool is not None and len(rest) < len(train):
         notes.append(f"{len(train) - len(rest)} of {len(train)} training problems left out: they are held out{where}")
-    chosen = [by_key[key] for key in sorted(by_key, key=_position)][: wanted.problems]
-    if len(chosen) < wanted.problems:
-        asked = f"[evaluation] problems = {wanted.problems} asks for more"
+    chosen = [by_key[key] for key in sorted(by_key, key=_position)][: held_out.problems]
+    if len(chosen) < held_out.problems:
+        asked = f"[evaluation] problems = {held_out.problems} asks for more"
         notes.append(f"{len(chosen)} problems are held out{where}; {asked}")
     return chosen, rest
 
@@ -131,21 +137,14 @@ def column_values(columns: Sequence[str], *parts: Sequence[Problem]) -> list[str
     return [digest.hexdigest()]
 
 
-def _training(data: Data, max_examples: int | None, seed: int, base_dir: Path | None) -> list[Problem]:
-    if data.source == "arithmetic":
-        size = data.size if max_examples is None else min(data.size, max_examples)
-        return arithmetic.problems("train", size, data.levels, seed)
-    return read_problems(data.source, data.split, data, base_dir)
-
-
-def _pool(wanted: Wanted, seed: int, base_dir: Path | None, notes: list[str]) -> list[Problem] | None:
+def _pool(held_out: Wanted, seed: int, base_dir: Path | None, notes: list[str]) -> list[Problem] | None:
     """Return all problems of the source or split of a held-out set; None where it has neither and is a part of the
     training source."""
-    data = wanted.data
+    data = held_out.data
     eval_source = data.eval_source
     source = eval_source or data.source
     if source == "arithmetic":
-        return arithmetic.problems("heldout", wanted.problems, data.levels, seed)
+        return arithmetic.problems("heldout", held_out.problems, data.levels, seed)
     if eval_source is not None:
         return read_problems(eval_source, data.eval_split, data, base_dir)
     if data.split == data.eval_split or not has_splits(source, base_dir):

@@ -144,8 +144,8 @@ def tools_text(tools: Tools) -> str:
     return "\n".join([*lines, "To call one, write only:", "```tool", call, "```", "You will read what it returns."])
 
 
-class Read(NamedTuple):
-    """What the policy reads next; ``fresh``: the whole conversation, and not only what is new."""
+class Continuation(NamedTuple):
+    """Tokens that the policy reads next; ``fresh``: the whole conversation, and not only what is new."""
 
     token_ids: tuple[int, ...]
     fresh: bool
@@ -164,7 +164,7 @@ class Conversation:
         self._read = [text]  # what it has read before each action since then
         self._said: list[int] = []  # where its actions stand among the messages
 
-    def reply(self, action: Action, messages: Sequence[Message]) -> Read:
+    def reply(self, action: Action, messages: Sequence[Message]) -> Continuation:
         """Return what the policy reads after ``action``, which these messages answer. An end token that the action ends
         with is not repeated. Raises ModelError when the template refuses the conversation."""
         self._said.append(len(self.messages))
@@ -172,7 +172,7 @@ class Conversation:
         if not self.renderer.has_template:
             text = "\n\n" + "\n\n".join(message["content"] for message in messages) + "\n\n"
             self._read.append(text)
-            return Read(self.renderer.ids(text), False)
+            return Continuation(self.renderer.ids(text), False)
         rest = self._rest()
         if rest is None:
             return self._anew()
@@ -183,17 +183,17 @@ class Conversation:
         token_ids = self.renderer.ids(rest)
         if action.stop_reason == "stop" and token_ids[:1] == tuple(action.token_ids[-1:]):
             token_ids = token_ids[1:]
-        return Read(token_ids, False)
+        return Continuation(token_ids, False)
 
-    def replace(self, messages: Sequence[Message]) -> Read:
+    def replace(self, messages: Sequence[Message]) -> Continuation:
         """Return what the policy reads after the environment has rewritten the conversation to these messages."""
         self.messages = list(messages)
         return self._anew()
 
-    def _anew(self) -> Read:
+    def _anew(self) -> Continuation:
         text = self.renderer.text(self.messages, self.tools)
         self._begin(text)
-        return Read(self.renderer.ids(text), True)
+        return Continuation(self.renderer.ids(text), True)
 
     def _rest(self) -> str | None:
         """Return what the template writes behind the last action; None where it does not write what was read before."""
