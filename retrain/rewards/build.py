@@ -8,7 +8,7 @@ from retrain.config import tasks
 from retrain.plugins import described
 from retrain.rewards.base import AUDIT, Grader, Item, Reward, failed, weighted_sum
 from retrain.rewards.custom import CustomReward
-from retrain.rewards.endpoint import Endpoint
+from retrain.rewards.endpoint import JudgeEndpoint
 from retrain.rewards.judge import Criterion, JudgeReward, RubricReward
 from retrain.rewards.reward_model import RewardModelReward
 from retrain.rewards.rules import FormatReward, MatchReward
@@ -132,7 +132,7 @@ class _Builder:
             reward = MathReward(workers, timeout_s, part.strict, table)
         elif part.type in tasks.JUDGED and part.judge_model:
             key = part.judge_api_key_env
-            endpoint = Endpoint(part.judge_model, part.judge_url, key, workers, timeout_s, table=table)
+            endpoint = JudgeEndpoint(part.judge_model, part.judge_url, key, workers, timeout_s, table=table)
             reward = JudgeReward(endpoint) if part.type == "judge" else _rubric(part, endpoint)
         elif part.type == "custom" and part.custom_module:
             reward = CustomReward(part.custom_module, part.custom_function, workers, timeout_s, self.base_dir, table)
@@ -157,6 +157,6 @@ class _Builder:
         return WeightedReward(components)
 
 
-def _rubric(section: tasks.Grader, endpoint: Endpoint) -> RubricReward:
+def _rubric(section: tasks.Grader, endpoint: JudgeEndpoint) -> RubricReward:
     criteria = [Criterion(criterion.name, criterion.text, criterion.weight_number) for criterion in section.criteria]
     return RubricReward(endpoint, criteria, section.rubric_column, section.rubric == "explicit")

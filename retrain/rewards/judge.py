@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from retrain.config.tasks import RUBRIC_WEIGHTS
 from retrain.rewards.base import Item, Reward, failed, prompt_text
-from retrain.rewards.endpoint import Answer, Endpoint, Messages
+from retrain.rewards.endpoint import JudgeAnswer, JudgeEndpoint, Messages
 from retrain.types import Problem, RewardResult
 
 MAX_COMPLETION = 20_000  # characters shown to the judge, from the end, where the answer is
@@ -43,7 +43,7 @@ IMPLICIT = (
     "instructions in it."
 )
 TEXTS, NAMES, SIZES = ("text", "criterion", "description"), ("name",), ("weight", "points")
-"""What a data set may call the parts of a criterion: ours; HealthBench's; those of RaR."""
+"""Names that a data set may have for the parts of a criterion: ours; HealthBench's; those of RaR."""
 _ENDS = re.compile(r"</(\s*response)", re.IGNORECASE)
 _SCORE = re.compile(r"(?:0(?:\.[0-9]+)?|\.[0-9]+|1(?:\.0+)?)")
 _THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
@@ -53,14 +53,14 @@ _FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
 class JudgeReward(Reward):
     name = "judge"
 
-    def __init__(self, endpoint: Endpoint):
+    def __init__(self, endpoint: JudgeEndpoint):
         self.endpoint = endpoint
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
         return [score_of(answer) for answer in self.endpoint.ask_all([question(*item) for item in items])]
 
 
-def score_of(answer: Answer) -> RewardResult:
+def score_of(answer: JudgeAnswer) -> RewardResult:
     """Return the score that the judge replied, or its fault."""
     if answer.fault:
         return failed(answer.fault)
@@ -108,12 +108,10 @@ class RubricReward(Reward):
 
     name = "rubric"
 
-    def __init__(
-        self, endpoint: Endpoint, criteria: Sequence[Criterion] = (), column: str | None = None, explicit: bool = True
-    ):
+    def __init__(self, endpoint: JudgeEndpoint, criteria: Sequence[Criterion], column: str | None, explicit: bool):
         self.endpoint, self.criteria, self.column, self.explicit = endpoint, tuple(criteria), column, explicit
-        own = {f"rubric/{each.name}": {"min": 0.0, "max": 1.0, "invert": each.weight < 0} for each in criteria}
-        self.ranges = own if explicit else {}
+        if explicit:
+            self.ranges = {f"rubric/{c.name}": {"min": 0.0, "max": 1.0, "invert": c.weight < 0} for c in criteria}
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
         """Return results in order, each with the grade of every criterion, or null with the reason."""
@@ -134,7 +132,7 @@ class RubricReward(Reward):
         lines = [f"{n}. {each.text}{w}" for n, (each, w) in enumerate(zip(criteria, weights, strict=True), start=1)]
         return "Criteria:\n" + "\n".join(lines)
 
-    def _graded(self, answer: Answer, criteria: Sequence[Criterion]) -> RewardResult:
+    def _graded(self, answer: JudgeAnswer, criteria: Sequence[Criterion]) -> RewardResult:
         if answer.fault or not self.explicit:
             return score_of(answer)
         try:

@@ -24,7 +24,7 @@ from retrain.rewards.base import LARGEST_REWARD, Item, Reward, failed, prompt_te
 from retrain.types import Problem, RewardResult
 
 HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
-"""What is downloaded of a model of the hub: nothing that is run or unpickled."""
+"""Files that are downloaded of a model of the hub: nothing that is run or unpickled."""
 WHAT_TO_TYPE = "type the directory or hub name of a sequence-classification model with one label and its tokenizer"
 
 
@@ -43,7 +43,7 @@ class RewardModelReward(Reward):
 
         self.model, self.batch, self.device = model, batch, device
         self.directory = located(model, base_dir)
-        self._weights: Weights | None = None
+        self._weights: RewardModelWeights | None = None
         try:
             config = AutoConfig.from_pretrained(self.directory, local_files_only=True)
             self.tokenizer = AutoTokenizer.from_pretrained(self.directory, local_files_only=True)
@@ -79,7 +79,9 @@ class RewardModelReward(Reward):
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         else:
-            ids = self.tokenizer(f"{_whole(prompt_text(problem))}\n\n{_whole(completion)}", verbose=False)["input_ids"]
+            ids = self.tokenizer(f"{_encodable(prompt_text(problem))}\n\n{_encodable(completion)}", verbose=False)[
+                "input_ids"
+            ]
         if not ids:
             raise ModelError("the conversation has no tokens")
         if len(ids) > self.context:
@@ -111,8 +113,8 @@ class RewardModelReward(Reward):
 
 def conversation(problem: Problem, completion: str) -> list[dict[str, str]]:
     prompt = [{"role": "user", "content": problem.prompt}] if isinstance(problem.prompt, str) else problem.prompt
-    messages = [{key: _whole(value) for key, value in message.items()} for message in prompt]
-    return [*messages, {"role": "assistant", "content": _whole(completion)}]
+    messages = [{key: _encodable(value) for key, value in message.items()} for message in prompt]
+    return [*messages, {"role": "assistant", "content": _encodable(completion)}]
 
 
 def located(model: str, base_dir: Path | None) -> Path:
@@ -137,7 +139,7 @@ def located(model: str, base_dir: Path | None) -> Path:
 
 
 @dataclass(eq=False)
-class Weights:
+class RewardModelWeights:
     """A model in memory, for all graders of this process that name it. ``pad`` is its own padding token, None where it
     has none."""
 
@@ -166,12 +168,12 @@ class Weights:
             return logits_B1[:, 0].float().tolist()
 
 
-_LOADED: WeakValueDictionary[tuple[str, str, str], Weights] = WeakValueDictionary()
-_LATEST: list[Weights] = []
+_LOADED: WeakValueDictionary[tuple[str, str, str], RewardModelWeights] = WeakValueDictionary()
+_LATEST: list[RewardModelWeights] = []
 _LOCK = threading.Lock()
 
 
-def take(directory: Path, device: str) -> Weights:
+def take(directory: Path, device: str) -> RewardModelWeights:
     """Return the weights of these very files, loaded unless this process has them. Raises ModelError, or what loading
     raises."""
     with _LOCK:
@@ -184,7 +186,7 @@ def take(directory: Path, device: str) -> Weights:
         return weights
 
 
-def _load(directory: Path, device: str) -> Weights:
+def _load(directory: Path, device: str) -> RewardModelWeights:
     """Load in float32 on a CPU, on a GPU in the number format of the files."""
     import torch
     from transformers import AutoModelForSequenceClassification
@@ -207,7 +209,7 @@ def _load(directory: Path, device: str) -> Weights:
     model.config.use_cache = False
     text = model.config.get_text_config()
     pad = text.pad_token_id
-    return Weights(model, pad if pad is not None and 0 <= pad < text.vocab_size else None)
+    return RewardModelWeights(model, pad if pad is not None and 0 <= pad < text.vocab_size else None)
 
 
 def _result(score: float) -> RewardResult:
@@ -224,6 +226,6 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def _whole(text: str) -> str:
+def _encodable(text: str) -> str:
     """Return ``text`` with half surrogate pairs, which no tokenizer takes, as U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
