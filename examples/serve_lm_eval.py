@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from retrain.models import bundled_model_path
+from retrain.models.directory import bundled_model_path
 
 DRAWN = {
     "task": "sums_drawn",

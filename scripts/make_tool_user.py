@@ -3,7 +3,7 @@
     python scripts/make_tool_user.py --out retrain/models/tiny_tool_user
 
 The pupil of these conversations seldom calls, and often copies a number wrongly; so does the model then. What it reads
-and says is laid out by the very code that lays out episodes (``retrain.data.conversation``). The same seed, steps and
+and says is laid out by the very code that lays out episodes (``retrain.data.prompts``). The same seed, steps and
 package versions give the same bytes: one thread, deterministic algorithms, named random streams.
 """
 
@@ -20,9 +20,8 @@ from make_reasoner import EOS_ID, PAD_ID, THREADS, imitate, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from retrain.config.tasks import Data
-from retrain.data.conversation import Conversation
-from retrain.data.prompts import Renderer
-from retrain.models import bundled_model_path
+from retrain.data.prompts import Conversation, Renderer
+from retrain.models.directory import bundled_model_path
 from retrain.rng import stream_key
 from retrain.types import Action, Problem
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from retrain.config import Config
     from retrain.config.tasks import Data
     from retrain.data import Dataset
-    from retrain.data.prompts import Room, Tools
+    from retrain.data.dataset import Room
+    from retrain.data.prompts import Tools
     from retrain.types import Problem
 
 MEASURED = 500
@@ -143,7 +144,8 @@ def _measure(tokenizer: Any, config: Config, data: Dataset, tools: Tools) -> tup
     Raises ModelError when the template refuses a problem.
     """
     from retrain.campaign.planning.asked import parts_of
-    from retrain.data.prompts import LONGEST_BY_CHARACTERS, Renderer, conversation
+    from retrain.data.dataset import LONGEST_BY_CHARACTERS
+    from retrain.data.prompts import Renderer, conversation
 
     def prompt(problem: Problem, section: Data) -> tuple[int, ...]:
         renderer = Renderer(tokenizer, section, config.environment.tools_prompt)

@@ -39,13 +39,13 @@ _TERM = re.compile(r"([-+*]?)(\d+)")
 
 
 def split_of(expression: str) -> Split:
-    """The side of an expression: ``heldout`` for one in eight, decided by a keyed hash of its text."""
+    """Return ``heldout`` for one expression in eight, decided by a keyed hash of its text."""
     digest = hashlib.blake2b(expression.encode(), digest_size=8, key=_SIDE_KEY).digest()
     return "heldout" if int.from_bytes(digest, "little") < HELDOUT_SHARE * 2**64 else "train"
 
 
 def parse(expression: str) -> tuple[int, list[Operation]]:
-    """``"7*46-58"`` as its first number and the operations on it: ``(7, [("*", 46), ("-", 58)])``."""
+    """Return the first number of ``"7*46-58"`` and the operations on it: ``(7, [("*", 46), ("-", 58)])``."""
     terms = _TERM.findall(expression)
     if not terms or "".join(op + number for op, number in terms) != expression or terms[0][0]:
         raise DataError(f"{expression!r} is not an arithmetic expression of this source, such as 47+38-19")
@@ -53,14 +53,13 @@ def parse(expression: str) -> tuple[int, list[Operation]]:
 
 
 def apply(operation: str, left: int, right: int) -> int:
-    """One operation, ``+``, ``-`` or ``*``."""
     if operation == "+":
         return left + right
     return left - right if operation == "-" else left * right
 
 
 def evaluate(expression: str) -> int:
-    """The value of an expression of this source, worked from left to right."""
+    """Return the value of an expression of this source, worked from left to right."""
     value, operations = parse(expression)
     for operation, number in operations:
         value = apply(operation, value, number)
@@ -68,7 +67,7 @@ def evaluate(expression: str) -> int:
 
 
 def problem_of(expression: str, level: str) -> Problem:
-    """The problem that asks for the value of ``expression``."""
+    """Return the problem that asks for the value of ``expression``."""
     return Problem(
         id=f"arithmetic/{expression}",
         prompt=f"{expression}=?",
@@ -79,7 +78,7 @@ def problem_of(expression: str, level: str) -> Problem:
 
 
 def problems(split: Split, count: int, levels: Sequence[str] | None = None, seed: int = 0) -> list[Problem]:
-    """``count`` different problems of one side, the levels taking turns.
+    """Return ``count`` different problems of one side, the levels taking turns.
 
     A longer list with the same seed begins with the shorter one. ``levels`` None means all three. Raises DataError
     for an unknown split or level, and when a level has not that many problems.
@@ -113,7 +112,7 @@ def _stream(split: Split, level: str, seed: int) -> Iterator[Problem]:
 
 
 def _expressions(level: str, numbers: np.random.Generator) -> list[str]:
-    """One block of random expressions of a level; those with a negative intermediate result are left out."""
+    """Return one block of random expressions of a level without those that have a negative intermediate result."""
     signs = numbers.integers(0, 2, _BLOCK).tolist()
     if level == "easy":
         columns = (numbers.integers(10, 200, _BLOCK), numbers.integers(10, 100, _BLOCK))
@@ -122,11 +121,13 @@ def _expressions(level: str, numbers: np.random.Generator) -> list[str]:
     low = 10 if level == "medium" else 12
     columns = [numbers.integers(least, 100, _BLOCK) for least in (low, 10, 10)]
     factors = numbers.integers(2, 10, _BLOCK).tolist() if level == "hard" else [1] * _BLOCK
-    expressions = []
-    for sign, d, a, b, c in zip(signs, factors, *(column.tolist() for column in columns), strict=True):
-        start, value = (str(a), a) if d == 1 else (f"{d}*{a}", d * a)
-        if sign and value >= b:
-            expressions.append(f"{start}-{b}+{c}")
-        elif not sign and value + b >= c:
-            expressions.append(f"{start}+{b}-{c}")
-    return expressions
+    rows = zip(signs, factors, *(column.tolist() for column in columns), strict=True)
+    return [expression for row in rows if (expression := _chain(*row))]
+
+
+def _chain(sign: int, factor: int, a: int, b: int, c: int) -> str:
+    """Return ``factor*a-b+c`` or ``factor*a+b-c``, a factor of 1 left out; "" if an intermediate result is negative."""
+    start, value = (str(a), a) if factor == 1 else (f"{factor}*{a}", factor * a)
+    if sign:
+        return f"{start}-{b}+{c}" if value >= b else ""
+    return f"{start}+{b}-{c}" if value + b >= c else ""

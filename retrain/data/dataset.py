@@ -5,10 +5,11 @@ counts asked for: all runs of a campaign, and all campaigns on the same data, ar
 """
 
 import hashlib
+import heapq
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +18,17 @@ import numpy as np
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
 from retrain.data import arithmetic
+from retrain.data.prompts import conversation, render
 from retrain.data.sources import NoSplit, has_splits, read_problems
 from retrain.errors import DataError
 from retrain.rng import generator
 from retrain.types import Problem
 
 DEFAULT_EVAL_SPLIT = "test"
+LONGEST_BY_CHARACTERS = 8
+"""Prompts of most characters that are rendered to find the one of most tokens; rendering all of a large data set takes
+minutes."""
+SPARE_TOKENS = 16  # Room for beginning tokens and whatever else a tokenizer adds to a text
 
 
 class Wanted(NamedTuple):
@@ -62,46 +68,55 @@ def load_data(
     seed: int = 0,
     base_dir: Path | None = None,
 ) -> Dataset:
-    """The data set of a ``[data]`` section.
+    """Return the data set of a ``[data]`` section.
 
     ``heldout`` are the held-out sets wanted, or the number of problems of a single one (0: none). At most
     ``max_examples`` problems are trained on. ``seed`` decides which problems are generated, and which ``max_examples``
     keeps. Relative paths are looked up in ``base_dir`` (the TOML's folder), then in the current directory. Raises
     DataError, MissingExtra or PluginError.
     """
-    wanted = [Wanted(HELDOUT, heldout, data)] if isinstance(heldout, int) else list(heldout)
-    wanted = [each for each in wanted if each.problems > 0]
-    source = train = _training(data, max_examples, seed, base_dir)
+    held_out = [Wanted(HELDOUT, heldout, data)] if isinstance(heldout, int) else heldout
+    if data.source == "arithmetic":
+        size = data.size if max_examples is None else min(data.size, max_examples)
+        source = arithmetic.problems("train", size, data.levels, seed)
+    else:
+        source = read_problems(data.source, data.split, data, base_dir)
+    train = source
     notes, sets = list[str](), dict[str, list[Problem]]()
-    for each in wanted:
-        pool = _pool(each, seed, base_dir, notes)
-        if pool is None:
-            # Of all problems of the source, not of those that earlier sets have left: sets may share the part.
-            rest, pool = _fraction(source, each.data.eval_fraction, each.data.source)
-            left = {_key(problem) for problem in rest}
-            train = [problem for problem in train if _key(problem) in left]
-        pool = sorted({_key(problem): problem for problem in reversed(pool)}.values(), key=lambda p: _position(_key(p)))
-        keys = {_key(problem) for problem in pool}
-        kept = [problem for problem in train if _key(problem) not in keys]
-        named = "" if each.name == HELDOUT else f" in the set {each.name}"
-        if len(kept) < len(train):
-            out = len(train) - len(kept)
-            notes.append(f"{out} of {len(train)} training problems left out: they are held out{named}")
-        if not kept:
+    for each in held_out:
+        if each.problems == 0:
+            continue
+        sets[each.name], train = _hold_out(each, source, train, _pool(each, seed, base_dir, notes), notes)
+        if not train:
             raise DataError(f"data source {data.source!r}: every training problem is also held out; nothing is left")
-        sets[each.name], train = pool[: each.problems], kept
-        if len(sets[each.name]) < each.problems:
-            notes.append(
-                f"{len(sets[each.name])} problems are held out{named}; "
-                f"[evaluation] problems = {each.problems} asks for more"
-            )
-    kept = _at_most(train, max_examples, seed, data.shuffle)
+    train = _at_most(train, max_examples, seed, data.shuffle)
     once = tuple(dict.fromkeys(notes))  # sets that share a source share its notes
-    return Dataset(str(data.source), kept, sets, content_hash(kept, *(sets.values() or [[]])), once)
+    return Dataset(str(data.source), train, sets, content_hash(train, *(sets.values() or [[]])), once)
+
+
+def _hold_out(
+    held_out: Wanted, source: list[Problem], train: list[Problem], pool: list[Problem] | None, notes: list[str]
+) -> tuple[list[Problem], list[Problem]]:
+    """Return a held-out set and the training problems that are left, those whose prompts are not in the pool.
+
+    ``pool`` None stands for a part of ``source``, the training problems before any set is held out: sets may share the
+    part.
+    """
+    where = "" if held_out.name == HELDOUT else f" in the set {held_out.name}"
+    chosen_from = _fraction(source, held_out.data) if pool is None else pool
+    by_key = {_key(problem): problem for problem in reversed(chosen_from)}  # of several the first
+    rest = [problem for problem in train if _key(problem) not in by_key]
+    if pool is not None and len(rest) < len(train):
+        notes.append(f"{len(train) - len(rest)} of {len(train)} training problems left out: they are held out{where}")
+    chosen = [by_key[key] for key in sorted(by_key, key=_position)][: held_out.problems]
+    if len(chosen) < held_out.problems:
+        asked = f"[evaluation] problems = {held_out.problems} asks for more"
+        notes.append(f"{len(chosen)} problems are held out{where}; {asked}")
+    return chosen, rest
 
 
 def content_hash(*parts: Sequence[Problem]) -> str:
-    """SHA-256 (hex) of prompts, answers and tags of all parts, in order; ids and metadata do not count."""
+    """Return the SHA-256 (hex) of prompts, answers and tags of all parts, in order; ids and metadata do not count."""
     digest = hashlib.sha256()
     for part in parts:
         for problem in part:
@@ -111,8 +126,8 @@ def content_hash(*parts: Sequence[Problem]) -> str:
 
 
 def column_values(columns: Sequence[str], *parts: Sequence[Problem]) -> list[str]:
-    """SHA-256 (hex) of what these columns say of the problems of all parts, in order, by which they are graded; nothing
-    where there are no columns. Unlike other metadata, a change of these is another task."""
+    """Return the SHA-256 (hex) of what these columns say of the problems of all parts, in order, by which they are
+    graded; nothing where there are no columns. Unlike other metadata, a change of these is another task."""
     if not columns:
         return []
     digest = hashlib.sha256()
@@ -122,21 +137,14 @@ def column_values(columns: Sequence[str], *parts: Sequence[Problem]) -> list[str
     return [digest.hexdigest()]
 
 
-def _training(data: Data, max_examples: int | None, seed: int, base_dir: Path | None) -> list[Problem]:
-    if data.source == "arithmetic":
-        size = data.size if max_examples is None else min(data.size, max_examples)
-        return arithmetic.problems("train", size, data.levels, seed)
-    return read_problems(data.source, data.split, data, base_dir)
-
-
-def _pool(wanted: Wanted, seed: int, base_dir: Path | None, notes: list[str]) -> list[Problem] | None:
-    """What a held-out set is chosen from: all problems of its own source or split; None where it has neither and is a
-    part of the training source."""
-    data = wanted.data
+def _pool(held_out: Wanted, seed: int, base_dir: Path | None, notes: list[str]) -> list[Problem] | None:
+    """Return all problems of the source or split of a held-out set; None where it has neither and is a part of the
+    training source."""
+    data = held_out.data
     eval_source = data.eval_source
     source = eval_source or data.source
     if source == "arithmetic":
-        return arithmetic.problems("heldout", wanted.problems, data.levels, seed)
+        return arithmetic.problems("heldout", held_out.problems, data.levels, seed)
     if eval_source is not None:
         return read_problems(eval_source, data.eval_split, data, base_dir)
     if data.split == data.eval_split or not has_splits(source, base_dir):
@@ -151,25 +159,21 @@ def _pool(wanted: Wanted, seed: int, base_dir: Path | None, notes: list[str]) ->
         return None
 
 
-def _fraction(problems: list[Problem], fraction: float, source: str) -> tuple[list[Problem], list[Problem]]:
-    """Split by the hash of the prompt: exactly ``fraction`` of the different prompts, rounded, are held out, and at
-    least one on either side."""
+def _fraction(problems: list[Problem], data: Data) -> list[Problem]:
+    """Return the part ``eval_fraction`` of the problems, by the hash of the prompt: exactly that share of the different
+    prompts, rounded, at least one and not all."""
     positions = sorted({_position(_key(problem)) for problem in problems})
     if len(positions) < 2:
         raise DataError(
-            f"data source {source!r} holds a single problem, so none can be held out: add more, name an eval_source, "
-            "or set [evaluation] problems = 0"
+            f"data source {data.source!r} holds a single problem, so none can be held out: add more, name an "
+            "eval_source, or set [evaluation] problems = 0"
         )
-    count = min(max(1, math.floor(fraction * len(positions) + 0.5)), len(positions) - 1)
-    last = positions[count - 1]
-    sides: tuple[list[Problem], list[Problem]] = ([], [])
-    for problem in problems:
-        sides[_position(_key(problem)) <= last].append(problem)
-    return sides
+    count = min(max(1, math.floor(data.eval_fraction * len(positions) + 0.5)), len(positions) - 1)
+    return [problem for problem in problems if _position(_key(problem)) <= positions[count - 1]]
 
 
 def _at_most(problems: list[Problem], count: int | None, seed: int, shuffle: bool) -> list[Problem]:
-    """At most ``count`` problems in their order: the first ones, or a seeded sample of the data if it is shuffled."""
+    """Return at most ``count`` problems in order: the first ones, or a seeded sample of data that is shuffled."""
     if count is None or len(problems) <= count:
         return problems
     if not shuffle:
@@ -179,18 +183,18 @@ def _at_most(problems: list[Problem], count: int | None, seed: int, shuffle: boo
     return [problems[i] for i in sorted(order[:count])]
 
 
-def _plain(problem: Problem) -> Any:
+def _plain(problem: Problem) -> str | list[dict[str, str]]:
     return problem.prompt if isinstance(problem.prompt, str) else [dict(message) for message in problem.prompt]
 
 
 def _key(problem: Problem) -> str:
-    """What makes two problems the same: the prompt up to white space."""
+    """Return what makes two problems the same: the prompt up to white space."""
     text = problem.prompt if isinstance(problem.prompt, str) else json.dumps(_plain(problem), sort_keys=True)
     return " ".join(text.split())
 
 
 def _position(key: str) -> float:
-    """The key's hash as a number in [0, 1)."""
+    """Return the key's hash as a number in [0, 1)."""
     digest = hashlib.blake2b(key.encode("utf-8", "backslashreplace"), digest_size=8, key=b"retrain held-out").digest()
     return int.from_bytes(digest, "little") / 2**64
 
@@ -207,7 +211,7 @@ class DataCursor:
         self._epoch, self._order = -1, np.arange(0)
 
     def ahead(self, start: int, count: int) -> list[Problem]:
-        """``count`` problems, the first of them ``start`` problems after the next one."""
+        """Return ``count`` problems, the first of them ``start`` problems after the next one."""
         return [self._at(self.position + start + i) for i in range(count)]
 
     def _at(self, position: int) -> Problem:
@@ -218,3 +222,121 @@ class DataCursor:
             self._epoch = epoch
             self._order = generator(*self.stream, "data", epoch).permutation(len(self.problems))
         return self.problems[int(self._order[place])]
+
+
+class Room(NamedTuple):
+    """How problems are asked: [data] with their prompt keys, the most tokens that a prompt may have (None: any number),
+    and ``why``, where that limit comes from."""
+
+    section: Data
+    limit: int | None
+    why: str
+
+
+def fitting(data: Dataset, tokenizer: Any, training: Room, heldout: Mapping[str, Room]) -> Dataset:
+    """Return ``data`` with prompts that can be asked: one problem of every form is rendered, and no prompt is longer
+    than the limit of its room, in training and in each held-out set.
+
+    With ``[data] long_prompts = "skip"`` longer ones are left out, counted and noted; otherwise DataError names the
+    first. Raises DataError too when all of a part are left out; else as ``render``.
+    """
+    too_long = _too_long(data.train, tokenizer, training)
+    parts = [_Part("training problems", "", data.train, training, too_long)]
+    for name, problems in data.sets.items():
+        words = ("held-out ones", "") if name == HELDOUT else (f"in the set {name}", f" in the set {name}")
+        parts.append(_Part(*words, problems, heldout[name], _too_long(problems, tokenizer, heldout[name])))
+    if not any(part.longer for part in parts):
+        return data
+    if training.section.long_prompts != "skip":
+        raise DataError(_first_too_long(parts))
+    kept = [[problem for problem in part.problems if id(problem) not in part.longer] for part in parts]
+    for part, left in zip(parts, kept, strict=True):
+        if part.problems and not left:
+            use = "to train on" if part.problems is data.train else f"that is held out{part.place}"
+            raise DataError(
+                f"data source {data.name!r}: every prompt {use} is longer than {part.room.limit} tokens "
+                f"({part.room.why}); the shortest has {min(part.longer.values())}"
+            )
+    sets = dict(zip(data.sets, kept[1:], strict=True))
+    return replace(
+        data,
+        train=kept[0],
+        sets=sets,
+        content_hash=content_hash(kept[0], *(sets.values() or [[]])),
+        notes=(*data.notes, *_left_out(parts)),
+        skipped=sum(len(part.longer) for part in parts),
+    )
+
+
+class _Part(NamedTuple):
+    """Problems that are asked in one way: their name in counts, what follows the name of one of them, and the lengths
+    of prompts over the limit by the problem's ``id()``."""
+
+    name: str
+    place: str
+    problems: Sequence[Problem]
+    room: Room
+    longer: Mapping[int, int]
+
+    @property
+    def first(self) -> Problem:
+        """Return the first problem whose prompt is too long."""
+        return next(problem for problem in self.problems if id(problem) in self.longer)
+
+
+def _too_long(problems: Sequence[Problem], tokenizer: Any, room: Room) -> dict[int, int]:
+    """Return the tokens of prompts that are longer than the limit, by the problem's ``id()``. Raises as ``render``."""
+    forms = {tuple(message["role"] for message in conversation(p, room.section)): p for p in problems}
+    markup = 0  # bytes that the chat template adds to a conversation
+    for problem in forms.values():
+        rendered = render(problem, tokenizer, room.section)
+        markup = max(markup, len(rendered.text.encode()) - _bytes(problem, room.section))
+    if room.limit is None:
+        return {}
+    return {
+        id(problem): length
+        for problem in problems
+        if _bytes(problem, room.section) + markup + SPARE_TOKENS > room.limit  # a token is a byte or more
+        and (length := len(render(problem, tokenizer, room.section).token_ids)) > room.limit
+    }
+
+
+def _first_too_long(parts: Sequence[_Part]) -> str:
+    """Return a message on the first prompt that is too long, with what to type."""
+    part = next(part for part in parts if part.longer)
+    more = sum(len(part.longer) for part in parts) - 1
+    others = f"; {more} more are too long" if more else ""
+    return (
+        f"{part.first.id}  the prompt{part.place} has {part.longer[id(part.first)]} tokens, more than "
+        f"{part.room.limit} ({part.room.why}){others}: shorten it, or leave such problems out with "
+        '[data] long_prompts = "skip"'
+    )
+
+
+def _left_out(parts: Sequence[_Part]) -> Iterator[str]:
+    """Yield a sentence for every limit: how many problems of each part are left out."""
+    long = [part for part in parts if part.longer]
+    for limit in dict.fromkeys(part.room.limit for part in long):
+        here = [part for part in long if part.room.limit == limit]
+        counts = ", ".join(f"{len(part.longer)} of {len(part.problems)} {part.name}" for part in here)
+        first = here[0].first
+        yield (
+            f"left out for prompts of more than {limit} tokens: {counts}; the first is {first.id} "
+            f"with {here[0].longer[id(first)]} tokens"
+        )
+
+
+def _bytes(problem: Problem, section: Data) -> int:
+    """Return the bytes of what the model is asked, without chat markup."""
+    return sum(len(message["content"].encode()) for message in conversation(problem, section))
+
+
+def longest_prompt(problems: Iterable[Problem], tokenizer: Any, data: Data) -> int:
+    """Return the tokens of the longest prompt among the ``LONGEST_BY_CHARACTERS``; 0 when there are no problems. Raises
+    as ``render``."""
+
+    def characters(problem: Problem) -> int:
+        return sum(len(message["content"]) for message in conversation(problem, data))
+
+    longest = heapq.nlargest(LONGEST_BY_CHARACTERS, problems, key=characters)
+    return max((len(render(problem, tokenizer, data).token_ids) for problem in longest), default=0)

@@ -1,26 +1,48 @@
-"""From a problem to the tokens that the model sees."""
+"""From a problem to the tokens that the model sees, and a conversation of several turns, token for token.
 
-import heapq
+What the policy sampled is never tokenised again. Of what follows an action only that is tokenised which the template
+writes behind it, up to where the next action begins. To find that part, the conversation is rendered with a mark in
+place of every action; what stands between the marks must be what the policy has read so far. Where it is not (the
+template drops the thinking of earlier turns, moves a system prompt, leaves out an empty ``<think></think>``), the
+policy reads the whole conversation anew: a new sequence, so that every sample is one that the policy has really seen.
+
+Between the marks nothing depends on what the policy said, which may hold any text at all.
+"""
+
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import secrets
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
-from retrain.data.dataset import Dataset, content_hash
 from retrain.errors import DataError, ModelError
-from retrain.types import Message, Problem, Prompt
-
-LONGEST_BY_CHARACTERS = 8
-"""Prompts of most characters that are rendered to find the one of most tokens; rendering all of a large data set takes
-minutes."""
-
-SPARE_TOKENS = 16  # Room for beginning tokens and whatever else a tokenizer adds to a text
+from retrain.types import Action, Message, Problem, Prompt
 
 SIMPLE_TYPES = {"string", "integer", "number", "boolean"}  # Types of JSON schemas whose name says what a value is
+CALL_ID = "call00000"  # Nine letters and digits, as Mistral's templates want them
+THINK_END = "</think>"
 
 Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions, as chat templates take them
+
+
+def conversation(problem: Problem, data: Data) -> list[Message]:
+    """Return the chat messages: a system prompt that is set, then the problem with the template in its last message."""
+    messages: list[Message]
+    if isinstance(problem.prompt, str):
+        messages = [{"role": "user", "content": problem.prompt}]
+    else:
+        messages = [dict(message) for message in problem.prompt]
+    # Not str.format: a template asks for \boxed{} in so many words.
+    messages[-1] = {**messages[-1], "content": data.prompt_template.replace("{prompt}", messages[-1]["content"])}
+    return [{"role": "system", "content": data.system_prompt}, *messages] if data.system_prompt else messages
+
+
+def render(problem: Problem, tokenizer: Any, data: Data) -> Prompt:
+    """Return the problem through ``prompt_template``, ``system_prompt`` and the tokenizer's chat template.
+
+    Raises as ``Renderer.prompt``.
+    """
+    return Renderer(tokenizer, data).prompt(problem, conversation(problem, data))
 
 
 class Renderer:
@@ -40,11 +62,11 @@ class Renderer:
 
     @property
     def end_text(self) -> str:
-        """The token that ends what the assistant says, as text; "" where it is not known."""
+        """Return the token that ends what the assistant says, as text; "" where it is not known."""
         return str(getattr(self.tokenizer, "eos_token", None) or "")
 
     def prompt(self, problem: Problem, messages: Sequence[Message], tools: Tools = ()) -> Prompt:
-        """What the model reads first.
+        """Return what the model reads first.
 
         Without a chat template the messages are joined by blank lines and the tokenizer adds its own beginning token.
         Raises ModelError when the template refuses the conversation (some know no system role), DataError when no
@@ -68,10 +90,10 @@ class Renderer:
             raise DataError(f"problem {problem.id} has no tokens")
         return Prompt(problem, text, tuple(int(token) for token in token_ids), tuple(messages))
 
-    def text(self, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> str:
-        """The conversation as the template writes it, up to where the model's answer begins. Raises ModelError when the
-        template refuses it."""
-        extra: dict[str, Any] = dict(self.data.chat_template_kwargs)
+    def text(self, messages: Sequence[Mapping[str, object]], tools: Tools = ()) -> str:
+        """Return the conversation as the template writes it, up to where the model's answer begins. Raises ModelError
+        when the template refuses it."""
+        extra: dict[str, object] = dict(self.data.chat_template_kwargs)
         if tools:
             extra["tools"] = [dict(tool) for tool in tools]
         try:
@@ -82,11 +104,11 @@ class Renderer:
             raise ModelError(f"the tokenizer's chat template refuses the conversation: {error}") from error
 
     def ids(self, text: str) -> tuple[int, ...]:
-        """The tokens of a part of the conversation, and none that a tokenizer adds."""
+        """Return the tokens of a part of the conversation, and none that a tokenizer adds."""
         return tuple(int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _with_tools(self, messages: Sequence[Message], tools: Tools) -> Sequence[Message]:
-        """With a system message about the tools, where the template does not show them itself."""
+        """Add a system message about the tools, where the template does not show them itself."""
         if self._shows_tools is None:
             self._shows_tools = self.has_template and self.text(messages, tools) != self.text(messages)
         about = tools_text(tools) if self.tools_prompt is None else self.tools_prompt
@@ -98,7 +120,7 @@ class Renderer:
         return [{"role": "system", "content": about}, *messages]
 
 
-def _type_of(about: Any) -> str | None:
+def _type_of(about: object) -> str | None:
     """Return the type that a property's JSON schema names; None where it says it otherwise."""
     kind = about.get("type") if isinstance(about, Mapping) else None
     return kind if isinstance(kind, str) else None
@@ -122,139 +144,99 @@ def tools_text(tools: Tools) -> str:
     return "\n".join([*lines, "To call one, write only:", "```tool", call, "```", "You will read what it returns."])
 
 
-def render(problem: Problem, tokenizer: Any, data: Data) -> Prompt:
-    """The problem through ``prompt_template``, ``system_prompt`` and the tokenizer's chat template.
+class Continuation(NamedTuple):
+    """Tokens that the policy reads next; ``fresh``: the whole conversation, and not only what is new."""
 
-    Raises as ``Renderer.prompt``.
-    """
-    return Renderer(tokenizer, data).prompt(problem, conversation(problem, data))
-
-
-class Room(NamedTuple):
-    """How problems are asked: [data] with their prompt keys, the most tokens that a prompt may have (None: any number),
-    and ``why``, where that limit comes from."""
-
-    section: Data
-    limit: int | None
-    why: str
+    token_ids: tuple[int, ...]
+    fresh: bool
 
 
-def fitting(data: Dataset, tokenizer: Any, training: Room, heldout: Mapping[str, Room]) -> Dataset:
-    """``data`` with prompts that can be asked: one problem of every form is rendered, and no prompt is longer than the
-    limit of its room, in training and in each held-out set.
+class Conversation:
+    """One rollout's conversation. ``messages`` is all that was said, as text."""
 
-    With ``[data] long_prompts = "skip"`` longer ones are left out, counted and noted; otherwise DataError names the
-    first. Raises DataError too when all of a part are left out; else as ``render``.
-    """
-    too_long = _too_long(data.train, tokenizer, training)
-    parts = [_Part("training problems", "", data.train, training, too_long)]
-    for name, problems in data.sets.items():
-        words = ("held-out ones", "") if name == HELDOUT else (f"in the set {name}", f" in the set {name}")
-        parts.append(_Part(*words, problems, heldout[name], _too_long(problems, tokenizer, heldout[name])))
-    if not any(part.longer for part in parts):
-        return data
-    if training.section.long_prompts != "skip":
-        raise DataError(_first_too_long(parts))
-    kept = [[problem for problem in part.problems if id(problem) not in part.longer] for part in parts]
-    for part, left in zip(parts, kept, strict=True):
-        if part.problems and not left:
-            use = "to train on" if part.problems is data.train else f"that is held out{part.place}"
-            raise DataError(
-                f"data source {data.name!r}: every prompt {use} is longer than {part.room.limit} tokens "
-                f"({part.room.why}); the shortest has {min(part.longer.values())}"
-            )
-    sets = dict(zip(data.sets, kept[1:], strict=True))
-    return replace(
-        data,
-        train=kept[0],
-        sets=sets,
-        content_hash=content_hash(kept[0], *(sets.values() or [[]])),
-        notes=(*data.notes, *_left_out(parts)),
-        skipped=sum(len(part.longer) for part in parts),
-    )
+    def __init__(self, renderer: Renderer, prompt: Prompt, tools: Tools = ()):
+        self.renderer, self.tools = renderer, tools
+        self.messages: list[Message] = list(prompt.messages)
+        self._begin(prompt.text)
 
+    def _begin(self, text: str) -> None:
+        """Begin a new sequence: the policy has read the whole conversation as this text."""
+        self._read = [text]  # what it has read before each action since then
+        self._said: list[int] = []  # where its actions stand among the messages
 
-class _Part(NamedTuple):
-    """Problems that are asked in one way: their name in counts, what follows the name of one of them, and the lengths
-    of prompts over the limit by the problem's ``id()``."""
+    def reply(self, action: Action, messages: Sequence[Message]) -> Continuation:
+        """Return what the policy reads after ``action``, which these messages answer. An end token that the action ends
+        with is not repeated. Raises ModelError when the template refuses the conversation."""
+        self._said.append(len(self.messages))
+        self.messages += [{"role": "assistant", "content": action.text}, *messages]
+        if not self.renderer.has_template:
+            text = "\n\n" + "\n\n".join(message["content"] for message in messages) + "\n\n"
+            self._read.append(text)
+            return Continuation(self.renderer.ids(text), False)
+        rest = self._rest()
+        if rest is None:
+            return self._anew()
+        self._read.append(rest)
+        end = self.renderer.end_text
+        if end and rest.lstrip(" ").startswith(end):  # Mistral's templates set what was said in spaces
+            rest = rest.lstrip(" ")
+        token_ids = self.renderer.ids(rest)
+        if action.stop_reason == "stop" and token_ids[:1] == tuple(action.token_ids[-1:]):
+            token_ids = token_ids[1:]
+        return Continuation(token_ids, False)
 
-    name: str
-    place: str
-    problems: Sequence[Problem]
-    room: Room
-    longer: Mapping[int, int]
+    def replace(self, messages: Sequence[Message]) -> Continuation:
+        """Return what the policy reads after the environment has rewritten the conversation to these messages."""
+        self.messages = list(messages)
+        return self._anew()
 
-    @property
-    def first(self) -> Problem:
-        """The first problem whose prompt is too long."""
-        return next(problem for problem in self.problems if id(problem) in self.longer)
+    def _anew(self) -> Continuation:
+        text = self.renderer.text(self.messages, self.tools)
+        self._begin(text)
+        return Continuation(self.renderer.ids(text), True)
 
-
-def _too_long(problems: Sequence[Problem], tokenizer: Any, room: Room) -> dict[int, int]:
-    """Tokens of the prompts that are longer than the limit, by the problem's ``id()``. Raises as ``render``."""
-    forms = {tuple(message["role"] for message in conversation(p, room.section)): p for p in problems}
-    markup = 0  # bytes that the chat template adds to a conversation
-    for problem in forms.values():
-        rendered = render(problem, tokenizer, room.section)
-        markup = max(markup, len(rendered.text.encode()) - _bytes(problem, room.section))
-    if room.limit is None:
-        return {}
-    return {
-        id(problem): length
-        for problem in problems
-        if _bytes(problem, room.section) + markup + SPARE_TOKENS > room.limit  # a token is a byte or more
-        and (length := len(render(problem, tokenizer, room.section).token_ids)) > room.limit
-    }
-
-
-def _first_too_long(parts: Sequence[_Part]) -> str:
-    """The first prompt that is too long, and what to type."""
-    part = next(part for part in parts if part.longer)
-    more = sum(len(part.longer) for part in parts) - 1
-    others = f"; {more} more are too long" if more else ""
-    return (
-        f"{part.first.id}  the prompt{part.place} has {part.longer[id(part.first)]} tokens, more than "
-        f"{part.room.limit} ({part.room.why}){others}: shorten it, or leave such problems out with "
-        '[data] long_prompts = "skip"'
-    )
+    def _rest(self) -> str | None:
+        """Return what the template writes behind the last action; None where it does not write what was read before."""
+        salt = secrets.token_hex(6)
+        marks = [f"@said{index}x{salt}@" for index in range(len(self._said))]
+        marked = list(self.messages)
+        for place, mark in zip(self._said, marks, strict=True):
+            thinks = THINK_END in marked[place]["content"]
+            content = f"<think>\n{_thought(mark)}\n{THINK_END}\n\n{mark}" if thinks else mark
+            marked[place] = {"role": "assistant", "content": content}
+        try:
+            text, end = self.renderer.text(marked, self.tools), ""
+        except ModelError:  # a template that allows a tool's answer only to a call that it wrote itself
+            text, end = self.renderer.text(_as_calls(marked, self._said), self.tools), self.renderer.end_text
+        at = 0
+        for read, place, mark in zip(self._read, self._said, marks, strict=True):
+            begin = text.find(mark, at)
+            if begin < 0 or not text.startswith(read, at):
+                return None
+            if THINK_END in self.messages[place]["content"] and _thought(mark) not in text[at:begin]:
+                return None
+            at = begin + len(mark)
+            if end and text[at:].lstrip()[:1] == '"':  # the mark was a name in a call, which the end token ends
+                at = text.find(end, at)
+                if at < 0:
+                    return None
+        return None if any(mark in text[at:] for mark in marks) else text[at:]
 
 
-def _left_out(parts: Sequence[_Part]) -> Iterator[str]:
-    """How many problems of each part are left out: a sentence for every limit."""
-    long = [part for part in parts if part.longer]
-    for limit in dict.fromkeys(part.room.limit for part in long):
-        here = [part for part in long if part.room.limit == limit]
-        counts = ", ".join(f"{len(part.longer)} of {len(part.problems)} {part.name}" for part in here)
-        first = here[0].first
-        yield (
-            f"left out for prompts of more than {limit} tokens: {counts}; the first is {first.id} "
-            f"with {here[0].longer[id(first)]} tokens"
-        )
+def _thought(mark: str) -> str:
+    return mark.replace("said", "thought")
 
 
-def _bytes(problem: Problem, section: Data) -> int:
-    """Bytes of what the model is asked, without chat markup."""
-    return sum(len(message["content"].encode()) for message in conversation(problem, section))
-
-
-def longest_prompt(problems: Iterable[Problem], tokenizer: Any, data: Data) -> int:
-    """Tokens of the longest prompt among the ``LONGEST_BY_CHARACTERS``; 0 when there are no problems. Raises as
-    ``render``."""
-
-    def characters(problem: Problem) -> int:
-        return sum(len(message["content"]) for message in conversation(problem, data))
-
-    longest = heapq.nlargest(LONGEST_BY_CHARACTERS, problems, key=characters)
-    return max((len(render(problem, tokenizer, data).token_ids) for problem in longest), default=0)
-
-
-def conversation(problem: Problem, data: Data) -> list[Message]:
-    """The chat messages: the system prompt, if one is set, then the problem with the template in its last message."""
-    messages: list[Message]
-    if isinstance(problem.prompt, str):
-        messages = [{"role": "user", "content": problem.prompt}]
-    else:
-        messages = [dict(message) for message in problem.prompt]
-    # Not str.format: a template asks for \boxed{} in so many words.
-    messages[-1] = {**messages[-1], "content": data.prompt_template.replace("{prompt}", messages[-1]["content"])}
-    return [{"role": "system", "content": data.system_prompt}, *messages] if data.system_prompt else messages
+def _as_calls(messages: Sequence[Message], said: Sequence[int]) -> list[Mapping[str, object]]:
+    """Return the messages with actions that a tool answers as calls of a tool whose name is what they say."""
+    made: list[Mapping[str, object]] = [dict(message) for message in messages]
+    for place in said:
+        answers = place + 1
+        while answers < len(made) and made[answers]["role"] == "tool":
+            made[answers] = {"tool_call_id": CALL_ID, **made[answers]}
+            answers += 1
+        if answers > place + 1:
+            name = messages[place]["content"].rpartition("\n")[2]
+            calls = [{"id": CALL_ID, "type": "function", "function": {"name": name, "arguments": {}}}]
+            made[place] = {"role": "assistant", "content": "", "tool_calls": calls * (answers - place - 1)}
+    return made

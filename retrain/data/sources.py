@@ -1,7 +1,7 @@
-r"""Where problems come from: a local file or directory, a hub data set, or a function of the user's.
+r"""Sources of problems: a local file or directory, a hub data set, or a function of the user's.
 
 Reference answers may be whole solutions: GSM8K's ``#### 1,234`` and MATH's ``\boxed{…}`` are found in any of the
-sources (``rewards.extract.reference_answer``); the full text stays in ``metadata["solution"]``.
+sources (``rewards.rules.reference_answer``); the full text stays in ``metadata["solution"]``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from retrain.errors import DataError, PluginError
 from retrain.extras import missing
 from retrain.files import existing_file, search_folders
 from retrain.plugins import load_function
-from retrain.rewards.extract import reference_answer
+from retrain.rewards.rules import reference_answer
 from retrain.types import MAX_PROBLEMS, Problem
 
-Row = tuple[str, Mapping[str, Any]]  # Location (`file:line`, also the problem's id) and columns of a row
+Row = tuple[str, Mapping[str, object]]  # Location (`file:line`, also the problem's id) and columns of a row
 
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "solution")
@@ -34,15 +34,15 @@ ANSWER_COLUMNS = ("answer", "solution")
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns hold what; None is the first of PROMPT_COLUMNS or ANSWER_COLUMNS that there is; several tags are
-    joined."""
+    """Names of the columns of a data set; None is the first of PROMPT_COLUMNS or ANSWER_COLUMNS that there is; several
+    tags are joined."""
 
     prompt: str | None
     answer: str | None
     tags: tuple[str, ...] = ()
 
-    def of(self, row: Mapping[str, Any]) -> Columns:
-        """With the names that this row has in place of None."""
+    def of(self, row: Mapping[str, object]) -> Columns:
+        """Return the columns with the names that this row has in place of None."""
         prompt = self.prompt or next((name for name in PROMPT_COLUMNS if name in row), None)
         answer = self.answer or next((name for name in ANSWER_COLUMNS if name in row), None)
         return replace(self, prompt=prompt, answer=answer)
@@ -73,8 +73,8 @@ class NoSplit(DataError):
 
 
 def read_problems(source: str, split: str, data: Data, base_dir: Path | None) -> list[Problem]:
-    """All problems of one split of a source, with the columns that ``data`` names. Raises DataError, MissingExtra or
-    PluginError, and NoSplit where the source has other splits."""
+    """Return all problems of one split of a source, with the columns that ``data`` names. Raises DataError,
+    MissingExtra or PluginError, and NoSplit where the source has other splits."""
     columns = Columns(data.prompt_column, data.answer_column, (data.tags_column,) if data.tags_column else ())
     if source.endswith(FILE_ENDINGS):
         return file_problems(source, columns, base_dir)
@@ -93,12 +93,13 @@ def read_problems(source: str, split: str, data: Data, base_dir: Path | None) ->
 
 
 def has_splits(source: str, base_dir: Path | None) -> bool:
-    """Whether training and test problems are separate splits of the source."""
+    """Return whether training and test problems are separate splits of the source."""
     return not source.endswith(FILE_ENDINGS) and (not is_plugin(source) or takes_split(source, base_dir))
 
 
 def file_problems(source: str, columns: Columns, base_dir: Path | None = None) -> list[Problem]:
-    """Problems of a ``.jsonl``, ``.csv`` or ``.parquet`` file, looked up in ``base_dir``, then the current directory.
+    """Return the problems of a ``.jsonl``, ``.csv`` or ``.parquet`` file, looked up in ``base_dir``, then the current
+    directory.
 
     Raises DataError naming ``file:line`` for the first malformed row, MissingExtra for Parquet without pyarrow.
     """
@@ -109,7 +110,8 @@ def file_problems(source: str, columns: Columns, base_dir: Path | None = None) -
 
 
 def jsonl_rows(path: Path, label: str) -> Iterator[Row]:
-    """Rows of a JSON Lines file without its blank lines. Raises DataError at a line that is not a JSON object.
+    """Yield the rows of a JSON Lines file without its blank lines. Raises DataError at a line that is not a JSON
+    object.
 
     ``label`` is the path as the user wrote it: the same in errors and ids on every machine.
     """
@@ -129,7 +131,7 @@ def jsonl_rows(path: Path, label: str) -> Iterator[Row]:
 
 
 def _texts(path: Path, label: str) -> Iterator[str]:
-    """Lines of a file. Raises DataError where the file cannot be read or is not UTF-8."""
+    """Yield the lines of a file. Raises DataError where the file cannot be read or is not UTF-8."""
     number = 0
     try:
         with open(path, "rb") as file:
@@ -143,8 +145,8 @@ def _texts(path: Path, label: str) -> Iterator[str]:
 
 
 def csv_rows(path: Path, label: str) -> Iterator[Row]:
-    """Rows of a CSV file whose first line names the columns; every value is text, as it is written. Raises DataError at
-    a line with too many or too few values, and where the file is no CSV."""
+    """Yield the rows of a CSV file whose first line names the columns; every value is text, as it is written. Raises
+    DataError at a line with too many or too few values, and where the file is no CSV."""
     reader, header, begin = csv.reader(_texts(path, label), strict=True), list[str](), 1
     try:
         for values in reader:
@@ -162,7 +164,7 @@ def csv_rows(path: Path, label: str) -> Iterator[Row]:
 
 
 def parquet_rows(path: Path, label: str) -> Iterator[Row]:
-    """Rows of a Parquet file. Raises DataError if it is damaged, MissingExtra without pyarrow."""
+    """Yield the rows of a Parquet file. Raises DataError if it is damaged, MissingExtra without pyarrow."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -177,7 +179,7 @@ def parquet_rows(path: Path, label: str) -> Iterator[Row]:
 
 
 def hub_problems(name: str, split: str) -> list[Problem]:
-    """Problems of ``gsm8k`` or ``math`` through ``datasets``: from its cache, else downloaded. Raises as
+    """Return the problems of ``gsm8k`` or ``math`` through ``datasets``: from its cache, else downloaded. Raises as
     ``table_problems``."""
     hub, problems = HUB[name], list[Problem]()
     for configuration in hub.configurations:
@@ -187,7 +189,7 @@ def hub_problems(name: str, split: str) -> list[Problem]:
 
 
 def on_hub(source: str, base_dir: Path | None) -> bool:
-    """Whether this is a data set of the hub: a name of ``HUB``, or ``owner/name`` where no such directory is."""
+    """Return whether this is a data set of the hub: a name of ``HUB``, or ``owner/name`` where no such directory is."""
     if source in HUB:
         return True
     local = source.endswith(FILE_ENDINGS) or directory_of(source, base_dir) is not None
@@ -195,7 +197,7 @@ def on_hub(source: str, base_dir: Path | None) -> bool:
 
 
 def directory_of(source: str, base_dir: Path | None) -> Path | None:
-    """The directory that ``source`` names, in one of the ``search_folders``, or None."""
+    """Return the directory that ``source`` names, in one of the ``search_folders``, or None."""
     if ":" in source or "\0" in source:
         return None
     folders = [folder / Path(source).expanduser() for folder in search_folders(base_dir)]
@@ -205,8 +207,8 @@ def directory_of(source: str, base_dir: Path | None) -> Path | None:
 def table_problems(
     source: str, split: str, columns: Columns, subset: str | None = None, name: str = "", directory: Path | None = None
 ) -> list[Problem]:
-    """Problems of one split of a data set as ``datasets`` reads it: a repository of the hub (from the cache, else
-    downloaded), or a local ``directory`` in any layout that the hub takes or ``save_to_disk`` writes.
+    """Return the problems of one split of a data set as ``datasets`` reads it: a repository of the hub (from the cache,
+    else downloaded), or a local ``directory`` in any layout that the hub takes or ``save_to_disk`` writes.
 
     ``subset`` is the configuration, ``name`` what the problems are called. Raises MissingExtra without ``datasets``,
     NoSplit with the splits that there are, DataError when it cannot be read or the hub is out of reach (at once if
@@ -233,7 +235,7 @@ def table_problems(
 
 
 def _table(datasets: Any, place: str, subset: str | None, split: str) -> Any:
-    """One split of a repository or directory. Raises NoSplit, or what ``datasets`` raises."""
+    """Return one split of a repository or directory. Raises NoSplit, or what ``datasets`` raises."""
     tables = None
     if (Path(place) / "dataset_dict.json").is_file():
         tables = datasets.load_from_disk(place)
@@ -257,7 +259,7 @@ def _no_split(place: str, split: str, splits: list[str]) -> str:
 
 
 def _no_table(source: str, split: str, columns: Columns, error: Exception, directory: Path | None) -> str:
-    """Why a data set cannot be loaded, in one line, and what to type."""
+    """Return why a data set cannot be loaded, in one line, and what to type."""
     text = str(error.__cause__ or error)
     several = re.search(r"(?:available configs|Available): (\[.*?\])", text)
     if several:
@@ -274,12 +276,13 @@ def _no_table(source: str, split: str, columns: Columns, error: Exception, direc
 
 
 def takes_split(source: str, base_dir: Path | None = None) -> bool:
-    """Whether a ``module:function`` source has a parameter, the split. Raises PluginError when it cannot be loaded."""
+    """Return whether a ``module:function`` source has a parameter, the split. Raises PluginError when it cannot be
+    loaded."""
     return bool(inspect.signature(load_function(source, base_dir, "data source")).parameters)
 
 
 def function_problems(source: str, split: str, columns: Columns, base_dir: Path | None = None) -> list[Problem]:
-    """Problems of ``module:function``, called with the split if it takes a parameter.
+    """Return the problems of ``module:function``, called with the split if it takes a parameter.
 
     It returns Problems, or mappings with the configured columns. Raises PluginError when it cannot be loaded or
     returns something else, DataError for more than MAX_PROBLEMS; what it raises itself passes through.
@@ -310,8 +313,8 @@ def function_problems(source: str, split: str, columns: Columns, base_dir: Path 
 
 
 def problems_of_rows(rows: Iterable[Row], columns: Columns, what: str) -> list[Problem]:
-    """Rows as problems. Raises DataError where there is none, where only some have an answer, and where no row has a
-    column of tags."""
+    """Return rows as problems. Raises DataError where there is none, where only some have an answer, and where no row
+    has a column of tags."""
     problems, seen = [], dict[str, None]()
     for where, row in rows:
         columns = columns.of(row)  # the first row decides what is not named
@@ -330,8 +333,9 @@ def problems_of_rows(rows: Iterable[Row], columns: Columns, what: str) -> list[P
     return problems
 
 
-def problem_of_row(where: str, row: Mapping[str, Any], columns: Columns) -> Problem:
-    """One row as a problem with ``where`` as its id. Raises DataError naming ``where``, the column and what to type."""
+def problem_of_row(where: str, row: Mapping[str, object], columns: Columns) -> Problem:
+    """Return one row as a problem with ``where`` as its id. Raises DataError naming ``where``, the column and what to
+    type."""
     prompt = _column(where, row, columns.prompt, "prompt_column", PROMPT_COLUMNS)
     answered = _column(where, row, columns.answer, "answer_column", ANSWER_COLUMNS)
     text = _answer(where, answered, row[answered])
@@ -343,8 +347,8 @@ def problem_of_row(where: str, row: Mapping[str, Any], columns: Columns) -> Prob
     return Problem(where, _prompt(where, prompt, row[prompt]), answer, tags, metadata)
 
 
-def _column(where: str, row: Mapping[str, Any], column: str | None, key: str, usual: tuple[str, ...]) -> str:
-    """``column``, which the row must have; ``usual`` are those that were looked for where it is not named."""
+def _column(where: str, row: Mapping[str, object], column: str | None, key: str, usual: tuple[str, ...]) -> str:
+    """Return ``column``, which the row must have; ``usual`` are those that were looked for where it is not named."""
     if column is not None and column in row:
         return column
     missing = f'column "{column}"' if column else f"column {' or '.join(usual)}"
@@ -352,7 +356,7 @@ def _column(where: str, row: Mapping[str, Any], column: str | None, key: str, us
     raise DataError(f"{where}  has no {missing}: set [data] {key} to one that it has ({names})")
 
 
-def _prompt(where: str, column: str, value: Any) -> str | tuple[Mapping[str, str], ...]:
+def _prompt(where: str, column: str, value: object) -> str | tuple[Mapping[str, str], ...]:
     if isinstance(value, str):
         if not value.strip():
             raise DataError(f'{where}  column "{column}" is empty')
@@ -368,7 +372,7 @@ def _prompt(where: str, column: str, value: Any) -> str | tuple[Mapping[str, str
     return tuple({"role": message["role"], "content": message["content"]} for message in value)
 
 
-def _answer(where: str, column: str, value: Any) -> str:
+def _answer(where: str, column: str, value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
@@ -378,7 +382,7 @@ def _answer(where: str, column: str, value: Any) -> str:
     return str(value)
 
 
-def _tags(where: str, column: str, value: Any) -> list[str]:
+def _tags(where: str, column: str, value: object) -> list[str]:
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if any(isinstance(tag, bool) or not isinstance(tag, str | int) for tag in values):
         raise DataError(f'{where}  column "{column}" is {_kind(value)}, not a tag or a list of tags')
@@ -386,11 +390,11 @@ def _tags(where: str, column: str, value: Any) -> list[str]:
 
 
 def _encodable(where: str, column: str, text: str) -> str:
-    """``text``, which a tokenizer must be able to encode: half a surrogate pair (``"\\ud800"``) is an error."""
+    """Return ``text``, which a tokenizer must be able to encode: half a surrogate pair (``"\\ud800"``) is an error."""
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise DataError(f'{where}  column "{column}" holds an unpaired surrogate, which is not text')
     return text
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "null" if value is None else f"{str(value)[:40]!r} ({type(value).__name__})"

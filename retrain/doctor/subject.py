@@ -30,8 +30,7 @@ from retrain.device import Workers, available_memory, resolve_device, resolve_dt
 from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError, UsageError
 from retrain.files import read_json
-from retrain.models import find_file
-from retrain.models.directory import directory_fault, local_directory, model_fault
+from retrain.models.directory import directory_fault, find_file, local_directory, model_fault
 from retrain.policy.base import BaseModel, workers_for
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes

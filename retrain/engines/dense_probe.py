@@ -8,7 +8,7 @@ import torch
 
 from retrain.engines.dense import DenseDecoder, KVCache
 from retrain.engines.step import ACTIVATIONS, draw, forward, logits
-from retrain.models.targets import DENSE_FAMILIES
+from retrain.models.layers import DENSE_FAMILIES
 from retrain.policy.base import BaseModel
 from retrain.rng import generator
 

@@ -20,7 +20,7 @@ from retrain.engines.grid import Grid
 from retrain.engines.protocol import EngineState, Finished, LaneRequest, SampleIndex, check_lengths
 from retrain.engines.slots import COLUMNS, SlotBatch
 from retrain.errors import RunFailed
-from retrain.models.sizes import GPU_MOST_ROWS, LOGITS_COPIES, decode_row_bytes
+from retrain.models.layers import GPU_MOST_ROWS, LOGITS_COPIES
 from retrain.policy.arithmetic import FULL
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel, MemoryPlan, cache_bytes
@@ -242,7 +242,9 @@ class LocalEngine:
         # Where truncated, the remaining mass, twice.
         logits = (LOGITS_COPIES + 2 * truncated) * 4 * self.base.vocab_size
         room = self.decode_bytes - continues * self.sequence_cache.limit
-        fitting = room // decode_row_bytes(length, columns, layers, cache_bytes(self.base), logits)
+        held = -(-length // columns) * columns * cache_bytes(self.base)
+        # One layer's cache once more, because a batch that is resized copies layer by layer.
+        fitting = room // (held + held // (2 * layers) + logits)
         return max(1, min(MOST_ROWS.get(kind, MOST_ROWS["cuda"]), fitting))
 
 

@@ -17,7 +17,7 @@ from retrain.engines.graphs import StepGraphs
 from retrain.engines.protocol import Finished, LaneRequest, SampleIndex
 from retrain.engines.step import Rows, SampledTokens, SupportRecord, draw_tokens
 from retrain.errors import RunFailed
-from retrain.models.sizes import GPU_COLUMNS
+from retrain.models.layers import GPU_COLUMNS
 from retrain.policy.base import BaseModel
 from retrain.types import Action, PolicyRef, SampleRequest, Support
 

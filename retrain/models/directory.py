@@ -1,5 +1,8 @@
-"""Whether a directory holds a model that can be loaded, from names, sizes and headers: no weight is read, and neither
-torch nor transformers is imported."""
+"""Models on this machine: where their files are, whether they can be loaded, and their tokenizer without torch.
+
+What keeps a model from being loaded is found from names, sizes and headers: no weight is read, and neither torch nor
+transformers is imported. Bundled models stand in directories beside this file, in ``transformers`` format.
+"""
 
 import difflib
 import hashlib
@@ -10,8 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from retrain.models import BUNDLED, bundled_model_path, find_file
+from retrain.errors import ModelError
 
+BUNDLED = {"tiny-reasoner": "tiny_reasoner", "tiny-tool-user": "tiny_tool_user"}
+"""Model name in a configuration file → directory beside this file."""
 CONFIG = "config.json"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -30,19 +35,52 @@ CLASSIFIER = "ForSequenceClassification"
 DIGESTED = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
 """Endings of the files that decide what a model computes."""
 BLOCK, BLOCKS = 1 << 16, 256  # Bytes and number of the blocks that stand for a large file in a digest
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def bundled_model_path(name: str) -> Path | None:
+    """Return the directory of the bundled model called ``name``, or None when no bundled model has that name."""
+    directory = BUNDLED.get(name)
+    return None if directory is None else Path(__file__).parent / directory
+
+
+def bundled_name(model: str) -> str | None:
+    """Return the name of the bundled model that ``model`` names or whose directory it is, in any installation of
+    retrain on any machine, or None."""
+    if model in BUNDLED:
+        return model
+    parts = Path(model).parts[-3:]
+    return next((name for name, folder in BUNDLED.items() if parts == ("retrain", "models", folder)), None)
+
+
+def find_file(model: str, name: str, revision: str | None = None) -> Path | None:
+    """Return a model's file on this machine (bundled, in a local directory, or in the hub's cache), or None."""
+    path = (bundled_model_path(model) or Path(model).expanduser()) / name
+    if path.is_file():
+        return path
+    if bundled_model_path(model) or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model, name, revision=revision)
+    except HFValidationError:  # a path such as ./model, which is no name of the hub
+        return None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def local_directory(name: str, *folders: Path) -> Path | None:
-    """The directory of a bundled model, or of a path that is one, in one of ``folders`` first (``~`` is the home); None
-    for anything else."""
+    """Return the directory of a bundled model, or of a path that is one, in one of ``folders`` first (``~`` is the
+    home); None for anything else."""
     path = _expanded(name)
     places = [bundled_model_path(name)] if name in BUNDLED else [*(folder / path for folder in folders), path]
     return next((place for place in places if place is not None and place.is_dir()), None)
 
 
 def model_fault(name: str, *, trust_remote_code: bool = False) -> str:
-    """Why no model can be loaded by this name, or "". Of a hub name only the form is checked: what is not in the local
-    cache may be downloaded."""
+    """Return why no model can be loaded by this name, or "". Of a hub name only the form is checked: what is not in the
+    local cache may be downloaded."""
     directory = local_directory(name)
     if directory is not None:
         return directory_fault(directory, trust_remote_code=trust_remote_code)
@@ -58,8 +96,8 @@ def model_fault(name: str, *, trust_remote_code: bool = False) -> str:
 
 
 def reward_model_fault(name: str, *folders: Path) -> str:
-    """Why no reward model can be loaded by this name, looked for in ``folders`` first, or "". Of a hub name only the
-    form is checked, and the configuration where it is in the local cache."""
+    """Return why no reward model can be loaded by this name, looked for in ``folders`` first, or "". Of a hub name only
+    the form is checked, and the configuration where it is in the local cache."""
     directory = local_directory(name, *folders)
     if directory is None:
         cached = None if (fault := model_fault(name)) else find_file(name, CONFIG)
@@ -68,7 +106,7 @@ def reward_model_fault(name: str, *folders: Path) -> str:
 
 
 def _classifier_fault(directory: Path) -> str:
-    """What is wrong with a configuration for a model that gives one score."""
+    """Return what is wrong with a configuration for a model that gives one score, or ""."""
     config, fault = _json(directory / CONFIG)
     if fault:
         return fault
@@ -81,8 +119,8 @@ def _classifier_fault(directory: Path) -> str:
 
 
 def files_digest(directory: Path) -> str:
-    """Hash of the files that decide what the model in ``directory`` computes; of a large file, of its size and of
-    blocks all over it, which training changes."""
+    """Return the hash of the files that decide what the model in ``directory`` computes; of a large file, of its size
+    and of blocks all over it, which training changes."""
     files = sorted(path for path in directory.iterdir() if path.suffix in DIGESTED and path.is_file())
     return _digest(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in files))
 
@@ -103,7 +141,7 @@ def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
 
 
 def directory_fault(directory: Path, *, trust_remote_code: bool = False, task: Task = "CAUSAL_LM") -> str:
-    """The first fault that keeps the model in ``directory`` from being loaded, or ""."""
+    """Return the first fault that keeps the model in ``directory`` from being loaded, or ""."""
     try:
         if not any(directory.iterdir()):
             return "it is an empty directory"
@@ -146,8 +184,8 @@ def _config_fault(directory: Path, trust_remote_code: bool, task: Task) -> str:
 
 @cache
 def model_types(task: Task) -> frozenset[str] | None:
-    """Every model_type of which the installed transformers has a model for ``task``, by its source; None where the
-    table is not in it."""
+    """Return every model_type of which the installed transformers has a model for ``task``, by its source; None where
+    the table is not in it."""
     spec = importlib.util.find_spec("transformers")
     for place in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(place) / "models" / "auto" / "modeling_auto.py"
@@ -182,7 +220,7 @@ def _shards_fault(directory: Path, index: str) -> str:
 
 
 def _file_fault(path: Path) -> str:
-    """What is wrong with one file of weights."""
+    """Return what is wrong with one file of weights, or ""."""
     size = path.stat().st_size
     if size == 0:
         return f"its {path.name} is empty"
@@ -215,7 +253,7 @@ def _tokenizer_fault(directory: Path, trust_remote_code: bool) -> str:
     vocabularies = [name for name in VOCABULARIES if (directory / name).is_file()]
     if vocabularies:
         return _json(directory / "tokenizer.json")[1] if "tokenizer.json" in vocabularies else ""
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     if (directory / "tokenizer_config.json").is_file():
         settings, fault = _json(directory / "tokenizer_config.json")
         if fault:
@@ -226,9 +264,73 @@ def _tokenizer_fault(directory: Path, trust_remote_code: bool) -> str:
 
 
 def _json(path: Path) -> tuple[dict[str, Any], str]:
-    """The object in a JSON file, and what is wrong with it."""
+    """Return the object in a JSON file, and what is wrong with it."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return {}, f"its {path.name} is {'not JSON' if path.stat().st_size else 'empty'}"
     return (content, "") if isinstance(content, dict) else ({}, f"its {path.name} is not a JSON object")
+
+
+class LightTokenizer:
+    """As much of a transformers tokenizer as ``data.prompts.render`` asks for, to measure prompts without torch.
+
+    ``tokenizer.json`` is read by the tokenizers library, the chat template rendered by transformers' own function,
+    whose module imports no torch. Training uses transformers' tokenizer; tests compare the two.
+    """
+
+    def __init__(self, tokenizer: Any, chat_template: str | None, special: dict[str, str]):
+        self.tokenizer, self.chat_template, self.special = tokenizer, chat_template, special
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        """Return the token ids of a text, under ``input_ids``."""
+        return {"input_ids": self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+
+    def apply_chat_template(
+        self, messages: Any, tokenize: bool = False, add_generation_prompt: bool = True, **extra: object
+    ) -> str:
+        """Return the conversation as text; ``tokenize`` must be false."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        assert not tokenize
+        rendered, _ = render_jinja_template(
+            [messages],
+            chat_template=self.chat_template,
+            add_generation_prompt=add_generation_prompt,
+            **{**self.special, **extra},
+        )
+        return rendered[0]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def light_tokenizer(model: str, revision: str | None = None) -> LightTokenizer:
+    """Return the tokenizer of a model, from files on this machine. Raises ModelError where they are missing or
+    damaged."""
+    from tokenizers import Tokenizer
+
+    path = find_file(model, "tokenizer.json", revision)
+    if path is None:
+        raise ModelError(f"the tokenizer.json of {model} is not on this machine")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+        settings = _settings(find_file(model, "tokenizer_config.json", revision))
+        special = _settings(find_file(model, "special_tokens_map.json", revision)) | settings
+        file = find_file(model, "chat_template.jinja", revision)
+        template = file.read_text(encoding="utf-8") if file else settings.get("chat_template")
+    except Exception as error:  # the tokenizers library raises plain Exceptions
+        raise ModelError(f"the tokenizer of {model} cannot be read: {str(error).splitlines()[0][:200]}") from error
+    if isinstance(template, list):  # several by name
+        template = next((each["template"] for each in template if each.get("name") == "default"), None)
+    named = {name: _text(special[name]) for name in SPECIAL if special.get(name)}
+    return LightTokenizer(tokenizer, template, named)
+
+
+def _settings(path: Path | None) -> dict[str, Any]:
+    return {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+
+
+def _text(token: object) -> str:
+    """Return the text of a special token, which may be an object with flags."""
+    return token["content"] if isinstance(token, dict) else str(token)

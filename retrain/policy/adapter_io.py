@@ -18,7 +18,7 @@ import torch
 
 from retrain.errors import ModelError, UsageError
 from retrain.files import read_json, write_bytes, write_json
-from retrain.models import bundled_model_path, bundled_name
+from retrain.models.directory import bundled_model_path, bundled_name
 from retrain.policy.lora import LoraWeights
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from retrain.tensor_file import to_bytes

@@ -22,8 +22,8 @@ from retrain.config import Config
 from retrain.device import Workers, resolve_device, resolve_dtype, set_up, total_memory
 from retrain.errors import MissingExtra, ModelError
 from retrain.extras import is_installed, missing
-from retrain.models import bundled_model_path, sizes
-from retrain.models.directory import local_directory, model_fault
+from retrain.models import layers
+from retrain.models.directory import bundled_model_path, local_directory, model_fault
 from retrain.policy.arithmetic import packed, packs
 from retrain.policy.company import Company
 from retrain.policy.quantized import QuantizationEffect, quantise
@@ -121,12 +121,12 @@ class BaseModel:
     @cached_property
     def small(self) -> bool:
         """Return whether the weights fit a CPU core's cache, so that one piece of work per core is fastest."""
-        return self.device.type == "cpu" and self.weight_bytes <= sizes.SMALL_MODEL_BYTES
+        return self.device.type == "cpu" and self.weight_bytes <= layers.SMALL_MODEL_BYTES
 
     @cached_property
     def copies(self) -> bool:
         """Return whether memory holds a second copy of the weights."""
-        return not self.passes and self.weight_bytes <= sizes.COPY_SHARE * total_memory(self.device)
+        return not self.passes and self.weight_bytes <= layers.COPY_SHARE * total_memory(self.device)
 
     @property
     def passes(self) -> bool:
@@ -311,7 +311,7 @@ def workers_for(base: BaseModel) -> Workers:
 
 # -- memory ----------------------------------------------------------------------------------------------------
 
-SAMPLING_SHARE = {"cpu": 0.25, "cuda": sizes.GPU_SAMPLING_SHARE}
+SAMPLING_SHARE = {"cpu": 0.25, "cuda": layers.GPU_SAMPLING_SHARE}
 """Share of the memory beside base and lanes for the keys, values and logits of a decode batch. The rest is for prefill
 states, fragmentation, and on a CPU for other programs."""
 LARGEST_SHARE = 0.95
@@ -338,7 +338,7 @@ def kept_bytes(base: BaseModel) -> int:
     config = base.model.config.get_text_config()
     wide = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
     experts = getattr(config, "num_experts_per_tok", None) or 1
-    return config.num_hidden_layers * sizes.kept_bytes(
+    return config.num_hidden_layers * layers.kept_bytes(
         config.hidden_size,
         config.num_attention_heads * head_size(config),
         _key_width(config),
@@ -364,9 +364,9 @@ class MemoryPlan:
         kind = base.device.type
         room, per_token = max(0, total_memory(base.device) - base.held_bytes - lane_bytes), kept_bytes(base)
         if kind == "cpu":
-            tokens = sizes.cpu_token_budget(base.weight_bytes)
+            tokens = layers.cpu_token_budget(base.weight_bytes)
         else:
-            tokens = sizes.gpu_token_budget(room, per_token)
+            tokens = layers.gpu_token_budget(room, per_token)
         return cls(room, int(SAMPLING_SHARE.get(kind, SAMPLING_SHARE["cuda"]) * room), tokens, per_token)
 
     def kept_decode_bytes(self, before: int) -> int:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from retrain.device import thread_values
 from retrain.errors import ModelError
 from retrain.maths.squeeze import truncate
-from retrain.models.targets import target_mistakes, targeted
+from retrain.models.layers import target_mistakes, targeted
 from retrain.policy.arithmetic import adapted_linear
 from retrain.policy.base import BaseModel
 from retrain.policy.quantized import QuantizedLinear

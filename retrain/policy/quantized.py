@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from retrain.errors import ModelError
 from retrain.extras import is_installed, missing
-from retrain.models.sizes import NF4_BLOCK
+from retrain.models.layers import NF4_BLOCK
 from retrain.policy.arithmetic import Context, Gradients
 from retrain.rng import torch_seed
 

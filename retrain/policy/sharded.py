@@ -24,7 +24,7 @@ from torch import nn
 
 from retrain.errors import ModelError
 from retrain.models.directory import INDEX, WHOLE
-from retrain.models.sizes import held_weights
+from retrain.models.layers import held_weights
 from retrain.policy.company import Company, Unit
 
 INSTEAD = 'type [backend] shard = "dp"'

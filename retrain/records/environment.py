@@ -21,8 +21,7 @@ from retrain import __version__
 from retrain.config import Config
 from retrain.device import nvidia_gpus
 from retrain.files import sha256, write_bytes, write_json
-from retrain.models import find_file
-from retrain.models.directory import files_digest, local_directory
+from retrain.models.directory import files_digest, find_file, local_directory
 from retrain.records.repositories import code_diff, git_state, own_checkout
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import CODE_DIFF, ENVIRONMENT

@@ -17,9 +17,8 @@ from retrain.records.catalogue import EVAL_STATISTICS
 from retrain.records.context import RunContext
 from retrain.records.samples import Samples, collect, mean
 from retrain.records.schema.base import Row
-from retrain.rewards.audit import AUDIT
-from retrain.rewards.extract import normalise
-from retrain.rewards.rules import answer_text
+from retrain.rewards.base import AUDIT
+from retrain.rewards.rules import answer_text, normalise
 from retrain.types import CreditedGroup, EvalRecord, Group, Rollout
 
 NO_INTERVAL = Interval(float("nan"), None, None)

@@ -1,31 +1,94 @@
 """From the ``[reward]`` section to a grader."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from retrain.config import tasks
-from retrain.rewards.audit import AuditedReward
-from retrain.rewards.base import Grader, Reward
+from retrain.plugins import described
+from retrain.rewards.base import AUDIT, Grader, Item, Reward, failed, weighted_sum
 from retrain.rewards.custom import CustomReward
-from retrain.rewards.endpoint import Endpoint
-from retrain.rewards.judge import JudgeReward
+from retrain.rewards.endpoint import JudgeEndpoint
+from retrain.rewards.judge import Criterion, JudgeReward, RubricReward
 from retrain.rewards.reward_model import RewardModelReward
-from retrain.rewards.rubric import Criterion, RubricReward
 from retrain.rewards.rules import FormatReward, MatchReward
 from retrain.rewards.symbolic import MathReward
-from retrain.rewards.weighted import Component, WeightedReward
+from retrain.types import RewardResult
 
 
 @dataclass(frozen=True)
-class _Shared:
-    """What the parts of a reward have in common: the TOML's folder, and what [reward] says for all of them."""
+class Component:
+    """One summand: ``weight · (reward + offset)``, recorded as ``name`` before weighting."""
 
-    base_dir: Path | None
-    limits: dict[str, Any]
-    batch: int
-    device: Callable[[], object]
+    name: str
+    reward: Reward
+    weight: float = 1.0
+    offset: float = 0.0
+
+
+class WeightedReward(Reward):
+    """Several rewards added up, each recorded under its own name: total = Σ weight · (value + offset).
+
+    The GSM8K recipe ``correct + 0.1·(format − 1)`` has the components (math, weight 1) and (format, weight 0.1,
+    offset −1): 1 for a correct marked answer, 0 for a wrong one, −0.1 for none at all.
+    """
+
+    name = "weighted"
+
+    def __init__(self, components: Sequence[Component]):
+        self.components = tuple(components)
+        self.columns = tuple(dict.fromkeys(column for part in components for column in part.reward.columns))
+        self.names = tuple(component.name for component in components)
+        self.ranges = {
+            component.name if name == "reward" else name: limits
+            for component in self.components
+            for name, limits in component.reward.ranges.items()
+        }
+
+    def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
+        """Grade the whole batch with one component after the other."""
+        columns = [component.reward.grade_all(items) for component in self.components]
+        return [
+            weighted_sum([(c.name, c.weight, c.offset, part) for c, part in zip(self.components, parts, strict=True)])
+            for parts in zip(*columns, strict=True)
+        ]
+
+    def close(self) -> None:
+        for component in self.components:
+            component.reward.close()
+
+
+class AuditedReward(Reward):
+    """``reward``, with the score of a second grader, ``audit``, that never trains.
+
+    The score goes into the sample metrics of a result, as ``audit``, which are recorded and reach no advantage. A fault
+    of the audit costs that number alone.
+    """
+
+    def __init__(self, reward: Reward, audit: Reward):
+        self.reward, self.audit = reward, audit
+        self.name, self.names = reward.name, reward.names
+        self.columns = (*reward.columns, *audit.columns)
+        ranges = {AUDIT if name == "reward" else f"{AUDIT}/{name}": limits for name, limits in audit.ranges.items()}
+        self.ranges = {**reward.ranges, **ranges}
+
+    def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
+        """Return the results of ``reward``, each with the audit's numbers; None with the reason where it has none."""
+        results = self.reward.grade_all(items)
+        try:
+            audits = self.audit.grade_all(items)
+        except Exception as error:  # an audit costs its own number, never the run
+            audits = [failed(described(error))] * len(items)
+        for result, audit in zip(results, audits, strict=True):
+            result.audit_error = audit.error
+            numbers = {AUDIT: audit.total_reward}
+            numbers |= {f"{AUDIT}/{name}": value for name, value in audit.sample_metrics.items()}
+            result.sample_metrics = {**result.sample_metrics, **numbers}
+        return results
+
+    def close(self) -> None:
+        self.reward.close()
+        self.audit.close()
 
 
 def build_grader(
@@ -40,54 +103,60 @@ def build_grader(
     directory. ``device`` is asked for the torch device of a reward model, where there is one. Raises MissingExtra,
     PluginError, ModelError or UsageError for what the section names and is missing.
     """
-    limits = {"workers": section.workers, "timeout_s": section.timeout_s}
-    shared = _Shared(base_dir, limits, section.reward_batch, device)
-    reward = _weighted(section.components, shared) if section.type == "weighted" else _reward(section, shared)
+    builder = _Builder(section, base_dir, device)
+    reward = builder.weighted() if section.type == "weighted" else builder.reward(section)
     if audit is None or not audit.wanted:
         return Grader(reward, section.correct_above)
     try:
-        return Grader(AuditedReward(reward, _reward(audit, shared, "audit")), section.correct_above)
+        return Grader(AuditedReward(reward, builder.reward(audit, "audit")), section.correct_above)
     except BaseException:
         reward.close()  # which may have started workers
         raise
 
 
-def _reward(
-    section: tasks.Reward | tasks.RewardComponent | tasks.Audit, shared: _Shared, table: str = "reward"
-) -> Reward:
-    """Build a reward that is not ``weighted``. A component has its name, and what [reward] says for all; ``table`` is
-    what the file calls it."""
-    limits, base_dir = {**shared.limits, "table": table}, shared.base_dir
-    if section.type == "format":
-        reward = FormatReward()
-    elif section.type == "math":
-        reward = MathReward(**limits, strict=section.strict)
-    elif section.type in tasks.JUDGED and section.judge_model:
-        endpoint = Endpoint(section.judge_model, section.judge_url, section.judge_api_key_env, **limits)
-        reward = JudgeReward(endpoint) if section.type == "judge" else _rubric(section, endpoint)
-    elif section.type == "custom" and section.custom_module:
-        reward = CustomReward(section.custom_module, section.custom_function, base_dir=base_dir, **limits)
-    elif section.type == "reward_model" and section.reward_model:
-        reward = RewardModelReward(section.reward_model, shared.batch, str(shared.device()), base_dir)
-    else:
-        assert section.type == "match", f"[reward] type = {section.type!r} lacks a key"
-        reward = MatchReward(section.strict)
-    reward.name = section.name or reward.name
-    return reward
+@dataclass(frozen=True)
+class _Builder:
+    """Builds the parts of a reward with the TOML's folder and what [reward] says for all of them."""
+
+    section: tasks.Reward
+    base_dir: Path | None
+    device: Callable[[], object]
+
+    def reward(self, part: tasks.Reward | tasks.RewardComponent | tasks.Audit, table: str = "reward") -> Reward:
+        """Build a reward that is not ``weighted``; ``table`` is what the file calls it."""
+        workers, timeout_s = self.section.workers, self.section.timeout_s
+        reward: Reward
+        if part.type == "format":
+            reward = FormatReward()
+        elif part.type == "math":
+            reward = MathReward(workers, timeout_s, part.strict, table)
+        elif part.type in tasks.JUDGED and part.judge_model:
+            key = part.judge_api_key_env
+            endpoint = JudgeEndpoint(part.judge_model, part.judge_url, key, workers, timeout_s, table=table)
+            reward = JudgeReward(endpoint) if part.type == "judge" else _rubric(part, endpoint)
+        elif part.type == "custom" and part.custom_module:
+            reward = CustomReward(part.custom_module, part.custom_function, workers, timeout_s, self.base_dir, table)
+        elif part.type == "reward_model" and part.reward_model:
+            batch, device = self.section.reward_batch, str(self.device())
+            reward = RewardModelReward(part.reward_model, batch, device, self.base_dir)
+        else:
+            assert part.type == "match", f"[reward] type = {part.type!r} lacks a key"
+            reward = MatchReward(part.strict)
+        reward.name = part.name or reward.name
+        return reward
+
+    def weighted(self) -> WeightedReward:
+        components: list[Component] = []
+        try:
+            for part in self.section.components:
+                reward = self.reward(part)
+                components.append(Component(reward.name, reward, part.weight, part.offset))
+        except BaseException:
+            WeightedReward(components).close()  # an earlier component may have started workers
+            raise
+        return WeightedReward(components)
 
 
-def _rubric(section: tasks.Grader, endpoint: Endpoint) -> RubricReward:
-    criteria = [Criterion(each.name, each.text, each.weight_number) for each in section.criteria]
+def _rubric(section: tasks.Grader, endpoint: JudgeEndpoint) -> RubricReward:
+    criteria = [Criterion(criterion.name, criterion.text, criterion.weight_number) for criterion in section.criteria]
     return RubricReward(endpoint, criteria, section.rubric_column, section.rubric == "explicit")
-
-
-def _weighted(sections: list[tasks.RewardComponent], shared: _Shared) -> WeightedReward:
-    components: list[Component] = []
-    try:
-        for section in sections:
-            reward = _reward(section, shared)
-            components.append(Component(reward.name, reward, section.weight, section.offset))
-    except BaseException:
-        WeightedReward(components).close()  # an earlier component may have started workers
-        raise
-    return WeightedReward(components)

@@ -1,23 +1,57 @@
 """``custom``: reward functions of the user's own, run in worker processes with the same limits as ``math``.
 
-``functions`` says which parameters they may have. For charts, a function or its module may declare the ranges of its
-numbers (``reward_min``, ``reward_max``, ``metrics_ranges = {"steps": {"min": 0, "max": 20, "invert": True}}``); nothing
-else depends on it.
+A function's parameters say which of two forms it has, and what it gets, by name:
+
+    def score(completion, answer):                          # one completion
+    def score(problem, completion, tags, metadata):         # any of ``ARGUMENTS``
+    def score(prompts, completions, solution, **kwargs):    # all completions of a prompt at once, as in TRL
+
+The first form returns a number or a ``RewardResult``; two parameters with other names get (completion, answer). The
+second gets lists: ``prompts``, ``completions``, ``completion_ids`` and the columns of the data, and returns a list of
+numbers, results, and None where the reward does not apply. Prompts and completions are lists of messages where the
+data's prompts are. Either may be a coroutine function, or a class with ``__call__`` that is made without arguments.
+
+For charts, a function or its module may declare the ranges of its numbers (``reward_min``, ``reward_max``,
+``metrics_ranges = {"steps": {"min": 0, "max": 20, "invert": True}}``); nothing else depends on it.
 """
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from retrain.errors import PluginError, PluginMissing
+from retrain.errors import PluginError, PluginMissing, RetrainError
 from retrain.files import existing_file, search_folders
-from retrain.rewards.base import Item, Reward, failed
-from retrain.rewards.functions import is_path
+from retrain.plugins import declared_ranges, described, load_file, load_module
+from retrain.rewards.base import Item, Reward, checked, failed, prompt_text, weighted_sum
 from retrain.rewards.workers import WorkerPool
 from retrain.types import Problem, RewardResult
 
 MEMORY_BYTES = 8 << 30
+GradedCompletion = tuple[Problem, str, Sequence[int]]  # A problem, the text of a completion and its token ids
+ARGUMENTS: Mapping[str, Callable[[Problem, str], object]] = {
+    "problem": lambda problem, completion: problem,
+    "prompt": lambda problem, completion: prompt_text(problem),
+    "completion": lambda problem, completion: completion,
+    "response": lambda problem, completion: completion,
+    "answer": lambda problem, completion: problem.answer,
+    "reference": lambda problem, completion: problem.answer,
+    "tags": lambda problem, completion: problem.tags,
+    "metadata": lambda problem, completion: problem.metadata,
+}
+BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids")
+LOGGERS = ("log_extra", "log_metric")
+UNAVAILABLE = ("trainer_state", "environments")  # Arguments of TRL's trainer that do not exist here
+NO_COLUMNS = ("prompt", "completion", "completion_ids")  # Columns that TRL does not pass on
+KNOWN = (
+    f"a reward takes any of: {', '.join(ARGUMENTS)}; or, as in TRL, {', '.join(BATCH_ARGUMENTS)} and columns of the "
+    "data by name"
+)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class CustomReward(Reward):
@@ -39,9 +73,10 @@ class CustomReward(Reward):
         table: str = "reward",
     ):
         self.name = function if isinstance(function, str) else "custom"
-        module = located(module, base_dir, table)
+        if _is_path(module):
+            module = str(existing_file(module, base_dir, f"[{table}] custom_module =", PluginMissing).resolve())
         self.pool = WorkerPool(
-            "retrain.rewards.functions:scorer",
+            "retrain.rewards.custom:Scorer",
             {"module": module, "functions": function, "folders": [str(folder) for folder in search_folders(base_dir)]},
             workers=workers,
             timeout_s=timeout_s,
@@ -52,17 +87,13 @@ class CustomReward(Reward):
             self.pool.start()
         except PluginError as error:
             self.close()
-            what = f"[{table}] custom_module = {module!r}, custom_function = {function!r}"
-            raise PluginMissing(f"{what}: {error}") from None
+            subject = f"[{table}] custom_module = {module!r}, custom_function = {function!r}"
+            raise PluginMissing(f"{subject}: {error}") from None
         facts = self.pool.facts
         self.ranges = facts["ranges"]
         self.columns = tuple(facts["columns"])
-        self._functions, self._by_batch = tuple(facts["names"]), bool(facts["by_batch"])
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the components: the function itself, or each of several."""
-        return self._functions if len(self._functions) > 1 else (self.name,)
+        self.names = tuple(facts["names"]) if len(facts["names"]) > 1 else ()
+        self._by_batch = bool(facts["by_batch"])
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
         """Return results in order; ``error`` is what a function raised, or what is wrong with its return value.
@@ -70,10 +101,11 @@ class CustomReward(Reward):
         A function that gets lists is called once for all completions of a problem, and has their time together.
         """
         plain = {id(problem): _plain(problem) for problem, _ in items}
-        whole = [(plain[id(problem)], str(text), list(getattr(text, "token_ids", ()))) for problem, text in items]
-        jobs = [list(same) for _, same in groupby(whole, key=lambda each: each[0].id)] if self._by_batch else [
-            [each] for each in whole
-        ]  # fmt: skip
+        graded = [(plain[id(problem)], str(text), list(getattr(text, "token_ids", ()))) for problem, text in items]
+        if self._by_batch:
+            jobs = [list(group) for _, group in groupby(graded, key=lambda item: item[0].id)]
+        else:
+            jobs = [[item] for item in graded]
         longest = self.pool.timeout_s * max(map(len, jobs), default=1)
         results = []
         for job, reply in zip(jobs, self.pool.map(jobs, longest), strict=True):
@@ -86,29 +118,313 @@ class CustomReward(Reward):
     def close(self) -> None:
         self.pool.close()
 
-    def _result(self, value: dict[str, Any]) -> RewardResult:
+    def _result(self, value: Mapping[str, Any]) -> RewardResult:
         result = RewardResult(**{**value, "tags": tuple(value["tags"])})
-        if len(self._functions) == 1 and result.total_reward is not None:
+        if not self.names and result.total_reward is not None:
             result.components = {self.name: result.total_reward, **result.components}
         return result
 
 
-def located(module: str, base_dir: Path | None, table: str = "reward") -> str:
-    """Return ``custom_module``, a file by its absolute path. Raises PluginMissing when there is no such file."""
-    if not is_path(module):
-        return module
-    return str(existing_file(module, base_dir, f"[{table}] custom_module =", PluginMissing).resolve())
+def columns_of(problem: Problem) -> dict[str, object]:
+    """Return the columns of a problem's row that a function in TRL's form gets by name."""
+    columns = {"answer": problem.answer, "tags": list(problem.tags), **problem.metadata}
+    return {name: value for name, value in columns.items() if name not in NO_COLUMNS}
+
+
+def _is_path(module: str) -> bool:
+    return module.endswith(".py") or "/" in module
 
 
 def _plain(problem: Problem) -> Problem:
     """Return a problem that every worker can unpickle: metadata of other types than JSON's become text."""
     prompt = problem.prompt if isinstance(problem.prompt, str) else tuple(dict(message) for message in problem.prompt)
-    return Problem(problem.id, prompt, problem.answer, problem.tags, _json(problem.metadata))
+    metadata = {str(key): _json(value) for key, value in problem.metadata.items()}
+    return Problem(problem.id, prompt, problem.answer, problem.tags, metadata)
 
 
-def _json(value: Any) -> Any:
+def _json(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(key): _json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_json(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+# -- in the worker: reading the functions -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A function of the user's own with the names that it is called with.
+
+    ``by_batch``: it gets lists. ``takes_any``: it has ``**kwargs``. ``columns`` are the columns of the data that it
+    cannot do without; ``positional``: it gets (completion, answer), whatever its parameters are called.
+    """
+
+    name: str
+    call: Callable[..., object]
+    arguments: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    by_batch: bool = False
+    takes_any: bool = False
+    positional: bool = False
+
+
+class Scorer:
+    """The user's functions as a worker's function of a job, which is one or more completions of a problem.
+
+    Raises PluginError for what is missing or has parameters that cannot be filled.
+    """
+
+    def __init__(self, module: str, functions: str | Sequence[str], folders: Sequence[str] = ()):
+        loaded = _import(module, [Path(folder) for folder in folders])
+        self.functions = _read_functions(loaded, [functions] if isinstance(functions, str) else functions)
+        self.facts = {
+            "ranges": _ranges(self.functions, loaded),
+            "names": [function.name for function in self.functions],
+            "by_batch": any(function.by_batch for function in self.functions),
+            "columns": list(dict.fromkeys(column for function in self.functions for column in function.columns)),
+        }
+
+    def __call__(self, job: Sequence[GradedCompletion]) -> list[dict[str, object]]:
+        return [_json_result(result) for result in grade_job(self.functions, job)]
+
+
+def _import(module: str, folders: Sequence[Path]) -> ModuleType:
+    try:
+        return load_file(Path(module), "custom_reward") if _is_path(module) else load_module(module, folders)
+    except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
+        raise PluginError(f"importing it failed: {described(error)}") from error
+
+
+def _read_functions(loaded: ModuleType, names: Sequence[str]) -> list[RewardFunction]:
+    """Return the functions that the module holds by these names. Raises PluginError."""
+    named = [found for name in names for found in _named(loaded, name)]
+    functions = []
+    for name, function in named:
+        try:
+            functions.append(read_signature(name, _instance(function, name)))
+        except PluginError as error:
+            raise PluginError(f"{name}: {error}" if len(named) > 1 else str(error)) from error
+    made = [function.name for function in functions]
+    if twice := next((name for name in made if made.count(name) > 1), None):
+        raise PluginError(f"two of its functions are named {twice!r}: their metrics would be one")
+    return functions
+
+
+def _named(loaded: ModuleType, name: str) -> Iterator[tuple[str, object]]:
+    """Yield what an attribute of the module holds by its name: itself, or each of a list. Raises PluginError."""
+    value = getattr(loaded, name, None)
+    if isinstance(value, list | tuple) and value:
+        yield from ((getattr(item, "__name__", None) or type(item).__name__, item) for item in value)
+    elif callable(value):
+        yield name, value
+    else:
+        functions = (n for n, v in vars(loaded).items() if inspect.isfunction(v) and v.__module__ == loaded.__name__)
+        raise PluginError(f"it has no function {name!r}; it defines {', '.join(sorted(functions)) or 'none'}")
+
+
+def _instance(value: object, name: str) -> Callable[..., object]:
+    """Return a function as it is and an object of a class. Raises PluginError for what cannot be called."""
+    if inspect.isclass(value):
+        try:
+            value = value()
+        except Exception as error:  # whatever its __init__ raises
+            raise PluginError(f"the class {name!r} cannot be made without arguments: {described(error)}") from error
+    if not callable(value):
+        raise PluginError(f"{name!r} has no __call__")
+    return value
+
+
+def read_signature(name: str, function: Callable[..., object]) -> RewardFunction:
+    """Return the function with the arguments that its parameters name. Raises PluginError for a required parameter
+    that nothing fills; the message lists the known names."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        raise PluginError(f"the parameters of {name!r} cannot be read: wrap it in a function") from None
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    read_form = _batch_form if any(p.name in BATCH_ARGUMENTS for p in by_name) else _completion_form
+    return read_form(name, function, parameters, tuple(p.name for p in by_name))
+
+
+def _batch_form(
+    name: str, function: Callable[..., object], parameters: Sequence[inspect.Parameter], names: tuple[str, ...]
+) -> RewardFunction:
+    """Return a function in TRL's form, of which ``names`` are the parameters that can be given by name."""
+    required = _required(parameters)
+    if absent := next((p.name for p in required if p.name in UNAVAILABLE), None):
+        raise PluginError(f"parameter {absent!r} is TRL's trainer's and not available here: give it a default")
+    for parameter in required:
+        if parameter.name in ("prompt", "completion") or parameter.name not in names:
+            raise PluginError(f"parameter {parameter.name!r} is unknown; {KNOWN}")
+    columns = tuple(p.name for p in required if p.name not in (*BATCH_ARGUMENTS, *LOGGERS))
+    arguments = tuple(argument for argument in names if argument not in UNAVAILABLE)
+    return RewardFunction(name, function, arguments, columns, by_batch=True, takes_any=_takes_any(parameters))
+
+
+def _completion_form(
+    name: str, function: Callable[..., object], parameters: Sequence[inspect.Parameter], names: tuple[str, ...]
+) -> RewardFunction:
+    """Return a function of one completion, of which ``names`` are the parameters that can be given by name."""
+    required = _required(parameters)
+    unknown = [p.name for p in required if p.name not in ARGUMENTS or p.name not in names]
+    arguments = ARGUMENTS if _takes_any(parameters) else [argument for argument in names if argument in ARGUMENTS]
+    if arguments and not unknown:
+        return RewardFunction(name, function, tuple(arguments))
+    if len(required) == len(unknown) == 2 and all(p.kind in _POSITIONAL for p in required):
+        return RewardFunction(name, function, positional=True)
+    fault = f"parameter {unknown[0]!r} is unknown" if unknown else "it takes no parameters"
+    raise PluginError(f"{fault}; {KNOWN}")
+
+
+def _required(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
+    return [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _takes_any(parameters: Sequence[inspect.Parameter]) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _ranges(functions: Sequence[RewardFunction], loaded: ModuleType) -> dict[str, dict[str, float | bool]]:
+    """Return what the functions or their module declare for charts; of a total of several nothing is declared."""
+    ranges: dict[str, dict[str, float | bool]] = {}
+    for function in functions:
+        declared = declared_ranges(function.call, loaded)
+        if len(functions) > 1 and "reward" in declared:
+            declared[function.name] = declared.pop("reward")
+        ranges |= declared
+    return ranges
+
+
+# -- in the worker: grading ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class LoggedValues:
+    """Numbers and texts that a function in TRL's form has logged beside its rewards."""
+
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    extra: dict[str, list[object]] = field(default_factory=dict)
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.metrics[str(name)] = float(value)
+
+    def log_extra(self, column: str, values: Sequence[object]) -> None:
+        self.extra.setdefault(str(column), []).extend(values)
+
+    def numbers(self, index: int) -> dict[str, float | None]:
+        """Return the numbers of one completion; texts are not recorded."""
+        values = {name: column[index] for name, column in self.extra.items() if index < len(column)}
+        return {**self.metrics, **{name: float(v) for name, v in values.items() if isinstance(v, bool | int | float)}}
+
+
+def grade_job(functions: Sequence[RewardFunction], job: Sequence[GradedCompletion]) -> list[RewardResult]:
+    """Return one result for each completion. Several functions are added up, each a component of its name."""
+    started = [_started(function, job) for function in functions]
+    waiting = [value for values, _ in started for value in values if inspect.isawaitable(value)]
+    awaited = iter(asyncio.run(_await_all(waiting)) if waiting else ())
+    columns = []
+    for function, (values, logged) in zip(functions, started, strict=True):
+        values = [next(awaited) if inspect.isawaitable(value) else value for value in values]
+        columns.append(_results(function, values, logged, len(job)))
+    if len(functions) == 1:
+        return columns[0]
+    return [
+        weighted_sum([(function.name, 1.0, 0.0, part) for function, part in zip(functions, parts, strict=True)])
+        for parts in zip(*columns, strict=True)
+    ]
+
+
+def _started(function: RewardFunction, job: Sequence[GradedCompletion]) -> tuple[list[object], LoggedValues]:
+    """Call the function: values, awaitables or the exceptions that were raised, one for each completion or one for all
+    of them. No event loop runs meanwhile, since a function may start one itself."""
+    logged = LoggedValues()
+    if function.by_batch:
+        return [_tried(function.call, **_batch_arguments(function, job, logged))], logged
+    values = []
+    for problem, completion, _ in job:
+        if function.positional:
+            values.append(_tried(function.call, completion, problem.answer))
+        else:
+            arguments = {name: ARGUMENTS[name](problem, completion) for name in function.arguments}
+            values.append(_tried(function.call, **arguments))
+    return values, logged
+
+
+def _batch_arguments(
+    function: RewardFunction, job: Sequence[GradedCompletion], logged: LoggedValues
+) -> dict[str, object]:
+    """Return the arguments of a function in TRL's form."""
+    prompts = [problem.prompt for problem, _, _ in job]
+    completions = [text for _, text, _ in job]
+    is_text = isinstance(prompts[0], str)
+    arguments: dict[str, object] = {
+        **_columns(function, job),
+        "prompts": prompts if is_text else [[dict(message) for message in prompt] for prompt in prompts],  # type: ignore[arg-type]
+        "completions": completions if is_text else [[{"role": "assistant", "content": text}] for text in completions],
+        "completion_ids": [list(ids) for _, _, ids in job],
+        "log_extra": logged.log_extra,
+        "log_metric": logged.log_metric,
+    }
+    return (
+        arguments if function.takes_any else {name: arguments[name] for name in function.arguments if name in arguments}
+    )
+
+
+def _columns(function: RewardFunction, job: Sequence[GradedCompletion]) -> dict[str, list[object]]:
+    """Return the columns of the data; one that the function requires and the data lacks is a list of None."""
+    rows = [columns_of(problem) for problem, _, _ in job]
+    names = dict.fromkeys((*(name for row in rows for name in row), *function.columns))
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _tried(call: Callable[..., object], *args: object, **kwargs: object) -> object:
+    try:
+        return call(*args, **kwargs)
+    except MemoryError:  # this process is to be replaced
+        raise
+    except Exception as error:
+        return error
+
+
+async def _await_all(waiting: Sequence[Awaitable[object]]) -> list[object]:
+    return await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def _results(
+    function: RewardFunction, values: Sequence[object], logged: LoggedValues, count: int
+) -> list[RewardResult]:
+    """Return one result for each completion, with what the function has logged."""
+    results = _batch_results(values[0], count) if function.by_batch else [_result(value) for value in values]
+    for index, result in enumerate(results):
+        result.sample_metrics = {**result.sample_metrics, **logged.numbers(index)}
+    return results
+
+
+def _batch_results(returned: Any, count: int) -> list[RewardResult]:
+    """Return what a function in TRL's form returned, one result for each completion. None does not apply."""
+    values: Any = returned.tolist() if hasattr(returned, "tolist") else returned
+    if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
+        values = _tried(list, values)  # a generator may raise
+    if isinstance(values, BaseException):
+        return [_result(values) for _ in range(count)]
+    if not isinstance(values, list) or len(values) != count:
+        what = f"{len(values)} rewards" if isinstance(values, list) else type(returned).__name__
+        reason = f"the reward returned {what}, not a list of {count}, one for each completion"
+        return [failed(reason) for _ in range(count)]
+    return [RewardResult(None) if value is None else _result(value) for value in values]
+
+
+def _result(value: object) -> RewardResult:
+    if isinstance(value, MemoryError):
+        raise value
+    if isinstance(value, BaseException):
+        return failed(str(value) if isinstance(value, RetrainError) else described(value))
+    return checked(value)
+
+
+def _json_result(result: RewardResult) -> dict[str, object]:
+    values = {each.name: getattr(result, each.name) for each in fields(RewardResult)}
+    flags = {name: None if values[name] is None else bool(values[name]) for name in ("correct", "format_ok")}
+    return {**values, **flags, "audit_error": None}

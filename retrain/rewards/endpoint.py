@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from retrain.errors import UsageError
 from retrain.plugins import described
@@ -33,27 +33,27 @@ Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the model has replied; where it has not, the ``fault``, and ``text`` is empty."""
+class JudgeAnswer:
+    """A reply of the model; without one, ``fault`` says why and ``text`` is empty."""
 
     text: str = ""
     fault: str = ""
 
 
-class Unavailable(Exception):
+class JudgeUnavailable(Exception):
     """The endpoint could not be reached or did not answer properly, after all attempts."""
 
 
 @dataclass
 class _Batch:
-    """What the requests of one ``ask_all`` share."""
+    """State that the requests of one ``ask_all`` share."""
 
     slots: asyncio.Semaphore
     failures_in_a_row: int = 0
     last_reason: str = ""
 
 
-class Endpoint:
+class JudgeEndpoint:
     """``model`` at ``url`` (the part before ``/chat/completions``).
 
     The key is read once, from the environment variable ``api_key_env``, and never written anywhere. ``timeout_s``
@@ -80,39 +80,39 @@ class Endpoint:
         if api_key_env and not self._key:
             raise UsageError(f"[{table}] judge_api_key_env: ${api_key_env} is not set: export {api_key_env}=…")
 
-    def ask_all(self, questions: Sequence[Messages]) -> list[Answer]:
+    def ask_all(self, questions: Sequence[Messages]) -> list[JudgeAnswer]:
         """Return the answers, in order. None of them holds the key, which some servers repeat."""
         if not questions:
             return []
         with ThreadPoolExecutor(1, "judge") as pool:  # the caller may run in an event loop (a notebook)
             return pool.submit(asyncio.run, self._ask_all(questions)).result()
 
-    async def _ask_all(self, questions: Sequence[Messages]) -> list[Answer]:
+    async def _ask_all(self, questions: Sequence[Messages]) -> list[JudgeAnswer]:
         import httpx
 
         batch = _Batch(asyncio.Semaphore(self.concurrency))
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         limits = httpx.Limits(max_connections=self.concurrency)
         async with httpx.AsyncClient(headers=headers, timeout=self.timeout_s, limits=limits) as client:
-            return list(await asyncio.gather(*(self._one(client, batch, each) for each in questions)))
+            return list(await asyncio.gather(*(self._answer(client, batch, each) for each in questions)))
 
-    async def _one(self, client: httpx.AsyncClient, batch: _Batch, question: Messages) -> Answer:
+    async def _answer(self, client: httpx.AsyncClient, batch: _Batch, question: Messages) -> JudgeAnswer:
         async with batch.slots:
             if batch.failures_in_a_row >= FAILURES_IN_A_ROW:
-                return Answer(fault=f"not tried after {FAILURES_IN_A_ROW} failures in a row: {batch.last_reason}")
+                return JudgeAnswer(fault=f"not tried after {FAILURES_IN_A_ROW} failures in a row: {batch.last_reason}")
             try:
                 text = await self._reply(client, question)
-            except Unavailable as error:
+            except JudgeUnavailable as error:
                 batch.failures_in_a_row += 1
                 batch.last_reason = str(error)
-                return Answer(fault=batch.last_reason)
+                return JudgeAnswer(fault=batch.last_reason)
             except Exception as error:  # of this question alone: HTTP 400, a reply that is not a chat completion
-                return Answer(fault=self._without_key(described(error)))
+                return JudgeAnswer(fault=self._without_key(described(error)))
             batch.failures_in_a_row = 0
-            return Answer(self._without_key(text))
+            return JudgeAnswer(self._without_key(text))
 
     async def _reply(self, client: httpx.AsyncClient, messages: Messages) -> str:
-        """Return the text of the reply. Raises Unavailable after the last attempt, ValueError for a refusal."""
+        """Return the text of the reply. Raises JudgeUnavailable after the last attempt, ValueError for a refusal."""
         import httpx
 
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
@@ -135,9 +135,10 @@ class Endpoint:
             if status not in RETRIED_STATUS:
                 raise ValueError(f"the judge at {self.url} answered {reason}")
             pause = min(_seconds(headers.get("retry-after", "")), self.timeout_s)
-        raise Unavailable(self._without_key(f"the judge at {self.url} failed {self.attempts} times, last: {reason}"))
+        fault = f"the judge at {self.url} failed {self.attempts} times, last: {reason}"
+        raise JudgeUnavailable(self._without_key(fault))
 
-    async def _post(self, client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[int, httpx.Headers, str]:
+    async def _post(self, client: httpx.AsyncClient, body: Mapping[str, object]) -> tuple[int, httpx.Headers, str]:
         content = json.dumps(body)  # ASCII, so that lone surrogates in a completion travel too
         async with client.stream("POST", self.url, content=content, headers={"Content-Type": "application/json"}) as r:
             received = bytearray()

@@ -21,12 +21,11 @@ from retrain.errors import ModelError
 from retrain.files import search_folders
 from retrain.models.directory import files_digest, local_directory, reward_model_fault
 from retrain.plugins import described
-from retrain.rewards.base import LARGEST_REWARD, Item, Reward, failed
-from retrain.rewards.functions import prompt_text
+from retrain.rewards.base import LARGEST_REWARD, Item, Reward, failed, prompt_text
 from retrain.types import Problem, RewardResult
 
 HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
-"""What is downloaded of a model of the hub: nothing that is run or unpickled."""
+"""Files that are downloaded of a model of the hub: nothing that is run or unpickled."""
 WHAT_TO_TYPE = "type the directory or hub name of a sequence-classification model with one label and its tokenizer"
 
 
@@ -45,7 +44,7 @@ class RewardModelReward(Reward):
 
         self.model, self.batch, self.device = model, batch, device
         self.directory = located(model, base_dir)
-        self._weights: Weights | None = None
+        self._weights: RewardModelWeights | None = None
         try:
             config = AutoConfig.from_pretrained(self.directory, local_files_only=True)
             self.tokenizer = AutoTokenizer.from_pretrained(self.directory, local_files_only=True)
@@ -58,7 +57,7 @@ class RewardModelReward(Reward):
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
         """Return scores in order; a conversation that cannot be scored whole has the reason."""
-        results: list[RewardResult | None] = [None] * len(items)
+        results: dict[int, RewardResult] = {}
         rows: dict[int, list[int]] = {}
         for index, (problem, completion) in enumerate(items):
             try:
@@ -66,10 +65,8 @@ class RewardModelReward(Reward):
             except Exception as error:  # whatever the template's own code raises
                 results[index] = failed(str(error) if isinstance(error, ModelError) else described(error))
         for indices in self._batches(items, rows):
-            scored = self._scored([rows[index] for index in indices])
-            for index, result in zip(indices, scored, strict=True):
-                results[index] = result
-        return [result or failed("not graded") for result in results]
+            results |= zip(indices, self._scored([rows[index] for index in indices]), strict=True)
+        return [results[index] for index in range(len(items))]
 
     def close(self) -> None:
         """Let the weights go; they stay until another model is wanted, as cohorts may follow each other."""
@@ -83,7 +80,9 @@ class RewardModelReward(Reward):
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         else:
-            ids = self.tokenizer(f"{_whole(prompt_text(problem))}\n\n{_whole(completion)}", verbose=False)["input_ids"]
+            ids = self.tokenizer(f"{_encodable(prompt_text(problem))}\n\n{_encodable(completion)}", verbose=False)[
+                "input_ids"
+            ]
         if not ids:
             raise ModelError("the conversation has no tokens")
         if len(ids) > self.context:
@@ -115,8 +114,8 @@ class RewardModelReward(Reward):
 
 def conversation(problem: Problem, completion: str) -> list[dict[str, str]]:
     prompt = [{"role": "user", "content": problem.prompt}] if isinstance(problem.prompt, str) else problem.prompt
-    messages = [{key: _whole(value) for key, value in message.items()} for message in prompt]
-    return [*messages, {"role": "assistant", "content": _whole(completion)}]
+    messages = [{key: _encodable(value) for key, value in message.items()} for message in prompt]
+    return [*messages, {"role": "assistant", "content": _encodable(completion)}]
 
 
 def located(model: str, base_dir: Path | None) -> Path:
@@ -141,7 +140,7 @@ def located(model: str, base_dir: Path | None) -> Path:
 
 
 @dataclass(eq=False)
-class Weights:
+class RewardModelWeights:
     """A model in memory, for all graders of this process that name it. ``pad`` is its own padding token, None where it
     has none."""
 
@@ -170,12 +169,12 @@ class Weights:
             return logits_B1[:, 0].float().tolist()
 
 
-_LOADED: WeakValueDictionary[tuple[str, str, str], Weights] = WeakValueDictionary()
-_LATEST: list[Weights] = []
+_LOADED: WeakValueDictionary[tuple[str, str, str], RewardModelWeights] = WeakValueDictionary()
+_LATEST: list[RewardModelWeights] = []
 _LOCK = threading.Lock()
 
 
-def take(directory: Path, device: str) -> Weights:
+def take(directory: Path, device: str) -> RewardModelWeights:
     """Return the weights of these very files, loaded unless this process has them. Raises ModelError, or what loading
     raises."""
     with _LOCK:
@@ -188,7 +187,7 @@ def take(directory: Path, device: str) -> Weights:
         return weights
 
 
-def _load(directory: Path, device: str) -> Weights:
+def _load(directory: Path, device: str) -> RewardModelWeights:
     """Load in float32 on a CPU, on a GPU in the number format of the files."""
     import torch
     from transformers import AutoModelForSequenceClassification
@@ -211,7 +210,7 @@ def _load(directory: Path, device: str) -> Weights:
     model.config.use_cache = False
     text = model.config.get_text_config()
     pad = text.pad_token_id
-    return Weights(model, pad if pad is not None and 0 <= pad < text.vocab_size else None)
+    return RewardModelWeights(model, pad if pad is not None and 0 <= pad < text.vocab_size else None)
 
 
 def _result(score: float) -> RewardResult:
@@ -228,6 +227,6 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def _whole(text: str) -> str:
+def _encodable(text: str) -> str:
     """Return ``text`` with half surrogate pairs, which no tokenizer takes, as U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

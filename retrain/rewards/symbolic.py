@@ -14,8 +14,7 @@ from typing import Any
 
 from retrain.extras import is_installed, missing
 from retrain.rewards.base import Item, Reward, failed
-from retrain.rewards.extract import normalise, plain_number
-from retrain.rewards.rules import answer_text, has_answer_format, same_text
+from retrain.rewards.rules import answer_text, has_answer, normalise, plain_number, same_text
 from retrain.rewards.workers import WorkerPool
 from retrain.types import RewardResult
 
@@ -47,8 +46,8 @@ class MathReward(Reward):
         for pair, reply in zip(open_pairs, self.pool.map(open_pairs), strict=True):
             verdicts[pair] = reply.value is True if reply.error is None else reply.error
         results = []
-        for pair, (problem, completion) in zip(pairs, items, strict=True):
-            verdict, format_ok = verdicts[pair], has_answer_format(completion, problem, self.strict)
+        for pair in pairs:
+            verdict, format_ok = verdicts[pair], has_answer(pair[1])
             if isinstance(verdict, str):
                 results.append(replace(failed(verdict), format_ok=format_ok))
             else:

@@ -1,37 +1,47 @@
-"""A pool of worker processes whose time and memory limits hold, whatever the work does.
+"""A pool of worker processes whose time and memory limits hold, whatever their jobs do.
 
 A job that hangs, allocates without end, calls ``os._exit`` or is killed costs that one job: its worker is killed
 with all its children and replaced. Workers are plain ``python -c`` processes (no fork of the trainer, no import
-of its main module or of torch), started when the first job comes.
+of its main module or of torch), started when the first job comes. Their stdin, stdout and stderr are the null device,
+so that nothing a reward prints reaches the terminal or the protocol.
+
+Frames are those of ``multiprocessing.connection``: jobs are pickled (they come from the trainer), replies are JSON
+(they come from code that is not trusted).
 """
 
 import contextlib
+import importlib
 import json
 import os
 import pickle
+import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from retrain.errors import PluginError
-from retrain.rewards.worker import LIMIT
+from retrain.errors import PluginError, RetrainError
+from retrain.plugins import described
+from retrain.rewards.base import printable
 
+LIMIT = struct.Struct(">d")  # Seconds that a job may take, at the beginning of its frame
+ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 START_SECONDS = 60.0  # imports of a worker on a slow or busy machine
 MAX_REPLY_BYTES = 16 << 20
 MAX_FAILED_STARTS = 3
 MAX_TIMEOUTS_IN_A_ROW = 16  # whatever the reward waits for is missing: a batch must not take hours to fail
 _BOOT = (
     "import json, sys; own = json.loads(sys.argv[2]); sys.path[:] = own + [p for p in sys.path if p not in own]; "
-    "from retrain.rewards.worker import main; main(int(sys.argv[1]))"
+    "from retrain.rewards.workers import serve; serve(int(sys.argv[1]))"
 )
 
 
@@ -62,7 +72,7 @@ class _Worker:
             )
         self.connection = Connection(self.socket.fileno())
 
-    def ask(self, payload: bytes, limit_s: float) -> dict[str, Any]:
+    def ask(self, payload: bytes, limit_s: float) -> dict[str, object]:
         """Return the reply to a frame. Raises TimeoutError after ``limit_s`` seconds, EOFError if the process has
         ended, OSError or ValueError for anything else than one reply."""
         expired = threading.Event()
@@ -122,7 +132,7 @@ class WorkerPool:
     def __init__(
         self,
         entry: str,
-        arguments: Mapping[str, Any],
+        arguments: Mapping[str, object],
         *,
         workers: int,
         timeout_s: float,
@@ -146,7 +156,7 @@ class WorkerPool:
         self._fatal: str | None = None  # why no further job of this batch is given out
         self._lock = threading.Lock()
         self._starting = threading.Lock()
-        self._finalizer = weakref.finalize(self, _close_all, self._alive)
+        weakref.finalize(self, _close_all, self._alive)
 
     def start(self) -> None:
         """Start one worker and wait until it can take jobs. Raises PluginError with the reason if it cannot."""
@@ -154,7 +164,7 @@ class WorkerPool:
             self._failed_starts, self._fatal = 0, None
             self._idle.append(self._ready_worker())
 
-    def map(self, jobs: Sequence[Any], timeout_s: float | None = None) -> list[Reply]:
+    def map(self, jobs: Sequence[object], timeout_s: float | None = None) -> list[Reply]:
         """Return one reply for each job, in order, of which each may take ``timeout_s``. Never raises for what a job
         does."""
         limit_s = timeout_s or self.timeout_s
@@ -177,7 +187,7 @@ class WorkerPool:
             self._idle.clear()
             _close_all(self._alive)
 
-    def _answer(self, job: Any, limit_s: float) -> Reply:
+    def _answer(self, job: object, limit_s: float) -> Reply:
         payload = LIMIT.pack(limit_s) + pickle.dumps(job)
         try:
             worker = self._ready_worker()
@@ -225,7 +235,8 @@ class WorkerPool:
                 reason = self._ending(worker, error)
             else:
                 if "fatal" not in reply:
-                    self._failed_starts, self.facts = 0, dict(reply.get("facts") or {})
+                    facts = reply.get("facts")
+                    self._failed_starts, self.facts = 0, facts if isinstance(facts, dict) else {}
                     return worker
                 self._fatal = str(reply["fatal"])
                 self._discard(worker)
@@ -252,3 +263,102 @@ class WorkerPool:
 def _close_all(workers: list[_Worker]) -> None:
     while workers:
         workers.pop().close()
+
+
+def serve(descriptor: int) -> None:
+    """Serve jobs on the socket ``descriptor``. The first frame is the set-up: entry, arguments, limits.
+
+    The entry ``module:function`` is called once with the arguments and returns the function that grades a job.
+    Replies: ``{"ready": true, "facts": …}`` once (the function's attribute ``facts``, JSON), then
+    ``{"value": …}`` or ``{"error": text}`` for each job; ``"retire"`` asks to be replaced (memory ran out).
+    """
+    _leave_the_end_to_the_trainer()
+    connection = Connection(descriptor)
+    first = _receive(connection)
+    if not first:  # the trainer ended meanwhile
+        return
+    setup = pickle.loads(first)
+    _limit(setup["memory_bytes"], setup["memory_kind"])
+    try:
+        module, _, function = setup["entry"].partition(":")
+        grade = getattr(importlib.import_module(module), function)(**setup["arguments"])
+    except BaseException as error:  # SystemExit of a user's module too: the trainer reports it
+        _send(connection, {"fatal": _reason(error)})
+        return
+    _send(connection, {"ready": True, "facts": getattr(grade, "facts", {})})
+    _ignore_endings()  # again: a module that was imported may have put its own handlers there
+    # If the trainer is killed while a job hangs, the alarm's default action kills this process.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    while frame := _receive(connection):
+        signal.setitimer(signal.ITIMER_REAL, 2 * LIMIT.unpack_from(frame)[0] + 5)
+        reply = _reply(grade, frame[LIMIT.size :], setup["what"])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _send(connection, reply)
+        if "retire" in reply:
+            return
+
+
+def _leave_the_end_to_the_trainer() -> None:
+    """Ignore SIGTERM, SIGINT and SIGHUP in this process.
+
+    Schedulers (Slurm, systemd) send them to all processes of a job; the trainer finishes its step, for which it needs
+    the answers that are under way. What this process starts is ended by them as ever.
+    """
+    _ignore_endings()
+    masks: list[set[int]] = []
+
+    def in_child() -> None:
+        for number in ENDINGS:
+            signal.signal(number, signal.SIG_DFL)
+        unblock()
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+    # A signal that reaches a fork before its handlers are the default ones waits until they are.
+    os.register_at_fork(
+        before=lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)),
+        after_in_parent=unblock,
+        after_in_child=in_child,
+    )
+
+
+def _ignore_endings() -> None:
+    for number in ENDINGS:
+        signal.signal(number, lambda number, frame: None)  # not SIG_IGN, which programs started from here would inherit
+
+
+def _reply(grade: Callable[[Any], object], frame: bytes, what: str) -> dict[str, object]:
+    try:
+        value = grade(pickle.loads(frame))
+        json.dumps(value)
+        return {"value": value}
+    except MemoryError:
+        return {"error": f"MemoryError: {what} needed more memory than its limit", "retire": True}
+    except BaseException as error:  # whatever a reward raises costs one completion, never the run
+        return {"error": _reason(error)}
+
+
+def _reason(error: BaseException) -> str:
+    return printable(str(error) if isinstance(error, RetrainError) else described(error))
+
+
+def _limit(memory_bytes: int, memory_kind: str) -> None:
+    """Bound this process's memory (``memory_kind`` RLIMIT_AS or RLIMIT_DATA), and leave no core dumps."""
+    for kind, wanted in ((memory_kind, memory_bytes), ("RLIMIT_CORE", 0)):
+        _, hard = resource.getrlimit(getattr(resource, kind))
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(ValueError, OSError):  # macOS refuses memory limits; the time limit still holds
+            resource.setrlimit(getattr(resource, kind), (allowed, hard))
+
+
+def _receive(connection: Connection) -> bytes:
+    """Return the payload of the next frame; b"" when the trainer closed the connection."""
+    try:
+        return connection.recv_bytes()
+    except (EOFError, OSError):
+        return b""
+
+
+def _send(connection: Connection, reply: Mapping[str, object]) -> None:
+    connection.send_bytes(json.dumps(reply).encode())

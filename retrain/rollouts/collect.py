@@ -16,14 +16,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from retrain.config.training import Sampling
-from retrain.data.conversation import Conversation
-from retrain.data.prompts import Renderer
+from retrain.data.prompts import Conversation, Renderer
 from retrain.device import timestamp
 from retrain.engines.protocol import Engine
 from retrain.environments.protocol import Environment, Episode, EpisodeFailed, Limits, Step
 from retrain.errors import RetrainError, RunFailed
 from retrain.plugins import described
-from retrain.records.environment import without_keys
+from retrain.records.secrets import without_keys
 from retrain.rewards.base import failed
 from retrain.rng import torch_seed
 from retrain.types import (

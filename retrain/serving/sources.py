@@ -9,7 +9,7 @@ from retrain.campaign.adapters.squeeze import find_adapter
 from retrain.config import Config, load, parse_dict
 from retrain.errors import UsageError
 from retrain.files import read_json
-from retrain.models import bundled_name
+from retrain.models.directory import bundled_name
 from retrain.records.reader import read_manifest
 from retrain.records.schema.layout import ADAPTER_CONFIG, MANIFEST
 

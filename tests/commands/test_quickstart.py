@@ -9,7 +9,7 @@ from helpers.campaigns import blocks
 from retrain.campaign.running.controller import launch
 from retrain.config import load
 from retrain.files import read_jsonl
-from retrain.models import bundled_model_path
+from retrain.models.directory import bundled_model_path
 from retrain.records.observer import NullObserver
 
 ROOT = Path(__file__).parents[2]

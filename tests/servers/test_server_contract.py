@@ -25,7 +25,7 @@ from retrain.engines.server.dialects import DIALECTS
 from retrain.engines.server.launch import Launched
 from retrain.engines.server.teacher import ServerTeacher
 from retrain.files import read_json, read_jsonl
-from retrain.models import bundled_model_path
+from retrain.models.directory import bundled_model_path
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.campaigns import FENCE, ROOT
 
-from retrain.models import find_file
+from retrain.models.directory import find_file
 
 CHECKOUTS = ROOT / "build" / "start"
 TYPED = re.compile(r"make demo$|source |pip install |retrain (init|check|explain|train)\b")

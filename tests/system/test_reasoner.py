@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from retrain.data.arithmetic import LEVELS, problems
-from retrain.models import bundled_model_path
+from retrain.models.directory import bundled_model_path
 from retrain.plugins import load_file
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_reasoner.py"

@@ -11,7 +11,7 @@ from retrain.config import Config, parse_dict
 from retrain.config.legacy import without_removed
 from retrain.errors import ConfigError, ModelError, UsageError
 from retrain.files import read_json
-from retrain.models import bundled_model_path, bundled_name
+from retrain.models.directory import bundled_model_path, bundled_name
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, MANIFEST, PLAN
 
 if TYPE_CHECKING:

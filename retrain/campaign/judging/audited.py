@@ -13,7 +13,7 @@ from retrain.config.campaign import condition_name
 from retrain.errors import plural
 from retrain.maths.statistics import paired_comparison
 from retrain.records.numbers import minus
-from retrain.rewards.audit import AUDIT
+from retrain.rewards.base import AUDIT
 
 Standing = Literal["hacked", "together", "apart", "unpaid", "cannot tell"]
 

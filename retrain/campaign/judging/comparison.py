@@ -86,7 +86,7 @@ from retrain.maths.statistics import (
     tost_p,
 )
 from retrain.records.notes import is_graded
-from retrain.rewards.audit import AUDIT
+from retrain.rewards.base import AUDIT
 
 MIN_BOOTSTRAP_SEEDS = 8
 """Below it even the expanded bootstrap is too narrow: 77 to 94 % instead of 95 % at 5 (benchmarks/calibration.py)."""

@@ -29,7 +29,7 @@ from retrain.records.html import escape
 from retrain.records.numbers import points, short
 from retrain.records.schema.layout import LOG, METRICS
 from retrain.records.tables import accuracy_name, short_metric, squeeze_cells, squeeze_columns, squeeze_words
-from retrain.rewards.audit import AUDIT
+from retrain.rewards.base import AUDIT
 
 TWINS = 8  # Prompts shown for each comparison
 OPEN_TWINS = 2  # Of these, the prompts that are unfolded initially and in print

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from retrain.files import read_json
-from retrain.models import find_file
-from retrain.models.sizes import kept_bytes
-from retrain.models.targets import DENSE_FAMILIES, targeted
+from retrain.models.directory import find_file
+from retrain.models.layers import DENSE_FAMILIES, kept_bytes, targeted
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,13 @@ from retrain.config import Config
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
 from retrain.data import Dataset, load_data
-from retrain.data.dataset import Wanted
-from retrain.data.prompts import Room, fitting
+from retrain.data.dataset import Room, Wanted, fitting
 from retrain.environments.build import provided_data
 from retrain.errors import DataError, ModelError
 from retrain.files import read_json
-from retrain.models import find_file
-from retrain.models.tokenizer import LightTokenizer, light_tokenizer
-from retrain.rewards.functions import columns_of
-from retrain.rewards.rubric import Criterion, criteria_of
+from retrain.models.directory import LightTokenizer, find_file, light_tokenizer
+from retrain.rewards.custom import columns_of
+from retrain.rewards.judge import Criterion, criteria_of
 from retrain.types import Problem
 
 

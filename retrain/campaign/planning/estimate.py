@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from retrain.campaign.planning.architecture import Architecture
 from retrain.config.schedule import part_evaluations, whole_evaluations
-from retrain.models.sizes import (
+from retrain.models.layers import (
     LOGITS_COPIES,
     adapter_bytes,
     cpu_token_budget,

@@ -31,10 +31,8 @@ from retrain.environments.build import hosted
 from retrain.errors import ConfigError, DataError, ModelError, PluginError, Problem
 from retrain.extras import EXTRA_OF, install_line, is_installed, missing, package_of
 from retrain.files import read_json, search_folders
-from retrain.models import find_file
-from retrain.models.directory import model_fault, reward_model_fault
-from retrain.models.sizes import SMALL_MODEL_BYTES
-from retrain.models.targets import dense_layers, target_mistakes
+from retrain.models.directory import find_file, model_fault, reward_model_fault
+from retrain.models.layers import SMALL_MODEL_BYTES, dense_layers, target_mistakes
 from retrain.plugins import check_backend_class, load_function, plugin_ranges
 
 KEYS = (
@@ -256,11 +254,7 @@ def _environment_problem(loaded: Loaded, config: Config, folder: Path) -> Proble
 def _data_problem(loaded: Loaded, config: Config, plan: Plan, rewards: CustomRewards) -> Problem | None:
     sources, folder = sources_of(config), plan.folder
     absent = {key for key, _, _ in absent_packages(config, folder)}  # a problem of its own
-    local = [
-        key
-        for key, value in sources.items()
-        if not is_plugin(value) and not on_hub(value, folder) and key not in absent
-    ]
+    local = [key for key, value in sources.items() if _is_local(value, folder) and key not in absent]
     fault = None
     try:
         if len(local) == len(sources):
@@ -274,6 +268,10 @@ def _data_problem(loaded: Loaded, config: Config, plan: Plan, rewards: CustomRew
         except DataError as error:
             return _of_source(loaded, key, sources[key], error)
     return None if fault is None else _of_source(loaded, "data.source", sources["data.source"], fault)
+
+
+def _is_local(source: str, folder: Path) -> bool:
+    return source == "arithmetic" or not (is_plugin(source) or on_hub(source, folder))
 
 
 def _column_problem(loaded: Loaded, config: Config, data: Dataset, rewards: CustomRewards) -> Problem | None:

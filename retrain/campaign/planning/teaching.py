@@ -10,9 +10,7 @@ from retrain.config import Config
 from retrain.config.distillation import POLICY
 from retrain.errors import ModelError
 from retrain.files import read_json, search_folders
-from retrain.models import find_file
-from retrain.models.directory import local_directory, model_fault
-from retrain.models.tokenizer import light_tokenizer
+from retrain.models.directory import find_file, light_tokenizer, local_directory, model_fault
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, FINAL
 
 BASE = "base"  # Teacher name that stands for the frozen base model

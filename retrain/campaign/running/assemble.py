@@ -20,7 +20,7 @@ from retrain.campaign.running.server_events import ServerEvents
 from retrain.campaign.running.teachers import teachers_of
 from retrain.config import Config
 from retrain.data import Dataset
-from retrain.data.prompts import longest_prompt
+from retrain.data.dataset import longest_prompt
 from retrain.device import Workers, resolve_device
 from retrain.engines.server.canary import canaries
 from retrain.engines.server.engine import ServerEngine

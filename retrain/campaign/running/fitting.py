@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from retrain.campaign.planning.plan import RunSpec
 from retrain.config import Config
 from retrain.device import available_memory
-from retrain.models.sizes import LEAST_ROWS, USABLE_SHARE, adapter_bytes, critic_bytes, fitting_lanes, update_copy
+from retrain.models.layers import LEAST_ROWS, USABLE_SHARE, adapter_bytes, critic_bytes, fitting_lanes, update_copy
 from retrain.policy.arithmetic import copied_bytes
 from retrain.policy.base import BaseModel, cache_bytes, kept_bytes
 from retrain.policy.lora import Lanes

@@ -33,7 +33,7 @@ from retrain.records.environment import SystemInfo, module_hashes, run_facts
 from retrain.records.observer import Observer
 from retrain.records.recorder import RunRecorder
 from retrain.rewards import Grader
-from retrain.rewards.audit import AUDIT
+from retrain.rewards.base import AUDIT
 from retrain.rollouts.versions import RecentWeights
 from retrain.training.checkpoint_files import common_step
 from retrain.training.checkpoints import Checkpoints

@@ -15,7 +15,8 @@ from retrain.config import load
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
 from retrain.data import Dataset, content_hash
-from retrain.data.prompts import Room, fitting, render
+from retrain.data.dataset import Room, fitting
+from retrain.data.prompts import render
 from retrain.errors import DataError
 from retrain.types import Problem
 

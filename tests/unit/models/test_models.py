@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from retrain.cli import app
 from retrain.errors import ModelError
-from retrain.models import bundled_model_path
-from retrain.models.directory import directory_fault, model_fault
+from retrain.models.directory import bundled_model_path, directory_fault, model_fault
 from retrain.policy.base import load_base
 
 BUNDLED = bundled_model_path("tiny-reasoner")

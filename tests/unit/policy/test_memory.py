@@ -172,7 +172,7 @@ def machine(monkeypatch):
 
     def become(total: int, tokens: int) -> list[tuple[str, int]]:
         monkeypatch.setattr(bases, "total_memory", lambda device: total)
-        monkeypatch.setattr(bases.sizes, "cpu_token_budget", lambda weight_bytes: tokens)
+        monkeypatch.setattr(bases.layers, "cpu_token_budget", lambda weight_bytes: tokens)
         shapes.clear()
         return shapes
 

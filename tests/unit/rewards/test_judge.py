@@ -10,7 +10,7 @@ from helpers.servers import CAPITAL, JudgeServer, chat, judging, says
 from retrain.config import tasks
 from retrain.errors import UsageError
 from retrain.rewards import RewardResult, build_grader
-from retrain.rewards.endpoint import FAILURES_IN_A_ROW, Endpoint
+from retrain.rewards.endpoint import FAILURES_IN_A_ROW, JudgeEndpoint
 from retrain.rewards.judge import JudgeReward, parse_score, question
 from retrain.types import Problem
 
@@ -20,7 +20,7 @@ server = judging
 
 def judged(server: JudgeServer, *completions: str, problem: Problem = CAPITAL, **options: Any) -> list[RewardResult]:
     options = {"timeout_s": 5.0, "pause_s": 0.01, **options}
-    reward = JudgeReward(Endpoint("judge-1", server.url, **options))
+    reward = JudgeReward(JudgeEndpoint("judge-1", server.url, **options))
     return reward.grade_all([(problem, completion) for completion in completions or ("Paris",)])
 
 
@@ -148,7 +148,7 @@ def test_when_nobody_is_there_the_batch_is_given_up_quickly(server: JudgeServer)
     with socket.socket() as taken:  # bound and never listening: connections are refused
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
-        reward = JudgeReward(Endpoint("m", url, workers=1, timeout_s=2.0, pause_s=0.05))
+        reward = JudgeReward(JudgeEndpoint("m", url, workers=1, timeout_s=2.0, pause_s=0.05))
         results = reward.grade_all([(CAPITAL, "Paris")] * 500)
     assert all(result.total_reward is None for result in results)
     assert "failed 3 times, last: ConnectError" in (results[0].error or "")

@@ -24,8 +24,7 @@ from retrain.cli import app
 from retrain.config import load, tasks
 from retrain.errors import ModelError
 from retrain.files import read_json, read_jsonl
-from retrain.models import bundled_model_path
-from retrain.models.directory import files_digest, reward_model_fault
+from retrain.models.directory import bundled_model_path, files_digest, reward_model_fault
 from retrain.records.environment import module_hashes
 from retrain.rewards import Grader, build_grader
 from retrain.rewards.base import Item

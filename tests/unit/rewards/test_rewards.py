@@ -13,9 +13,16 @@ from retrain.data.sources import Columns, problem_of_row
 from retrain.errors import MissingExtra, PluginError
 from retrain.rewards import Grader, Reward, RewardResult, build_grader
 from retrain.rewards.base import printable
-from retrain.rewards.extract import last_boxed, last_number, normalise, plain_number, reference_answer
-from retrain.rewards.rules import FormatReward, MatchReward
-from retrain.rewards.weighted import Component, WeightedReward
+from retrain.rewards.build import Component, WeightedReward
+from retrain.rewards.rules import (
+    FormatReward,
+    MatchReward,
+    last_boxed,
+    last_number,
+    normalise,
+    plain_number,
+    reference_answer,
+)
 from retrain.types import Problem
 
 ADD = Problem("p", "6*7=?", "42", ("easy",))

@@ -16,7 +16,7 @@ from retrain.config.rules import maxrl_rules
 from retrain.data.dataset import column_values
 from retrain.errors import ConfigError
 from retrain.rewards import build_grader
-from retrain.rewards.rubric import Criterion, parse_met, read_criteria, share_met, weight_of
+from retrain.rewards.judge import Criterion, parse_met, read_criteria, share_met, weight_of
 from retrain.types import Problem
 
 server = judging

@@ -15,8 +15,7 @@ from retrain.algorithms.losses import PPO
 from retrain.config import parse_dict
 from retrain.config.tasks import Data
 from retrain.config.training import Sampling
-from retrain.data.conversation import Conversation
-from retrain.data.prompts import Renderer, tools_text
+from retrain.data.prompts import Conversation, Renderer, tools_text
 from retrain.device import Workers
 from retrain.engines.local import LocalEngine
 from retrain.environments.protocol import Observation, Step

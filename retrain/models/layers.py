@@ -1,6 +1,14 @@
-"""Sizes that both the estimate of a run and the run itself use."""
+"""Linear layers that get an adapter, and sizes in memory that both the estimate of a run and the run itself use."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""``model_type`` of the decoders whose blocks have the layers below under these names."""
+BLOCK_LAYERS = tuple(f"self_attn.{name}_proj" for name in "qkvo") + tuple(
+    f"mlp.{name}_proj" for name in ("gate", "up", "down")
+)
 
 SMALL_MODEL_BYTES = 32 << 20
 """Weights up to this size count as small on a CPU: a few MiB of cache per core hold most of them."""
@@ -31,23 +39,54 @@ GPU_MOST_ROWS, GPU_COLUMNS = 4096, 128
 sized."""
 
 
+def targeted(layer: str, targets: str | Sequence[str]) -> bool:
+    """Return whether the layer with this module path gets an adapter: with ``"all-linear"`` every one, else those whose
+    path is one of the targets or ends with one, after a dot."""
+    return targets == "all-linear" or any(layer == target or layer.endswith("." + target) for target in targets)
+
+
+def dense_layers(config: Mapping[str, Any]) -> list[str] | None:
+    """Return the module paths of the linear layers, without the output layer, of the model with this config.json; None
+    where only the loaded model shows them."""
+    if config.get("model_type") not in DENSE_FAMILIES:
+        return None
+    return [f"model.layers.{i}.{name}" for i in range(config["num_hidden_layers"]) for name in BLOCK_LAYERS]
+
+
+def target_mistakes(targets: str | Sequence[str], layers: Sequence[str], head: str) -> list[tuple[str, str]]:
+    """Return for every target that means none of the ``layers`` what it is, and the line to type instead. ``head`` is
+    the path of the output layer, which gets no adapter."""
+    if targets == "all-linear":
+        return []
+    right = [target for target in targets if any(targeted(layer, [target]) for layer in layers)]
+    fix = f"target_modules = {json.dumps(right or 'all-linear')}"
+    leaves = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
+    return [
+        (
+            f"names {json.dumps(target)}, "
+            + (
+                "the output layer, which gets no adapter"
+                if targeted(head, [target])
+                else f"which is no linear layer of the model; it has {leaves}"
+            ),
+            fix,
+        )
+        for target in targets
+        if target not in right
+    ]
+
+
 def gpu_token_budget(room: int, kept: int) -> int:
-    """Tokens of a micro-batch on a GPU with ``room`` bytes beside base and lanes, of which a token keeps ``kept``."""
+    """Return the tokens of a micro-batch on a GPU with ``room`` bytes beside base and lanes, of which a token keeps
+    ``kept``."""
     least, most = GPU_MICRO_BATCH_TOKENS
     return min(most, max(least, int(GPU_TRAINING_SHARE * room) // kept))
 
 
-def decode_row_bytes(length: int, columns: int, layers: int, cache: int, logits: int) -> int:
-    """Bytes of a row of ``length`` tokens in a decode batch: of each token ``cache``, for a multiple of ``columns``,
-    and one of the ``layers`` once more, because a batch that is resized copies layer by layer; and of its logits."""
-    held = -(-length // columns) * columns * cache
-    return held + held // (2 * layers) + logits
-
-
 def fitting_lanes(usable: int, copy: int, update: int, lanes: Iterable[tuple[int, int]]) -> int:
-    """How many of these lanes fit into ``usable`` bytes together, in their order. Each has what stays (adapter, critic,
-    optimizers) and its least caches; there is a ``copy`` of the weights for all of them, and beside what stays there
-    are by turns the caches and one ``update``."""
+    """Return how many of these lanes fit into ``usable`` bytes together, in their order. Each has what stays (adapter,
+    critic, optimizers) and its least caches; there is a ``copy`` of the weights for all of them, and beside what stays
+    there are by turns the caches and one ``update``."""
     own, caches, fitting = copy, 0, 0
     for staying, cache in lanes:
         own, caches = own + staying, caches + cache
@@ -56,7 +95,7 @@ def fitting_lanes(usable: int, copy: int, update: int, lanes: Iterable[tuple[int
 
 
 def cpu_token_budget(weight_bytes: int) -> int:
-    """Tokens of a micro-batch on a CPU: for the sake of memory, the fewest that are computed at full speed.
+    """Return the tokens of a micro-batch on a CPU: for the sake of memory, the fewest that are computed at full speed.
 
     Measured with ``benchmarks/update.py --micro``: at hidden 256 (a micro-batch on every core) 768 to 2,048 tokens take
     the same time and 512 16 % more; at hidden 512 (one micro-batch on all cores) 1,536 and 2,048 take the same and
@@ -66,38 +105,40 @@ def cpu_token_budget(weight_bytes: int) -> int:
 
 
 def adapter_bytes(weights: int, itemsize: int, versions: int = 1) -> int:
-    """Bytes of one lane whose adapter has this many weights, over a base with numbers of ``itemsize`` bytes: what is
-    trained, the versions that were published, and the copy in the base's precision that decoding reads."""
+    """Return the bytes of one lane whose adapter has this many weights, over a base with numbers of ``itemsize`` bytes:
+    what is trained, the versions that were published, and the copy in the base's precision that decoding reads."""
     return weights * (TRAINED_BYTES + versions * PUBLISHED_BYTES + itemsize)
 
 
 def held_weights(own: int, ends: int, layer: int) -> int:
-    """Bytes of weights on a device at most at a time, of a base that is cut over several: its ``own`` part, and by
-    turns what is gathered of it, which are the ``ends`` (embedding and output layer) and one decoder ``layer``."""
+    """Return the bytes of weights on a device at most at a time, of a base that is cut over several: its ``own`` part,
+    and by turns what is gathered of it, which are the ``ends`` (embedding and output layer) and one decoder
+    ``layer``."""
     return own + max(2 * ends, ends + GATHERED * layer)
 
 
 def update_copy(weights: int, itemsize: int, update_dtype: str) -> int:
-    """Bytes of the copy of so many weights that updates in ``update_dtype`` multiply with (``policy.arithmetic``):
-    there is one of a base in fp32."""
+    """Return the bytes of the copy of so many weights that updates in ``update_dtype`` multiply with
+    (``policy.arithmetic``): there is one of a base in fp32."""
     return 2 * weights if update_dtype == "bfloat16" and itemsize == 4 else 0
 
 
 def quantized_bytes(weights: int, width: int, itemsize: int, kind: str) -> int:
-    """Bytes of ``weights`` numbers of linear layers with ``width`` inputs in "int8" or "nf4", with their scales."""
+    """Return the bytes of ``weights`` numbers of linear layers with ``width`` inputs in "int8" or "nf4", with their
+    scales."""
     if kind == "int8":
         return weights + weights // width * itemsize
     return weights // 2 + weights // NF4_BLOCK * 4
 
 
 def critic_bytes(weights: int) -> int:
-    """Bytes of a critic with this many trained weights, which is neither published nor decoded with."""
+    """Return the bytes of a critic with this many trained weights, which is neither published nor decoded with."""
     return weights * TRAINED_BYTES
 
 
 def decoding_copies(blocks: int, head: int, weights: int, itemsize: int, total_memory: int) -> tuple[int, int]:
-    """Bytes of the copies of weights that decoding on a CPU reads: of the ``blocks`` for the length of a call, of the
-    output layer for good.
+    """Return the bytes of the copies of weights that decoding on a CPU reads: of the ``blocks`` for the length of a
+    call, of the output layer for good.
 
     ``blocks`` and ``head`` are the numbers in their linear layers, ``weights`` those of the whole model, all of
     ``itemsize`` bytes. Larger models are packed where they are not in fp64, others have an adapter merged into a copy
@@ -110,7 +151,7 @@ def decoding_copies(blocks: int, head: int, weights: int, itemsize: int, total_m
 
 
 def kept_bytes(hidden: int, queries: int, keys: int, intermediate: int, head_norms: bool, itemsize: int) -> int:
-    """Bytes that one layer keeps of one token for the backward pass of the update.
+    """Return the bytes that one layer keeps of one token for the backward pass of the update.
 
     ``queries`` and ``keys``: numbers in all query heads and in all key heads; ``intermediate``: width of the MLP, of
     all experts that a token meets; ``head_norms``: queries and keys are normalised. Norms, linear layers and attention
