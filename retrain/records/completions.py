@@ -4,7 +4,7 @@ from retrain.records.evaluation import answer_of
 from retrain.records.rollouts import conversation_of
 from retrain.records.schema.base import Row
 from retrain.records.schema.rows import Generation, HeldOutCompletion
-from retrain.records.secrets import without_keys
+from retrain.records.text import without_keys
 from retrain.types import EvalRecord, Rollout, StepRecord
 
 PROMPT_CHARACTERS = 200

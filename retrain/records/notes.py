@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from retrain.config import Config
 from retrain.config.evaluation import HELDOUT
 from retrain.config.modes import Need, credit_of
-from retrain.records.numbers import percent
 from retrain.records.schema.base import Values
 from retrain.records.schema.rows import Note
+from retrain.records.text import percent
 
 WINDOW = 20  # Rows that the rules look at: the newest ones, and besides them the first row of the run
 

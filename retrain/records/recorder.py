@@ -30,7 +30,7 @@ from retrain.records.samples import collect, everything
 from retrain.records.schema import layout
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.rows import Checkpoint, Evaluation, Note, RecorderState, StepSpans, StepSummary
-from retrain.records.secrets import without_keys
+from retrain.records.text import without_keys
 from retrain.records.timeline import write_timeline
 from retrain.records.trackers import Tracker, make_trackers, without_evaluations
 from retrain.records.writer import RecordFiles, Reporter

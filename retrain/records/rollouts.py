@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from retrain.records.html import escape
 from retrain.records.samples import mean
 from retrain.records.schema.base import Row
 from retrain.records.schema.rows import TrajectorySummary
+from retrain.records.text import escape
 from retrain.tokenizer import Offsets
 from retrain.types import CreditedGroup, CreditedRollout, Group, Message, Prompt, RewardResult
 

@@ -12,13 +12,13 @@ from itertools import accumulate
 from pathlib import Path
 
 from retrain.files import write_text
-from retrain.records import numbers
+from retrain.records import text
 from retrain.records.catalogue import BESIDE
-from retrain.records.html import asset, data_block, escape, facts, page, table
-from retrain.records.numbers import percent
+from retrain.records.html import asset, data_block, facts, page, table
 from retrain.records.reader import RunReader
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import TIMELINE
+from retrain.records.text import escape, percent
 
 PHASES = ("rollout", "score", "credit", "update", "eval", "checkpoint", "record", "cohort")
 """Phases that the loop has, in its order; others follow by name, ``other`` comes last."""
@@ -217,4 +217,4 @@ def duration(seconds: float) -> str:
         return "<0.1 ms"
     if seconds < 0.9995:
         return "0" if seconds == 0 else f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
-    return f"{seconds:.1f} s" if seconds < 100 else numbers.duration(seconds)
+    return f"{seconds:.1f} s" if seconds < 100 else text.duration(seconds)

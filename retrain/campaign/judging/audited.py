@@ -11,7 +11,7 @@ from typing import Literal
 from retrain.campaign.judging.results import RunResult
 from retrain.config.campaign import condition_name
 from retrain.maths.statistics import paired_comparison
-from retrain.records.numbers import minus
+from retrain.records.text import minus
 from retrain.rewards.audit import AUDIT
 from retrain.wording import plural
 

@@ -6,7 +6,7 @@ from typing import Any
 from retrain.campaign.judging.declaration import EXPLORATORY, INTERIM
 from retrain.campaign.judging.results import Measure
 from retrain.config.campaign import condition_name
-from retrain.records.numbers import minus, points
+from retrain.records.text import minus, points
 from retrain.wording import listed, plural
 
 SIGNIFICANT = 0.05
