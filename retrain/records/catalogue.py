@@ -5,12 +5,11 @@
 rows of runs whose configuration can define them; all other keys stand in every row.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import get_args
 
 from retrain.config.upkeep import Tool
-from retrain.records.context import RunContext
 
 TOOLS: tuple[str, ...] = get_args(Tool)
 """Tools whose names for our numbers can be repeated in every row (``[logging] aliases``)."""
@@ -469,19 +468,6 @@ _OF_EVALUATION = [key.removeprefix("eval/<name>/") for key in BY_KEY if key.star
 EVAL_STATISTICS = tuple(
     name for name in _OF_EVALUATION if "<tag>" not in name and "@" not in name and "audit" not in name
 )
-
-
-def row_metrics(context: RunContext) -> list[Metric]:
-    """Return the metrics (families left out) whose keys stand in every row of this run, in the order of the table."""
-    features = context.features
-    return [m for m in METRICS if "<" not in m.key and (not m.requires or m.requires in features)]
-
-
-def alias_values(metric: Metric, value: Any, tools: Sequence[str], name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the metric's names in the chosen tools with the value that it has there; ``name`` fills ``<name>``."""
-    for alias in (alias for tool in tools for alias in metric.aliases.get(tool, ())):
-        scale = SCALED_ALIASES.get(alias)
-        yield alias.replace("<name>", name), value if scale is None or value is None else scale[1](value)
 
 
 def wandb_name(key: str) -> str:

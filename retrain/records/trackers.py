@@ -22,14 +22,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from retrain.config.root import value_at
-from retrain.config.upkeep import trackers
-from retrain.errors import PluginError, RetrainError, UsageError
+from retrain.errors import UsageError
 from retrain.extras import missing
 from retrain.files import dumps
 from retrain.ownership import owner_of
-from retrain.plugins import load_function
-from retrain.records.catalogue import wandb_name
-from retrain.records.context import RunContext
+from retrain.records.measure import RunContext
 from retrain.records.schema.base import Row, Values
 
 RUN_CONFIG_KEYS = {
@@ -52,7 +49,6 @@ RUN_CONFIG_KEYS = {
 }
 """Names in a tracker's run configuration → keys of the configuration."""
 
-NOT_TRACKED = ("step", "condition", "advantage_mode", "transform_mode")
 TAG_CHARACTERS = 64  # wandb refuses a longer tag
 ANSWER_SECONDS = 5.0  # How long the start of a run waits for W&B's server to answer anything at all
 
@@ -105,69 +101,9 @@ class TrackedRun:
         return cls(name, group, tags, logging.wandb_project or "retrain", config)
 
 
-def make_trackers(context: RunContext, run_dir: Path, warn: Warn = lambda text: None) -> dict[str, Tracker]:
-    """Return the trackers that ``[logging]`` asks for, by name: ``report_to``, and wandb when ``wandb_project`` is set.
-
-    One of the user's own is the return value of their ``module:function`` for ``run_dir``. Raises PluginError for one
-    that cannot be loaded or is no tracker.
-    """
-    names = trackers(context.config.logging.report_to, context.config.logging.wandb_project)
-    return {
-        name: TRACKERS[name](context, run_dir, warn) if name in TRACKERS else _plugin(name, context, run_dir)
-        for name in names
-    }
-
-
-def _plugin(plugin: str, context: RunContext, run_dir: Path) -> Tracker:
-    key = f"logging.report_to: {plugin!r}"
-    try:
-        tracker = load_function(plugin, context.folder, "logging.report_to:")(run_dir)
-    except PluginError:
-        raise
-    except Exception as error:  # the user's code
-        raise PluginError(f"{key} raised {type(error).__name__}: {error}") from error
-    for method in ("start", "log"):
-        if not callable(getattr(tracker, method, None)):
-            raise PluginError(f"{key} returned {type(tracker).__name__}, which has no method {method}")
-    return tracker
-
-
-def start_tracker(name: str, tracker: Tracker, context: RunContext, state: Values | None) -> Row:
-    """Start it and return its state for a resume. Raises RetrainError when it cannot start."""
-    try:
-        returned = tracker.start(TrackedRun.of(context), dict(state) if state else None)
-    except RetrainError:
-        raise
-    except Exception as error:  # whatever a client raises for logins, networks and names
-        raise RetrainError(
-            f"{name} could not start: {type(error).__name__}: {error}. Correct it, or leave it out of "
-            "[logging] report_to"
-        ) from error
-    try:
-        dumps(dict(returned or {}))
-    except (TypeError, ValueError) as error:
-        raise PluginError(f"{name}: start returned {returned!r}, not None or a dict of JSON") from error
-    return dict(returned or {})
-
-
-def tracker_values(row: Values) -> Row:
-    """Return a row under its tracker names, without nulls and the step; booleans become 0 and 1."""
-    return {
-        wandb_name(key): int(value) if isinstance(value, bool) else value
-        for key, value in row.items()
-        if value is not None and key not in NOT_TRACKED
-    }
-
-
 def is_evaluation(values: Values) -> bool:
     """Return whether these values are those of evaluations, not of a row."""
     return all(key.startswith("eval/") for key in values)
-
-
-def without_evaluations(row: Values) -> Row:
-    """Return the row without the evaluations in it, which trackers get at their own step."""
-    prefixes = tuple(key.removesuffix("step") for key in row if key.startswith("eval/") and key.endswith("/step"))
-    return {key: value for key, value in row.items() if not key.startswith(prefixes)}
 
 
 class WandbTracker:

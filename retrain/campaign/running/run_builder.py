@@ -28,8 +28,8 @@ from retrain.errors import UsageError
 from retrain.files import prepare_directory
 from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
-from retrain.records.context import RunContext, chart_ranges
 from retrain.records.environment import SystemInfo, module_hashes, run_facts
+from retrain.records.measure import RunContext, chart_ranges
 from retrain.records.observer import Observer
 from retrain.records.recorder import RunRecorder
 from retrain.rewards import Grader
@@ -257,7 +257,7 @@ def _restore(run: Run, model: CohortModel, point: ResumePoint) -> list[str]:
     config, lines = run.config, []
     if config.model.trust_remote_code:
         lines.append(f"{model.name} may run code of its own: trust_remote_code = true")
-    if run.recorder.begun or run.checkpoints.any_written:
+    if run.recorder.files.any_written or run.checkpoints.any_written:
         lines += resume(run, point.step, point.passed_over)
     is_resumed = run.checkpoints.restored_step is not None
     if not is_resumed and config.resume.from_:
