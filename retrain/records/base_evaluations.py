@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -74,12 +73,23 @@ class BaseEvaluations:
             **{key: getattr(record, key) for key in SAMPLING},
             "setting": setting,
             "problem_ids": [prompt.problem.id for prompt in prompts],
-            "prompts": [_prompt_facts(prompt) for prompt in prompts],
+            "prompts": [
+                {"text": prompt.text, "token_ids": prompt.token_ids, "messages": list(map(dict, prompt.messages))}
+                for prompt in prompts
+            ],
             "rollouts": [[_facts(rollout) for rollout in group.rollouts] for group in record.groups],
         }
         packed = io.BytesIO()
-        arrays: dict[str, Any] = {"facts": np.array(dumps(facts)), **_arrays(rollouts)}
-        np.savez_compressed(packed, **arrays)
+        actions = [turn.action for rollout in rollouts for turn in rollout.turns]
+        entropies = [action.entropy_T for action in actions if action.entropy_T is not None]
+        np.savez_compressed(
+            packed,
+            facts=np.array(dumps(facts)),
+            lengths=np.array([len(action) for action in actions]),
+            token_ids=np.concatenate([np.asarray(action.token_ids, dtype=np.int64) for action in actions]),
+            logprobs=np.concatenate([action.logprobs_T for action in actions]),
+            entropies=np.concatenate(entropies) if len(entropies) == len(actions) else np.zeros(0),
+        )
         write_bytes(self.path(setting), packed.getvalue())
 
 
@@ -89,32 +99,12 @@ def _is_graded(rollout: Rollout) -> bool:
     return not reward.error and not reward.audit_error and reward.total_reward is not None
 
 
-def _prompt_facts(prompt: Prompt) -> Row:
-    return {
-        "text": prompt.text,
-        "token_ids": prompt.token_ids,
-        "messages": [dict(message) for message in prompt.messages],
-    }
-
-
-def _arrays(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-    """Return tokens, log-probabilities and entropies of all actions, concatenated, and the actions' lengths."""
-    actions = [turn.action for rollout in rollouts for turn in rollout.turns]
-    entropies = [action.entropy_T for action in actions if action.entropy_T is not None]
-    return {
-        "lengths": np.array([len(action) for action in actions]),
-        "token_ids": np.concatenate([np.asarray(action.token_ids, dtype=np.int64) for action in actions]),
-        "logprobs": np.concatenate([action.logprobs_T for action in actions]),
-        "entropies": np.concatenate(entropies) if len(entropies) == len(actions) else np.zeros(0),
-    }
-
-
 def _facts(rollout: Rollout) -> Row:
     """Return a rollout without the arrays of its actions."""
     turns = [
         {
             "observation_ids": turn.observation_ids,
-            "messages": [dict(message) for message in turn.messages],
+            "messages": list(map(dict, turn.messages)),
             "text": turn.action.text,
             "stop_reason": turn.action.stop_reason,
             "fresh": turn.fresh,

@@ -71,9 +71,7 @@ class Completion(Record):
     """The problem; of a file its name and line, `problems.jsonl:17`."""
     error: str = ""
     """Why grading failed; only in the rows where it did."""
-
-    def to_row(self) -> Row:
-        return {key: value for key, value in super().to_row().items() if key != "error" or value}
+    omitted_if_empty = ("error",)
 
 
 @dataclass(frozen=True, kw_only=True)
