@@ -5,7 +5,7 @@
 rows of runs whose configuration can define them; all other keys stand in every row.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -14,13 +14,12 @@ from retrain.config.upkeep import Tool
 TOOLS: tuple[str, ...] = get_args(Tool)
 """Tools whose names for our numbers can be repeated in every row (``[logging] aliases``)."""
 
-PERCENTAGE = "×100", lambda share: 100.0 * share
-SCALED_ALIASES: dict[str, tuple[str, Callable[[float], float]]] = {
-    "stop_reason_length_pct": PERCENTAGE,
-    "discarded_stop_reason_length_pct": PERCENTAGE,
-    "frac_reward_zero_std": ("1 − value", lambda share: 1.0 - share),
+SCALED_ALIASES: dict[str, tuple[str, float, float]] = {
+    "stop_reason_length_pct": ("×100", 0.0, 100.0),
+    "discarded_stop_reason_length_pct": ("×100", 0.0, 100.0),
+    "frac_reward_zero_std": ("1 − value", 1.0, -1.0),
 }
-"""Aliases that are not the plain value: what they are instead, in words and as a function."""
+"""Aliases that are not the plain value: what they are instead, in words and as offset and factor."""
 
 
 @dataclass(frozen=True)
@@ -505,7 +504,7 @@ def metrics_markdown() -> str:
 
 def _markdown_row(metric: Metric) -> str:
     named = [(alias, tool) for tool, names in metric.aliases.items() for alias in names]
-    notes = {alias: f" ({note})" for alias, (note, _) in SCALED_ALIASES.items()}
+    notes = {alias: f" ({note})" for alias, (note, *_) in SCALED_ALIASES.items()}
     aliases = "<br>".join(f"`{alias}`{notes.get(alias, '')} {tool}" for alias, tool in named)
     needs = {
         "ahead": "with `max_off_policy_steps`",

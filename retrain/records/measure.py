@@ -84,17 +84,6 @@ class RunContext:
         return credit_of(algorithm.transform_mode).features | {name for name, is_on in switches.items() if is_on}
 
 
-def chart_ranges(*declared: Mapping[str, Values]) -> dict[str, Row]:
-    """Merge the ranges that several owners declare for their numbers (``RunContext.ranges``); later ones win.
-
-    Charts are scaled by them; training never sees them.
-    """
-    ranges: dict[str, Row] = {}
-    for name, limits in (item for owner in declared for item in owner.items()):
-        ranges.setdefault(name, {}).update(limits)
-    return ranges
-
-
 @dataclass
 class Totals:
     """Running sums of a run; part of its saved state."""
@@ -206,8 +195,11 @@ def _aliases(
 ) -> Iterator[tuple[str, float | None]]:
     """Yield the metric's names in the chosen tools with the value that it has there; ``name`` fills ``<name>``."""
     for alias in (alias for tool in tools for alias in metric.aliases.get(tool, ())):
-        scale = SCALED_ALIASES.get(alias)
-        yield alias.replace("<name>", name), value if scale is None or value is None else scale[1](value)
+        scaled = value
+        if alias in SCALED_ALIASES and value is not None:
+            _, offset, factor = SCALED_ALIASES[alias]
+            scaled = offset + factor * value
+        yield alias.replace("<name>", name), scaled
 
 
 def tags_to_show(samples: Samples, context: RunContext) -> list[str]:

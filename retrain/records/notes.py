@@ -69,6 +69,13 @@ def explain(rows: Sequence[Values], config: Config, dtype: str = "float32", made
     return notes
 
 
+def note_line(note: Note) -> str:
+    """Return the note as a line of ``run.log``. A remedy that begins with a key keeps its first letter."""
+    first = note.remedy.partition(" ")[0].rstrip(",:;")
+    remedy = f"{note.remedy[:1].upper()}{note.remedy[1:]}" if first.isalpha() else note.remedy
+    return f"step {note.step}: {note.text}. {remedy}."
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 

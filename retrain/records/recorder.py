@@ -18,7 +18,7 @@ from retrain.config.upkeep import trackers as tracker_names
 from retrain.files import write_json
 from retrain.records.environment import SystemInfo
 from retrain.records.measure import START, RunContext, measure_step
-from retrain.records.notes import WINDOW, explain
+from retrain.records.notes import WINDOW, explain, note_line
 from retrain.records.reader import RunReader
 from retrain.records.reporter import Reporter, make_trackers
 from retrain.records.rollouts import TokenText
@@ -99,7 +99,7 @@ class RunRecorder:
         for note in notes:
             self._noted.add(note.key)
             say = self._warn if note.level == "warning" else self.log
-            say(f"step {note.step}: {note}")
+            say(note_line(note))
         self.files.write(lambda: self.files.write_step(record, row, notes))
         for reporter in self._reporters:
             reporter.log_row(record.step, row)

@@ -200,11 +200,6 @@ class Note(Record):
     remedy: str
     """Remedy."""
 
-    def __str__(self) -> str:
-        first = self.remedy.partition(" ")[0].rstrip(",:;")
-        remedy = f"{self.remedy[:1].upper()}{self.remedy[1:]}" if first.isalpha() else self.remedy  # run.log, a key
-        return f"{self.text}. {remedy}."
-
 
 @dataclass(frozen=True)
 class Checkpoint(Record):
