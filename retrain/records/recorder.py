@@ -9,29 +9,45 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from retrain.clock import timestamp
 from retrain.config.upkeep import trackers as tracker_names
-from retrain.files import write_json
+from retrain.files import dumps, keep_rows, truncate_jsonl, write_json, write_text
+from retrain.records.columns import ColumnWriter
 from retrain.records.environment import SystemInfo
 from retrain.records.measure import START, RunContext, measure_step
 from retrain.records.notes import WINDOW, explain, note_line
 from retrain.records.reader import RunReader
 from retrain.records.reporter import Reporter, make_trackers
-from retrain.records.rollouts import TokenText
+from retrain.records.rollout_page import rollout_page
+from retrain.records.rollouts import (
+    TRAIN,
+    Batch,
+    TokenText,
+    batch_name,
+    generations,
+    held_out_completions,
+    logtree,
+    summary_rows,
+)
 from retrain.records.samples import eval_row
 from retrain.records.schema import layout
 from retrain.records.schema.base import Row, Values
-from retrain.records.schema.rows import Checkpoint, Note, RecorderState
+from retrain.records.schema.rows import Checkpoint, Evaluation, Iteration, Note, RecorderState, StepSpans, StepSummary
 from retrain.records.text import without_keys
 from retrain.records.timeline import write_timeline
+from retrain.records.tokens import tokens_name, write_tokens
 from retrain.records.trackers import Tracker
-from retrain.records.writer import ROW_FILES, RunFiles
-from retrain.types import EvalRecord, StepRecord
+from retrain.records.writer import RecordFiles
+from retrain.types import CreditedGroup, EvalRecord, StepRecord
 
+ROW_FILES = (layout.METRICS, layout.STEPS, layout.GENERATIONS, layout.SPANS)
+"""Records in which every step has a row."""
+EVALUATION_FILES = (layout.EVALS, layout.EVALUATIONS)
+"""Records with the rows of evaluations."""
 SERVER_REMEDY = "requests wait for a server, or go to the others; a launched one says more in server.log"
 
 
@@ -196,3 +212,140 @@ class RunRecorder:
 
 def _sum(rows: Mapping[str, int], added: Mapping[str, int]) -> dict[str, int]:
     return {**rows, **{name: rows.get(name, 0) + count for name, count in added.items()}}
+
+
+class RunFiles(RecordFiles):
+    """The files in which one run records its steps and evaluations.
+
+    ``token_text`` places a completion's tokens in its text, for the pages.
+    """
+
+    def __init__(
+        self, directory: Path, context: RunContext, token_text: TokenText | None, guard: Callable[[], None]
+    ) -> None:
+        super().__init__(directory, guard)
+        self.context, self._token_text = context, token_text
+        self._columns = ColumnWriter(directory / layout.METRICS)
+
+    @property
+    def any_written(self) -> bool:
+        """Return whether an earlier process has recorded anything here."""
+        names = (*ROW_FILES, layout.NOTES, layout.EVALS, layout.CHECKPOINTS)
+        return any((self.directory / name).exists() for name in names)
+
+    def write_step(self, record: StepRecord, row: Row, notes: Sequence[Note]) -> None:
+        """Write all files of one step (on the thread)."""
+        self.append(layout.METRICS, [row])
+        self.wrote(*self._columns.follow())
+        self.append(layout.STEPS, [_step_summary(record, row)])
+        lines = self.append(layout.GENERATIONS, generations(record))
+        self.append(layout.SPANS, [_step_spans(record)])
+        self.append(layout.NOTES, [note.to_row() for note in notes])
+        tokens = self.context.keeps_tokens(record.step)
+        self._write_rollouts(TRAIN, record.step, record.groups, record.step_start, tokens, lines)
+
+    def write_evaluation(self, record: EvalRecord, row: Row, started: float) -> None:
+        """Write all files of one evaluation (on the thread)."""
+        sampling = {key: getattr(record, key) for key in Evaluation.field_names()}
+        self.append(layout.EVALS, [sampling | row])
+        config = self.context.config
+        lines = self.append(layout.EVALUATIONS, held_out_completions(record, config.reward.strict_answers))
+        groups, tokens = list(map(CreditedGroup.of, record.groups)), config.logging.rollouts_every > 0
+        self._write_rollouts(f"eval/{record.name}", record.step, groups, started, tokens, lines)
+
+    def _write_rollouts(
+        self,
+        split: str,
+        iteration: int,
+        groups: Sequence[CreditedGroup],
+        started: float,
+        tokens: bool,
+        lines: tuple[int, int],
+    ) -> None:
+        """Write an iteration's rollouts, with ``tokens`` also its pages and tokens, and its line in the index.
+
+        ``lines`` are the bytes [begin, end) of its completions in ``emergence/generations.jsonl``, of an evaluation in
+        ``emergence/evaluations.jsonl``.
+        """
+        config, run, condition = self.context.config, self.context.run_id, self.context.condition
+        weights = {part.shown_name: (part.weight, part.offset) for part in config.reward.components}
+        batch = Batch(split, iteration, groups, run, condition, started, self._token_text, weights)
+        self.check_directory()
+        self.wrote(*write_rollouts(self.directory, batch, config.logging.num_groups_to_log if tokens else None))
+        rewards = [rollout.reward for group in groups for rollout in group.rollouts]
+        totals = [reward.total_reward for reward in rewards if reward.total_reward is not None]
+        line = Iteration(
+            split=split,
+            iteration=iteration,
+            groups=len(groups),
+            rollouts=len(rewards),
+            correct=sum(reward.is_correct for reward in rewards),
+            reward=sum(totals) / len(totals) if totals else None,
+            lines=lines,
+            name=batch.name,
+            tokens=tokens_name(split, iteration) if tokens else None,
+        )
+        self.append(layout.ITERATIONS, [line.to_row()])
+
+    def truncate(self, step: int) -> dict[str, int]:
+        """Remove everything at and after ``step`` (the next step to run) and lines torn by a kill. Return the rows that
+        are left in each record."""
+        self.flush()
+        reader = RunReader(self.directory)
+        # An evaluation or checkpoint numbered n was made at the end of step n - 1, before the state restored at n.
+        done = step + 1 if step > 0 else 0
+        for row in reader.iter_metrics():
+            if row["step"] >= step:
+                self._remove_rollouts(TRAIN, row["step"])
+        for row in reader.evaluations():
+            if row["step"] >= done:
+                self._remove_rollouts(f"eval/{row['name']}", row["step"])
+        counts = {name: truncate_jsonl(self.directory / name, step) for name in ROW_FILES}
+        truncate_jsonl(self.directory / layout.NOTES, step)
+        index = self.directory / layout.ITERATIONS
+        keep_rows(index, lambda row: row["iteration"] < (step if row["split"] == TRAIN else done))
+        self._columns.forget()
+        counts |= {name: truncate_jsonl(self.directory / name, done) for name in EVALUATION_FILES}
+        truncate_jsonl(self.directory / layout.CHECKPOINTS, done, key="batch")
+        return counts
+
+    def _remove_rollouts(self, split: str, iteration: int) -> None:
+        for ending in (layout.SUMMARIES, layout.LOGTREE, layout.PAGE):
+            (self.directory / f"{batch_name(split, iteration)}{ending}").unlink(missing_ok=True)
+        (self.directory / tokens_name(split, iteration)).unlink(missing_ok=True)
+
+
+def write_rollouts(directory: Path, batch: Batch, num_groups: int | None) -> list[Path]:
+    """Write the summary lines and, unless ``num_groups`` is None, every token, and logtree and page with the texts of
+    ``num_groups`` groups, without waiting for the disk; return the paths."""
+    texts = {layout.SUMMARIES: "".join(dumps(row) + "\n" for row in summary_rows(batch))}
+    if num_groups is not None:
+        texts[layout.LOGTREE] = dumps(logtree(batch, num_groups)) + "\n"
+        texts[layout.PAGE] = rollout_page(batch, num_groups)
+    paths = {directory / f"{batch.name}{ending}": text for ending, text in texts.items()}
+    for path, text in paths.items():
+        write_text(path, text, durable=False)
+    return [*paths, *([] if num_groups is None else [write_tokens(directory, batch)])]
+
+
+def _step_summary(record: StepRecord, row: Row) -> Row:
+    """Return the step's line of ``emergence/steps.jsonl``."""
+    rewards = [rollout.reward for group in record.groups for rollout in group.rollouts]
+    summary = StepSummary(
+        step=record.step,
+        mean_reward=row["mean_reward"],
+        correct_count=sum(reward.is_correct for reward in rewards),
+        total_count=len(rewards),
+        condition=row["condition"],
+        uncertainty_kind=row["uncertainty_kind"],
+    )
+    return summary.to_row() | {key: row[key] for key in row if key.startswith(("exec_", "plan_"))}
+
+
+def _step_spans(record: StepRecord) -> Row:
+    """Return the step's line of ``timing_spans.jsonl``; wall clock in seconds since the epoch."""
+    spans = [
+        {"name": name, "duration": end - start, "wall_start": start, "wall_end": end}
+        for name, start, end in record.spans
+    ]
+    return StepSpans(record.step, spans).to_row()

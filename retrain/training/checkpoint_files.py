@@ -13,9 +13,9 @@ from retrain.files import aside_of, read_json, read_jsonl, sha256, write_bytes, 
 from retrain.ownership import Owner, is_whole, owner_of, publish, remove
 from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.records.reader import last_row
+from retrain.records.recorder import EVALUATION_FILES, ROW_FILES
 from retrain.records.schema.campaign import CheckpointFiles
 from retrain.records.schema.layout import MANIFEST, STATE
-from retrain.records.writer import EVALUATION_FILES, ROW_FILES
 
 FORMAT = 3
 

@@ -22,11 +22,10 @@ from helpers.records import (
 )
 
 from retrain.files import read_jsonl
-from retrain.records.recorder import RunRecorder
+from retrain.records.recorder import RunRecorder, write_rollouts
 from retrain.records.rollout_page import SAMPLE_CHARACTERS, TABLE_ROWS, rollout_page
 from retrain.records.rollouts import MESSAGE_CHARACTERS, Batch, logtree
 from retrain.records.text import visible
-from retrain.records.writer import write_rollouts
 from retrain.types import Action, CreditedGroup, Group, Problem, Prompt, RewardResult, Turn, single_turn
 
 
