@@ -18,7 +18,7 @@ from retrain.records.text import escape
 
 
 def data_block(identifier: str, value: object) -> str:
-    """``value`` as JSON that the page's script reads: ``JSON.parse(document.getElementById(…).textContent)``.
+    """Return ``value`` as JSON that the page's script reads: ``JSON.parse(document.getElementById(…).textContent)``.
 
     ``identifier`` is ours, never a model's. Nothing in the text can end the element.
     """
@@ -30,17 +30,17 @@ def data_block(identifier: str, value: object) -> str:
 
 @cache
 def asset(name: str) -> str:
-    """The text of a style sheet or script of ours, by its name in ``assets/``."""
+    """Return the text of a style sheet or script of ours, by its name in ``assets/``."""
     return (files("retrain.records") / "assets" / name).read_text(encoding="utf-8")
 
 
 def generator(made_by: str) -> str:
-    """The element in a page's head that says who made it."""
+    """Return the element in a page's head that says who made it."""
     return f'<meta name="generator" content="{escape(made_by)}">'
 
 
 def facts(items: Iterable[Sequence[str]]) -> str:
-    """A row of numbers with what they count: (name, value) or (name, value, hint), each of them HTML."""
+    """Return a row of numbers with what they count: (name, value) or (name, value, hint), each of them HTML."""
     parts = []
     for name, value, *hint in items:
         title = f' title="{hint[0]}"' if any(hint) else ""
@@ -49,7 +49,7 @@ def facts(items: Iterable[Sequence[str]]) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection[int], css: str = "") -> str:
-    """A table that scrolls inside itself; cells are HTML, all columns but ``texts`` are numbers."""
+    """Return a table that scrolls inside itself; cells are HTML, all columns but ``texts`` are numbers."""
     classes = ["" if i in texts else ' class="number"' for i in range(len(heads))]
 
     def line(tag: str, cells: Sequence[str]) -> str:
@@ -61,7 +61,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection
 
 
 def page(title: str, body: str, *, styles: str = "", script: str = "", made_by: str = "retrain") -> str:
-    """A whole document. ``title`` is text; ``body`` is HTML made of escaped parts; ``styles`` and ``script`` are ours.
+    """Return a whole document.
+
+    ``title`` is text; ``body`` is HTML made of escaped parts; ``styles`` and ``script`` are ours.
 
     The styles give ``body`` a palette as CSS variables (``--ink --paper --raised --line --muted --accent --good --bad
     --warn`` and ``--c1`` to ``--c8`` for series), the classes ``.muted``, ``.number``, ``.chip``, ``.card``,
