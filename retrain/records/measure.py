@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import get_args
 
@@ -66,7 +67,16 @@ class RunContext:
         every = self.config.logging.rollouts_every
         return every > 0 and (step % every == 0 or step + 1 == self.max_steps)
 
-    @property
+    @cached_property
+    def evaluation_keys(self) -> tuple[str, ...]:
+        """The keys of all evaluations, which stand in every row; none where the configuration evaluates nothing."""
+        keys: list[str] = []
+        for each in self.config.evaluated:
+            nothing = EvalRecord(each.recorded_name, 0, [], each.sampling.temperature, each.samples, seconds=0.0)
+            keys += eval_row(nothing, self.tags_of(each.recorded_name), audited=self.config.audit.wanted)
+        return tuple(keys)
+
+    @cached_property
     def features(self) -> frozenset[str]:
         """The features that the configuration switches on, as named by ``Metric.requires``."""
         config, algorithm = self.config, self.config.algorithm
@@ -128,23 +138,13 @@ def measure_step(record: StepRecord, context: RunContext, state: RecorderState) 
         row.update({f"env/{tag}/{key}": value for key, value in env_metrics(tagged).items()})
         for name in names:
             row.setdefault(f"env/{tag}/{name}", mean(tagged.parts[name]) if name in tagged.parts else None)
-    row.update(_empty_evaluations(context) | state.evaluations)
+    row.update(dict.fromkeys(context.evaluation_keys) | state.evaluations)
     row.update({key: values[key] for key in sorted(values) if key not in row})
     row = jsonable(row)
     for key in sorted(state.known_keys):
         row.setdefault(key, None)
     keys = list(dict.fromkeys([*state.known_keys, *row]))
     return row, replace(state, totals=asdict(totals), known_keys=keys, known_tags=tags, evaluations={})
-
-
-def _empty_evaluations(context: RunContext) -> Row:
-    """Return the eval keys of a step without evaluation, all None; none where the configuration evaluates nothing."""
-    row: Row = {}
-    for each in context.config.evaluated:
-        nothing = EvalRecord(each.recorded_name, 0, [], each.sampling.temperature, each.samples, seconds=0.0)
-        tags = context.tags_of(each.recorded_name)
-        row |= dict.fromkeys(eval_row(nothing, tags, audited=context.config.audit.wanted))
-    return row
 
 
 def _values(record: StepRecord, context: RunContext, totals: Totals, samples: Samples, sampled: Samples) -> Row:
