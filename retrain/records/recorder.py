@@ -239,7 +239,11 @@ class RunFiles(RecordFiles):
         self.wrote(*self._columns.follow())
         self.append(layout.STEPS, [_step_summary(record, row)])
         lines = self.append(layout.GENERATIONS, generations(record))
-        self.append(layout.SPANS, [_step_spans(record)])
+        spans = [
+            {"name": name, "duration": end - start, "wall_start": start, "wall_end": end}
+            for name, start, end in record.spans
+        ]
+        self.append(layout.SPANS, [StepSpans(record.step, spans).to_row()])
         self.append(layout.NOTES, [note.to_row() for note in notes])
         tokens = self.context.keeps_tokens(record.step)
         self._write_rollouts(TRAIN, record.step, record.groups, record.step_start, tokens, lines)
@@ -340,12 +344,3 @@ def _step_summary(record: StepRecord, row: Row) -> Row:
         uncertainty_kind=row["uncertainty_kind"],
     )
     return summary.to_row() | {key: row[key] for key in row if key.startswith(("exec_", "plan_"))}
-
-
-def _step_spans(record: StepRecord) -> Row:
-    """Return the step's line of ``timing_spans.jsonl``; wall clock in seconds since the epoch."""
-    spans = [
-        {"name": name, "duration": end - start, "wall_start": start, "wall_end": end}
-        for name, start, end in record.spans
-    ]
-    return StepSpans(record.step, spans).to_row()
