@@ -10,6 +10,7 @@ import argparse
 import json
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from retrain.files import write_json
 from retrain.records.catalogue import METRICS
 from retrain.records.columns import ColumnWriter
-from retrain.records.context import RunContext
+from retrain.records.measure import RunContext
 from retrain.records.recorder import RunRecorder
 from retrain.types import Action, CreditedBatch, CreditedGroup, Problem, Prompt, RewardResult, StepRecord, single_turn
 
@@ -156,7 +157,9 @@ def long_answers(folder: Path, samples: int, tokens: int) -> None:
         batch = CreditedBatch((CreditedGroup.of(single_turn(problem, acts, [RewardResult(1.0), RewardResult(0.0)])),))
         groups += batch.with_fields(batch.rollouts, ({"advantage": value} for value in (0.5, -0.5))).groups
     spans = [(5 * i, 5 * i + 5) for i in range(tokens)]
-    with RunRecorder(folder, told, {}, token_text=lambda ids: ("word " * len(ids), spans[: len(ids)])) as recorder:
+    with closing(
+        RunRecorder(folder, told, {}, token_text=lambda ids: ("word " * len(ids), spans[: len(ids)]))
+    ) as recorder:
         recorder.record_step(StepRecord(0, groups, {}, {}, [("rollout", 0.0, 1.0)], 0.0, 2.0))
     write_json(folder / "config.json", {"run_id": folder.name, "condition": "grpo+none"})
 

@@ -9,7 +9,7 @@ import typer
 from retrain.commands.arguments import AsJson, ConfigFile, Sets, read
 from retrain.commands.output import duration, note, print_table, visible
 from retrain.files import dumps
-from retrain.records.numbers import interval, minus, number
+from retrain.records.text import interval, minus, number
 
 
 def probe(

@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -74,13 +73,13 @@ class BaseEvaluations:
             **{key: getattr(record, key) for key in SAMPLING},
             "setting": setting,
             "problem_ids": [prompt.problem.id for prompt in prompts],
-            "prompts": [_prompt_facts(prompt) for prompt in prompts],
+            "prompts": [
+                {"text": prompt.text, "token_ids": prompt.token_ids, "messages": list(map(dict, prompt.messages))}
+                for prompt in prompts
+            ],
             "rollouts": [[_facts(rollout) for rollout in group.rollouts] for group in record.groups],
         }
-        packed = io.BytesIO()
-        arrays: dict[str, Any] = {"facts": np.array(dumps(facts)), **_arrays(rollouts)}
-        np.savez_compressed(packed, **arrays)
-        write_bytes(self.path(setting), packed.getvalue())
+        write_bytes(self.path(setting), _packed(facts, rollouts))
 
 
 def _is_graded(rollout: Rollout) -> bool:
@@ -89,24 +88,20 @@ def _is_graded(rollout: Rollout) -> bool:
     return not reward.error and not reward.audit_error and reward.total_reward is not None
 
 
-def _prompt_facts(prompt: Prompt) -> Row:
-    return {
-        "text": prompt.text,
-        "token_ids": prompt.token_ids,
-        "messages": [dict(message) for message in prompt.messages],
-    }
-
-
-def _arrays(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-    """Return tokens, log-probabilities and entropies of all actions, concatenated, and the actions' lengths."""
+def _packed(facts: Row, rollouts: Sequence[Rollout]) -> bytes:
+    """Return the file of these facts with tokens, log-probabilities and entropies of all actions, concatenated."""
     actions = [turn.action for rollout in rollouts for turn in rollout.turns]
     entropies = [action.entropy_T for action in actions if action.entropy_T is not None]
-    return {
-        "lengths": np.array([len(action) for action in actions]),
-        "token_ids": np.concatenate([np.asarray(action.token_ids, dtype=np.int64) for action in actions]),
-        "logprobs": np.concatenate([action.logprobs_T for action in actions]),
-        "entropies": np.concatenate(entropies) if len(entropies) == len(actions) else np.zeros(0),
-    }
+    file = io.BytesIO()
+    np.savez_compressed(
+        file,
+        facts=np.array(dumps(facts)),
+        lengths=np.array([len(action) for action in actions]),
+        token_ids=np.concatenate([np.asarray(action.token_ids, dtype=np.int64) for action in actions]),
+        logprobs=np.concatenate([action.logprobs_T for action in actions]),
+        entropies=np.concatenate(entropies) if len(entropies) == len(actions) else np.zeros(0),
+    )
+    return file.getvalue()
 
 
 def _facts(rollout: Rollout) -> Row:
@@ -114,7 +109,7 @@ def _facts(rollout: Rollout) -> Row:
     turns = [
         {
             "observation_ids": turn.observation_ids,
-            "messages": [dict(message) for message in turn.messages],
+            "messages": list(map(dict, turn.messages)),
             "text": turn.action.text,
             "stop_reason": turn.action.stop_reason,
             "fresh": turn.fresh,

@@ -5,23 +5,21 @@
 rows of runs whose configuration can define them; all other keys stand in every row.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import get_args
 
 from retrain.config.upkeep import Tool
-from retrain.records.context import RunContext
 
 TOOLS: tuple[str, ...] = get_args(Tool)
 """Tools whose names for our numbers can be repeated in every row (``[logging] aliases``)."""
 
-PERCENTAGE = "×100", lambda share: 100.0 * share
-SCALED_ALIASES: dict[str, tuple[str, Callable[[float], float]]] = {
-    "stop_reason_length_pct": PERCENTAGE,
-    "discarded_stop_reason_length_pct": PERCENTAGE,
-    "frac_reward_zero_std": ("1 − value", lambda share: 1.0 - share),
+SCALED_ALIASES: dict[str, tuple[str, float, float]] = {
+    "stop_reason_length_pct": ("×100", 0.0, 100.0),
+    "discarded_stop_reason_length_pct": ("×100", 0.0, 100.0),
+    "frac_reward_zero_std": ("1 − value", 1.0, -1.0),
 }
-"""Aliases that are not the plain value: what they are instead, in words and as a function."""
+"""Aliases that are not the plain value: what they are instead, in words and as offset and factor."""
 
 
 @dataclass(frozen=True)
@@ -471,19 +469,6 @@ EVAL_STATISTICS = tuple(
 )
 
 
-def row_metrics(context: RunContext) -> list[Metric]:
-    """Return the metrics (families left out) whose keys stand in every row of this run, in the order of the table."""
-    features = context.features
-    return [m for m in METRICS if "<" not in m.key and (not m.requires or m.requires in features)]
-
-
-def alias_values(metric: Metric, value: Any, tools: Sequence[str], name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the metric's names in the chosen tools with the value that it has there; ``name`` fills ``<name>``."""
-    for alias in (alias for tool in tools for alias in metric.aliases.get(tool, ())):
-        scale = SCALED_ALIASES.get(alias)
-        yield alias.replace("<name>", name), value if scale is None or value is None else scale[1](value)
-
-
 def wandb_name(key: str) -> str:
     """Return the name of a row's key on wandb: with its prefix where one is customary, else the key itself."""
     metric = BY_KEY.get(key)
@@ -519,7 +504,7 @@ def metrics_markdown() -> str:
 
 def _markdown_row(metric: Metric) -> str:
     named = [(alias, tool) for tool, names in metric.aliases.items() for alias in names]
-    notes = {alias: f" ({note})" for alias, (note, _) in SCALED_ALIASES.items()}
+    notes = {alias: f" ({note})" for alias, (note, *_) in SCALED_ALIASES.items()}
     aliases = "<br>".join(f"`{alias}`{notes.get(alias, '')} {tool}" for alias, tool in named)
     needs = {
         "ahead": "with `max_off_policy_steps`",

@@ -16,11 +16,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from retrain.records.html import visible
-from retrain.records.numbers import change, duration, number, percent, short
 from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.schema.base import Row, Values
 from retrain.records.status import NO_CHANGE, Change, RunView
+from retrain.records.text import change, duration, number, percent, short, visible
 
 PROGRESS_EVERY_S = 10.0  # Seconds after which a progress line is due before a tenth of all steps is done
 LEVEL_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
@@ -255,14 +254,14 @@ def board_view(board: Board, width: int, height: int, now: float) -> RenderableT
     views, steps = list(board.runs.values()), list(board.steps)
     room = max(4, height - FRAME_LINES)
     last = min(8, len(steps), max(2, room // 3))
-    shown = visible_runs(views, room - last)
+    rows = visible_runs(views, room - last)
     summary = Text()
     for state, style in STATE_STYLES.items():
         if count := sum(view.state == state for view in views):
             summary.append(f"{' · ' if summary else ''}{count} {state}", style=style)
-    if hidden := sum(view.state != "waiting" for view in views) - len(shown):
+    if hidden := sum(view.state != "waiting" for view in views) - len(rows):
         summary.append(f" · {hidden} not shown", style="dim")
-    parts: list[RenderableType] = [_runs_table(shown, width, now), summary]
+    parts: list[RenderableType] = [_runs_table(rows, width, now), summary]
     if steps:
         parts.append(_steps_table([(board.runs[run_id], row) for run_id, row in steps[-last:]], width))
     return Group(*parts)

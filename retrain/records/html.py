@@ -1,6 +1,6 @@
 """Self-contained HTML documents: one file, no network, dark mode, print styles, and text that cannot act.
 
-Whatever a model, a grader or a file wrote goes through ``escape``; numbers for a page's script go through
+Whatever a model, a grader or a file wrote goes through ``text.escape``; numbers for a page's script go through
 ``data_block``. The content security policy of ``page`` allows the page's own scripts by their hash and nothing else,
 so that even markup that slipped through could not run or load anything. Styles, scripts and the frame of a page
 are the files of ``assets/``, written into each page.
@@ -8,48 +8,17 @@ are the files of ``assets/``, written into each page.
 
 import base64
 import hashlib
-import html
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from string import Template
 
 from retrain.files import dumps
-
-_UNSEEN = (
-    *range(0x7F, 0xA0),  # delete and the C1 controls
-    *(0xAD, 0x61C, 0x180E, 0x3164, 0xFEFF),  # soft hyphen, Arabic letter mark, invisible letters, byte order mark
-    *range(0x200B, 0x2010),  # zero-width characters and direction marks
-    *range(0x2028, 0x202F),  # line and paragraph separators, direction overrides
-    *range(0x2060, 0x2070),  # invisible operators and direction isolates
-    *range(0xD800, 0xE000),  # lone surrogates
-    *range(0xFDD0, 0xFDF0),  # no characters
-    *(0xFFFE, 0xFFFF),
-    *range(0xE0000, 0xE0080),  # invisible tags
-)
-SHOWN = {
-    **{code: chr(0x2400 + code) for code in range(0x20) if code not in (0x09, 0x0A)},
-    **dict.fromkeys(_UNSEEN, "\N{REPLACEMENT CHARACTER}"),
-    0x7F: "\N{SYMBOL FOR DELETE}",
-}
-"""Characters that would act or hide → one visible character each; tabs and line feeds stay."""
-
-
-def visible(text: str) -> str:
-    """``text`` with every control, direction or invisible character and lone surrogate replaced by a visible mark.
-
-    One character becomes one character, so that positions in the text stay what they were. Not escaped for HTML.
-    """
-    return text if text.isascii() and text.isprintable() else text.translate(SHOWN)
-
-
-def escape(text: str) -> str:
-    """``text`` as HTML text or attribute value: nothing in it is markup, nothing in it is invisible."""
-    return html.escape(visible(str(text)), quote=True)
+from retrain.records.text import escape
 
 
 def data_block(identifier: str, value: object) -> str:
-    """``value`` as JSON that the page's script reads: ``JSON.parse(document.getElementById(…).textContent)``.
+    """Return ``value`` as JSON that the page's script reads: ``JSON.parse(document.getElementById(…).textContent)``.
 
     ``identifier`` is ours, never a model's. Nothing in the text can end the element.
     """
@@ -61,17 +30,17 @@ def data_block(identifier: str, value: object) -> str:
 
 @cache
 def asset(name: str) -> str:
-    """The text of a style sheet or script of ours, by its name in ``assets/``."""
+    """Return the text of a style sheet or script of ours, by its name in ``assets/``."""
     return (files("retrain.records") / "assets" / name).read_text(encoding="utf-8")
 
 
 def generator(made_by: str) -> str:
-    """The element in a page's head that says who made it."""
+    """Return the element in a page's head that says who made it."""
     return f'<meta name="generator" content="{escape(made_by)}">'
 
 
 def facts(items: Iterable[Sequence[str]]) -> str:
-    """A row of numbers with what they count: (name, value) or (name, value, hint), each of them HTML."""
+    """Return a row of numbers with what they count: (name, value) or (name, value, hint), each of them HTML."""
     parts = []
     for name, value, *hint in items:
         title = f' title="{hint[0]}"' if any(hint) else ""
@@ -80,7 +49,7 @@ def facts(items: Iterable[Sequence[str]]) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection[int], css: str = "") -> str:
-    """A table that scrolls inside itself; cells are HTML, all columns but ``texts`` are numbers."""
+    """Return a table that scrolls inside itself; cells are HTML, all columns but ``texts`` are numbers."""
     classes = ["" if i in texts else ' class="number"' for i in range(len(heads))]
 
     def line(tag: str, cells: Sequence[str]) -> str:
@@ -92,7 +61,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection
 
 
 def page(title: str, body: str, *, styles: str = "", script: str = "", made_by: str = "retrain") -> str:
-    """A whole document. ``title`` is text; ``body`` is HTML made of escaped parts; ``styles`` and ``script`` are ours.
+    """Return a whole document.
+
+    ``title`` is text; ``body`` is HTML made of escaped parts; ``styles`` and ``script`` are ours.
 
     The styles give ``body`` a palette as CSS variables (``--ink --paper --raised --line --muted --accent --good --bad
     --warn`` and ``--c1`` to ``--c8`` for series), the classes ``.muted``, ``.number``, ``.chip``, ``.card``,

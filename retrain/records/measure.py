@@ -1,4 +1,4 @@
-"""From what happened in a step to its row: every number of the catalogue, strict JSON, before any filtering.
+"""A run, and each of its steps as a row: every number of the catalogue, strict JSON, before any filtering.
 
 Numbers that only the policy or a controller knows come in ``StepRecord.update`` and ``.state`` under their catalogue
 keys; everything that follows from the completions themselves is computed here.
@@ -8,24 +8,90 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
 
+from retrain.config import Config
+from retrain.config.evaluation import PART
+from retrain.config.modes import credit_of
 from retrain.files import jsonable
-from retrain.records.catalogue import BESIDE, METRICS, TIMED_PARTS, alias_values, row_metrics
-from retrain.records.context import RunContext
-from retrain.records.evaluation import empty_evaluation
-from retrain.records.samples import Samples, collect, everything, group_shares, mean, mean_gini, spread, ties
-from retrain.records.schema.base import Row
-from retrain.types import CreditedGroup, Ended, StepRecord
+from retrain.records.catalogue import BESIDE, METRICS, SCALED_ALIASES, TIMED_PARTS, Metric
+from retrain.records.samples import Samples, collect, eval_row, group_shares, mean, mean_gini, spread, ties
+from retrain.records.schema.base import Row, Values
+from retrain.records.schema.rows import RecorderState
+from retrain.types import CreditedGroup, Ended, EvalRecord, StepRecord
 
 _OFF = {"sepa_lambda": 0.0, "sepa_gate_open": False, "bp_action": "off", "bp_regime": "off"}
 """Values in the row of a run without that controller."""
 
 PART_METRICS = [metric for metric in METRICS if metric.key.startswith("rewards/<name>/")]
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One run as its records name it.
+
+    ``tags`` are those that the data source may give a problem, ``reward_names`` the reward's parts and known sample
+    metrics: their keys stand in the first row already; others join the row from the step where they first appear.
+    """
+
+    condition: str
+    run_id: str
+    seed: int
+    config: Config
+    max_steps: int
+    is_campaign: bool = False
+    tags: tuple[str, ...] = ()
+    set_tags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Tags of each held-out set that differ from ``tags``."""
+    reward_names: tuple[str, ...] = ()
+    ranges: Mapping[str, Values] = field(default_factory=dict)
+    """For charts: ``{"min", "max", "invert"}`` of the total reward (as ``reward``) and of other numbers by name."""
+    skipped_prompts: int = 0  # Problems left out because their prompts are too long
+    folder: Path | None = None  # The folder of the TOML file, where modules that it names are looked up first
+
+    def lowest(self, name: str) -> float | None:
+        """Return the smallest value that ``ranges`` declares for this number; None where it declares none."""
+        return self.ranges.get(name, {}).get("min")
+
+    def tags_of(self, name: str) -> tuple[str, ...]:
+        return self.set_tags.get(name.removesuffix(PART), self.tags)
+
+    def keeps_tokens(self, step: int) -> bool:
+        """Return whether the rollouts of this step are recorded token by token, with their pages."""
+        every = self.config.logging.rollouts_every
+        return every > 0 and (step % every == 0 or step + 1 == self.max_steps)
+
+    @cached_property
+    def evaluation_keys(self) -> tuple[str, ...]:
+        """The keys of all evaluations, which stand in every row; none where the configuration evaluates nothing."""
+        keys: list[str] = []
+        for each in self.config.evaluated:
+            nothing = EvalRecord(each.recorded_name, 0, [], each.sampling.temperature, each.samples, seconds=0.0)
+            keys += eval_row(nothing, self.tags_of(each.recorded_name), audited=self.config.audit.wanted)
+        return tuple(keys)
+
+    @cached_property
+    def features(self) -> frozenset[str]:
+        """The features that the configuration switches on, as named by ``Metric.requires``."""
+        config, algorithm = self.config, self.config.algorithm
+        switches = {
+            "evaluation": config.held_out,
+            "episodes": config.environment.hosted,
+            "tools": config.environment.tools,
+            "updates": config.training.several_updates,
+            "critic": algorithm.critic,
+            "ahead": config.training.max_off_policy_steps,
+            "rejection": algorithm.chooses_before or algorithm.rejection_denominator == "kept",
+            "distillation": config.distillation.active,
+            "dynamic": config.training.dynamic_sampling,
+        }
+        return credit_of(algorithm.transform_mode).features | {name for name, is_on in switches.items() if is_on}
 
 
 @dataclass
@@ -49,41 +115,46 @@ class Totals:
         return Totals(self.episodes + len(samples), correct, tokens, began, end)
 
 
-def step_row(
-    record: StepRecord,
-    context: RunContext,
-    totals: Totals | None = None,
-    known_tags: tuple[str, ...] = (),
-    evaluations: Row | None = None,
-    samples: Samples | None = None,
-) -> Row:
-    """Return the row of one step: every key that the configuration defines, aliases included, None where undefined.
+START = RecorderState(totals=asdict(Totals()), known_keys=[], known_tags=[], evaluations={})
+"""State of the records before the first step."""
 
-    ``totals`` are the run's sums *before* this step, ``known_tags`` the tags shown in earlier steps, ``evaluations``
-    the eval keys of this step (``eval_row``), ``samples`` its completions where they have been collected already.
+
+def measure_step(record: StepRecord, context: RunContext, state: RecorderState) -> tuple[Row, RecorderState]:
+    """Return the row of one step, and the state of the records after it.
+
+    The row has every key that the configuration defines or an earlier row had, aliases included, None where undefined.
     Keys stand in the order of the catalogue, then further ones by name.
     """
-    samples = collect(record.groups) if samples is None else samples
-    values = _values(record, context, totals or Totals(), samples)
+    samples = collect(record.groups)
+    sampled = collect([*record.groups, *map(CreditedGroup.of, record.dropped)]) if record.dropped else samples
+    totals = Totals(**state.totals).plus(sampled, record.step_start, record.step_end)
+    tags = sorted({*state.known_tags, *tags_to_show(samples, context)})
+    values = _values(record, context, totals, samples, sampled)
     row = _catalogue_keys(values, context)
     names = tuple(sorted({*context.reward_names, *samples.parts}))
     _add_parts(row, samples, names, context)
-    for tag in sorted({*known_tags, *tags_to_show(samples, context)}):
+    for tag in tags:
         tagged = samples.tagged(tag)
         row.update({f"env/{tag}/{key}": value for key, value in env_metrics(tagged).items()})
         for name in names:
             row.setdefault(f"env/{tag}/{name}", mean(tagged.parts[name]) if name in tagged.parts else None)
-    row.update(empty_evaluation(context) | (evaluations or {}))
+    row.update(dict.fromkeys(context.evaluation_keys) | state.evaluations)
     row.update({key: values[key] for key in sorted(values) if key not in row})
-    return jsonable(row)
+    row = jsonable(row)
+    for key in sorted(state.known_keys):
+        row.setdefault(key, None)
+    keys = list(dict.fromkeys([*state.known_keys, *row]))
+    return row, replace(state, totals=asdict(totals), known_keys=keys, known_tags=tags, evaluations={})
 
 
-def _values(record: StepRecord, context: RunContext, totals: Totals, samples: Samples) -> Row:
-    """Return every number of the step by its key: those that follow from the completions, then the reported ones."""
-    sampled, features = everything(record, samples), context.features
-    sums = totals.plus(sampled, record.step_start, record.step_end)
+def _values(record: StepRecord, context: RunContext, totals: Totals, samples: Samples, sampled: Samples) -> Row:
+    """Return every number of the step by its key: those that follow from the completions, then the reported ones.
+
+    ``samples`` are the completions of the batch, ``sampled`` also those of the groups that it dropped.
+    """
+    features = context.features
     values: Row = {
-        **_general(record, context, samples, sums),
+        **_general(record, context, samples, totals),
         **_OFF,
         **_rewards(samples, context),
         **(_episodes(record.groups) if "episodes" in features else {}),
@@ -94,7 +165,7 @@ def _values(record: StepRecord, context: RunContext, totals: Totals, samples: Sa
         **_lengths(samples),
         **_discarded(record.groups, samples),
         **_times(record, samples, sampled, "ahead" in features),
-        "timing_wall_clock": record.step_end - (sums.began or record.step_start),
+        "timing_wall_clock": record.step_end - (totals.began or record.step_start),
     }
     scalars = (bool, int, float, str, np.generic, type(None))
     reported = {key: value for key, value in {**record.state, **record.update}.items() if isinstance(value, scalars)}
@@ -109,14 +180,26 @@ def _values(record: StepRecord, context: RunContext, totals: Totals, samples: Sa
 
 def _catalogue_keys(values: Row, context: RunContext) -> Row:
     """Take the metrics of this run out of ``values``; return them with their aliases, in the catalogue's order."""
-    row: Row = {}
-    metrics = row_metrics(context)
+    features, tools = context.features, context.config.logging.aliases
+    metrics = [m for m in METRICS if "<" not in m.key and (not m.requires or m.requires in features)]
     keys = {metric.key for metric in metrics}
+    row: Row = {}
     for metric in metrics:
         row[metric.key] = values.pop(metric.key, None)
-        aliases = alias_values(metric, row[metric.key], context.config.logging.aliases)
-        row.update({alias: value for alias, value in aliases if alias not in keys})
+        row.update({alias: value for alias, value in _aliases(metric, row[metric.key], tools) if alias not in keys})
     return row
+
+
+def _aliases(
+    metric: Metric, value: float | None, tools: Sequence[str], name: str = ""
+) -> Iterator[tuple[str, float | None]]:
+    """Yield the metric's names in the chosen tools with the value that it has there; ``name`` fills ``<name>``."""
+    for alias in (alias for tool in tools for alias in metric.aliases.get(tool, ())):
+        scaled = value
+        if alias in SCALED_ALIASES and value is not None:
+            _, offset, factor = SCALED_ALIASES[alias]
+            scaled = offset + factor * value
+        yield alias.replace("<name>", name), scaled
 
 
 def tags_to_show(samples: Samples, context: RunContext) -> list[str]:
@@ -336,7 +419,7 @@ def _add_parts(row: Row, samples: Samples, names: tuple[str, ...], context: RunC
         for metric in PART_METRICS:
             value = numbers[metric.key.rsplit("/", 1)[1]]
             row[metric.key.replace("<name>", name)] = value
-            for alias, own in alias_values(metric, value, context.config.logging.aliases, name):
+            for alias, own in _aliases(metric, value, context.config.logging.aliases, name):
                 row.setdefault(alias, own)
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from retrain.config import Config
 from retrain.config.evaluation import HELDOUT
 from retrain.config.modes import Need, credit_of
-from retrain.records.numbers import percent
 from retrain.records.schema.base import Values
 from retrain.records.schema.rows import Note
+from retrain.records.text import percent
 
 WINDOW = 20  # Rows that the rules look at: the newest ones, and besides them the first row of the run
 
@@ -67,6 +67,13 @@ def explain(rows: Sequence[Values], config: Config, dtype: str = "float32", made
         if all(values) and (finding := rule.finding(recent, *values)):
             notes.append(Note(int(recent.now["step"]), key, rule.level, *finding))
     return notes
+
+
+def note_line(note: Note) -> str:
+    """Return the note as a line of ``run.log``. A remedy that begins with a key keeps its first letter."""
+    first = note.remedy.partition(" ")[0].rstrip(",:;")
+    remedy = f"{note.remedy[:1].upper()}{note.remedy[1:]}" if first.isalpha() else note.remedy
+    return f"step {note.step}: {note.text}. {remedy}."
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from retrain.records.catalogue import ENDED
-from retrain.records.html import asset, escape, facts, page, table
+from retrain.records.html import asset, facts, page, table
 from retrain.records.measure import env_metrics
-from retrain.records.numbers import minus, percent
 from retrain.records.rollouts import (
     LEAST_CHARACTERS,
     Batch,
@@ -27,6 +26,7 @@ from retrain.records.rollouts import (
     part_names,
 )
 from retrain.records.samples import collect, mean
+from retrain.records.text import escape, minus, percent
 from retrain.types import MAX_STALENESS, CreditedGroup, CreditedRollout, Message, RewardResult, Turn
 
 SAMPLE_CHARACTERS = 20_000  # Longest text of one sample on a page

@@ -1,4 +1,4 @@
-"""Every trajectory of an iteration as data: summary lines and a logtree.
+"""Every trajectory of an iteration as data: summary lines, a logtree, and completions with their texts shortened.
 
 The formats are those of the Tinker cookbook, so that readers written for it work: one line per trajectory before any
 filtering; the logtree's top is ``title, started_at, path, root``, a node is ``tag, attrs, children`` and, for a
@@ -14,12 +14,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from retrain.records.html import escape
-from retrain.records.samples import mean
+from retrain.records.samples import answer_of, mean
 from retrain.records.schema.base import Row
-from retrain.records.schema.rows import TrajectorySummary
+from retrain.records.schema.rows import Generation, HeldOutCompletion, TrajectorySummary
+from retrain.records.text import escape, without_keys
 from retrain.tokenizer import Offsets
-from retrain.types import CreditedGroup, CreditedRollout, Group, Message, Prompt, RewardResult
+from retrain.types import (
+    CreditedGroup,
+    CreditedRollout,
+    EvalRecord,
+    Group,
+    Message,
+    Prompt,
+    RewardResult,
+    Rollout,
+    StepRecord,
+)
 
 TokenText = Callable[[Sequence[int]], tuple[str, Offsets]]
 """Text of sampled token ids and the characters [start, end) of each of its tokens."""
@@ -30,6 +40,10 @@ LOGTREE_CHARACTERS = 4_000_000
 LEAST_CHARACTERS = 2_000
 SCHEMA_VERSION = 1
 TRAIN = "train"
+PROMPT_CHARACTERS = 200  # Of a completion's prompt in ``emergence/``
+COMPLETION_CHARACTERS = 500
+SHOWN = 1000  # Characters of a held-out completion; of a longer one the beginning and the end
+SHOWN_END = 300
 
 
 @dataclass(frozen=True)
@@ -322,3 +336,57 @@ def _number(value: float | None) -> str:
 def cut(text: str, limit: int | None) -> str:
     left = 0 if limit is None else len(text) - limit
     return text if left <= 0 else f"{text[:limit]}\n… {left:,} more characters not shown"
+
+
+# -- completions with their texts shortened ---------------------------------------------------------------------
+
+
+def generations(record: StepRecord) -> list[Row]:
+    """Return the lines of ``emergence/generations.jsonl``."""
+    return [
+        Generation(
+            **_common(record.step, rollout),
+            completion=rollout.text[:COMPLETION_CHARACTERS],
+            group=index,
+            sample=sample,
+            advantage=rollout.advantage,
+        ).to_row()
+        for index, group in enumerate(record.groups)
+        for sample, rollout in enumerate(group.rollouts)
+    ]
+
+
+def held_out_completions(record: EvalRecord, strict: bool = True) -> list[Row]:
+    """Return the lines of ``emergence/evaluations.jsonl``; ``strict`` as in ``answer_of``."""
+    return [
+        HeldOutCompletion(
+            **_common(record.step, rollout),
+            completion=shortened(rollout.text),
+            name=record.name,
+            sample=sample,
+            tags=list(rollout.prompt.problem.tags),
+            answer=answer_of(rollout, strict),
+        ).to_row()
+        for group in record.groups
+        for sample, rollout in enumerate(group.rollouts)
+    ]
+
+
+def shortened(text: str) -> str:
+    """Return the text without its middle where it is long: an answer stands at the end."""
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - SHOWN_END]} […] {text[-SHOWN_END:]}"
+
+
+def _common(step: int, rollout: Rollout) -> Row:
+    reward, messages = rollout.reward, conversation_of(rollout.prompt)
+    return {
+        "step": step,
+        "prompt": (messages[-1]["content"] if messages else rollout.prompt.text)[:PROMPT_CHARACTERS],
+        "reward": reward.total_reward,
+        "num_tokens": len(rollout),
+        "stop_reason": rollout.stop_reason,
+        "correct": reward.is_correct,
+        "problem_id": rollout.prompt.problem.id,
+        "error": without_keys(reward.error) if reward.error else "",
+        "reference": rollout.prompt.problem.answer[:PROMPT_CHARACTERS],
+    }

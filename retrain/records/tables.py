@@ -11,9 +11,8 @@ from rich.text import Text
 
 from retrain.config.campaign import condition_name
 from retrain.config.evaluation import HELDOUT
-from retrain.records.html import visible
-from retrain.records.numbers import NOTHING, duration, minus, percent, points, short
 from retrain.records.schema.base import Values
+from retrain.records.text import NOTHING, duration, minus, percent, points, short, visible
 
 COMPARISON_COLUMNS = ("condition", "seeds", "before → after", "95 % interval", "vs baseline", "p", "verdict")
 SECONDARY_COLUMNS = ("metric", "condition", "seeds", "before → after", "vs baseline")

@@ -12,13 +12,13 @@ from itertools import accumulate
 from pathlib import Path
 
 from retrain.files import write_text
-from retrain.records import numbers
+from retrain.records import text
 from retrain.records.catalogue import BESIDE
-from retrain.records.html import asset, data_block, escape, facts, page, table
-from retrain.records.numbers import percent
+from retrain.records.html import asset, data_block, facts, page, table
 from retrain.records.reader import RunReader
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import TIMELINE
+from retrain.records.text import escape, percent
 
 PHASES = ("rollout", "score", "credit", "update", "eval", "checkpoint", "record", "cohort")
 """Phases that the loop has, in its order; others follow by name, ``other`` comes last."""
@@ -28,7 +28,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 960, 190, 52, 24, 8  # The chart of steps and
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTimes:
     """One step on the clock: ``seconds`` by phase, ``other`` included."""
 
     number: int
@@ -48,40 +48,40 @@ def write_timeline(directory: Path) -> Path | None:
     return path
 
 
-def steps_of(rows: Sequence[Row]) -> list[Step]:
-    """Steps from the rows of ``timing_spans.jsonl``.
+def steps_of(rows: Sequence[Row]) -> list[StepTimes]:
+    """Return steps from the rows of ``timing_spans.jsonl``.
 
     Spans of a row that begin before the step before has ended (its checkpoint and record, written down later) count
     where they lie on the clock, and rollouts that were sampled beside earlier steps are shown, but are no part of the
     step's time. A gap of a resumed run, in which no process worked, belongs to no step.
     """
-    steps: list[Step] = []
+    steps: list[StepTimes] = []
     for row in rows:
         named = ((str(s["name"]), float(s["wall_start"]), float(s["wall_end"])) for s in row["spans"])
         spans = sorted((span for span in named if span[2] >= span[1]), key=lambda span: span[1])
-        own = [span for span in spans if span[0] != BESIDE]
-        if not own:
+        in_step = [span for span in spans if span[0] != BESIDE]
+        if not in_step:
             continue
-        start, end = own[0][1], max(span[2] for span in own)
+        start, end = in_step[0][1], max(span[2] for span in in_step)
         before = steps[-1] if steps else None
         if before is not None and 0 <= start - before.end < 1.0 + (before.end - before.start):
             start = before.end
         seconds: dict[str, float] = {}
-        for name, begin, stop in own:
+        for name, begin, stop in in_step:
             seconds[name] = seconds.get(name, 0.0) + stop - begin
         seconds["other"] = max(0.0, end - start - sum(seconds.values()))
-        steps.append(Step(int(row["step"]), start, end, tuple(spans), seconds))
+        steps.append(StepTimes(int(row["step"]), start, end, tuple(spans), seconds))
     return steps
 
 
-def phases_of(steps: Sequence[Step]) -> dict[str, str]:
-    """CSS classes of all phases that occur, in the order in which they are shown."""
+def phases_of(steps: Sequence[StepTimes]) -> dict[str, str]:
+    """Return CSS classes of all phases that occur, in the order in which they are shown."""
     names = {name for step in steps for name in step.seconds if name != "other"}
     order = [*PHASES, *sorted(names - set(PHASES))]
     return {name: f"p{i % 8 + 1}" for i, name in enumerate(order) if name in names} | {"other": "po"}
 
 
-def timeline_page(steps: Sequence[Step], run: str) -> str:
+def timeline_page(steps: Sequence[StepTimes], run: str) -> str:
     phases, lengths = phases_of(steps), [step.end - step.start for step in steps]
     seconds = {name: [step.seconds.get(name, 0.0) for step in steps] for name in phases}
     numbers_shown = facts([
@@ -100,9 +100,9 @@ def timeline_page(steps: Sequence[Step], run: str) -> str:
 
 
 def _phases(
-    steps: Sequence[Step], phases: Mapping[str, str], seconds: Mapping[str, Sequence[float]], total: float
+    steps: Sequence[StepTimes], phases: Mapping[str, str], seconds: Mapping[str, Sequence[float]], total: float
 ) -> str:
-    """The share of each phase as a bar, and as a table."""
+    """Return the share of each phase as a bar, and as a table."""
     bar, rows = [], []
     for name, css in phases.items():
         spent, longest = sum(seconds[name]), max(seconds[name])
@@ -120,12 +120,12 @@ def _phases(
     )
 
 
-def _has_beside(step: Step) -> bool:
+def _has_beside(step: StepTimes) -> bool:
     return any(name == BESIDE for name, *_ in step.spans)
 
 
-def _step_chart(steps: Sequence[Step], phases: Mapping[str, str]) -> str:
-    """Stacked bars, one for each step or for several."""
+def _step_chart(steps: Sequence[StepTimes], phases: Mapping[str, str]) -> str:
+    """Return stacked bars, one for each step or for several."""
     width = -(-len(steps) // BARS)
     bins = [steps[i : i + width] for i in range(0, len(steps), width)]
     heights = [{name: sum(step.seconds.get(name, 0.0) for step in part) / len(part) for name in phases}
@@ -151,13 +151,13 @@ def _step_chart(steps: Sequence[Step], phases: Mapping[str, str]) -> str:
                 place = f'x="{x + (slot - bar) / 2:.1f}" y="{y:.2f}" width="{bar:.1f}" height="{tall:.2f}"'
                 pieces.append(f'<rect class="{css}" {place}/>')
         total = sum(values.values())
-        words = ", ".join(
+        parts = ", ".join(
             f"{name} {duration(values[name])}"
             for name in sorted(phases, key=lambda name: -values[name])
             if values[name] > 0.005 * total
         )
         steps_named = f"step {number}" + (f"–{part[-1].number}, mean" if len(part) > 1 else "")
-        title = escape(f"{steps_named}: {duration(total)} = {words}")
+        title = escape(f"{steps_named}: {duration(total)} = {parts}")
         bars.append(
             f'<g class="bar" data-step="{number}" data-text="{title}"><rect class="hit" x="{x:.1f}" y="{TOP}" '
             f'width="{slot:.1f}" height="{high}"/>{"".join(pieces)}<title>{title}</title></g>'
@@ -170,21 +170,21 @@ def _step_chart(steps: Sequence[Step], phases: Mapping[str, str]) -> str:
 
 
 def _round_up(value: float) -> float:
-    """The next 1, 2, 3, 4, 5, 6 or 8 of its power of ten; 1 for nothing."""
+    """Return the next 1, 2, 3, 4, 5, 6 or 8 of its power of ten; 1 for nothing."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
     return power * next((n for n in (1, 2, 3, 4, 5, 6, 8) if n * power >= value * (1 - 1e-9)), 10)
 
 
-def _detail(steps: Sequence[Step], phases: Mapping[str, str]) -> str:
+def _detail(steps: Sequence[StepTimes], phases: Mapping[str, str]) -> str:
     counts = accumulate(len(step.spans) for step in reversed(steps))
-    shown = steps[-max(1, sum(count <= SPANS_SHOWN for count in counts)) :]
-    left_out = len(steps) - len(shown)
-    beside = [BESIDE] if any(_has_beside(step) for step in shown) else []
+    detailed = steps[-max(1, sum(count <= SPANS_SHOWN for count in counts)) :]
+    left_out = len(steps) - len(detailed)
+    beside = [BESIDE] if any(_has_beside(step) for step in detailed) else []
     lanes = [*beside, *(name for name in phases if name != "other")]
     phases = {BESIDE: "p1", **phases}
-    origin = min(min(step.start, step.spans[0][1]) for step in shown)
+    origin = min(min(step.start, step.spans[0][1]) for step in detailed)
 
     def ms(moment: float) -> float:
         return round(1000 * (moment - origin), 1)
@@ -195,7 +195,7 @@ def _detail(steps: Sequence[Step], phases: Mapping[str, str]) -> str:
         "steps": [
             [step.number, ms(step.start), ms(step.end),
              [n for name, begin, end in step.spans for n in (lanes.index(name), ms(begin), ms(end))]]
-            for step in shown
+            for step in detailed
         ],
     }  # fmt: skip
     note = f" The first {left_out:,} steps are not shown here." if left_out else ""
@@ -212,9 +212,9 @@ def _detail(steps: Sequence[Step], phases: Mapping[str, str]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``850 ms``, ``2.5 s``, ``3:05``, ``1:02:03``; ``<0.1 ms`` for what would be shown as nothing."""
+    """Return ``850 ms``, ``2.5 s``, ``3:05``, ``1:02:03``; ``<0.1 ms`` for what would be shown as nothing."""
     if 0 < seconds < 5e-5:
         return "<0.1 ms"
     if seconds < 0.9995:
         return "0" if seconds == 0 else f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
-    return f"{seconds:.1f} s" if seconds < 100 else numbers.duration(seconds)
+    return f"{seconds:.1f} s" if seconds < 100 else text.duration(seconds)

@@ -1,9 +1,7 @@
-"""Trackers that a run reports to: wandb, tensorboard, trackio or one of the user's own.
+"""Trackers that a run reports to: wandb, tensorboard, trackio or one of the user's own (``reporter`` calls them).
 
 A tracker's step is the step of the files: a row has its number in ``metrics.jsonl``, an evaluation the number of
-updates before it, as in ``evals.jsonl``. The packages are imported only when asked for. All methods of a tracker are
-called on one thread of its own (``writer.Reporter``): one that cannot start stops the run, a later failure does not
-reach the training.
+updates before it, as in ``evals.jsonl``. The packages are imported only when asked for.
 """
 
 from __future__ import annotations
@@ -19,17 +17,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from logging import CRITICAL, getLogger
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any, Protocol, TextIO, cast
 
 from retrain.config.root import value_at
-from retrain.config.upkeep import trackers
-from retrain.errors import PluginError, RetrainError, UsageError
+from retrain.errors import UsageError
 from retrain.extras import missing
 from retrain.files import dumps
 from retrain.ownership import owner_of
-from retrain.plugins import load_function
-from retrain.records.catalogue import wandb_name
-from retrain.records.context import RunContext
+from retrain.records.measure import RunContext
 from retrain.records.schema.base import Row, Values
 
 RUN_CONFIG_KEYS = {
@@ -52,7 +48,6 @@ RUN_CONFIG_KEYS = {
 }
 """Names in a tracker's run configuration → keys of the configuration."""
 
-NOT_TRACKED = ("step", "condition", "advantage_mode", "transform_mode")
 TAG_CHARACTERS = 64  # wandb refuses a longer tag
 ANSWER_SECONDS = 5.0  # How long the start of a run waits for W&B's server to answer anything at all
 
@@ -105,69 +100,9 @@ class TrackedRun:
         return cls(name, group, tags, logging.wandb_project or "retrain", config)
 
 
-def make_trackers(context: RunContext, run_dir: Path, warn: Warn = lambda text: None) -> dict[str, Tracker]:
-    """Return the trackers that ``[logging]`` asks for, by name: ``report_to``, and wandb when ``wandb_project`` is set.
-
-    One of the user's own is the return value of their ``module:function`` for ``run_dir``. Raises PluginError for one
-    that cannot be loaded or is no tracker.
-    """
-    names = trackers(context.config.logging.report_to, context.config.logging.wandb_project)
-    return {
-        name: TRACKERS[name](context, run_dir, warn) if name in TRACKERS else _plugin(name, context, run_dir)
-        for name in names
-    }
-
-
-def _plugin(plugin: str, context: RunContext, run_dir: Path) -> Tracker:
-    key = f"logging.report_to: {plugin!r}"
-    try:
-        tracker = load_function(plugin, context.folder, "logging.report_to:")(run_dir)
-    except PluginError:
-        raise
-    except Exception as error:  # the user's code
-        raise PluginError(f"{key} raised {type(error).__name__}: {error}") from error
-    for method in ("start", "log"):
-        if not callable(getattr(tracker, method, None)):
-            raise PluginError(f"{key} returned {type(tracker).__name__}, which has no method {method}")
-    return tracker
-
-
-def start_tracker(name: str, tracker: Tracker, context: RunContext, state: Values | None) -> Row:
-    """Start it and return its state for a resume. Raises RetrainError when it cannot start."""
-    try:
-        returned = tracker.start(TrackedRun.of(context), dict(state) if state else None)
-    except RetrainError:
-        raise
-    except Exception as error:  # whatever a client raises for logins, networks and names
-        raise RetrainError(
-            f"{name} could not start: {type(error).__name__}: {error}. Correct it, or leave it out of "
-            "[logging] report_to"
-        ) from error
-    try:
-        dumps(dict(returned or {}))
-    except (TypeError, ValueError) as error:
-        raise PluginError(f"{name}: start returned {returned!r}, not None or a dict of JSON") from error
-    return dict(returned or {})
-
-
-def tracker_values(row: Values) -> Row:
-    """Return a row under its tracker names, without nulls and the step; booleans become 0 and 1."""
-    return {
-        wandb_name(key): int(value) if isinstance(value, bool) else value
-        for key, value in row.items()
-        if value is not None and key not in NOT_TRACKED
-    }
-
-
 def is_evaluation(values: Values) -> bool:
     """Return whether these values are those of evaluations, not of a row."""
     return all(key.startswith("eval/") for key in values)
-
-
-def without_evaluations(row: Values) -> Row:
-    """Return the row without the evaluations in it, which trackers get at their own step."""
-    prefixes = tuple(key.removesuffix("step") for key in row if key.startswith("eval/") and key.endswith("/step"))
-    return {key: value for key, value in row.items() if not key.startswith(prefixes)}
 
 
 class WandbTracker:
@@ -183,14 +118,14 @@ class WandbTracker:
 
     def __init__(self, context: RunContext, run_dir: Path, warn: Warn):
         self.context, self.run_dir, self.warn = context, run_dir, warn
-        self.run: Any = None
-        self.first = 0
+        self.files: Path | None = None  # of the run, once it has started
         self.evaluations: dict[int, Row] = {}
 
     def start(self, run: TrackedRun, state: Row | None) -> Row:
         named = {"name": run.name, "group": run.group, "tags": run.tags or None, "config": run.config}
         earlier = (state or {}).get("run_id")
         self.run = _wandb_init("report_to", self.context, self.run_dir, self.warn, id=earlier, **named)
+        self.files = Path(self.run.dir).parent
         self.first = self.run.starting_step  # what the server says; 0 for a new run and offline
         return {"run_id": self.run.id}
 
@@ -204,9 +139,9 @@ class WandbTracker:
 
     @property
     def advice(self) -> str:
-        directory = Path(self.run.dir).parent if self.run else Path()
-        online = directory.name.startswith("run-")
-        return f"To upload it later, type: wandb sync --include-online {shlex.quote(str(directory))}" if online else ""
+        if self.files is None or not self.files.name.startswith("run-"):  # offline
+            return ""
+        return f"To upload it later, type: wandb sync --include-online {shlex.quote(str(self.files))}"
 
     def finish(self, failed: bool) -> None:
         if last := self.evaluations.get(self.context.max_steps):
@@ -249,7 +184,7 @@ _unreachable = threading.Event()
 """Set once W&B's server has not answered: later runs of this process are recorded offline without a wait."""
 
 
-def _wandb_init(key: str, context: RunContext, directory: Path, warn: Warn, **arguments: Any) -> Any:
+def _wandb_init(key: str, context: RunContext, directory: Path, warn: Warn, **arguments: object) -> Any:
     """Start a wandb run, asked for by ``[logging] <key>``, beside any others of this process; offline where W&B's
     server does not answer. Raises UsageError when W&B refuses."""
     wandb, logging = _import("wandb", key), context.config.logging
@@ -283,7 +218,7 @@ def _wandb_init(key: str, context: RunContext, directory: Path, warn: Warn, **ar
         ) from error
 
 
-def _wandb_answers(wandb: Any) -> bool:
+def _wandb_answers(wandb: ModuleType) -> bool:
     """Return whether W&B's server answers in time, be it with a refusal: ``wandb.init`` tells that better.
 
     ``wandb.init`` itself is not the question to ask: after a timeout it holds the run's id until the process ends.
@@ -322,9 +257,6 @@ class TensorboardTracker:
         chosen, self.directory = context.config.logging.logging_dir, run_dir / "tensorboard"
         if chosen is not None:
             self.directory = Path(chosen) / context.run_id if context.is_campaign else Path(chosen)
-        self.writer: Any = None
-        self.events: Any = None
-        self.summary: Any = None
         self.begun = False
 
     def start(self, run: TrackedRun, state: Row | None) -> None:
@@ -366,7 +298,6 @@ class TrackioTracker:
         self.project = logging.wandb_project or context.config.campaign.name or home.resolve().name
         self.warn = warn
         self.evaluated = [f"eval/{each.recorded_name}/problems" for each in context.config.evaluated]
-        self.run: Any = None
         self.rows: set[int] = set()
         self.evaluations: set[int] = set()
 
@@ -392,7 +323,7 @@ class TrackioTracker:
                 self.warn(f"trackio does not tell which steps it has ({error}); all are sent again")
         return {"run_id": self.run.id, "project": self.project}
 
-    def _stored_steps(self, trackio: Any, metric: str) -> set[int]:
+    def _stored_steps(self, trackio: ModuleType, metric: str) -> set[int]:
         """Return the steps at which trackio has this metric of the run."""
         query = {"project": self.project, "run": self.run.name, "run_id": self.run.id, "metric_name": metric}
         server = trackio.context_vars.current_server.get()
@@ -417,21 +348,20 @@ class TrackioTracker:
 @contextlib.contextmanager
 def _muted() -> Iterator[None]:
     """Drop what this thread prints inside."""
-    stdout: Any = _OtherThreads(sys.stdout)
-    with contextlib.redirect_stdout(stdout):
+    with contextlib.redirect_stdout(cast(TextIO, _OtherThreads(sys.stdout))):
         yield
 
 
 class _OtherThreads:
     """A stream that takes what other threads than the present one write."""
 
-    def __init__(self, stream: Any):
+    def __init__(self, stream: TextIO):
         self._stream, self._thread = stream, threading.get_ident()
 
     def write(self, text: str) -> int:
         return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
 
@@ -442,7 +372,7 @@ TRACKERS: dict[str, Callable[[RunContext, Path, Warn], Tracker]] = {
 }
 
 
-def _import(module: str, key: str = "report_to") -> Any:
+def _import(module: str, key: str = "report_to") -> ModuleType:
     """Import a module that ``[logging] <key>`` needs. Raises an error that says how to install it."""
     try:
         return importlib.import_module(module)

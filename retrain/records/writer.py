@@ -1,28 +1,21 @@
-"""Threads that do the writing: training hands its records over and goes on.
+"""Files written by a thread: training hands its records over and goes on.
 
-``Thread`` does pieces of work in order. ``RecordFiles`` is the files of one directory behind such a thread;
-``Reporter`` is one tracker behind another, so that a slow service holds back neither the training nor the files.
+``Thread`` does pieces of work in order; ``RecordFiles`` is the files of one directory behind such a thread.
 """
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from retrain.errors import LeaseLost, RetrainError, RunFailed, StorageError
+from retrain.errors import LeaseLost, RunFailed, StorageError
 from retrain.files import append_jsonl, fsync, writing
 from retrain.ownership import DirectoryIdentity
-from retrain.records.context import RunContext
-from retrain.records.schema.base import Row, Values
-from retrain.records.trackers import Tracker, is_evaluation, start_tracker, tracker_values
 
 WAITING_STEPS = 16  # Events of a run that may wait for the disk; training waits while there are more
 UNSYNCED = 256
 """Files that may wait for the disk itself: a run that saves no checkpoints names new ones with every step."""
-WAITING_ROWS = 1000  # Rows that may wait for a tracker before it is given up
-START_SECONDS = 10.0  # How long the start of a run waits for a tracker to start
-FINISH_SECONDS = 120.0  # How long the end of a run waits for a tracker to send what it has
 
 Work = Callable[[], object]
 
@@ -182,92 +175,3 @@ class RecordFiles:
         for folder in folders:
             fsync(folder)
         self._unsynced.clear()
-
-
-class Reporter:
-    """One tracker, whose methods are all called on a thread of its own.
-
-    Its errors and delays after the start never reach the training: the first failure is reported once through ``warn``,
-    and it gets nothing further. ``state`` is the return value of its last start, in this process or an earlier one;
-    ``sent`` is the first step whose row it has not taken.
-    """
-
-    def __init__(self, name: str, tracker: Tracker, warn: Callable[[str], None]):
-        self.name, self.tracker, self.warn = name, tracker, warn
-        self.broken = False
-        self.state: Row | None = None
-        self.sent = 0
-        self._thread = Thread(f"tracker {name}", WAITING_ROWS)
-
-    def start(self, context: RunContext) -> None:
-        """Start it and wait for that, for at most ``START_SECONDS``. An error by then is raised here, because a run
-        must not begin unreported; later it is a failure like any other."""
-        errors: list[BaseException] = []
-        late = threading.Event()
-
-        def begin() -> None:
-            try:
-                self.state = start_tracker(self.name, self.tracker, context, self.state)
-            except BaseException as error:  # also what ends a process when raised on the main thread
-                self.broken = True  # nothing was begun that could be finished
-                errors.append(error)
-                if late.is_set():
-                    self.warn(f"{error}; training goes on without it")
-
-        self._thread.put(begin)
-        if not self._thread.wait(START_SECONDS):
-            late.set()
-        if errors:
-            self._thread.close()
-            raise errors[0]
-        if late.is_set():
-            self.warn(f"{self.name} has not started after {START_SECONDS:g} s; training goes on, and its rows wait")
-
-    def send_history(self, history: Callable[[int], Iterator[tuple[int, Values]]]) -> None:
-        """Send the rows of earlier processes that it may lack; ``history`` yields those from a step on."""
-        first = 0 if getattr(self.tracker, "skips_sent_steps", False) else self.sent
-
-        def send() -> None:
-            try:
-                for step, values in history(first):
-                    self._log(step, values)
-            except RetrainError as error:
-                self._give_up(f"cannot be sent the earlier steps: {error}")
-
-        self._thread.put(send)
-
-    def log(self, step: int, values: Values) -> None:
-        """Hand over one row, or the evaluations after ``step`` updates; never waits."""
-        if self.broken:
-            return
-        if not self._thread.put(lambda: self._log(step, values), wait=False):
-            self._give_up(f"is {WAITING_ROWS} rows behind")
-
-    def finish(self, failed: bool) -> None:
-        """Let it send its rows and close; it is abandoned after ``FINISH_SECONDS``, or if it is broken."""
-        if not self.broken and callable(getattr(self.tracker, "finish", None)):
-            self._thread.put(lambda: self._call("finish", failed), wait=False)
-        if self.broken:
-            return
-        if self._thread.wait(FINISH_SECONDS):
-            self._thread.close()
-        else:
-            self._give_up(f"has not finished after {FINISH_SECONDS:g} s and is not waited for")
-
-    def _log(self, step: int, values: Values) -> None:
-        self._call("log", step, tracker_values(values))
-        if not self.broken and not is_evaluation(values):
-            self.sent = step + 1
-
-    def _call(self, method: str, *arguments: object) -> None:
-        if self.broken:
-            return
-        try:
-            getattr(self.tracker, method)(*arguments)
-        except Exception as error:  # any failure of a third party's client
-            self._give_up(f"failed in {method}: {error!r}")
-
-    def _give_up(self, reason: str) -> None:
-        self.broken = True
-        advice = getattr(self.tracker, "advice", "")
-        self.warn(f"{self.name} {reason}; it gets no further rows, training goes on{advice and f'. {advice}'}")

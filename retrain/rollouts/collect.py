@@ -22,7 +22,7 @@ from retrain.engines.protocol import Engine
 from retrain.environments.protocol import Environment, Episode, EpisodeFailed, Limits, Step
 from retrain.errors import RetrainError, RunFailed
 from retrain.plugins import described
-from retrain.records.secrets import without_keys
+from retrain.records.text import without_keys
 from retrain.rewards.base import failed
 from retrain.rng import torch_seed
 from retrain.types import (

@@ -147,17 +147,17 @@ def missing_rows(run_directory: Path, step: int) -> list[str]:
     missing = []
     for name in expected or ROW_FILES:
         with suppress(CheckpointError):
-            if expected and (found := count_rows(run_directory / name, step)) < expected[name]:
+            if expected and (found := count_rows(run_directory, name, step)) < expected[name]:
                 missing.append(f"{name} has {found} of its {expected[name]} rows")
             elif not expected and (last := last_row(run_directory / name).get("step", -1)) < step - 1:
                 missing.append(f"{name} has no rows after step {last}" if last >= 0 else f"{name} has no rows")
     return missing
 
 
-def count_rows(path: Path, step: int) -> int:
+def count_rows(run_directory: Path, name: str, step: int) -> int:
     """Return the number of rows of a record that belong to the first ``step`` steps of its run."""
-    end = step + 1 if path.name in EVALUATION_FILES else step
-    return sum(row.get("step", -1) < end for row in read_jsonl(path))
+    end = step + 1 if name in EVALUATION_FILES else step
+    return sum(row.get("step", -1) < end for row in read_jsonl(run_directory / name))
 
 
 @dataclass(frozen=True)

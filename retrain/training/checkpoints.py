@@ -56,21 +56,21 @@ class Checkpoints:
             if saved.step != self.restored_step:
                 self.recorder.flush()  # rows of the steps that a checkpoint contains are never lost
                 directory = checkpoint_directory(self.directory, saved.step)
-                write_checkpoint(directory, saved, self.recorder.check_directory)
+                write_checkpoint(directory, saved, self.recorder.files.check_directory)
         finally:
             saved.policy.discard()
 
     def publish(self, saved: Snapshot, final: bool) -> None:
         """Record the checkpoint, write ``final/`` if it is the last one, and prune; called once the checkpoints of the
         whole cohort are written."""
-        self.recorder.check_directory()
+        self.recorder.files.check_directory()
         directory = checkpoint_directory(self.directory, saved.step)
         self._record_save(f"{saved.step:06d}", saved.step, directory, directory, saved.cursor)
         if final:
             target = self.directory / "final"
             aside = aside_of(target)
             saved.policy.export(aside, directory)
-            self.recorder.check_directory()
+            self.recorder.files.check_directory()
             publish(aside, target, self._owner("final"))
             if self.export is not None:
                 install(target, self.export, self._owner("adapter_path"))

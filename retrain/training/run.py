@@ -15,9 +15,9 @@ from retrain.environments.protocol import Environment
 from retrain.files import dumps
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Policy
-from retrain.records.environment import without_keys
 from retrain.records.observer import RunSpecLike
 from retrain.records.recorder import RunRecorder
+from retrain.records.text import without_keys
 from retrain.rewards.overlong import punish_overlong
 from retrain.rollouts.resample import SelectedGroups
 from retrain.rollouts.versions import Weights
@@ -170,7 +170,7 @@ class Run:
         config, training = self.config, self.config.training
         updates, epochs = list[MinibatchUpdate](), 0
         try:
-            recorded = self.recorder.keeps_tokens(self.step)
+            recorded = self.recorder.context.keeps_tokens(self.step)
             for minibatches in iter_minibatches(batch, training, self.step, self.stream, recorded):
                 for minibatch in minibatches:
                     lr = learning_rate_of(config, self.step, minibatch.update)

@@ -9,8 +9,8 @@ from helpers.records import context, evaluation, group, step
 from rich.console import Console
 
 from retrain.records.console import Board, LiveConsole, PlainConsole, board_view, make_console
-from retrain.records.evaluation import eval_row
-from retrain.records.measure import step_row
+from retrain.records.measure import START, measure_step
+from retrain.records.samples import eval_row
 from retrain.records.tables import comparison_table, squeeze_line, squeeze_table
 
 NASTY = "[bold red]<b>\x1b[2J\x1b]0;owned\x07 \u202e\udc80[/] 答案"
@@ -37,7 +37,7 @@ def play(observer: Any, count: int = 3, steps: int = 4, active: int | None = Non
         observer.evaluated(spec, "heldout", eval_row(evaluation([group([1.0, 0.0], [3, 3])])))
         for n in range(steps):
             record = step([group([1.0, 0.0, 1.0], [4, 5, 6])], n, {"loss": -0.00123}, sepa_lambda=0.5)
-            observer.step(spec, step_row(record, context(condition=spec.label)))
+            observer.step(spec, measure_step(record, context(condition=spec.label), START)[0])
         observer.evaluated(spec, "heldout", eval_row(evaluation([group([1.0, 1.0], [3, 3])], number=4)))
 
 

@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -178,7 +179,7 @@ def hostile_group(text: str) -> CreditedGroup:
 
 
 def test_hostile_texts_leave_every_record_strict_json(tmp_path):
-    with RunRecorder(tmp_path, context()) as recorder:
+    with closing(RunRecorder(tmp_path, context())) as recorder:
         for number, text in enumerate([*HOSTILE.values(), MEGABYTE]):
             recorder.record_eval(evaluation([hostile_group(text)], number))
             recorder.record_step(step([hostile_group(text)], number))

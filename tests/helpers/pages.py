@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,9 @@ def record(
 ) -> Path:
     """Record steps with a mixed and a uniform group each, and an evaluation on two problems before and after them;
     ``solved`` is the reward on the second problem."""
-    with RunRecorder(folder, context(max_steps=20), {}, token_text=lambda ids: token_text(ids, texts)) as recorder:
+    with closing(
+        RunRecorder(folder, context(max_steps=20), {}, token_text=lambda ids: token_text(ids, texts))
+    ) as recorder:
         for number in range(steps):
             if number in (0, steps - 1):
                 answers = [

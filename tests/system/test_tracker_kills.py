@@ -48,8 +48,9 @@ play(recorder, 5, 8)
 assert recorder.close()
 """
 NAMESAKE = f"""{RECORD}
-with RunRecorder(Path(sys.argv[1]), settings("trackio", wandb_project=sys.argv[2])) as recorder:
-    play(recorder, 0, 2)
+recorder = RunRecorder(Path(sys.argv[1]), settings("trackio", wandb_project=sys.argv[2]))
+play(recorder, 0, 2)
+assert recorder.close()
 """
 CURVES = """
 import json

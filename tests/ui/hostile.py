@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def hostile_campaign(path: Path) -> Path:
 
 def _record(run: Path, label: str, number: int) -> None:
     facts = context(condition=label, run_id=run.name, max_steps=STEPS)
-    with RunRecorder(run, facts, {}, token_text=_pieces) as recorder:
+    with closing(RunRecorder(run, facts, {}, token_text=_pieces)) as recorder:
         for at in range(STEPS):
             groups = [_group(k, at + number) for k in range(4)]
             if at in (0, STEPS - 1):

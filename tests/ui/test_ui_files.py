@@ -1,4 +1,5 @@
 import re
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def test_values_and_signed_advantages_are_coloured_and_labelled(file, tmp_path):
     """Values go from the page's lowest to its highest, advantages from 0 to the largest of either sign."""
     settings = context(config=config(logging={"rollouts_every": 1}))
     places = [(at, at + 1) for at in range(5)]
-    with RunRecorder(tmp_path, settings, {}, token_text=lambda ids: ("abcde", places)) as recorder:
+    with closing(RunRecorder(tmp_path, settings, {}, token_text=lambda ids: ("abcde", places))) as recorder:
         for number in (0, 1):
             credit = {
                 "token_advantages_T": np.array([-0.5, 2.0, 0.0004, -1.9996, np.nan]) if number == 0 else np.zeros(5),
@@ -65,7 +66,7 @@ def test_values_and_signed_advantages_are_coloured_and_labelled(file, tmp_path):
 
 def test_a_timeline_shows_hovers_zooms_and_moves(file, tmp_path):
     """40 steps of 4 s: rollout 2 s, update 1 s, and 1 s without a name."""
-    with RunRecorder(tmp_path, context()) as recorder:
+    with closing(RunRecorder(tmp_path, context())) as recorder:
         for number in range(40):
             recorder.record_step(step([group([1.0, 0.0], [3, 4])], number))
     page = file(tmp_path / "timeline.html")

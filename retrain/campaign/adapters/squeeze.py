@@ -15,11 +15,12 @@ from retrain.config.upkeep import Squeeze
 from retrain.errors import UsageError
 from retrain.files import ASIDE, aside_of, prepare_directory, write_json
 from retrain.ownership import Owner, check_publish, install, owner_of, publish
-from retrain.records.context import RunContext
+from retrain.records.measure import RunContext
 from retrain.records.reader import RunReader, read_manifest
+from retrain.records.reporter import FINISH_SECONDS
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, ANALYSIS, CONFIG, FINAL, MANIFEST, VERIFICATION
 from retrain.records.trackers import Warn, log_squeeze_analysis
-from retrain.records.writer import FINISH_SECONDS, Thread
+from retrain.records.writer import Thread
 
 if TYPE_CHECKING:
     from retrain.campaign.running.models import Bases

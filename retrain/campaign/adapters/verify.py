@@ -27,9 +27,9 @@ from retrain.errors import UsageError, plural
 from retrain.files import read_json, sha256, write_json
 from retrain.maths.bounded import same_problems_interval
 from retrain.maths.statistics import accuracy_interval
-from retrain.records.numbers import percent, points
 from retrain.records.reader import RunReader
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, FINAL
+from retrain.records.text import percent, points
 from retrain.types import Problem
 
 if TYPE_CHECKING:

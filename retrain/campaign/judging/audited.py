@@ -12,7 +12,7 @@ from retrain.campaign.judging.results import RunResult
 from retrain.config.campaign import condition_name
 from retrain.errors import plural
 from retrain.maths.statistics import paired_comparison
-from retrain.records.numbers import minus
+from retrain.records.text import minus
 from retrain.rewards.base import AUDIT
 
 Standing = Literal["hacked", "together", "apart", "unpaid", "cannot tell"]

@@ -32,9 +32,9 @@ from retrain.files import write_text
 from retrain.ownership import owner_of
 from retrain.records import charts
 from retrain.records.charts import Row
-from retrain.records.html import asset, escape, generator, page
-from retrain.records.numbers import duration, short
+from retrain.records.html import asset, generator, page
 from retrain.records.schema.layout import REPORT
+from retrain.records.text import duration, escape, short
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:

@@ -25,10 +25,9 @@ from retrain.campaign.judging.words import brackets, difference_words, new_probl
 from retrain.config.evaluation import PART_EVERY
 from retrain.records import charts
 from retrain.records.charts import Series
-from retrain.records.html import escape
-from retrain.records.numbers import points, short
 from retrain.records.schema.layout import LOG, METRICS
 from retrain.records.tables import accuracy_name, short_metric, squeeze_cells, squeeze_columns, squeeze_words
+from retrain.records.text import escape, points, short
 from retrain.rewards.base import AUDIT
 
 TWINS = 8  # Prompts shown for each comparison

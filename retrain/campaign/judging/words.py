@@ -7,7 +7,7 @@ from retrain.campaign.judging.declaration import EXPLORATORY, INTERIM
 from retrain.campaign.judging.results import Measure
 from retrain.config.campaign import condition_name
 from retrain.errors import listed, plural
-from retrain.records.numbers import minus, points
+from retrain.records.text import minus, points
 
 SIGNIFICANT = 0.05
 VARIED = {

@@ -28,10 +28,11 @@ from retrain.errors import UsageError
 from retrain.files import prepare_directory
 from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
-from retrain.records.context import RunContext, chart_ranges
 from retrain.records.environment import SystemInfo, module_hashes, run_facts
+from retrain.records.measure import RunContext
 from retrain.records.observer import Observer
 from retrain.records.recorder import RunRecorder
+from retrain.records.schema.base import Row, Values
 from retrain.rewards import Grader
 from retrain.rewards.base import AUDIT
 from retrain.rollouts.versions import RecentWeights
@@ -210,7 +211,7 @@ class RunBuilder:
             tags=_tags_of(data.heldout),
             set_tags={name: _tags_of(problems) for name, problems in data.sets.items()},
             reward_names=(*graded, *(name for name in tasks if name != "reward")),
-            ranges=chart_ranges(plugins, tasks),
+            ranges=_merged_ranges(plugins, tasks),
             skipped_prompts=data.skipped,
             folder=folder,
         )
@@ -257,7 +258,7 @@ def _restore(run: Run, model: CohortModel, point: ResumePoint) -> list[str]:
     config, lines = run.config, []
     if config.model.trust_remote_code:
         lines.append(f"{model.name} may run code of its own: trust_remote_code = true")
-    if run.recorder.begun or run.checkpoints.any_written:
+    if run.recorder.files.any_written or run.checkpoints.any_written:
         lines += resume(run, point.step, point.passed_over)
     is_resumed = run.checkpoints.restored_step is not None
     if not is_resumed and config.resume.from_:
@@ -294,9 +295,20 @@ def _declared_ranges(
     ends = {"min": config.reward.reward_min, "max": config.reward.reward_max}
     known = {name: end for name, end in ends.items() if end is not None}
     only = grader.names if config.environment.provider is None and len(grader.names) == 1 else ()
-    written = chart_ranges(dict.fromkeys(("reward", *only), known) if known else {}, config.reward.metrics_ranges)
-    plugins = chart_ranges(*(ranges for key, ranges in code if not is_source(key)))
+    written = _merged_ranges(dict.fromkeys(("reward", *only), known) if known else {}, config.reward.metrics_ranges)
+    plugins = _merged_ranges(*(ranges for key, ranges in code if not is_source(key)))
     graded = grader.ranges if config.environment.provider is None else {}
     ends = environment.reward_range
     acted = {**environment.metrics_ranges, **({} if ends is None else {"reward": {"min": ends[0], "max": ends[1]}})}
-    return plugins, chart_ranges(*(ranges for key, ranges in code if is_source(key)), acted, graded, written)
+    return plugins, _merged_ranges(*(ranges for key, ranges in code if is_source(key)), acted, graded, written)
+
+
+def _merged_ranges(*declared: Mapping[str, Values]) -> dict[str, Row]:
+    """Merge the ranges that several owners declare for their numbers (``RunContext.ranges``); later ones win.
+
+    Charts are scaled by them; training never sees them.
+    """
+    ranges: dict[str, Row] = {}
+    for name, limits in (item for owner in declared for item in owner.items()):
+        ranges.setdefault(name, {}).update(limits)
+    return ranges

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict
 
@@ -19,6 +19,8 @@ class Record:
     """A row or an object of a file, declared as a dataclass. Pydantic reads the docstrings of its fields."""
 
     __pydantic_config__ = ConfigDict(use_attribute_docstrings=True)
+    omitted_if_empty: ClassVar[tuple[str, ...]] = ()
+    """Fields that a row has only where they hold something."""
 
     @classmethod
     def field_names(cls) -> list[str]:
@@ -26,7 +28,8 @@ class Record:
 
     def to_row(self) -> Row:
         """Return the fields as a JSON object; values are not copied."""
-        return {name: getattr(self, name) for name in self.field_names()}
+        values = ((name, getattr(self, name)) for name in self.field_names())
+        return {name: value for name, value in values if name not in self.omitted_if_empty or value}
 
     @classmethod
     def from_row(cls, row: Values) -> Self:

@@ -37,10 +37,7 @@ class RunEntry(Record):
     """After a failure, the log that has the traceback."""
     worker: str | None = None
     """While a worker process trains it, which."""
-
-    def to_row(self) -> Row:
-        """Return the entry without ``log`` and ``worker`` where there is none."""
-        return {key: value for key, value in super().to_row().items() if key not in ("log", "worker") or value}
+    omitted_if_empty = ("log", "worker")
 
 
 @dataclass(frozen=True)

@@ -71,9 +71,7 @@ class Completion(Record):
     """The problem; of a file its name and line, `problems.jsonl:17`."""
     error: str = ""
     """Why grading failed; only in the rows where it did."""
-
-    def to_row(self) -> Row:
-        return {key: value for key, value in super().to_row().items() if key != "error" or value}
+    omitted_if_empty = ("error",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,11 +199,6 @@ class Note(Record):
     """Meaning of the number."""
     remedy: str
     """Remedy."""
-
-    def __str__(self) -> str:
-        first = self.remedy.partition(" ")[0].rstrip(",:;")
-        remedy = f"{self.remedy[:1].upper()}{self.remedy[1:]}" if first.isalpha() else self.remedy  # run.log, a key
-        return f"{self.text}. {remedy}."
 
 
 @dataclass(frozen=True)

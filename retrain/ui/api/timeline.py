@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from retrain.records.lines import LineIndex
 from retrain.records.schema.layout import SPANS
-from retrain.records.timeline import Step, phases_of, steps_of
+from retrain.records.timeline import StepTimes, phases_of, steps_of
 from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
 
@@ -33,7 +33,7 @@ def routes(library: Library) -> list[Route]:
     return [json_route("/api/timeline", timeline)]
 
 
-def told(steps: Sequence[Step]) -> dict[str, Any]:
+def told(steps: Sequence[StepTimes]) -> dict[str, Any]:
     """Steps, their phases in seconds, and their spans: [lane, begin, end] in seconds since the first of them."""
     if not steps:
         return {"origin": None, "lanes": [], "phases": [], "shown": [], "cut": False}

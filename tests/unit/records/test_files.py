@@ -1,5 +1,6 @@
 import json
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def play(recorder: RunRecorder, first: int, last: int) -> None:
 
 
 def test_one_row_per_step_in_every_file(tmp_path):
-    with RunRecorder(tmp_path, context()) as recorder:
+    with closing(RunRecorder(tmp_path, context())) as recorder:
         play(recorder, 0, 4)
         recorder.record_checkpoint(Checkpoint("000004", 4, 3, "a", "b", 0))
     rows = strict(tmp_path / "metrics.jsonl")
@@ -75,7 +76,7 @@ def test_resuming_gives_the_same_bytes_as_never_stopping(tmp_path, monkeypatch, 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     monkeypatch.setattr("retrain.records.columns.BLOCK", 4)  # rows
     settings = context(max_steps=8, config=config(logging={"rollouts_every": 2, "num_groups_to_log": 1}))
-    with RunRecorder(whole, settings) as recorder:
+    with closing(RunRecorder(whole, settings)) as recorder:
         play(recorder, 0, 8)
     first = RunRecorder(broken, settings)
     play(first, 0, kept)
@@ -85,7 +86,7 @@ def test_resuming_gives_the_same_bytes_as_never_stopping(tmp_path, monkeypatch, 
     for name in ROWS:
         with open(broken / name, "a", encoding="utf-8") as file:
             file.write('{"step": 6, "torn')
-    with RunRecorder(broken, settings) as second:
+    with closing(RunRecorder(broken, settings)) as second:
         second.restore(saved)
         second.truncate(kept)
         assert f"train_iteration_{kept:06d}_rollout_summaries.jsonl" not in contents(broken)
@@ -102,8 +103,11 @@ def test_resuming_gives_the_same_bytes_as_never_stopping(tmp_path, monkeypatch, 
 def test_errors_leave_their_traceback_in_the_log(tmp_path):
     recorder = RunRecorder(tmp_path, context())
     recorder.start()
-    with pytest.raises(ValueError, match="boom"), recorder:
+    try:
         raise ValueError("boom")
+    except ValueError as error:
+        recorder.log_error(error)
+    recorder.close(failed=True)
     log = (tmp_path / "run.log").read_text()
     assert "Traceback" in log
     assert "ValueError: boom" in log

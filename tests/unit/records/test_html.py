@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 from helpers.records import HOSTILE, Reader
 
-from retrain.records.html import data_block, escape, page, visible
+from retrain.records.html import data_block, page
+from retrain.records.text import escape, visible
 from retrain.records.timeline import BARS, SPANS_SHOWN, steps_of, timeline_page
 
 

@@ -7,8 +7,8 @@ import pytest
 from helpers.records import completion, config, context, evaluation, group, step, updated, with_action
 
 from retrain.records.catalogue import METRICS
-from retrain.records.evaluation import eval_row
-from retrain.records.measure import step_row
+from retrain.records.measure import START, measure_step
+from retrain.records.samples import eval_row
 from retrain.types import CreditedGroup, RewardResult, Turn
 
 
@@ -16,7 +16,7 @@ def row_of(
     *groups: CreditedGroup, settings: dict[str, Any] | None = None, update: dict[str, Any] | None = None, **state: Any
 ):
     """Return the row of one step; ``settings`` change the context, ``update`` and ``state`` the step."""
-    return step_row(step(list(groups), update=update, **state), context(**(settings or {})))
+    return measure_step(step(list(groups), update=update, **state), context(**(settings or {})), START)[0]
 
 
 def test_correct_rate_counts_groups_that_did_not_train():
@@ -190,7 +190,7 @@ def test_times_add_up_and_only_what_lies_within_the_step_counts():
         ("probe", record.step_end - 0.5, 2e9),
         ("cohort", record.step_end - 0.75, record.step_end - 0.5),
     ]
-    row = step_row(record, context())
+    row = measure_step(record, context(), START)[0]
     assert [row[f"time/{name}"] for name in ("eval", "probe", "cohort", "other")] == [0.0, 0.5, 0.25, 0.25]
     assert (row["timing_waiting_for_data"], row["timing_step_active"]) == (2.0, 1.75)
 

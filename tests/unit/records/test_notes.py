@@ -1,3 +1,4 @@
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -103,7 +104,7 @@ def test_uniform_groups_are_distinguished():
 
 def test_remarks_stand_in_the_log_and_in_a_file_once_and_warnings_are_heard(tmp_path):
     heard: list[str] = []
-    with RunRecorder(tmp_path, context(), warn=heard.append) as recorder:
+    with closing(RunRecorder(tmp_path, context(), warn=heard.append)) as recorder:
         recorder.start({"built": {"dtype": "bfloat16"}})
         for number in range(WINDOW + 10):
             update = {"loss": 1e-9, "optim/grad_norm": 0.1}

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from retrain.records import repositories
-from retrain.records.environment import SystemInfo
-from retrain.records.repositories import code_diff, git_state
+from retrain.records import environment
+from retrain.records.environment import SystemInfo, code_diff, git_state
 
 
 def git(repo: Path, *arguments: str) -> str:
@@ -96,13 +95,13 @@ def test_every_repository_has_its_part(repo, tmp_path, monkeypatch):
     for root in (other, source):
         (root / "pkg").mkdir(parents=True)
         git(root, "init", "-q")
-        (root / "pkg" / "repositories.py").write_text("a\n")
+        (root / "pkg" / "environment.py").write_text("a\n")
         git(root, "add", ".")
         git(root, "commit", "-q", "-m", "first")
-        (root / "pkg" / "repositories.py").write_text(f"changed in {root.name}\n")
+        (root / "pkg" / "environment.py").write_text(f"changed in {root.name}\n")
     (repo / "one.py").write_text("changed in repo\n")
     monkeypatch.chdir(repo)
-    monkeypatch.setattr(repositories, "__file__", str(source / "pkg" / "repositories.py"))
+    monkeypatch.setattr(environment, "__file__", str(source / "pkg" / "environment.py"))
     parts = ["### repo:" + part for part in SystemInfo.now(other / "pkg").diff.split("### repo:")[1:]]
     assert [part.partition("\n")[0] for part in parts] == [
         f"### repo: {root} @ {git(root, 'rev-parse', 'HEAD').strip()}" for root in (repo, other, source)
@@ -158,7 +157,7 @@ def test_no_secret_nothing_large_and_nothing_that_runs_wrote(repo, tmp_path, mon
 
 
 def test_what_does_not_fit_is_named_and_the_rest_applies(repo, tmp_path, monkeypatch):
-    monkeypatch.setattr(repositories, "MAX_DIFF_BYTES", 2_000)
+    monkeypatch.setattr(environment, "MAX_DIFF_BYTES", 2_000)
     (repo / "a.txt").write_text("a\n" * 2_000)
     (repo / "z.txt").write_text("fits\n")
     text = code_diff(repo)

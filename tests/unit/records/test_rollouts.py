@@ -1,6 +1,7 @@
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,10 @@ from helpers.records import (
 )
 
 from retrain.files import read_jsonl
-from retrain.records.html import visible
-from retrain.records.recorder import RunRecorder
-from retrain.records.rollout_files import write_files
+from retrain.records.recorder import RunRecorder, write_rollouts
 from retrain.records.rollout_page import SAMPLE_CHARACTERS, TABLE_ROWS, rollout_page
 from retrain.records.rollouts import MESSAGE_CHARACTERS, Batch, logtree
+from retrain.records.text import visible
 from retrain.types import Action, CreditedGroup, Group, Problem, Prompt, RewardResult, Turn, single_turn
 
 
@@ -71,7 +71,9 @@ def test_the_cookbook_s_readers_find_conversations_and_rewards_by_component(tmp_
     weighted = RewardResult(0.9, metrics, components=components, correct=True, format_ok=False)
     many = RewardResult(1.0, {f"m{n}": float(n) for n in range(20)})
     groups = [group([weighted, many], [4, 5]), *(group([weighted, 0.0], [4, 5], problem_id=f"p{i}") for i in range(5))]
-    with RunRecorder(tmp_path, context(config=config(reward={"type": "weighted", "components": parts}))) as recorder:
+    with closing(
+        RunRecorder(tmp_path, context(config=config(reward={"type": "weighted", "components": parts})))
+    ) as recorder:
         recorder.record_eval(evaluation(groups, number=0, name="held out/1"))
         recorder.record_step(step(groups))
     for name in ("train_iteration_000000", "eval_held_out_1_iteration_000000"):
@@ -116,7 +118,7 @@ def test_hostile_texts_are_inert(tmp_path):
     groups = [hostile_group(name, text) for name, text in HOSTILE.items()]
     evaluated = batch(groups, token_text=characters(groups), split="eval/" + HOSTILE["path"])
     assert re.fullmatch(r"eval_[\w.+~=-]+_iteration_000003", evaluated.name)
-    write_files(tmp_path, evaluated, len(groups))
+    write_rollouts(tmp_path, evaluated, len(groups))
     text = (tmp_path / f"{evaluated.name}.html").read_text(encoding="utf-8")
     reader = Reader(text)
     assert reader.tags.count("script") == 2

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,7 +22,8 @@ from retrain.config.upkeep import trackers
 from retrain.errors import MissingExtra, RetrainError
 from retrain.ownership import claim
 from retrain.records.recorder import RunRecorder
-from retrain.records.trackers import TrackedRun, log_squeeze_analysis, make_trackers
+from retrain.records.reporter import make_trackers
+from retrain.records.trackers import TrackedRun, log_squeeze_analysis
 
 STATE = {
     "sepa_lambda": 0.25, "sepa_gate_open": True, "exec_surprisal_mean": 1.5, "bp_regime": "warmup", "bp_warmup": True,
@@ -195,7 +197,7 @@ def test_the_documented_tracker_reports_and_is_continued(tmp_path, monkeypatch):
     assert ("param", "r1", "lr", 1e-4) in calls
     assert ("metric", "r1", "train/rewards/mean_reward", 0.5, 0) in calls
     assert calls[-1] == ("end", "r1", "FAILED")
-    with RunRecorder(tmp_path / "run", settings) as second:
+    with closing(RunRecorder(tmp_path / "run", settings)) as second:
         second.restore(state)
         second.record_step(step([group([1.0, 1.0], [3, 4])], 1))
     assert sum(call[0] == "run" for call in calls) == 1

@@ -3,6 +3,7 @@ import os
 import resource
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from helpers.records import context, evaluation, group, step
 
 from retrain.errors import RunFailed
 from retrain.files import append_jsonl, read_jsonl
-from retrain.records import writer
+from retrain.records import reporter, writer
 from retrain.records.recorder import RunRecorder
 from retrain.records.schema.rows import Checkpoint
 
@@ -155,7 +156,7 @@ def test_a_tracker_that_hangs_or_fails_is_left_behind_with_one_warning(
     tmp_path, monkeypatch, limits, tracker, steps, warning
 ):
     for name, limit in limits.items():
-        monkeypatch.setattr(writer, name, limit)
+        monkeypatch.setattr(reporter, name, limit)
     warnings: list[str] = []
     recorder = RunRecorder(tmp_path, context(), trackers={"slow": Collecting(**tracker)}, warn=warnings.append)
     record(recorder, 0, steps)
@@ -171,7 +172,7 @@ def test_a_tracker_that_hangs_or_fails_is_left_behind_with_one_warning(
 
 
 def test_training_does_not_wait_for_a_tracker_that_starts_slowly(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "START_SECONDS", 0.1)
+    monkeypatch.setattr(reporter, "START_SECONDS", 0.1)
     gate, warnings = threading.Event(), list[str]()
     tracker = Collecting(gate, hangs_in="start")
     recorder = RunRecorder(tmp_path, context(), trackers={"slow": tracker}, warn=warnings.append)
@@ -191,7 +192,7 @@ def test_a_tracker_gets_the_rows_that_a_killed_process_had_not_sent(tmp_path):
     state = json.loads(json.dumps(first.state()))
     record(first, 4, 6, evaluated=True)
     first.flush()
-    with RunRecorder(tmp_path, context(), trackers={"slow": second}) as resumed:
+    with closing(RunRecorder(tmp_path, context(), trackers={"slow": second})) as resumed:
         resumed.restore(state)
         resumed.truncate(4)
         record(resumed, 4, 6, evaluated=True)
@@ -209,7 +210,7 @@ def test_what_was_sent_is_not_sent_again(tmp_path):
     recorder = RunRecorder(tmp_path, context(), trackers={"mine": first})
     record(recorder, 0, 4, evaluated=True)
     assert recorder.close()  # everything has been sent
-    with RunRecorder(tmp_path, context(), trackers={"mine": second, "new": new}) as resumed:
+    with closing(RunRecorder(tmp_path, context(), trackers={"mine": second, "new": new})) as resumed:
         resumed.restore(recorder.state())
         resumed.truncate(4)
         record(resumed, 4, 5, evaluated=True)

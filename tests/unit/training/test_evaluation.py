@@ -1,4 +1,5 @@
 import math
+from contextlib import closing
 from dataclasses import replace
 from itertools import combinations
 
@@ -17,9 +18,9 @@ from retrain.files import read_jsonl
 from retrain.maths.bounded import bounded_mean_interval
 from retrain.maths.statistics import accuracy_interval, maj_at_k, majority, majority_ks, pass_at_k, sensible_ks
 from retrain.records.base_evaluations import BaseEvaluations
-from retrain.records.completions import SHOWN, held_out_completions, shortened
-from retrain.records.evaluation import eval_row
 from retrain.records.recorder import RunRecorder
+from retrain.records.rollouts import SHOWN, held_out_completions, shortened
+from retrain.records.samples import eval_row
 from retrain.rewards.rules import MatchReward
 from retrain.training.evaluation import Evaluator
 from retrain.types import Action, EvalRecord, Group, Problem, Prompt, single_turn
@@ -103,7 +104,7 @@ def test_a_vote_counts_the_answers_that_the_reward_reads():
 def test_every_answer_is_kept_with_what_it_votes_for(tmp_path):
     long = "x" * 5000 + "\\boxed{4}"
     groups = [asked("two", ["\\boxed{4.0}", "\\boxed{five"], ("easy",)), asked("long", [long, "\\boxed{<script>}"])]
-    with RunRecorder(tmp_path, context()) as recorder:
+    with closing(RunRecorder(tmp_path, context())) as recorder:
         recorder.record_eval(record(groups))
         recorder.record_eval(record(groups, 3))
     rows = read_jsonl(tmp_path / "emergence/evaluations.jsonl")

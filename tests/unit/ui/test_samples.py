@@ -1,5 +1,6 @@
 import os
 import shutil
+from contextlib import closing
 
 import pytest
 from helpers.pages import client_of, get, manifest, record
@@ -152,7 +153,7 @@ def test_links_and_names_that_lead_out_of_the_directory_are_not_followed(logs, t
 
 def evaluated(folder, rates):
     """A run whose one problem was solved so at these steps."""
-    with RunRecorder(folder, context(max_steps=20), {}) as one:
+    with closing(RunRecorder(folder, context(max_steps=20), {})) as one:
         for number, rate in rates.items():
             one.record_eval(evaluation([group([rate], [3], problem_id="p0")], number))
     return Index(folder)

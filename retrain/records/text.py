@@ -1,8 +1,52 @@
-"""Numbers as text for people: in tables, sentences, charts and the live view."""
+"""Text for people: numbers as they read them, and what models, files and plug-ins wrote, so that it cannot act."""
 
+import html
+import os
+import re
 from collections.abc import Mapping
 
 NOTHING = "-"  # Shown where there is no value
+KEYS = re.compile(r"\b(?:sk|hf|gh[opsu]|glpat|xox[abp])[-_][A-Za-z0-9_-]{16,}|\bAKIA[0-9A-Z]{16}\b")
+"""Access keys of common services."""
+SECRET_VARIABLES = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
+_UNSEEN = (
+    *range(0x7F, 0xA0),  # delete and the C1 controls
+    *(0xAD, 0x61C, 0x180E, 0x3164, 0xFEFF),  # soft hyphen, Arabic letter mark, invisible letters, byte order mark
+    *range(0x200B, 0x2010),  # zero-width characters and direction marks
+    *range(0x2028, 0x202F),  # line and paragraph separators, direction overrides
+    *range(0x2060, 0x2070),  # invisible operators and direction isolates
+    *range(0xD800, 0xE000),  # lone surrogates
+    *range(0xFDD0, 0xFDF0),  # no characters
+    *(0xFFFE, 0xFFFF),
+    *range(0xE0000, 0xE0080),  # invisible tags
+)
+SHOWN = {
+    **{code: chr(0x2400 + code) for code in range(0x20) if code not in (0x09, 0x0A)},
+    **dict.fromkeys(_UNSEEN, "\N{REPLACEMENT CHARACTER}"),
+    0x7F: "\N{SYMBOL FOR DELETE}",
+}
+"""Characters that would act or hide → one visible character each; tabs and line feeds stay."""
+
+
+def visible(text: str) -> str:
+    """Replace every control, direction or invisible character and lone surrogate by a visible mark.
+
+    One character becomes one character, so that positions in the text stay what they were. Not escaped for HTML.
+    """
+    return text if text.isascii() and text.isprintable() else text.translate(SHOWN)
+
+
+def escape(text: str) -> str:
+    """Return HTML text or an attribute value in which nothing is markup and nothing is invisible."""
+    return html.escape(visible(str(text)), quote=True)
+
+
+def without_keys(text: str) -> str:
+    """Replace what looks like an access key, and the values of variables named as secrets."""
+    values = {value for name, value in os.environ.items() if SECRET_VARIABLES.search(name) and len(value) >= 8}
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, "[key left out]")
+    return KEYS.sub("[key left out]", text)
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -1,0 +1,208 @@
+"""Makes the trackers of a run, and sends them its rows and evaluations.
+
+Every tracker is called on a thread of its own, so that a slow service holds back neither the training nor the files.
+One that cannot start stops the run; a later failure does not reach the training.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from retrain.config.upkeep import trackers
+from retrain.errors import PluginError, RetrainError
+from retrain.files import dumps
+from retrain.plugins import load_function
+from retrain.records.catalogue import wandb_name
+from retrain.records.measure import RunContext
+from retrain.records.reader import RunReader
+from retrain.records.schema.base import Row, Values
+from retrain.records.trackers import TRACKERS, TrackedRun, Tracker, Warn, is_evaluation
+from retrain.records.writer import Thread
+
+NOT_TRACKED = ("step", "condition", "advantage_mode", "transform_mode")
+WAITING_ROWS = 1000  # Rows that may wait for a tracker before it is given up
+START_SECONDS = 10.0  # How long the start of a run waits for a tracker to start
+FINISH_SECONDS = 120.0  # How long the end of a run waits for a tracker to send what it has
+
+
+def make_trackers(context: RunContext, run_dir: Path, warn: Warn = lambda text: None) -> dict[str, Tracker]:
+    """Return the trackers that ``[logging]`` asks for, by name: ``report_to``, and wandb when ``wandb_project`` is set.
+
+    One of the user's own is the return value of their ``module:function`` for ``run_dir``. Raises PluginError for one
+    that cannot be loaded or is no tracker.
+    """
+    names = trackers(context.config.logging.report_to, context.config.logging.wandb_project)
+    return {
+        name: TRACKERS[name](context, run_dir, warn) if name in TRACKERS else _plugin(name, context, run_dir)
+        for name in names
+    }
+
+
+def _plugin(plugin: str, context: RunContext, run_dir: Path) -> Tracker:
+    key = f"logging.report_to: {plugin!r}"
+    try:
+        tracker = load_function(plugin, context.folder, "logging.report_to:")(run_dir)
+    except PluginError:
+        raise
+    except Exception as error:  # the user's code
+        raise PluginError(f"{key} raised {type(error).__name__}: {error}") from error
+    for method in ("start", "log"):
+        if not callable(getattr(tracker, method, None)):
+            raise PluginError(f"{key} returned {type(tracker).__name__}, which has no method {method}")
+    return tracker
+
+
+class Reporter:
+    """One tracker, whose methods are all called on a thread of its own.
+
+    Its errors and delays after the start never reach the training: the first failure is reported once through ``warn``,
+    and it gets nothing further. ``state`` is the return value of its last start, in this process or an earlier one;
+    ``sent`` is the first step whose row it has not taken.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, warn: Warn):
+        self.name, self.tracker, self.warn = name, tracker, warn
+        self.broken = False
+        self.state: Row | None = None
+        self.sent = 0
+        self._evaluations: dict[int, Row] = {}  # by step, until the row that they come with
+        self._thread = Thread(f"tracker {name}", WAITING_ROWS)
+
+    def start(self, context: RunContext) -> None:
+        """Start it and wait for that, for at most ``START_SECONDS``. An error by then is raised here, because a run
+        must not begin unreported; later it is a failure like any other."""
+        errors: list[BaseException] = []
+        late = threading.Event()
+
+        def begin() -> None:
+            try:
+                self.state = start_tracker(self.name, self.tracker, context, self.state)
+            except BaseException as error:  # also what ends a process when raised on the main thread
+                self.broken = True  # nothing was begun that could be finished
+                errors.append(error)
+                if late.is_set():
+                    self.warn(f"{error}; training goes on without it")
+
+        self._thread.put(begin)
+        if not self._thread.wait(START_SECONDS):
+            late.set()
+        if errors:
+            self._thread.close()
+            raise errors[0]
+        if late.is_set():
+            self.warn(f"{self.name} has not started after {START_SECONDS:g} s; training goes on, and its rows wait")
+
+    def send_history(self, directory: Path, finished: int) -> None:
+        """Send the rows of earlier processes that it may lack; ``finished`` is the number of their steps."""
+        first = 0 if getattr(self.tracker, "skips_sent_steps", False) else self.sent
+
+        def send() -> None:
+            try:
+                for step, values in recorded_history(directory, first, finished):
+                    self._send(step, values)
+            except RetrainError as error:
+                self._give_up(f"cannot be sent the earlier steps: {error}")
+
+        self._thread.put(send)
+
+    def log_evaluation(self, step: int, row: Row) -> None:
+        """Hand over an evaluation after ``step`` updates, with the next row."""
+        self._evaluations.setdefault(step, {}).update(row)
+
+    def log_row(self, step: int, row: Row) -> None:
+        """Hand over the row of a step and the evaluations so far, in the order of their steps; never waits."""
+        self._log({step: without_evaluations(row)})
+
+    def finish(self, failed: bool) -> None:
+        """Let it send its rows and close; it is abandoned after ``FINISH_SECONDS``, or if it is broken."""
+        self._log({})
+        if not self.broken and callable(getattr(self.tracker, "finish", None)):
+            self._thread.put(lambda: self._call("finish", failed), wait=False)
+        if self.broken:
+            return
+        if self._thread.wait(FINISH_SECONDS):
+            self._thread.close()
+        else:
+            self._give_up(f"has not finished after {FINISH_SECONDS:g} s and is not waited for")
+
+    def _log(self, rows: Mapping[int, Row]) -> None:
+        evaluations, self._evaluations = self._evaluations, {}
+        for step in sorted({*evaluations, *rows}):
+            for values in (evaluations.get(step), rows.get(step)):
+                if values is None or self.broken:
+                    continue
+                if not self._thread.put(partial(self._send, step, values), wait=False):
+                    self._give_up(f"is {WAITING_ROWS} rows behind")
+
+    def _send(self, step: int, values: Values) -> None:
+        self._call("log", step, tracker_values(values))
+        if not self.broken and not is_evaluation(values):
+            self.sent = step + 1
+
+    def _call(self, method: str, *arguments: object) -> None:
+        if self.broken:
+            return
+        try:
+            getattr(self.tracker, method)(*arguments)
+        except Exception as error:  # any failure of a third party's client
+            self._give_up(f"failed in {method}: {error!r}")
+
+    def _give_up(self, reason: str) -> None:
+        self.broken = True
+        advice = getattr(self.tracker, "advice", "")
+        self.warn(f"{self.name} {reason}; it gets no further rows, training goes on{advice and f'. {advice}'}")
+
+
+def recorded_history(directory: Path, first: int, finished: int) -> Iterator[tuple[int, Row]]:
+    """Yield step and numbers of the rows and evaluations that earlier processes have recorded, from step ``first`` on,
+    in the order in which a tracker got them or should have got them."""
+    reader = RunReader(directory)
+    evaluations: dict[int, Row] = {}
+    for line in reader.evaluations():
+        if first <= line["step"] <= finished:
+            numbers = {key: value for key, value in line.items() if key.startswith("eval/")}
+            evaluations.setdefault(line["step"], {}).update(numbers)
+    for row in reader.iter_metrics():
+        if row["step"] >= finished:
+            break
+        if row["step"] >= first:
+            if row["step"] in evaluations:
+                yield row["step"], evaluations.pop(row["step"])
+            yield row["step"], without_evaluations(row)
+    yield from evaluations.items()
+
+
+def start_tracker(name: str, tracker: Tracker, context: RunContext, state: Values | None) -> Row:
+    """Start it and return its state for a resume. Raises RetrainError when it cannot start."""
+    try:
+        returned = tracker.start(TrackedRun.of(context), dict(state) if state else None)
+    except RetrainError:
+        raise
+    except Exception as error:  # whatever a client raises for logins, networks and names
+        raise RetrainError(
+            f"{name} could not start: {type(error).__name__}: {error}. Correct it, or leave it out of "
+            "[logging] report_to"
+        ) from error
+    try:
+        dumps(dict(returned or {}))
+    except (TypeError, ValueError) as error:
+        raise PluginError(f"{name}: start returned {returned!r}, not None or a dict of JSON") from error
+    return dict(returned or {})
+
+
+def tracker_values(row: Values) -> Row:
+    """Return a row under its tracker names, without nulls and the step; booleans become 0 and 1."""
+    return {
+        wandb_name(key): int(value) if isinstance(value, bool) else value
+        for key, value in row.items()
+        if value is not None and key not in NOT_TRACKED
+    }
+
+
+def without_evaluations(row: Values) -> Row:
+    """Return the row without the evaluations in it, which trackers get at their own step."""
+    prefixes = tuple(key.removesuffix("step") for key in row if key.startswith("eval/") and key.endswith("/step"))
+    return {key: value for key, value in row.items() if not key.startswith(prefixes)}
