@@ -31,7 +31,7 @@ from retrain.maths.statistics import bootstrap_ci
 from retrain.policy.local import LocalPolicy
 from retrain.rng import generator
 from retrain.rollouts.collect import Collected
-from retrain.rollouts.resample import StepRollouts, collect_rounds
+from retrain.rollouts.queue import StepRollouts, collect_rounds
 from retrain.training.run import Run
 from retrain.types import CreditedGroup, Group, Rollout, TrainBatch, training_samples
 

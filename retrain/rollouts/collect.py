@@ -191,7 +191,7 @@ class _Open:
         return Group(self.prompt, tuple(rollouts))
 
 
-@dataclass
+@dataclass(eq=False)
 class Collected:
     """Every request's graded group, or what its environment, chat template or grader raised; ``spans`` of time,
     ("rollout" | "score", start, end) in seconds since the epoch; and the seconds that the engine took to load the

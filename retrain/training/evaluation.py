@@ -22,9 +22,8 @@ from retrain.records.base_evaluations import BaseEvaluations
 from retrain.records.observer import Observer
 from retrain.records.reader import RunReader
 from retrain.rollouts.collect import RolloutRequest, collect
-from retrain.training.failures import Failures
+from retrain.training.recovery import Failures, Saver
 from retrain.training.run import Run
-from retrain.training.saving import Saver
 from retrain.types import EvalRecord, Group, Message, Problem, Prompt
 
 

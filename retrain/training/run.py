@@ -1,12 +1,14 @@
 """One run: its policy, algorithm, data and records, and the parts of its step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from retrain.algorithms import Algorithm
 from retrain.algorithms.distillation import Context, Teacher, taught, teacher_prompts
+from retrain.clock import timestamp
 from retrain.config import Config
 from retrain.device import failure_text
 from retrain.engines.protocol import Engine, PolicyRef
@@ -19,14 +21,11 @@ from retrain.records.environment import without_keys
 from retrain.records.observer import RunSpecLike
 from retrain.records.recorder import RunRecorder
 from retrain.rewards.overlong import punish_overlong
+from retrain.rollouts.queue import RolloutRequests, Span, Weights
 from retrain.rollouts.resample import SelectedGroups
-from retrain.rollouts.versions import Weights
-from retrain.training.checkpoint_files import Snapshot, earlier_directory
-from retrain.training.checkpoints import Checkpoints
+from retrain.training.checkpoints import Checkpoints, Snapshot, earlier_directory
 from retrain.training.health import RunHealth, sampler_mismatches
-from retrain.training.requests import RolloutRequests
 from retrain.training.state import RollbackPoint, RunState
-from retrain.training.timer import StepTimer
 from retrain.training.updates import (
     MinibatchUpdate,
     aggregate_metrics,
@@ -40,6 +39,38 @@ from retrain.training.updates import (
 from retrain.types import MAX_STALENESS, CreditedBatch, CreditedGroup, Group, Scores, StepRecord, Want, samples_of
 
 POLICY_SCORES = frozenset({Want.LOGPROBS, Want.VALUES, Want.REFERENCE})  # Scores that an algorithm asks the policy for
+
+
+class StepTimer:
+    """Measures the parts of a run's steps: ``with timer("update"): …``.
+
+    A checkpoint and the record itself come after a step's row is made, so their times stand in the next row.
+    """
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self._last_end: float | None = None
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begin = timestamp()
+        try:
+            yield
+        finally:
+            self.add(name, begin, timestamp())
+
+    def add(self, name: str, begin: float, end: float) -> None:
+        self._spans.append((name, begin, end))
+
+    def start(self, now: float) -> None:
+        """Begin the first step of this process."""
+        self._last_end = now
+
+    def finish_step(self, now: float) -> tuple[list[Span], float]:
+        """Return the spans since the last finished step, and when the step began; the next one begins ``now``."""
+        spans, begin = self._spans, self._last_end or now
+        self._spans, self._last_end = [], now
+        return spans, begin
 
 
 @dataclass(eq=False)

@@ -34,11 +34,9 @@ from retrain.records.observer import Observer
 from retrain.records.recorder import RunRecorder
 from retrain.rewards import Grader
 from retrain.rewards.audit import AUDIT
-from retrain.rollouts.versions import RecentWeights
-from retrain.training.checkpoint_files import common_step
-from retrain.training.checkpoints import Checkpoints
-from retrain.training.requests import RolloutRequests
-from retrain.training.resume import continue_from, resume
+from retrain.rollouts.queue import RecentWeights, RolloutRequests
+from retrain.training.checkpoints import Checkpoints, common_step
+from retrain.training.recovery import continue_from, resume
 from retrain.training.run import Run
 from retrain.types import Problem
 

@@ -197,7 +197,7 @@ def collecting(monkeypatch):
         now = time.time()
         return Collected(list(requests), [("rollout", now - 1, now)], 0.5)
 
-    monkeypatch.setattr("retrain.rollouts.resample.collect", collect)
+    monkeypatch.setattr("retrain.rollouts.queue.collect", collect)
     return order, held
 
 
