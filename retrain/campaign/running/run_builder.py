@@ -22,8 +22,8 @@ from retrain.config.modes import Need
 from retrain.data import Dataset, content_hash
 from retrain.data.dataset import DataCursor, column_values
 from retrain.data.prompts import Renderer
-from retrain.environments.build import environments_of
-from retrain.environments.protocol import Environment, Limits
+from retrain.environments.build import environments_of, episode_limits
+from retrain.environments.protocol import Environment
 from retrain.errors import UsageError
 from retrain.files import prepare_directory
 from retrain.ownership import claim
@@ -156,7 +156,7 @@ class RunBuilder:
             config,
             environments["train"],
             renderer_of(model, config),
-            Limits.of(config, model.context),
+            episode_limits(config, model.context),
             DataCursor(self.data.train, config.stream("data"), config.data.shuffle),
             RecentWeights(config.training.max_off_policy_steps, remembers=config.inference.served),
         )
