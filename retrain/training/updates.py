@@ -60,7 +60,7 @@ def with_trainer_logprobs(batch: CreditedBatch, trainer_logprobs: Sequence[np.nd
         logprobs = list(islice(parts, rollout.sequences))
         complete = [part for part in logprobs if part is not None]
         is_complete = bool(logprobs) and len(complete) == len(logprobs)
-        changes.append({"trainer_logprobs_T": np.concatenate(complete)} if is_complete else {})
+        changes.append({"old_logprobs_T": np.concatenate(complete)} if is_complete else {})
     return batch.with_fields(batch.trained, changes)
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
@@ -53,8 +52,9 @@ class CreditedRollout(Rollout):
     """float64 [T]: factor of each token's policy loss, 0 where it was rejected; None is 1 for all."""
     values_T: np.ndarray | None = None  # float64 [T]: the critic's value before each token
     value_targets_T: np.ndarray | None = None  # float64 [T]
-    old_logprobs_T: np.ndarray | None = None  # [T]: the trainer's own, before the first of several updates
-    trainer_logprobs_T: np.ndarray | None = None  # float32 [T]: the trainer's own, of a single update's forward pass
+    old_logprobs_T: np.ndarray | None = None
+    """float64 [T]: the trainer's own before the first of several updates; float32 those of a single update's forward
+    pass, which are there after it alone."""
     counted_tokens: int | None = None  # Tokens that count in the loss's denominator; None is all of them
     counted_sequences: int | None = None  # Sequences that count in it; None is all of them
 
@@ -103,7 +103,7 @@ class CreditedBatch:
 
     groups: tuple[CreditedGroup, ...]
     denominators: Denominators = Denominators(0, 0)
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def rollouts(self) -> list[CreditedRollout]:
@@ -126,7 +126,9 @@ class CreditedBatch:
         groups = [replace(group, rollouts=tuple(islice(parts, len(group.rollouts)))) for group in self.groups]
         return replace(self, groups=tuple(groups))
 
-    def with_fields(self, rollouts: Sequence[CreditedRollout], changes: Iterable[Mapping[str, Any]]) -> CreditedBatch:
+    def with_fields(
+        self, rollouts: Sequence[CreditedRollout], changes: Iterable[Mapping[str, object]]
+    ) -> CreditedBatch:
         """Return the batch with new fields of some ``rollouts``: for each of them one mapping from name to value."""
         changed = {rollout: replace(rollout, **change) for rollout, change in zip(rollouts, changes, strict=True)}
         return self.with_rollouts(changed.get(rollout, rollout) for rollout in self.rollouts)
@@ -136,7 +138,7 @@ class CreditedBatch:
         groups = [replace(group, discarded=reason) for group, reason in zip(self.groups, reasons, strict=True)]
         return replace(self, groups=tuple(groups))
 
-    def with_metrics(self, metrics: Mapping[str, Any]) -> CreditedBatch:
+    def with_metrics(self, metrics: Mapping[str, object]) -> CreditedBatch:
         return replace(self, metrics={**self.metrics, **metrics})
 
     def denominators_of(self, rollouts: Sequence[CreditedRollout]) -> Denominators:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from retrain.algorithms import GROUP_ADVANTAGES, Algorithm, CreditStep, Modes, StepContext, build_algorithm
+from retrain.algorithms import GROUP_ADVANTAGES, Algorithm, CreditStep, Modes, StepContext, build_algorithm, load_modes
 from retrain.algorithms.credit.group_advantage import GroupAdvantage
 from retrain.algorithms.credit.planning_tokens import RegexDetector
-from retrain.algorithms.modes import load_modes
 from retrain.config import parse_dict
 from retrain.types import CreditedBatch, CreditedGroup, Group, Scores
 

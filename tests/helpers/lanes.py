@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrain.algorithms.losses import LOSSES, PluginLoss
+from retrain.algorithms.losses import LOSSES
+from retrain.algorithms.losses.plugin import PluginLoss
 from retrain.config import parse_dict
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine, PolicyRef, SampleRequest

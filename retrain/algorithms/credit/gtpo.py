@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from retrain.algorithms.algorithm import StepContext, TokenCreditStep
+from retrain.algorithms.algorithm import StepContext, TokenCreditStep, pad_field, pad_if_all, token_mask, with_rows
 from retrain.algorithms.credit.uncertainty import moments
-from retrain.algorithms.tables import fields, pad_field, pad_if_all, token_mask
 from retrain.maths.shapes import Floats_BT, Mask_BT
 from retrain.types import CreditedBatch, CreditedRollout
 
@@ -34,7 +33,7 @@ class GtpoWeights(TokenCreditStep):
         unpooled_BT = None if pooled_BT is None else gtpo_weights(raw_BT, mask_BT, self.beta)
         planning_BT = pad_if_all([rollout.planning_T for rollout in rated], np.bool_)
         advantages_BT = pad_field(rated, "token_advantages_T") * weights_BT
-        batch = batch.with_fields(rated, fields("token_advantages_T", advantages_BT, rated))
+        batch = with_rows(batch, rated, token_advantages_T=advantages_BT)
         return batch.with_metrics(weight_stats(weights_BT, unpooled_BT, planning_BT, mask_BT))
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from retrain.algorithms.algorithm import StepContext, TokenCreditStep
-from retrain.algorithms.tables import fields, pad_field, token_mask
+from retrain.algorithms.algorithm import StepContext, TokenCreditStep, pad_field, token_mask, with_rows
 from retrain.maths.shapes import Floats_BT, Mask_BT
 from retrain.rng import uniforms
 from retrain.types import CreditedBatch, CreditedRollout
@@ -32,7 +31,7 @@ class Hicra(TokenCreditStep):
             rows = [uniforms(mask_BT.shape[1], *stream, row) for row in range(len(rated))]
             amplified_BT = placebo_mask(torch.from_numpy(np.stack(rows)), amplified_BT, mask_BT)
         advantages_BT = hicra(pad_field(rated, "token_advantages_T"), amplified_BT, self.alpha)
-        return batch.with_fields(rated, fields("token_advantages_T", advantages_BT, rated))
+        return with_rows(batch, rated, token_advantages_T=advantages_BT)
 
 
 @torch.no_grad()

@@ -6,10 +6,10 @@ Overlapping phrases both count. Each text is decoded and searched once; no Pytho
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -94,13 +94,16 @@ class Detector(Protocol):
         ...
 
 
+PlanningFunction = Callable[[Sequence[str], Sequence[TokenNumbers]], Iterable[object]]
+
+
 class PluginDetector:
     """A user's ``function(texts, offsets)``: one entry per token for every completion, true where it plans.
 
     ``texts`` are the completions of a batch, ``offsets`` their tokens' character ranges, int64 [T, 2] each.
     """
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function: PlanningFunction):
         self.function = function
         self.name = plugin_name(function)
 
@@ -116,7 +119,7 @@ class PluginDetector:
             )
         return [self._checked(mask, len(own)) for mask, own in zip(given, pairs, strict=True)]
 
-    def _checked(self, mask: Any, length: int) -> TokenMask:
+    def _checked(self, mask: object, length: int) -> TokenMask:
         values_T = np.asarray(mask)
         if values_T.shape != (length,):
             raise PluginError(

@@ -7,15 +7,14 @@ clock starts at 0.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from retrain.algorithms.algorithm import CreditStep, StepContext
+from retrain.algorithms.algorithm import CreditStep, StepContext, pad_field, token_mask, with_rows
 from retrain.algorithms.credit.uncertainty import moments
-from retrain.algorithms.tables import fields, pad_field, token_mask
 from retrain.config.algorithm import Sepa
 from retrain.maths.shapes import Floats_BT, Mask_BT
 from retrain.types import CreditedBatch, CreditedRollout
@@ -45,19 +44,17 @@ class SepaPooling(CreditStep):
             h_BT, planning_BT = pad_field(rated, "uncertainty_T"), pad_field(rated, "planning_T", np.bool_)
             mask_BT = token_mask(rated)
             exec_variance = moments(h_BT, mask_BT & ~planning_BT)[1]
-            batch = batch.with_fields(
-                rated, fields("pooled_uncertainty_T", sepa_pool(h_BT, planning_BT, mask_BT, lam), rated)
-            )
+            batch = with_rows(batch, rated, pooled_uncertainty_T=sepa_pool(h_BT, planning_BT, mask_BT, lam))
         self._state = sepa_observe(
             self.schedule, self._state, context.step, correct_rate(batch.rollouts), exec_variance
         )
         return batch.with_metrics({"sepa_lambda": lam, "sepa_gate_open": gate_open})
 
-    def state(self) -> dict[str, Any]:
-        return self._state
+    def state(self) -> dict[str, object]:
+        return asdict(self._state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._state = dict(state)
+        self._state = SepaState(**state)
 
 
 def correct_rate(rollouts: Sequence[CreditedRollout]) -> float:
@@ -85,7 +82,7 @@ def sepa_pool(h_BT: Floats_BT, planning_BT: Mask_BT, mask_BT: Mask_BT, lam: floa
 
 
 def sepa_lambda_linear(step: int, steps: int, delay_steps: int = 0) -> float:
-    """clamp((step − delay_steps)/steps, 0, 1); ``steps = 0`` means no ramp at all and gives 0."""
+    """Return clamp((step − delay_steps)/steps, 0, 1); ``steps = 0`` means no ramp at all and gives 0."""
     if steps < 0 or delay_steps < 0:
         raise ValueError(f"SEPA steps and delay_steps must be >= 0: got {steps} and {delay_steps}")
     return min(max((step - delay_steps) / steps, 0.0), 1.0) if steps else 0.0
@@ -93,7 +90,7 @@ def sepa_lambda_linear(step: int, steps: int, delay_steps: int = 0) -> float:
 
 @dataclass(frozen=True)
 class SepaSchedule:
-    """The fixed parameters of a SEPA schedule; the moving part is the state dict below."""
+    """The fixed parameters of a SEPA schedule; what moves is its ``SepaState``."""
 
     schedule: str = "linear"
     steps: int = 500
@@ -112,39 +109,49 @@ class SepaSchedule:
             raise ValueError("SEPA needs 0 <= correct_rate_gate <= 1, 0 <= ema_decay < 1 and var_threshold > 0")
 
 
-def sepa_start(schedule: SepaSchedule) -> dict[str, Any]:
-    """The state before the first step, strict JSON.
+@dataclass(frozen=True)
+class SepaState:
+    """What a schedule remembers of earlier batches; strict JSON as a dictionary."""
 
-    ``opened_at``: first step with an open gate, None while shut; ``var_ema``: running execution variance;
-    ``var_0``: its value at the end of warm-up; ``observed``: batches that had a variance.
-    """
-    opened_at = 0 if schedule.correct_rate_gate <= 0.0 else None
-    return {"opened_at": opened_at, "var_ema": None, "var_0": None, "observed": 0}
+    opened_at: int | None
+    """First step with an open gate, None while it is shut."""
+    var_ema: float | None = None
+    """Running average of the execution variance."""
+    var_0: float | None = None
+    """Its value at the end of warm-up."""
+    observed: int = 0
+    """Batches that had a variance."""
 
 
-def sepa_gate_open(state: dict[str, Any], step: int) -> bool:
+def sepa_start(schedule: SepaSchedule) -> SepaState:
+    """Return the state before the first step."""
+    return SepaState(opened_at=0 if schedule.correct_rate_gate <= 0.0 else None)
+
+
+def sepa_gate_open(state: SepaState, step: int) -> bool:
     """Return whether the correctness gate lets λ rise at ``step``."""
-    return state["opened_at"] is not None and step >= state["opened_at"]
+    return state.opened_at is not None and step >= state.opened_at
 
 
-def sepa_lambda(schedule: SepaSchedule, state: dict[str, Any], step: int) -> float:
-    """λ in [0, 1] for ``step``: 0 behind a shut gate; linear ramp counted from the gate's opening.
+def sepa_lambda(schedule: SepaSchedule, state: SepaState, step: int) -> float:
+    """Return λ in [0, 1] for ``step``: 0 behind a shut gate; linear ramp counted from the gate's opening.
 
     ``auto`` takes the larger of the ramp and 1 − min(varEMA/(var₀·threshold), 1), the latter only once warm-up
     has set var₀ and only if there was any variance to lose.
     """
-    if not sepa_gate_open(state, step):
+    if state.opened_at is None or step < state.opened_at:
         return 0.0
-    value = sepa_lambda_linear(step - state["opened_at"], schedule.steps, schedule.delay_steps)
-    if schedule.schedule == "auto" and state["var_0"] is not None and state["var_0"] > NO_VARIANCE:
-        value = max(value, 1.0 - min(state["var_ema"] / (state["var_0"] * schedule.var_threshold), 1.0))
+    value = sepa_lambda_linear(step - state.opened_at, schedule.steps, schedule.delay_steps)
+    if schedule.schedule == "auto" and state.var_0 is not None and state.var_0 > NO_VARIANCE:
+        assert state.var_ema is not None, "the average is older than its value at the end of warm-up"
+        value = max(value, 1.0 - min(state.var_ema / (state.var_0 * schedule.var_threshold), 1.0))
     return value
 
 
 def sepa_observe(
-    schedule: SepaSchedule, state: dict[str, Any], step: int, correct_rate: float | None, exec_variance: float | None
-) -> dict[str, Any]:
-    """The state after the batch of ``step``; ``state`` itself is left alone.
+    schedule: SepaSchedule, state: SepaState, step: int, correct_rate: float | None, exec_variance: float | None
+) -> SepaState:
+    """Return the state after the batch of ``step``.
 
     ``exec_variance`` is the batch variance of the raw execution uncertainty, None without execution tokens (the
     average then stays). The gate opens for ``step + 1`` and never shuts again. Raises ValueError on NaN.
@@ -152,14 +159,13 @@ def sepa_observe(
     for name, value in (("correct_rate", correct_rate), ("exec_variance", exec_variance)):
         if value is not None and not math.isfinite(value):
             raise ValueError(f"SEPA {name} must be finite or None: got {value}")
-    after = dict(state)
-    if after["opened_at"] is None and correct_rate is not None and correct_rate >= schedule.correct_rate_gate:
-        after["opened_at"] = step + 1
-    if exec_variance is not None:
-        previous = after["var_ema"]
-        decay = schedule.ema_decay
-        after["var_ema"] = exec_variance if previous is None else decay * previous + (1.0 - decay) * exec_variance
-        after["observed"] += 1
-        if after["observed"] == schedule.warmup_steps:
-            after["var_0"] = after["var_ema"]
-    return after
+    if state.opened_at is None and correct_rate is not None and correct_rate >= schedule.correct_rate_gate:
+        state = replace(state, opened_at=step + 1)
+    if exec_variance is None:
+        return state
+    decay, average = schedule.ema_decay, exec_variance
+    if state.var_ema is not None:
+        average = decay * state.var_ema + (1.0 - decay) * exec_variance
+    observed = state.observed + 1
+    var_0 = average if observed == schedule.warmup_steps else state.var_0
+    return replace(state, var_ema=average, var_0=var_0, observed=observed)

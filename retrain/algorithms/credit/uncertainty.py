@@ -6,21 +6,19 @@ False and may hold any value, NaN included. Nothing here carries a gradient.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from retrain.algorithms.algorithm import StepContext, TokenCreditStep
-from retrain.algorithms.tables import fields, pad_field, pad_if_all, token_mask
+from retrain.algorithms.algorithm import StepContext, TokenCreditStep, pad_field, pad_if_all, token_mask, with_rows
 from retrain.errors import PluginError
 from retrain.maths.arrays import plugin_name
 from retrain.maths.shapes import Floats_BT, Mask_BT, of_shape
 from retrain.types import CreditedBatch, CreditedRollout
 
 MAX_UNCERTAINTY = 50.0
-Uncertainty = str | Callable[..., Any]
+Uncertainty = str | Callable[..., object]
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class TokenUncertainty(TokenCreditStep):
         entropy_BT = pad_if_all([rollout.entropy_T for rollout in rated])
         h_BT = uncertainty(self.kind, logprobs_BT, entropy_BT, mask_BT)
         planning_BT = pad_if_all([rollout.planning_T for rollout in rated], np.bool_)
-        batch = batch.with_fields(rated, fields("uncertainty_T", h_BT, rated))
+        batch = with_rows(batch, rated, uncertainty_T=h_BT)
         return batch.with_metrics(uncertainty_stats(self.kind, h_BT, logprobs_BT, planning_BT, mask_BT))
 
 
@@ -50,7 +48,7 @@ def without_padding(what: str, values_BT: Floats_BT, mask_BT: Mask_BT) -> Floats
     return values_BT
 
 
-def per_token(kind: str, function: Callable[..., Any], result: Any, mask_BT: Mask_BT, wanted: str) -> Tensor:
+def per_token(kind: str, function: Callable[..., object], result: object, mask_BT: Mask_BT, wanted: str) -> Tensor:
     """Return a plug-in's result for every token, 0 in the padding; PluginError for another shape, NaN or infinity."""
     plugin = f"{kind} plug-in {plugin_name(function)}"
     values_BT = of_shape(plugin, result, mask_BT, "tokens", f"one {wanted} per token").detach()

@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from retrain.algorithms import Modes, build_algorithm
+from retrain.algorithms import Modes, build_algorithm, objective_of
 from retrain.algorithms.credit.planning_tokens import Detector
 from retrain.algorithms.distillation import Context
-from retrain.algorithms.objective import objective_of
 from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, recorded_facts, world_changes
 from retrain.campaign.planning.outputs import run_place
 from retrain.campaign.planning.plan import RunSpec, run_directory

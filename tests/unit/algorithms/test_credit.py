@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrain.algorithms import TOKEN_CREDIT
+from retrain.algorithms.algorithm import pad_field
 from retrain.algorithms.credit.entropy_mask import entropy_mask
+from retrain.algorithms.credit.group_advantage import SpreadAdvantage
 from retrain.algorithms.credit.gtpo import gtpo_weights
 from retrain.algorithms.credit.gtpo_paper import gtpo_paper
 from retrain.algorithms.credit.hicra import hicra, placebo_mask
 from retrain.algorithms.credit.sepa_pooling import SepaPooling, sepa_pool
-from retrain.algorithms.credit.spread import SpreadAdvantage
 from retrain.algorithms.credit.uncertainty import TokenUncertainty, uncertainty
-from retrain.algorithms.tables import pad_field
 from retrain.config import parse_dict
 from retrain.config.algorithm import Sepa
 from retrain.rng import uniforms

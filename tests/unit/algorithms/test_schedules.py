@@ -1,8 +1,9 @@
 import json
+from dataclasses import asdict
 
 import pytest
 
-from retrain.algorithms.credit.sepa_pooling import SepaSchedule, sepa_lambda, sepa_observe, sepa_start
+from retrain.algorithms.credit.sepa_pooling import SepaSchedule, SepaState, sepa_lambda, sepa_observe, sepa_start
 from retrain.policy.optimizer import LR_SCHEDULES, learning_rate
 
 
@@ -20,7 +21,8 @@ def run(schedule: SepaSchedule, batches: list[tuple[float | None, float | None]]
     state, values = sepa_start(schedule), []
     for step, (correct, variance) in enumerate(batches):
         values.append(sepa_lambda(schedule, state, step))
-        state = json.loads(json.dumps(sepa_observe(schedule, state, step, correct, variance), allow_nan=False))
+        observed = asdict(sepa_observe(schedule, state, step, correct, variance))
+        state = SepaState(**json.loads(json.dumps(observed, allow_nan=False)))
     return values
 
 

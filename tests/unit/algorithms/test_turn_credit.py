@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.credit import compare, credit
+from helpers.credit import algorithm_of, compare, credit
 
-from retrain.algorithms.credit.turns import TurnCredit, returns_to_go
+from retrain.algorithms.credit.group_advantage import TurnCredit, returns_to_go
 from retrain.config import parse_dict
 from retrain.errors import ConfigError, RunFailed
 from retrain.types import (
@@ -161,7 +161,7 @@ def test_a_state_that_a_rollout_comes_back_to_counts_every_time():
 def test_the_weight_of_states_as_configured():
     """With a weight of 0 it would be the credit of episodes. Without a reward a rollout takes no part."""
     config = {**TOOLS, "algorithm": {"turn_credit": "state", "state_weight": 2.0}}
-    by_state = TurnCredit.of(parse_dict(config).algorithm)
+    by_state = algorithm_of(config).steps[0].turn_credit
     assert by_state == TurnCredit(1.0, 2.0)
     rollouts = [*in_states(([START, DOOR], 1.0), ([START, DOOR], 0.0)), rollout([None, None], None)]
     assert turn_advantages(rollouts, turn_credit=by_state) == [[1.5, 1.5], [-1.5, -1.5], None]

@@ -20,7 +20,7 @@ from helpers.lanes import (
 )
 from helpers.records import group
 
-from retrain.algorithms.objective import objective_of
+from retrain.algorithms import objective_of
 from retrain.config import parse_dict
 from retrain.errors import NonFinite, RunFailed
 from retrain.maths.corrections import Correction
