@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from retrain.algorithms.arrays import training_samples
 from retrain.campaign.planning.cohorts import base_key
 from retrain.campaign.planning.plan import Plan, RunSpec
 from retrain.campaign.running.assemble import assemble
@@ -33,7 +34,7 @@ from retrain.rng import generator
 from retrain.rollouts.collect import Collected
 from retrain.rollouts.queue import StepRollouts, collect_rounds
 from retrain.training.run import Run
-from retrain.types import CreditedGroup, Group, Rollout, TrainBatch, training_samples
+from retrain.types import CreditedGroup, Group, Rollout, TrainBatch
 
 BATCHES = 16
 LEAST_BATCHES = 3  # Smallest number of batches from which an interval is computed

@@ -1,15 +1,10 @@
-"""An algorithm: the list of credit steps that turn graded rollouts into what each token is trained with, and the padded
-tables that the steps compute in."""
+"""An algorithm: the list of credit steps that turn graded rollouts into what each token is trained with."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-import torch
-
-from retrain.maths.shapes import Floats_BT, Mask_BT
-from retrain.types import MAX_STALENESS, CreditedBatch, CreditedGroup, CreditedRollout, Rollout, Scores, Want
+from retrain.types import MAX_STALENESS, CreditedBatch, CreditedGroup, CreditedRollout, Scores, Want
 
 
 @dataclass(frozen=True)
@@ -107,50 +102,3 @@ class Algorithm:
     @property
     def _stateful(self) -> list[StatefulStep]:
         return [step for step in self.steps if isinstance(step, StatefulStep)]
-
-
-def pad(arrays: Sequence[np.ndarray], dtype: type = np.float64) -> torch.Tensor:
-    """Return rows of different lengths as one table [B, T], 0 beyond each row's end."""
-    table_BT = np.zeros((len(arrays), max(map(len, arrays))), dtype=dtype)
-    for row_T, array in zip(table_BT, arrays, strict=True):
-        row_T[: len(array)] = array
-    return torch.from_numpy(table_BT)
-
-
-def pad_if_all(arrays: Sequence[np.ndarray | None], dtype: type = np.float64) -> torch.Tensor | None:
-    """Return the padded table, or None where a row is missing."""
-    rows = [array for array in arrays if array is not None]
-    return pad(rows, dtype) if len(rows) == len(arrays) else None
-
-
-def token_mask(rows: Sequence[Rollout | np.ndarray]) -> Mask_BT:
-    """Return which entries of the padded table of these rollouts or arrays are not padding."""
-    lengths = torch.tensor([len(row) for row in rows])
-    return torch.arange(int(lengths.max()))[None] < lengths[:, None]
-
-
-def with_rows(
-    batch: CreditedBatch, rollouts: Sequence[CreditedRollout], **tables_BT: Floats_BT | Mask_BT
-) -> CreditedBatch:
-    """Return the batch with a row of each table, without its padding, as the field of that name of each rollout."""
-    arrays = {name: table_BT.numpy() for name, table_BT in tables_BT.items()}
-    changes = [
-        {name: rows_BT[row][: len(rollout)] for name, rows_BT in arrays.items()} for row, rollout in enumerate(rollouts)
-    ]
-    return batch.with_fields(rollouts, changes)
-
-
-def pad_field(rollouts: Sequence[CreditedRollout], name: str, dtype: type = np.float64) -> torch.Tensor:
-    """Return the field ``name``, an array [T] of every rollout, as a padded table [B, T]."""
-    return pad([getattr(rollout, name) for rollout in rollouts], dtype)
-
-
-def discard_by_tokens(batch: CreditedBatch) -> CreditedBatch:
-    """Discard the groups in which no token has an advantage, and no others: for token credit that starts from the
-    rewards, so that the episode advantage does not say which groups have signal."""
-    reasons = []
-    for group in batch.groups:
-        rows = [rollout.token_advantages_T for rollout in group.rollouts if rollout.token_advantages_T is not None]
-        has_signal = any(row_T.any() for row_T in rows)
-        reasons.append(group.discarded if not rows else None if has_signal else "zero_advantage")
-    return batch.with_discarded(reasons)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.algorithms import Algorithm
+from retrain.algorithms.arrays import samples_of, scores_by_rollout
 from retrain.algorithms.distillation import Context, Teacher, taught, teacher_prompts
 from retrain.clock import timestamp
 from retrain.config import Config
@@ -36,7 +37,7 @@ from retrain.training.updates import (
     with_old_logprobs,
     with_trainer_logprobs,
 )
-from retrain.types import MAX_STALENESS, CreditedBatch, CreditedGroup, Group, Scores, StepRecord, Want, samples_of
+from retrain.types import MAX_STALENESS, CreditedBatch, CreditedGroup, Group, Scores, StepRecord, Want
 
 POLICY_SCORES = frozenset({Want.LOGPROBS, Want.VALUES, Want.REFERENCE})  # Scores that an algorithm asks the policy for
 
@@ -167,7 +168,7 @@ class Run:
         want, scores = self.algorithm.requires & POLICY_SCORES, Scores()
         if want and (fresh.groups or self.config.algorithm.critic):
             scored = fresh.groups or groups
-            scores = self.policy.score(samples_of(scored), want).of_rollouts(scored)
+            scores = scores_by_rollout(self.policy.score(samples_of(scored), want), scored)
         if self.teacher is not None and fresh.groups:
             if self.config.distillation.whole:
                 prompts = teacher_prompts(fresh.groups, self.teacher_context)

@@ -7,12 +7,13 @@ loss by what its own minibatch counts, groups without signal included.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from retrain.algorithms.arrays import join_by_rollout, samples_of_rollout, training_samples
 from retrain.algorithms.credit.rejection_mask import mask_minibatch
 from retrain.config import Config
 from retrain.config.training import Training
@@ -25,12 +26,12 @@ from retrain.policy.update import PROBE_SIZE
 from retrain.rng import generator
 from retrain.types import (
     CreditedBatch,
+    CreditedRollout,
+    Denominators,
     Group,
     Sample,
     TrainBatch,
     Want,
-    samples_of_rollout,
-    training_samples,
     without_advantages,
 )
 
@@ -46,8 +47,7 @@ def with_old_logprobs(batch: CreditedBatch, policy: Policy, logprobs: Sequence[n
         return batch
     scores = policy.score(samples, frozenset({Want.LOGPROBS})).logprobs
     assert scores is not None, "a policy gives what it is asked for"
-    parts = iter(scores)
-    joined = [np.concatenate([np.zeros(0), *islice(parts, rollout.sequences)]) for rollout in trained]
+    joined = join_by_rollout(scores, trained)
     return batch.with_fields(trained, ({"old_logprobs_T": logprobs_T} for logprobs_T in joined))
 
 
@@ -92,8 +92,19 @@ def iter_minibatches(
             rollouts = [rollout for unit in sorted(part.tolist()) for rollout in units[unit]]
             chosen = [sample for rollout in rollouts for sample in samples.get(rollout, ())]
             update = epoch * training.minibatches + index
-            minibatches.append(TrainBatch(chosen, batch.denominators_of(rollouts), step, stream, update=update))
+            minibatches.append(TrainBatch(chosen, _denominators_of(batch, rollouts), step, stream, update=update))
         yield [minibatch for minibatch in minibatches if minibatch.samples]
+
+
+def _denominators_of(batch: CreditedBatch, rollouts: Sequence[CreditedRollout]) -> Denominators:
+    """Return what the loss of a minibatch is divided by; all of its ``rollouts`` are credited."""
+    sampled = [rollout for rollout in rollouts if len(rollout) > 0]
+    return replace(
+        batch.denominators,
+        tokens=sum(len(one) if one.counted_tokens is None else one.counted_tokens for one in sampled),
+        sequences=sum(one.sequences if one.counted_sequences is None else one.counted_sequences for one in sampled),
+        action_tokens=sum(map(len, sampled)),
+    )
 
 
 @dataclass(frozen=True)

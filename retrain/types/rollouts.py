@@ -1,8 +1,7 @@
 """Sampled data: Problem → Prompt → Rollout (Turn, Turn, …) → Group. None of it changes after sampling and grading.
 
-The letters in names of arrays, and in their shapes, are those of ``DIMENSIONS``: ``advantages_BT`` is [rows of a batch,
-tokens]. Arrays are numpy on the host; tensors live only inside ``policy``, ``engines``, ``algorithms`` and
-``maths``.
+The letters in names and shapes of arrays are those of ``retrain.maths.shapes.DIMENSIONS``: ``advantages_BT`` is [rows
+of a batch, tokens]. Arrays are numpy on the host; tensors live in ``policy``, ``engines``, ``algorithms`` and ``maths``.
 """
 
 from __future__ import annotations
@@ -24,28 +23,6 @@ error, took too long, ended its process, or answered without end."""
 
 MAX_PROBLEMS = 1_000_000
 """Problems of one split that a function or environment of the user's may make; a generator may have no end."""
-
-DIMENSIONS = {
-    "P": "prompts; parts of a held-out set",
-    "N": "rollouts of one group, or of a step; texts",
-    "G": "groups of a step",
-    "B": "rows of a padded batch, one rollout each; batches that are compared",
-    "C": "conditions",
-    "T": "sampled tokens, of one action or of a rollout's actions one after the other",
-    "L": "all tokens of a sequence, what was read and what was sampled",
-    "M": "sampled tokens of a micro-batch, one after the other",
-    "R": "rows of a decode batch",
-    "K": "columns of its cache; tokens kept by truncated sampling",
-    "V": "vocabulary",
-    "H": "hidden size",
-    "D": "width of a vector",
-    "S": "replicates: seeds, problems, pairs of runs; sequences of a packed row",
-    "r": "rank of an adapter",
-    "k": "ranks that are kept of it",
-    "in": "inputs of a linear layer",
-    "out": "outputs of a linear layer",
-}
-"""What each letter counts, everywhere. A 1 is an axis of one entry."""
 
 
 @dataclass(frozen=True)

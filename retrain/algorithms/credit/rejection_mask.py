@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from retrain.algorithms.algorithm import CreditStep, StepContext, pad, token_mask
+from retrain.algorithms.algorithm import CreditStep, StepContext
+from retrain.algorithms.arrays import pad, sequence_slices, token_mask
 from retrain.algorithms.losses import M2PO
 from retrain.config.algorithm import Algorithm as AlgorithmSection
 from retrain.maths.corrections import Correction, kept_sequences
 from retrain.maths.shapes import Mask_BT
 from retrain.policy.protocol import Policy
-from retrain.types import CreditedBatch, CreditedRollout, TrainBatch, Want, sequence_slices
+from retrain.types import CreditedBatch, CreditedRollout, TrainBatch, Want
 
 
 @dataclass(frozen=True)

@@ -9,23 +9,13 @@ from helpers.credit import algorithm_of, apply, batch_of, compare, credit
 from helpers.models import word_tokenizer
 
 from retrain.algorithms import Algorithm, Modes
+from retrain.algorithms.arrays import training_samples
 from retrain.algorithms.credit.planning_tokens import PlanningTokens, RegexDetector
 from retrain.algorithms.credit.sepa_pooling import correct_rate
 from retrain.errors import RunFailed
 from retrain.files import dumps
 from retrain.policy.base import BaseModel
-from retrain.types import (
-    Action,
-    CreditedBatch,
-    Group,
-    Problem,
-    Prompt,
-    RewardResult,
-    Scores,
-    Turn,
-    single_turn,
-    training_samples,
-)
+from retrain.types import Action, CreditedBatch, Group, Problem, Prompt, RewardResult, Scores, Turn, single_turn
 
 TEXTS = ["so x = 4", "wait let me check so x", "notice that x = 4"]
 

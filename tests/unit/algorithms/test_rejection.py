@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from helpers.credit import algorithm_of, apply
 
+from retrain.algorithms.arrays import training_samples
 from retrain.algorithms.credit.rejection_mask import RejectionMask, mask_minibatch
 from retrain.config import parse_dict
 from retrain.errors import ConfigError
@@ -22,7 +23,6 @@ from retrain.types import (
     TrainBatch,
     Turn,
     Want,
-    training_samples,
 )
 
 PROMPT = Prompt(Problem("0", "1 + 1", "2"), "1 + 1", (1, 2))

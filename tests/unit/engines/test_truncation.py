@@ -20,6 +20,7 @@ from helpers.lanes import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from retrain.algorithms.arrays import training_samples
 from retrain.config import load
 from retrain.engines import dense
 from retrain.engines.draw import draw
@@ -31,7 +32,7 @@ from retrain.maths.ratios import sampled_token_kl
 from retrain.policy import logprobs as policy_logprobs
 from retrain.policy.backbone import backbone_of
 from retrain.policy.logprobs import collate, token_logprobs
-from retrain.types import CreditedRollout, Problem, Prompt, RewardResult, Sample, Turn, training_samples
+from retrain.types import CreditedRollout, Problem, Prompt, RewardResult, Sample, Turn
 
 CUTS = {
     "top_p": {"top_p": 0.8},
