@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import count
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from retrain.clock import timestamp
 from retrain.config.training import Sampling
@@ -266,7 +266,8 @@ class _Stepping:
 
     def begin(self, groups: Sequence[_Open]) -> list[_Asked]:
         """Start all episodes; whole groups are asked at once. One whose episodes all fail is over."""
-        self._each(lambda group, sample: group.start(sample), [(g, range(len(g.trajectories)), []) for g in groups])
+        jobs = [(group, sample) for group in groups for sample in range(len(group.trajectories))]
+        self._each(lambda group, sample: group.start(sample), jobs)
         asked: list[_Asked] = []
         for group in groups:
             try:
@@ -310,11 +311,11 @@ class _Stepping:
             for group, own, actions in steps
             for sample, action in zip(own, actions, strict=True)
         }
-        self._each(lambda group, sample: group.step(sample, acts[group, sample]), steps)
+        self._each(lambda group, sample: group.step(sample, acts[group, sample]), list(acts))
         self._grade([group for group in dict.fromkeys(group for group, *_ in steps) if not group.living])
 
-    def _each(self, work: Callable[[_Open, int], None], steps: Sequence[tuple[_Open, Sequence[int], Any]]) -> None:
-        """Do the work for each of these rollouts; what it raises belongs to the group's run."""
+    def _each(self, work: Callable[[_Open, int], None], jobs: Sequence[tuple[_Open, int]]) -> None:
+        """Do the work for each of these rollouts of groups; what it raises belongs to the group's run."""
 
         def one(group: _Open, sample: int) -> None:
             try:
@@ -322,7 +323,6 @@ class _Stepping:
             except (Exception, SystemExit) as error:
                 group.error = _exception(error)
 
-        jobs = [(group, sample) for group, own, _ in steps for sample in own]
         if self._side_by_side is None:
             for job in jobs:
                 one(*job)

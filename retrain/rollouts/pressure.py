@@ -4,6 +4,7 @@ Only speed and memory depend on it, never what is sampled beyond rounding. Decis
 throughputs, which are part of every checkpoint: a resumed cohort decides from the record, not from a new clock.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from retrain.config.upkeep import Backpressure
@@ -68,7 +69,7 @@ class Pressure:
         self.decision = decide(self.loads, self.throughputs, self.load, self.limits, intensity)
         self.load = self.decision.load
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, float | str | None]:
         """Return the catalogue's bp_* keys after the latest observation."""
         decision = self.decision
         if decision is None:
@@ -84,9 +85,9 @@ class Pressure:
             "bp_warmup": decision.basis == "warmup",
         }
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         return {"load": self.load, "loads": list(self.loads), "throughputs": list(self.throughputs)}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         self.load = min(max(state["load"], self.limits.min_load), self.limits.max_load)
         self.loads, self.throughputs = list(state["loads"]), list(state["throughputs"])

@@ -154,7 +154,7 @@ def resume(run: Run, step: int, skipped: Sequence[str] = ()) -> list[str]:
     """
     lines, checkpoints = list(skipped), run.checkpoints
     if step:
-        run.restore(checkpoint_directory(run.directory, step))
+        run.restore(checkpoint_directory(run.recorder.directory, step))
         checkpoints.restored_step = run.step
         lines.append(f"continues at step {run.step}")
     elif checkpoints.any_written:

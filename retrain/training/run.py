@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from retrain.algorithms import Algorithm
 from retrain.algorithms.arrays import samples_of, scores_by_rollout
@@ -21,6 +20,7 @@ from retrain.policy.protocol import Policy
 from retrain.records.environment import without_keys
 from retrain.records.observer import RunSpecLike
 from retrain.records.recorder import RunRecorder
+from retrain.records.schema.base import Row
 from retrain.rewards.overlong import punish_overlong
 from retrain.rollouts.queue import RolloutRequests, Span, Weights
 from retrain.rollouts.resample import SelectedGroups
@@ -107,10 +107,6 @@ class Run:
         return self.spec.config
 
     @property
-    def directory(self) -> Path:
-        return self.recorder.directory
-
-    @property
     def run_id(self) -> str:
         """``<label>_s<seed>``, the run's directory name in a campaign."""
         return self.spec.run_id
@@ -181,7 +177,7 @@ class Run:
             batch = with_old_logprobs(batch, self.policy, scores.logprobs)
         return self.algorithm.with_stale_groups(batch, groups)
 
-    def update(self, batch: CreditedBatch) -> tuple[CreditedBatch, dict[str, Any]]:
+    def update(self, batch: CreditedBatch) -> tuple[CreditedBatch, dict[str, float | None]]:
         """Take the optimizer steps of the batch; return the batch, with the trainer's log-probabilities where they are
         recorded, and the metrics of the updates. A minibatch whose loss or gradient is not finite is skipped. Raises
         RunFailed at the limits of ``RunHealth``."""
@@ -212,7 +208,7 @@ class Run:
     def record_step(
         self, selected: SelectedGroups, batch: CreditedBatch, update: Mapping[str, object],
         shared: Mapping[str, object], now: float,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> Row:  # fmt: skip
         """Record the step that has just ended and return its row. ``update`` are the metrics of its optimizer steps,
         ``shared`` those of what the runs of a cohort share."""
         config, cursor = self.config, self.requests.cursor

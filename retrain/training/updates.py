@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
@@ -74,15 +73,12 @@ def iter_minibatches(
     log-probabilities (with several, ``old_logprobs_T`` has them).
     """
     samples = {rollout: training_samples(rollout) for rollout in batch.trained}
-    if not (training.several_updates and any(samples.values())):
-        flat = [sample for parts in samples.values() for sample in parts]
+    flat = [sample for parts in samples.values() for sample in parts]
+    if not (training.several_updates and flat):
         probe = [] if flat else probe_of(batch.groups)
         yield [TrainBatch(flat, batch.denominators, step, stream, probe, keep_logprobs=keep_logprobs)]
         return
-    credited = [[rollout for rollout in group.rollouts if rollout.is_credited] for group in batch.groups]
-    units = [rollouts for rollouts in credited if rollouts]
-    if training.minibatch_by != "group":
-        units = [[rollout] for rollouts in units for rollout in rollouts]
+    units = _minibatch_units(batch, training)
     for epoch in range(training.num_iterations):
         order = np.arange(len(units))
         if training.minibatches > 1:
@@ -94,6 +90,14 @@ def iter_minibatches(
             update = epoch * training.minibatches + index
             minibatches.append(TrainBatch(chosen, _denominators_of(batch, rollouts), step, stream, update=update))
         yield [minibatch for minibatch in minibatches if minibatch.samples]
+
+
+def _minibatch_units(batch: CreditedBatch, training: Training) -> list[list[CreditedRollout]]:
+    """Return what ``minibatch_by`` keeps in one minibatch: the credited rollouts of a group, or single ones."""
+    credited = [[rollout for rollout in group.rollouts if rollout.is_credited] for group in batch.groups]
+    if training.minibatch_by == "group":
+        return [rollouts for rollouts in credited if rollouts]
+    return [[rollout] for rollouts in credited for rollout in rollouts]
 
 
 def _denominators_of(batch: CreditedBatch, rollouts: Sequence[CreditedRollout]) -> Denominators:
@@ -112,7 +116,7 @@ class MinibatchUpdate:
     """A minibatch and its update's metrics under the catalogue's keys; ``error`` is why the update was skipped."""
 
     batch: TrainBatch
-    metrics: Mapping[str, Any]
+    metrics: Mapping[str, float | None]
     error: NonFinite | None = None
     trainer_logprobs: Sequence[np.ndarray | None] = ()
 
@@ -129,7 +133,7 @@ def update_minibatch(
     batch: TrainBatch, policy: Policy, objective: Objective, lr: float, config: Config
 ) -> MinibatchUpdate:
     """Take one optimizer step, skipped where its loss or gradient is not finite."""
-    masked = dict[str, Any]()
+    masked = dict[str, float]()
     if config.chooses_anew and batch.samples:
         batch, masked = mask_minibatch(batch, policy, config.algorithm)
     try:
@@ -166,7 +170,7 @@ OF_COMPLETIONS = ("objective/kl", "objective/non_score_reward", "rejected_sequen
 MAXIMA = {"optim/lr": "optim/lr_max", "optim/grad_norm": "optim/grad_norm_max"}
 
 
-def aggregate_metrics(updates: Sequence[MinibatchUpdate], epochs: int) -> dict[str, Any]:
+def aggregate_metrics(updates: Sequence[MinibatchUpdate], epochs: int) -> dict[str, float | None]:
     """Return the metrics of a step with several updates: means over trained tokens or over updates, and extremes."""
     keys = dict.fromkeys(key for update in updates for key in update.metrics)
     row = {key: _aggregate(updates, key) for key in keys}
@@ -180,7 +184,7 @@ def aggregate_metrics(updates: Sequence[MinibatchUpdate], epochs: int) -> dict[s
     return row
 
 
-def _aggregate(updates: Sequence[MinibatchUpdate], key: str) -> Any:
+def _aggregate(updates: Sequence[MinibatchUpdate], key: str) -> float | None:
     values = _values(updates, key)
     if not values:
         return None
@@ -197,14 +201,14 @@ def _aggregate(updates: Sequence[MinibatchUpdate], key: str) -> Any:
     return _mean(updates, key)
 
 
-def _values(updates: Sequence[MinibatchUpdate], key: str) -> list[Any]:
+def _values(updates: Sequence[MinibatchUpdate], key: str) -> list[float]:
     return [value for update in updates if (value := update.metrics.get(key)) is not None]
 
 
 def _mean(updates: Sequence[MinibatchUpdate], key: str) -> float | None:
     """Return the mean of a metric, weighted by what it is a mean over; where no update has any of that, as with a
     probe, over updates."""
-    pairs = [(u.weight(key), float(u.metrics[key])) for u in updates if u.metrics.get(key) is not None]
+    pairs = _weighted(updates, key)
     if not any(weight for weight, _ in pairs):
         pairs = [(1.0, value) for _, value in pairs]
     total = math.fsum(weight for weight, _ in pairs)
@@ -217,9 +221,14 @@ def _ratio_variance(updates: Sequence[MinibatchUpdate]) -> float | None:
     mean, inner = _mean(updates, key), _mean(updates, "val/ratio_var")
     if mean is None or inner is None:
         return None
-    measured = [update for update in updates if update.metrics.get(key) is not None]
-    total = math.fsum(update.weight(key) for update in measured)
-    return inner + math.fsum(update.weight(key) * (update.metrics[key] - mean) ** 2 for update in measured) / total
+    pairs = _weighted(updates, key)
+    total = math.fsum(weight for weight, _ in pairs)
+    return inner + math.fsum(weight * (value - mean) ** 2 for weight, value in pairs) / total
+
+
+def _weighted(updates: Sequence[MinibatchUpdate], key: str) -> list[tuple[float, float]]:
+    """Return the weight and the value of a metric for each update that has it."""
+    return [(u.weight(key), float(value)) for u in updates if (value := u.metrics.get(key)) is not None]
 
 
 def probe_of(groups: Sequence[Group]) -> list[Sample]:

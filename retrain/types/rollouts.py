@@ -1,7 +1,7 @@
 """Sampled data: Problem → Prompt → Rollout (Turn, Turn, …) → Group. None of it changes after sampling and grading.
 
-The letters in names and shapes of arrays are those of ``retrain.maths.shapes.DIMENSIONS``: ``advantages_BT`` is [rows
-of a batch, tokens]. Arrays are numpy on the host; tensors live in ``policy``, ``engines``, ``algorithms`` and ``maths``.
+``advantages_BT`` is [rows of a batch, tokens]: ``retrain.maths.shapes.DIMENSIONS`` has the letters of names and shapes.
+Arrays are numpy on the host; tensors live only in ``policy``, ``engines``, ``algorithms`` and ``maths``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 
 Message = Mapping[str, str]  # One chat turn: `{"role": "user", "content": "…"}`
-
 StopReason = Literal["stop", "length"]
 
 Ended = Literal["done", "max_turns", "max_tokens", "raised", "timeout", "died", "flooded"]

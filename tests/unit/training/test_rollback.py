@@ -39,7 +39,7 @@ def cohort(model, tmp_path):
 
 
 def checkpoints(run) -> list[str]:
-    return sorted(path.name for path in (run.directory / "checkpoints").glob("*"))
+    return sorted(path.name for path in (run.recorder.directory / "checkpoints").glob("*"))
 
 
 def state(run):
