@@ -1,4 +1,4 @@
-"""The rollouts of a run's steps: which problems they answer, the weights that draw them, and the queue that samples.
+"""The rollouts of the steps of runs: the weights that draw them, and the queue that samples.
 
 With the bound k (``[training] max_off_policy_steps``) the rollouts of step t are drawn by the weights as they are
 before step max(0, t − k). With k = 0 these are the weights that train on them.
@@ -17,16 +17,12 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from retrain.clock import timestamp
-from retrain.config import Config
-from retrain.data.dataset import DataCursor
-from retrain.data.prompts import Renderer
 from retrain.engines.protocol import Engine, PolicyRef
-from retrain.environments.protocol import Environment, Limits
 from retrain.policy.protocol import PolicySnapshot
 from retrain.rollouts.collect import Collected, RolloutRequest, collect
 from retrain.rollouts.pressure import Pressure
-from retrain.rollouts.resample import Resample, Resampler, SelectedGroups
-from retrain.types import Group, Problem
+from retrain.rollouts.resample import Resample
+from retrain.types import Group
 
 CLOSING_S = 5.0  # Seconds that the end of a queue waits for its thread, which may be grading
 Owner = TypeVar("Owner")
@@ -113,67 +109,6 @@ class RecentWeights:
         known = [*self._replaced, *self._weights]
         last = max((each.step for each in known if each.ref.version == version), default=None)
         return step - last if last is not None else self.bound + 1
-
-
-@dataclass(eq=False)
-class RolloutRequests:
-    """Makes the rollout requests of a run's steps, in the order of its data, and selects the groups that a step trains
-    on."""
-
-    config: Config
-    environment: Environment
-    renderer: Renderer
-    limits: Limits
-    cursor: DataCursor
-    recent: RecentWeights
-    next_step: int = 0
-    """First step whose rollouts this process has not requested yet."""
-
-    def __post_init__(self) -> None:
-        training, cursor = self.config.training, self.cursor
-        # A list of its own: what is drawn again must not move the cursor of the first rounds.
-        upcoming = DataCursor(cursor.problems, (*cursor.stream, "dynamic"), cursor.shuffle).ahead
-        rounds = training.dynamic_sampling
-        self.resampler = Resampler(training.batch_size, rounds, upcoming, len(cursor.problems)) if rounds else None
-
-    def due(self, step: int, ahead: bool = False) -> dict[int, list[RolloutRequest]]:
-        """Return the requests of ``step``, the next one, and with ``ahead`` of all later steps that may be sampled by
-        now, by step; no step is requested twice."""
-        training = self.config.training
-        last = min(step + training.max_off_policy_steps * ahead, training.max_steps - 1)
-        steps = range(max(step, self.next_step), last + 1)
-        self.next_step = last + 1
-        return {later: self.of_step(step, later) for later in steps}
-
-    def of_step(self, now: int, step: int) -> list[RolloutRequest]:
-        """Return the requests of ``step``, which is ``now``, the run's next one, or a later one."""
-        size = self.config.training.batch_size
-        problems = self.cursor.ahead((step - now) * size, size)
-        return [self._request(problem, step, i) for i, problem in enumerate(problems)]
-
-    def _request(self, problem: Problem, step: int, index: int) -> RolloutRequest:
-        config = self.config
-        return RolloutRequest(
-            self.environment,
-            self.renderer,
-            problem,
-            self.recent.drawing(step),
-            config.training.group_size,
-            config.training.sampling.requested,
-            (*config.stream("sampling"), "sample", step, index),
-            self.limits,
-            self.recent.newest if config.inference.swap == "in_flight" else None,
-        )
-
-    @property
-    def resample(self) -> Resample | None:
-        """Dynamic sampling, called with a step's groups once they are sampled; None where it is off."""
-        return self.resampler and self.resampler.resample
-
-    def select(self, groups: Sequence[Group]) -> SelectedGroups:
-        """Move the data cursor by one step, and return the groups that the step trains on."""
-        self.cursor.position += self.config.training.batch_size
-        return self.resampler.select(groups) if self.resampler else SelectedGroups(list(groups), [], {})
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""One run: its policy, algorithm, data and records, and the parts of its step."""
+"""One run: its policy, algorithm, data and records, and the parts of its step; which rollouts its steps request."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,10 +10,12 @@ from retrain.algorithms.arrays import samples_of, scores_by_rollout
 from retrain.algorithms.distillation import Context, Teacher, taught, teacher_prompts
 from retrain.clock import timestamp
 from retrain.config import Config
+from retrain.data.dataset import DataCursor
+from retrain.data.prompts import Renderer
 from retrain.device import failure_text
 from retrain.engines.protocol import Engine, PolicyRef
 from retrain.engines.server.watch import Watch
-from retrain.environments.protocol import Environment
+from retrain.environments.protocol import Environment, Limits
 from retrain.files import dumps
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Policy
@@ -22,8 +24,9 @@ from retrain.records.observer import RunSpecLike
 from retrain.records.recorder import RunRecorder
 from retrain.records.schema.base import Row
 from retrain.rewards.overlong import punish_overlong
-from retrain.rollouts.queue import RolloutRequests, Span, Weights
-from retrain.rollouts.resample import SelectedGroups
+from retrain.rollouts.collect import RolloutRequest
+from retrain.rollouts.queue import RecentWeights, Span, Weights
+from retrain.rollouts.resample import Resample, Resampler, SelectedGroups
 from retrain.training.checkpoints import Checkpoints, Snapshot, earlier_directory
 from retrain.training.health import RunHealth, sampler_mismatches
 from retrain.training.state import RollbackPoint, RunState
@@ -37,9 +40,70 @@ from retrain.training.updates import (
     with_old_logprobs,
     with_trainer_logprobs,
 )
-from retrain.types import MAX_STALENESS, CreditedBatch, CreditedGroup, Group, Scores, StepRecord, Want
+from retrain.types import MAX_STALENESS, CreditedBatch, CreditedGroup, Group, Problem, Scores, StepRecord, Want
 
 POLICY_SCORES = frozenset({Want.LOGPROBS, Want.VALUES, Want.REFERENCE})  # Scores that an algorithm asks the policy for
+
+
+@dataclass(eq=False)
+class RolloutRequests:
+    """Makes the rollout requests of a run's steps, in the order of its data, and selects the groups that a step trains
+    on."""
+
+    config: Config
+    environment: Environment
+    renderer: Renderer
+    limits: Limits
+    cursor: DataCursor
+    recent: RecentWeights
+    next_step: int = 0
+    """First step whose rollouts this process has not requested yet."""
+
+    def __post_init__(self) -> None:
+        training, cursor = self.config.training, self.cursor
+        # A list of its own: what is drawn again must not move the cursor of the first rounds.
+        upcoming = DataCursor(cursor.problems, (*cursor.stream, "dynamic"), cursor.shuffle).ahead
+        rounds = training.dynamic_sampling
+        self.resampler = Resampler(training.batch_size, rounds, upcoming, len(cursor.problems)) if rounds else None
+
+    def due(self, step: int, ahead: bool = False) -> dict[int, list[RolloutRequest]]:
+        """Return the requests of ``step``, the next one, and with ``ahead`` of all later steps that may be sampled by
+        now, by step; no step is requested twice."""
+        training = self.config.training
+        last = min(step + training.max_off_policy_steps * ahead, training.max_steps - 1)
+        steps = range(max(step, self.next_step), last + 1)
+        self.next_step = last + 1
+        return {later: self.of_step(step, later) for later in steps}
+
+    def of_step(self, now: int, step: int) -> list[RolloutRequest]:
+        """Return the requests of ``step``, which is ``now``, the run's next one, or a later one."""
+        size = self.config.training.batch_size
+        problems = self.cursor.ahead((step - now) * size, size)
+        return [self._request(problem, step, i) for i, problem in enumerate(problems)]
+
+    def _request(self, problem: Problem, step: int, index: int) -> RolloutRequest:
+        config = self.config
+        return RolloutRequest(
+            self.environment,
+            self.renderer,
+            problem,
+            self.recent.drawing(step),
+            config.training.group_size,
+            config.training.sampling.requested,
+            (*config.stream("sampling"), "sample", step, index),
+            self.limits,
+            self.recent.newest if config.inference.swap == "in_flight" else None,
+        )
+
+    @property
+    def resample(self) -> Resample | None:
+        """Dynamic sampling, called with a step's groups once they are sampled; None where it is off."""
+        return self.resampler and self.resampler.resample
+
+    def select(self, groups: Sequence[Group]) -> SelectedGroups:
+        """Move the data cursor by one step, and return the groups that the step trains on."""
+        self.cursor.position += self.config.training.batch_size
+        return self.resampler.select(groups) if self.resampler else SelectedGroups(list(groups), [], {})
 
 
 class StepTimer:

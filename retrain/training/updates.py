@@ -80,9 +80,7 @@ def iter_minibatches(
         return
     units = _minibatch_units(batch, training)
     for epoch in range(training.num_iterations):
-        order = np.arange(len(units))
-        if training.minibatches > 1:
-            order = generator(*stream, "minibatches", step, epoch).permutation(len(units))
+        order = _order_of(len(units), training, (*stream, "minibatches", step, epoch))
         minibatches = []
         for index, part in enumerate(np.array_split(order, training.minibatches)):
             rollouts = [rollout for unit in sorted(part.tolist()) for rollout in units[unit]]
@@ -98,6 +96,11 @@ def _minibatch_units(batch: CreditedBatch, training: Training) -> list[list[Cred
     if training.minibatch_by == "group":
         return [rollouts for rollouts in credited if rollouts]
     return [[rollout] for rollouts in credited for rollout in rollouts]
+
+
+def _order_of(units: int, training: Training, stream: tuple[int | str, ...]) -> np.ndarray:
+    """Return the order in which the units are dealt to minibatches, drawn anew in every epoch."""
+    return generator(*stream).permutation(units) if training.minibatches > 1 else np.arange(units)
 
 
 def _denominators_of(batch: CreditedBatch, rollouts: Sequence[CreditedRollout]) -> Denominators:

@@ -33,10 +33,10 @@ from retrain.records.observer import Observer
 from retrain.records.recorder import RunRecorder
 from retrain.rewards import Grader
 from retrain.rewards.audit import AUDIT
-from retrain.rollouts.queue import RecentWeights, RolloutRequests
+from retrain.rollouts.queue import RecentWeights
 from retrain.training.checkpoints import Checkpoints, common_step
 from retrain.training.recovery import continue_from, resume
-from retrain.training.run import Run
+from retrain.training.run import RolloutRequests, Run
 from retrain.types import Problem
 
 
