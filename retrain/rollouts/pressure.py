@@ -38,8 +38,8 @@ def decode_work(base: BaseModel) -> DecodeWork | None:
 class Pressure:
     """The controller of one cohort's decode batch; loads are prompts decoding at once, over all of its runs."""
 
-    def __init__(self, settings: Backpressure, prompts_per_step: int, samples: int, work: DecodeWork | None = None):
-        self.samples, self.work = max(1, samples), work
+    def __init__(self, settings: Backpressure, prompts_per_step: int, samples: int, costs: DecodeWork | None = None):
+        self.samples, self.costs = max(1, samples), costs
         most = max(1, min(settings.max_batch_size, prompts_per_step))
         self.limits = Limits(
             min_load=min(settings.min_batch_size, most),
@@ -63,7 +63,7 @@ class Pressure:
     def observe(self, tokens: int, seconds: float, context: float | None = None) -> None:
         """Add one step's decoding and set the load of the next step. ``context`` is how many tokens came before a
         sampled one on average, for the roofline."""
-        intensity = None if self.work is None or context is None else self.work.intensity(self.max_rows, context)
+        intensity = None if self.costs is None or context is None else self.costs.intensity(self.max_rows, context)
         self.loads.append(self.load)
         self.throughputs.append(tokens / max(seconds, 1e-9))
         self.decision = decide(self.loads, self.throughputs, self.load, self.limits, intensity)

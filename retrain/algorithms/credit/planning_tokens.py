@@ -111,13 +111,13 @@ class PluginDetector:
         """The function's masks, bool [T] each. Raises PluginError naming the plug-in when their number or a length is
         wrong, or an entry is neither true nor false (0 and 1 count as such)."""
         pairs = [np.asarray(one, dtype=np.int64).reshape(-1, 2) for one in offsets]
-        given = list(self.function(list(texts), pairs))
-        if len(given) != len(pairs):
+        masks = list(self.function(list(texts), pairs))
+        if len(masks) != len(pairs):
             raise PluginError(
-                f"planning detector {self.name} returned {len(given)} masks for {len(pairs)} completions: return one "
+                f"planning detector {self.name} returned {len(masks)} masks for {len(pairs)} completions: return one "
                 "for each"
             )
-        return [self._checked(mask, len(own)) for mask, own in zip(given, pairs, strict=True)]
+        return [self._checked(mask, len(own)) for mask, own in zip(masks, pairs, strict=True)]
 
     def _checked(self, mask: object, length: int) -> TokenMask:
         values_T = np.asarray(mask)

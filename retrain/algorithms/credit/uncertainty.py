@@ -40,19 +40,19 @@ class TokenUncertainty(TokenCreditStep):
         return batch.with_metrics(uncertainty_stats(self.kind, h_BT, logprobs_BT, planning_BT, mask_BT))
 
 
-def without_padding(what: str, values_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
+def without_padding(name: str, values_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
     """Return detached values with 0 in the padding; ValueError when a trained token holds NaN."""
     values_BT = torch.where(mask_BT, values_BT.detach(), 0.0)
     if bool(torch.isnan(values_BT.sum())) and bool(torch.isnan(values_BT).any()):
         row, column = torch.nonzero(torch.isnan(values_BT))[0].tolist()
-        raise ValueError(f"{what} is NaN at completion {row}, token {column}")
+        raise ValueError(f"{name} is NaN at completion {row}, token {column}")
     return values_BT
 
 
-def per_token(kind: str, function: Callable[..., object], result: object, mask_BT: Mask_BT, wanted: str) -> Tensor:
+def per_token(kind: str, function: Callable[..., object], result: object, mask_BT: Mask_BT, entry: str) -> Tensor:
     """Return a plug-in's result for every token, 0 in the padding; PluginError for another shape, NaN or infinity."""
     plugin = f"{kind} plug-in {plugin_name(function)}"
-    values_BT = of_shape(plugin, result, mask_BT, "tokens", f"one {wanted} per token").detach()
+    values_BT = of_shape(plugin, result, mask_BT, "tokens", f"one {entry} per token").detach()
     values_BT = torch.where(mask_BT, values_BT, 0.0)
     if not bool(torch.isfinite(values_BT).all()):
         raise PluginError(f"{plugin} returned NaN or infinity for a trained token")
