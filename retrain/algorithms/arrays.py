@@ -147,13 +147,13 @@ def _with_credit(sample: Sample, rollout: CreditedRollout, tokens: slice) -> Sam
 
 
 def _joined_support(parts: Sequence[Support | None]) -> Support | None:
-    """The support of several actions as that of one; all of them have one, or none has."""
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts) or len(known) < 2:
-        return known[0] if len(known) == len(parts) else None
-    starts = np.cumsum([0, *(len(part.ids) for part in known)])
-    offsets = [part.offsets[bool(i) :] + start for i, (part, start) in enumerate(zip(known, starts, strict=False))]
-    return Support(np.concatenate([part.ids for part in known]), np.concatenate(offsets))
+    """Return the support of several actions as that of one; all of them have one, or none has."""
+    supports = [part for part in parts if part is not None]
+    if len(supports) < len(parts) or len(supports) < 2:
+        return supports[0] if len(supports) == len(parts) else None
+    starts = np.cumsum([0, *(len(part.ids) for part in supports)])
+    offsets = [part.offsets[bool(i) :] + start for i, (part, start) in enumerate(zip(supports, starts, strict=False))]
+    return Support(np.concatenate([part.ids for part in supports]), np.concatenate(offsets))
 
 
 def samples_of(groups: Sequence[Group]) -> list[Sample]:

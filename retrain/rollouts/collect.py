@@ -113,7 +113,7 @@ class _OpenGroup:
             self._go_on(trajectory, len(prompt.token_ids))
 
     def step(self, sample: int, action: Action) -> None:
-        """The policy's action, the episode's answer. Raises what the chat template raises."""
+        """Give the policy's action to the episode and take its answer. Raises what the chat template raises."""
         trajectory = self.trajectories[sample]
         assert trajectory.episode is not None
         turn = Turn(trajectory.next_ids, action, trajectory.next_messages, trajectory.fresh)
@@ -142,7 +142,7 @@ class _OpenGroup:
         self._go_on(trajectory, len(read.token_ids) + (0 if read.fresh else trajectory.length))
 
     def _go_on(self, trajectory: _Trajectory, length: int) -> None:
-        """The sequence has this many tokens now; without room for another the episode is over."""
+        """Note that the sequence has this many tokens; without room for another the episode is over."""
         trajectory.length = length
         limit = self.request.limits.tokens
         if limit is not None and length >= limit:
@@ -153,7 +153,7 @@ class _OpenGroup:
                 )
 
     def sample_request(self, turn: int, sample: int | None) -> SampleRequest:
-        """The first turn of a whole group, or a turn of one of its rollouts."""
+        """Return the request for the first turn of a whole group, or for a turn of one of its rollouts."""
         request = self.request
         trajectory = self.trajectories[sample or 0]
         before: list[int] = []
@@ -194,7 +194,7 @@ class _OpenGroup:
 
 
 @dataclass(eq=False)
-class Collected:
+class CollectResult:
     """Every request's graded group, or what its environment, chat template or grader raised; ``spans`` of time,
     ("rollout" | "score", start, end) in seconds since the epoch; and the seconds that the engine took to load the
     weights, None where it does not say."""
@@ -203,48 +203,49 @@ class Collected:
     spans: list[tuple[str, float, float]]
     sync_seconds: float | None = None
 
-    def graded(self) -> list[Group]:
-        """Return all groups. Raises RunFailed with what environment, chat template or grader raised first."""
-        groups = []
-        for group in self.groups:
-            if isinstance(group, RetrainError):
-                raise group
-            if isinstance(group, Exception):
-                raise RunFailed(f"rollouts failed: {without_keys(described(group))}") from group
-            groups.append(group)
-        return groups
+
+def require_graded(results: Sequence[Group | Exception]) -> list[Group]:
+    """Return the groups. Raises RunFailed with what environment, chat template or grader raised first."""
+    groups = []
+    for group in results:
+        if isinstance(group, RetrainError):
+            raise group
+        if isinstance(group, Exception):
+            raise RunFailed(f"rollouts failed: {without_keys(described(group))}") from group
+        groups.append(group)
+    return groups
 
 
-def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | None = None) -> Collected:
+def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | None = None) -> CollectResult:
     """Sample, step and grade all of the rollouts; ``max_rows`` bounds how many sequences decode at once."""
     spans: list[tuple[str, float, float]] = []
     syncs: list[float] = []
     groups = [_OpenGroup(request) for request in requests]
-    with _Stepping(requests) as stepping:
-        pending = stepping.begin(groups)
+    with _EpisodeThread(requests) as episodes:
+        pending = episodes.begin(groups)
         for turn in count():
             start = timestamp()
             engine.sample(
                 [group.sample_request(turn, sample) for group, sample in pending],
                 max_rows=max_rows,
-                finished=lambda i, actions, pending=pending: stepping.add(*pending[i], actions),
+                finished=lambda i, actions, pending=pending: episodes.add(*pending[i], actions),
             )
             sampled = timestamp()
             syncs += [engine.sync_seconds] if engine.sync_seconds is not None else []
-            pending = stepping.living(groups)
+            pending = episodes.living(groups)
             spans += [("rollout", start, sampled), ("score", sampled, timestamp())]
             if not pending:
                 break
         engine.forget_sequences()
     ended: list[Group | Exception] = [group.error or group.group() for group in groups]
-    return Collected(ended, spans, sum(syncs) if syncs else None)
+    return CollectResult(ended, spans, sum(syncs) if syncs else None)
 
 
 _Pending = tuple[_OpenGroup, int | None]  # A group, and which of its rollouts acts; None: all of them, alike so far
 _Actions = tuple[_OpenGroup, Sequence[int], list[Action]]  # A group, which of its rollouts act, and their actions
 
 
-class _Stepping:
+class _EpisodeThread:
     """Steps episodes and grades groups in a thread of its own, with as many more as there are processes of hosted
     environments. What arrives while it grades is graded together."""
 
@@ -287,7 +288,7 @@ class _Stepping:
         self._queue.put((group, range(len(actions)) if sample is None else [sample], actions))
 
     def living(self, groups: Sequence[_OpenGroup]) -> list[_Pending]:
-        """The episodes that go on, once all actions so far are taken."""
+        """Return the episodes that go on, once all actions so far are taken."""
         taken = threading.Event()
         self._queue.put(taken)
         taken.wait()
@@ -331,7 +332,7 @@ class _Stepping:
             list(self._side_by_side.map(lambda job: act_on(*job), jobs))
 
     def _grade(self, groups: Sequence[_OpenGroup]) -> None:
-        """The rewards of groups that are over; episodes that have failed have none."""
+        """Grade the groups that are over; episodes that have failed have none."""
         over: dict[Environment, list[_OpenGroup]] = {}
         for group in groups:
             if group.error is None:
@@ -349,10 +350,10 @@ class _Stepping:
 
 
 def _exception(error: Exception | SystemExit) -> Exception:
-    """What the code of an environment or grader raised; a call of exit ends its run, not the thread."""
+    """Return what the code of an environment or grader raised; a call of exit ends its run, not the thread."""
     return error if isinstance(error, Exception) else RuntimeError(f"it called exit({error.code!r})")
 
 
 def _without_secrets(reward: RewardResult) -> RewardResult:
-    """The reward with no key or token of the process's environment in its error."""
+    """Return the reward with no key or token of the process's environment in its error."""
     return replace(reward, error=without_keys(reward.error)) if reward.error else reward

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 from retrain.clock import timestamp
 from retrain.engines.protocol import Engine, PolicyRef
 from retrain.policy.protocol import PolicySnapshot
-from retrain.rollouts.collect import Collected, RolloutRequest, collect
+from retrain.rollouts.collect import CollectResult, RolloutRequest, collect
 from retrain.rollouts.pressure import Pressure
 from retrain.rollouts.resample import Resample
 from retrain.types import Group
@@ -122,13 +122,13 @@ class StepRollouts:
     requests: list[RolloutRequest]
     resample: Resample | None = None
     groups: list[Group | Exception] = field(default_factory=list)
-    rounds: Sequence[Collected] = ()
+    rounds: Sequence[CollectResult] = ()
 
 
-def collect_rounds(engine: Engine, steps: Sequence[StepRollouts], max_rows: int | None = None) -> list[Collected]:
+def collect_rounds(engine: Engine, steps: Sequence[StepRollouts], max_rows: int | None = None) -> list[CollectResult]:
     """Sample and grade the requests of these steps, then in rounds those that ``resample`` adds, each round in one
     decode batch. Returns what each round collected."""
-    pending, rounds = [(rollouts, rollouts.requests) for rollouts in steps], list[Collected]()
+    pending, rounds = [(rollouts, rollouts.requests) for rollouts in steps], list[CollectResult]()
     while pending or not rounds:
         rounds.append(collect(engine, [request for _, requests in pending for request in requests], max_rows))
         groups = iter(rounds[-1].groups)
@@ -278,13 +278,13 @@ class RolloutQueue(Generic[Owner]):
         return [offer for offer in missing if offer.step == first]
 
 
-def _sync_seconds(rounds: Sequence[Collected]) -> float | None:
+def _sync_seconds(rounds: Sequence[CollectResult]) -> float | None:
     """Return the seconds that the engine took to load weights, None where it does not say."""
     seconds = [collected.sync_seconds for collected in rounds if collected.sync_seconds is not None]
     return sum(seconds) if seconds else None
 
 
-def _observe(pressure: Pressure, collected: Collected) -> None:
+def _observe(pressure: Pressure, collected: CollectResult) -> None:
     """Report tokens sampled, seconds of decoding, and how many tokens came before one on average."""
     groups = [group for group in collected.groups if isinstance(group, Group)]
     rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.turns]

@@ -1,4 +1,4 @@
-"""What keeps the results of a cohort: a failing run leaves alone, checkpoints at common steps, and how a run resumes.
+"""Recovery: a run that fails leaves its cohort, checkpoints stand at common steps, and a run resumes from them.
 
 Saving copies the state to host memory, which is all that a step waits for; a thread writes the copies in order. The
 last bits of what is sampled depend on the composition of the batch, so the runs of a cohort are saved at a common step,

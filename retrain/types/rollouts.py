@@ -60,7 +60,7 @@ class Support:
 
 @dataclass(frozen=True, eq=False)
 class Action:
-    """What the policy sampled in one turn.
+    """The tokens that the policy sampled in one turn.
 
     ``token_ids`` includes the end token when ``stop_reason == "stop"``. ``logprobs_T`` and ``entropy_T`` are nats
     of the very distribution that was sampled from (temperature applied, over ``support`` or else the full vocabulary);
@@ -101,7 +101,7 @@ class Turn:
 
 @dataclass
 class RewardResult:
-    """What a reward says of one rollout.
+    """The grade of one rollout.
 
     ``total_reward`` is None when grading failed (``error`` holds the reason). ``components`` holds each weighted part
     by name before weighting, ``sample_metrics`` any further numbers that a reward wants recorded, None where this
@@ -120,7 +120,7 @@ class RewardResult:
 
     @property
     def is_correct(self) -> bool:
-        """Whether it counts as correct, by the default threshold where nothing has decided yet."""
+        """Return whether it counts as correct, by the default threshold where nothing has decided yet."""
         return bool(with_correctness(self).correct)
 
 
@@ -183,7 +183,7 @@ class Rollout:
 
     @property
     def stop_reason(self) -> StopReason:
-        """How the last action ended; ``stop`` where there is none."""
+        """The end of the last action; ``stop`` where there is none."""
         return self.turns[-1].action.stop_reason if self.turns else "stop"
 
     @property

@@ -63,7 +63,7 @@ class Sample:
         loss_mask_T: np.ndarray | None = None,
         support: Support | None = None,
     ) -> Sample:
-        """One action after one prompt, with its log-probabilities and advantages token by token."""
+        """Return one action after one prompt, with its log-probabilities and advantages token by token."""
         read, sampled = len(prompt_ids), len(token_ids)
         mask = np.ones(sampled, dtype=bool) if loss_mask_T is None else loss_mask_T
         return cls(
@@ -78,7 +78,7 @@ class Sample:
 
 
 def without_advantages(sample: Sample) -> Sample:
-    """The sample with an advantage of 0 for every sampled token; all of them train."""
+    """Return the sample with an advantage of 0 for every sampled token; all of them train."""
     return replace(sample, advantages=np.zeros(len(sample)), loss_mask=sample.action_mask)
 
 

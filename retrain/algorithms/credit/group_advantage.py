@@ -50,7 +50,7 @@ Formula = Callable[[Rewards_PN], Doubles_PN]
 
 @dataclass(frozen=True)
 class GroupContext:
-    """What an advantage plug-in gets beside the rewards: the group's problem and its graded completions."""
+    """The group's problem and its graded completions, which an advantage plug-in gets beside the rewards."""
 
     problem: Problem
     completions: Sequence[Action]
@@ -333,7 +333,7 @@ def maxrl(rewards_N: Rewards_PN) -> Doubles_PN:
 
 
 def whiten(advantages_B: Floats_B, token_counts_B: Values_B) -> Doubles_B:
-    """(A − mean)/std over all trained tokens of the batch, float64 [B] (REINFORCE++, arXiv 2501.03262).
+    """Return (A − mean)/std over all trained tokens of the batch, float64 [B] (REINFORCE++, arXiv 2501.03262).
 
     ``advantages_B`` holds r_i − r̄ of every completion, which all its ``token_counts_B`` tokens share, so mean and
     population standard deviation are weighted by length. A standard deviation of 0, or no token at all, gives 0.

@@ -64,7 +64,7 @@ POOLING_STATS = ("exec_weight_var_unpooled", "plan_weight_change")
 def weight_stats(
     weights_BT: Floats_BT, unpooled_BT: Floats_BT | None, planning_BT: Mask_BT | None, mask_BT: Mask_BT
 ) -> dict[str, float | None]:
-    """The catalogue's weight keys: mean and variance over execution and planning tokens, and what pooling did.
+    """Return the catalogue's weight keys: mean and variance over execution and planning tokens, and what pooling did.
 
     ``unpooled_BT`` are the weights that the same uncertainties give without pooling: ``plan_weight_change`` is the
     largest difference on a planning token, which is rounding because pooling keeps every completion's Σh.

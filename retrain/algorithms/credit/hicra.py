@@ -48,7 +48,7 @@ def hicra(advantages_BT: Floats_BT, planning_BT: Mask_BT, alpha: float) -> Float
 
 @torch.no_grad()
 def placebo_mask(uniforms_BT: Floats_BT, planning_BT: Mask_BT, mask_BT: Mask_BT) -> Mask_BT:
-    """As many random trained tokens per completion as it has planning tokens: the control of HICRA, bool [B, T].
+    """Return as many random trained tokens per completion as it has planning tokens: the control of HICRA, bool [B, T].
 
     ``uniforms_BT`` comes from the run's own stream; the smallest are chosen, ties by position.
     """

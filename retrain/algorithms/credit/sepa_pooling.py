@@ -112,7 +112,7 @@ class SepaSchedule:
 
 @dataclass(frozen=True)
 class SepaState:
-    """What a schedule remembers of earlier batches; strict JSON as a dictionary."""
+    """The memory of a schedule of earlier batches; strict JSON as a dictionary."""
 
     opened_at: int | None
     """First step with an open gate, None while it is shut."""

@@ -17,7 +17,7 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import PolicyRef
 from retrain.files import read_jsonl
 from retrain.records.observer import NullObserver
-from retrain.rollouts.collect import Collected, RolloutRequest
+from retrain.rollouts.collect import CollectResult, RolloutRequest
 from retrain.rollouts.queue import RolloutQueue
 from retrain.rollouts.resample import REASONS, Resampler, why_alike
 from retrain.types import Group, Problem, RewardResult
@@ -195,7 +195,7 @@ def collecting(monkeypatch):
         if "raise" in requests:
             raise RuntimeError("the server is gone")
         now = time.time()
-        return Collected(list(requests), [("rollout", now - 1, now)], 0.5)
+        return CollectResult(list(requests), [("rollout", now - 1, now)], 0.5)
 
     monkeypatch.setattr("retrain.rollouts.queue.collect", collect)
     return order, held
