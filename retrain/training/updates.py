@@ -86,7 +86,7 @@ def iter_minibatches(
             rollouts = [rollout for unit in sorted(part.tolist()) for rollout in units[unit]]
             chosen = [sample for rollout in rollouts for sample in samples.get(rollout, ())]
             update = epoch * training.minibatches + index
-            minibatches.append(TrainBatch(chosen, _denominators_of(batch, rollouts), step, stream, update=update))
+            minibatches.append(TrainBatch(chosen, denominators_of(batch, rollouts), step, stream, update=update))
         yield [minibatch for minibatch in minibatches if minibatch.samples]
 
 
@@ -103,7 +103,7 @@ def _order_of(units: int, training: Training, stream: tuple[int | str, ...]) -> 
     return generator(*stream).permutation(units) if training.minibatches > 1 else np.arange(units)
 
 
-def _denominators_of(batch: CreditedBatch, rollouts: Sequence[CreditedRollout]) -> Denominators:
+def denominators_of(batch: CreditedBatch, rollouts: Sequence[CreditedRollout]) -> Denominators:
     """Return what the loss of a minibatch is divided by; all of its ``rollouts`` are credited."""
     sampled = [rollout for rollout in rollouts if len(rollout) > 0]
     return replace(
