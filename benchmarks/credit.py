@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from retrain.algorithms import GROUP_ADVANTAGES, TOKEN_CREDIT, Algorithm
-from retrain.algorithms.credit.group_advantage import GroupAdvantage
+from retrain.algorithms.credit.group_advantage import GroupAdvantage, SpreadAdvantage
 from retrain.algorithms.credit.planning_tokens import STRATEGIC_GRAMS, RegexDetector
-from retrain.algorithms.credit.spread import SpreadAdvantage
 from retrain.algorithms.credit.uncertainty import TokenUncertainty
 from retrain.config import parse_dict
 from retrain.types import Action, CreditedBatch, CreditedGroup, Problem, Prompt, RewardResult, Scores, single_turn

@@ -80,7 +80,7 @@ def main(steps: int = 20, directory: str = "logs/minimal_loop") -> list[float]:
             "reward/total": history[-1], "time/total": time.perf_counter() - begin,
         }  # fmt: skip
         with open(record, "a") as file:
-            file.write(json.dumps(row | metrics) + "\n")
+            file.write(json.dumps({**row, **metrics}) + "\n")
         print(f"step {step:3d}  reward {history[-1]:.3f}  ratio {metrics['val/ratio']:.6f}", flush=True)
     return history
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from retrain.algorithms.arrays import training_samples
 from retrain.campaign.planning.cohorts import base_key
 from retrain.campaign.planning.plan import Plan, RunSpec
 from retrain.campaign.running.assemble import assemble
@@ -30,10 +31,10 @@ from retrain.errors import CheckpointError, RunFailed, UsageError
 from retrain.maths.statistics import bootstrap_ci
 from retrain.policy.local import LocalPolicy
 from retrain.rng import generator
-from retrain.rollouts.collect import Collected
-from retrain.rollouts.resample import StepRollouts, collect_rounds
+from retrain.rollouts.collect import require_graded
+from retrain.rollouts.queue import StepRollouts, collect_rounds
 from retrain.training.run import Run
-from retrain.types import CreditedGroup, Group, Rollout, TrainBatch, training_samples
+from retrain.types import CreditedGroup, Group, Rollout, TrainBatch
 
 BATCHES = 16
 LEAST_BATCHES = 3  # Smallest number of batches from which an interval is computed
@@ -152,7 +153,7 @@ def sample_batches(engine: Engine, run: Run, batches: int, progress: Progress) -
         steps = range(start, min(start + AT_ONCE, run.step + batches))
         rollouts = [StepRollouts(step, requests.of_step(run.step, step), requests.resample) for step in steps]
         collect_rounds(engine, rollouts)
-        graded = [Collected(each.groups, []).graded() for each in rollouts]
+        graded = [require_graded(each.groups) for each in rollouts]
         sampled += [requests.resampler.select(groups).groups if requests.resampler else groups for groups in graded]
         progress(f"sampled {len(sampled)} of {batches} batches")
     return sampled

@@ -5,25 +5,49 @@ a row of ``retrain.config.modes``, whose ``parameters`` are keyword arguments of
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from retrain.algorithms.algorithm import Algorithm, CreditStep, StepContext
 from retrain.algorithms.credit.entropy_mask import EntropyMask
 from retrain.algorithms.credit.gae import GaeAdvantage, RewardKL
-from retrain.algorithms.credit.group_advantage import Formula, GroupAdvantage, ZeroAdvantage, dr_grpo, grpo, maxrl, rloo
+from retrain.algorithms.credit.group_advantage import (
+    Formula,
+    GroupAdvantage,
+    SpreadAdvantage,
+    TurnCredit,
+    ZeroAdvantage,
+    dr_grpo,
+    grpo,
+    maxrl,
+    rloo,
+)
 from retrain.algorithms.credit.gtpo import GtpoWeights
 from retrain.algorithms.credit.gtpo_paper import GtpoPaper
 from retrain.algorithms.credit.hicra import Hicra
-from retrain.algorithms.credit.planning_tokens import Detector, PlanningTokens
+from retrain.algorithms.credit.planning_tokens import (
+    STRATEGIC_GRAMS,
+    Detector,
+    PlanningTokens,
+    PluginDetector,
+    RegexDetector,
+)
 from retrain.algorithms.credit.rejection_mask import RejectionMask
 from retrain.algorithms.credit.sepa_pooling import SepaPooling
-from retrain.algorithms.credit.spread import SpreadAdvantage
 from retrain.algorithms.credit.teacher import FullVocabularyTeacher, TeacherAdvantage
 from retrain.algorithms.credit.transform_plugin import TransformPlugin
-from retrain.algorithms.credit.turns import TurnCredit
 from retrain.algorithms.credit.uncertainty import TokenUncertainty
-from retrain.algorithms.modes import Modes, load_detector, load_modes
+from retrain.algorithms.losses import LOSSES
+from retrain.algorithms.losses.plugin import PluginLoss
 from retrain.config import Config
+from retrain.config.algorithm import Algorithm as AlgorithmSection
+from retrain.config.modes import MODES, Named, loss_of
+from retrain.config.root import value_at
+from retrain.maths.corrections import Correction
+from retrain.plugins import load_function
+from retrain.policy.objective import Objective
+from retrain.policy.terms import EntropyTerm, KLTerm, PolicyLoss, PolicyTerm, TeacherTerm, Term, ValueTerm
 from retrain.tokenizer import Tokenizer
 
 __all__ = [
@@ -34,9 +58,11 @@ __all__ = [
     "Modes",
     "StepContext",
     "build_algorithm",
+    "build_loss",
     "grpo",
     "load_detector",
     "load_modes",
+    "objective_of",
 ]
 
 Stream = tuple[int | str, ...]
@@ -69,6 +95,38 @@ TOKEN_CREDIT: dict[str, Callable[[Config, Stream], Sequence[CreditStep]]] = {
 """Credit steps of each ``transform_mode``, from the configuration and the run's random stream."""
 
 
+@dataclass(frozen=True)
+class Modes:
+    """Formulas of a run: names of built-in ones, or functions of the user's."""
+
+    advantage: Named
+    transform: Named
+    uncertainty: Named
+    loss: Named = "ppo"
+
+
+def load_modes(algorithm: AlgorithmSection, base_dir: Path | None = None) -> Modes:
+    """Return the modes that ``[algorithm]`` names, plug-ins loaded from ``base_dir`` or the current directory.
+
+    Raises PluginError when one cannot be loaded.
+    """
+
+    def load(key: str) -> Named:
+        name = getattr(algorithm, key)
+        return name if name in MODES[key] else load_function(name, base_dir, f"[algorithm] {key} =")
+
+    return Modes(load("advantage_mode"), load("transform_mode"), load("uncertainty_kind"), load("loss"))
+
+
+def load_detector(config: Config, base_dir: Path | None = None) -> Detector:
+    """Return the detector of planning tokens that a configuration names, a plug-in loaded from ``base_dir`` or the
+    current directory. Raises PluginError when it cannot be loaded."""
+    name = config.planning.detector
+    if name == "regex":
+        return RegexDetector(tuple(config.logging.strategic_grams or STRATEGIC_GRAMS))
+    return PluginDetector(load_function(name, base_dir, "[planning] detector ="))
+
+
 def build_algorithm(
     config: Config, modes: Modes, detector: Detector, tokenizer: Tokenizer, stream: Stream
 ) -> Algorithm:
@@ -95,7 +153,14 @@ def _advantage(config: Config, modes: Modes) -> CreditStep:
     if isinstance(modes.advantage, str):
         formula = partial(GROUP_ADVANTAGES[modes.advantage], **config.algorithm.parameters_of("advantage_mode"))
     reward_name = config.environment.provider or config.reward.type
-    return GroupAdvantage(modes.advantage, formula, TurnCredit.of(config.algorithm), reward_name)
+    return GroupAdvantage(modes.advantage, formula, _turn_credit(config), reward_name)
+
+
+def _turn_credit(config: Config) -> TurnCredit | None:
+    algorithm = config.algorithm
+    if algorithm.turn_credit == "episode":
+        return None
+    return TurnCredit(algorithm.turn_discount, algorithm.state_weight if algorithm.turn_credit == "state" else None)
 
 
 def _token_credit(config: Config, modes: Modes, stream: Stream) -> Sequence[CreditStep]:
@@ -111,5 +176,35 @@ def _teacher(config: Config) -> Sequence[CreditStep]:
 
 
 def _rejection(config: Config) -> Sequence[CreditStep]:
-    step = RejectionMask.of(config)
-    return [] if step is None else [step]
+    """Return the step that rejects tokens before the update, where the configuration has anything to reject."""
+    algorithm = config.algorithm
+    rejects = algorithm.rejection != "none" or algorithm.rejection_denominator == "kept" or algorithm.loss == "m2po"
+    return [RejectionMask(algorithm, config.training.several_updates)] if rejects else []
+
+
+def objective_of(config: Config, loss: Named) -> Objective:
+    """Return the objective of a configuration; ``loss`` is ``[algorithm] loss``, or the function that it names."""
+    algorithm, critic, distillation = config.algorithm, config.critic, config.distillation
+    correction = Correction(*algorithm.weight) if algorithm.weight else None
+    terms: list[Term] = [PolicyTerm(build_loss(config, loss), correction, logged=algorithm.critic)]
+    if algorithm.loss_kl_coef > 0 or config.logging.log_kl:
+        terms.append(KLTerm(algorithm.loss_kl_coef))
+    if algorithm.entropy_coef > 0 or algorithm.critic:
+        terms.append(EntropyTerm(algorithm.entropy_coef, logged=algorithm.critic))
+    if distillation.whole:
+        terms.append(TeacherTerm(distillation.weight, distillation.alpha, distillation.top_tokens))
+    if algorithm.critic:
+        terms.append(ValueTerm(critic.vf_coef, critic.cliprange_value))
+    training = config.training
+    return Objective(tuple(terms), algorithm.loss_normalizer, training.temperature, training.max_tokens)
+
+
+def build_loss(config: Config, loss: Named) -> PolicyLoss:
+    """Return the policy loss of a configuration; ``loss`` is ``[algorithm] loss``, or the function that it names.
+
+    The fields of a loss are the keys of its row in ``config.modes``; the ``parameters`` among them lose its name.
+    """
+    if not isinstance(loss, str):
+        return PluginLoss(loss)
+    shared = {key.rpartition(".")[2]: value_at(config, key) for key in loss_of(loss).keys}
+    return LOSSES[loss](**shared, **config.algorithm.parameters_of("loss"))

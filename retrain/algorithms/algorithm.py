@@ -9,7 +9,7 @@ from retrain.types import MAX_STALENESS, CreditedBatch, CreditedGroup, CreditedR
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a credit step may read beside the batch: the training step, and the ``scores`` of all rollouts in order."""
+    """The training step, and the ``scores`` of all rollouts in order, which a credit step may read beside the batch."""
 
     step: int
     scores: Scores
@@ -23,7 +23,7 @@ class CreditStep(Protocol):
         """Scores of the rollouts that it reads."""
         return frozenset()
 
-    def measure(self, scores: Scores) -> Mapping[str, Any]:
+    def measure(self, scores: Scores) -> Mapping[str, float]:
         """Return metrics of the scores alone, which are recorded also where all groups are too stale to train."""
         return {}
 

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from retrain.algorithms.arrays import join_by_rollout, samples_of, samples_of_rollout
 from retrain.config.distillation import Distillation
 from retrain.data.prompts import Renderer
 from retrain.errors import ModelError, RunFailed
@@ -21,7 +22,7 @@ from retrain.policy.head import Head
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
 from retrain.policy.packing import Budget
 from retrain.policy.protocol import Policy, PolicySnapshot
-from retrain.types import Group, Rollout, Sample, Scores, Want, samples_of, samples_of_rollout, with_prompt
+from retrain.types import Group, Rollout, Sample, Want, with_prompt
 
 
 class Context:
@@ -70,12 +71,10 @@ def taught(
 ) -> list[np.ndarray]:
     """Return the teacher's log-probabilities of every rollout's sampled tokens [T]; with a ``context`` after prompts of
     its own, and [0] for a rollout to whose prompt there is nothing to add."""
-    if context is None:
-        scores = Scores(teacher=teacher.score(policy, samples_of(groups))).of_rollouts(groups).teacher
-        assert scores is not None
-        return scores
-    prompts = teacher_prompts(groups, context)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if context is None:
+        return join_by_rollout(teacher.score(policy, samples_of(groups)), rollouts)
+    prompts = teacher_prompts(groups, context)
     views = [
         with_prompt(samples_of_rollout(rollout)[0], prompt)
         for rollout, prompt in zip(rollouts, prompts, strict=True)

@@ -28,7 +28,7 @@ from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.objective import Objective
 from retrain.policy.quantized import QuantizedLinear
 from retrain.policy.terms import PolicyTerm
-from retrain.training.checkpoint_files import Snapshot, checkpoint_directory, load_checkpoint, write_checkpoint
+from retrain.training.checkpoints import Snapshot, checkpoint_directory, load_checkpoint, write_checkpoint
 from retrain.types import Sample, Want
 
 HIGHER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}

@@ -9,7 +9,7 @@ from retrain.config.tasks import Data
 from retrain.data import Dataset, content_hash
 from retrain.data.prompts import conversation
 from retrain.environments.hosted import Hosted, HostedEpisode
-from retrain.environments.protocol import Environment, Episode, Observation, Range
+from retrain.environments.protocol import Environment, Episode, Limits, Observation, Range
 from retrain.environments.single_turn import SingleTurn
 from retrain.errors import DataError
 from retrain.rewards import Grader
@@ -70,6 +70,13 @@ def environments_of(config: Config, data: Dataset, grader: Grader | None, folder
         return {name: Provided(host, splits[name], section, above) for name, section in sections.items()}
     assert grader is not None
     return {name: SingleTurn({name: splits[name]}, section, grader, host) for name, section in sections.items()}
+
+
+def episode_limits(config: Config, context: int | None) -> Limits:
+    """Return the limits of a configuration, with a model that has this ``context`` of tokens (None: not known)."""
+    section = config.environment
+    bounds = [tokens for tokens in (section.max_episode_tokens, context) if tokens]
+    return Limits(section.turns, min(bounds) if bounds and section.turns > 1 else None)
 
 
 class Provided:

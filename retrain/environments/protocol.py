@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from retrain.types import Action, Ended, Message, Problem, RewardResult
-
-if TYPE_CHECKING:
-    from retrain.config import Config
 
 Range = Mapping[str, Any]  # `{"min", "max", "invert"}` where known, for charts
 
@@ -59,13 +56,6 @@ class Limits:
 
     turns: int | None = None
     tokens: int | None = None
-
-    @classmethod
-    def of(cls, config: Config, context: int | None) -> Limits:
-        """Return the limits of a configuration, with a model that has this ``context`` of tokens (None: not known)."""
-        section = config.environment
-        known = [tokens for tokens in (section.max_episode_tokens, context) if tokens]
-        return cls(section.turns, min(known) if known and section.turns > 1 else None)
 
 
 ONE_TURN = Limits(1)

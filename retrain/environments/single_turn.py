@@ -42,10 +42,10 @@ class SingleTurn:
         return SingleTurnEpisode(problem, self.data, calls)
 
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
-        own = [episode for episode in episodes if isinstance(episode, SingleTurnEpisode)]
-        graded = self.grader.grade([(episode.problem, episode.answer) for episode in own])
+        answered = [episode for episode in episodes if isinstance(episode, SingleTurnEpisode)]
+        graded = self.grader.grade([(episode.problem, episode.answer) for episode in answered])
         if self.tools is not None:
-            counted = self.tools.results([episode.calls for episode in own if episode.calls is not None])
+            counted = self.tools.results([episode.calls for episode in answered if episode.calls is not None])
             for result, counts in zip(graded, counted, strict=True):
                 result.sample_metrics = {**counts.sample_metrics, **result.sample_metrics}
         return graded

@@ -1,4 +1,4 @@
-"""Shapes and kinds of the tensors that ``maths`` takes and gives, as types; the letters are those of ``retrain.types``.
+"""Shapes and kinds of the tensors that ``maths`` takes and gives, as types; the letters are those of ``DIMENSIONS``.
 
 They cost nothing at run time: nobody looks at an annotation unless asked to, as the tests do (jaxtyping, beartype).
 What a user's function returns is checked by ``of_shape``.
@@ -11,6 +11,28 @@ from jaxtyping import Bool, Float, Float64, Int64, Shaped
 from torch import Tensor
 
 from retrain.errors import PluginError
+
+DIMENSIONS = {
+    "P": "prompts; parts of a held-out set",
+    "N": "rollouts of one group, or of a step; texts",
+    "G": "groups of a step",
+    "B": "rows of a padded batch, one rollout each; batches that are compared",
+    "C": "conditions",
+    "T": "sampled tokens, of one action or of a rollout's actions one after the other",
+    "L": "all tokens of a sequence, what was read and what was sampled",
+    "M": "sampled tokens of a micro-batch, one after the other",
+    "R": "rows of a decode batch",
+    "K": "columns of its cache; tokens kept by truncated sampling",
+    "V": "vocabulary",
+    "H": "hidden size",
+    "D": "width of a vector",
+    "S": "replicates: seeds, problems, pairs of runs; sequences of a packed row",
+    "r": "rank of an adapter",
+    "k": "ranks that are kept of it",
+    "in": "inputs of a linear layer",
+    "out": "outputs of a linear layer",
+}
+"""What each letter counts, everywhere. A 1 is an axis of one entry."""
 
 Floats_BT = Float[Tensor, "B T"]
 Mask_BT = Bool[Tensor, "B T"]

@@ -121,10 +121,7 @@ def _trained(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
         "versions": _joined(versions, np.int32),
     }
     where_known = {
-        "trainer_logprobs": [
-            rollout.old_logprobs_T if rollout.trainer_logprobs_T is None else rollout.trainer_logprobs_T
-            for rollout in rollouts
-        ],
+        "trainer_logprobs": [rollout.old_logprobs_T for rollout in rollouts],
         "values": [rollout.values_T for rollout in rollouts],
         "value_targets": [rollout.value_targets_T for rollout in rollouts],
     }

@@ -4,6 +4,7 @@ Only speed and memory depend on it, never what is sampled beyond rounding. Decis
 throughputs, which are part of every checkpoint: a resumed cohort decides from the record, not from a new clock.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from retrain.config.upkeep import Backpressure
@@ -36,8 +37,8 @@ def decode_work(base: BaseModel) -> DecodeWork | None:
 class Pressure:
     """The controller of one cohort's decode batch; loads are prompts decoding at once, over all of its runs."""
 
-    def __init__(self, settings: Backpressure, prompts_per_step: int, samples: int, work: DecodeWork | None = None):
-        self.samples, self.work = max(1, samples), work
+    def __init__(self, settings: Backpressure, prompts_per_step: int, samples: int, costs: DecodeWork | None = None):
+        self.samples, self.costs = max(1, samples), costs
         most = max(1, min(settings.max_batch_size, prompts_per_step))
         self.limits = Limits(
             min_load=min(settings.min_batch_size, most),
@@ -61,13 +62,13 @@ class Pressure:
     def observe(self, tokens: int, seconds: float, context: float | None = None) -> None:
         """Add one step's decoding and set the load of the next step. ``context`` is how many tokens came before a
         sampled one on average, for the roofline."""
-        intensity = None if self.work is None or context is None else self.work.intensity(self.max_rows, context)
+        intensity = None if self.costs is None or context is None else self.costs.intensity(self.max_rows, context)
         self.loads.append(self.load)
         self.throughputs.append(tokens / max(seconds, 1e-9))
         self.decision = decide(self.loads, self.throughputs, self.load, self.limits, intensity)
         self.load = self.decision.load
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, float | str | None]:
         """Return the catalogue's bp_* keys after the latest observation."""
         decision = self.decision
         if decision is None:
@@ -83,9 +84,9 @@ class Pressure:
             "bp_warmup": decision.basis == "warmup",
         }
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         return {"load": self.load, "loads": list(self.loads), "throughputs": list(self.throughputs)}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         self.load = min(max(state["load"], self.limits.min_load), self.limits.max_load)
         self.loads, self.throughputs = list(state["loads"]), list(state["throughputs"])

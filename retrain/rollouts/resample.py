@@ -12,14 +12,12 @@ however far each of them goes. The data cursor counts the prompts of first round
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from retrain.engines.protocol import Engine
 from retrain.records.samples import EQUAL_REWARDS
-from retrain.rollouts.collect import Collected, RolloutRequest, collect
+from retrain.rollouts.collect import RolloutRequest
 from retrain.types import Group, Problem
 
 Drawn = Sequence[Group | Exception]
@@ -27,36 +25,6 @@ Resample = Callable[[int, Sequence[RolloutRequest], Drawn], Sequence[RolloutRequ
 """(step, its requests so far, their results) → what else to sample for it; nothing when that is all."""
 REASONS = ("all_right", "all_wrong", "alike", "ungraded")
 """Why a group teaches nothing: all its answers are right, or wrong, or of one reward otherwise, or have none."""
-
-
-@dataclass
-class StepRollouts:
-    """The rollouts of one step: its requests and their results, both with those of the rounds of resampling."""
-
-    step: int
-    requests: list[RolloutRequest]
-    resample: Resample | None = None
-    groups: list[Group | Exception] = field(default_factory=list)
-
-
-def collect_rounds(engine: Engine, steps: Sequence[StepRollouts], max_rows: int | None = None) -> list[Collected]:
-    """Sample and grade the requests of these steps, then in rounds those that ``resample`` adds, each round in one
-    decode batch. Returns what each round collected."""
-    pending, rounds = [(rollouts, rollouts.requests) for rollouts in steps], list[Collected]()
-    while pending or not rounds:
-        rounds.append(collect(engine, [request for _, requests in pending for request in requests], max_rows))
-        groups = iter(rounds[-1].groups)
-        for rollouts, requests in pending:
-            rollouts.groups += islice(groups, len(requests))
-        more = [
-            (rollouts, list(rollouts.resample(rollouts.step, rollouts.requests, rollouts.groups)))
-            for rollouts in steps
-            if rollouts.resample is not None
-        ]
-        pending = [(rollouts, requests) for rollouts, requests in more if requests]
-        for rollouts, requests in pending:
-            rollouts.requests += requests
-    return rounds
 
 
 @dataclass(frozen=True)

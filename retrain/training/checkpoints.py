@@ -1,25 +1,247 @@
-"""The checkpoints of one run: what is written, published, recorded and deleted, and what it continues from."""
+"""The checkpoints of a run: written aside, hashed, fsynced and renamed; the newest whole one is loaded."""
 
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from retrain.config.training import Training
-from retrain.errors import CheckpointError
-from retrain.files import aside_of
-from retrain.ownership import Owner, install, owner_of, publish
-from retrain.policy.protocol import Policy
-from retrain.records.reader import RunReader
-from retrain.records.recorder import RunRecorder
+from retrain.errors import CheckpointError, NotReadable, UsageError
+from retrain.files import aside_of, read_json, read_jsonl, sha256, write_bytes, write_json, writing
+from retrain.ownership import Owner, install, is_whole, owner_of, publish, remove
+from retrain.policy.protocol import Policy, PolicySnapshot
+from retrain.records.reader import RunReader, last_row
+from retrain.records.recorder import EVALUATION_FILES, ROW_FILES, RunRecorder
+from retrain.records.schema.campaign import CheckpointFiles
+from retrain.records.schema.layout import MANIFEST, STATE
 from retrain.records.schema.rows import Checkpoint
-from retrain.training.checkpoint_files import (
-    Snapshot,
-    checkpoint_directories,
-    checkpoint_directory,
-    forget_after,
-    load_checkpoint,
-    prune,
-    write_checkpoint,
-)
 from retrain.training.state import RunState
+
+FORMAT = 3
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of a run at ``step``: its policy, its ``RunState`` as JSON, by step those earlier weights that rollouts
+    of later steps are drawn by, and how many training problems it has taken from its data."""
+
+    step: int
+    policy: PolicySnapshot
+    state: str
+    earlier: Mapping[int, PolicySnapshot] = field(default_factory=dict)
+    cursor: int = 0
+
+
+def write_checkpoint(directory: Path, saved: Snapshot, guard: Callable[[], None] = lambda: None) -> None:
+    """Write the snapshot as one directory that is there whole or not at all.
+
+    ``guard`` is called before the directory gets its name; what it raises prevents that. Raises StorageError when the
+    file system refuses, NotOurs when somebody else's files have these names, and CheckpointError when the policy wrote
+    a link; what had been written aside is removed.
+    """
+    aside = aside_of(directory)
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        with writing(aside):
+            aside.mkdir(parents=True)
+        saved.policy.write(aside)
+        for step, weights in saved.earlier.items():
+            target = earlier_directory(aside, step)
+            target.mkdir(parents=True)
+            weights.export(target, aside)
+        write_bytes(aside / STATE, saved.state.encode())
+        files = [path for path in sorted(aside.rglob("*")) if path.is_symlink() or not path.is_dir()]
+        if links := [path for path in files if path.is_symlink()]:
+            raise CheckpointError(f"the backend saved a link, {links[0].name}: a checkpoint holds its own files")
+        hashes = {path.relative_to(aside).as_posix(): sha256(path) for path in files}
+        write_json(aside / MANIFEST, CheckpointFiles(FORMAT, hashes).to_row())
+        guard()
+        publish(aside, directory, _owner(directory))
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def verify_checkpoint(directory: Path) -> None:
+    """Raise CheckpointError unless every file of the manifest is there with its hash, and nothing is a link.
+
+    Raises NotReadable for a file that the operating system refuses to read, which says nothing about its content.
+    """
+    try:
+        manifest = read_json(directory / MANIFEST)
+        hashes, written = manifest["sha256"].items(), manifest["format"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{directory} has no valid {MANIFEST}") from error
+    except OSError as error:
+        raise NotReadable(directory / MANIFEST, error) from error
+    if written != FORMAT:
+        raise UsageError(
+            f"{directory} is a checkpoint of layout {written}, this version of retrain reads layout {FORMAT}: continue "
+            "it with the version that wrote it, or begin anew with another --out"
+        )
+    if STATE not in {name for name, _ in hashes}:
+        raise CheckpointError(f"{directory / MANIFEST} does not name {STATE}")
+    for name, digest in hashes:
+        path = directory / name
+        if Path(name).is_absolute() or path.resolve() != directory.resolve() / name:  # "..", links on the way
+            raise CheckpointError(f"{path} is not a file of this checkpoint")
+        try:
+            undamaged = path.is_file() and sha256(path) == digest
+        except OSError as error:
+            raise NotReadable(path, error) from error
+        if not undamaged:
+            raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}")
+
+
+def load_checkpoint(directory: Path, policy: Policy) -> dict[str, Any]:
+    """Verify, then restore the policy in place; returns the JSON state."""
+    verify_checkpoint(directory)
+    policy.load(directory)
+    return read_json(directory / STATE)
+
+
+def earlier_directory(checkpoint: Path, step: int) -> Path:
+    """Return where a checkpoint has the weights as they were before an earlier step."""
+    return checkpoint / "earlier" / f"step_{step:06d}"
+
+
+def checkpoint_directory(run_directory: Path, step: int) -> Path:
+    return run_directory / "checkpoints" / f"step_{step:06d}"
+
+
+def checkpoint_directories(run_directory: Path) -> list[Path]:
+    """Return the checkpoints that the run has written, by step, oldest first (whole or not).
+
+    Those that others have put there are left out, except in a directory without a mark, where nothing is ever removed.
+    """
+    folder = run_directory / "checkpoints"
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    except OSError as error:  # not none: the run must not start again from step 0
+        raise NotReadable(folder, error) from error
+    named = (folder / name for name in names if name.startswith("step_") and name[5:].isdecimal())
+    marked = owner_of(run_directory) is not None
+    return sorted((path for path in named if is_whole(path, _owner(path) if marked else None)), key=checkpoint_step)
+
+
+def _owner(directory: Path) -> Owner | None:
+    """Return the owner of a checkpoint at this path: the run around it."""
+    run = owner_of(directory.parent.parent)
+    return run and run.at(f"checkpoints/{directory.name}")
+
+
+def checkpoint_step(directory: Path) -> int:
+    return int(directory.name[5:])
+
+
+def missing_rows(run_directory: Path, step: int) -> list[str]:
+    """Return one sentence for each record that lacks rows which were there when the checkpoint of ``step`` was written.
+
+    The checkpoint holds the number of rows of each file. One of an earlier version holds none: then the last row of
+    each file is compared with the step. Of a damaged record nothing is returned: reading it for the resume names it.
+    """
+    saved = read_json(checkpoint_directory(run_directory, step) / STATE)
+    expected: dict[str, int] = (saved.get("recorder") or {}).get("rows") or {}
+    missing = []
+    for name in expected or ROW_FILES:
+        with suppress(CheckpointError):
+            if expected and (found := count_rows(run_directory, name, step)) < expected[name]:
+                missing.append(f"{name} has {found} of its {expected[name]} rows")
+            elif not expected and (last := last_row(run_directory / name).get("step", -1)) < step - 1:
+                missing.append(f"{name} has no rows after step {last}" if last >= 0 else f"{name} has no rows")
+    return missing
+
+
+def count_rows(run_directory: Path, name: str, step: int) -> int:
+    """Return the number of rows of a record that belong to the first ``step`` steps of its run."""
+    end = step + 1 if name in EVALUATION_FILES else step
+    return sum(row.get("step", -1) < end for row in read_jsonl(run_directory / name))
+
+
+@dataclass(frozen=True)
+class CommonStep:
+    """A step at which the runs of a cohort can continue, and for each run the rows that its records lack there."""
+
+    step: int
+    missing_rows: list[list[str]]
+
+
+def newest_whole(run_directory: Path, report: list[str]) -> Path | None:
+    """Return the newest undamaged checkpoint, or None; what is wrong with newer ones is appended to ``report``."""
+    checkpoints = _VerifiedCheckpoints(run_directory, report)
+    step = next((step for step in checkpoints.steps if checkpoints.is_undamaged(step)), None)
+    return None if step is None else checkpoint_directory(run_directory, step)
+
+
+def common_step(runs: Sequence[tuple[Path, int]], reports: Sequence[list[str]]) -> CommonStep:
+    """Return the newest step at which every run of a cohort has an undamaged checkpoint; step 0, the start, when there
+    is none.
+
+    ``runs`` are (directory, max_steps): a run that ends earlier than a step need only have a checkpoint of its own end.
+    What is wrong with newer checkpoints is appended to the run's own report. A step at which the records of some run
+    lack rows is passed over for an earlier one with all rows; where there is no such step, it is returned with the
+    missing rows, and the caller decides. A checkpoint of step 0 has nothing to continue: such a run starts anew, with
+    empty records.
+    """
+    newest: CommonStep | None = None
+    for candidate in _whole_steps(runs, reports):
+        if not any(candidate.missing_rows):
+            for report, lines in zip(reports, newest.missing_rows if newest else (), strict=False):
+                report += [f"went back to step {candidate.step}, the newest with all rows: {line}" for line in lines]
+            return candidate
+        newest = newest or candidate
+    return newest or CommonStep(0, [[] for _ in runs])
+
+
+def _whole_steps(runs: Sequence[tuple[Path, int]], reports: Sequence[list[str]]) -> Iterator[CommonStep]:
+    """Yield the steps above 0 at which every run has an undamaged checkpoint, newest first."""
+    of_runs = [_VerifiedCheckpoints(directory, report) for (directory, _), report in zip(runs, reports, strict=True)]
+    steps = {step for checkpoints in of_runs for step in checkpoints.steps}
+    for step in sorted(steps - {0}, reverse=True):
+        pairs = [(checkpoints, min(step, last)) for checkpoints, (_, last) in zip(of_runs, runs, strict=True)]
+        # A list, so that what is wrong with the checkpoint of every run is reported.
+        if all([end in checkpoints.steps and checkpoints.is_undamaged(end) for checkpoints, end in pairs]):
+            yield CommonStep(step, [missing_rows(checkpoints.run_directory, end) for checkpoints, end in pairs])
+
+
+class _VerifiedCheckpoints:
+    """The checkpoints of one run, newest first, each verified at most once."""
+
+    def __init__(self, run_directory: Path, report: list[str]):
+        self.run_directory, self.report = run_directory, report
+        self.steps = [checkpoint_step(path) for path in reversed(checkpoint_directories(run_directory))]
+        self._undamaged: dict[int, bool] = {}
+
+    def is_undamaged(self, step: int) -> bool:
+        """Return whether every file of the checkpoint is as it was written; why not is reported once."""
+        if step not in self._undamaged:
+            try:
+                verify_checkpoint(checkpoint_directory(self.run_directory, step))
+                self._undamaged[step] = True
+            except CheckpointError as error:
+                self.report.append(f"skipped a damaged checkpoint: {error}")
+                self._undamaged[step] = False
+        return self._undamaged[step]
+
+
+def forget_after(run_directory: Path, step: int) -> None:
+    """Delete the run's own checkpoints of later steps, which will be made anew."""
+    for directory in checkpoint_directories(run_directory):
+        if checkpoint_step(directory) > step:
+            remove(directory, _owner(directory))
+
+
+def prune(run_directory: Path, keep_last: int, keep_every: int = 0) -> None:
+    """Delete all but the last ``keep_last`` of the run's own checkpoints (0 keeps all) and those at multiples of
+    ``keep_every``."""
+    for directory in checkpoint_directories(run_directory)[:-keep_last] if keep_last else []:
+        if not (keep_every and checkpoint_step(directory) % keep_every == 0):
+            remove(directory, _owner(directory))
 
 
 class Checkpoints:
@@ -44,11 +266,6 @@ class Checkpoints:
     @property
     def any_written(self) -> bool:
         return bool(checkpoint_directories(self.directory))
-
-    def is_due(self, step: int) -> bool:
-        """Return whether ``save_every`` asks for a checkpoint after this number of updates."""
-        every = self.training.save_every
-        return every > 0 and step % every == 0
 
     def write(self, saved: Snapshot) -> None:
         """Write the checkpoint, unless the run was restored from that very one."""

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from retrain.config.evaluation import HELDOUT, HeldOut
 from retrain.config.schedule import extent_after
@@ -21,10 +20,10 @@ from retrain.environments.protocol import ONE_TURN, Environment, Limits
 from retrain.records.base_evaluations import BaseEvaluations
 from retrain.records.observer import Observer
 from retrain.records.reader import RunReader
+from retrain.records.schema.base import Row
 from retrain.rollouts.collect import RolloutRequest, collect
-from retrain.training.failures import Failures
+from retrain.training.recovery import Failures, Saver
 from retrain.training.run import Run
-from retrain.training.saving import Saver
 from retrain.types import EvalRecord, Group, Message, PolicyRef, Problem, Prompt
 
 
@@ -198,10 +197,10 @@ def equals_base(run: Run) -> bool:
     return run.step == 0 and run.policy.starts_as_base and not run.config.resume.from_
 
 
-def first_evaluations(run: Run) -> list[dict[str, Any]]:
+def first_evaluations(run: Run) -> list[Row]:
     """Return the first recorded evaluation of each held-out set, as its row."""
-    first: dict[str, dict[str, Any]] = {}
-    for row in RunReader(run.directory).evaluations():
+    first: dict[str, Row] = {}
+    for row in RunReader(run.recorder.directory).evaluations():
         first.setdefault(row["name"], row)
     return [first[name] for name in run.config.evaluation.names if name in first]
 

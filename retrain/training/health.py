@@ -7,7 +7,7 @@ from retrain.config.training import Training
 from retrain.engines.server.watch import Watch, by_version
 from retrain.errors import RunFailed
 from retrain.policy.protocol import Policy
-from retrain.rollouts.versions import RecentWeights
+from retrain.rollouts.queue import RecentWeights
 from retrain.training.state import HealthCounters
 from retrain.training.updates import MinibatchUpdate, probe_of
 from retrain.types import CreditedGroup, Group

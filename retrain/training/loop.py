@@ -18,9 +18,8 @@ from retrain.rollouts.pressure import Pressure
 from retrain.rollouts.queue import RolloutQueue, SampledStep
 from retrain.rollouts.resample import SelectedGroups
 from retrain.training.evaluation import CohortEvaluator, Evaluator, first_evaluations
-from retrain.training.failures import Failures
+from retrain.training.recovery import Failures, Saver
 from retrain.training.run import Run
-from retrain.training.saving import Saver
 from retrain.training.state import RollbackPoint
 from retrain.types import CreditedBatch, Group
 

@@ -1,32 +1,34 @@
-"""One run: its policy, algorithm, data and records, and the parts of its step."""
+"""One run: its policy, algorithm, data and records, and the parts of its step; which rollouts its steps request."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from retrain.algorithms import Algorithm
+from retrain.algorithms.arrays import samples_of, scores_by_rollout
 from retrain.algorithms.distillation import Context, Teacher, taught, teacher_prompts
 from retrain.config import Config
-from retrain.device import failure_text
+from retrain.data.dataset import DataCursor
+from retrain.data.prompts import Renderer
+from retrain.device import failure_text, timestamp
 from retrain.engines.protocol import Engine
 from retrain.engines.server.watch import Watch
-from retrain.environments.protocol import Environment
+from retrain.environments.protocol import Environment, Limits
 from retrain.files import dumps
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Policy
 from retrain.records.observer import RunSpecLike
 from retrain.records.recorder import RunRecorder
+from retrain.records.schema.base import Row
 from retrain.records.text import without_keys
 from retrain.rewards.overlong import punish_overlong
-from retrain.rollouts.resample import SelectedGroups
-from retrain.rollouts.versions import Weights
-from retrain.training.checkpoint_files import Snapshot, earlier_directory
-from retrain.training.checkpoints import Checkpoints
+from retrain.rollouts.collect import RolloutRequest
+from retrain.rollouts.queue import RecentWeights, Span, Weights
+from retrain.rollouts.resample import Resample, Resampler, SelectedGroups
+from retrain.training.checkpoints import Checkpoints, Snapshot, earlier_directory
 from retrain.training.health import RunHealth, sampler_mismatches
-from retrain.training.requests import RolloutRequests
 from retrain.training.state import RollbackPoint, RunState
-from retrain.training.timer import StepTimer
 from retrain.training.updates import (
     MinibatchUpdate,
     aggregate_metrics,
@@ -43,13 +45,106 @@ from retrain.types import (
     CreditedGroup,
     Group,
     PolicyRef,
+    Problem,
     Scores,
     StepRecord,
     Want,
-    samples_of,
 )
 
 POLICY_SCORES = frozenset({Want.LOGPROBS, Want.VALUES, Want.REFERENCE})  # Scores that an algorithm asks the policy for
+
+
+@dataclass(eq=False)
+class RolloutRequests:
+    """Makes the rollout requests of a run's steps, in the order of its data, and selects the groups that a step trains
+    on."""
+
+    config: Config
+    environment: Environment
+    renderer: Renderer
+    limits: Limits
+    cursor: DataCursor
+    recent: RecentWeights
+    next_step: int = 0
+    """First step whose rollouts this process has not requested yet."""
+
+    def __post_init__(self) -> None:
+        training, cursor = self.config.training, self.cursor
+        # A list of its own: what is drawn again must not move the cursor of the first rounds.
+        upcoming = DataCursor(cursor.problems, (*cursor.stream, "dynamic"), cursor.shuffle).ahead
+        rounds = training.dynamic_sampling
+        self.resampler = Resampler(training.batch_size, rounds, upcoming, len(cursor.problems)) if rounds else None
+
+    def due(self, step: int, ahead: bool = False) -> dict[int, list[RolloutRequest]]:
+        """Return the requests of ``step``, the next one, and with ``ahead`` of all later steps that may be sampled by
+        now, by step; no step is requested twice."""
+        training = self.config.training
+        last = min(step + training.max_off_policy_steps * ahead, training.max_steps - 1)
+        steps = range(max(step, self.next_step), last + 1)
+        self.next_step = last + 1
+        return {later: self.of_step(step, later) for later in steps}
+
+    def of_step(self, now: int, step: int) -> list[RolloutRequest]:
+        """Return the requests of ``step``, which is ``now``, the run's next one, or a later one."""
+        size = self.config.training.batch_size
+        problems = self.cursor.ahead((step - now) * size, size)
+        return [self._request(problem, step, i) for i, problem in enumerate(problems)]
+
+    def _request(self, problem: Problem, step: int, index: int) -> RolloutRequest:
+        config = self.config
+        return RolloutRequest(
+            self.environment,
+            self.renderer,
+            problem,
+            self.recent.drawing(step),
+            config.training.group_size,
+            config.training.sampling.requested,
+            (*config.stream("sampling"), "sample", step, index),
+            self.limits,
+            self.recent.newest if config.inference.swap == "in_flight" else None,
+        )
+
+    @property
+    def resample(self) -> Resample | None:
+        """Dynamic sampling, called with a step's groups once they are sampled; None where it is off."""
+        return self.resampler and self.resampler.resample
+
+    def select(self, groups: Sequence[Group]) -> SelectedGroups:
+        """Move the data cursor by one step, and return the groups that the step trains on."""
+        self.cursor.position += self.config.training.batch_size
+        return self.resampler.select(groups) if self.resampler else SelectedGroups(list(groups), [], {})
+
+
+class StepTimer:
+    """Measures the parts of a run's steps: ``with timer("update"): …``.
+
+    A checkpoint and the record itself come after a step's row is made, so their times stand in the next row.
+    """
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self._last_end: float | None = None
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begin = timestamp()
+        try:
+            yield
+        finally:
+            self.add(name, begin, timestamp())
+
+    def add(self, name: str, begin: float, end: float) -> None:
+        self._spans.append((name, begin, end))
+
+    def start(self, now: float) -> None:
+        """Begin the first step of this process."""
+        self._last_end = now
+
+    def finish_step(self, now: float) -> tuple[list[Span], float]:
+        """Return the spans since the last finished step, and when the step began; the next one begins ``now``."""
+        spans, begin = self._spans, self._last_end or now
+        self._spans, self._last_end = [], now
+        return spans, begin
 
 
 @dataclass(eq=False)
@@ -83,10 +178,6 @@ class Run:
     @property
     def config(self) -> Config:
         return self.spec.config
-
-    @property
-    def directory(self) -> Path:
-        return self.recorder.directory
 
     @property
     def run_id(self) -> str:
@@ -146,7 +237,7 @@ class Run:
         want, scores = self.algorithm.requires & POLICY_SCORES, Scores()
         if want and (fresh.groups or self.config.algorithm.critic):
             scored = fresh.groups or groups
-            scores = self.policy.score(samples_of(scored), want).of_rollouts(scored)
+            scores = scores_by_rollout(self.policy.score(samples_of(scored), want), scored)
         if self.teacher is not None and fresh.groups:
             if self.config.distillation.whole:
                 prompts = teacher_prompts(fresh.groups, self.teacher_context)
@@ -159,7 +250,7 @@ class Run:
             batch = with_old_logprobs(batch, self.policy, scores.logprobs)
         return self.algorithm.with_stale_groups(batch, groups)
 
-    def update(self, batch: CreditedBatch) -> tuple[CreditedBatch, dict[str, Any]]:
+    def update(self, batch: CreditedBatch) -> tuple[CreditedBatch, dict[str, float | None]]:
         """Take the optimizer steps of the batch; return the batch, with the trainer's log-probabilities where they are
         recorded, and the metrics of the updates. A minibatch whose loss or gradient is not finite is skipped. Raises
         RunFailed at the limits of ``RunHealth``."""
@@ -190,7 +281,7 @@ class Run:
     def record_step(
         self, selected: SelectedGroups, batch: CreditedBatch, update: Mapping[str, object],
         shared: Mapping[str, object], now: float,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> Row:  # fmt: skip
         """Record the step that has just ended and return its row. ``update`` are the metrics of its optimizer steps,
         ``shared`` those of what the runs of a cohort share."""
         config, cursor = self.config, self.requests.cursor

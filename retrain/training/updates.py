@@ -7,12 +7,12 @@ loss by what its own minibatch counts, groups without signal included.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
+from retrain.algorithms.arrays import join_by_rollout, samples_of_rollout, training_samples
 from retrain.algorithms.credit.rejection_mask import mask_minibatch
 from retrain.config import Config
 from retrain.config.training import Training
@@ -24,12 +24,12 @@ from retrain.policy.update import PROBE_SIZE, learning_rate
 from retrain.rng import generator
 from retrain.types import (
     CreditedBatch,
+    CreditedRollout,
+    Denominators,
     Group,
     Sample,
     TrainBatch,
     Want,
-    samples_of_rollout,
-    training_samples,
     without_advantages,
 )
 
@@ -45,8 +45,7 @@ def with_old_logprobs(batch: CreditedBatch, policy: Policy, logprobs: Sequence[n
         return batch
     scores = policy.score(samples, frozenset({Want.LOGPROBS})).logprobs
     assert scores is not None, "a policy gives what it is asked for"
-    parts = iter(scores)
-    joined = [np.concatenate([np.zeros(0), *islice(parts, rollout.sequences)]) for rollout in trained]
+    joined = join_by_rollout(scores, trained)
     return batch.with_fields(trained, ({"old_logprobs_T": logprobs_T} for logprobs_T in joined))
 
 
@@ -59,7 +58,7 @@ def with_trainer_logprobs(batch: CreditedBatch, trainer_logprobs: Sequence[np.nd
         logprobs = list(islice(parts, rollout.sequences))
         complete = [part for part in logprobs if part is not None]
         is_complete = bool(logprobs) and len(complete) == len(logprobs)
-        changes.append({"trainer_logprobs_T": np.concatenate(complete)} if is_complete else {})
+        changes.append({"old_logprobs_T": np.concatenate(complete)} if is_complete else {})
     return batch.with_fields(batch.trained, changes)
 
 
@@ -73,26 +72,45 @@ def iter_minibatches(
     log-probabilities (with several, ``old_logprobs_T`` has them).
     """
     samples = {rollout: training_samples(rollout) for rollout in batch.trained}
-    if not (training.several_updates and any(samples.values())):
-        flat = [sample for parts in samples.values() for sample in parts]
+    flat = [sample for parts in samples.values() for sample in parts]
+    if not (training.several_updates and flat):
         probe = [] if flat else probe_of(batch.groups)
         yield [TrainBatch(flat, batch.denominators, step, stream, probe, keep_logprobs=keep_logprobs)]
         return
-    credited = [[rollout for rollout in group.rollouts if rollout.is_credited] for group in batch.groups]
-    units = [rollouts for rollouts in credited if rollouts]
-    if training.minibatch_by != "group":
-        units = [[rollout] for rollouts in units for rollout in rollouts]
+    units = _minibatch_units(batch, training)
     for epoch in range(training.num_iterations):
-        order = np.arange(len(units))
-        if training.minibatches > 1:
-            order = generator(*stream, "minibatches", step, epoch).permutation(len(units))
+        order = _order_of(len(units), training, (*stream, "minibatches", step, epoch))
         minibatches = []
         for index, part in enumerate(np.array_split(order, training.minibatches)):
             rollouts = [rollout for unit in sorted(part.tolist()) for rollout in units[unit]]
             chosen = [sample for rollout in rollouts for sample in samples.get(rollout, ())]
             update = epoch * training.minibatches + index
-            minibatches.append(TrainBatch(chosen, batch.denominators_of(rollouts), step, stream, update=update))
+            minibatches.append(TrainBatch(chosen, denominators_of(batch, rollouts), step, stream, update=update))
         yield [minibatch for minibatch in minibatches if minibatch.samples]
+
+
+def _minibatch_units(batch: CreditedBatch, training: Training) -> list[list[CreditedRollout]]:
+    """Return what ``minibatch_by`` keeps in one minibatch: the credited rollouts of a group, or single ones."""
+    credited = [[rollout for rollout in group.rollouts if rollout.is_credited] for group in batch.groups]
+    if training.minibatch_by == "group":
+        return [rollouts for rollouts in credited if rollouts]
+    return [[rollout] for rollouts in credited for rollout in rollouts]
+
+
+def _order_of(units: int, training: Training, stream: tuple[int | str, ...]) -> np.ndarray:
+    """Return the order in which the units are dealt to minibatches, drawn anew in every epoch."""
+    return generator(*stream).permutation(units) if training.minibatches > 1 else np.arange(units)
+
+
+def denominators_of(batch: CreditedBatch, rollouts: Sequence[CreditedRollout]) -> Denominators:
+    """Return what the loss of a minibatch is divided by; all of its ``rollouts`` are credited."""
+    sampled = [rollout for rollout in rollouts if len(rollout) > 0]
+    return replace(
+        batch.denominators,
+        tokens=sum(len(one) if one.counted_tokens is None else one.counted_tokens for one in sampled),
+        sequences=sum(one.sequences if one.counted_sequences is None else one.counted_sequences for one in sampled),
+        action_tokens=sum(map(len, sampled)),
+    )
 
 
 @dataclass(frozen=True)
@@ -100,7 +118,7 @@ class MinibatchUpdate:
     """A minibatch and its update's metrics under the catalogue's keys; ``error`` is why the update was skipped."""
 
     batch: TrainBatch
-    metrics: Mapping[str, Any]
+    metrics: Mapping[str, float | None]
     error: NonFinite | None = None
     trainer_logprobs: Sequence[np.ndarray | None] = ()
 
@@ -117,7 +135,7 @@ def update_minibatch(
     batch: TrainBatch, policy: Policy, objective: Objective, lr: float, config: Config
 ) -> MinibatchUpdate:
     """Take one optimizer step, skipped where its loss or gradient is not finite."""
-    masked = dict[str, Any]()
+    masked = dict[str, float]()
     if config.chooses_anew and batch.samples:
         batch, masked = mask_minibatch(batch, policy, config.algorithm)
     try:
@@ -154,7 +172,7 @@ OF_COMPLETIONS = ("objective/kl", "objective/non_score_reward", "rejected_sequen
 MAXIMA = {"optim/lr": "optim/lr_max", "optim/grad_norm": "optim/grad_norm_max"}
 
 
-def aggregate_metrics(updates: Sequence[MinibatchUpdate], epochs: int) -> dict[str, Any]:
+def aggregate_metrics(updates: Sequence[MinibatchUpdate], epochs: int) -> dict[str, float | None]:
     """Return the metrics of a step with several updates: means over trained tokens or over updates, and extremes."""
     keys = dict.fromkeys(key for update in updates for key in update.metrics)
     row = {key: _aggregate(updates, key) for key in keys}
@@ -168,7 +186,7 @@ def aggregate_metrics(updates: Sequence[MinibatchUpdate], epochs: int) -> dict[s
     return row
 
 
-def _aggregate(updates: Sequence[MinibatchUpdate], key: str) -> Any:
+def _aggregate(updates: Sequence[MinibatchUpdate], key: str) -> float | None:
     values = _values(updates, key)
     if not values:
         return None
@@ -185,14 +203,14 @@ def _aggregate(updates: Sequence[MinibatchUpdate], key: str) -> Any:
     return _mean(updates, key)
 
 
-def _values(updates: Sequence[MinibatchUpdate], key: str) -> list[Any]:
+def _values(updates: Sequence[MinibatchUpdate], key: str) -> list[float]:
     return [value for update in updates if (value := update.metrics.get(key)) is not None]
 
 
 def _mean(updates: Sequence[MinibatchUpdate], key: str) -> float | None:
     """Return the mean of a metric, weighted by what it is a mean over; where no update has any of that, as with a
     probe, over updates."""
-    pairs = [(u.weight(key), float(u.metrics[key])) for u in updates if u.metrics.get(key) is not None]
+    pairs = _weighted(updates, key)
     if not any(weight for weight, _ in pairs):
         pairs = [(1.0, value) for _, value in pairs]
     total = math.fsum(weight for weight, _ in pairs)
@@ -205,9 +223,14 @@ def _ratio_variance(updates: Sequence[MinibatchUpdate]) -> float | None:
     mean, inner = _mean(updates, key), _mean(updates, "val/ratio_var")
     if mean is None or inner is None:
         return None
-    measured = [update for update in updates if update.metrics.get(key) is not None]
-    total = math.fsum(update.weight(key) for update in measured)
-    return inner + math.fsum(update.weight(key) * (update.metrics[key] - mean) ** 2 for update in measured) / total
+    pairs = _weighted(updates, key)
+    total = math.fsum(weight for weight, _ in pairs)
+    return inner + math.fsum(weight * (value - mean) ** 2 for weight, value in pairs) / total
+
+
+def _weighted(updates: Sequence[MinibatchUpdate], key: str) -> list[tuple[float, float]]:
+    """Return the weight and the value of a metric for each update that has it."""
+    return [(u.weight(key), float(value)) for u in updates if (value := u.metrics.get(key)) is not None]
 
 
 def probe_of(groups: Sequence[Group]) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""Credit: what scoring, credit assignment and masking add to sampled groups, in types of its own."""
+"""Credit: what scoring, credit assignment and masking add to sampled groups, and what the recorder is given of them."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ class CreditedRollout(Rollout):
     """float64 [T]: factor of each token's policy loss, 0 where it was rejected; None is 1 for all."""
     values_T: np.ndarray | None = None  # float64 [T]: the critic's value before each token
     value_targets_T: np.ndarray | None = None  # float64 [T]
-    old_logprobs_T: np.ndarray | None = None  # [T]: the trainer's own, before the first of several updates
-    trainer_logprobs_T: np.ndarray | None = None  # float32 [T]: the trainer's own, of a single update's forward pass
+    old_logprobs_T: np.ndarray | None = None
+    """float64 [T]: the trainer's own before the first of several updates; float32 those of a single update's forward
+    pass, which are there after it alone."""
     counted_tokens: int | None = None  # Tokens that count in the loss's denominator; None is all of them
     counted_sequences: int | None = None  # Sequences that count in it; None is all of them
 
@@ -88,11 +89,6 @@ class CreditedGroup(Group):
         ]
         return cls(group.prompt, tuple(rollouts), discarded)
 
-    @property
-    def advantages_N(self) -> np.ndarray:
-        """Advantages, float64 [N], NaN where there is none."""
-        return np.array([rollout.advantage for rollout in self.rollouts], dtype=np.float64)
-
 
 @dataclass(frozen=True, eq=False)
 class CreditedBatch:
@@ -103,7 +99,7 @@ class CreditedBatch:
 
     groups: tuple[CreditedGroup, ...]
     denominators: Denominators = Denominators(0, 0)
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def rollouts(self) -> list[CreditedRollout]:
@@ -126,7 +122,9 @@ class CreditedBatch:
         groups = [replace(group, rollouts=tuple(islice(parts, len(group.rollouts)))) for group in self.groups]
         return replace(self, groups=tuple(groups))
 
-    def with_fields(self, rollouts: Sequence[CreditedRollout], changes: Iterable[Mapping[str, Any]]) -> CreditedBatch:
+    def with_fields(
+        self, rollouts: Sequence[CreditedRollout], changes: Iterable[Mapping[str, object]]
+    ) -> CreditedBatch:
         """Return the batch with new fields of some ``rollouts``: for each of them one mapping from name to value."""
         changed = {rollout: replace(rollout, **change) for rollout, change in zip(rollouts, changes, strict=True)}
         return self.with_rollouts(changed.get(rollout, rollout) for rollout in self.rollouts)
@@ -136,15 +134,46 @@ class CreditedBatch:
         groups = [replace(group, discarded=reason) for group, reason in zip(self.groups, reasons, strict=True)]
         return replace(self, groups=tuple(groups))
 
-    def with_metrics(self, metrics: Mapping[str, Any]) -> CreditedBatch:
+    def with_metrics(self, metrics: Mapping[str, object]) -> CreditedBatch:
         return replace(self, metrics={**self.metrics, **metrics})
 
-    def denominators_of(self, rollouts: Sequence[CreditedRollout]) -> Denominators:
-        """Return what the loss of a minibatch is divided by; all of its ``rollouts`` are credited."""
-        sampled = [rollout for rollout in rollouts if len(rollout) > 0]
-        return replace(
-            self.denominators,
-            tokens=sum(len(one) if one.counted_tokens is None else one.counted_tokens for one in sampled),
-            sequences=sum(one.sequences if one.counted_sequences is None else one.counted_sequences for one in sampled),
-            action_tokens=sum(map(len, sampled)),
-        )
+
+@dataclass
+class EvalRecord:
+    """One held-out evaluation: every group with its rollouts, none of which has an advantage.
+
+    ``step`` counts the updates done; ``temperature``, ``samples`` per problem, ``max_tokens``, ``top_p``, ``top_k`` and
+    ``min_p`` are how it sampled. With ``error``, what environment or grader raised, groups are missing.
+    """
+
+    name: str
+    step: int
+    groups: list[Group]
+    temperature: float
+    samples: int
+    seconds: float
+    max_tokens: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    error: Exception | None = None
+
+
+@dataclass
+class StepRecord:
+    """One optimizer step of one run; the recorder makes all metrics from it.
+
+    ``groups`` are all groups of the batch, before any filtering, ``dropped`` those that others were sampled in place
+    of: they count in what the run has sampled, and nowhere else. ``update`` holds the policy's numbers of this step
+    under their catalogue keys (loss, optim/grad_norm, val/ratio, …), ``state`` the controllers' (sepa_lambda, …),
+    ``spans`` the wall-clock parts: (name, start, end) in seconds since the epoch, names as in ``time/<name>``.
+    """
+
+    step: int
+    groups: Sequence[CreditedGroup]
+    update: Mapping[str, Any]
+    state: Mapping[str, object]
+    spans: list[tuple[str, float, float]]
+    step_start: float
+    step_end: float
+    dropped: Sequence[Group] = ()

@@ -1,8 +1,7 @@
 """Sampled data: Problem → Prompt → Rollout (Turn, Turn, …) → Group. None of it changes after sampling and grading.
 
-The letters in names of arrays, and in their shapes, are those of ``DIMENSIONS``: ``advantages_BT`` is [rows of a batch,
-tokens]. Arrays are numpy on the host; tensors live only inside ``policy``, ``engines``, ``algorithms`` and
-``maths``.
+``advantages_BT`` is [rows of a batch, tokens]: ``retrain.maths.shapes.DIMENSIONS`` has the letters of names and shapes.
+Arrays are numpy on the host; tensors live only in ``policy``, ``engines``, ``algorithms`` and ``maths``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 
 Message = Mapping[str, str]  # One chat turn: `{"role": "user", "content": "…"}`
-
 StopReason = Literal["stop", "length"]
 
 Ended = Literal["done", "max_turns", "max_tokens", "raised", "timeout", "died", "flooded"]
@@ -24,28 +22,6 @@ error, took too long, ended its process, or answered without end."""
 
 MAX_PROBLEMS = 1_000_000
 """Problems of one split that a function or environment of the user's may make; a generator may have no end."""
-
-DIMENSIONS = {
-    "P": "prompts; parts of a held-out set",
-    "N": "rollouts of one group, or of a step; texts",
-    "G": "groups of a step",
-    "B": "rows of a padded batch, one rollout each; batches that are compared",
-    "C": "conditions",
-    "T": "sampled tokens, of one action or of a rollout's actions one after the other",
-    "L": "all tokens of a sequence, what was read and what was sampled",
-    "M": "sampled tokens of a micro-batch, one after the other",
-    "R": "rows of a decode batch",
-    "K": "columns of its cache; tokens kept by truncated sampling",
-    "V": "vocabulary",
-    "H": "hidden size",
-    "D": "width of a vector",
-    "S": "replicates: seeds, problems, pairs of runs; sequences of a packed row",
-    "r": "rank of an adapter",
-    "k": "ranks that are kept of it",
-    "in": "inputs of a linear layer",
-    "out": "outputs of a linear layer",
-}
-"""What each letter counts, everywhere. A 1 is an axis of one entry."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +60,7 @@ class Support:
 
 @dataclass(frozen=True, eq=False)
 class Action:
-    """What the policy sampled in one turn.
+    """The tokens that the policy sampled in one turn.
 
     ``token_ids`` includes the end token when ``stop_reason == "stop"``. ``logprobs_T`` and ``entropy_T`` are nats
     of the very distribution that was sampled from (temperature applied, over ``support`` or else the full vocabulary);
@@ -125,7 +101,7 @@ class Turn:
 
 @dataclass
 class RewardResult:
-    """What a reward says of one rollout.
+    """The grade of one rollout.
 
     ``total_reward`` is None when grading failed (``error`` holds the reason). ``components`` holds each weighted part
     by name before weighting, ``sample_metrics`` any further numbers that a reward wants recorded, None where this
@@ -144,7 +120,7 @@ class RewardResult:
 
     @property
     def is_correct(self) -> bool:
-        """Whether it counts as correct, by the default threshold where nothing has decided yet."""
+        """Return whether it counts as correct, by the default threshold where nothing has decided yet."""
         return bool(with_correctness(self).correct)
 
 
@@ -207,7 +183,7 @@ class Rollout:
 
     @property
     def stop_reason(self) -> StopReason:
-        """How the last action ended; ``stop`` where there is none."""
+        """The end of the last action; ``stop`` where there is none."""
         return self.turns[-1].action.stop_reason if self.turns else "stop"
 
     @property

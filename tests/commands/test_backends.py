@@ -12,10 +12,11 @@ from helpers.campaigns import is_timing_key
 from helpers.models import campaign_head
 from typer.testing import CliRunner
 
+from retrain.algorithms.arrays import training_samples
 from retrain.cli import app
 from retrain.files import read_json, read_jsonl
 from retrain.policy.plugin import TrainSequence
-from retrain.types import Action, CreditedRollout, Problem, Prompt, RewardResult, Support, Turn, training_samples
+from retrain.types import Action, CreditedRollout, Problem, Prompt, RewardResult, Support, Turn
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")

@@ -21,7 +21,7 @@ from retrain.policy.plugin import PluginSnapshot
 from retrain.records.reader import read_manifest
 from retrain.records.recorder import RunRecorder
 from retrain.records.schema.layout import MANIFEST, PLAN
-from retrain.training.checkpoint_files import (
+from retrain.training.checkpoints import (
     Snapshot,
     checkpoint_directory,
     newest_whole,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from retrain.algorithms import GROUP_ADVANTAGES, Algorithm, CreditStep, Modes, StepContext, build_algorithm
+import numpy as np
+
+from retrain.algorithms import GROUP_ADVANTAGES, Algorithm, CreditStep, Modes, StepContext, build_algorithm, load_modes
 from retrain.algorithms.credit.group_advantage import GroupAdvantage
 from retrain.algorithms.credit.planning_tokens import RegexDetector
-from retrain.algorithms.modes import load_modes
 from retrain.config import parse_dict
 from retrain.types import CreditedBatch, CreditedGroup, Group, Scores
 
@@ -24,6 +25,11 @@ class SilentTokenizer:
 
 def batch_of(groups: Sequence[Group]) -> CreditedBatch:
     return CreditedBatch(tuple(CreditedGroup.of(group) for group in groups))
+
+
+def advantages_of(group: CreditedGroup) -> np.ndarray:
+    """Return the advantages, float64 [N], NaN where there is none."""
+    return np.array([rollout.advantage for rollout in group.rollouts])
 
 
 def algorithm_of(config: dict[str, Any], tokenizer: Any = None, modes: Modes | None = None) -> Algorithm:

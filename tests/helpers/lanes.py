@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrain.algorithms.losses import LOSSES, PluginLoss
+from retrain.algorithms.losses import LOSSES
+from retrain.algorithms.losses.plugin import PluginLoss
 from retrain.config import parse_dict
 from retrain.device import Workers
 from retrain.engines.local import LocalEngine

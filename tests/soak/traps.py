@@ -38,6 +38,11 @@ def die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _is_step(aside: Path, target: Path, *_: Any) -> bool:
+    """Return whether a directory that is published is the checkpoint of a step, not ``final``."""
+    return target.name.startswith("step_")
+
+
 def set_trap(place: str, moment: float) -> None:
     """Die at ``place``; ``moment`` in [0, 1) chooses the how-many-th time."""
     global _place
@@ -49,7 +54,6 @@ def set_trap(place: str, moment: float) -> None:
     import retrain.policy.local as policy
     import retrain.policy.update as update
     import retrain.records.writer as writer
-    import retrain.training.checkpoint_files as checkpoint_files
     import retrain.training.checkpoints as checkpoints
     from retrain.engines.local import LocalEngine
 
@@ -92,11 +96,11 @@ def set_trap(place: str, moment: float) -> None:
         "update": lambda: at(policy, "train_step", 12, soon),
         "record": lambda: at(writer, "append_jsonl", 60, after=True),
         "torn record": lambda: at(writer, "append_jsonl", 60, torn),
-        "torn checkpoint": lambda: at(policy if late else checkpoint_files, "write_bytes", 4, half),
-        "before rename": lambda: at(checkpoint_files, "publish", 6),
-        "after rename": lambda: at(checkpoint_files, "publish", 6, after=True),
+        "torn checkpoint": lambda: at(policy if late else checkpoints, "write_bytes", 4, half),
+        "before rename": lambda: at(checkpoints, "publish", 6, when=_is_step),
+        "after rename": lambda: at(checkpoints, "publish", 6, after=True, when=_is_step),
         "before line": lambda: at(checkpoints.Checkpoints, "_record_save", 6),
-        "final": lambda: at(checkpoints, "publish", 2, after=late),
+        "final": lambda: at(checkpoints, "publish", 2, after=late, when=lambda *paths: not _is_step(*paths)),
         "event": lambda: at(scheduler.Scheduler, "_take", 60, after=late),
         "manifest": lambda: at(manifest, "write_json", 8, after=late),
         "pruning": lambda: at(checkpoints, "prune", 4),

@@ -20,8 +20,7 @@ from helpers.models import qwen3_directory, word_tokenizer
 from programs import fsdp_rank
 from safetensors.torch import load_file, save_file
 
-from retrain.algorithms import load_modes
-from retrain.algorithms.objective import objective_of
+from retrain.algorithms import load_modes, objective_of
 from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.running.assemble import load_on_all_ranks
 from retrain.campaign.running.following import Desk

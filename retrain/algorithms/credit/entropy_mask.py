@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from retrain.algorithms.algorithm import StepContext, TokenCreditStep
+from retrain.algorithms.arrays import pad_field, token_mask
 from retrain.algorithms.credit.uncertainty import without_padding
-from retrain.algorithms.tables import pad_field, token_mask
 from retrain.maths.shapes import Floats_BT, Mask_BT
 from retrain.types import CreditedBatch, CreditedRollout
 
@@ -49,7 +49,7 @@ class EntropyMask(TokenCreditStep):
 
 @torch.no_grad()
 def entropy_mask(entropy_BT: Floats_BT, mask_BT: Mask_BT, rho: float) -> Mask_BT:
-    """The ⌈ρn⌉ trained tokens of highest entropy in the whole batch (arXiv 2506.01939), bool [B, T].
+    """Return the ⌈ρn⌉ trained tokens of highest entropy in the whole batch (arXiv 2506.01939), bool [B, T].
 
     Ties at the threshold go to the earlier token, so exactly ⌈ρn⌉ stay; ρ = 1 is an exact no-op. ρ is read as the
     decimal it was written as (0.1 of 30 tokens is 3, not 4). Raises ValueError unless 0 < ρ ≤ 1, and for NaN.

@@ -11,14 +11,13 @@ the critic may have different λ. Advantages are whitened with the unbiased vari
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from retrain.algorithms.algorithm import CreditStep, StepContext
-from retrain.algorithms.credit.turns import own_rewards
-from retrain.algorithms.tables import fields, pad, token_mask
+from retrain.algorithms.arrays import pad, token_mask, with_rows
+from retrain.algorithms.credit.group_advantage import own_rewards
 from retrain.config.critic import Critic as CriticSection
 from retrain.maths.ratios import sampled_token_kl
 from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT
@@ -68,12 +67,11 @@ class GaeAdvantage(CreditStep):
         advantages_BT = gae(rewards_BT, values_BT, mask_BT, self.critic.gamma, self._policy_lambda(rated))
         if self.critic.whiten:
             advantages_BT = whiten_tokens(advantages_BT, mask_BT)
-        tables = {"token_advantages_T": advantages_BT, "values_T": values_BT, "value_targets_T": targets_BT}
-        columns = [fields(name, table_BT, rated) for name, table_BT in tables.items()]
-        changes = [first | second | third for first, second, third in zip(*columns, strict=True)]
-        batch = batch.with_fields(
-            rated, ({**change, "advantage": _mean(change["token_advantages_T"])} for change in changes)
+        batch = with_rows(
+            batch, rated, token_advantages_T=advantages_BT, values_T=values_BT, value_targets_T=targets_BT
         )
+        means = [row_T[: len(rollout)].mean() for row_T, rollout in zip(advantages_BT, rated, strict=True)]
+        batch = batch.with_fields([batch.rollouts[row] for row in rows], ({"advantage": float(m)} for m in means))
         return batch.with_metrics(
             {
                 **metrics,
@@ -90,7 +88,7 @@ class GaeAdvantage(CreditStep):
             torch.tensor([len(rollout) for rollout in rated], dtype=torch.float64), self.critic.lam_length
         )
 
-    def _divergence(self, rows: Sequence[int], scores: Scores, mask_BT: Mask_BT) -> tuple[Floats_BT, dict[str, Any]]:
+    def _divergence(self, rows: Sequence[int], scores: Scores, mask_BT: Mask_BT) -> tuple[Floats_BT, dict[str, float]]:
         """Return the KL to the base that is in the reward of every token [B, T], and its mean over tokens."""
         if not self.kl.coef:
             return torch.zeros(mask_BT.shape, dtype=torch.float64), {}
@@ -112,10 +110,6 @@ def sequence_kl(scores: Scores, kl: RewardKL) -> dict[str, float]:
 
 def _is_rated(rollout: CreditedRollout) -> bool:
     return rollout.has_reward and len(rollout) > 0
-
-
-def _mean(advantages_T: np.ndarray) -> float:
-    return float(torch.from_numpy(advantages_T).mean())  # torch's order of summation
 
 
 def _rewards(rated: Sequence[Rollout], kl_BT: Floats_BT, mask_BT: Mask_BT, kl_coef: float) -> Floats_BT:

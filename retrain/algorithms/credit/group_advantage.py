@@ -1,9 +1,17 @@
-"""Episode advantages: one number per completion, from the rewards of its group.
+"""Episode advantages: one number per completion or turn, from the rewards of its group, and their spread over tokens.
 
 All share r_i − r̄ and differ in the scale: none (Dr. GRPO), the group's standard deviation (GRPO), N/(N−1) (RLOO),
 the group's mean (MaxRL), the batch's token-weighted standard deviation (REINFORCE++). The scale decides which
 objective is climbed: with success probability p the expected weight on ∇p is 1 for RLOO, (N−1)/N for Dr. GRPO and
 (1 − (1−p)^(N−1))/p for MaxRL, a truncated maximum likelihood.
+
+Turn by turn (``turn_credit = "turn"``) a rollout's turn t has the rewards that were still to come, discounted:
+G_t = Σ_k γ^(k−t) r_k. It is compared with G_t of the group's other rollouts that reached turn t; a turn that no other
+reached has the advantage 0 (turn-level group-relative advantages; arXiv 2505.11821 is a relative).
+
+By states (``turn_credit = "state"``, GiGPO, arXiv 2505.10978) whole episodes are compared, and G_t besides with that of
+every turn of the group, also of the same rollout, that began with the same words of the environment. Published code
+counts such a turn once for a rollout, or every time; here every time. A state that nobody else came to adds nothing.
 
 The last axis of ``rewards_N`` is the group; leading axes are batched, so [N] and [P, N] both work. Results are
 float64 and carry no gradient. Rewards that differ by less than 1e-8 (relative to the largest, absolute below 1)
@@ -12,19 +20,27 @@ count as equal: float noise must not become an advantage.
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from retrain.algorithms.algorithm import CreditStep, StepContext
-from retrain.algorithms.credit.turns import Comparison, TurnCredit, add_advantage, comparisons, has_signal
 from retrain.config.modes import Named, advantage_of
 from retrain.errors import PluginError, RunFailed
 from retrain.maths.arrays import plugin_name
 from retrain.maths.shapes import Doubles_B, Doubles_PN, Floats_B, Rewards_PN, Values_B, of_shape
-from retrain.types import Action, CreditedBatch, CreditedRollout, Problem, RewardResult
+from retrain.types import (
+    Action,
+    CreditedBatch,
+    CreditedGroup,
+    CreditedRollout,
+    Denominators,
+    Problem,
+    RewardResult,
+    Rollout,
+)
 
 EQUAL_REWARDS = 1e-8
 GRPO_EPSILON = 1e-6
@@ -34,11 +50,102 @@ Formula = Callable[[Rewards_PN], Doubles_PN]
 
 @dataclass(frozen=True)
 class GroupContext:
-    """What an advantage plug-in gets beside the rewards: the group's problem and its graded completions."""
+    """The group's problem and its graded completions, which an advantage plug-in gets beside the rewards."""
 
     problem: Problem
     completions: Sequence[Action]
     rewards: Sequence[RewardResult]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rollouts that are compared by their ``returns``, as a whole or (``turns``) one turn of each; a rollout may be
+    there with several turns. ``weight`` is the factor of the advantage."""
+
+    group: CreditedGroup
+    rollouts: list[CreditedRollout]
+    returns: list[float]
+    turns: list[int] | None = None
+    weight: float = 1.0
+
+    @property
+    def places(self) -> list[int | None]:
+        return [None] * len(self.rollouts) if self.turns is None else [*self.turns]
+
+    @property
+    def actions(self) -> list[Action]:
+        """The action of each in that turn, or its last."""
+        return [rollout.turns[-1 if turn is None else turn].action for rollout, turn in self._pairs()]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Number of tokens that the advantage of each is for."""
+        return [len(rollout if turn is None else rollout.turns[turn].action) for rollout, turn in self._pairs()]
+
+    def _pairs(self) -> Iterator[tuple[CreditedRollout, int | None]]:
+        return zip(self.rollouts, self.places, strict=True)
+
+
+@dataclass(frozen=True)
+class TurnCredit:
+    """Credit of turns, with a ``discount`` for rewards one turn later: compared by turns of the same number or, with a
+    ``state_weight``, by turns in the same state and whole episodes."""
+
+    discount: float
+    state_weight: float | None = None
+
+
+def comparisons(group: CreditedGroup, by: TurnCredit | None = None) -> Iterator[Comparison]:
+    """Yield the comparisons of a group's rollouts that have a reward; those of whole episodes first."""
+    rewarded = [rollout for rollout in group.rollouts if rollout.has_reward and rollout.turns]
+    if by is None or by.state_weight is not None:
+        yield Comparison(group, rewarded, [rollout.reward.total_reward or 0.0 for rollout in rewarded])
+    if by is None:
+        return
+    alike: dict[object, list[tuple[CreditedRollout, int, float]]] = {}
+    for rollout in rewarded:
+        for turn, value in enumerate(returns_to_go(rollout, by.discount)):
+            place = turn if by.state_weight is None else tuple(rollout.turns[turn].observation_ids)
+            alike.setdefault(place, []).append((rollout, turn, value))
+    for here in alike.values():
+        rollouts, turns, values = (list(part) for part in zip(*here, strict=True))
+        yield Comparison(group, rollouts, values, turns, by.state_weight or 1.0)
+
+
+def returns_to_go(rollout: Rollout, discount: float) -> list[float]:
+    returns, later = [], 0.0
+    for reward in reversed(own_rewards(rollout)):
+        later = reward + discount * later
+        returns.append(later)
+    return returns[::-1]
+
+
+def own_rewards(rollout: Rollout) -> list[float]:
+    """Return the reward of each turn. The part of the total reward that no turn was given comes with the last."""
+    rewards = [turn.reward or 0.0 for turn in rollout.turns]
+    rewards[-1] += (rollout.reward.total_reward or 0.0) - math.fsum(rewards)
+    return rewards
+
+
+def add_advantage(rollout: CreditedRollout, turn: int | None, value: float) -> CreditedRollout:
+    """Return the rollout with an advantage: its own, or that of one of its turns, added to the rollout's where it has
+    one; the rollout's is then the mean over its tokens."""
+    if turn is None:
+        return replace(rollout, advantage=value)
+    before = rollout.turn_advantages
+    if before is None:
+        start = rollout.advantage if math.isfinite(rollout.advantage) else 0.0
+        before = (start,) * len(rollout.turns)
+    advantages = tuple(part + value if index == turn else part for index, part in enumerate(before))
+    pairs = zip(advantages, rollout.turns, strict=True)
+    mean = sum(part * len(exchange.action) for part, exchange in pairs) / max(1, len(rollout))
+    return replace(rollout, turn_advantages=advantages, advantage=mean)
+
+
+def has_signal(group: CreditedGroup) -> bool:
+    """Return whether any of its rollouts or turns has an advantage other than 0."""
+    parts = (one.turn_advantages or (one.advantage,) for one in group.rollouts if math.isfinite(one.advantage))
+    return any(value != 0 for part in parts for value in part)
 
 
 @dataclass(frozen=True)
@@ -124,6 +231,44 @@ def _whitened(rated: Sequence[tuple[Comparison, list[float]]]) -> list[tuple[Com
     return [(comparison, [next(parts) for _ in values]) for comparison, values in rated]
 
 
+@dataclass(frozen=True)
+class SpreadAdvantage(CreditStep):
+    """Sets token advantages, where a critic has not set them, and the loss mask of every rollout with an advantage, and
+    the denominators, which count all of them.
+
+    With ``keeps_uniform_groups`` groups whose advantages are all 0 train too.
+    """
+
+    keeps_uniform_groups: bool
+
+    def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
+        if self.keeps_uniform_groups:
+            reasons = [group.discarded for group in batch.groups]
+            batch = batch.with_discarded(None if reason == "zero_advantage" else reason for reason in reasons)
+        rated = batch.rated
+        if not rated:
+            return batch
+        tokens = sum(map(len, rated))
+        sequences = sum(rollout.sequences for rollout in rated if len(rollout) > 0)
+        batch = replace(batch, denominators=Denominators(tokens, sequences, action_tokens=tokens))
+        return batch.with_fields(
+            rated,
+            ({"token_advantages_T": _token_advantages(one), "loss_mask_T": np.ones(len(one), bool)} for one in rated),
+        )
+
+
+def _token_advantages(rollout: CreditedRollout) -> np.ndarray:
+    """Return the advantage of every token before it is weighted, float64 [T]. Raises ValueError unless finite."""
+    advantages_T = np.full(len(rollout), rollout.advantage)
+    if rollout.token_advantages_T is not None:
+        advantages_T = rollout.token_advantages_T
+    elif rollout.turn_advantages is not None:
+        advantages_T = np.repeat(rollout.turn_advantages, [len(turn.action) for turn in rollout.turns])
+    if not np.isfinite(advantages_T).all():
+        raise ValueError("episode advantages must be finite: leave out the completions without a reward")
+    return advantages_T
+
+
 def checked_rewards(rewards_N: Rewards_PN) -> Doubles_PN:
     """Return rewards as detached float64; ValueError unless they are finite and have a group axis."""
     if rewards_N.dim() == 0:
@@ -188,7 +333,7 @@ def maxrl(rewards_N: Rewards_PN) -> Doubles_PN:
 
 
 def whiten(advantages_B: Floats_B, token_counts_B: Values_B) -> Doubles_B:
-    """(A − mean)/std over all trained tokens of the batch, float64 [B] (REINFORCE++, arXiv 2501.03262).
+    """Return (A − mean)/std over all trained tokens of the batch, float64 [B] (REINFORCE++, arXiv 2501.03262).
 
     ``advantages_B`` holds r_i − r̄ of every completion, which all its ``token_counts_B`` tokens share, so mean and
     population standard deviation are weighted by length. A standard deviation of 0, or no token at all, gives 0.
@@ -205,7 +350,9 @@ def whiten(advantages_B: Floats_B, token_counts_B: Values_B) -> Doubles_B:
     return torch.zeros_like(centred_B) if float(deviation) < EQUAL_REWARDS else centred_B / deviation
 
 
-def plugin_advantages(function: Callable[..., Any], rewards_N: Rewards_PN, context: Any = None) -> Doubles_PN:
+def plugin_advantages(
+    function: Callable[..., object], rewards_N: Rewards_PN, context: GroupContext | None = None
+) -> Doubles_PN:
     """Return advantages of a user's ``function(rewards_N)`` or ``function(rewards_N, context)``, float64 [N].
 
     Raises PluginError naming the plug-in when the result has another length or is not finite.

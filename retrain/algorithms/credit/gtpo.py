@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from retrain.algorithms.algorithm import StepContext, TokenCreditStep
+from retrain.algorithms.arrays import pad_field, pad_if_all, token_mask, with_rows
 from retrain.algorithms.credit.uncertainty import moments
-from retrain.algorithms.tables import fields, pad_field, pad_if_all, token_mask
 from retrain.maths.shapes import Floats_BT, Mask_BT
 from retrain.types import CreditedBatch, CreditedRollout
 
@@ -34,7 +34,7 @@ class GtpoWeights(TokenCreditStep):
         unpooled_BT = None if pooled_BT is None else gtpo_weights(raw_BT, mask_BT, self.beta)
         planning_BT = pad_if_all([rollout.planning_T for rollout in rated], np.bool_)
         advantages_BT = pad_field(rated, "token_advantages_T") * weights_BT
-        batch = batch.with_fields(rated, fields("token_advantages_T", advantages_BT, rated))
+        batch = with_rows(batch, rated, token_advantages_T=advantages_BT)
         return batch.with_metrics(weight_stats(weights_BT, unpooled_BT, planning_BT, mask_BT))
 
 
@@ -64,7 +64,7 @@ POOLING_STATS = ("exec_weight_var_unpooled", "plan_weight_change")
 def weight_stats(
     weights_BT: Floats_BT, unpooled_BT: Floats_BT | None, planning_BT: Mask_BT | None, mask_BT: Mask_BT
 ) -> dict[str, float | None]:
-    """The catalogue's weight keys: mean and variance over execution and planning tokens, and what pooling did.
+    """Return the catalogue's weight keys: mean and variance over execution and planning tokens, and what pooling did.
 
     ``unpooled_BT`` are the weights that the same uncertainties give without pooling: ``plan_weight_change`` is the
     largest difference on a planning token, which is rounding because pooling keeps every completion's Σh.

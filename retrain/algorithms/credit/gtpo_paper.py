@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from retrain.algorithms.algorithm import StepContext, TokenCreditStep
+from retrain.algorithms.arrays import discard_by_tokens, pad_field, token_mask, with_rows
 from retrain.algorithms.credit.group_advantage import EQUAL_REWARDS
 from retrain.algorithms.credit.uncertainty import without_padding
-from retrain.algorithms.tables import discard_by_tokens, fields, pad_field, token_mask
 from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT, Values_B
 from retrain.types import CreditedBatch, CreditedRollout
 
@@ -38,7 +38,7 @@ class GtpoPaper(TokenCreditStep):
             self.alpha2,
             self.centred,
         )
-        batch = batch.with_fields(rated, fields("token_advantages_T", advantages_BT, rated))
+        batch = with_rows(batch, rated, token_advantages_T=advantages_BT)
         return batch if self.keeps_uniform_groups else discard_by_tokens(batch)
 
 

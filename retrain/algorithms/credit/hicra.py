@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from retrain.algorithms.algorithm import StepContext, TokenCreditStep
-from retrain.algorithms.tables import fields, pad_field, token_mask
+from retrain.algorithms.arrays import pad_field, token_mask, with_rows
 from retrain.maths.shapes import Floats_BT, Mask_BT
 from retrain.rng import uniforms
 from retrain.types import CreditedBatch, CreditedRollout
@@ -32,7 +32,7 @@ class Hicra(TokenCreditStep):
             rows = [uniforms(mask_BT.shape[1], *stream, row) for row in range(len(rated))]
             amplified_BT = placebo_mask(torch.from_numpy(np.stack(rows)), amplified_BT, mask_BT)
         advantages_BT = hicra(pad_field(rated, "token_advantages_T"), amplified_BT, self.alpha)
-        return batch.with_fields(rated, fields("token_advantages_T", advantages_BT, rated))
+        return with_rows(batch, rated, token_advantages_T=advantages_BT)
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ def hicra(advantages_BT: Floats_BT, planning_BT: Mask_BT, alpha: float) -> Float
 
 @torch.no_grad()
 def placebo_mask(uniforms_BT: Floats_BT, planning_BT: Mask_BT, mask_BT: Mask_BT) -> Mask_BT:
-    """As many random trained tokens per completion as it has planning tokens: the control of HICRA, bool [B, T].
+    """Return as many random trained tokens per completion as it has planning tokens: the control of HICRA, bool [B, T].
 
     ``uniforms_BT`` comes from the run's own stream; the smallest are chosen, ties by position.
     """

@@ -1,4 +1,4 @@
-"""Which tokens plan: phrases matched on the decoded text, marked through character offsets.
+"""Planning tokens: phrases matched on the decoded text, marked through character offsets.
 
 Text is matched as a reader sees it, so sub-word splits, capitals, straight or curly apostrophes and hyphens or line
 breaks between words do not matter; phrases begin and end at word boundaries ("the key is" is not in "the key island").
@@ -6,10 +6,10 @@ Overlapping phrases both count. Each text is decoded and searched once; no Pytho
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -47,20 +47,20 @@ BETWEEN_WORDS = rf"(?:[{HYPHENS}\s]+|,\s+)"  # What may stand between two words 
 
 
 def _phrase_pattern(phrase: str) -> re.Pattern[str]:
-    """One phrase as a pattern for lower-case text: words as written, anything that separates words between them.
+    """Return a phrase as a pattern for lower-case text, in which anything that separates words may stand between them.
 
     The pattern opens with a plain literal, which ``re`` searches several times faster than an alternation or a
     look-behind; the left word boundary is therefore checked just after that literal.
     """
-    words = [word for word in re.split(rf"[{HYPHENS}\s]+", phrase.strip().lower()) if word]
-    if not words:
+    phrase_words = [word for word in re.split(rf"[{HYPHENS}\s]+", phrase.strip().lower()) if word]
+    if not phrase_words:
         raise ValueError("a planning phrase is empty")
-    head = re.escape(re.split(f"[{APOSTROPHES}]", words[0])[0])
+    head = re.escape(re.split(f"[{APOSTROPHES}]", phrase_words[0])[0])
     body = BETWEEN_WORDS.join(
-        f"[{APOSTROPHES}]".join(re.escape(part) for part in re.split(f"[{APOSTROPHES}]", word)) for word in words
+        f"[{APOSTROPHES}]".join(re.escape(part) for part in re.split(f"[{APOSTROPHES}]", word)) for word in phrase_words
     )
-    left = rf"(?<!\w{head})" if head and words[0][0].isalnum() else ""
-    right = r"(?!\w)" if words[-1][-1].isalnum() else ""
+    left = rf"(?<!\w{head})" if head and phrase_words[0][0].isalnum() else ""
+    right = r"(?!\w)" if phrase_words[-1][-1].isalnum() else ""
     return re.compile(head + left + body[len(head) :] + right)
 
 
@@ -71,7 +71,7 @@ def lowered(text: str) -> str:
 
 
 def overlapping_tokens(spans: Sequence[tuple[int, int]], length: int, offsets: Offsets) -> TokenMask:
-    """Which tokens overlap one of the character ranges ``spans`` of a text of ``length`` characters, bool [T].
+    """Return which tokens overlap one of the character ranges ``spans`` of a text of ``length`` characters, bool [T].
 
     Raises ValueError when ``offsets`` are not pairs.
     """
@@ -90,8 +90,11 @@ class Detector(Protocol):
     """Finds planning tokens."""
 
     def token_masks(self, texts: Sequence[str], offsets: Sequence[Offsets]) -> list[AnyTokenMask]:
-        """Which tokens of each completion plan, bool [T] each."""
+        """Return which tokens of each completion plan, bool [T] each."""
         ...
+
+
+PlanningFunction = Callable[[Sequence[str], Sequence[TokenNumbers]], Iterable[object]]
 
 
 class PluginDetector:
@@ -100,23 +103,26 @@ class PluginDetector:
     ``texts`` are the completions of a batch, ``offsets`` their tokens' character ranges, int64 [T, 2] each.
     """
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function: PlanningFunction):
         self.function = function
         self.name = plugin_name(function)
 
     def token_masks(self, texts: Sequence[str], offsets: Sequence[Offsets]) -> list[AnyTokenMask]:
-        """The function's masks, bool [T] each. Raises PluginError naming the plug-in when their number or a length is
-        wrong, or an entry is neither true nor false (0 and 1 count as such)."""
+        """Return the function's masks, bool [T] each.
+
+        Raises PluginError naming the plug-in when their number or a length is wrong, or an entry is neither true nor
+        false (0 and 1 count as such).
+        """
         pairs = [np.asarray(one, dtype=np.int64).reshape(-1, 2) for one in offsets]
-        given = list(self.function(list(texts), pairs))
-        if len(given) != len(pairs):
+        masks = list(self.function(list(texts), pairs))
+        if len(masks) != len(pairs):
             raise PluginError(
-                f"planning detector {self.name} returned {len(given)} masks for {len(pairs)} completions: return one "
+                f"planning detector {self.name} returned {len(masks)} masks for {len(pairs)} completions: return one "
                 "for each"
             )
-        return [self._checked(mask, len(own)) for mask, own in zip(given, pairs, strict=True)]
+        return [self._checked(mask, len(own)) for mask, own in zip(masks, pairs, strict=True)]
 
-    def _checked(self, mask: Any, length: int) -> TokenMask:
+    def _checked(self, mask: object, length: int) -> TokenMask:
         values_T = np.asarray(mask)
         if values_T.shape != (length,):
             raise PluginError(
@@ -143,7 +149,7 @@ class RegexDetector:
         return sorted(match.span() for pattern in self._patterns for match in pattern.finditer(text))
 
     def token_mask(self, text: str, offsets: Offsets) -> TokenMask:
-        """Which tokens overlap a phrase, bool [T]. Tokens of width 0 (end tokens) never do.
+        """Return which tokens overlap a phrase, bool [T]. Tokens of width 0 (end tokens) never do.
 
         Raises ValueError when ``offsets`` are not pairs.
         """

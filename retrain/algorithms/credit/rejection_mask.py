@@ -10,20 +10,18 @@ What is rejected keeps its place in the other terms of the loss and in all stati
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 
 from retrain.algorithms.algorithm import CreditStep, StepContext
+from retrain.algorithms.arrays import pad, sequence_slices, token_mask
 from retrain.algorithms.losses import M2PO
-from retrain.algorithms.tables import pad, token_mask
-from retrain.config import Config
 from retrain.config.algorithm import Algorithm as AlgorithmSection
 from retrain.maths.corrections import Correction, kept_sequences
 from retrain.maths.shapes import Mask_BT
 from retrain.policy.protocol import Policy
-from retrain.types import CreditedBatch, CreditedRollout, TrainBatch, Want, sequence_slices
+from retrain.types import CreditedBatch, CreditedRollout, TrainBatch, Want
 
 
 @dataclass(frozen=True)
@@ -50,13 +48,6 @@ class RejectionMask(CreditStep):
     def requires(self) -> frozenset[Want]:
         return frozenset({Want.LOGPROBS})
 
-    @classmethod
-    def of(cls, config: Config) -> "RejectionMask | None":
-        """Return the step of a configuration; None if it rejects nothing before the update."""
-        algorithm = config.algorithm
-        rejects = algorithm.rejection != "none" or algorithm.rejection_denominator == "kept"
-        return cls(algorithm, config.training.several_updates) if rejects or algorithm.loss == "m2po" else None
-
     @property
     def _uses_m2po(self) -> bool:
         return self.algorithm.loss == "m2po" and not self.several_updates
@@ -74,25 +65,17 @@ class RejectionMask(CreditStep):
         ]
         if not sequences:
             return batch
-        kept_BT, mask_BT = self._kept(sequences)
+        kept_BT, mask_BT = self._kept_tokens(sequences)
         weights = {sequence.rollout: np.ones(len(sequence.rollout)) for sequence in sequences}
         for sequence, kept_T in zip(sequences, kept_BT.numpy(), strict=True):
             weights[sequence.rollout][sequence.tokens] = kept_T[: len(sequence.old_logprobs_T)]
-        changes = {rollout: {"policy_weights_T": weights_T} for rollout, weights_T in weights.items()}
+        batch = batch.with_fields(list(weights), ({"policy_weights_T": weights_T} for weights_T in weights.values()))
         if counts_kept:
-            counts = _counts(sequences, weights)
-            changes = {rollout: {**change, **counts[rollout]} for rollout, change in changes.items()}
-            batch = replace(batch, denominators=replace(
-                batch.denominators,
-                tokens=sum(count["counted_tokens"] for count in counts.values()),
-                sequences=sum(count["counted_sequences"] for count in counts.values()),
-                kept_tokens=True,
-            ))  # fmt: skip
-        batch = batch.with_fields(list(changes), changes.values())
+            batch = _with_kept_counts(batch)
         leaves_m2po_open = self.several_updates and self.algorithm.loss == "m2po"
         return batch if leaves_m2po_open else batch.with_metrics(_shares(kept_BT, mask_BT))
 
-    def _kept(self, sequences: Sequence[_Sequence]) -> tuple[Mask_BT, Mask_BT]:
+    def _kept_tokens(self, sequences: Sequence[_Sequence]) -> tuple[Mask_BT, Mask_BT]:
         """Return two masks [B, T], a row for each sequence: the tokens that are kept, and all without the padding."""
         algorithm, mask_BT = self.algorithm, token_mask([sequence.old_logprobs_T for sequence in sequences])
         old_BT = pad([sequence.old_logprobs_T for sequence in sequences])
@@ -118,21 +101,28 @@ def _m2po(algorithm: AlgorithmSection) -> M2PO:
     return M2PO(**algorithm.parameters_of("loss"))
 
 
-def _counts(
-    sequences: Sequence[_Sequence], weights: dict[CreditedRollout, np.ndarray]
-) -> dict[CreditedRollout, dict[str, int]]:
-    """Return for each rollout how many of its tokens and sequences count in the loss's divisor."""
-    counts = {rollout: {"counted_tokens": 0, "counted_sequences": 0} for rollout in weights}
-    for sequence in sequences:
-        rollout, tokens = sequence.rollout, sequence.tokens
-        mask_T = np.ones(len(rollout), dtype=bool) if rollout.loss_mask_T is None else rollout.loss_mask_T
-        count = int((mask_T[tokens] & (weights[rollout][tokens] != 0.0)).sum())
-        counts[rollout]["counted_tokens"] += count
-        counts[rollout]["counted_sequences"] += count > 0
-    return counts
+def _with_kept_counts(batch: CreditedBatch) -> CreditedBatch:
+    """Return the batch with the counts of the tokens and sequences that are kept, which the loss is divided by."""
+    rollouts = [rollout for rollout in batch.rollouts if rollout.policy_weights_T is not None]
+    counts = [_kept_counts(rollout) for rollout in rollouts]
+    batch = batch.with_fields(rollouts, counts)
+    tokens = sum(count["counted_tokens"] for count in counts)
+    sequences = sum(count["counted_sequences"] for count in counts)
+    kept = replace(batch.denominators, tokens=tokens, sequences=sequences, kept_tokens=True)
+    return replace(batch, denominators=kept)
 
 
-def _shares(kept_BT: Mask_BT, mask_BT: Mask_BT) -> dict[str, Any]:
+def _kept_counts(rollout: CreditedRollout) -> dict[str, int]:
+    """Return how many tokens and sequences of the rollout count in the loss's divisor."""
+    assert rollout.policy_weights_T is not None
+    kept_T = rollout.policy_weights_T != 0.0
+    if rollout.loss_mask_T is not None:
+        kept_T &= rollout.loss_mask_T
+    counts = [int(kept_T[tokens].sum()) for tokens in sequence_slices(rollout)]
+    return {"counted_tokens": sum(counts), "counted_sequences": sum(count > 0 for count in counts)}
+
+
+def _shares(kept_BT: Mask_BT, mask_BT: Mask_BT) -> dict[str, float]:
     rejected_BT = mask_BT & ~kept_BT
     return {
         "rejected_tokens_frac": float(rejected_BT.sum() / mask_BT.sum().clamp(min=1)),
@@ -140,7 +130,9 @@ def _shares(kept_BT: Mask_BT, mask_BT: Mask_BT) -> dict[str, Any]:
     }
 
 
-def mask_minibatch(batch: TrainBatch, policy: Policy, algorithm: AlgorithmSection) -> tuple[TrainBatch, dict[str, Any]]:
+def mask_minibatch(
+    batch: TrainBatch, policy: Policy, algorithm: AlgorithmSection
+) -> tuple[TrainBatch, dict[str, float]]:
     """Return the batch of one of several updates, masked by M2PO with the policy as it is now, and the shares masked.
 
     The choice is over all sampled tokens of the update that have an advantage, so that micro-batches do not change it;

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from retrain.algorithms.algorithm import CreditStep, StepContext
+from retrain.algorithms.arrays import pad_field, token_mask, with_rows
 from retrain.algorithms.credit.uncertainty import moments
-from retrain.algorithms.tables import fields, pad_field, token_mask
 from retrain.config.algorithm import Sepa
 from retrain.maths.shapes import Floats_BT, Mask_BT
 from retrain.types import CreditedBatch, CreditedRollout
@@ -39,9 +39,7 @@ class SepaPooling(CreditStep):
             h_BT, planning_BT = pad_field(rated, "uncertainty_T"), pad_field(rated, "planning_T", np.bool_)
             mask_BT = token_mask(rated)
             exec_variance = moments(h_BT, mask_BT & ~planning_BT)[1]
-            batch = batch.with_fields(
-                rated, fields("pooled_uncertainty_T", sepa_pool(h_BT, planning_BT, mask_BT, lam), rated)
-            )
+            batch = with_rows(batch, rated, pooled_uncertainty_T=sepa_pool(h_BT, planning_BT, mask_BT, lam))
         self._state = self._state.after(self.sepa, context.step, correct_rate(batch.rollouts), exec_variance)
         return batch.with_metrics({"sepa_lambda": lam, "sepa_gate_open": gate_open})
 

@@ -12,7 +12,6 @@ groups nor discounted; and completions whose reward could not be had take no par
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -127,7 +126,7 @@ def distillation_advantages(
 
 def _numbers(
     student_1T: Floats_BT, teacher_1T: Floats_BT, mask_1T: Mask_BT, advantages_1T: Floats_BT, clamp: float | None
-) -> dict[str, Any]:
+) -> dict[str, float]:
     gap_1T = (teacher_1T - student_1T).abs()
     return {
         "distillation/reverse_kl": float(sampled_token_kl("k1", student_1T, teacher_1T, mask_1T).mean()),

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from retrain.algorithms.algorithm import StepContext, TokenCreditStep
+from retrain.algorithms.arrays import discard_by_tokens, pad_field, pad_if_all, token_mask, with_rows
 from retrain.algorithms.credit.uncertainty import per_token
-from retrain.algorithms.tables import discard_by_tokens, fields, pad_field, pad_if_all, token_mask
 from retrain.types import CreditedBatch, CreditedRollout
 
 
@@ -19,7 +18,7 @@ class TransformPlugin(TokenCreditStep):
     Groups whose tokens all get 0 are discarded, unless ``keeps_uniform_groups``. Raises PluginError for a bad result.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., object]
     keeps_uniform_groups: bool = False
 
     def apply_to(self, batch: CreditedBatch, rated: Sequence[CreditedRollout], context: StepContext) -> CreditedBatch:
@@ -31,5 +30,5 @@ class TransformPlugin(TokenCreditStep):
             mask_BT=mask_BT,
         )
         advantages_BT = per_token("transform", self.function, result, mask_BT, "advantage").to(h_BT)
-        batch = batch.with_fields(rated, fields("token_advantages_T", advantages_BT, rated))
+        batch = with_rows(batch, rated, token_advantages_T=advantages_BT)
         return batch if self.keeps_uniform_groups else discard_by_tokens(batch)

@@ -6,21 +6,20 @@ False and may hold any value, NaN included. Nothing here carries a gradient.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from retrain.algorithms.algorithm import StepContext, TokenCreditStep
-from retrain.algorithms.tables import fields, pad_field, pad_if_all, token_mask
+from retrain.algorithms.arrays import pad_field, pad_if_all, token_mask, with_rows
 from retrain.errors import PluginError
 from retrain.maths.arrays import plugin_name
 from retrain.maths.shapes import Floats_BT, Mask_BT, of_shape
 from retrain.types import CreditedBatch, CreditedRollout
 
 MAX_UNCERTAINTY = 50.0
-Uncertainty = str | Callable[..., Any]
+Uncertainty = str | Callable[..., object]
 
 
 @dataclass(frozen=True)
@@ -37,23 +36,23 @@ class TokenUncertainty(TokenCreditStep):
         entropy_BT = pad_if_all([rollout.entropy_T for rollout in rated])
         h_BT = uncertainty(self.kind, logprobs_BT, entropy_BT, mask_BT)
         planning_BT = pad_if_all([rollout.planning_T for rollout in rated], np.bool_)
-        batch = batch.with_fields(rated, fields("uncertainty_T", h_BT, rated))
+        batch = with_rows(batch, rated, uncertainty_T=h_BT)
         return batch.with_metrics(uncertainty_stats(self.kind, h_BT, logprobs_BT, planning_BT, mask_BT))
 
 
-def without_padding(what: str, values_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
+def without_padding(name: str, values_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
     """Return detached values with 0 in the padding; ValueError when a trained token holds NaN."""
     values_BT = torch.where(mask_BT, values_BT.detach(), 0.0)
     if bool(torch.isnan(values_BT.sum())) and bool(torch.isnan(values_BT).any()):
         row, column = torch.nonzero(torch.isnan(values_BT))[0].tolist()
-        raise ValueError(f"{what} is NaN at completion {row}, token {column}")
+        raise ValueError(f"{name} is NaN at completion {row}, token {column}")
     return values_BT
 
 
-def per_token(kind: str, function: Callable[..., Any], result: Any, mask_BT: Mask_BT, wanted: str) -> Tensor:
+def per_token(kind: str, function: Callable[..., object], result: object, mask_BT: Mask_BT, entry: str) -> Tensor:
     """Return a plug-in's result for every token, 0 in the padding; PluginError for another shape, NaN or infinity."""
     plugin = f"{kind} plug-in {plugin_name(function)}"
-    values_BT = of_shape(plugin, result, mask_BT, "tokens", f"one {wanted} per token").detach()
+    values_BT = of_shape(plugin, result, mask_BT, "tokens", f"one {entry} per token").detach()
     values_BT = torch.where(mask_BT, values_BT, 0.0)
     if not bool(torch.isfinite(values_BT).all()):
         raise PluginError(f"{plugin} returned NaN or infinity for a trained token")

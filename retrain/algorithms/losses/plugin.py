@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -20,7 +20,7 @@ class PluginLoss(PolicyLoss):
     when the result has another shape, is not finite for a trained token, or does not depend on the policy.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., object]
     is_plugin: ClassVar[bool] = True
 
     def per_token(self, inputs: LossInputs) -> TokenLoss:

@@ -158,8 +158,7 @@ def _evaluate(
     configuration, whose servers have ``directory`` for what they need.
     """
     from retrain.data.prompts import Renderer
-    from retrain.environments.build import environments_of
-    from retrain.environments.protocol import Limits
+    from retrain.environments.build import environments_of, episode_limits
     from retrain.policy.adapter_io import read_adapter
     from retrain.policy.base import workers_for
     from retrain.policy.local import LocalSnapshot
@@ -182,7 +181,7 @@ def _evaluate(
         grader = stack.enter_context(build_grader(config.reward, folder, lambda: base.device))
         environment = environments_of(config, data, grader, folder)[held_out.name]
         renderer = Renderer(base.tokenizer, held_out.data, config.environment.tools_prompt)
-        evaluator = Evaluator(engine, renderer, [held_out], limits=Limits.of(config, base.context_length))
+        evaluator = Evaluator(engine, renderer, [held_out], limits=episode_limits(config, base.context_length))
         stream = config.stream("sampling")
         for path in paths:
             stored = read_adapter(path)

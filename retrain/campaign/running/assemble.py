@@ -22,17 +22,18 @@ from retrain.config import Config
 from retrain.data import Dataset
 from retrain.data.dataset import longest_prompt
 from retrain.device import Workers, resolve_device
+from retrain.engines.local import LocalEngine
 from retrain.engines.server.canary import canaries
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import Told
-from retrain.environments.protocol import Limits
+from retrain.environments.build import episode_limits
 from retrain.errors import CheckpointError, DataError, ModelError
 from retrain.policy.base import BaseModel, MemoryPlan, workers_for
 from retrain.policy.local import LocalPolicy
 from retrain.records.base_evaluations import BaseEvaluations
 from retrain.records.observer import Observer
 from retrain.rewards import Grader, build_grader
-from retrain.rollouts.pressure import Pressure
+from retrain.rollouts.pressure import Pressure, decode_work
 from retrain.training.evaluation import Evaluator
 from retrain.training.loop import Cohort
 from retrain.training.run import Run
@@ -90,7 +91,7 @@ def assemble(
 
     is_shared = specs[0].is_campaign and is_local(config)
     base_evaluations = BaseEvaluations(job.directory, model.identity) if is_shared else None
-    limits = Limits.of(config, model.context)
+    limits = episode_limits(config, model.context)
     evaluator = Evaluator(model.engine, renderer_of(model, config), config.held_out, base_evaluations, limits)
     return Cohort(model.engine, runs, evaluator, observer, stop, model.workers, pressure_of(runs, model))
 
@@ -216,7 +217,8 @@ def pressure_of(runs: Sequence[Run], model: CohortModel) -> Pressure | None:
         return None
     prompts = sum(run.config.training.batch_size for run in runs)
     samples = max(run.config.training.group_size for run in runs)
-    pressure = Pressure(asking[0].config.backpressure, prompts, samples, model.decode_work)
+    work = decode_work(model.engine.base) if isinstance(model.engine, LocalEngine) else None
+    pressure = Pressure(asking[0].config.backpressure, prompts, samples, work)
     for run in asking:
         loaded = run.checkpoints.loaded
         if loaded is not None and (saved := loaded.shared.get("pressure")):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from retrain.algorithms import load_modes
-from retrain.algorithms.losses import PluginLoss
+from retrain.algorithms.losses.plugin import PluginLoss
 from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.running.assemble import use_deterministic, workers_of
 from retrain.campaign.running.fitting import lane_bytes

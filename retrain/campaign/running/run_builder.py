@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from retrain.algorithms import Modes, build_algorithm
+from retrain.algorithms import Modes, build_algorithm, objective_of
 from retrain.algorithms.credit.planning_tokens import Detector
 from retrain.algorithms.distillation import Context
-from retrain.algorithms.objective import objective_of
 from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, recorded_facts, world_changes
 from retrain.campaign.planning.outputs import run_place
 from retrain.campaign.planning.plan import RunSpec, run_directory
@@ -22,8 +21,8 @@ from retrain.config.modes import Need
 from retrain.data import Dataset, content_hash
 from retrain.data.dataset import DataCursor, column_values
 from retrain.data.prompts import Renderer
-from retrain.environments.build import environments_of
-from retrain.environments.protocol import Environment, Limits
+from retrain.environments.build import environments_of, episode_limits
+from retrain.environments.protocol import Environment
 from retrain.errors import UsageError
 from retrain.files import prepare_directory
 from retrain.ownership import claim
@@ -35,12 +34,10 @@ from retrain.records.recorder import RunRecorder
 from retrain.records.schema.base import Row, Values
 from retrain.rewards import Grader
 from retrain.rewards.base import AUDIT
-from retrain.rollouts.versions import RecentWeights
-from retrain.training.checkpoint_files import common_step
-from retrain.training.checkpoints import Checkpoints
-from retrain.training.requests import RolloutRequests
-from retrain.training.resume import continue_from, resume
-from retrain.training.run import Run
+from retrain.rollouts.queue import RecentWeights
+from retrain.training.checkpoints import Checkpoints, common_step
+from retrain.training.recovery import continue_from, resume
+from retrain.training.run import RolloutRequests, Run
 from retrain.types import Problem
 
 
@@ -159,7 +156,7 @@ class RunBuilder:
             config,
             environments["train"],
             renderer_of(model, config),
-            Limits.of(config, model.context),
+            episode_limits(config, model.context),
             DataCursor(self.data.train, config.stream("data"), config.data.shuffle),
             RecentWeights(config.training.max_off_policy_steps, remembers=config.inference.served),
         )

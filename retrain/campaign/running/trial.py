@@ -32,7 +32,7 @@ from retrain.records.samples import EQUAL_REWARDS
 from retrain.records.text import without_keys
 from retrain.rewards import Grader
 from retrain.rewards.base import CompletionText, failed
-from retrain.rollouts.collect import RolloutRequest, collect
+from retrain.rollouts.collect import RolloutRequest, collect, require_graded
 from retrain.training.loop import Cohort
 from retrain.training.run import Run
 from retrain.types import Action, Prompt, RewardResult, Rollout, SampleRequest
@@ -161,7 +161,7 @@ def _episodes(cohort: Cohort, asked: Sequence[RolloutRequest]) -> Tried:
     """Whole episodes; each has the mean of the seconds that their environments took. Raises RunFailed with what the
     chat template or a grader raises."""
     collected = collect(cohort.engine, asked)
-    groups = collected.graded()
+    groups = require_graded(collected.groups)
     seconds = {name: sum(end - begin for span, begin, end in collected.spans if span == name) for name in WAITS}
     each = seconds["score"] / max(1, sum(len(group.rollouts) for group in groups))
     graded = [([one.reward for one in group.rollouts], [each] * len(group.rollouts)) for group in groups]

@@ -5,27 +5,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers.credit import algorithm_of, apply, batch_of, compare, credit
+from helpers.credit import advantages_of, algorithm_of, apply, batch_of, compare, credit
 from helpers.models import word_tokenizer
 
 from retrain.algorithms import Algorithm, Modes
+from retrain.algorithms.arrays import training_samples
 from retrain.algorithms.credit.planning_tokens import PlanningTokens, RegexDetector
 from retrain.algorithms.credit.sepa_pooling import correct_rate
 from retrain.errors import RunFailed
 from retrain.files import dumps
 from retrain.policy.base import BaseModel
-from retrain.types import (
-    Action,
-    CreditedBatch,
-    Group,
-    Problem,
-    Prompt,
-    RewardResult,
-    Scores,
-    Turn,
-    single_turn,
-    training_samples,
-)
+from retrain.types import Action, CreditedBatch, Group, Problem, Prompt, RewardResult, Scores, Turn, single_turn
 
 TEXTS = ["so x = 4", "wait let me check so x", "notice that x = 4"]
 
@@ -57,12 +47,12 @@ def discarded(batch: CreditedBatch) -> list[str | None]:
 
 def test_missing_rewards_take_no_part(base):
     batch = compare([group(base, [1.0, None, 0.0]), group(base, [None, None]), group(base, [0.5, 0.5])], "dr_grpo")
-    assert batch.groups[0].advantages_N.tolist() == pytest.approx([0.5, np.nan, -0.5], nan_ok=True)
+    assert advantages_of(batch.groups[0]).tolist() == pytest.approx([0.5, np.nan, -0.5], nan_ok=True)
     assert discarded(batch) == [None, "no_reward", "zero_advantage"]
     batch = compare([group(base, [1.0, None]), group(base, [1.0, None, 0.0])], "rloo")
-    assert np.isnan(batch.groups[0].advantages_N).all()
+    assert np.isnan(advantages_of(batch.groups[0])).all()
     assert discarded(batch) == ["no_reward", None]  # the only graded completion is compared with none
-    assert batch.groups[1].advantages_N[[0, 2]].tolist() == [1.0, -1.0]
+    assert advantages_of(batch.groups[1])[[0, 2]].tolist() == [1.0, -1.0]
 
 
 @pytest.mark.parametrize("reward", [-0.1, 1.5])
@@ -241,7 +231,7 @@ def test_an_advantage_plug_in_gets_the_graded_completions(base):
     one = group(base, [1.0, None, 0.0], ["so x", "so x = 4 so x = 4", "so"])
     lengths = [len(rollout) for rollout in one.rollouts]
     (credited,) = compare([one], longer_is_better).groups
-    assert credited.advantages_N.tolist() == pytest.approx([lengths[0], np.nan, lengths[2]], nan_ok=True)
+    assert advantages_of(credited).tolist() == pytest.approx([lengths[0], np.nan, lengths[2]], nan_ok=True)
     assert seen == [("p", [1.0, 0.0])]
 
 

@@ -9,17 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrain.algorithms import TOKEN_CREDIT
+from retrain.algorithms.arrays import pad_field
 from retrain.algorithms.credit.entropy_mask import EntropyMask, entropy_mask
+from retrain.algorithms.credit.group_advantage import SpreadAdvantage
 from retrain.algorithms.credit.gtpo import gtpo_weights
 from retrain.algorithms.credit.gtpo_paper import gtpo_paper
 from retrain.algorithms.credit.hicra import hicra, placebo_mask
 from retrain.algorithms.credit.sepa_pooling import SepaPooling, sepa_pool
-from retrain.algorithms.credit.spread import SpreadAdvantage
 from retrain.algorithms.credit.uncertainty import TokenUncertainty, uncertainty
-from retrain.algorithms.tables import pad_field
 from retrain.config import parse_dict
 from retrain.config.algorithm import Sepa
 from retrain.rng import uniforms
+from retrain.training.updates import denominators_of
 from retrain.types import Action, CreditedBatch, CreditedGroup, CreditedRollout, Problem, Prompt, RewardResult, Turn
 
 SEEDS = st.integers(0, 2**31)
@@ -179,8 +180,8 @@ def test_entropy_mask_denominators():
     assert (kept.denominators.tokens, kept.denominators.all_tokens) == (sum(trained), False)
     assert (both.denominators.tokens, both.denominators.all_tokens) == (total, True)
     for row, (rollout, other) in enumerate(zip(kept.rollouts, both.rollouts, strict=True)):
-        assert kept.denominators_of([rollout]).tokens == trained[row]
-        assert both.denominators_of([other]).tokens == len(other)
+        assert denominators_of(kept, [rollout]).tokens == trained[row]
+        assert denominators_of(both, [other]).tokens == len(other)
         assert np.array_equal(rollout.token_advantages_T, other.token_advantages_T)
         assert np.array_equal(rollout.token_advantages_T != 0, rollout.loss_mask_T)
 

@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from retrain.algorithms.losses import M2PO, PPO, PluginLoss, Reinforce
+from retrain.algorithms.losses import M2PO, PPO, Reinforce
+from retrain.algorithms.losses.plugin import PluginLoss
 from retrain.maths.corrections import Correction
 from retrain.policy.objective import Objective
 from retrain.policy.packing import MicroBatch

@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 from helpers.credit import algorithm_of, apply
 
+from retrain.algorithms.arrays import training_samples
 from retrain.algorithms.credit.rejection_mask import RejectionMask, mask_minibatch
 from retrain.config import parse_dict
 from retrain.errors import ConfigError
+from retrain.training.updates import denominators_of
 from retrain.types import (
     Action,
     CreditedBatch,
@@ -22,7 +24,6 @@ from retrain.types import (
     TrainBatch,
     Turn,
     Want,
-    training_samples,
 )
 
 PROMPT = Prompt(Problem("0", "1 + 1", "2"), "1 + 1", (1, 2))
@@ -88,7 +89,7 @@ def test_what_is_rejected_weighs_nothing_and_still_counts(more):
     assert weights(batch) == [[1.0, 1.0], [0.0, 0.0, 0.0], [1.0]]
     assert batch.denominators == Denominators(6, 3, action_tokens=6)
     assert batch.metrics == {"some": 1.0, "rejected_tokens_frac": 0.5, "rejected_sequences_frac": pytest.approx(1 / 3)}
-    assert batch.denominators_of([batch.rollouts[1]]).tokens == 3
+    assert denominators_of(batch, [batch.rollouts[1]]).tokens == 3
 
 
 def test_with_several_updates_m2po_is_left_to_each_of_them():
@@ -130,7 +131,7 @@ def test_everything_that_is_left_out_can_leave_the_divisor(algorithm, expected, 
     batch = rejected(**algorithm, rejection_denominator="kept")
     assert weights(batch) == expected
     assert batch.denominators == Denominators(tokens, sequences, action_tokens=6, kept_tokens=True)
-    assert batch.denominators_of([batch.rollouts[0]]) == Denominators(2, 1, action_tokens=2, kept_tokens=True)
+    assert denominators_of(batch, [batch.rollouts[0]]) == Denominators(2, 1, action_tokens=2, kept_tokens=True)
 
 
 def test_tokens_that_do_not_train_are_not_in_the_divisor():

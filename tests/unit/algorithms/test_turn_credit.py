@@ -2,23 +2,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.credit import compare, credit
+from helpers.credit import algorithm_of, compare, credit
 
-from retrain.algorithms.credit.turns import TurnCredit, returns_to_go
+from retrain.algorithms.arrays import samples_of, training_samples
+from retrain.algorithms.credit.group_advantage import TurnCredit, returns_to_go
 from retrain.config import parse_dict
 from retrain.errors import ConfigError, RunFailed
-from retrain.types import (
-    Action,
-    CreditedGroup,
-    Group,
-    Problem,
-    Prompt,
-    RewardResult,
-    Rollout,
-    Turn,
-    samples_of,
-    training_samples,
-)
+from retrain.types import Action, CreditedGroup, Group, Problem, Prompt, RewardResult, Rollout, Turn
 
 PROMPT = Prompt(Problem("p", "?", "1"), "?", (1, 2))
 BY_TURN = TurnCredit(1.0)
@@ -78,7 +68,7 @@ def test_whitening_weighs_turns_by_their_tokens():
 def test_turns_that_cancel_out_are_signal_all_the_same():
     rollouts = [rollout([1.0, 0.0], 1.0), rollout([-1.0, 1.0], 0.0)]
     assert turn_advantages(rollouts) == [[0.5, -0.5], [-0.5, 0.5]]
-    assert compared(rollouts).advantages_N.tolist() == [0, 0]
+    assert [rollout.advantage for rollout in compared(rollouts).rollouts] == [0, 0]
     assert compared(rollouts).discarded is None
     assert compared([rollout([0.0, 0.5], 0.5) for _ in range(2)]).discarded == "zero_advantage"
 
@@ -161,7 +151,7 @@ def test_a_state_that_a_rollout_comes_back_to_counts_every_time():
 def test_the_weight_of_states_as_configured():
     """With a weight of 0 it would be the credit of episodes. Without a reward a rollout takes no part."""
     config = {**TOOLS, "algorithm": {"turn_credit": "state", "state_weight": 2.0}}
-    by_state = TurnCredit.of(parse_dict(config).algorithm)
+    by_state = algorithm_of(config).steps[0].turn_credit
     assert by_state == TurnCredit(1.0, 2.0)
     rollouts = [*in_states(([START, DOOR], 1.0), ([START, DOOR], 0.0)), rollout([None, None], None)]
     assert turn_advantages(rollouts, turn_credit=by_state) == [[1.5, 1.5], [-1.5, -1.5], None]

@@ -33,7 +33,7 @@ from retrain.ownership import (
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import LayerShape, LoraWeights
 from retrain.records.observer import NullObserver
-from retrain.training.checkpoint_files import (
+from retrain.training.checkpoints import (
     Snapshot,
     checkpoint_directories,
     checkpoint_directory,

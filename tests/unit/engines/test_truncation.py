@@ -20,6 +20,7 @@ from helpers.lanes import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from retrain.algorithms.arrays import training_samples
 from retrain.config import load
 from retrain.engines import dense
 from retrain.engines.local import LocalEngine
@@ -28,7 +29,7 @@ from retrain.engines.step import decode_steps, draw
 from retrain.maths.ratios import sampled_token_kl
 from retrain.policy import backbone
 from retrain.policy.backbone import backbone_of, collate, token_logprobs
-from retrain.types import CreditedRollout, Problem, Prompt, RewardResult, Sample, SampleRequest, Turn, training_samples
+from retrain.types import CreditedRollout, Problem, Prompt, RewardResult, Sample, SampleRequest, Turn
 
 CUTS = {
     "top_p": {"top_p": 0.8},

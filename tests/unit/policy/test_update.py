@@ -20,7 +20,8 @@ from helpers.lanes import (
 )
 from helpers.records import group
 
-from retrain.algorithms.objective import objective_of
+from retrain.algorithms import objective_of
+from retrain.algorithms.arrays import training_samples
 from retrain.config import parse_dict
 from retrain.device import Workers
 from retrain.errors import NonFinite, RunFailed
@@ -30,7 +31,7 @@ from retrain.policy.backbone import backbone_of, collate, token_logprobs
 from retrain.policy.lora import Lanes
 from retrain.policy.packing import Budget, split_microbatches
 from retrain.rng import generator
-from retrain.types import Denominators, Sample, training_samples
+from retrain.types import Denominators, Sample
 
 LOSSES = ("ppo", "reinforce", "gspo", "cispo")
 TIS = Correction("tis", high=1.05)
@@ -310,7 +311,7 @@ def test_sequence_means_count_the_tokens_that_the_denominator_names(base, lanes,
 def test_an_advantage_of_zero_is_trained_on(lanes, mode):
     algorithm = {"advantage_mode": "dr_grpo", "transform_mode": mode}
     batch = credit([group([0.0, 0.5, 1.0], [6, 6, 6])], {"algorithm": algorithm})
-    assert batch.groups[0].advantages_N[1] == 0
+    assert batch.groups[0].rollouts[1].advantage == 0
     samples = [sample for rollout in batch.trained for sample in training_samples(rollout)]
     assert [int(s.loss_mask.sum()) for s in samples] == [6, 6, 6]
     assert (batch.denominators.tokens, batch.denominators.sequences) == (18, 3)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from helpers.lanes import local_policy, rollout, single_run, totals, trained
 
-from retrain.algorithms.objective import objective_of
+from retrain.algorithms import objective_of
 from retrain.campaign.running.controller import launch
 from retrain.config import load, parse_dict
 from retrain.files import read_jsonl

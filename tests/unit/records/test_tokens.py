@@ -32,7 +32,7 @@ def episode() -> CreditedRollout:
         token_advantages_T=np.arange(5.0),
         planning_T=np.array([0, 1, 0, 0, 0], bool),
         loss_mask_T=np.array([1, 1, 1, 1, 0], bool),
-        trainer_logprobs_T=np.array([-1.5, -2.0, -3.0, -4.0, -5.0], np.float32),
+        old_logprobs_T=np.array([-1.5, -2.0, -3.0, -4.0, -5.0], np.float32),
     )
 
 

@@ -21,7 +21,7 @@ from retrain.environments.protocol import Limits, Observation, Step
 from retrain.environments.single_turn import SingleTurn
 from retrain.errors import ModelError, RunFailed
 from retrain.rewards import Grader, RewardResult
-from retrain.rollouts.collect import RolloutRequest, collect
+from retrain.rollouts.collect import RolloutRequest, collect, require_graded
 from retrain.training.evaluation import Evaluator, Subject
 from retrain.types import Action, Group, PolicyRef, Problem, SampleRequest
 
@@ -139,11 +139,11 @@ def test_errors_of_graders_are_one_line_without_keys(monkeypatch):
 
     good, bad = asked(Lengths(), "a"), asked(Telling(), "b")
     with pytest.raises(RunFailed, match=r"^rollouts failed: ValueError: refused: .*\(test_collect\.py:\d+\)$") as error:
-        collect(Scripted({"a": ["xy"], "b": ["w"]}), [good, bad]).graded()
+        require_graded(collect(Scripted({"a": ["xy"], "b": ["w"]}), [good, bad]).groups)
     assert key not in str(error.value)
-    assert collect(Scripted({"a": ["xy"]}), [good]).graded()[0].rewards_N.tolist() == [2.0]
+    assert require_graded(collect(Scripted({"a": ["xy"]}), [good]).groups)[0].rewards_N.tolist() == [2.0]
     with pytest.raises(ModelError, match=r"^refused"):  # such an error is raised as it is
-        collect(Scripted({"b": ["z"]}), [bad]).graded()
+        require_graded(collect(Scripted({"b": ["z"]}), [bad]).groups)
     (group,) = collect(Scripted({"b": ["recorded"]}), [bad]).groups
     assert group.rollouts[0].reward.error.startswith("refused: ")
     assert key not in group.rollouts[0].reward.error

@@ -11,6 +11,7 @@ from helpers.credit import batch_of
 from helpers.lanes import fresh_logprobs, trained
 from helpers.models import word_tokenizer
 
+from retrain.algorithms.arrays import samples_of, samples_of_rollout, scores_by_rollout, training_samples
 from retrain.algorithms.losses import PPO
 from retrain.config import parse_dict
 from retrain.config.tasks import Data
@@ -24,19 +25,7 @@ from retrain.policy.local import LocalPolicy
 from retrain.policy.objective import Objective
 from retrain.policy.terms import PolicyTerm
 from retrain.rollouts.collect import RolloutRequest, collect
-from retrain.types import (
-    Action,
-    Denominators,
-    Group,
-    PolicyRef,
-    Problem,
-    RewardResult,
-    TrainBatch,
-    Want,
-    samples_of,
-    samples_of_rollout,
-    training_samples,
-)
+from retrain.types import Action, Denominators, Group, PolicyRef, Problem, RewardResult, TrainBatch, Want
 
 _TOOLS = "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"
 _ANSWERS = (
@@ -455,6 +444,6 @@ def test_trainer_and_engine_agree_turn_by_turn_under_every_template(name, base, 
         if name in ("llama3", "mistral"):
             plain = ["".join(text.split()) for text in plain]
         assert plain[0] == plain[1]
-    scores = policy.score(samples_of(groups), frozenset({Want.LOGPROBS})).of_rollouts(groups).logprobs
+    scores = scores_by_rollout(policy.score(samples_of(groups), frozenset({Want.LOGPROBS})), groups).logprobs
     for rollout, own_T in zip((one for group in groups for one in group.rollouts), scores, strict=True):
         assert own_T == pytest.approx(rollout.logprobs_T, abs=2e-5)

@@ -26,7 +26,7 @@ from helpers.models import Messages
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from retrain.algorithms.objective import objective_of
+from retrain.algorithms import objective_of
 from retrain.campaign.adapters.squeeze import squeeze
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load

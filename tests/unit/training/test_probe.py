@@ -11,8 +11,8 @@ from helpers.lanes import local_policy, rollout, totals, trained
 from helpers.models import campaign_head, qwen3_directory
 from typer.testing import CliRunner
 
+from retrain.algorithms import objective_of
 from retrain.algorithms.losses import PPO
-from retrain.algorithms.objective import objective_of
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.controller import launch
 from retrain.cli import app

@@ -20,7 +20,7 @@ from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.ownership import MARK, claim
 from retrain.records.observer import NullObserver
-from retrain.training.checkpoint_files import FORMAT, common_step, missing_rows
+from retrain.training.checkpoints import FORMAT, common_step, missing_rows
 
 SECRET = "very-secret-value-8c1f"
 HUB_TOKEN = "_".join(["hf", "a1b2" * 6])

@@ -39,7 +39,7 @@ def cohort(model, tmp_path):
 
 
 def checkpoints(run) -> list[str]:
-    return sorted(path.name for path in (run.directory / "checkpoints").glob("*"))
+    return sorted(path.name for path in (run.recorder.directory / "checkpoints").glob("*"))
 
 
 def state(run):
@@ -98,7 +98,7 @@ def test_a_checkpoint_brings_back_all_that_a_run_remembers(model, tmp_path):
         cohort.step(cohort.runs)
         cohort.saver.settle()
         assert checkpoints(run) == ["step_000001", "step_000002"]
-        shutil.rmtree(cohort.runs[0].directory / "checkpoints/step_000002")
+        shutil.rmtree(cohort.runs[0].recorder.directory / "checkpoints/step_000002")
         assert all(state(run)[key] != before[key] for key in ("step", "cursor", "algorithm", "policy"))
     with assembled(tmp_path, model) as again:
         run = again.runs[1]
@@ -122,7 +122,7 @@ def test_a_checkpoint_counts_when_the_whole_cohort_has_its_own(cohort, monkeypat
     cohort.saver.settle()
     assert (other.error, run.error) == (None, "it cannot be written")
     assert checkpoints(other) == ["step_000001"]
-    assert not (other.directory / "checkpoints.jsonl").exists()
+    assert not (other.recorder.directory / "checkpoints.jsonl").exists()
 
 
 def test_checkpoints_that_are_kept_for_good_stay_while_a_run_saves(model, tmp_path):

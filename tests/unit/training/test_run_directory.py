@@ -11,7 +11,7 @@ from retrain.config import load
 from retrain.files import read_jsonl
 from retrain.records.catalogue import METRICS
 from retrain.records.observer import NullObserver
-from retrain.training.checkpoint_files import newest_whole
+from retrain.training.checkpoints import newest_whole
 
 RUN = "grpo+none_s1"
 FILES = Path(__file__).parents[2] / "golden" / "campaign_directory.txt"

@@ -16,7 +16,7 @@ from retrain.config.training import Sampling
 from retrain.engines.local import LocalEngine
 from retrain.files import read_jsonl
 from retrain.records.observer import NullObserver
-from retrain.rollouts.collect import Collected, RolloutRequest
+from retrain.rollouts.collect import CollectResult, RolloutRequest
 from retrain.rollouts.queue import RolloutQueue
 from retrain.rollouts.resample import REASONS, Resampler, why_alike
 from retrain.types import Group, PolicyRef, Problem, RewardResult
@@ -194,9 +194,9 @@ def collecting(monkeypatch):
         if "raise" in requests:
             raise RuntimeError("the server is gone")
         now = time.time()
-        return Collected(list(requests), [("rollout", now - 1, now)], 0.5)
+        return CollectResult(list(requests), [("rollout", now - 1, now)], 0.5)
 
-    monkeypatch.setattr("retrain.rollouts.resample.collect", collect)
+    monkeypatch.setattr("retrain.rollouts.queue.collect", collect)
     return order, held
 
 

@@ -28,8 +28,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from retrain.algorithms import objective_of
 from retrain.algorithms.distillation import AdapterTeacher, BaseTeacher, Context, ModelTeacher, PolicyTeacher, taught
-from retrain.algorithms.objective import objective_of
 from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.planning.teaching import place_of
 from retrain.campaign.running.controller import launch, resume

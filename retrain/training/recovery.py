@@ -1,0 +1,186 @@
+"""Recovery: a run that fails leaves its cohort, checkpoints stand at common steps, and a run resumes from them.
+
+Saving copies the state to host memory, which is all that a step waits for; a thread writes the copies in order. The
+last bits of what is sampled depend on the composition of the batch, so the runs of a cohort are saved at a common step,
+from which all of them can resume.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from retrain.device import lost
+from retrain.engines.protocol import Engine
+from retrain.errors import DeviceLost, RunFailed, ServerFailed, UsageError
+from retrain.records.observer import Observer
+from retrain.records.schema.layout import STATE
+from retrain.rollouts.queue import RolloutQueue
+from retrain.training.checkpoints import Snapshot, checkpoint_directory, newest_whole
+from retrain.training.run import Run
+from retrain.training.state import RollbackPoint
+
+
+class Failures:
+    """Ends the runs of a cohort that fail."""
+
+    def __init__(self, engine: Engine, queue: RolloutQueue[Run], observer: Observer):
+        self.engine, self.queue, self.observer = engine, queue, observer
+
+    @contextmanager
+    def isolated(self, run: Run, quiet: bool = False) -> Iterator[None]:
+        """End only this run with what its part of a step raises (``end``)."""
+        try:
+            yield
+        except Exception as error:  # a failed run must not end the others
+            self.end(run, error, quiet)
+
+    def end(self, run: Run, error: Exception, quiet: bool = False) -> None:
+        """End a run, with the traceback in its log. ``quiet``: the caller reports it to the observer. Raises an error
+        that stops all runs alike (``RunFailed.shared``)."""
+        error = lost(error) or error
+        if isinstance(error, RunFailed) and error.shared:
+            raise error
+        self.queue.withdraw(run)
+        run.requests.recent.withdraw_from(self.engine)
+        before = run.error  # a run that failed earlier in the step is saved too
+        run.fail(error)
+        if run.error is not None and before is None and not quiet:
+            self.observer.run_finished(run.spec, "failed", run.error)
+
+
+class Saver:
+    """Saves a cohort. ``shared`` returns the state that its runs have in common, for every checkpoint."""
+
+    def __init__(self, failures: Failures, shared: Callable[[], Mapping[str, object]]):
+        self.failures, self.shared = failures, shared
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._pending: list[tuple[Run, Future[None]]] = []
+
+    def save_if_due(self, runs: Sequence[Run], points: Mapping[Run, RollbackPoint]) -> list[Run]:
+        """Save at this step when a run is due, ends, or has just failed; return the runs that are done, with all saved.
+
+        A run that failed is saved as it was at its rollback point, if its weights have not changed since.
+        """
+        alive = [run for run in runs if run.error is None]
+        failed = [run for run in runs if run.error is not None]
+        done = [run for run in alive if run.finished]
+        after_failure = failed and any(run.config.training.save_every for run in runs)
+        if done or after_failure or any(map(_is_due, alive)):
+            self.save([*alive, *_rolled_back(failed, points)])
+        if done:
+            self.settle()
+        return [run for run in done if run.error is None]
+
+    def save(self, runs: Sequence[Run]) -> None:
+        """Copy the state of these runs and queue the copies for writing, once the saves before are complete.
+
+        All are written before the first is published, and so before anything older is deleted.
+        """
+        self.settle()
+        saved: list[tuple[Run, Snapshot]] = []
+        written: set[Run] = set()
+        for run in runs:
+            with run.timer("checkpoint"), self.failures.isolated(run):
+                saved.append((run, run.snapshot(self.shared())))
+
+        def write(run: Run, snapshot: Snapshot) -> None:
+            run.checkpoints.write(snapshot)
+            written.add(run)
+
+        def publish(run: Run, snapshot: Snapshot) -> None:
+            if len(written) == len(saved):
+                run.checkpoints.publish(snapshot, final=snapshot.step >= run.config.training.max_steps)
+
+        for action in (write, publish):
+            for run, snapshot in saved:
+                self.submit(run, partial(action, run, snapshot))
+
+    def submit(self, run: Run, action: Callable[[], None]) -> None:
+        """Call ``action`` in the background, after all that was submitted before; what it raises ends the run."""
+        self._pending.append((run, self._pool.submit(action)))
+
+    def settle(self) -> None:
+        """Wait for what was submitted; what it raised ends its run."""
+        while self._pending:
+            run, future = self._pending.pop(0)
+            with self.failures.isolated(run):
+                future.result()
+
+    def close(self, abandon: bool = False) -> None:
+        """End the thread after all saves, or with ``abandon`` after the current one."""
+        self._pool.shutdown(cancel_futures=abandon)
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Close after the block; abandon saves when the process is to end at once or the GPU's context is lost."""
+        try:
+            yield
+        except (KeyboardInterrupt, GeneratorExit, DeviceLost):
+            self.close(abandon=True)
+            raise
+        finally:
+            self.close()
+
+    @contextmanager
+    def undo_on_server_failure(self, points: Mapping[Run, RollbackPoint]) -> Iterator[None]:
+        """Save the runs as they were at their rollback points when the servers that sample fail in the block: nothing
+        was learnt from this step, and all before it is kept."""
+        try:
+            yield
+        except ServerFailed:
+            self.save(_rolled_back([run for run in points if run.error is None], points))
+            self.settle()
+            raise
+
+
+def _is_due(run: Run) -> bool:
+    """Return whether ``save_every`` asks for a checkpoint after the run's present number of updates."""
+    every = run.config.training.save_every
+    return every > 0 and run.step % every == 0
+
+
+def _rolled_back(runs: Iterable[Run], points: Mapping[Run, RollbackPoint]) -> list[Run]:
+    """Roll the runs back to their points; return those whose weights have not changed since."""
+    return [run for run in runs if run.roll_back(points[run])]
+
+
+def resume(run: Run, step: int, skipped: Sequence[str] = ()) -> list[str]:
+    """Continue from the run's own checkpoint of ``step`` (0 is the start) and remove the rows of later steps.
+
+    ``skipped`` says what was wrong with later checkpoints. Returns lines for the user. Raises CheckpointError when the
+    checkpoint belongs to another base.
+    """
+    lines, checkpoints = list(skipped), run.checkpoints
+    if step:
+        run.restore(checkpoint_directory(run.recorder.directory, step))
+        checkpoints.restored_step = run.step
+        lines.append(f"continues at step {run.step}")
+    elif checkpoints.any_written:
+        lines.append("no checkpoint to continue from: the run starts again from step 0")
+    checkpoints.discard_after(run.step)
+    if step:
+        checkpoints.record_restored(run.step, run.requests.cursor.position)
+    return lines
+
+
+def continue_from(run: Run, directory: Path) -> list[str]:
+    """Begin with another run's state (``[resume] from``), of a run directory or checkpoint, or with the weights of an
+    adapter directory. Returns lines for the user.
+
+    Raises UsageError when nothing is left to train or the adapter is scaled differently.
+    """
+    lines: list[str] = []
+    checkpoint = directory if (directory / STATE).is_file() else newest_whole(directory, lines)
+    if checkpoint is None:
+        run.policy.begin_with(directory)
+        return [*lines, f"starts at step 0 with the weights of {directory}"]
+    run.restore(checkpoint)
+    run.recorder.begin_own_records()
+    if run.finished:
+        raise UsageError(
+            f"{checkpoint} is at step {run.step} of max_steps = {run.config.training.max_steps}: "
+            f"set [training] max_steps above {run.step}"
+        )
+    return [*lines, f"continues {checkpoint} at step {run.step}"]
