@@ -3,7 +3,7 @@ import json
 import pytest
 
 from retrain.algorithms.credit.sepa_pooling import SepaSchedule, sepa_lambda, sepa_observe, sepa_start
-from retrain.policy.update import LR_SCHEDULES, learning_rate
+from retrain.training.updates import LR_SCHEDULES, learning_rate
 
 
 def test_learning_rate_points():
