@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from retrain.errors import ModelError, UsageError
 from retrain.files import read_json, write_bytes, write_json
@@ -27,7 +28,7 @@ PREFIX = "base_model.model."
 _HALF = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])(\.weight)?$")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # A [r, in] and B [out, r]; of an embedding A [r, vocabulary] and B [dim, r]
+Pair = tuple[Tensor, Tensor]  # A [r, in] and B [out, r]; of an embedding A [r, vocabulary] and B [dim, r]
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ def write_peft(directory: Path, tensors: dict[str, Pair], config: Mapping[str, o
     write_json(directory / ADAPTER_CONFIG, absolute_base(config))
 
 
-def absolute_base(config: Mapping[str, Any]) -> dict[str, Any]:
+def absolute_base(config: Mapping[str, object]) -> dict[str, object]:
     """Return an adapter_config.json with the absolute path of a base model that is on this machine.
 
     peft is usually called from another directory, and does not know the names of bundled models.

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -29,7 +29,7 @@ from retrain.device import is_out_of_memory, lost, thread_values
 FULL = (torch.float32, torch.float64)  # Dtypes in which models compute at the precision of their results
 
 
-def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute the RMS norm of the last axis; half precision in fp32, rounded before and after the product with the
     weight, as in transformers."""
     if x.dtype == torch.float32 or x.dtype == torch.float64:
@@ -37,7 +37,7 @@ def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.rms_norm(x, [x.shape[-1]], None, eps) * weight
 
 
-def rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [..., D] by ``cos`` and signed ``sin``: rotate_half(x)·sin = roll(x, D/2)·(−sin, sin). Half precision:
     both products are rounded, as in transformers."""
     turned = x.roll(x.shape[-1] // 2, -1)
@@ -46,9 +46,7 @@ def rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return (x * cos).add_(turned.mul_(sin))
 
 
-def causal_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, seen_R1TK: torch.Tensor | None = None
-) -> torch.Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, seen_R1TK: Tensor | None = None) -> Tensor:
     """Compute attention [R, heads, T, D], with grouped heads allowed; causal unless ``seen_R1TK`` is the mask."""
     grouped = q.shape[1] != k.shape[1]
     if grouped and wants_every_head(q.device.type, q.dtype):
@@ -68,7 +66,7 @@ HAS_PACKED = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.op
 PACKED_ROWS = 32  # Rows that oneDNN optimises the layout of a weight for; others are nearly as fast
 
 
-def packed(weight: torch.Tensor) -> torch.Tensor:
+def packed(weight: Tensor) -> Tensor:
     """Copy a weight [out, in] into the layout of oneDNN's kernels for ``linear``, which makes products of few rows at
     least a third faster. Requires ``packs``."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
@@ -88,29 +86,29 @@ def packs(device: str, dtype: torch.dtype) -> bool:
 
 if HAS_PACKED:
 
-    def _packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
-    def _packed_sum(x: torch.Tensor, weight: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def _packed_sum(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, other, weight, None, "add")
 
 else:  # nothing is packed then; TorchScript wants every name that it meets to exist
 
-    def _packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
-    def _packed_sum(x: torch.Tensor, weight: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def _packed_sum(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
         return F.linear(x, weight) + other
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [rows, in] → [rows, out], for a weight [out, in] as it is or as ``packed`` gives it."""
     if weight.is_mkldnn:
         return _packed_linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
-def fp32_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [rows, in] times weight [out, in], packed or not: fp32 for half-precision x, else in x's own precision."""
     if x.dtype == torch.float32 or x.dtype == torch.float64:
         return linear(x, weight, bias)
@@ -121,13 +119,13 @@ def fp32_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return out if bias is None else out.add_(bias)
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _product(x: Tensor, weight: Tensor) -> Tensor:
     if multiplies_into_fp32(x.device.type):
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return _product_in_two(x, weight)
 
 
-def _product_in_two(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _product_in_two(x: Tensor, weight: Tensor) -> Tensor:
     # Sixteen bits of each result where the device rounds to eight: the rounded product plus the remainder after
     # subtracting it before rounding. With bf16 units the two take less time than one product in fp32.
     rounded = linear(x, weight, None)
@@ -144,8 +142,6 @@ def multiplies_into_fp32(device: str) -> bool:
     square = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
     try:
         return torch.mm(square, square, out_dtype=torch.float32).dtype == torch.float32
-    except TypeError:  # torch before 2.8
-        return False
     except RuntimeError as error:
         if is_out_of_memory(error) or lost(error):  # says nothing of the device, and would be remembered
             raise
@@ -158,7 +154,7 @@ def multiplies_into_fp32(device: str) -> bool:
 class Context(FunctionCtx):
     """The context that autograd gives to a function, with the values that functions of ours keep besides tensors."""
 
-    saved_tensors: tuple[torch.Tensor, ...]
+    saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
     scale: float
     scaling: float | None
@@ -166,11 +162,11 @@ class Context(FunctionCtx):
     dtype: torch.dtype
 
 
-Gradients = tuple[torch.Tensor | None, ...]
+Gradients = tuple[Tensor | None, ...]
 """By argument of ``forward``, None where it needs none."""
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute ``weight · x / sqrt(mean(x²) + eps)`` over the last axis, with a gradient for x only. In half precision
     this is the sampler's ``rms``, with its gradient computed in fp32."""
     return _RmsNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
@@ -178,7 +174,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         half = x.dtype not in FULL
         wide = x.float() if half else x
         inverse = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
@@ -186,14 +182,14 @@ class _RmsNorm(torch.autograd.Function):
         return rms(x, weight, eps) if half else torch.mul(x, inverse).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context, grad: Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, inverse = ctx.saved_tensors
         wide, scaled = x.to(inverse.dtype), grad.to(inverse.dtype) * weight
         share = torch.linalg.vecdot(scaled, wide).unsqueeze(-1).mul_(inverse * inverse).div_(-x.shape[-1])
         return scaled.addcmul_(wide, share).mul_(inverse).to(x.dtype), None, None
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """Compute ``causal_attention``; on a CPU in half precision its gradient is fp32, in half the time."""
     if q.device.type != "cpu" or q.dtype in FULL:
         return causal_attention(q, k, v, scale)
@@ -202,13 +198,13 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | 
 
 class _HalfAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         ctx.scaling = scale
         ctx.save_for_backward(q, k, v)
         return causal_attention(q, k, v, scale)
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context, grad: Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         wide = [x.float().requires_grad_() for x in ctx.saved_tensors]
         # Hooks around the outer backward pass are not for this graph, which ends here.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
@@ -216,19 +212,19 @@ class _HalfAttention(torch.autograd.Function):
         return *(part.to(grad.dtype) for part in torch.autograd.grad(out, wide, grad.float())), None
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute ``silu(gate) · up``, keeping the two inputs only."""
     return _SwiGlu.apply(gate, up)  # pyright: ignore[reportReturnType]
 
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context, grad: Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         gate, up = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
@@ -242,7 +238,7 @@ NARROW = torch.bfloat16
 class _Mode(threading.local):
     enabled: bool = False
     narrow: bool = False
-    last: tuple[torch.Tensor, int, torch.Tensor] | None = None
+    last: tuple[Tensor, int, Tensor] | None = None
 
 
 _mode = _Mode()
@@ -265,12 +261,12 @@ def left_narrow() -> AbstractContextManager[None]:
     return thread_values(_mode, narrow=True)
 
 
-def rounds(weight: torch.Tensor) -> bool:
+def rounds(weight: Tensor) -> bool:
     """Return whether this thread multiplies this weight in bfloat16."""
     return _mode.enabled and weight.dtype == torch.float32
 
 
-def rounded(weight: torch.Tensor) -> torch.Tensor:
+def rounded(weight: Tensor) -> Tensor:
     """Return a frozen weight in bfloat16, rounded at the first call."""
     with _lock:
         if weight not in _copies:
@@ -286,12 +282,12 @@ def copied_bytes(model: nn.Module) -> int:
 
 def rounded_linear(
     base: nn.Linear,
-    x: torch.Tensor,
-    a: torch.Tensor | None = None,
-    b: torch.Tensor | None = None,
+    x: Tensor,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
     scale: float = 1.0,
     dropout: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute ``base(x) + scale · dropout(x) Aᵀ Bᵀ`` with products in bfloat16; with dropout the adapter's, which are
     thin, in fp32."""
     if a is not None and b is not None and dropout > 0:
@@ -300,7 +296,7 @@ def rounded_linear(
     return _RoundedProduct.apply(x, base.weight, base.bias, a, b, scale, _mode.narrow)  # pyright: ignore[reportReturnType]
 
 
-def _input(x: torch.Tensor) -> torch.Tensor:
+def _input(x: Tensor) -> Tensor:
     """Return x [N, in] in bfloat16; layers with the same input (queries, keys, values) share one copy."""
     if x.dtype == NARROW:
         return x.reshape(-1, x.shape[-1])
@@ -315,9 +311,15 @@ class _RoundedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor | None,
-        b: torch.Tensor | None, scale: float, narrow: bool,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Context,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
+        scale: float,
+        narrow: bool,
+    ) -> Tensor:
         ctx.scale, ctx.shape, ctx.dtype = scale, x.shape, x.dtype
         x_ND, weight_OD = _input(x), rounded(weight)
         out_NO = x_ND @ weight_OD.t()
@@ -334,7 +336,7 @@ class _RoundedProduct(torch.autograd.Function):
         return out_NO.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context, grad: Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         weight_OD, *adapter = ctx.saved_tensors
         grad_NO = grad.reshape(-1, grad.shape[-1]).to(NARROW)
         grad_x = grad_NO @ weight_OD if ctx.needs_input_grad[0] else None
@@ -351,9 +353,7 @@ class _RoundedProduct(torch.autograd.Function):
         return grad_x, None, None, grad_a, grad_b, None, None
 
 
-def adapted_linear(
-    base: nn.Module, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, dropout: float = 0.0
-) -> torch.Tensor:
+def adapted_linear(base: nn.Module, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
     """Compute ``base(x) + scale · dropout(x) Aᵀ Bᵀ`` for a frozen base, x [..., in], A [r, in] and B [out, r].
 
     A and B may be of another precision than x. Dropout and layers other than ``nn.Linear`` (a quantised one) take the
@@ -376,9 +376,8 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor,
-        b: torch.Tensor, scale: float,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+    ) -> Tensor:
         ctx.scale = scale
         ctx.save_for_backward(x, weight, a, b)
         if weight.dtype in FULL:
@@ -388,7 +387,7 @@ class _LoraLinear(torch.autograd.Function):
         return _rows(out).addmm_(low, _scaled(b, scale, x.dtype).t()).view(out.shape)
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context, grad: Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, master_a, master_b = ctx.saved_tensors
         a, b = master_a.to(x.dtype), master_b.to(x.dtype)
         x_ND, grad_NO = _rows(x), _rows(grad)
@@ -406,14 +405,14 @@ class _LoraLinear(torch.autograd.Function):
         return grad_x, None, None, grad_a.to(master_a.dtype), grad_b.to(master_b.dtype), None
 
 
-def _merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+def _merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=scale)
 
 
-def _scaled(b: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+def _scaled(b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     # As the sampler has it (``Lanes.stack``): scaled first, then rounded.
     return (b * scale).to(dtype)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])

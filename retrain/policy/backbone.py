@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from retrain.device import thread_values
@@ -46,6 +46,9 @@ from retrain.rng import generator
 from retrain.types import Sample, Want
 
 T = TypeVar("T")
+P = ParamSpec("P")
+Layer = Callable[[Tensor], Tensor]
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # Linear layers of a gated MLP
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 PROBE_LENGTH = 36  # Tokens of the longest sequence in the trial of packing
 PROBE_QUANTILE = 0.9  # Share of positions at which hidden states have to agree, packed and padded, ...
@@ -59,7 +62,7 @@ _lock = threading.Lock()
 class Backbone:
     """A base model as the update sees it. ``window``: the longest sequence that may be packed."""
 
-    decoder: Any
+    decoder: nn.Module | None
     head: Head | None
     packs: bool
     window: int
@@ -72,19 +75,20 @@ class Backbone:
             return packed_layout(samples, host, share)
         return padded_layout(samples, host, base.pad_id)
 
-    def hidden(self, layout: Layout) -> torch.Tensor:
+    def hidden(self, layout: Layout) -> Tensor:
         """Return the hidden states [M, H] that predict an action token."""
+        assert self.decoder is not None, "only a model whose output layer can be split off gives hidden states"
         return predicting(_run(self.decoder, layout).last_hidden_state, layout)
 
 
-def _run(module: Any, layout: Layout) -> Any:
+def _run(module: nn.Module, layout: Layout) -> Any:
     # Padded rows count from 0 by themselves; packed ones need their positions.
     options = {"position_ids": layout.positions_BL} if isinstance(layout, PackedLayout) else {}
     with update_mode(layout):
         return module(input_ids=layout.ids_BL, use_cache=False, **options)
 
 
-def whole_logits(base: BaseModel, layout: Layout) -> torch.Tensor:
+def whole_logits(base: BaseModel, layout: Layout) -> Tensor:
     """Return the logits [M, V] that predict an action token, for models whose output layer cannot be split off."""
     return predicting(_run(base.model, layout).logits, layout)
 
@@ -92,7 +96,7 @@ def whole_logits(base: BaseModel, layout: Layout) -> torch.Tensor:
 def backbone_of(base: BaseModel) -> Backbone:
     """Return what this base allows, examined at the first call."""
     with _lock:
-        if base.backbone is None:
+        if not isinstance(base.backbone, Backbone):
             base.backbone = _examine(base)
         return base.backbone
 
@@ -124,7 +128,7 @@ def _examine(base: BaseModel) -> Backbone:
     return Backbone(decoder, head, packs, int(window), tuple(notes))
 
 
-def _try_packing(base: BaseModel, decoder: Any, config: Any) -> bool:
+def _try_packing(base: BaseModel, decoder: nn.Module, config: Any) -> bool:
     """Return whether sequences that share a prompt have the same hidden states packed and padded."""
     if getattr(base.model.config, "_attn_implementation", None) not in ("sdpa", NAME):
         return False
@@ -194,8 +198,8 @@ def token_logprobs(
     entropy: bool = False,
     entropy_gradient: bool = True,
     lap: Lap = no_lap,
-    hidden_MH: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    hidden_MH: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """Return the log-probability [B, T] of each action token, and with ``entropy`` the entropy; 0 in the padding.
 
     The distribution is the one that the engine samples from: softmax(logits / temperature) over the vocabulary, or over
@@ -235,7 +239,7 @@ def token_logprobs(
     return by_place(chosen_M, batch), None if entropy_M is None else by_place(entropy_M, batch)
 
 
-def hidden_states(base: BaseModel, batch: MicroBatch) -> torch.Tensor:
+def hidden_states(base: BaseModel, batch: MicroBatch) -> Tensor:
     """Return the hidden states [M, H] that predict an action token. Raises ModelError for models without access to
     them."""
     backbone = backbone_of(base)
@@ -247,12 +251,12 @@ def hidden_states(base: BaseModel, batch: MicroBatch) -> torch.Tensor:
     return backbone.hidden(batch.layout)
 
 
-def by_place(values_M: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+def by_place(values_M: Tensor, batch: MicroBatch) -> Tensor:
     """Return the values of the action tokens as a table [B, T], 0 in the padding."""
     return values_M.new_zeros(batch.action_BT.shape).masked_scatter(batch.action_BT, values_M)
 
 
-def per_sample(values_BT: torch.Tensor, batch: MicroBatch) -> list[np.ndarray]:
+def per_sample(values_BT: Tensor, batch: MicroBatch) -> list[np.ndarray]:
     """Return each sample's values of its action tokens [T], on the host."""
     rows = zip(values_BT.cpu().numpy(), batch.action_BT.cpu().numpy(), strict=True)
     return [row_T[action_T] for row_T, action_T in rows]
@@ -283,7 +287,7 @@ def scored(
     scores: Scored = []
     for samples in parts:
         batch = collate(samples, lanes.base).to(lanes.base.device)
-        tables: dict[Want, torch.Tensor | None] = {}
+        tables: dict[Want, Tensor | None] = {}
         with torch.no_grad():
             if Want.REFERENCE in want:
                 tables[Want.REFERENCE], _ = token_logprobs(lanes.base, batch, temperature)
@@ -303,7 +307,7 @@ def scored(
 # -- the base's layers, while the update runs them -------------------------------------------------------------------
 
 
-def _replace_forward(base: BaseModel, module: nn.Module, forward: Any) -> None:
+def _replace_forward(base: BaseModel, module: nn.Module, forward: Callable[..., object]) -> None:
     """Give ``module`` another forward pass until the base is released."""
     before = module.__dict__.get("forward")
 
@@ -316,7 +320,7 @@ def _replace_forward(base: BaseModel, module: nn.Module, forward: Any) -> None:
     base.on_release(restore)
 
 
-def _in_update(forward: Any, fused: Any) -> Any:
+def _in_update(forward: Layer, fused: Layer) -> Layer:
     return lambda x: fused(x) if mode.in_update else forward(x)
 
 
@@ -336,7 +340,7 @@ def _offer_fused_norms(base: BaseModel) -> None:
             _replace_forward(base, module, _in_update(module.forward, partial(rms_norm, weight=weight, eps=eps)))
 
 
-def _same_norm(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_norm(one: Tensor, other: Tensor) -> bool:
     """Return whether two norms are equal: bit for bit in half precision, except where the order of a sum shows."""
     if one.dtype == torch.float32:
         return torch.allclose(one, other, rtol=1e-5, atol=1e-6)
@@ -346,7 +350,7 @@ def _same_norm(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _offer_fused_mlps(base: BaseModel) -> None:
     """Let gated MLPs that compute the same go through ``swiglu``."""
     for module in base.model.modules():
-        if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
+        if not all(hasattr(module, name) for name in PROJECTIONS):
             continue
         width = module.gate_proj.weight.shape[-1]
         x = torch.linspace(-1, 3, 2 * width, dtype=base.dtype, device=base.device).view(1, 2, -1)
@@ -355,13 +359,14 @@ def _offer_fused_mlps(base: BaseModel) -> None:
                 _replace_forward(base, module, _in_update(module.forward, partial(_gated, module)))
 
 
-def _gated(module: Any, x: torch.Tensor) -> torch.Tensor:
+def _gated(mlp: nn.Module, x: Tensor) -> Tensor:
+    gate, up, down = (mlp.get_submodule(name) for name in PROJECTIONS)  # each time, because lanes replace them
     with left_narrow():
-        gate, up = module.gate_proj(x), module.up_proj(x)
-    return module.down_proj(swiglu(gate, up))
+        narrow = gate(x), up(x)
+    return down(swiglu(*narrow))
 
 
-def _offer_rounded_products(base: BaseModel, decoder: Any) -> None:
+def _offer_rounded_products(base: BaseModel, decoder: nn.Module) -> None:
     """Let linear layers of an fp32 base multiply in bfloat16 where the update asks for it (``policy.arithmetic``)."""
     if base.dtype == torch.float32:
         for module in decoder.modules():
@@ -369,7 +374,7 @@ def _offer_rounded_products(base: BaseModel, decoder: Any) -> None:
                 _replace_forward(base, module, _rounded_forward(module.forward, module))
 
 
-def _rounded_forward(forward: Any, module: nn.Linear) -> Any:
+def _rounded_forward(forward: Layer, module: nn.Linear) -> Layer:
     return lambda x: rounded_linear(module, x) if rounds(module.weight) else forward(x)
 
 
@@ -381,7 +386,7 @@ def checkpointed(recompute_context: Callable[[], AbstractContextManager[None]]) 
     return thread_values(mode, recompute_context=recompute_context)
 
 
-def _offer_checkpointing(base: BaseModel, decoder: Any) -> None:
+def _offer_checkpointing(base: BaseModel, decoder: nn.Module) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for module in decoder.modules():
@@ -389,8 +394,8 @@ def _offer_checkpointing(base: BaseModel, decoder: Any) -> None:
             _replace_forward(base, module, _checkpointed_forward(module.forward))
 
 
-def _checkpointed_forward(forward: Any) -> Any:
-    def layer(*args: Any, **options: Any) -> Any:
+def _checkpointed_forward(forward: Callable[P, T]) -> Callable[P, T]:
+    def layer(*args: P.args, **options: P.kwargs) -> T:
         context = mode.recompute_context
         if context is None or not torch.is_grad_enabled():
             return forward(*args, **options)

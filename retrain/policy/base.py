@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import torch
+from torch import Tensor
 
 from retrain.config import Config
 from retrain.device import Workers, resolve_device, resolve_dtype, set_up, total_memory
@@ -29,6 +30,9 @@ from retrain.policy.company import Company
 from retrain.policy.quantized import QuantizationEffect, quantise
 from retrain.policy.sharded import load_shared
 from retrain.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 QUANTIZED_MARK = "+"  # In a fingerprint, between that of the unquantised weights and what they were put into
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -95,7 +99,7 @@ class BaseModel:
     fingerprint: str
     presence: Presence = field(default_factory=Whole, repr=False)
     quantized: QuantizationEffect | None = None  # Measured effect of quantisation, for 8 or 4 bit linear layers
-    backbone: Any = field(default=None, repr=False)  # Set by ``policy.backbone``
+    backbone: object = field(default=None, repr=False)  # Set by ``policy.backbone``
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def on_release(self, undo: Callable[[], None]) -> None:
@@ -140,7 +144,7 @@ class BaseModel:
         return packs(self.device.type, self.dtype) and not self.small and self.copies
 
     @cached_property
-    def head_weight(self) -> torch.Tensor:
+    def head_weight(self) -> Tensor:
         """Return the output layer's weight as ``fp32_product`` reads it fastest."""
         weight = self.model.get_output_embeddings().weight.detach()
         return packed(weight) if self.packs else weight
@@ -161,7 +165,7 @@ class BaseModel:
         return Tokenizer(self.tokenizer)
 
 
-def _end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     ends: set[int] = set()
     for source in (model.generation_config, model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
@@ -170,7 +174,7 @@ def _end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(ends))
 
 
-def _part_of_fingerprint(name: str, tensor: torch.Tensor) -> bytes:
+def _part_of_fingerprint(name: str, tensor: Tensor) -> bytes:
     """Return name, shape, a strided sample and the sum of all bits of a weight, which any changed number changes."""
     flat = tensor.detach().reshape(-1)
     sample = flat[:: max(1, flat.numel() // 64)][:64].to("cpu", torch.float32)
@@ -180,13 +184,21 @@ def _part_of_fingerprint(name: str, tensor: torch.Tensor) -> bytes:
     return f"{name}{tuple(tensor.shape)}{total}".encode() + sample.numpy().tobytes()
 
 
+class LoadOptions(TypedDict, total=False):
+    """Arguments of ``from_pretrained`` that say where files come from."""
+
+    revision: str | None
+    local_files_only: bool
+    trust_remote_code: bool
+
+
 @dataclass(frozen=True)
 class ModelFiles:
     """Arguments of ``from_pretrained`` for a model, its tokenizer, and its context length in tokens (0: unknown)."""
 
     name: str
     source: str
-    options: dict[str, Any]
+    options: LoadOptions
     tokenizer: Any
     context: int
     stored: str = ""  # Quantisation of the model's files, if any
@@ -219,22 +231,23 @@ def load_weights(files: ModelFiles, devices: str, dtype: str, company: Company |
     name, tokenizer = files.name, files.tokenizer
     device = resolve_device(devices)
     set_up(device)
-    torch_dtype: Any = "auto" if dtype == "stored" else resolve_dtype(dtype, device)
+    torch_dtype = None if dtype == "stored" else resolve_dtype(dtype, device)
     if bundled_model_path(name) or not sys.stderr.isatty():
         disable_progress_bar()
     presence: Presence = Whole()
     quantized: QuantizationEffect | None = None
     try:
         if company is None:
-            model: Any = AutoModelForCausalLM.from_pretrained(files.source, dtype=torch_dtype, **files.options)
+            model = AutoModelForCausalLM.from_pretrained(files.source, dtype=torch_dtype or "auto", **files.options)
             model.eval().requires_grad_(False)
             parts: Iterable[bytes] = (_part_of_fingerprint(*named) for named in model.state_dict().items())
             if files.quantize != "none":
                 parts = list(parts)
                 quantized = quantise(model, files.quantize, tokenizer, _end_ids(model, tokenizer), device)
             else:
-                model.to(device)
+                model.to(device)  # pyright: ignore[reportArgumentType]
         else:
+            assert torch_dtype is not None, "ranks resolve their number format"
             shard = load_shared(files.source, files.options, torch_dtype, device, company, _part_of_fingerprint)
             model, presence, parts = shard.model, shard.presence, shard.parts
     except MissingExtra:
@@ -248,11 +261,12 @@ def load_weights(files: ModelFiles, devices: str, dtype: str, company: Company |
     if not eos_ids:
         raise ModelError(f"model {name!r} names no end-of-sequence token: set eos_token_id in its generation_config")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
-    model_dtype = model.dtype if dtype == "stored" else torch_dtype
     fingerprint = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
     if quantized is not None:
         fingerprint += f"{QUANTIZED_MARK}{quantized.kind}"
-    return BaseModel(name, model, tokenizer, device, model_dtype, eos_ids, pad_id, fingerprint, presence, quantized)
+    return BaseModel(
+        name, model, tokenizer, device, torch_dtype or model.dtype, eos_ids, pad_id, fingerprint, presence, quantized
+    )
 
 
 def look_at(config: Config) -> ModelFiles:
@@ -275,9 +289,9 @@ def _look(name: str, revision: str | None, local_files_only: bool, trust_remote_
 
     if fault := model_fault(name, trust_remote_code=trust_remote_code):
         raise ModelError(f"cannot load model {name!r}: {fault}")
-    source, options = name, {"revision": revision, "local_files_only": local_files_only}
+    source, options = name, LoadOptions(revision=revision, local_files_only=local_files_only)
     if directory := local_directory(name):
-        source, options = str(directory), {"local_files_only": True}
+        source, options = str(directory), LoadOptions(local_files_only=True)
     options["trust_remote_code"] = trust_remote_code
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)

@@ -6,7 +6,7 @@ The value before an action token is a linear function of the hidden state that p
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retrain.config import Config
 from retrain.errors import CheckpointError
@@ -47,7 +47,7 @@ class Critic:
     def _named(self) -> dict[str, nn.Parameter]:
         return dict(zip(("head", "adapter"), self.weights, strict=False))
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Copy the weights to the host."""
         return {name: flat.detach().to("cpu", copy=True) for name, flat in self._named.items()}
 

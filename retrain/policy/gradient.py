@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from retrain.device import Workers
 from retrain.maths.ratios import Sums, add_sums
@@ -64,10 +65,10 @@ class MicroBatchResult:
     """A micro-batch's loss and statistics; ``gradients`` are empty if they were added to the accumulator's buffers, and
     ``logprobs`` unless the batch keeps them."""
 
-    loss: torch.Tensor
+    loss: Tensor
     sums: Sums
     timer: PhaseTimer
-    gradients: list[torch.Tensor]
+    gradients: list[Tensor]
     logprobs: list[np.ndarray]
 
 
@@ -96,7 +97,7 @@ class Shares(Protocol):
 class DistributionTeacher(Protocol):
     """A teacher in this process that gives its distributions over the whole vocabulary."""
 
-    def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[torch.Tensor, Head]:
+    def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[Tensor, Head]:
         """Return the hidden states [M, H] that predict the sampled tokens, without gradients, and the output layer.
         ``lanes`` and ``adapter`` are the student's."""
         ...
@@ -160,7 +161,7 @@ class GradientAccumulator:
         return self.context.base
 
     @property
-    def buffers(self) -> list[torch.Tensor]:
+    def buffers(self) -> list[Tensor]:
         """Return the flat gradients of the adapter and of the value head, to accumulate into."""
         weights = [] if self.frozen else [self.adapter.flat]
         grads = [flat.grad for flat in (*weights, *([] if self.head is None else [self.head.flat]))]
@@ -244,7 +245,7 @@ class GradientAccumulator:
         batch = self.batch
         return (*batch.stream, "dropout", batch.step, *([batch.update] if batch.update else []))
 
-    def _reference_logprobs(self, batch: MicroBatch, timer: PhaseTimer) -> torch.Tensor | None:
+    def _reference_logprobs(self, batch: MicroBatch, timer: PhaseTimer) -> Tensor | None:
         if Want.REFERENCE not in self.objective.needs:
             return None
         with torch.no_grad():  # no lane is active: the model is the frozen base
@@ -252,7 +253,7 @@ class GradientAccumulator:
         timer.lap("compute_kl")
         return reference_BT
 
-    def _teacher_states(self, samples: list[Sample], timer: PhaseTimer) -> tuple[torch.Tensor, Head] | None:
+    def _teacher_states(self, samples: list[Sample], timer: PhaseTimer) -> tuple[Tensor, Head] | None:
         if Want.TEACHER not in self.objective.needs:
             return None
         assert self.context.teacher is not None, "a term of the loss wants a teacher"
@@ -265,8 +266,8 @@ class GradientAccumulator:
         self,
         batch: MicroBatch,
         samples: list[Sample],
-        reference_BT: torch.Tensor | None,
-        teacher: tuple[torch.Tensor, Head] | None,
+        reference_BT: Tensor | None,
+        teacher: tuple[Tensor, Head] | None,
         timer: PhaseTimer,
     ) -> TokenScores:
         needs = self.objective.needs
@@ -293,14 +294,14 @@ class GradientAccumulator:
         )
         return TokenScores(logprobs_BT, entropy_BT, reference_BT, values_BT, divergence_BT, taught_BT)
 
-    def _divergence(self, hidden_MH: torch.Tensor, teacher_MH: torch.Tensor, teacher: Head) -> torch.Tensor:
+    def _divergence(self, hidden_MH: Tensor, teacher_MH: Tensor, teacher: Head) -> Tensor:
         term = next(term for term in self.objective.terms if isinstance(term, TeacherTerm))
         head = backbone_of(self.base).head
         assert head is not None, "a model that gives hidden states has an output layer"
         options = {"alpha": term.alpha, "top": term.top, "temperature": self.objective.temperature}
         return head_divergence(head, hidden_MH, teacher, teacher_MH, **options)
 
-    def _gradients(self, loss: torch.Tensor) -> list[torch.Tensor]:
+    def _gradients(self, loss: Tensor) -> list[Tensor]:
         """Return the gradients of ``loss`` in the order of ``buffers``, without adding to them."""
         views = [] if self.frozen else self.adapter.views
         weights = [*views, *([] if self.head is None else [self.head.flat])]

@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retrain.maths.distillation import divergence, with_tail
 from retrain.policy.arithmetic import FULL, Context, Gradients, fp32_product
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 """Logits of one chunk: what a CPU's caches keep; on a GPU enough for matrix products at full speed."""
@@ -31,14 +34,14 @@ class Supports:
     """The tokens that each of M rows was sampled from (``engines.step``): ``ids_K[k]`` in row ``rows_K[k]``.
     Entries ``offsets[m]`` to ``offsets[m + 1]`` are of row m."""
 
-    rows_K: torch.Tensor
-    ids_K: torch.Tensor
+    rows_K: Tensor
+    ids_K: Tensor
     offsets: list[int]
 
     def to(self, device: torch.device) -> Supports:
         return Supports(self.rows_K.to(device), self.ids_K.to(device), self.offsets)
 
-    def only(self, z_RV: torch.Tensor, start: int = 0) -> torch.Tensor:
+    def only(self, z_RV: Tensor, start: int = 0) -> Tensor:
         """Return the logits [R, V] of the rows from ``start`` on, −inf outside a row's support."""
         part = slice(self.offsets[start], self.offsets[start + len(z_RV)])
         index = (self.rows_K[part] - start, self.ids_K[part])
@@ -53,13 +56,13 @@ class Head:
     layout for ``fp32_product`` (``BaseModel.head_weight``).
     """
 
-    weight_VH: torch.Tensor
-    bias_V: torch.Tensor | None = None
+    weight_VH: Tensor
+    bias_V: Tensor | None = None
     softcap: float | None = None
     multiplier: float = 1.0
-    product_VH: torch.Tensor | None = None
+    product_VH: Tensor | None = None
 
-    def products(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+    def products(self, hidden_RH: Tensor) -> Tensor:
         z_RV = fp32_product(hidden_RH, self.weight_VH if self.product_VH is None else self.product_VH)
         if self.bias_V is not None:
             z_RV += self.bias_V
@@ -67,10 +70,10 @@ class Head:
             z_RV *= self.multiplier
         return z_RV
 
-    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_RH: Tensor) -> Tensor:
         return self.capped(self.products(hidden_RH))[0]
 
-    def capped(self, z_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def capped(self, z_RV: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return cap(z) [R, V] and the tanh in it, None where the model has no cap."""
         if self.softcap is None:
             return z_RV, None
@@ -79,15 +82,15 @@ class Head:
 
     def logprobs(
         self,
-        hidden_NH: torch.Tensor,
-        targets_N: torch.Tensor,
+        hidden_NH: Tensor,
+        targets_N: Tensor,
         temperature: float = 1.0,
         *,
         entropy: bool = False,
         entropy_gradient: bool = True,
         lap: Lap = no_lap,
         supports: Supports | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the log-probability [N] of the targets under softmax(logits / temperature) over ``supports``, and with
         ``entropy`` its entropy [N].
 
@@ -108,14 +111,14 @@ class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context,
-        hidden_NH: torch.Tensor,
-        targets_N: torch.Tensor,
+        hidden_NH: Tensor,
+        targets_N: Tensor,
         head: Head,
         temperature: float,
         entropies: tuple[bool, bool],
         lap: Lap,
         supports: Supports | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         weight_VH, (entropy, entropy_gradient) = head.weight_VH, entropies
         real = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
         chosen_N = torch.empty(len(hidden_NH), dtype=real, device=hidden_NH.device)
@@ -136,7 +139,7 @@ class _Logprobs(torch.autograd.Function):
             if not needs_gradient and not entropy:
                 continue
             probs_RV = torch.exp(logprobs_RV, out=z_RV)
-            scale: Any = head.multiplier / temperature
+            scale: float | Tensor = head.multiplier / temperature
             if tanh_RV is not None:
                 scale = tanh_RV.square_().neg_().add_(1.0).mul_(scale)
             if entropy:
@@ -156,7 +159,7 @@ class _Logprobs(torch.autograd.Function):
         return chosen_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Context, chosen_grad_N: torch.Tensor, entropy_grad_N: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context, chosen_grad_N: Tensor, entropy_grad_N: Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         slopes = ctx.saved_tensors
         grad_NH = slopes[0] * chosen_grad_N.unsqueeze(1).to(slopes[0].dtype)
         if len(slopes) > 1:
@@ -166,14 +169,14 @@ class _Logprobs(torch.autograd.Function):
 
 def head_divergence(
     head: Head,
-    hidden_NH: torch.Tensor,
+    hidden_NH: Tensor,
     teacher: Head,
-    teacher_NH: torch.Tensor,
+    teacher_NH: Tensor,
     *,
     alpha: float,
     top: int = 0,
     temperature: float = 1.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Return D_α [N] of softmax(logits / temperature) from the teacher's (``maths.distillation.divergence``), with
     ``top`` over the student's likeliest tokens and all others as one. The gradient reaches ``hidden_NH`` only."""
     return _Divergence.apply(hidden_NH, head, teacher, teacher_NH, alpha, top, temperature)  # pyright: ignore[reportReturnType]
@@ -183,14 +186,14 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context,
-        hidden_NH: torch.Tensor,
+        hidden_NH: Tensor,
         head: Head,
         teacher: Head,
-        teacher_NH: torch.Tensor,
+        teacher_NH: Tensor,
         alpha: float,
         top: int,
         temperature: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         weight_VH = head.weight_VH
         real = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
         values_N = torch.empty(len(hidden_NH), dtype=real, device=hidden_NH.device)
@@ -220,7 +223,7 @@ class _Divergence(torch.autograd.Function):
         return values_N
 
     @staticmethod
-    def backward(ctx: Context, grad_N: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context, grad_N: Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         (slopes_NH,) = ctx.saved_tensors
         return slopes_NH * grad_N.unsqueeze(1).to(slopes_NH.dtype), None, None, None, None, None, None
 
@@ -232,14 +235,14 @@ class ValueHead:
         self.flat = nn.Parameter(torch.zeros(width + 1, device=device))
         self.flat.grad = torch.zeros_like(self.flat)
 
-    def __call__(self, hidden_MH: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden_MH: Tensor) -> Tensor:
         """Return the values [M] of hidden states [M, H], fp32 (fp64 for fp64 states)."""
         real = torch.float64 if hidden_MH.dtype == torch.float64 else torch.float32
         weights = self.flat.to(real)
         return hidden_MH.to(real) @ weights[:-1] + weights[-1]
 
 
-def split_head(model: Any) -> tuple[Any, Head] | None:
+def split_head(model: PreTrainedModel) -> tuple[nn.Module, Head] | None:
     """Return the transformer without its output layer, and that layer; None when the model does not separate that way.
 
     One small forward pass shows whether the output layer reads exactly what the transformer returns; a second one, with
@@ -249,7 +252,7 @@ def split_head(model: Any) -> tuple[Any, Head] | None:
     if type(linear) is not nn.Linear or decoder is None or decoder is model or not linear.weight.is_floating_point():
         return None
     ids_BL = torch.arange(6, device=linear.weight.device).view(2, 3) % linear.out_features
-    seen: list[torch.Tensor] = []
+    seen: list[Tensor] = []
     with torch.no_grad():
         with linear.register_forward_pre_hook(lambda _, given: seen.append(given[0])):
             model(input_ids=ids_BL, use_cache=False)

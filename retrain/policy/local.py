@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from retrain.config import Config
 from retrain.device import Workers
@@ -44,8 +45,8 @@ class LocalSnapshot(PolicySnapshot):
 
     weights: LoraWeights
     peft_config: Callable[[], Mapping[str, object]] = dict
-    optimizer: Mapping[str, torch.Tensor] | None = None
-    critic: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    optimizer: Mapping[str, Tensor] | None = None
+    critic: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def write(self, directory: Path) -> None:
         assert self.optimizer is not None, "only a resumable snapshot is a checkpoint"
@@ -152,7 +153,7 @@ class LocalPolicy(Policy):
         metrics = {**result.metrics, KL_SECONDS: result.metrics.get(KL_SECONDS, 0.0) + kl_seconds}
         return replace(result, metrics=metrics)
 
-    def gradient(self, batch: TrainBatch, objective: Objective) -> torch.Tensor:
+    def gradient(self, batch: TrainBatch, objective: Objective) -> Tensor:
         """Return the gradient that ``update`` would clip and apply, fp32 [D] in the order of the adapter's weights."""
         head = self.critic.head if self.critic is not None and self.critic.adapter is None else None
         return batch_gradient(self._context, self.adapter, batch, objective, head)
@@ -217,7 +218,7 @@ class LocalPolicy(Policy):
                 self.version += 1
         return lines
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         return {"version": self.version, "budget": self.budget.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -241,6 +242,6 @@ def _weights_of(snapshot: PolicySnapshot) -> LoraWeights:
     return snapshot.weights
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Copy the moments and the step count of an optimizer with one weight to the host."""
     return {key.removeprefix("0."): tensor for key, tensor in moments(optimizer).items()}

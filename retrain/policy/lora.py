@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrain.device import thread_values
@@ -27,7 +27,7 @@ from retrain.policy.base import BaseModel
 from retrain.policy.quantized import QuantizedLinear
 from retrain.rng import torch_seed
 
-Stacks = dict[str, tuple[torch.Tensor, torch.Tensor]]
+Stacks = dict[str, tuple[Tensor, Tensor]]
 """By layer: A of every lane [L, in, r] and B of every lane [L, r, out], the scale folded into B."""
 
 
@@ -46,20 +46,20 @@ class LoraWeights:
     ``scale`` is alpha/r. ``live_rank`` rows of A and columns of B are in use; those beyond are 0.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape], rank: int, scale: float, live_rank: int, flat: torch.Tensor):
+    def __init__(self, shapes: Sequence[LayerShape], rank: int, scale: float, live_rank: int, flat: Tensor):
         self.shapes, self.rank, self.scale, self.live_rank, self.flat = tuple(shapes), rank, scale, live_rank, flat
-        self.A: dict[str, torch.Tensor] = {}
-        self.B: dict[str, torch.Tensor] = {}
+        self.A: dict[str, Tensor] = {}
+        self.B: dict[str, Tensor] = {}
         offset = 0
         for shape in shapes:
             for store, rows, columns in ((self.A, rank, shape.in_features), (self.B, shape.out_features, rank)):
                 store[shape.name] = self._view(slice(offset, offset + rows * columns), (rows, columns))
                 offset += rows * columns
 
-    def _view(self, position: slice, shape: tuple[int, int]) -> torch.Tensor:
+    def _view(self, position: slice, shape: tuple[int, int]) -> Tensor:
         return self.flat[position].view(shape)
 
-    def tensors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the detached (A, B) of every layer, of the live rank."""
         live = self.live_rank
         return {s.name: (self.A[s.name].detach()[:live], self.B[s.name].detach()[:, :live]) for s in self.shapes}
@@ -101,7 +101,7 @@ class Adapter(LoraWeights):
                 self.B[shape.name].zero_()
         return self
 
-    def load(self, tensors: dict[str, tuple[torch.Tensor, torch.Tensor]], lowered: bool = False) -> None:
+    def load(self, tensors: dict[str, tuple[Tensor, Tensor]], lowered: bool = False) -> None:
         """Copy (A, B) of every layer in. With ``lowered`` a smaller rank is accepted and becomes the live rank. Raises
         ModelError when layers or shapes differ."""
         if missing := sorted(set(self.A) - set(tensors)):
@@ -115,7 +115,7 @@ class Adapter(LoraWeights):
                 self._put(name, a, b)
         self.live_rank = live
 
-    def _put(self, name: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    def _put(self, name: str, a: Tensor, b: Tensor) -> None:
         rank = a.shape[0]
         self.A[name][:rank].copy_(a)
         self.A[name][rank:].zero_()
@@ -134,7 +134,7 @@ class Adapter(LoraWeights):
         self.live_rank = rank
 
     @property
-    def views(self) -> list[torch.Tensor]:
+    def views(self) -> list[Tensor]:
         """Return A and B of every layer, in the order of ``flat``."""
         return [store[shape.name] for shape in self.shapes for store in (self.A, self.B)]
 
@@ -157,11 +157,11 @@ class LaneLinear(nn.Module):
         self.base, self.name, self.lanes = base, name, lanes
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         # Some model code reads dtype or shape from it.
         return self.base.weight  # pyright: ignore[reportReturnType]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [rows, T, in] → [rows, T, out]."""
         mode = self.lanes.mode
         if mode.adapter is not None:
@@ -237,7 +237,7 @@ class Lanes:
         return thread_values(self.mode, stacks=self.stack(adapters))
 
     @staticmethod
-    def padded(parts: Sequence[torch.Tensor], rank: int, dim: int) -> torch.Tensor:
+    def padded(parts: Sequence[Tensor], rank: int, dim: int) -> Tensor:
         """Stack [*, r] (dim 1) or [r, *] (dim 0) matrices along a new first axis, zero-padded to ``rank``."""
         padded = [
             part

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from retrain.maths.ratios import Sums
 from retrain.policy.head import Lap, no_lap
@@ -57,7 +58,7 @@ class Objective:
 
     def loss(
         self, batch: MicroBatch, scores: TokenScores, denominators: Denominators, lap: Lap = no_lap
-    ) -> tuple[torch.Tensor, Sums]:
+    ) -> tuple[Tensor, Sums]:
         """Return the micro-batch's share of the step's loss (0-dim) and its statistics; ``lap`` times each term."""
         total_BT, value_BT, sums = None, None, {}
         for term in self.terms:
@@ -75,7 +76,7 @@ class Objective:
         loss = (total_BT * self._token_weights(batch, denominators)).sum()
         return loss if value is None else loss + value, sums
 
-    def _token_weights(self, batch: MicroBatch, denominators: Denominators) -> torch.Tensor:
+    def _token_weights(self, batch: MicroBatch, denominators: Denominators) -> Tensor:
         counted_BT = batch.action_BT if denominators.all_tokens else None
         if denominators.kept_tokens:
             assert batch.policy_weights_BT is not None
@@ -93,13 +94,13 @@ class Objective:
 @torch.no_grad()
 def token_weights(
     normalizer: str,
-    mask_BT: torch.Tensor,
+    mask_BT: Tensor,
     *,
     total_tokens: int,
     total_sequences: int,
     max_tokens: int,
-    denominator_mask_BT: torch.Tensor | None = None,
-) -> torch.Tensor:
+    denominator_mask_BT: Tensor | None = None,
+) -> Tensor:
     """Return the weight of every token's loss, float32 [B, T], 0 outside ``mask_BT``.
 
     ``tokens`` 1/total_tokens; ``sequences`` 1/(total_sequences·T_i), the mean of per-sequence means (GRPO);

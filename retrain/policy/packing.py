@@ -18,10 +18,11 @@ from collections.abc import Callable, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from retrain.device import is_out_of_memory, thread_values
 from retrain.errors import RunFailed
@@ -51,12 +52,12 @@ class Layout:
     ``rows_M``: index of the hidden state that predicts each action token, sequence after sequence.
     """
 
-    ids_BL: torch.Tensor
-    positions_BL: torch.Tensor
-    rows_M: torch.Tensor
+    ids_BL: Tensor
+    positions_BL: Tensor
+    rows_M: Tensor
 
     def to(self, device: torch.device) -> Layout:
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
@@ -65,9 +66,9 @@ class PackedLayout(Layout):
     """A layout of one row. ``spread_SL``: index of every token of every sequence (padding: any); ``home_N``: for every
     index one slot of ``spread_SL`` that reads it; ``first_S``: where in ``rows_M`` each sequence begins."""
 
-    spread_SL: torch.Tensor
-    home_N: torch.Tensor
-    first_S: torch.Tensor
+    spread_SL: Tensor
+    home_N: Tensor
+    first_S: Tensor
     shared: list[SharedPrefix]
 
 
@@ -75,7 +76,7 @@ def prefix_key(sample: Sample) -> bytes:
     return sample.token_ids[: sample.prefix].tobytes()
 
 
-def predicting(states: torch.Tensor, layout: Layout) -> torch.Tensor:
+def predicting(states: Tensor, layout: Layout) -> Tensor:
     """Return the states [M, H], of [rows, columns, H], that predict an action token."""
     return _RowSelection.apply(states.flatten(0, 1), layout)  # pyright: ignore[reportReturnType]
 
@@ -144,16 +145,16 @@ class MicroBatch:
     """
 
     layout: Layout
-    targets_M: torch.Tensor  # int64 [M]: the action tokens, sample after sample
-    action_BT: torch.Tensor  # bool
-    loss_mask_BT: torch.Tensor  # bool: those that train
-    advantages_BT: torch.Tensor
-    sampler_logprobs_BT: torch.Tensor  # nats
+    targets_M: Tensor  # int64 [M]: the action tokens, sample after sample
+    action_BT: Tensor  # bool
+    loss_mask_BT: Tensor  # bool: those that train
+    advantages_BT: Tensor
+    sampler_logprobs_BT: Tensor  # nats
     supports: Supports | None = None  # None where sampling was not truncated
-    old_logprobs_BT: torch.Tensor | None = None  # nats, before the first of several updates of a batch
-    values_BT: torch.Tensor | None = None  # The critic's, before the update
-    value_targets_BT: torch.Tensor | None = None  # With a critic
-    policy_weights_BT: torch.Tensor | None = None  # Where tokens can be rejected: 0 for those that were
+    old_logprobs_BT: Tensor | None = None  # nats, before the first of several updates of a batch
+    values_BT: Tensor | None = None  # The critic's, before the update
+    value_targets_BT: Tensor | None = None  # With a critic
+    policy_weights_BT: Tensor | None = None  # Where tokens can be rejected: 0 for those that were
 
     def to(self, device: torch.device) -> MicroBatch:
         moved = {name: part.to(device) for name, part in vars(self).items() if part is not None}
@@ -194,7 +195,7 @@ def _packed_order(samples: Sequence[Sample], keys: Sequence[bytes]) -> list[int]
     return [i for group in sorted(sorted_groups, key=lambda group: len(samples[group[-1]])) for i in group]
 
 
-def optional_table(samples: Sequence[Sample], name: str, shape: tuple[int, int], real: type) -> torch.Tensor | None:
+def optional_table(samples: Sequence[Sample], name: str, shape: tuple[int, int], real: type) -> Tensor | None:
     """Return an array of every sample over its action tokens [B, T]; None where one has none."""
     arrays = [getattr(sample, name) for sample in samples]
     if any(array is None for array in arrays):
@@ -217,6 +218,13 @@ def stacked_supports(samples: Sequence[Sample]) -> Supports | None:
     ids_K = np.concatenate([support.ids for support in supports]).astype(np.int64)
     offsets = np.concatenate([[0], counts_M.cumsum()])
     return Supports(torch.from_numpy(rows_K), torch.from_numpy(ids_K), offsets.tolist())
+
+
+class BudgetState(TypedDict):
+    tokens: int
+    planned: bool
+    learnt: bool
+    checkpointing: bool
 
 
 @dataclass
@@ -284,7 +292,7 @@ class Budget:
             )
         self.learnt = True
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> BudgetState:
         return {
             "tokens": self.tokens,
             "planned": self.plan is not None,
@@ -292,7 +300,7 @@ class Budget:
             "checkpointing": self.checkpointing,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: BudgetState) -> None:
         """Restore an earlier process's plan, if it fits this device, and what it learnt. A smaller setting of the user
         stays."""
         before = state["tokens"]
@@ -336,22 +344,20 @@ def register_attention() -> None:
     from transformers.masking_utils import sdpa_mask
 
     def attention(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
-    ) -> tuple[torch.Tensor, None]:
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
         if mode.layout is None:
             return sdpa_attention_forward(module, query, key, value, mask, **options)
         return _packed_attention(mode.layout, query, key, value, options.get("scaling")), None
 
-    def masks(*args: Any, **options: Any) -> torch.Tensor | None:
+    def masks(*args: Any, **options: Any) -> Tensor | None:
         return sdpa_mask(*args, **options) if mode.layout is None else None
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, masks)
 
 
-def _packed_attention(
-    layout: PackedLayout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
-) -> torch.Tensor:
+def _packed_attention(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Apply causal attention to each sequence: query, key, value [1, heads, N, d] → [1, N, heads, d]."""
     q, k, v = (_Spread.apply(x[0].transpose(0, 1), layout).transpose(1, 2) for x in (query, key, value))  # pyright: ignore[reportOptionalMemberAccess]
     out = attention(q, k, v, scaling)
@@ -366,13 +372,13 @@ class _Spread(torch.autograd.Function):
     """[N, heads, d] → [S, L, heads, d]. Copies of a prompt are summed in a fixed order: repeatable on a GPU."""
 
     @staticmethod
-    def forward(ctx: LayoutContext, x_NHD: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    def forward(ctx: LayoutContext, x_NHD: Tensor, layout: PackedLayout) -> Tensor:
         ctx.layout = layout
         spread = x_NHD.index_select(0, layout.spread_SL.view(-1))
         return spread.view(*layout.spread_SL.shape, *x_NHD.shape[1:])
 
     @staticmethod
-    def backward(ctx: LayoutContext, grad_SLHD: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: LayoutContext, grad_SLHD: Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         layout = ctx.layout
         grad_NHD = grad_SLHD.flatten(0, 1).index_select(0, layout.home_N)
         for group in layout.shared:
@@ -389,12 +395,12 @@ class _RowSelection(torch.autograd.Function):
     """[N, H] → [M, H] at ``rows_M``. A group's samples all read the end of their prompt, summed in a fixed order."""
 
     @staticmethod
-    def forward(ctx: SelectionContext, states_NH: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def forward(ctx: SelectionContext, states_NH: Tensor, layout: Layout) -> Tensor:
         ctx.layout, ctx.shape = layout, states_NH.shape
         return states_NH.index_select(0, layout.rows_M)
 
     @staticmethod
-    def backward(ctx: SelectionContext, grad_MH: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: SelectionContext, grad_MH: Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         layout = ctx.layout
         grad_NH = grad_MH.new_zeros(ctx.shape)
         grad_NH.index_copy_(0, layout.rows_M, grad_MH)
@@ -410,12 +416,12 @@ class _Gather(torch.autograd.Function):
     """[S, L, heads, d] → [N, heads, d], from one copy of every token."""
 
     @staticmethod
-    def forward(ctx: LayoutContext, x_SLHD: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    def forward(ctx: LayoutContext, x_SLHD: Tensor, layout: PackedLayout) -> Tensor:
         ctx.layout, ctx.shape = layout, x_SLHD.shape
         return x_SLHD.flatten(0, 1).index_select(0, layout.home_N)
 
     @staticmethod
-    def backward(ctx: LayoutContext, grad_NHD: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: LayoutContext, grad_NHD: Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad = grad_NHD.new_zeros(ctx.shape)
         grad.flatten(0, 1).index_copy_(0, ctx.layout.home_N, grad_NHD)
         return grad, None

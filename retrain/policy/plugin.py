@@ -99,7 +99,7 @@ class Backend(Protocol):
         """Return ``request.samples`` completions of every request, with the log-probabilities of their tokens."""
         ...
 
-    def train_step(self, batch: TrainBatch) -> Mapping[str, Any]:
+    def train_step(self, batch: TrainBatch) -> Mapping[str, object]:
         """Take one optimizer step and return numbers to log, ``loss`` among them."""
         ...
 
@@ -110,7 +110,7 @@ class Backend(Protocol):
     def load(self, directory: Path) -> None: ...
 
 
-def load_backend(config: Config, base_dir: Path | None) -> Any:
+def load_backend(config: Config, base_dir: Path | None) -> Backend:
     """Return a new backend. Raises PluginError when it cannot be loaded or made."""
     plugin = config.backend.backend
     backend = load_function(plugin, base_dir, "[backend] backend =")
@@ -122,7 +122,7 @@ def load_backend(config: Config, base_dir: Path | None) -> Any:
 class PluginSnapshot(PolicySnapshot):
     """A backend; a resumable snapshot also has the directory of its saved files."""
 
-    backend: Any
+    backend: Backend
     files: Path | None = None
 
     def write(self, directory: Path) -> None:
@@ -142,7 +142,7 @@ class PluginPolicy(Policy):
 
     starts_as_base = False
 
-    def __init__(self, backend: Any, plugin: str, aside: Path):
+    def __init__(self, backend: Backend, plugin: str, aside: Path):
         self.backend, self.plugin, self.aside, self.version = backend, plugin, aside, 0
 
     @property
@@ -193,29 +193,31 @@ class PluginPolicy(Policy):
         """Raises UsageError: a backend loads checkpoints only."""
         raise UsageError(f"{directory} holds no checkpoint of backend {self.plugin}")
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         return {"version": self.version}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.version = state["version"]
 
 
-def train_with(backend: Any, plugin: str, batch: TrainBatch) -> dict[str, Any]:
+def train_with(backend: Backend, plugin: str, batch: TrainBatch) -> dict[str, object]:
     """Take one step of a plug-in backend and return its checked metrics, its loss as ``loss`` and ``reported_loss``.
 
     Raises PluginError for anything but numbers by name and for keys that are measured here, RunFailed for a loss that
     is not finite.
     """
-    known = {"optim/lr": batch.lr, "num_datums": len(batch.sequences), **dict.fromkeys(RATIO_METRICS)}
+    known: dict[str, object] = {"optim/lr": batch.lr, "num_datums": len(batch.sequences)}
+    known |= dict.fromkeys(RATIO_METRICS)
     if not batch.sequences:  # no group had signal: nothing to train on
         return known | {"loss": None, "reported_loss": None}
     returned = backend.train_step(batch)
     if not isinstance(returned, Mapping):
         kind = type(returned).__name__
         raise PluginError(f"backend {plugin}: train_step returned {kind}, not a dictionary of metrics")
-    metrics = {}
+    metrics: dict[str, object] = {}
     for key, value in returned.items():
-        plain = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+        item = getattr(value, "item", None)
+        plain = item() if item is not None and getattr(value, "ndim", 0) == 0 else value
         if not isinstance(key, str) or not (plain is None or isinstance(plain, bool | int | float | str)):
             raise PluginError(f"backend {plugin}: train_step returned {key!r}: {type(value).__name__}, not a number")
         if key in BY_KEY and key not in OWN_KEYS:

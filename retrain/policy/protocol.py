@@ -67,7 +67,7 @@ class Policy(Protocol):
         """Apply changes that are due before ``step``, such as a lower rank, and return log lines about them."""
         return []
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Return the state besides the weights, as strict JSON."""
         ...
 

@@ -6,12 +6,15 @@ backward pass too, dequantises its weight to the base's number format and does n
 same numbers from ``QuantizedLinear.weight``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrain.errors import ModelError
@@ -19,6 +22,9 @@ from retrain.extras import is_installed, missing
 from retrain.models.layers import NF4_BLOCK
 from retrain.policy.arithmetic import Context, Gradients
 from retrain.rng import torch_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 INT8_LEVELS = 127
 QUESTIONS = (
@@ -38,8 +44,8 @@ ANSWER_TOKENS = 32  # Maximum tokens of an answer
 class QuantizedLinear(nn.Module):
     """A frozen linear layer with its weight in 8 or 4 bits on ``device``."""
 
-    packed: torch.Tensor
-    scale: torch.Tensor
+    packed: Tensor
+    scale: Tensor
 
     def __init__(self, linear: nn.Linear, kind: str, device: torch.device):
         super().__init__()
@@ -49,16 +55,16 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("packed", packed)
         self.register_buffer("scale", scale)
         self.bias = linear.bias
-        self.original: torch.Tensor | None = None  # The unquantised weight while the model is to compute with it
+        self.original: Tensor | None = None  # The unquantised weight while the model is to compute with it
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         """Dequantise the weight [out, in] to the base's number format."""
         if self.original is not None:
             return self.original.to(self.packed.device)
         return _UNPACK[self.kind](self.packed, self.scale, (self.out_features, self.in_features), self.dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out], with a gradient for x only."""
         return _QuantizedProduct.apply(x, self)  # pyright: ignore[reportReturnType]
 
@@ -70,40 +76,44 @@ class QuantizedContext(Context):
 class _QuantizedProduct(torch.autograd.Function):
     # Keeps neither input nor weight for the backward pass, as ``F.linear`` would.
     @staticmethod
-    def forward(ctx: QuantizedContext, x: torch.Tensor, layer: QuantizedLinear) -> torch.Tensor:
+    def forward(ctx: QuantizedContext, x: Tensor, layer: QuantizedLinear) -> Tensor:
         ctx.layer = layer
         return F.linear(x, layer.weight, layer.bias)
 
     @staticmethod
-    def backward(ctx: QuantizedContext, grad: torch.Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: QuantizedContext, grad: Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad @ ctx.layer.weight, None
 
 
-def _pack_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     # The scale [out, 1] is rounded to the weight's format before it divides, so it adds no error.
     scale = (weight.abs().amax(1, keepdim=True).double() / INT8_LEVELS).to(weight.dtype)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return (weight.float() / scale.float()).round().clamp(-INT8_LEVELS, INT8_LEVELS).to(torch.int8), scale
 
 
-def _unpack_int8(packed: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def _unpack_int8(packed: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     return packed.to(dtype).mul_(scale)
 
 
-def _pack_nf4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _pack_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
     packed, state = _bitsandbytes().quantize_4bit(weight.float(), blocksize=NF4_BLOCK, quant_type="nf4")
     return packed, state.absmax
 
 
-def _unpack_nf4(packed: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def _unpack_nf4(packed: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     real = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
     library, size = _bitsandbytes(), shape[0] * shape[1]
     # A row a block: the library's AVX-512 kernel takes scales by rows, wrongly where a block goes over a row's end.
     rows = (size // NF4_BLOCK, NF4_BLOCK) if size % NF4_BLOCK == 0 else (1, size)
     state = library.QuantState(
-        absmax=scale, shape=torch.Size(rows), code=library.get_4bit_type("nf4", device=packed.device),
-        blocksize=NF4_BLOCK, quant_type="nf4", dtype=real,
-    )  # fmt: skip
+        absmax=scale,
+        shape=torch.Size(rows),
+        code=library.get_4bit_type("nf4", device=packed.device),
+        blocksize=NF4_BLOCK,
+        quant_type="nf4",
+        dtype=real,
+    )
     return library.dequantize_4bit(packed, state).to(dtype).view(shape)
 
 
@@ -111,7 +121,7 @@ _PACK = {"int8": _pack_int8, "nf4": _pack_nf4}
 _UNPACK = {"int8": _unpack_int8, "nf4": _unpack_nf4}
 
 
-def _bitsandbytes() -> Any:
+def _bitsandbytes() -> ModuleType:
     if not is_installed("bitsandbytes"):
         raise missing('[model] quantize = "nf4"', "bitsandbytes")
     import bitsandbytes.functional as library
@@ -155,7 +165,9 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(w.nbytes for w in model.parameters()) + sum(m.packed.nbytes + m.scale.nbytes for m in layers)
 
 
-def quantise(model: Any, kind: str, tokenizer: Any, ends: Sequence[int], device: torch.device) -> QuantizationEffect:
+def quantise(
+    model: PreTrainedModel, kind: str, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], device: torch.device
+) -> QuantizationEffect:
     """Quantise the linear layers of a model on the host, move it to ``device``, and measure the effect.
 
     Meanwhile the host holds both versions; the device holds one unquantised layer at a time. Raises ModelError for a
@@ -168,13 +180,13 @@ def quantise(model: Any, kind: str, tokenizer: Any, ends: Sequence[int], device:
         raise ModelError(
             f'it has no linear layers besides its output layer: [model] quantize = "{kind}" changes nothing'
         )
-    originals: list[tuple[QuantizedLinear, torch.Tensor]] = []
+    originals: list[tuple[QuantizedLinear, Tensor]] = []
     for name, linear in linears:
         parent, _, leaf = name.rpartition(".")
         layer = QuantizedLinear(linear, kind, device).eval()
         setattr(model.get_submodule(parent), leaf, layer)
         originals.append((layer, linear.weight.detach()))
-    model.to(device)
+    model.to(device)  # pyright: ignore[reportArgumentType]
     for parameter in model.parameters():  # a parameter in a mapped file keeps all of that file in memory
         parameter.data = parameter.data.clone()
     k3, kl, tokens = _measured(model, originals, tokenizer, ends, device)
@@ -182,9 +194,9 @@ def quantise(model: Any, kind: str, tokenizer: Any, ends: Sequence[int], device:
 
 
 def _measured(
-    model: Any,
-    originals: Sequence[tuple[QuantizedLinear, torch.Tensor]],
-    tokenizer: Any,
+    model: PreTrainedModel,
+    originals: Sequence[tuple[QuantizedLinear, Tensor]],
+    tokenizer: PreTrainedTokenizerBase,
     ends: Sequence[int],
     device: torch.device,
 ) -> tuple[float, float, int]:
@@ -212,17 +224,15 @@ def _measured(
     return float(k3.mean()), float(kl.mean()), len(kl)
 
 
-def _encoded(tokenizer: Any, question: str) -> list[int]:
+def _encoded(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
     if getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": question}]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return list(tokenizer(question)["input_ids"])
 
 
-def _answered(
-    model: Any, ids: torch.Tensor, real: torch.Tensor, ends: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _answered(model: PreTrainedModel, ids: Tensor, real: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the rows with answers drawn by the model, the same at every call, and the mask of tokens."""
     noise = torch.Generator().manual_seed(torch_seed("answers that measure a quantised base"))
     stops = torch.tensor(list(ends), device=ids.device)
@@ -244,7 +254,7 @@ def _answered(
     return ids, real
 
 
-def _logprobs(model: Any, ids: torch.Tensor, begin: int) -> torch.Tensor:
+def _logprobs(model: PreTrainedModel, ids: Tensor, begin: int) -> Tensor:
     """Return the fp32 log-probabilities [T, V] at the positions from ``begin`` on of one sequence."""
     logits = model(input_ids=ids[None], use_cache=False).logits[0, begin - 1 : -1]
     return logits.float().log_softmax(-1)

@@ -45,7 +45,7 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def send(item: Any, to: int) -> None:
+def send(item: object, to: int) -> None:
     """Send an object to a rank. Raises RankLost when it is gone."""
     data = torch.frombuffer(bytearray(pickle.dumps(item, protocol=5)), dtype=torch.uint8)
     try:
@@ -109,16 +109,16 @@ class Ranks:
         self.owing = set[int]()
         """Who has not answered yet, as when rank 0 gives up in between; nothing can be sent to them."""
         self._asking = False
-        self._later: list[tuple[Any, ...]] = []
+        self._later: list[tuple[object, ...]] = []
 
-    def tell(self, name: str, *args: Any) -> None:
+    def tell(self, name: str, *args: object) -> None:
         """Have all others do something, without an answer; what it raises is the answer to the next ``ask``. While they
         are asked for something else, they are told afterwards."""
         self._later.append((name, args, False))
         if not self._asking:
             self._tell_later()
 
-    def ask(self, name: str, args: Sequence[tuple[Any, ...] | None], own: Callable[[], T]) -> Answers[T]:
+    def ask(self, name: str, args: Sequence[tuple[object, ...] | None], own: Callable[[], T]) -> Answers[T]:
         """Have rank r + 1 do something with ``args[r]`` (None: it need not) while this one does ``own``. All answers
         have come when this returns, whoever raised something."""
         asked = [rank for rank, each in enumerate(args, start=1) if each is not None or self.company is not None]
@@ -171,7 +171,7 @@ class Ranks:
         if fault is not None:
             raise fault
 
-    def _ask(self, rank: int, name: str, args: tuple[Any, ...]) -> None:
+    def _ask(self, rank: int, name: str, args: tuple[object, ...]) -> None:
         self._send(rank, (name, args, True))
         self.owing.add(rank)
 
@@ -204,7 +204,7 @@ class Ranks:
             for rank in range(1, self.count):
                 self._send(rank, message)
 
-    def _send(self, rank: int, message: tuple[Any, ...]) -> None:
+    def _send(self, rank: int, message: tuple[object, ...]) -> None:
         try:
             send(message, rank)
         except RankLost as error:

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,10 @@ from retrain.models.directory import INDEX, WHOLE
 from retrain.models.layers import held_weights
 from retrain.policy.company import Company, Unit
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Tell = Callable[[str, torch.Tensor], object]
 INSTEAD = 'type [backend] shard = "dp"'
 
 
@@ -91,18 +95,18 @@ class SharedModel:
     """A model of which this rank has a part. ``parts`` is what every tensor of its state says in a fingerprint, in the
     order of its names."""
 
-    model: Any
+    model: PreTrainedModel
     presence: Shared
     parts: list[bytes]
 
 
 def load_shared(
     source: str,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     dtype: torch.dtype,
     device: torch.device,
     company: Company,
-    fingerprint: Any,
+    fingerprint: Callable[[str, torch.Tensor], bytes],
 ) -> SharedModel:
     """The model of ``source`` (with ``from_pretrained``'s options), frozen, this rank's part of it on ``device``. Every
     rank calls this at the same time. ``fingerprint(name, tensor)`` is asked of every whole tensor, in ``dtype``.
@@ -132,7 +136,7 @@ def load_shared(
     return SharedModel(model, presence, [said[name] for name in model.state_dict()])
 
 
-def _empty_model(source: str, options: Mapping[str, Any], dtype: torch.dtype) -> Any:
+def _empty_model(source: str, options: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     """The model with its buffers, as ``from_pretrained`` makes it, and parameters that have a shape alone."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -151,7 +155,7 @@ def _empty_model(source: str, options: Mapping[str, Any], dtype: torch.dtype) ->
     return model
 
 
-def _layers(model: Any) -> list[nn.Module]:
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder's layers. Raises ModelError where there are none to be found."""
     decoder = getattr(model, "get_decoder", lambda: None)()
     layers = getattr(decoder, "layers", None)
@@ -197,7 +201,7 @@ class _Files:
 class _Reader:
     """Fills parameters and buffers that a file has, one after another; ``tell`` hears of every name and tensor."""
 
-    def __init__(self, model: Any, files: _Files, dtype: torch.dtype, device: torch.device, tell: Any):
+    def __init__(self, model: PreTrainedModel, files: _Files, dtype: torch.dtype, device: torch.device, tell: Tell):
         self.model, self.files, self.dtype, self.device, self.tell = model, files, dtype, device, tell
         self._names: dict[int, list[str]] = {}
         for name, weight in model.named_parameters(remove_duplicate=False):
@@ -247,16 +251,16 @@ def _hook(
         layer.register_forward_hook(_asking_again(ask))
 
 
-def _asking(ask: Callable[[], None]) -> Callable[[nn.Module, Any], None]:
+def _asking(ask: Callable[[], None]) -> Callable[[nn.Module, object], None]:
     """A hook before a forward pass."""
     return lambda module, given: ask()
 
 
-def _asking_again(ask: Callable[[], None]) -> Callable[[nn.Module, Any, Any], None]:
+def _asking_again(ask: Callable[[], None]) -> Callable[[nn.Module, object, object], None]:
     """A hook after a forward pass: before the gradient of what it has given goes back through it, the weights are there
     again."""
 
-    def watch(module: nn.Module, given: Any, made: Any) -> None:
+    def watch(module: nn.Module, given: object, made: object) -> None:
         for out in _tensors(made):
             if out.requires_grad:
                 out.register_hook(lambda gradient: ask())
@@ -264,6 +268,6 @@ def _asking_again(ask: Callable[[], None]) -> Callable[[nn.Module, Any, Any], No
     return watch
 
 
-def _tensors(made: Any) -> Iterator[torch.Tensor]:
+def _tensors(made: object) -> Iterator[torch.Tensor]:
     given = made if isinstance(made, tuple | list) else [made]
     yield from (each for each in given if isinstance(each, torch.Tensor))

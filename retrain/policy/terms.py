@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
+from torch import Tensor
 
 from retrain.maths.corrections import Correction
 from retrain.maths.ratios import Sums, log_ratio, mismatch_sums, ratio_sums, sampled_token_kl
@@ -22,12 +23,12 @@ class TokenScores:
     ``taught_BT``.
     """
 
-    logprobs_BT: torch.Tensor | None = None
-    entropy_BT: torch.Tensor | None = None
-    reference_BT: torch.Tensor | None = None
-    values_BT: torch.Tensor | None = None
-    divergence_BT: torch.Tensor | None = None
-    taught_BT: torch.Tensor | None = None
+    logprobs_BT: Tensor | None = None
+    entropy_BT: Tensor | None = None
+    reference_BT: Tensor | None = None
+    values_BT: Tensor | None = None
+    divergence_BT: Tensor | None = None
+    taught_BT: Tensor | None = None
 
 
 class Term(Protocol):
@@ -39,7 +40,7 @@ class Term(Protocol):
         """Return whether the term has a gradient also where all advantages are 0."""
         return True
 
-    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor | None, Sums]:
         """Return the loss of every token, None where the term is only logged, and sums for the record."""
         ...
 
@@ -57,20 +58,20 @@ class LossInputs:
     ``mask_BT`` is false. ``old_logprobs_BT`` may hold any value there.
     """
 
-    logprobs_BT: torch.Tensor
-    old_logprobs_BT: torch.Tensor
-    log_ratio_BT: torch.Tensor
-    advantages_BT: torch.Tensor
-    mask_BT: torch.Tensor
+    logprobs_BT: Tensor
+    old_logprobs_BT: Tensor
+    log_ratio_BT: Tensor
+    advantages_BT: Tensor
+    mask_BT: Tensor
 
 
 @dataclass(frozen=True)
 class TokenLoss:
     """Loss of every token [B, T], any value in the padding, and masks of the tokens whose ratio was clipped."""
 
-    loss_BT: torch.Tensor
-    clipped_low_BT: torch.Tensor | None = None
-    clipped_high_BT: torch.Tensor | None = None
+    loss_BT: Tensor
+    clipped_low_BT: Tensor | None = None
+    clipped_high_BT: Tensor | None = None
 
 
 class PolicyLoss(Protocol):
@@ -94,13 +95,13 @@ class NoLoss(PolicyLoss):
 
 def policy_loss(
     loss: PolicyLoss,
-    logprobs_BT: torch.Tensor,
-    old_logprobs_BT: torch.Tensor,
-    advantages_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
+    logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
     *,
-    weights_BT: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Sums]:
+    weights_BT: Tensor | None = None,
+) -> tuple[Tensor, Sums]:
     """Return the loss of every token [B, T], 0 in the padding, and ``ratio_sums``.
 
     ``weights_BT`` are constant factors. Only ``logprobs_BT`` carries a gradient. Raises ValueError for wrong shapes and
@@ -129,7 +130,7 @@ def policy_loss(
     return torch.where(mask_BT, loss_BT, 0.0), sums
 
 
-def _require_finite(name: str, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> None:
+def _require_finite(name: str, values_BT: Tensor, mask_BT: Tensor) -> None:
     bad_BT = ~torch.isfinite(values_BT.detach()) & mask_BT
     if bool(bad_BT.any()):
         row, column = torch.nonzero(bad_BT)[0].tolist()
@@ -155,7 +156,7 @@ class PolicyTerm(Term):
     def every_sequence(self) -> bool:
         return self.loss.is_plugin
 
-    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor | None, Sums]:
         assert scores.logprobs_BT is not None
         logprobs_BT, mask_BT, sampler_BT = scores.logprobs_BT, batch.loss_mask_BT, batch.sampler_logprobs_BT
         correction, before_BT, weights_BT = self.correction, batch.old_logprobs_BT, batch.policy_weights_BT
@@ -197,7 +198,7 @@ class KLTerm(Term):
     def every_sequence(self) -> bool:
         return self.coef > 0
 
-    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor | None, Sums]:
         """Return k2; for the record k3 over trained tokens, and k1 over all action tokens by sequence."""
         assert scores.reference_BT is not None
         assert scores.logprobs_BT is not None
@@ -224,7 +225,7 @@ class EntropyTerm(Term):
     def every_sequence(self) -> bool:
         return self.coef > 0
 
-    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor | None, Sums]:
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor | None, Sums]:
         assert scores.entropy_BT is not None
         entropy_BT, mask_BT = scores.entropy_BT, batch.loss_mask_BT
         sums = {"entropy": torch.where(mask_BT, entropy_BT.detach(), 0.0).double().sum()} if self.logged else {}
@@ -239,7 +240,7 @@ class ValueTerm(Term):
     clip: float
     needs: ClassVar[frozenset[Want]] = frozenset({Want.VALUES})
 
-    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor, Sums]:
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, Sums]:
         assert scores.values_BT is not None
         assert batch.values_BT is not None
         assert batch.value_targets_BT is not None
@@ -276,7 +277,7 @@ class TeacherTerm(Term):
     needs: ClassVar[frozenset[Want]] = frozenset({Want.TEACHER, Want.LOGPROBS})
     timed_as: ClassVar[str] = "compute_kl"
 
-    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor, Sums]:
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, Sums]:
         assert scores.divergence_BT is not None
         assert scores.taught_BT is not None
         mask_BT = batch.loss_mask_BT & scores.taught_BT

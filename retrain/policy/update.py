@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retrain.device import is_out_of_memory
 from retrain.errors import NonFinite
@@ -21,7 +21,6 @@ from retrain.policy.terms import NotFiniteError, ValueTerm
 from retrain.types import Sample, TrainBatch, UpdateResult
 
 FUSED = ("cuda",)  # Devices on which AdamW is one kernel
-LR_SCHEDULES = ("constant", "linear", "cosine")
 PROBE_SIZE = 4  # Rollouts on which sampler and trainer are compared in a step without signal: one small forward pass
 UNTRAINED = {"num_datums": 0, "loss": 0.0, "reported_loss": 0.0, **dict.fromkeys(RATIO_METRICS)}
 """Metrics of the policy where no token is in its loss."""
@@ -115,7 +114,7 @@ def policy_step(update: PendingUpdate, grad_clip_norm: float = 1.0) -> UpdateRes
 
 def batch_gradient(
     context: UpdateContext, adapter: Adapter, batch: TrainBatch, objective: Objective, head: ValueHead | None = None
-) -> torch.Tensor:
+) -> Tensor:
     """Return the adapter's gradient before clipping, [D] in fp32; 0 where nothing trains.
 
     ``head`` is that of a critic on the same adapter, whose warm-up is ignored. No weight, optimizer or random stream
@@ -192,14 +191,14 @@ def apply_gradient(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def _versions(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
+def _versions(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
     """Return how often each weight and moment has been changed in place."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     moments = [value for state in optimizer.state.values() for value in state.values()]
-    return {tensor: tensor._version for tensor in (*weights, *moments) if isinstance(tensor, torch.Tensor)}
+    return {tensor: tensor._version for tensor in (*weights, *moments) if isinstance(tensor, Tensor)}
 
 
-def moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Copy AdamW's moments and step counts to the host, as ``<index of the weight>.<name>``; empty before the first
     update."""
     return {
@@ -209,7 +208,7 @@ def moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     }
 
 
-def load_moments(optimizer: torch.optim.Optimizer, stored: Mapping[str, torch.Tensor]) -> None:
+def load_moments(optimizer: torch.optim.Optimizer, stored: Mapping[str, Tensor]) -> None:
     state = optimizer.state_dict()
     state["state"] = {}
     for key, tensor in stored.items():
@@ -245,22 +244,3 @@ class Step:
         apply_gradient(self.optimizer)
         logged = {f"optim/{self.name}grad_norm": self.norm, f"optim/{self.name}lr": self.lr}
         return logged if self.name else {**logged, "optim/grad_clipped": clipped}
-
-
-def learning_rate(schedule: str, step: int, max_steps: int, warmup_steps: int, base: float) -> float:
-    """Return the learning rate of 0-based ``step``.
-
-    Warm-up rises linearly and reaches ``base`` at step ``warmup_steps - 1``; its first step is base/warmup_steps,
-    not 0. After it ``linear`` and ``cosine`` fall so that they would reach 0 at ``max_steps``: the last step still
-    trains. Raises ValueError for an unknown schedule or a step outside [0, max_steps].
-    """
-    if schedule not in LR_SCHEDULES:
-        raise ValueError(f"unknown learning-rate schedule {schedule!r}: one of {', '.join(LR_SCHEDULES)}")
-    if not 0 <= step <= max_steps:
-        raise ValueError(f"step {step} is outside [0, max_steps = {max_steps}]")
-    if step < warmup_steps:
-        return base * ((step + 1) / warmup_steps)
-    if schedule == "constant":
-        return base
-    progress = (step - warmup_steps) / max(max_steps - warmup_steps, 1)
-    return base * (1.0 - progress) if schedule == "linear" else base * 0.5 * (1.0 + math.cos(math.pi * progress))

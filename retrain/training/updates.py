@@ -20,7 +20,7 @@ from retrain.errors import NonFinite
 from retrain.maths.ratios import RATIO_METRICS
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Policy
-from retrain.policy.update import PROBE_SIZE, learning_rate
+from retrain.policy.update import PROBE_SIZE
 from retrain.rng import generator
 from retrain.types import (
     CreditedBatch,
@@ -32,6 +32,8 @@ from retrain.types import (
     Want,
     without_advantages,
 )
+
+LR_SCHEDULES = ("constant", "linear", "cosine")
 
 
 def with_old_logprobs(batch: CreditedBatch, policy: Policy, logprobs: Sequence[np.ndarray] | None) -> CreditedBatch:
@@ -154,6 +156,25 @@ def learning_rate_of(config: Config, step: int, update: int = 0) -> float:
     at, every = step * training.updates + update, training.updates
     steps, warmup = training.max_steps * every, optimizer.warmup_steps * every
     return learning_rate(optimizer.schedule, at, steps, warmup, training.lr)
+
+
+def learning_rate(schedule: str, step: int, max_steps: int, warmup_steps: int, base: float) -> float:
+    """Return the learning rate of 0-based ``step``.
+
+    Warm-up rises linearly and reaches ``base`` at step ``warmup_steps - 1``; its first step is base/warmup_steps,
+    not 0. After it ``linear`` and ``cosine`` fall so that they would reach 0 at ``max_steps``: the last step still
+    trains. Raises ValueError for an unknown schedule or a step outside [0, max_steps].
+    """
+    if schedule not in LR_SCHEDULES:
+        raise ValueError(f"unknown learning-rate schedule {schedule!r}: one of {', '.join(LR_SCHEDULES)}")
+    if not 0 <= step <= max_steps:
+        raise ValueError(f"step {step} is outside [0, max_steps = {max_steps}]")
+    if step < warmup_steps:
+        return base * ((step + 1) / warmup_steps)
+    if schedule == "constant":
+        return base
+    progress = (step - warmup_steps) / max(max_steps - warmup_steps, 1)
+    return base * (1.0 - progress) if schedule == "linear" else base * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def exceeds_target_kl(updates: Sequence[MinibatchUpdate], target_kl: float | None) -> bool:

@@ -5,7 +5,7 @@ import pytest
 
 from retrain.algorithms.credit.sepa_pooling import SepaState
 from retrain.config.algorithm import Sepa
-from retrain.policy.update import LR_SCHEDULES, learning_rate
+from retrain.training.updates import LR_SCHEDULES, learning_rate
 
 
 def test_learning_rate_points():
