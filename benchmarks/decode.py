@@ -26,8 +26,8 @@ from plots import Series, write_plot
 from workload import ALPHA, SHAPES, Setting, Shape
 
 from retrain.engines import local
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.policy.local import LocalSnapshot
+from retrain.types import PolicyRef, SampleRequest
 
 BAR_GPU = 0.6
 GRID_LANES, GRID_GROUPS = (1, 2, 5, 8), (1, 4, 8, 16)

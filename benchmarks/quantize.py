@@ -37,13 +37,12 @@ def measured(model: str, dtype: str, kind: str, threads: int) -> dict[str, Any]:
     from retrain.algorithms.losses import PPO
     from retrain.config import parse_dict
     from retrain.engines.local import LocalEngine
-    from retrain.engines.protocol import PolicyRef, SampleRequest
     from retrain.policy.base import load_weights, look_at
     from retrain.policy.local import LocalPolicy
     from retrain.policy.lora import Lanes
     from retrain.policy.objective import Objective
     from retrain.policy.terms import PolicyTerm
-    from retrain.types import Denominators, Sample, TrainBatch
+    from retrain.types import Denominators, PolicyRef, Sample, SampleRequest, TrainBatch
 
     torch.set_num_threads(threads)
     config = parse_dict({"model": {"model": model, "quantize": kind, "lora_rank": RANK}})

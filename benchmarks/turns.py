@@ -19,7 +19,7 @@ from commandline import opened, parser_of, publish, table
 from ours import cohort
 from workload import SHAPES, Setting
 
-from retrain.engines.protocol import SampleRequest
+from retrain.types import SampleRequest
 
 TURNS, NEW, READ, AIM = 4, 64, 16, 1.2
 

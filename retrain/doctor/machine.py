@@ -12,11 +12,10 @@ from retrain.device import Workers, build_fault, gpu_facts, nvidia_gpus
 from retrain.doctor.results import Result, judged
 from retrain.doctor.subject import Sizes, Subject
 from retrain.engines.dense_probe import is_supported
-from retrain.engines.protocol import SampleRequest
 from retrain.policy.backbone import backbone_of
 from retrain.policy.memory import cache_bytes
 from retrain.records.environment import environment_facts
-from retrain.types import Action
+from retrain.types import Action, SampleRequest
 
 REPEATS = 5
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}  # Size of a copy: more than any cache holds

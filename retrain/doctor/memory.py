@@ -15,11 +15,10 @@ from retrain.device import Workers, available_memory
 from retrain.doctor.results import SKIP, Result, judged
 from retrain.doctor.sampling import Agreement, agreement
 from retrain.doctor.subject import Sizes, Subject
-from retrain.engines.protocol import SampleRequest
 from retrain.policy.backbone import backbone_of
 from retrain.policy.memory import Budget, MemoryPlan, cache_bytes, kept_bytes
 from retrain.rng import generator
-from retrain.types import Sample
+from retrain.types import Sample, SampleRequest
 
 LENGTHS = {"cpu": (64, 320), "cuda": (128, 640)}
 """Token limits of the two measurements. Their difference is a multiple of the sizes to which caches are rounded."""

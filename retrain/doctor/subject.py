@@ -28,7 +28,6 @@ from retrain.data.arithmetic import problems
 from retrain.data.prompts import render
 from retrain.device import Workers, available_memory, resolve_device, resolve_dtype, set_up
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.errors import ModelError, UsageError
 from retrain.files import read_json
 from retrain.models import find_file
@@ -40,7 +39,7 @@ from retrain.policy.objective import Objective
 from retrain.policy.terms import PolicyTerm
 from retrain.rng import generator
 from retrain.tokenizer import ByteTokenizer
-from retrain.types import Action, Denominators, Sample, TrainBatch
+from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest, TrainBatch
 
 LAYERS = 4  # Layers of a model of random weights: all do the same, and errors grow visibly over four
 GPU_SHAPES = "Qwen/Qwen3-8B"  # Model whose shapes are checked on a GPU if no file names one

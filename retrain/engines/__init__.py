@@ -1,6 +1,7 @@
 """Engines draw completions; ``LocalEngine`` does so in this process, with the weights that train."""
 
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import Engine, PolicyRef, SampleRequest
+from retrain.engines.protocol import Engine
+from retrain.types import PolicyRef, SampleRequest
 
 __all__ = ["Engine", "LocalEngine", "PolicyRef", "SampleRequest"]

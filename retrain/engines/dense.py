@@ -25,7 +25,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from retrain.engines.protocol import PolicyRef
 from retrain.engines.step import (
     Block,
     Frame,
@@ -44,6 +43,7 @@ from retrain.policy.arithmetic import FULL, causal_attention, fp32_product, pack
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import LaneLinear, Lanes, LoraWeights
 from retrain.policy.presence import Presence
+from retrain.types import PolicyRef
 
 Added = tuple[torch.Tensor | None, torch.Tensor | None]  # LoRA factors `a` and `b` of a fused product
 SequenceName = tuple[int | str, ...]

@@ -17,15 +17,7 @@ from retrain.engines.dense import Blocks, DenseDecoder, SequenceCache
 from retrain.engines.dense_probe import dense_decoder
 from retrain.engines.graphs import StepGraphs, cuda_capture
 from retrain.engines.grid import Grid
-from retrain.engines.protocol import (
-    EngineState,
-    Finished,
-    LaneRequest,
-    PolicyRef,
-    SampleIndex,
-    SampleRequest,
-    check_lengths,
-)
+from retrain.engines.protocol import EngineState, Finished, LaneRequest, SampleIndex, check_lengths
 from retrain.engines.slots import COLUMNS, SlotBatch
 from retrain.errors import RunFailed
 from retrain.models.sizes import GPU_MOST_ROWS, LOGITS_COPIES, decode_row_bytes
@@ -36,7 +28,7 @@ from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.memory import MemoryPlan, cache_bytes
 from retrain.policy.protocol import PolicySnapshot
-from retrain.types import Action
+from retrain.types import Action, PolicyRef, SampleRequest
 
 MOST_ROWS = {"cpu": 1024, "cuda": GPU_MOST_ROWS}
 """Upper bound on the rows of a decode batch; beyond it decoding is compute-bound."""

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from retrain.engines.protocol import EngineState, Finished, PolicyRef, SampleRequest
+from retrain.engines.protocol import EngineState, Finished
 from retrain.errors import PluginError
 from retrain.policy.plugin import PluginSnapshot
 from retrain.policy.protocol import PolicySnapshot
-from retrain.types import Action
+from retrain.types import Action, PolicyRef, SampleRequest
 
 
 class PluginEngine:

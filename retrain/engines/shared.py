@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import Finished, LaneRequest, PolicyRef, SampleIndex
+from retrain.engines.protocol import Finished, LaneRequest, SampleIndex
 from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.protocol import PolicySnapshot
 from retrain.policy.ranks import Ranks
 from retrain.policy.shares import Packed
-from retrain.types import Action
+from retrain.types import Action, PolicyRef
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ import torch
 
 from retrain.engines.dense import Blocks, CachedSequence, DenseDecoder, KVCache, SequenceCache
 from retrain.engines.graphs import StepGraphs
-from retrain.engines.protocol import Finished, LaneRequest, PolicyRef, SampleIndex, SampleRequest
+from retrain.engines.protocol import Finished, LaneRequest, SampleIndex
 from retrain.engines.step import Rows, SampledTokens, SupportRecord, draw_tokens
 from retrain.errors import RunFailed
 from retrain.models.sizes import GPU_COLUMNS
 from retrain.policy.base import BaseModel
-from retrain.types import Action, Support
+from retrain.types import Action, PolicyRef, SampleRequest, Support
 
 REFILL_SHARE = 0.125
 """Waiting sequences enter when they can fill this share of the rows: a prefill costs as much as several steps."""

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from retrain.config import Config
-from retrain.engines.protocol import SampleRequest
 from retrain.errors import CheckpointError, PluginError, RunFailed, UsageError
 from retrain.files import aside_of
 from retrain.maths.ratios import RATIO_METRICS
@@ -24,7 +23,7 @@ from retrain.plugins import check_backend_class, load_function
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.records.catalogue import BY_KEY, SECTIONS
-from retrain.types import Action, Denominators, Sample, Scores, Support, UpdateResult, Want
+from retrain.types import Action, Denominators, Sample, SampleRequest, Scores, Support, UpdateResult, Want
 from retrain.types import TrainBatch as StepBatch
 
 _OWN = {metric.key for section in ("Loss and optimizer", "Policy") for metric in SECTIONS[section]}

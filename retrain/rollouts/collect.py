@@ -19,14 +19,26 @@ from retrain.config.training import Sampling
 from retrain.data.conversation import Conversation
 from retrain.data.prompts import Renderer
 from retrain.device import timestamp
-from retrain.engines.protocol import Engine, PolicyRef, SampleRequest
+from retrain.engines.protocol import Engine
 from retrain.environments.protocol import Environment, Episode, EpisodeFailed, Limits, Step
 from retrain.errors import RetrainError, RunFailed
 from retrain.plugins import described
 from retrain.records.environment import without_keys
 from retrain.rewards.base import failed
 from retrain.rng import torch_seed
-from retrain.types import Action, Ended, Group, Message, Problem, Prompt, RewardResult, Rollout, Turn
+from retrain.types import (
+    Action,
+    Ended,
+    Group,
+    Message,
+    PolicyRef,
+    Problem,
+    Prompt,
+    RewardResult,
+    Rollout,
+    SampleRequest,
+    Turn,
+)
 
 NO_LIMITS = Limits()
 

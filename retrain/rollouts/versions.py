@@ -7,8 +7,9 @@ before step max(0, t − k). With k = 0 these are the weights that train on them
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from retrain.engines.protocol import Engine, PolicyRef
+from retrain.engines.protocol import Engine
 from retrain.policy.protocol import PolicySnapshot
+from retrain.types import PolicyRef
 
 
 @dataclass(frozen=True)

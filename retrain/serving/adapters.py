@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from retrain.campaign.adapters.export import uniform
-from retrain.engines.protocol import PolicyRef
 from retrain.errors import ModelError
 from retrain.policy.adapter_io import AdapterFile
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import LayerShape, LoraWeights
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from retrain.types import PolicyRef
 
 
 @dataclass(frozen=True, eq=False)

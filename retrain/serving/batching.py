@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import LoraWeights
 from retrain.serving.adapters import Served
 from retrain.serving.refusal import Refusal
-from retrain.types import Action
+from retrain.types import Action, PolicyRef, SampleRequest
 
 T = TypeVar("T")
 PIECE_TOKENS = {"cpu": 16, "cuda": 64}

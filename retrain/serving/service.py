@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef
 from retrain.errors import ModelError
 from retrain.policy.base import BaseModel, workers_for
 from retrain.policy.lora import Lanes, LoraWeights
@@ -25,6 +24,7 @@ from retrain.serving.batching import MAX_ROWS, Batcher, Generation, Piece, Sampl
 from retrain.serving.refusal import Refusal
 from retrain.serving.schema import Sampled
 from retrain.serving.scoring import Tops, score
+from retrain.types import PolicyRef
 
 T = TypeVar("T")
 MAX_ADAPTERS = 256  # Adapters in memory at once

@@ -16,7 +16,7 @@ from retrain.config.evaluation import HELDOUT, HeldOut
 from retrain.config.schedule import extent_after
 from retrain.data.dataset import column_values, content_hash
 from retrain.data.prompts import Renderer, Tools
-from retrain.engines.protocol import Engine, PolicyRef
+from retrain.engines.protocol import Engine
 from retrain.environments.protocol import ONE_TURN, Environment, Limits
 from retrain.records.base_evaluations import BaseEvaluations
 from retrain.records.observer import Observer
@@ -25,7 +25,7 @@ from retrain.rollouts.collect import RolloutRequest, collect
 from retrain.training.failures import Failures
 from retrain.training.run import Run
 from retrain.training.saving import Saver
-from retrain.types import EvalRecord, Group, Message, Problem, Prompt
+from retrain.types import EvalRecord, Group, Message, PolicyRef, Problem, Prompt
 
 
 @dataclass(frozen=True)

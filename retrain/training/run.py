@@ -9,7 +9,7 @@ from retrain.algorithms import Algorithm
 from retrain.algorithms.distillation import Context, Teacher, taught, teacher_prompts
 from retrain.config import Config
 from retrain.device import failure_text
-from retrain.engines.protocol import Engine, PolicyRef
+from retrain.engines.protocol import Engine
 from retrain.engines.server.watch import Watch
 from retrain.environments.protocol import Environment
 from retrain.files import dumps
@@ -37,7 +37,17 @@ from retrain.training.updates import (
     with_old_logprobs,
     with_trainer_logprobs,
 )
-from retrain.types import MAX_STALENESS, CreditedBatch, CreditedGroup, Group, Scores, StepRecord, Want, samples_of
+from retrain.types import (
+    MAX_STALENESS,
+    CreditedBatch,
+    CreditedGroup,
+    Group,
+    PolicyRef,
+    Scores,
+    StepRecord,
+    Want,
+    samples_of,
+)
 
 POLICY_SCORES = frozenset({Want.LOGPROBS, Want.VALUES, Want.REFERENCE})  # Scores that an algorithm asks the policy for
 

@@ -6,6 +6,7 @@ in ``retrain.policy``.
 
 from retrain.types.credit import MAX_STALENESS, CreditedBatch, CreditedGroup, CreditedRollout, Denominators
 from retrain.types.records import EvalRecord, StepRecord
+from retrain.types.requests import PolicyRef, SampleRequest
 from retrain.types.rollouts import (
     CORRECT_ABOVE,
     DIMENSIONS,
@@ -51,11 +52,13 @@ __all__ = [
     "EvalRecord",
     "Group",
     "Message",
+    "PolicyRef",
     "Problem",
     "Prompt",
     "RewardResult",
     "Rollout",
     "Sample",
+    "SampleRequest",
     "Scores",
     "StepRecord",
     "StopReason",

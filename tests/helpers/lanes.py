@@ -15,7 +15,7 @@ from retrain.algorithms.losses import LOSSES, PluginLoss
 from retrain.config import parse_dict
 from retrain.device import Workers
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import Engine, PolicyRef, SampleRequest
+from retrain.engines.protocol import Engine
 from retrain.files import read_json, read_jsonl
 from retrain.maths.corrections import Correction
 from retrain.policy.base import BaseModel
@@ -29,7 +29,7 @@ from retrain.policy.optimizer import new_optimizer
 from retrain.policy.terms import EntropyTerm, KLTerm, PolicyTerm, Term
 from retrain.policy.update import PendingUpdate, policy_step
 from retrain.rng import generator
-from retrain.types import Action, Denominators, Sample, TrainBatch
+from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest, TrainBatch
 
 from .campaigns import WORLD, is_timing_key
 from .models import campaign_head

@@ -21,7 +21,6 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
 
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.engines.server import canary
 from retrain.engines.server.adapters import AdapterStore
 from retrain.engines.server.client import Server
@@ -35,7 +34,7 @@ from retrain.policy.lora import Adapter, Lanes, LoraWeights
 from retrain.serving.app import app_of
 from retrain.serving.listening import listening_socket
 from retrain.serving.service import Service
-from retrain.types import Action, Problem
+from retrain.types import Action, PolicyRef, Problem, SampleRequest
 
 from .lanes import trained
 from .models import qwen3_directory, toy_base

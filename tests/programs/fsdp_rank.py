@@ -49,7 +49,6 @@ def measure(rank: int, count: int, port: int, model: str, out: str) -> None:
 
     from retrain.config import parse_dict
     from retrain.engines.local import LocalEngine
-    from retrain.engines.protocol import PolicyRef, SampleRequest
     from retrain.policy.backbone import backbone_of
     from retrain.policy.base import load_weights, look_at
     from retrain.policy.company import Company
@@ -57,7 +56,7 @@ def measure(rank: int, count: int, port: int, model: str, out: str) -> None:
     from retrain.policy.logprobs import collate, token_logprobs
     from retrain.policy.lora import Lanes
     from retrain.policy.ranks import join, leave
-    from retrain.types import Sample
+    from retrain.types import PolicyRef, Sample, SampleRequest
 
     torch.set_num_threads(1)
     join(rank, count, dist.TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False))

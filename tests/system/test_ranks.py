@@ -30,14 +30,14 @@ from retrain.campaign.running.team import Team
 from retrain.config import parse_dict
 from retrain.device import Workers
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import LaneRequest, PolicyRef, SampleIndex
+from retrain.engines.protocol import LaneRequest, SampleIndex
 from retrain.engines.shared import DecodeTask, SharedEngine
 from retrain.errors import ModelError, NonFinite, RunFailed
 from retrain.policy import shares
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalPolicy, LocalSnapshot
 from retrain.policy.ranks import Answers, Ranks
-from retrain.types import TrainBatch, Want
+from retrain.types import PolicyRef, TrainBatch, Want
 
 TEXTS = ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"]
 LOSSES = """

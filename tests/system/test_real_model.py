@@ -16,13 +16,13 @@ from safetensors.torch import load_file as load_tensors
 
 from retrain.campaign.adapters.talk import lane_adapter
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.files import read_jsonl
 from retrain.plugins import load_file
 from retrain.policy.adapter_io import AdapterFile
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
+from retrain.types import PolicyRef, SampleRequest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "real_model.py"

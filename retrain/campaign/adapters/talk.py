@@ -13,7 +13,6 @@ from retrain.config import Config
 from retrain.config.evaluation import HELDOUT, EvaluationSet, resolved
 from retrain.data.prompts import render
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.engines.server.build import server_engine
 from retrain.engines.server.engine import ServerEngine
 from retrain.errors import ModelError, UsageError
@@ -21,7 +20,7 @@ from retrain.policy.adapter_io import AdapterFile
 from retrain.policy.base import BaseModel, workers_for
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Adapter, Lanes
-from retrain.types import Action, Problem, Prompt
+from retrain.types import Action, PolicyRef, Problem, Prompt, SampleRequest
 
 
 def answers(

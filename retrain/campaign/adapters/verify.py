@@ -158,7 +158,6 @@ def _evaluate(
     configuration, whose servers have ``directory`` for what they need.
     """
     from retrain.data.prompts import Renderer
-    from retrain.engines.protocol import PolicyRef
     from retrain.environments.build import environments_of
     from retrain.environments.protocol import Limits
     from retrain.policy.adapter_io import read_adapter
@@ -166,6 +165,7 @@ def _evaluate(
     from retrain.policy.local import LocalSnapshot
     from retrain.rewards import build_grader
     from retrain.training.evaluation import Evaluator, Subject
+    from retrain.types import PolicyRef
 
     config = spec.config
     files = bases.look(config)

@@ -16,7 +16,6 @@ from retrain.campaign.running.models import Bases
 from retrain.config.base import is_plugin
 from retrain.device import Workers, is_out_of_memory
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef
 from retrain.engines.shared import DecodeTask
 from retrain.policy.company import Company
 from retrain.policy.gradient import MicroBatchResult
@@ -27,7 +26,7 @@ from retrain.policy.ranks import ANSWER_SECONDS
 from retrain.policy.scoring import Scored
 from retrain.policy.shares import Packed, PassesAsked, ScoresAsked
 from retrain.policy.terms import PolicyLoss
-from retrain.types import Action
+from retrain.types import Action, PolicyRef
 
 
 class Desk:

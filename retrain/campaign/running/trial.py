@@ -24,7 +24,6 @@ from retrain.campaign.running.protocol import CohortJob
 from retrain.config import parse_dict
 from retrain.config.campaign import condition_name, find_label
 from retrain.data.prompts import conversation
-from retrain.engines.protocol import SampleRequest
 from retrain.environments.single_turn import SingleTurn
 from retrain.errors import UsageError
 from retrain.plugins import described
@@ -36,7 +35,7 @@ from retrain.rewards.base import CompletionText, failed
 from retrain.rollouts.collect import RolloutRequest, collect
 from retrain.training.loop import Cohort
 from retrain.training.run import Run
-from retrain.types import Action, Prompt, RewardResult, Rollout
+from retrain.types import Action, Prompt, RewardResult, Rollout, SampleRequest
 
 ANSWERS = 4  # Answers for each problem, or the group size where that is smaller
 WAITS = ("rollout", "score")

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from retrain.engines.protocol import PolicyRef
 from retrain.errors import RunFailed, UsageError
 from retrain.files import aside_of, prepare_directory, publish_directory, read_json, write_json, writing
 from retrain.ownership import has_ended, this_process
 from retrain.policy.adapter_io import padded, write_peft
 from retrain.policy.local import LocalSnapshot
+from retrain.types import PolicyRef
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # Ranks that vLLM takes; SGLang takes any
 OWNED, OWNER = "retrain-", "owner.json"  # Prefix of a process's directory, and the file in it that names its owner

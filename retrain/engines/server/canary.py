@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.engines.server.client import Server
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.own import Hypothesis, Said, distances, misreadings, next_tokens, ours, rms
@@ -24,7 +23,7 @@ from retrain.errors import ModelError, ServerFailed
 from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
-from retrain.types import Action
+from retrain.types import Action, PolicyRef, SampleRequest
 
 TEXT = "The numbers 3, 14 and 15 are in a box. Take one, double it, and say what is left:"
 TOKENS, SAMPLES, TRIES = 12, 4, 3

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from retrain.engines.protocol import SampleRequest
+from retrain.types import SampleRequest
 
 
 class Faulty(Exception):

@@ -14,11 +14,11 @@ from retrain.campaign.running.fitting import DoesNotFit, check_memory
 from retrain.config import load
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import SampleRequest
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.policy.lora import Lanes
 from retrain.records.observer import NullObserver
+from retrain.types import SampleRequest
 
 
 def unevaluated(path):

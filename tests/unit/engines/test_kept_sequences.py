@@ -12,9 +12,8 @@ from helpers.lanes import ref as ref_of
 
 from retrain.engines.dense import CachedBatch, DenseDecoder, SequenceCache
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.errors import RunFailed
-from retrain.types import Action
+from retrain.types import Action, PolicyRef, SampleRequest
 
 TURNS, TOKENS = 3, 6
 

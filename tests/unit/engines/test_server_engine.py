@@ -13,13 +13,13 @@ from contextlib import suppress
 import pytest
 from helpers.servers import apart, ids, publish, requests, served_world, weights
 
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.engines.server import engine as engine_module
 from retrain.engines.server.client import Away, Server
 from retrain.engines.server.dialects import DIALECTS, Ask, Faulty
 from retrain.errors import ModelError, RunFailed, ServerFailed, UsageError
 from retrain.files import read_json, write_json
 from retrain.ownership import process_start, this_process
+from retrain.types import PolicyRef, SampleRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*websockets.*:DeprecationWarning")
 

@@ -23,14 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from retrain.config import load
 from retrain.engines import dense
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import SampleRequest
 from retrain.engines.slots import cuts_of
 from retrain.engines.step import decode_steps, draw
 from retrain.maths.ratios import sampled_token_kl
 from retrain.policy import logprobs as policy_logprobs
 from retrain.policy.backbone import backbone_of
 from retrain.policy.logprobs import collate, token_logprobs
-from retrain.types import CreditedRollout, Problem, Prompt, RewardResult, Sample, Turn, training_samples
+from retrain.types import CreditedRollout, Problem, Prompt, RewardResult, Sample, SampleRequest, Turn, training_samples
 
 CUTS = {
     "top_p": {"top_p": 0.8},

@@ -17,7 +17,6 @@ from retrain.engines import dense, grid
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.dense_probe import dense_decoder, reproduces
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import SampleRequest
 from retrain.policy import arithmetic, packing
 from retrain.policy.arithmetic import causal_attention, fp32_product, packed
 from retrain.policy.backbone import backbone_of
@@ -26,7 +25,7 @@ from retrain.policy.fused import attention, rms_norm
 from retrain.policy.head import Head
 from retrain.policy.logprobs import collate, token_logprobs
 from retrain.policy.lora import Adapter, Lanes
-from retrain.types import Sample
+from retrain.types import Sample, SampleRequest
 
 BF16 = torch.bfloat16
 needs_packing = pytest.mark.skipif(not arithmetic.packs("cpu", BF16), reason="this torch cannot lay weights out anew")

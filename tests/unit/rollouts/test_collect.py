@@ -17,14 +17,13 @@ from retrain.config.tasks import Data
 from retrain.config.training import Sampling
 from retrain.data.prompts import Renderer
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.environments.protocol import Limits, Observation, Step
 from retrain.environments.single_turn import SingleTurn
 from retrain.errors import ModelError, RunFailed
 from retrain.rewards import Grader, RewardResult
 from retrain.rollouts.collect import RolloutRequest, collect
 from retrain.training.evaluation import Evaluator, Subject
-from retrain.types import Action, Group, Problem
+from retrain.types import Action, Group, PolicyRef, Problem, SampleRequest
 
 RENDERER = Renderer(word_tokenizer(["a b c d"]), Data())
 

@@ -19,7 +19,6 @@ from retrain.data.conversation import Conversation
 from retrain.data.prompts import Renderer, tools_text
 from retrain.device import Workers
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef
 from retrain.environments.protocol import Observation, Step
 from retrain.errors import ModelError
 from retrain.policy.local import LocalPolicy
@@ -30,6 +29,7 @@ from retrain.types import (
     Action,
     Denominators,
     Group,
+    PolicyRef,
     Problem,
     RewardResult,
     TrainBatch,

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef, SampleRequest
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.rng import stream_key
 from retrain.serving.app import app_of
 from retrain.serving.service import Service
 from retrain.serving.text import Writer
+from retrain.types import PolicyRef, SampleRequest
 
 PROMPTS = [[5, 9, 17, 30, 41], [7, 80, 3], [12, 13, 14, 15, 16, 17, 18, 19]]
 

@@ -14,13 +14,12 @@ from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
 from retrain.config.training import Sampling
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import PolicyRef
 from retrain.files import read_jsonl
 from retrain.records.observer import NullObserver
 from retrain.rollouts.collect import Collected, RolloutRequest
 from retrain.rollouts.queue import RolloutQueue
 from retrain.rollouts.resample import REASONS, Resampler, why_alike
-from retrain.types import Group, Problem, RewardResult
+from retrain.types import Group, PolicyRef, Problem, RewardResult
 
 QUIET = ("squeeze.enabled=false", "evaluation.problems=0", "training.eval_every=0", "campaign.seeds=[1]")
 AHEAD = ("training.max_off_policy_steps=2", "algorithm.correction='tis'")
