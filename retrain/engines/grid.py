@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from retrain.engines.protocol import Finished, LaneRequest, SampleIndex
-from retrain.engines.slots import CHECK, IDLE_SHARE, BatchSequences, select_rows
+from retrain.engines.protocol import Finished
+from retrain.engines.sequences import BatchSequences, LaneRequest, SampleIndex, select_rows
+from retrain.engines.slots import CHECK, IDLE_SHARE
 from retrain.engines.step import adds_in_any_order, draw_tokens
 from retrain.policy.arithmetic import FULL
 from retrain.policy.backbone import backbone_of

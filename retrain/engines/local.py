@@ -17,7 +17,8 @@ from retrain.engines.dense import Blocks, DenseDecoder, SequenceCache
 from retrain.engines.dense_probe import dense_decoder
 from retrain.engines.graphs import StepGraphs, cuda_capture
 from retrain.engines.grid import Grid
-from retrain.engines.protocol import EngineState, Finished, LaneRequest, SampleIndex, check_lengths
+from retrain.engines.protocol import EngineState, Finished
+from retrain.engines.sequences import LaneRequest, SampleIndex, indices_by_lane, lanes_of, with_lanes
 from retrain.engines.slots import COLUMNS, SlotBatch
 from retrain.errors import RunFailed
 from retrain.models.layers import GPU_MOST_ROWS, LOGITS_COPIES
@@ -28,6 +29,7 @@ from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.protocol import PolicySnapshot
 from retrain.types import Action, PolicyRef, SampleRequest
+from retrain.types.requests import check_lengths
 
 MOST_ROWS = {"cpu": 1024, "cuda": GPU_MOST_ROWS}
 """Upper bound on the rows of a decode batch; beyond it decoding is compute-bound."""
@@ -246,22 +248,6 @@ class LocalEngine:
         # One layer's cache once more, because a batch that is resized copies layer by layer.
         fitting = room // (held + held // (2 * layers) + logits)
         return max(1, min(MOST_ROWS.get(kind, MOST_ROWS["cuda"]), fitting))
-
-
-def with_lanes(requests: Sequence[SampleRequest]) -> tuple[list[PolicyRef], list[LaneRequest]]:
-    """Return the policies, which are the lanes of the batch, and the requests with their lanes."""
-    policies = list(dict.fromkeys(request.policy for request in requests))
-    return policies, [LaneRequest(**vars(request), lane=policies.index(request.policy)) for request in requests]
-
-
-def lanes_of(requests: Sequence[LaneRequest], indices: Sequence[SampleIndex]) -> list[int]:
-    return sorted({requests[index.request].lane for index in indices})
-
-
-def indices_by_lane(requests: Sequence[LaneRequest]) -> list[SampleIndex]:
-    """Return all samples of the requests, lane by lane."""
-    order = sorted(range(len(requests)), key=lambda number: requests[number].lane)
-    return [SampleIndex(number, sample) for number in order for sample in range(requests[number].samples)]
 
 
 def pieces_of(requests: Sequence[LaneRequest], indices: Sequence[SampleIndex], count: int) -> list[list[SampleIndex]]:

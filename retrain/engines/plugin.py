@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from retrain.engines.protocol import EngineState, Finished
 from retrain.errors import PluginError
-from retrain.policy.plugin import PluginSnapshot
+from retrain.policy.plugin import Backend, PluginSnapshot
 from retrain.policy.protocol import PolicySnapshot
 from retrain.types import Action, PolicyRef, SampleRequest
 
@@ -22,7 +21,7 @@ class PluginEngine:
 
     def __init__(self, plugin: str, gives_entropy: bool):
         self.plugin, self.gives_entropy = plugin, gives_entropy
-        self._backends: dict[str, Any] = {}
+        self._backends: dict[str, Backend] = {}
 
     def state(self) -> EngineState:
         return {}

@@ -1,43 +1,10 @@
 """The protocol of an engine: requests in, actions out, with log-probabilities under the sampled distribution."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypedDict
 
-from retrain.errors import ModelError
 from retrain.policy.protocol import PolicySnapshot
 from retrain.types import Action, PolicyRef, SampleRequest
-
-
-@dataclass(frozen=True)
-class LaneRequest(SampleRequest):
-    """A request whose weights are lane ``lane`` of the decode batch."""
-
-    lane: int = 0
-
-
-@dataclass(frozen=True)
-class SampleIndex:
-    """One sequence to sample: sample ``sample`` of request ``request``."""
-
-    request: int
-    sample: int
-
-
-def check_lengths(requests: Sequence[SampleRequest], context: int, owner: str) -> int:
-    """Return the tokens of the longest prompt with its completion. Raises ModelError when they exceed ``context``, the
-    tokens that ``owner`` holds."""
-    longest, prompt, completion = max(
-        ((len(each.prompt_ids) + each.max_tokens, len(each.prompt_ids), each.max_tokens) for each in requests),
-        default=(0, 0, 0),
-    )
-    if longest > context:
-        raise ModelError(
-            f"the prompt has {prompt} tokens, and with max_tokens = {completion} that is more than the {context} that "
-            f"{owner} holds: lower max_tokens"
-        )
-    return longest
-
 
 Finished = Callable[[int, list[Action]], None]
 

@@ -1,9 +1,11 @@
 """Requests to sample: a prompt, the weights to sample with, and the random streams."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from retrain.errors import ModelError
 from retrain.rng import uniforms
 
 
@@ -50,3 +52,17 @@ class SampleRequest:
     def truncates(self) -> bool:
         """Return whether completions are sampled from less than the whole vocabulary."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+def check_lengths(requests: Sequence[SampleRequest], context: int, owner: str) -> int:
+    """Return the tokens of the longest prompt with its completion. Raises ModelError when they exceed ``context``, the
+    tokens that ``owner`` holds."""
+    longest, prompt, completion = max(
+        ((len(r.prompt_ids) + r.max_tokens, len(r.prompt_ids), r.max_tokens) for r in requests), default=(0, 0, 0)
+    )
+    if longest > context:
+        raise ModelError(
+            f"the prompt has {prompt} tokens, and with max_tokens = {completion} that is more than the {context} that "
+            f"{owner} holds: lower max_tokens"
+        )
+    return longest

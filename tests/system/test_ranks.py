@@ -29,7 +29,7 @@ from retrain.campaign.running.team import Team
 from retrain.config import parse_dict
 from retrain.device import Workers
 from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import LaneRequest, SampleIndex
+from retrain.engines.sequences import LaneRequest, SampleIndex
 from retrain.engines.shared import DecodeTask, SharedEngine
 from retrain.errors import ModelError, NonFinite, RunFailed
 from retrain.policy import shares
