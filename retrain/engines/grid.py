@@ -182,6 +182,6 @@ class Grid:
         """Return logits [rows, V] of the last column; in half precision from the output layer as in the update."""
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         inputs |= {"past_key_values": self.cache.cache, "use_cache": True}
-        if self.backbone is None or self.backbone.head is None:
+        if self.backbone is None or self.backbone.head is None or self.backbone.decoder is None:
             return self.base.model(**inputs, logits_to_keep=1).logits[:, -1]
         return self.backbone.head.logits(self.backbone.decoder(**inputs).last_hidden_state[:, -1])
