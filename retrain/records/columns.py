@@ -224,8 +224,10 @@ class Columns:
                 end = begin + block.rows
                 column = block.column_of.get(key)
                 if column is not None and end > since:
-                    read = os.preadv(file.fileno(), [numbers[begin:end]], block.begin + 4 * block.rows * column)
-                    numbers[begin + read // 4 : end] = np.nan  # lost to a cut
+                    part = numbers[begin:end]
+                    read = os.preadv(file.fileno(), [part], block.begin + part.nbytes * column)
+                    if read < part.nbytes:  # lost to a cut
+                        part[read // 4 :] = np.nan
                 begin = end
         return numbers[since:]
 
