@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from retrain.files import append_bytes, writing
-from retrain.records.lines import parse_row, whole_lines
+from retrain.records.reader import parse_row, whole_lines
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import COLUMNS
 
@@ -225,7 +225,7 @@ class Columns:
                 column = block.column_of.get(key)
                 if column is not None and end > since:
                     part = numbers[begin:end]
-                    read = os.preadv(file.fileno(), [part], block.begin + part.nbytes * column)
+                    read = os.preadv(file.fileno(), [part.data], block.begin + part.nbytes * column)
                     if read < part.nbytes:  # lost to a cut
                         part[read // 4 :] = np.nan
                 begin = end

@@ -19,7 +19,7 @@ from retrain.errors import CheckpointError, UsageError
 from retrain.files import Stamp, stamp_of
 from retrain.records import kinds
 from retrain.records.kinds import Wanted, checked
-from retrain.records.lines import Tail, json_lines
+from retrain.records.reader import Tail, json_lines
 from retrain.records.rollouts import TRAIN
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import EVALUATIONS, GENERATIONS, ITERATIONS, SUMMARIES
