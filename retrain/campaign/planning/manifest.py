@@ -22,7 +22,7 @@ from retrain.errors import UsageError
 from retrain.files import dumps, read_json, write_json, write_text
 from retrain.ownership import MARK, not_readable
 from retrain.records.reader import RunReader, is_run_id, read_manifest
-from retrain.records.schema.campaign import RunEntry
+from retrain.records.schema.campaign import CampaignManifest, RunEntry
 from retrain.records.schema.layout import FINAL, MANIFEST, METRICS, PLAN
 from retrain.records.writer import RecordFiles
 from retrain.wording import plural
@@ -85,17 +85,15 @@ def _entries_without_manifest(directory: Path, specs: Sequence[RunSpec]) -> dict
         has_records = any((place / "checkpoints").glob("step_*")) or any(
             (place / name).is_file() for name in (METRICS, f"{FINAL}/{MARK}")
         )
-        entries.setdefault(
-            run["run_id"],
-            {
-                "run_id": run["run_id"],
-                "label": run["label"],
-                "seed": run["seed"],
-                "max_steps": run["config"]["training"]["max_steps"],
-                "state": "interrupted" if has_records else "pending",
-                "step": RunReader(place).last_row().get("step", -1) + 1,
-            },
+        entry = RunEntry(
+            run_id=run["run_id"],
+            label=run["label"],
+            seed=run["seed"],
+            max_steps=run["config"]["training"]["max_steps"],
+            state="interrupted" if has_records else "pending",
+            step=RunReader(place).last_row().get("step", -1) + 1,
         )
+        entries.setdefault(entry.run_id, entry.to_row())
     return entries
 
 
@@ -138,8 +136,8 @@ class Manifest:
         take more steps is pending again, and what was concluded is forgotten.
         """
         path = directory / MANIFEST
-        new = {"format": 1, "name": name, "created": time.time(), "runs": []}
-        content = read_manifest(directory) if path.exists() else new
+        new = CampaignManifest(format=1, name=name, created=time.time(), runs=[])
+        content = read_manifest(directory) if path.exists() else new.to_row()
         if not begun(content["runs"]):
             planned = {spec.run_id for spec in specs}
             content["runs"] = [run for run in content["runs"] if run["run_id"] in planned]
