@@ -19,22 +19,22 @@ from __future__ import annotations
 
 import json
 import os
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import ArrayLike, DTypeLike
 
 from retrain.errors import CheckpointError
 from retrain.files import dumps, write_bytes
 from retrain.records import kinds
 from retrain.records.kinds import Wanted, checked
-from retrain.records.rollouts import TRAIN, Batch, advantage_of, batch_name, conversation_of, metrics_of
+from retrain.records.rollouts import TRAIN, Batch, TokenText, advantage_of, batch_name, conversation_of, metrics_of
 from retrain.records.schema.base import Row, Values
 from retrain.tensor_file import to_bytes
-from retrain.types import CreditedRollout, Group
+from retrain.types import CreditedRollout, Group, Turn
 
 SCHEMA = "1"
 LINES = ("prompts", "rollouts")
@@ -75,50 +75,53 @@ def write_tokens(directory: Path, batch: Batch) -> Path:
 
 def _tensors(batch: Batch) -> dict[str, np.ndarray]:
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    ids, action = zip(*map(_as_seen, rollouts), strict=True) if rollouts else ((), ())
-    texts = [_texts(batch, rollout) for rollout in rollouts]
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
     entropies = [rollout.entropy_T for rollout in rollouts if rollout.entropy_T is not None]
     tensors: dict[str, np.ndarray] = {
-        "offsets": _begins(ids),
-        "sampled": _begins(rollouts),
-        "ids": _joined(ids, np.int32),
-        "action": _joined(action, np.uint8),
+        "offsets": _begins([sum(map(_seen, rollout.turns)) for rollout in rollouts]),
+        "sampled": _begins(list(map(len, rollouts))),
+        "ids": _joined([part for turn in turns for part in (turn.observation_ids, turn.action.token_ids)], np.int32),
+        "action": _joined([np.arange(_seen(turn)) >= len(turn.observation_ids) for turn in turns], np.uint8),
         "logprobs": _joined([rollout.logprobs_T for rollout in rollouts], np.float32),
     }
     if rollouts and len(entropies) == len(rollouts):
         tensors["entropy"] = _joined(entropies, np.float32)
     if batch.split == TRAIN:
+        versions = [np.full(len(turn.action), turn.action.policy_version) for turn in turns]
+        tensors["versions"] = _joined(versions, np.int32)
         tensors |= _trained(rollouts)
+    texts = [_text_and_ends(turn, batch.token_text) for turn in turns]
     tensors["ends"] = _joined([ends for _, ends in texts], np.int32)
-    numbered = [(g, s, rollout) for g, group in enumerate(batch.groups) for s, rollout in enumerate(group.rollouts)]
+    text = (text for text, _ in texts)
     lines = [
-        rollout_line(rollout, turns, group, sample, batch.groups[group].discarded)
-        for (group, sample, rollout), (turns, _) in zip(numbered, texts, strict=True)
+        rollout_line(rollout, [next(text) for _ in rollout.turns], index, sample, group.discarded)
+        for index, group in enumerate(batch.groups)
+        for sample, rollout in enumerate(group.rollouts)
     ]
     return tensors | _lines("prompt", map(prompt_line, batch.groups)) | _lines("rollout", lines)
 
 
+def _seen(turn: Turn) -> int:
+    """Return the number of tokens that the turn adds to what the policy sees."""
+    return len(turn.observation_ids) + len(turn.action)
+
+
 def _lines(kind: str, rows: Iterable[Row]) -> dict[str, np.ndarray]:
     lines = [dumps(row).encode() for row in rows]
-    return {f"{kind}s": np.frombuffer(b"".join(lines), np.uint8), f"{kind}_at": _begins(lines)}
+    return {f"{kind}s": np.frombuffer(b"".join(lines), np.uint8), f"{kind}_at": _begins(list(map(len, lines)))}
 
 
 def _trained(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
-    """Return the arrays of a step that an evaluation lacks."""
+    """Return the arrays of a step that come from credit, critic and trainer."""
 
     def filled(parts: Sequence[np.ndarray | None], absent: float, dtype: DTypeLike) -> np.ndarray:
         pairs = zip(rollouts, parts, strict=True)
         return _joined([np.full(len(rollout), absent) if part is None else part for rollout, part in pairs], dtype)
 
-    versions = [
-        np.repeat([turn.action.policy_version for turn in rollout.turns], [len(turn.action) for turn in rollout.turns])
-        for rollout in rollouts
-    ]
     tensors = {
         "advantages": filled([rollout.token_advantages_T for rollout in rollouts], np.nan, np.float32),
         "planning": filled([rollout.planning_T for rollout in rollouts], 0, np.uint8),
         "trained": filled(list(map(_trained_tokens, rollouts)), 0, np.uint8),
-        "versions": _joined(versions, np.int32),
     }
     where_known = {
         "trainer_logprobs": [
@@ -140,28 +143,12 @@ def _trained_tokens(rollout: CreditedRollout) -> np.ndarray | None:
     return np.ones(len(rollout)) if rollout.loss_mask_T is None else rollout.loss_mask_T
 
 
-def _as_seen(rollout: CreditedRollout) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of all turns as the policy read and sampled them, and which were sampled."""
-    ids: list[int] = []
-    action: list[int] = []
-    for turn in rollout.turns:
-        ids += [*turn.observation_ids, *turn.action.token_ids]
-        action += [0] * len(turn.observation_ids) + [1] * len(turn.action)
-    return np.array(ids, np.int32), np.array(action, np.uint8)
-
-
-def _texts(batch: Batch, rollout: CreditedRollout) -> tuple[list[str], np.ndarray]:
-    """Return the text of each turn, and where in it each of its tokens ends; if unknown, at the end of the text."""
-    texts, ends = [], [np.zeros(0, np.int32)]
-    for turn in rollout.turns:
-        text, count = turn.action.text, len(turn.action)
-        turn_ends = np.full(count, len(text), np.int32)
-        if batch.token_text is not None:
-            text, spans = batch.token_text(turn.action.token_ids)
-            turn_ends = np.array([end for _, end in spans], np.int32).reshape(count)
-        texts.append(text)
-        ends.append(turn_ends)
-    return texts, np.concatenate(ends)
+def _text_and_ends(turn: Turn, token_text: TokenText | None) -> tuple[str, Sequence[int]]:
+    """Return the text of a turn, and where in it each of its tokens ends; if unknown, at the end of the text."""
+    if token_text is None:
+        return turn.action.text, [len(turn.action.text)] * len(turn.action)
+    text, spans = token_text(turn.action.token_ids)
+    return text, [end for _, end in spans]
 
 
 def prompt_line(group: Group) -> Row:
@@ -209,12 +196,12 @@ def rollout_line(rollout: CreditedRollout, texts: Sequence[str], group: int, sam
     }
 
 
-def _begins(parts: Sequence[Sized]) -> np.ndarray:
-    """Return where each part begins in all of them, and the end."""
-    return np.concatenate([[0], np.cumsum(list(map(len, parts)), dtype=np.int64)]).astype(np.int64)
+def _begins(lengths: Sequence[int]) -> np.ndarray:
+    """Return where each part begins in all of them, and the end: int64 [parts + 1]."""
+    return np.cumsum([0, *lengths], dtype=np.int64)
 
 
-def _joined(parts: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
+def _joined(parts: Sequence[ArrayLike], dtype: DTypeLike) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
 
 
@@ -297,22 +284,14 @@ class TokenFile:
     def prompts(self) -> list[Row]:
         return [self._line("prompt", i) for i in range(len(self._index["prompt_at"]) - 1)]
 
-    def group_of(self, index: int) -> range:
-        """Return the rollouts of the same group as this one, which stand together."""
-        group = self._line("rollout", index)["group"]
-        first = last = index
-        while first and self._line("rollout", first - 1)["group"] == group:
-            first -= 1
-        while last + 1 < len(self) and self._line("rollout", last + 1)["group"] == group:
-            last += 1
-        return range(first, last + 1)
-
     def of_group(self, group: int) -> range:
         """Return the rollouts of a group; groups stand in their order, so that few lines are read."""
-        first = bisect_left(range(len(self)), group, key=lambda i: self._line("rollout", i)["group"])
-        if first < len(self) and self._line("rollout", first)["group"] == group:
-            return self.group_of(first)
-        return range(0)
+
+        def group_at(index: int) -> int:
+            return self._line("rollout", index)["group"]
+
+        rollouts = range(len(self))
+        return range(bisect_left(rollouts, group, key=group_at), bisect_right(rollouts, group, key=group_at))
 
     def rollout(self, index: int) -> RolloutTokens:
         """Return one rollout with its tokens. Raises IndexError where there is none."""
