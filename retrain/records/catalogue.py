@@ -7,7 +7,7 @@ rows of runs whose configuration can define them; all other keys stand in every 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import get_args
 
 from retrain.config.upkeep import Tool
 from retrain.records.context import RunContext
@@ -477,11 +477,12 @@ def row_metrics(context: RunContext) -> list[Metric]:
     return [m for m in METRICS if "<" not in m.key and (not m.requires or m.requires in features)]
 
 
-def alias_values(metric: Metric, value: Any, tools: Sequence[str], name: str = "") -> Iterator[tuple[str, Any]]:
+def alias_values(metric: Metric, value: object, tools: Sequence[str], name: str = "") -> Iterator[tuple[str, object]]:
     """Yield the metric's names in the chosen tools with the value that it has there; ``name`` fills ``<name>``."""
     for alias in (alias for tool in tools for alias in metric.aliases.get(tool, ())):
         scale = SCALED_ALIASES.get(alias)
-        yield alias.replace("<name>", name), value if scale is None or value is None else scale[1](value)
+        is_scaled = scale is not None and isinstance(value, (int, float))
+        yield alias.replace("<name>", name), scale[1](value) if is_scaled else value
 
 
 def wandb_name(key: str) -> str:

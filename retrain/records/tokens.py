@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from retrain.errors import CheckpointError
 from retrain.files import dumps, write_bytes
 from retrain.records import kinds
-from retrain.records.kinds import Wanted, checked
+from retrain.records.kinds import FieldKinds, checked
 from retrain.records.rollouts import TRAIN, Batch, TokenText, advantage_of, batch_name, conversation_of, metrics_of
 from retrain.records.schema.base import Row, Values
 from retrain.tensor_file import to_bytes
@@ -44,19 +44,19 @@ _DTYPES = {"F32": np.float32, "I32": np.int32, "I64": np.int64, "U8": np.uint8}
 _NEEDED = dict.fromkeys(INDICES, np.int64) | dict.fromkeys(LINES, np.uint8)
 _NEEDED |= {"ids": np.int32, "action": np.uint8, "logprobs": np.float32, "ends": np.int32}
 _NONE = (None, 0, 0)
-_LINES: Mapping[str, Wanted] = {
-    "prompt": {kinds.text: "problem_id", kinds.texts: "tags", kinds.tables: "messages"},
+_LINES: Mapping[str, FieldKinds] = {
+    "prompt": {kinds.is_text: "problem_id", kinds.are_texts: "tags", kinds.are_objects: "messages"},
     "rollout": {
-        kinds.anything: "reward correct advantage turn_advantages", kinds.count: "group sample",
-        kinds.table: "metrics", kinds.tables: "turns",
+        kinds.is_anything: "reward correct advantage turn_advantages", kinds.is_count: "group sample",
+        kinds.is_object: "metrics", kinds.are_objects: "turns",
     },
 }  # fmt: skip
-_KNOWN: Wanted = {
-    kinds.number: "reward advantage",
-    kinds.numbers: "turn_advantages",
-    kinds.text: "stop_reason ended discarded error",
+_KNOWN: FieldKinds = {
+    kinds.is_number: "reward advantage",
+    kinds.are_numbers: "turn_advantages",
+    kinds.is_text: "stop_reason ended discarded error",
 }
-_TURN: Wanted = {kinds.text: "text", kinds.count: "tokens", kinds.tables: "messages"}
+_TURN: FieldKinds = {kinds.is_text: "text", kinds.is_count: "tokens", kinds.are_objects: "messages"}
 
 
 def tokens_name(split: str, iteration: int) -> str:
@@ -69,41 +69,39 @@ def write_tokens(directory: Path, batch: Batch) -> Path:
     """Write the batch, without waiting for the disk; return the path."""
     path = directory / tokens_name(batch.split, batch.iteration)
     about = {"schema": SCHEMA, "split": batch.split, "iteration": str(batch.iteration), "run": batch.run}
-    write_bytes(path, to_bytes(_tensors(batch), {**about, "condition": batch.condition}), durable=False)
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    tensors = _sampled(rollouts) | _texts(batch) | (_trained(rollouts) if batch.split == TRAIN else {})
+    write_bytes(path, to_bytes(tensors, {**about, "condition": batch.condition}), durable=False)
     return path
 
 
-def _tensors(batch: Batch) -> dict[str, np.ndarray]:
-    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+def _sampled(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
+    """Return the tokens as the policy saw and sampled them, and where those of each rollout begin."""
     turns = [turn for rollout in rollouts for turn in rollout.turns]
-    entropies = [rollout.entropy_T for rollout in rollouts if rollout.entropy_T is not None]
+    is_action = [np.repeat([0, 1], [len(turn.observation_ids), len(turn.action)]) for turn in turns]
     tensors: dict[str, np.ndarray] = {
-        "offsets": _begins([sum(map(_seen, rollout.turns)) for rollout in rollouts]),
+        "offsets": _begins([rollout.observation_tokens + len(rollout) for rollout in rollouts]),
         "sampled": _begins(list(map(len, rollouts))),
         "ids": _joined([part for turn in turns for part in (turn.observation_ids, turn.action.token_ids)], np.int32),
-        "action": _joined([np.arange(_seen(turn)) >= len(turn.observation_ids) for turn in turns], np.uint8),
+        "action": _joined(is_action, np.uint8),
         "logprobs": _joined([rollout.logprobs_T for rollout in rollouts], np.float32),
     }
+    entropies = [rollout.entropy_T for rollout in rollouts if rollout.entropy_T is not None]
     if rollouts and len(entropies) == len(rollouts):
         tensors["entropy"] = _joined(entropies, np.float32)
-    if batch.split == TRAIN:
-        versions = [np.full(len(turn.action), turn.action.policy_version) for turn in turns]
-        tensors["versions"] = _joined(versions, np.int32)
-        tensors |= _trained(rollouts)
-    texts = [_text_and_ends(turn, batch.token_text) for turn in turns]
-    tensors["ends"] = _joined([ends for _, ends in texts], np.int32)
-    text = (text for text, _ in texts)
-    lines = [
-        rollout_line(rollout, [next(text) for _ in rollout.turns], index, sample, group.discarded)
-        for index, group in enumerate(batch.groups)
-        for sample, rollout in enumerate(group.rollouts)
-    ]
-    return tensors | _lines("prompt", map(prompt_line, batch.groups)) | _lines("rollout", lines)
+    return tensors
 
 
-def _seen(turn: Turn) -> int:
-    """Return the number of tokens that the turn adds to what the policy sees."""
-    return len(turn.observation_ids) + len(turn.action)
+def _texts(batch: Batch) -> dict[str, np.ndarray]:
+    """Return prompts and rollouts as JSON lines, and where in the texts of its turns each token ends."""
+    lines, ends = [], []
+    for index, group in enumerate(batch.groups):
+        for sample, rollout in enumerate(group.rollouts):
+            texts = [_text_and_ends(turn, batch.token_text) for turn in rollout.turns]
+            lines.append(rollout_line(rollout, [text for text, _ in texts], index, sample, group.discarded))
+            ends += [turn_ends for _, turn_ends in texts]
+    tensors = _lines("prompt", map(prompt_line, batch.groups)) | _lines("rollout", lines)
+    return tensors | {"ends": _joined(ends, np.int32)}
 
 
 def _lines(kind: str, rows: Iterable[Row]) -> dict[str, np.ndarray]:
@@ -112,16 +110,18 @@ def _lines(kind: str, rows: Iterable[Row]) -> dict[str, np.ndarray]:
 
 
 def _trained(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
-    """Return the arrays of a step that come from credit, critic and trainer."""
+    """Return the arrays that only a step has."""
 
     def filled(parts: Sequence[np.ndarray | None], absent: float, dtype: DTypeLike) -> np.ndarray:
         pairs = zip(rollouts, parts, strict=True)
         return _joined([np.full(len(rollout), absent) if part is None else part for rollout, part in pairs], dtype)
 
+    actions = [turn.action for rollout in rollouts for turn in rollout.turns]
     tensors = {
         "advantages": filled([rollout.token_advantages_T for rollout in rollouts], np.nan, np.float32),
         "planning": filled([rollout.planning_T for rollout in rollouts], 0, np.uint8),
         "trained": filled(list(map(_trained_tokens, rollouts)), 0, np.uint8),
+        "versions": _joined([np.full(len(action), action.policy_version) for action in actions], np.int32),
     }
     where_known = {
         "trainer_logprobs": [

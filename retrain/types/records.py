@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from retrain.types.credit import CreditedGroup
 from retrain.types.rollouts import Group
@@ -43,8 +42,8 @@ class StepRecord:
 
     step: int
     groups: Sequence[CreditedGroup]
-    update: dict[str, Any]
-    state: dict[str, Any]
+    update: Mapping[str, object]
+    state: Mapping[str, object]
     spans: list[tuple[str, float, float]]
     step_start: float
     step_end: float
