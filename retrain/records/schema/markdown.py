@@ -1,4 +1,4 @@
-"""The tables of ``docs/outputs.md``: the declared types, with the docstrings of their fields."""
+"""``docs/metrics.md`` from the catalogue, and the tables of ``docs/outputs.md`` from the declared types."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from pydantic import TypeAdapter
 
+from retrain.records.catalogue import METRICS, SCALED_ALIASES, SECTIONS, TOOLS, Metric
 from retrain.records.schema.base import Record, Row
 from retrain.records.schema.campaign import CampaignManifest, CheckpointFiles, RunEntry
 from retrain.records.schema.comparison import Comparison, ConditionComparison, SecondaryComparison
@@ -27,6 +28,58 @@ def with_tables(text: str) -> str:
     """Return a page whose regions ``<!-- table NAME -->`` to ``<!-- end -->`` hold the table of that type; that of
     ``Events`` holds all events."""
     return REGION.sub(lambda match: f"{match[1]}\n{_table(match[2])}\n{match[3]}", text)
+
+
+REQUIREMENTS = {
+    "ahead": "with `max_off_policy_steps`",
+    "critic": "with a critic",
+    "distillation": "with a teacher",
+    "rejection": "with `rejection`, `m2po` or `rejection_denominator`",
+    "updates": "with several updates",
+    "dynamic": "with `dynamic_sampling`",
+    "tools": "with tools",
+    "episodes": "with `[environment]`",
+    "evaluation": "with evaluation",
+    "weights": "with a gtpo transform",
+    "pooling": "with gtpo_sepa",
+}
+"""Features that metrics require (``Metric.requires``), in words."""
+INTRODUCTION = f"""\
+# Metrics
+
+Made from `retrain/records/catalogue.py` by `python -m retrain.records`; edit the table there.
+
+Every step writes one row to `metrics.jsonl`, whether or not anything trained. A row always carries every key
+that the run's configuration can define, and `null` where a value does not exist at that step; NaN and
+infinity never appear. Values are per optimizer step and computed on everything that was sampled, before any
+filtering, unless the definition says otherwise. Standard deviations divide by n.
+
+Aliases repeat a value under the name that another tool's scripts read. `[logging] aliases` chooses the tools
+(default: {", ".join(f"`{tool}`" for tool in TOOLS)}). wandb shows a metric under its wandb name where one
+is given, otherwise under its key. A number that a reward, environment or plug-in adds under a further key
+joins the row from the step where it first appears.
+"""
+
+
+def metrics_markdown() -> str:
+    parts = [INTRODUCTION]
+    for section, metrics in SECTIONS.items():
+        table = _lines(("key", "definition", "unit", "healthy", "aliases", "wandb"), list(map(_metric_row, metrics)))
+        parts.append(f"## {section}\n\n{table}")
+    parts.append("## Aliases by tool\n")
+    for tool in TOOLS:
+        names = sorted({alias for metric in METRICS for alias in metric.aliases.get(tool, ())})
+        parts.append(f"- **{tool}**: {', '.join(f'`{name}`' for name in names)}")
+    return "\n".join(parts) + "\n"
+
+
+def _metric_row(metric: Metric) -> tuple[str, ...]:
+    named = [(alias, tool) for tool, names in metric.aliases.items() for alias in names]
+    notes = {alias: f" ({note})" for alias, (note, _) in SCALED_ALIASES.items()}
+    aliases = "<br>".join(f"`{alias}`{notes.get(alias, '')} {tool}" for alias, tool in named)
+    definition = metric.definition + (f" ({REQUIREMENTS[metric.requires]})" if metric.requires else "")
+    wandb = f"`{metric.wandb}`" if metric.wandb else ""
+    return f"`{metric.key}`", definition, metric.unit, metric.healthy, aliases, wandb
 
 
 def _table(name: str) -> str:
