@@ -481,8 +481,10 @@ def alias_values(metric: Metric, value: object, tools: Sequence[str], name: str 
     """Yield the metric's names in the chosen tools with the value that it has there; ``name`` fills ``<name>``."""
     for alias in (alias for tool in tools for alias in metric.aliases.get(tool, ())):
         scale = SCALED_ALIASES.get(alias)
-        is_scaled = scale is not None and isinstance(value, (int, float))
-        yield alias.replace("<name>", name), scale[1](value) if is_scaled else value
+        if scale is not None and isinstance(value, (int, float)):
+            yield alias.replace("<name>", name), scale[1](value)
+        else:
+            yield alias.replace("<name>", name), value
 
 
 def wandb_name(key: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from retrain.types.credit import CreditedGroup
 from retrain.types.rollouts import Group
@@ -42,8 +43,8 @@ class StepRecord:
 
     step: int
     groups: Sequence[CreditedGroup]
-    update: Mapping[str, object]
-    state: Mapping[str, object]
+    update: dict[str, Any]
+    state: dict[str, Any]
     spans: list[tuple[str, float, float]]
     step_start: float
     step_end: float
