@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from retrain.files import write_text
-from retrain.records.schema.markdown import metrics_markdown, with_tables
+from retrain.records.markdown import metrics_markdown, with_tables
 
 if __name__ == "__main__":
     docs = Path(sys.argv[1] if len(sys.argv) > 1 else "docs")

@@ -16,7 +16,7 @@ import os
 import struct
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,9 +128,8 @@ class ColumnWriter:
         self._last_block = blocks[-1] if blocks else None
         self._rows, self._end = _Rows(), blocks[-1].last_line.end if blocks else 0
 
-    def follow(self, progress: Callable[[int], None] = lambda read: None) -> list[Path]:
-        """Read all whole lines that ``metrics`` has gained; return the paths that were written. ``progress`` gets the
-        number of bytes read so far."""
+    def follow(self) -> list[Path]:
+        """Read all whole lines that ``metrics`` has gained; return the paths that were written."""
         if self._end < 0:
             self.forget()
         written = False
@@ -141,7 +140,6 @@ class ColumnWriter:
                 if len(self._rows) == BLOCK:
                     self._write_block(_LineMark.of(line, end))
                     written = True
-                    progress(end)
         return [self.columns] if written else []
 
     def _write_block(self, last_line: _LineMark) -> None:
