@@ -14,18 +14,16 @@ from __future__ import annotations
 import json
 import os
 import struct
-import zlib
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from retrain.files import append_bytes, writing
-from retrain.records.reader import parse_row, whole_lines
+from retrain.records.reader import LineMark, parse_row, whole_lines
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import COLUMNS
 
@@ -36,24 +34,6 @@ _MAGIC = b"RTC1"
 _MOST_KEYS = 1 << 20
 
 
-class _LineMark(NamedTuple):
-    """A line of ``metrics.jsonl``: the byte behind it, its length in bytes and its checksum."""
-
-    end: int = 0
-    length: int = 0
-    crc: int = 0
-
-    @classmethod
-    def of(cls, line: bytes, end: int) -> _LineMark:
-        return cls(end, len(line), zlib.crc32(line))
-
-    def is_in(self, path: Path) -> bool:
-        """Return whether the file has this line at this place."""
-        with suppress(OSError), open(path, "rb") as file:
-            return zlib.crc32(os.pread(file.fileno(), self.length, self.end - self.length)) == self.crc
-        return False
-
-
 @dataclass(frozen=True)
 class _Block:
     """Rows that were written together, with the keys that they have."""
@@ -61,7 +41,7 @@ class _Block:
     begin: int  # Byte of the column file at which its numbers begin
     rows: int
     column_of: Mapping[str, int]
-    last_line: _LineMark
+    last_line: LineMark
 
     @property
     def end(self) -> int:
@@ -138,11 +118,11 @@ class ColumnWriter:
                 self._rows.add(_row_of(line))
                 self._end = end
                 if len(self._rows) == BLOCK:
-                    self._write_block(_LineMark.of(line, end))
+                    self._write_block(LineMark.of(line, end))
                     written = True
         return [self.columns] if written else []
 
-    def _write_block(self, last_line: _LineMark) -> None:
+    def _write_block(self, last_line: LineMark) -> None:
         keys, rows = self._rows.keys, len(self._rows)
         names = b""
         if self._last_block is None or list(self._last_block.column_of) != keys:
@@ -171,7 +151,7 @@ class Columns:
         self._blocks: list[_Block] = []
         self._keys: dict[str, None] = {}
         self._rest = _Rows()
-        self._last_line = _LineMark()
+        self._last_line = LineMark()
         self._file: int | None = None
 
     def __len__(self) -> int:
@@ -207,7 +187,7 @@ class Columns:
             self._rest, self._last_line = _Rows(), blocks[-1].last_line
         for line, end in _lines(self.metrics, self._last_line.end):
             self._rest.add(_row_of(line))
-            self._last_line = _LineMark.of(line, end)
+            self._last_line = LineMark.of(line, end)
         return replaced
 
     def column(self, key: str, since: int = 0) -> np.ndarray:
@@ -232,7 +212,7 @@ class Columns:
     def _is_current(self) -> bool:
         """Return whether what was read is still the beginning of the files."""
         try:
-            if self.metrics.stat().st_ino != self._file or not self._last_line.is_in(self.metrics):
+            if self.metrics.stat().st_ino != self._file or not _has_line(self.metrics, self._last_line):
                 return False
             return not self._blocks or self.columns.stat().st_size >= self._blocks[-1].end
         except OSError:
@@ -262,6 +242,12 @@ def _lines(path: Path, begin: int) -> Iterator[tuple[bytes, int]]:
         yield from whole_lines(file, begin)
 
 
+def _has_line(path: Path, mark: LineMark) -> bool:
+    with suppress(OSError), open(path, "rb") as file:
+        return mark.is_in(file)
+    return False
+
+
 def _blocks_after(last: _Block | None, columns: Path, metrics: Path) -> list[_Block]:
     """Return the whole blocks behind ``last`` that hold rows of ``metrics``, without those of rows that were cut or
     replaced."""
@@ -270,7 +256,7 @@ def _blocks_after(last: _Block | None, columns: Path, metrics: Path) -> list[_Bl
         while block := _next_block(file.fileno(), last):
             blocks.append(block)
             last = block
-    while blocks and not blocks[-1].last_line.is_in(metrics):
+    while blocks and not _has_line(metrics, blocks[-1].last_line):
         blocks.pop()
     return blocks
 
@@ -282,7 +268,7 @@ def _next_block(file: int, last: _Block | None) -> _Block | None:
     if len(head) < _HEAD.size:
         return None
     magic, rows, keys, name_bytes, *line = _HEAD.unpack(head)
-    last_line = _LineMark(*line)
+    last_line = LineMark(*line)
     if magic != _MAGIC or not 0 < rows <= BLOCK or keys > _MOST_KEYS or name_bytes > size:
         return None
     if last_line.length > last_line.end or last_line.end <= covered:

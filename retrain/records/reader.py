@@ -4,17 +4,20 @@ A torn last line is left out, and a file that is not there has no rows. ``Tail``
 ``columns.Columns``, do not read again what they have read, and find out when a file is another one.
 """
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import IO
+from typing import IO, NamedTuple
 
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import Stamp, iter_jsonl, read_json, read_json_if_present, read_jsonl, stamp_of
@@ -25,7 +28,6 @@ from retrain.records.schema.campaign import STATES, RunEntry
 from retrain.records.schema.rows import Note
 
 LAST_BLOCK = 1 << 16  # Bytes read from the end of a file when only its last rows are wanted
-SEAM_BYTES = 64  # Bytes before the place where reading stopped that must still be the same for reading to go on there
 CHUNK = 1 << 22
 LONGEST_LINE = 64 << 20  # Bytes; retrain writes no longer ones
 MAX_OBJECT_BYTES = 64 << 20  # Bytes of a JSON file that `read_object` reads
@@ -219,19 +221,21 @@ def whole_lines(file: IO[bytes], begin: int) -> Iterator[tuple[bytes, int]]:
             yield line + b"\n", end
 
 
-class Seam:
-    """The place where reading stopped, and the bytes before it."""
+class LineMark(NamedTuple):
+    """The last line that was read from a growing file: the byte behind it, its length and its checksum."""
 
-    def __init__(self) -> None:
-        self.end, self._bytes = 0, b""
+    end: int = 0
+    length: int = 0
+    crc: int = 0
 
-    def passed(self, line: bytes, end: int) -> None:
-        self.end, self._bytes = end, (self._bytes + line)[-SEAM_BYTES:]
+    @classmethod
+    def of(cls, line: bytes, end: int) -> LineMark:
+        return cls(end, len(line), zlib.crc32(line))
 
-    def holds(self, file: IO[bytes]) -> bool:
-        """Return whether the file continues from there."""
-        before = os.pread(file.fileno(), len(self._bytes), self.end - len(self._bytes))
-        return os.fstat(file.fileno()).st_size >= self.end and before == self._bytes
+    def is_in(self, file: IO[bytes]) -> bool:
+        """Return whether the file has this line at this place, so that reading can go on behind it."""
+        line = os.pread(file.fileno(), self.length, self.end - self.length)
+        return os.fstat(file.fileno()).st_size >= self.end and zlib.crc32(line) == self.crc
 
 
 class Tail:
@@ -243,7 +247,7 @@ class Tail:
 
     def __init__(self, path: Path, last_only: bool = False):
         self.path, self.last_only = path, last_only
-        self._seam: Seam | None = None
+        self._mark: LineMark | None = None
 
     def rows(self) -> tuple[bool, list[Row]]:
         """Return whether the file has been cut or replaced since the last call, and the new rows in order without
@@ -252,20 +256,20 @@ class Tail:
         return replaced, _whole_rows(lines)
 
     def lines(self) -> tuple[bool, list[bytes]]:
-        replaced, lines = self._seam is not None, []
+        """Return the new lines without blank ones and line ends."""
+        replaced, lines = self._mark is not None, []
         try:
             with open(self.path, "rb") as file:
-                if self._seam is not None and self._seam.holds(file):
+                if self._mark is not None and self._mark.is_in(file):
                     replaced = False
                 else:
-                    self._seam = Seam()
-                    self._seam.end = self._first(file)
-                for line, end in whole_lines(file, self._seam.end):
-                    self._seam.passed(line, end)
+                    self._mark = LineMark(self._first(file))
+                for line, end in whole_lines(file, self._mark.end):
+                    self._mark = LineMark.of(line, end)
                     if text := line[:-1].strip():
                         lines.append(text)
         except OSError:  # not there yet, or no longer
-            self._seam = None
+            self._mark = None
             return replaced, []
         return replaced, lines
 
@@ -301,16 +305,16 @@ class LineIndex:
 
     def __init__(self, path: Path):
         self.path, self._lock = path, Lock()
-        self._begins, self._seam = [0], Seam()
+        self._begins, self._mark = [0], LineMark()
 
     def refresh(self) -> int:
         """Read what is new; return the number of whole lines."""
         with self._lock, open(self.path, "rb") as file:
-            if not self._seam.holds(file):
-                self._begins, self._seam = [0], Seam()
-            for line, end in whole_lines(file, self._seam.end):
+            if not self._mark.is_in(file):
+                self._begins, self._mark = [0], LineMark()
+            for line, end in whole_lines(file, self._mark.end):
                 self._begins.append(end)
-                self._seam.passed(line, end)
+                self._mark = LineMark.of(line, end)
             return len(self._begins) - 1
 
     def read(self, start: int, end: int) -> list[Row]:

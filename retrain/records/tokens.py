@@ -240,7 +240,7 @@ class TokenFile:
             if not 0 < length <= min(size, _LARGEST_HEADER):
                 raise ValueError("no safetensors header")
             header = json.loads(os.pread(self._file, length, 8))
-            self.about: dict[str, str] = header.pop("__metadata__", {})
+            header.pop("__metadata__", None)
             self._locations = {name: _location(entry, 8 + length, size) for name, entry in header.items()}
             if missing := [name for name, dtype in _NEEDED.items() if self._locations.get(name, _NONE)[0] is not dtype]:
                 raise ValueError(f"it has no {missing[0]}")
@@ -305,9 +305,6 @@ class TokenFile:
         if len(arrays["ends"]) != sum(turn["tokens"] for turn in line["turns"]):
             raise self._damaged(f"rollout {index} has another number of tokens than its turns")
         return RolloutTokens(line, self._line("prompt", line["group"]), arrays)
-
-    def array(self, name: str) -> np.ndarray:
-        return self._read(name)
 
     def _line(self, kind: str, index: int) -> Row:
         begins = self._index[f"{kind}_at"]
