@@ -227,19 +227,19 @@ class TokenFile:
     """A file of ``write_tokens``, read piece by piece: one rollout takes the same time out of any size.
 
     Raises CheckpointError for a file that is none, is cut or damaged, also later while it is read; it names the file
-    as ``label``. Raises OSError as ``open`` does. Close it, or use ``with``.
+    as ``label``. Raises OSError as ``open`` does. Use it in a ``with`` block.
     """
 
     def __init__(self, path: Path, label: str | None = None):
         self.path = path
         self.label = str(path) if label is None else label
-        self._file = os.open(path, os.O_RDONLY)
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
         try:
-            size = os.fstat(self._file).st_size
-            length = int.from_bytes(os.pread(self._file, 8, 0), "little")
+            size = os.fstat(self._file.fileno()).st_size
+            length = int.from_bytes(self._file.read(8), "little")
             if not 0 < length <= min(size, _LARGEST_HEADER):
                 raise ValueError("no safetensors header")
-            header = json.loads(os.pread(self._file, length, 8))
+            header = json.loads(os.pread(self._file.fileno(), length, 8))
             header.pop("__metadata__", None)
             self._locations = {name: _location(entry, 8 + length, size) for name, entry in header.items()}
             if missing := [name for name, dtype in _NEEDED.items() if self._locations.get(name, _NONE)[0] is not dtype]:
@@ -249,25 +249,20 @@ class TokenFile:
             if len(lengths) != 1 or 0 in lengths:
                 raise ValueError("its indices are of different lengths")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            self.close()
+            self._file.close()
             raise CheckpointError(f"{self.label} is no file of tokens, or cut short: {error}") from error
         except BaseException:
-            self.close()
+            self._file.close()
             raise
 
     def __enter__(self) -> TokenFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._file.close()
 
     def __len__(self) -> int:
         return len(self._index["rollout_at"]) - 1
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
 
     @property
     def names(self) -> list[str]:
@@ -326,7 +321,7 @@ class TokenFile:
         width = np.dtype(dtype).itemsize
         if not 0 <= first <= last <= count:
             raise self._damaged(f"{name} is shorter than its index says")
-        data = os.pread(self._file, (last - first) * width, begin + first * width)
+        data = os.pread(self._file.fileno(), (last - first) * width, begin + first * width)
         if len(data) != (last - first) * width:
             raise self._damaged(f"{name} is cut short")
         return np.frombuffer(data, dtype)

@@ -103,7 +103,7 @@ def sets_of(names: Iterable[str]) -> list[str]:
     return [name for name in dict.fromkeys(names) if not name.endswith(PART)]
 
 
-def whole(value: Any, default: int = 0) -> int:
+def whole(value: object, default: int = 0) -> int:
     """A whole number out of a file."""
     return int(value) if isinstance(value, int | float) and abs(value) < 1e15 else default
 
