@@ -19,6 +19,7 @@ from pathlib import Path
 from threading import Lock
 from typing import IO, NamedTuple
 
+from retrain.config.legacy import REMOVED, without_removed
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import Stamp, iter_jsonl, read_json, read_json_if_present, read_jsonl, stamp_of
 from retrain.ownership import not_readable
@@ -119,6 +120,24 @@ def read_manifest(directory: Path) -> Row:
                 raise ValueError(f"run {run_id} is in no known state")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise not_readable(path, error, "restore it from a copy, or begin anew with another --out") from error
+    return content
+
+
+def read_plan_file(directory: Path) -> Row:
+    """Return the content of ``plan.json`` without removed keys. Raises UsageError when it is damaged, NotOurs when it
+    is no plan of retrain."""
+    path = directory / layout.PLAN
+    try:
+        content = read_json(path)
+        for run in content["runs"]:
+            if not is_run_id(run["run_id"]):
+                raise UsageError(f"{path} names {run['run_id']!r}, which is not a run of this directory")
+            if not isinstance(run["config"], dict) or not isinstance(run["overrides"], dict):
+                raise ValueError(f"{run['run_id']} has no configuration")
+            run["config"] = without_removed(run["config"])
+            run["overrides"] = {key: value for key, value in run["overrides"].items() if key not in REMOVED}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise not_readable(path, error, "type retrain train with the file and --out") from error
     return content
 
 
