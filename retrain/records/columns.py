@@ -9,11 +9,13 @@ A block names the last line that it covers by its length and checksum: a cache o
 continued without it) is detected and made again.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import struct
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from retrain.files import append_bytes, writing
-from retrain.records.lines import parse_row, whole_lines
-from retrain.records.schema.base import Values
+from retrain.records.reader import LineMark, parse_row, whole_lines
+from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import COLUMNS
 
 BLOCK = 64  # Rows of a block: reading one key of 10,000 rows takes 157 short reads
@@ -36,21 +38,56 @@ _MOST_KEYS = 1 << 20
 class _Block:
     """Rows that were written together, with the keys that they have."""
 
-    at: int  # Byte of the column file at which its numbers begin
+    begin: int  # Byte of the column file at which its numbers begin
     rows: int
-    column_of: Mapping[str, int]  # Column of each key
-    end: int  # Byte of metrics.jsonl at which its last row ends
-    line: int  # Bytes of that row's line; ``crc`` is the line's checksum
-    crc: int
+    column_of: Mapping[str, int]
+    last_line: LineMark
 
     @property
-    def over(self) -> int:
-        return self.at + 4 * self.rows * len(self.column_of)
+    def end(self) -> int:
+        return self.begin + 4 * self.rows * len(self.column_of)
+
+
+class _Rows:
+    """Rows that no block has yet, as columns of float32: a dict for each row would take ten times the memory."""
+
+    def __init__(self) -> None:
+        self.last: Row = {}
+        self._count = 0
+        self._columns: dict[str, array[float]] = {}
+        self._text_keys: set[str] = set()
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys that are a number, or nothing, in every row, in the order of the rows."""
+        return [key for key in self._columns if key not in self._text_keys]
+
+    def add(self, row: Row) -> None:
+        for key, value in row.items():
+            column = self._columns.setdefault(key, array("f"))
+            if missing := self._count - len(column):
+                column.extend([np.nan] * missing)
+            column.append(_float32(value))
+            if value is not None and not isinstance(value, (int, float)):
+                self._text_keys.add(key)
+        self._count += 1
+        self.last = row
+
+    def column(self, key: str) -> np.ndarray:
+        """float32 [rows], NaN where a row has no such number."""
+        numbers = np.full(self._count, np.nan, np.float32)
+        if key not in self._text_keys:
+            known = self._columns.get(key, array("f"))
+            numbers[: len(known)] = known
+        return numbers
 
 
 class ColumnWriter:
     """Writes the blocks of ``metrics`` to ``columns``. Call ``follow`` after rows were appended; it reads them from
-    ``metrics`` itself when it did not see them, so it also makes a missing file, and continues one after a resume.
+    ``metrics`` itself, so it also makes a missing file, and continues one after a resume.
 
     Files that cannot be written raise StorageError.
     """
@@ -58,98 +95,44 @@ class ColumnWriter:
     def __init__(self, metrics: Path, columns: Path | None = None):
         self.metrics = metrics
         self.columns = metrics.with_name(COLUMNS) if columns is None else columns
-        self._blocks: list[_Block] | None = None
-        self._waiting: list[tuple[Values, int, bytes]] = []  # rows, the byte behind each, and their lines
+        self._last_block: _Block | None = None
+        self._rows, self._end = _Rows(), -1  # Rows that fill no block yet, and the byte behind them
 
     def forget(self) -> None:
-        """``metrics`` was cut or replaced: the blocks of what is gone are cut off, and both files looked at anew."""
-        self._waiting = []
+        """Cut off the blocks of rows that ``metrics`` no longer has, and read it anew."""
         with writing(self.columns):
-            self._blocks = self._valid_blocks()
+            blocks = _blocks_after(None, self.columns, self.metrics)
+            end = blocks[-1].end if blocks else 0
+            if self.columns.exists() and self.columns.stat().st_size > end:
+                os.truncate(self.columns, end)
+        self._last_block = blocks[-1] if blocks else None
+        self._rows, self._end = _Rows(), blocks[-1].last_line.end if blocks else 0
 
-    def follow(self, progress: Callable[[int], None] = lambda read: None) -> list[Path]:
-        """Read all whole lines that ``metrics`` has gained; return the paths that were written. ``progress`` gets the
-        number of bytes read so far."""
+    def follow(self) -> list[Path]:
+        """Read all whole lines that ``metrics`` has gained; return the paths that were written."""
+        if self._end < 0:
+            self.forget()
+        written = False
         with writing(self.columns):
-            if self._blocks is None:
-                self._blocks = self._valid_blocks()
-            begin = self._waiting[-1][1] if self._waiting else self._blocks[-1].end if self._blocks else 0
-            written = False
-            for line, end in _lines(self.metrics, begin):
-                self._waiting.append((_parsed(line), end, line))
-                if len(self._waiting) == BLOCK:
-                    self._write_block()
+            for line, end in _lines(self.metrics, self._end):
+                self._rows.add(_row_of(line))
+                self._end = end
+                if len(self._rows) == BLOCK:
+                    self._write_block(LineMark.of(line, end))
                     written = True
-                    progress(end)
         return [self.columns] if written else []
 
-    def _valid_blocks(self) -> list[_Block]:
-        """Return the blocks that hold the rows of ``metrics``; what follows them is cut off."""
-        blocks = _blocks_after(None, self.columns, self.metrics)
-        over = blocks[-1].over if blocks else 0
-        if self.columns.exists() and self.columns.stat().st_size > over:
-            os.truncate(self.columns, over)
-        return blocks
-
-    def _write_block(self) -> None:
-        assert self._blocks is not None
-        rows = [row for row, _, _ in self._waiting]
-        keys = number_keys(rows)
-        before = self._blocks[-1] if self._blocks else None
+    def _write_block(self, last_line: LineMark) -> None:
+        keys, rows = self._rows.keys, len(self._rows)
         names = b""
-        if before is None or list(before.column_of) != keys:
+        if self._last_block is None or list(self._last_block.column_of) != keys:
             names = json.dumps(keys, ensure_ascii=False).encode()
             names += b" " * (-len(names) % 4)
-        _, end, line = self._waiting[-1]
-        body = np.array([[_number(row.get(key)) for row in rows] for key in keys], np.float32).tobytes()
-        head = _HEAD.pack(_MAGIC, len(rows), len(keys), len(names), end, len(line), zlib.crc32(line))
-        at = append_bytes(self.columns, head + names + body) + _HEAD.size + len(names)
-        column_of = before.column_of if before is not None and not names else {key: i for i, key in enumerate(keys)}
-        self._blocks.append(_Block(at, len(rows), column_of, end, len(line), zlib.crc32(line)))
-        self._waiting = []
-
-
-class _Rows:
-    """Rows that no block has yet, as numbers: a dict for each would take ten times the memory."""
-
-    def __init__(self) -> None:
-        self.ends: list[int] = []
-        self.last: Values = {}
-        self._column_of: dict[str, int] = {}
-        self._texts: dict[str, int] = {}  # keys that were a text, and the byte behind the last such row
-        self._numbers: list[np.ndarray] = []
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    @property
-    def keys(self) -> list[str]:
-        """Those that were a number, or nothing, in every row."""
-        return [key for key in self._column_of if key not in self._texts]
-
-    def add(self, row: Values, end: int) -> None:
-        """Add a row; ``end`` is the byte behind it."""
-        self._texts.update((key, end) for key, value in row.items() if not _is_number(value))
-        for key in row:
-            self._column_of.setdefault(key, len(self._column_of))
-        numbers = np.full(len(self._column_of), np.nan, np.float32)
-        numbers[[self._column_of[key] for key in row]] = [_number(value) for value in row.values()]
-        self._numbers.append(numbers)
-        self.ends.append(end)
-        self.last = row
-
-    def drop(self, over: int) -> None:
-        """Forget the rows up to byte ``over``."""
-        gone = sum(end <= over for end in self.ends)
-        self.ends, self._numbers = self.ends[gone:], self._numbers[gone:]
-        self._texts = {key: end for key, end in self._texts.items() if end > over}
-
-    def column(self, key: str) -> np.ndarray:
-        """float32 [rows]."""
-        column = self._column_of.get(key)
-        if column is None or key in self._texts:
-            return np.full(len(self), np.nan, np.float32)
-        return np.array([row[column] if column < len(row) else np.nan for row in self._numbers], np.float32)
+        head = _HEAD.pack(_MAGIC, rows, len(keys), len(names), *last_line)
+        numbers = b"".join(self._rows.column(key).tobytes() for key in keys)
+        begin = append_bytes(self.columns, head + names + numbers) + len(head) + len(names)
+        self._last_block = _Block(begin, rows, {key: i for i, key in enumerate(keys)}, last_line)
+        self._rows = _Rows()
 
 
 class Columns:
@@ -166,10 +149,10 @@ class Columns:
 
     def _reset(self) -> None:
         self._blocks: list[_Block] = []
-        self._rest = _Rows()
-        self._file = -1
-        self._seam = (0, 0, 0)
         self._keys: dict[str, None] = {}
+        self._rest = _Rows()
+        self._last_line = LineMark()
+        self._file: int | None = None
 
     def __len__(self) -> int:
         return sum(block.rows for block in self._blocks) + len(self._rest)
@@ -187,91 +170,58 @@ class Columns:
     @property
     def last(self) -> Values:
         """The newest row, whole; {} where there is none outside of the blocks."""
-        return self._rest.last if len(self._rest) else {}
+        return self._rest.last
 
     def refresh(self) -> bool:
         """Read what is new; return whether rows that were there before were cut or replaced."""
-        replaced = not self._stands()
+        replaced = self._file is not None and not self._is_current()
         if replaced:
             self._reset()
         try:
             self._file = self.metrics.stat().st_ino
         except OSError:
             return replaced
-        new = _blocks_after(self._blocks[-1] if self._blocks else None, self.columns, self.metrics)
-        for block in new:
-            self._keys.update(dict.fromkeys(block.column_of))
-        self._blocks += new
-        over = self._blocks[-1].end if self._blocks else 0
-        self._rest.drop(over)
-        for line, end in _lines(self.metrics, max([over, *self._rest.ends[-1:]])):
-            self._rest.add(_parsed(line), end)
-            self._seam = (len(line), end, zlib.crc32(line))
+        if blocks := _blocks_after(self._blocks[-1] if self._blocks else None, self.columns, self.metrics):
+            self._blocks += blocks
+            self._keys.update((key, None) for block in blocks for key in block.column_of)
+            self._rest, self._last_line = _Rows(), blocks[-1].last_line
+        for line, end in _lines(self.metrics, self._last_line.end):
+            self._rest.add(_row_of(line))
+            self._last_line = LineMark.of(line, end)
         return replaced
 
     def column(self, key: str, since: int = 0) -> np.ndarray:
         """Return one metric in every row from row ``since`` on: float32 [rows], NaN where it has no value."""
-        blocks, over = [], 0
-        for block in self._blocks:
-            over += block.rows
-            if over > since:
-                blocks.append(block)
-        covered = sum(block.rows for block in blocks)
-        numbers = np.full(covered + len(self._rest), np.nan, np.float32)
-        numbers[covered:] = self._rest.column(key)
-        if blocks:
-            with suppress(OSError), open(self.columns, "rb") as file:  # gone since the last refresh: the next finds out
-                if hasattr(os, "posix_fadvise"):  # a page of each block is wanted, and not those behind it
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-                _read(file.fileno(), blocks, key, numbers[:covered])
-        return numbers[max(0, len(numbers) - max(0, len(self) - since)) :]
+        numbers = np.full(len(self), np.nan, np.float32)
+        numbers[len(self) - len(self._rest) :] = self._rest.column(key)
+        with suppress(OSError), open(self.columns, "rb") as file:  # gone since the last refresh: the next finds out
+            if hasattr(os, "posix_fadvise"):  # a page of each block is wanted, and not those behind it
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            begin = 0
+            for block in self._blocks:
+                end = begin + block.rows
+                column = block.column_of.get(key)
+                if column is not None and end > since:
+                    part = numbers[begin:end]
+                    read = os.preadv(file.fileno(), [part.data], block.begin + part.nbytes * column)
+                    if read < part.nbytes:  # lost to a cut
+                        part[read // 4 :] = np.nan
+                begin = end
+        return numbers[since:]
 
-    def _stands(self) -> bool:
+    def _is_current(self) -> bool:
         """Return whether what was read is still the beginning of the files."""
-        if self._file == -1:
-            return True
         try:
-            if self.metrics.stat().st_ino != self._file:
+            if self.metrics.stat().st_ino != self._file or not _has_line(self.metrics, self._last_line):
                 return False
-            if len(self._rest) and not _same_line(self.metrics, *self._seam):
-                return False
-            if not self._blocks:
-                return True
-            last = self._blocks[-1]
-            return self.columns.stat().st_size >= last.over and _agrees(last, self.metrics)
+            return not self._blocks or self.columns.stat().st_size >= self._blocks[-1].end
         except OSError:
             return False
 
 
-def _read(file: int, blocks: Sequence[_Block], key: str, to: np.ndarray) -> None:
-    """Read one key of these blocks into float32 [rows]; what a block does not have, or has lost to a cut, stays."""
-    room, begin, read = to.data.cast("B"), 0, os.preadv
-    for block in blocks:
-        end = begin + 4 * block.rows
-        column = block.column_of.get(key)
-        if column is not None:
-            got = read(file, [room[begin:end]], block.at + (end - begin) * column)
-            if got < end - begin:
-                to[(begin + got) // 4 : end // 4] = np.nan
-        begin = end
-
-
-def number_keys(rows: Sequence[Values]) -> list[str]:
-    """Return the keys that are a number (or nothing) in every row, in the order of the rows."""
-    kinds: dict[str, bool] = {}
-    for row in rows:
-        for key, value in row.items():
-            kinds[key] = kinds.get(key, True) and _is_number(value)
-    return [key for key, number in kinds.items() if number]
-
-
-def _is_number(value: object) -> bool:
-    return value is None or isinstance(value, (bool, int, float))
-
-
-def _number(value: object) -> float:
+def _float32(value: object) -> float:
     """Return the value as float32 holds it: infinite beyond its range, NaN for what is no number."""
-    if not isinstance(value, (bool, int, float)):
+    if not isinstance(value, (int, float)):
         return np.nan
     try:
         number = float(value)
@@ -280,7 +230,7 @@ def _number(value: object) -> float:
     return number if abs(number) <= 3.4e38 or number != number else np.copysign(np.inf, number)
 
 
-def _parsed(line: bytes) -> Values:
+def _row_of(line: bytes) -> Row:
     """Return the row of a line; {} for a damaged one, so that later rows keep their numbers."""
     with suppress(ValueError, RecursionError):
         return parse_row(line)
@@ -292,17 +242,10 @@ def _lines(path: Path, begin: int) -> Iterator[tuple[bytes, int]]:
         yield from whole_lines(file, begin)
 
 
-def _agrees(block: _Block, metrics: Path) -> bool:
-    return _same_line(metrics, block.line, block.end, block.crc)
-
-
-def _same_line(path: Path, length: int, end: int, crc: int) -> bool:
-    """Return whether the line of ``length`` bytes that ends at byte ``end`` has this checksum."""
-    try:
-        with open(path, "rb") as file:
-            return zlib.crc32(os.pread(file.fileno(), length, end - length)) == crc
-    except OSError:
-        return False
+def _has_line(path: Path, mark: LineMark) -> bool:
+    with suppress(OSError), open(path, "rb") as file:
+        return mark.is_in(file)
+    return False
 
 
 def _blocks_after(last: _Block | None, columns: Path, metrics: Path) -> list[_Block]:
@@ -313,27 +256,31 @@ def _blocks_after(last: _Block | None, columns: Path, metrics: Path) -> list[_Bl
         while block := _next_block(file.fileno(), last):
             blocks.append(block)
             last = block
-    while blocks and not _agrees(blocks[-1], metrics):
+    while blocks and not _has_line(metrics, blocks[-1].last_line):
         blocks.pop()
     return blocks
 
 
 def _next_block(file: int, last: _Block | None) -> _Block | None:
-    at, column_of, begin = (last.over, last.column_of, last.end) if last else (0, {}, 0)
+    """Return the block behind ``last``; None where the file has no whole one."""
+    at, column_of, covered = (last.end, last.column_of, last.last_line.end) if last else (0, {}, 0)
     size, head = os.fstat(file).st_size, os.pread(file, _HEAD.size, at)
     if len(head) < _HEAD.size:
         return None
-    magic, rows, keys, named, end, line, crc = _HEAD.unpack(head)
-    if magic != _MAGIC or not 0 < rows <= BLOCK or keys > _MOST_KEYS or named > size or line > end or end <= begin:
+    magic, rows, keys, name_bytes, *line = _HEAD.unpack(head)
+    last_line = LineMark(*line)
+    if magic != _MAGIC or not 0 < rows <= BLOCK or keys > _MOST_KEYS or name_bytes > size:
+        return None
+    if last_line.length > last_line.end or last_line.end <= covered:
         return None
     at += _HEAD.size
-    if named:
+    if name_bytes:
         try:
-            names = json.loads(os.pread(file, named, at))
+            names = json.loads(os.pread(file, name_bytes, at))
         except ValueError:
             return None
         if not isinstance(names, list):
             return None
         column_of = {str(key): number for number, key in enumerate(names)}
-    block = _Block(at + named, rows, column_of, end, line, crc)
-    return block if len(column_of) == keys and block.over <= size else None
+    block = _Block(at + name_bytes, rows, column_of, last_line)
+    return block if len(column_of) == keys and block.end <= size else None

@@ -5,15 +5,16 @@ by a resume, vanish, or end in half a line at any moment.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
 from retrain.config.evaluation import HELDOUT
 from retrain.errors import UsageError
 from retrain.files import Stamp, dumps, stamp_of
-from retrain.records.lines import Tail
 from retrain.records.observer import NullObserver, Observer, SpecLike
-from retrain.records.reader import homes_of_runs, read_manifest, run_entries
+from retrain.records.reader import Tail, homes_of_runs, read_manifest, run_entries
 from retrain.records.schema import events
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import ENDED, RunEntry
@@ -39,7 +40,6 @@ class Follower:
     def __init__(self, directory: Path, observer: Observer):
         self.directory, self.observer = Path(directory), observer
         self._runs: dict[Path, _Run] = {}
-        self._manifests: dict[Path, tuple[Stamp, Row]] = {}
         self._with_rank: set[Path] = set()
 
     def look(self) -> bool:
@@ -70,17 +70,11 @@ class Follower:
         return {path: entry.state for path, entry in entries.items()}
 
     def _manifest(self, home: Path) -> Row | None:
-        """Return the manifest, read again only when it has been replaced; None where there is none."""
-        path = home / MANIFEST
-        stamp = stamp_of(path)
-        if stamp is None:
-            return None
-        try:
-            if path not in self._manifests or self._manifests[path][0] != stamp:
-                self._manifests[path] = (stamp, read_manifest(home))
-        except UsageError:
-            return None
-        return self._manifests[path][1]
+        """Return the manifest; None where there is none, or a damaged one."""
+        stamp = stamp_of(home / MANIFEST)
+        with suppress(UsageError):
+            return None if stamp is None else _read_manifest(home, stamp)
+        return None
 
     def _report(self, run: _Run, entry: RunEntry) -> None:
         replaced, rows = run.metrics.rows()
@@ -105,6 +99,12 @@ class Follower:
         if entry.state not in (run.state, "pending"):
             run.state = entry.state
             self.observer.run_finished(run, entry.state, entry.reason or "")
+
+
+@lru_cache
+def _read_manifest(home: Path, stamp: Stamp) -> Row:
+    """Return the manifest, read again only when it has been replaced."""
+    return read_manifest(home)
 
 
 def _has_started(run: _Run, state: str, replaced: bool) -> bool:

@@ -8,67 +8,62 @@ from retrain.records.schema.base import Row
 LARGEST = 1e300  # Amounts beyond it are no measurement, and their sums no float
 
 Kind = Callable[[object], bool]
-Wanted = Mapping[Kind, str]  # Names of fields by what they should be, separated by blanks
+FieldKinds = Mapping[Kind, str]  # Names of fields by the kind of their values, separated by blanks
 
 
-def anything(value: object) -> bool:
-    """Anything."""
+def is_anything(value: object) -> bool:
     return True
 
 
-def number(value: object) -> TypeGuard[float]:
-    """A finite number."""
+def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and -LARGEST < value < LARGEST
 
 
-def numbers(value: object) -> bool:
-    """A list of numbers, null where there is none."""
-    return isinstance(value, list) and all(each is None or number(each) for each in value)
+def are_numbers(value: object) -> bool:
+    return isinstance(value, list) and all(item is None or is_number(item) for item in value)
 
 
-def count(value: object) -> bool:
-    """A whole number from 0 to 2⁴⁰."""
+def is_count(value: object) -> bool:
     return isinstance(value, int) and 0 <= value < 1 << 40
 
 
-def text(value: object) -> bool:
-    """A text."""
+def is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def texts(value: object) -> bool:
-    """A list of texts."""
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+def are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def table(value: object) -> bool:
-    """An object."""
+def is_object(value: object) -> bool:
     return isinstance(value, dict)
 
 
-def tables(value: object) -> bool:
-    """A list of objects."""
-    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
+def are_objects(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
-def checked(row: object, needed: Wanted, optional: Wanted | None = None) -> Row:
+DESCRIPTIONS: Mapping[Kind, str] = {
+    is_number: "a finite number",
+    are_numbers: "a list of numbers, null where there is none",
+    is_count: "a whole number from 0 to 2⁴⁰",
+    is_text: "a text",
+    are_texts: "a list of texts",
+    is_object: "an object",
+    are_objects: "a list of objects",
+}
+
+
+def checked(row: object, required: FieldKinds, optional: FieldKinds | None = None) -> Row:
     """Return the row if these fields are of their kinds; ``optional`` ones may also be null or missing. Raises
     ValueError that names the first that is not."""
     if not isinstance(row, dict):
         raise ValueError("it is no object")
-    for kind, names in needed.items():
-        for name in names.split():
-            if name not in row:
-                raise ValueError(f"it has no {name}")
-            _check(name, row[name], kind)
-    for kind, names in (optional or {}).items():
-        for name in names.split():
-            if row.get(name) is not None:
-                _check(name, row[name], kind)
+    for kinds, are_required in ((required, True), (optional or {}, False)):
+        for kind, names in kinds.items():
+            for name in names.split():
+                if are_required and name not in row:
+                    raise ValueError(f"it has no {name}")
+                if (are_required or row.get(name) is not None) and not kind(row[name]):
+                    raise ValueError(f"{name} is not {DESCRIPTIONS[kind]}")
     return row
-
-
-def _check(name: str, value: object, kind: Kind) -> None:
-    if not kind(value):
-        words = (kind.__doc__ or "").rstrip(".")
-        raise ValueError(f"{name} is not {words[0].lower()}{words[1:]}")

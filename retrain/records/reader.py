@@ -1,24 +1,38 @@
 """Reads the files of runs and campaigns, also while other processes write them.
 
-A torn last line is left out, and a file that is not there has no rows. Growing files are read by ``lines.Tail``,
-``lines.LineIndex`` and ``columns.Columns``, which do not read again what they have read.
+A torn last line is left out, and a file that is not there has no rows. ``Tail`` and ``LineIndex``, as
+``columns.Columns``, do not read again what they have read, and find out when a file is another one.
 """
 
+from __future__ import annotations
+
+import contextlib
 import fcntl
+import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
+from threading import Lock
+from typing import IO, NamedTuple
 
+from retrain.config.legacy import REMOVED, without_removed
 from retrain.errors import CheckpointError, UsageError
-from retrain.files import iter_jsonl, read_json, read_jsonl
+from retrain.files import Stamp, iter_jsonl, read_json, read_json_if_present, read_jsonl, stamp_of
 from retrain.ownership import not_readable
-from retrain.records.lines import Tail, parse_row
 from retrain.records.schema import layout
 from retrain.records.schema.base import Row
 from retrain.records.schema.campaign import STATES, RunEntry
 from retrain.records.schema.rows import Note
+
+LAST_BLOCK = 1 << 16  # Bytes read from the end of a file when only its last rows are wanted
+CHUNK = 1 << 22
+LONGEST_LINE = 64 << 20  # Bytes; retrain writes no longer ones
+MAX_OBJECT_BYTES = 64 << 20  # Bytes of a JSON file that `read_object` reads
+KEPT_OBJECTS = 128
 
 
 class RunReader:
@@ -34,6 +48,15 @@ class RunReader:
         """Return ``config.json``; {} where there is none. Raises ValueError where it is no JSON."""
         path = self.directory / layout.CONFIG
         return read_json(path) if path.is_file() else {}
+
+    def intact_config(self) -> Row:
+        """Return ``config.json``; {} where there is none or it is damaged. Raises NotReadable."""
+        facts = read_json_if_present(self.directory / layout.CONFIG)
+        return facts if isinstance(facts, dict) else {}
+
+    def environment(self) -> Row:
+        """Return ``environment.json``. Raises OSError where there is none, ValueError where it is no JSON."""
+        return read_json(self.directory / layout.ENVIRONMENT)
 
     def metrics(self) -> list[Row]:
         return read_jsonl(self.directory / layout.METRICS)
@@ -97,6 +120,24 @@ def read_manifest(directory: Path) -> Row:
                 raise ValueError(f"run {run_id} is in no known state")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise not_readable(path, error, "restore it from a copy, or begin anew with another --out") from error
+    return content
+
+
+def read_plan_file(directory: Path) -> Row:
+    """Return the content of ``plan.json`` without removed keys. Raises UsageError when it is damaged, NotOurs when it
+    is no plan of retrain."""
+    path = directory / layout.PLAN
+    try:
+        content = read_json(path)
+        for run in content["runs"]:
+            if not is_run_id(run["run_id"]):
+                raise UsageError(f"{path} names {run['run_id']!r}, which is not a run of this directory")
+            if not isinstance(run["config"], dict) or not isinstance(run["overrides"], dict):
+                raise ValueError(f"{run['run_id']} has no configuration")
+            run["config"] = without_removed(run["config"])
+            run["overrides"] = {key: value for key, value in run["overrides"].items() if key not in REMOVED}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise not_readable(path, error, "type retrain train with the file and --out") from error
     return content
 
 
@@ -164,3 +205,161 @@ def is_held(lock: Path) -> bool:
     except BlockingIOError:
         return True
     return False
+
+
+def read_object(path: Path | None) -> Row:
+    """Return the object of a JSON file, kept until the file changes and not to be changed.
+
+    Returns {} for a file that is missing, damaged, no object or larger than ``MAX_OBJECT_BYTES``.
+    """
+    stamp = stamp_of(path)
+    return _object(path, stamp) if path is not None and stamp is not None and stamp.size <= MAX_OBJECT_BYTES else {}
+
+
+@lru_cache(KEPT_OBJECTS)
+def _object(path: Path, stamp: Stamp) -> Row:
+    try:
+        content = read_json(path)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def whole_lines(file: IO[bytes], begin: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the whole lines from byte ``begin`` on, with the byte behind each; reads in chunks."""
+    file.seek(begin)
+    parts, end = [b""], begin
+    while chunk := file.read(CHUNK):
+        parts.append(chunk)
+        if b"\n" not in chunk:
+            continue
+        *lines, rest = b"".join(parts).split(b"\n")
+        parts = [rest]
+        for line in lines:
+            end += len(line) + 1
+            yield line + b"\n", end
+
+
+class LineMark(NamedTuple):
+    """The last line that was read from a growing file: the byte behind it, its length and its checksum."""
+
+    end: int = 0
+    length: int = 0
+    crc: int = 0
+
+    @classmethod
+    def of(cls, line: bytes, end: int) -> LineMark:
+        return cls(end, len(line), zlib.crc32(line))
+
+    def is_in(self, file: IO[bytes]) -> bool:
+        """Return whether the file has this line at this place, so that reading can go on behind it."""
+        line = os.pread(file.fileno(), self.length, self.end - self.length)
+        return os.fstat(file.fileno()).st_size >= self.end and zlib.crc32(line) == self.crc
+
+
+class Tail:
+    """The complete rows that have been added to one JSONL file since it was last read.
+
+    ``last_only``: of what is there at first, or after the file was cut, only the last ``LAST_BLOCK`` bytes are read,
+    or all of it when no complete row lies in them.
+    """
+
+    def __init__(self, path: Path, last_only: bool = False):
+        self.path, self.last_only = path, last_only
+        self._mark: LineMark | None = None
+
+    def rows(self) -> tuple[bool, list[Row]]:
+        """Return whether the file has been cut or replaced since the last call, and the new rows in order without
+        damaged ones, which ``resume`` names by their numbers."""
+        replaced, lines = self.lines()
+        return replaced, _whole_rows(lines)
+
+    def lines(self) -> tuple[bool, list[bytes]]:
+        """Return the new lines without blank ones and line ends."""
+        replaced, lines = self._mark is not None, []
+        try:
+            with open(self.path, "rb") as file:
+                if self._mark is not None and self._mark.is_in(file):
+                    replaced = False
+                else:
+                    self._mark = LineMark(self._first(file))
+                for line, end in whole_lines(file, self._mark.end):
+                    self._mark = LineMark.of(line, end)
+                    if text := line[:-1].strip():
+                        lines.append(text)
+        except OSError:  # not there yet, or no longer
+            self._mark = None
+            return replaced, []
+        return replaced, lines
+
+    def _first(self, file: IO[bytes]) -> int:
+        """Return where the rows to read first begin."""
+        size = os.fstat(file.fileno()).st_size
+        if not self.last_only or size <= LAST_BLOCK:
+            return 0
+        file.seek(size - LAST_BLOCK)
+        block = file.read(LAST_BLOCK)
+        first, last = block.find(b"\n"), block.rfind(b"\n")
+        return size - LAST_BLOCK + first + 1 if first < last else 0
+
+
+def parse_row(line: bytes) -> Row:
+    """Return the object of a line. Raises ValueError, or RecursionError, for what is none."""
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError("no object")
+    return row
+
+
+def _whole_rows(lines: Iterable[bytes]) -> list[Row]:
+    rows = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            rows.append(parse_row(line))
+    return rows
+
+
+class LineIndex:
+    """Offsets of the whole lines of a growing file, found again when the file is another one."""
+
+    def __init__(self, path: Path):
+        self.path, self._lock = path, Lock()
+        self._begins, self._mark = [0], LineMark()
+
+    def refresh(self) -> int:
+        """Read what is new; return the number of whole lines."""
+        with self._lock, open(self.path, "rb") as file:
+            if not self._mark.is_in(file):
+                self._begins, self._mark = [0], LineMark()
+            for line, end in whole_lines(file, self._mark.end):
+                self._begins.append(end)
+                self._mark = LineMark.of(line, end)
+            return len(self._begins) - 1
+
+    def read(self, start: int, end: int) -> list[Row]:
+        """Return the objects in these lines without damaged ones."""
+        with self._lock:
+            begins = self._begins[start : end + 1]
+        if len(begins) < 2:
+            return []
+        with open(self.path, "rb") as file:
+            file.seek(begins[0])
+            text = file.read(begins[-1] - begins[0])
+        return _whole_rows(text.split(b"\n"))
+
+
+def json_lines(path: Path | None, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Row]]:
+    """Yield the objects between two bytes of a file, each with the byte at which it begins, one line in memory at a
+    time. Damaged lines and missing files give nothing."""
+    with contextlib.suppress(OSError):
+        if path is None:
+            return
+        with open(path, "rb") as file:
+            file.seek(begin)
+            at, is_complete = begin, True
+            while (end is None or at < end) and (line := file.readline(LONGEST_LINE)):
+                begins, at = is_complete, at + len(line)
+                is_complete = line.endswith(b"\n")
+                with contextlib.suppress(ValueError, RecursionError):
+                    if begins:
+                        yield at - len(line), parse_row(line)

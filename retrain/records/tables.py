@@ -56,57 +56,53 @@ class ResultTable(NamedTuple):
 
 
 def comparison_table(report: Values, width: int = WIDE) -> ResultTable:
-    """Return conditions against the baseline with intervals over seeds; verdicts stand beside the numbers, or below
-    in a terminal with fewer than ``WIDE`` columns. ``report`` is a ``schema.comparison.Comparison`` as JSON."""
+    """Return conditions against the baseline with intervals over seeds, and the findings in sentences below; verdicts
+    stand beside the numbers in a terminal with at least ``WIDE`` columns. ``report`` is a
+    ``schema.comparison.Comparison`` as JSON."""
     left_out = set() if width >= WIDE else {"verdict"}
     left_out |= {"95 % interval", "p"} if width < NARROW else set()
     headings = [heading for heading in COMPARISON_COLUMNS if heading not in left_out]
-    rows, lines = [], []
+    rows = []
     for condition in report["conditions"]:
-        texts = map(Text, comparison_cells(condition, report["baseline"], report.get("share", True)))
+        texts = map(Text, comparison_cells(condition, report["baseline"], report["share"]))
         cells: dict[str, Text] = dict(zip(COMPARISON_COLUMNS, texts, strict=True))
-        verdict = cells["verdict"]
-        verdict.stylize("green" if verdict.plain.startswith("better") else "")
+        cells["verdict"].stylize("green" if condition["verdict"].startswith("better") else "")
         rows.append([cells[heading] for heading in headings])
-        if condition.get("sentence"):
-            lines.append(Text(visible(condition["sentence"])))
-        elif verdict.plain not in ("", "baseline") and width < WIDE:
-            lines.append(Text(f"{visible(condition_name(condition['label']))}: ") + verdict)
-    lines += [Text(line, style="dim") for line in (_costs(report), visible(report.get("note") or "")) if line]
+    lines = [Text(visible(condition["sentence"])) for condition in report["conditions"] if condition["sentence"]]
+    lines += [Text(line, style="dim") for line in (_costs(report), visible(report["note"])) if line]
     gap = 2 if width >= WIDE else 1
     return ResultTable(comparison_title(report), headings, rows, ("condition", "verdict"), lines, gap)
 
 
 def _costs(report: Values) -> str:
-    tokens = sum(condition.get("tokens") or 0 for condition in report["conditions"])
-    seconds = sum(condition.get("seconds") or 0.0 for condition in report["conditions"])
-    summary = f" ({report['summary']})" if report.get("summary") else ""
-    return f"metric {report['metric']}{summary}; {short(tokens)} tokens, {duration(seconds)} of device time"
+    tokens = sum(condition["tokens"] for condition in report["conditions"])
+    seconds = sum(condition["seconds"] for condition in report["conditions"])
+    return (
+        f"metric {report['metric']} ({report['summary']}); {short(tokens)} tokens, {duration(seconds)} of device time"
+    )
 
 
 def comparison_title(report: Values) -> str:
     metric = report["metric"]
     if name := accuracy_name(metric):
         means = {"auc": ", mean over training", "last3": ", mean of the last three evaluations"}
-        return f"{name} by condition{means.get(report.get('summary', ''), '')}"
+        return f"{name} by condition{means.get(report['summary'], '')}"
     return f"Conditions compared by {metric}" if metric.startswith("eval/") else "Conditions compared"
 
 
-def comparison_cells(condition: Values, baseline: str, share: bool = True) -> list[str]:
+def comparison_cells(condition: Values, baseline: str, share: bool) -> list[str]:
     """Return a row of the comparison; ``share``: the metric lies in [0, 1] and is shown in per cent."""
-    seeds, counted = len(condition["seeds"]), len(condition.get("finished", condition["seeds"]))
-    counted -= 0 if "finished" in condition else condition.get("failed", 0)
-    ends = condition.get("interval")
-    p_value = condition.get("p_holm", condition.get("p_value"))
+    seeds, finished = len(condition["seeds"]), len(condition["finished"])
+    ends, p_value = condition["interval"], condition["p_holm"]
     levels, difference = _levels_and_difference(condition, baseline, share)
     return [
         visible(condition_name(condition["label"])),
-        str(seeds) if counted == seeds else f"{counted}/{seeds}",
+        str(seeds) if finished == seeds else f"{finished}/{seeds}",
         levels,
         interval(ends) if share or not ends else f"{plain_number(ends[0])} to {plain_number(ends[1])}",
         difference,
         NOTHING if p_value is None else f"{p_value:.3f}",
-        visible(condition.get("verdict", "")),
+        visible(condition["verdict"]),
     ]
 
 
@@ -127,11 +123,11 @@ def _levels_and_difference(condition: Values, baseline: str, share: bool) -> tup
     """Return before → after, and the difference to the baseline with its interval, in points if the metric is a
     share."""
     level, amount = (rate, points) if share else (plain_number, plain_number)
-    difference = amount(condition.get("difference"))
-    if condition.get("difference_interval"):
+    difference = amount(condition["difference"])
+    if condition["difference_interval"]:
         low, high = condition["difference_interval"]
         difference += f" [{amount(low)}, {amount(high)}]"
-    levels = f"{level(condition.get('before'))} → {level(condition.get('after_mean'))}"
+    levels = f"{level(condition['before'])} → {level(condition['after_mean'])}"
     return levels, "baseline" if condition["label"] == baseline else difference
 
 

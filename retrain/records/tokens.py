@@ -19,22 +19,22 @@ from __future__ import annotations
 
 import json
 import os
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import ArrayLike, DTypeLike
 
 from retrain.errors import CheckpointError
 from retrain.files import dumps, write_bytes
 from retrain.records import kinds
-from retrain.records.kinds import Wanted, checked
-from retrain.records.rollouts import TRAIN, Batch, advantage_of, batch_name, conversation_of, metrics_of
+from retrain.records.kinds import FieldKinds, checked
+from retrain.records.rollouts import TRAIN, Batch, TokenText, advantage_of, batch_name, conversation_of, metrics_of
 from retrain.records.schema.base import Row, Values
 from retrain.tensor_file import to_bytes
-from retrain.types import CreditedRollout, Group
+from retrain.types import CreditedRollout, Group, Turn
 
 SCHEMA = "1"
 LINES = ("prompts", "rollouts")
@@ -44,19 +44,19 @@ _DTYPES = {"F32": np.float32, "I32": np.int32, "I64": np.int64, "U8": np.uint8}
 _NEEDED = dict.fromkeys(INDICES, np.int64) | dict.fromkeys(LINES, np.uint8)
 _NEEDED |= {"ids": np.int32, "action": np.uint8, "logprobs": np.float32, "ends": np.int32}
 _NONE = (None, 0, 0)
-_LINES: Mapping[str, Wanted] = {
-    "prompt": {kinds.text: "problem_id", kinds.texts: "tags", kinds.tables: "messages"},
+_LINES: Mapping[str, FieldKinds] = {
+    "prompt": {kinds.is_text: "problem_id", kinds.are_texts: "tags", kinds.are_objects: "messages"},
     "rollout": {
-        kinds.anything: "reward correct advantage turn_advantages", kinds.count: "group sample",
-        kinds.table: "metrics", kinds.tables: "turns",
+        kinds.is_anything: "reward correct advantage turn_advantages", kinds.is_count: "group sample",
+        kinds.is_object: "metrics", kinds.are_objects: "turns",
     },
 }  # fmt: skip
-_KNOWN: Wanted = {
-    kinds.number: "reward advantage",
-    kinds.numbers: "turn_advantages",
-    kinds.text: "stop_reason ended discarded error",
+_KNOWN: FieldKinds = {
+    kinds.is_number: "reward advantage",
+    kinds.are_numbers: "turn_advantages",
+    kinds.is_text: "stop_reason ended discarded error",
 }
-_TURN: Wanted = {kinds.text: "text", kinds.count: "tokens", kinds.tables: "messages"}
+_TURN: FieldKinds = {kinds.is_text: "text", kinds.is_count: "tokens", kinds.are_objects: "messages"}
 
 
 def tokens_name(split: str, iteration: int) -> str:
@@ -69,56 +69,59 @@ def write_tokens(directory: Path, batch: Batch) -> Path:
     """Write the batch, without waiting for the disk; return the path."""
     path = directory / tokens_name(batch.split, batch.iteration)
     about = {"schema": SCHEMA, "split": batch.split, "iteration": str(batch.iteration), "run": batch.run}
-    write_bytes(path, to_bytes(_tensors(batch), {**about, "condition": batch.condition}), durable=False)
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    tensors = _sampled(rollouts) | _texts(batch) | (_trained(rollouts) if batch.split == TRAIN else {})
+    write_bytes(path, to_bytes(tensors, {**about, "condition": batch.condition}), durable=False)
     return path
 
 
-def _tensors(batch: Batch) -> dict[str, np.ndarray]:
-    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    ids, action = zip(*map(_as_seen, rollouts), strict=True) if rollouts else ((), ())
-    texts = [_texts(batch, rollout) for rollout in rollouts]
-    entropies = [rollout.entropy_T for rollout in rollouts if rollout.entropy_T is not None]
+def _sampled(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
+    """Return the tokens as the policy saw and sampled them, and where those of each rollout begin."""
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    is_action = [np.repeat([0, 1], [len(turn.observation_ids), len(turn.action)]) for turn in turns]
     tensors: dict[str, np.ndarray] = {
-        "offsets": _begins(ids),
-        "sampled": _begins(rollouts),
-        "ids": _joined(ids, np.int32),
-        "action": _joined(action, np.uint8),
+        "offsets": _begins([rollout.observation_tokens + len(rollout) for rollout in rollouts]),
+        "sampled": _begins(list(map(len, rollouts))),
+        "ids": _joined([part for turn in turns for part in (turn.observation_ids, turn.action.token_ids)], np.int32),
+        "action": _joined(is_action, np.uint8),
         "logprobs": _joined([rollout.logprobs_T for rollout in rollouts], np.float32),
     }
+    entropies = [rollout.entropy_T for rollout in rollouts if rollout.entropy_T is not None]
     if rollouts and len(entropies) == len(rollouts):
         tensors["entropy"] = _joined(entropies, np.float32)
-    if batch.split == TRAIN:
-        tensors |= _trained(rollouts)
-    tensors["ends"] = _joined([ends for _, ends in texts], np.int32)
-    numbered = [(g, s, rollout) for g, group in enumerate(batch.groups) for s, rollout in enumerate(group.rollouts)]
-    lines = [
-        rollout_line(rollout, turns, group, sample, batch.groups[group].discarded)
-        for (group, sample, rollout), (turns, _) in zip(numbered, texts, strict=True)
-    ]
-    return tensors | _lines("prompt", map(prompt_line, batch.groups)) | _lines("rollout", lines)
+    return tensors
+
+
+def _texts(batch: Batch) -> dict[str, np.ndarray]:
+    """Return prompts and rollouts as JSON lines, and where in the texts of its turns each token ends."""
+    lines, ends = [], []
+    for index, group in enumerate(batch.groups):
+        for sample, rollout in enumerate(group.rollouts):
+            texts = [_text_and_ends(turn, batch.token_text) for turn in rollout.turns]
+            lines.append(rollout_line(rollout, [text for text, _ in texts], index, sample, group.discarded))
+            ends += [turn_ends for _, turn_ends in texts]
+    tensors = _lines("prompt", map(prompt_line, batch.groups)) | _lines("rollout", lines)
+    return tensors | {"ends": _joined(ends, np.int32)}
 
 
 def _lines(kind: str, rows: Iterable[Row]) -> dict[str, np.ndarray]:
     lines = [dumps(row).encode() for row in rows]
-    return {f"{kind}s": np.frombuffer(b"".join(lines), np.uint8), f"{kind}_at": _begins(lines)}
+    return {f"{kind}s": np.frombuffer(b"".join(lines), np.uint8), f"{kind}_at": _begins(list(map(len, lines)))}
 
 
 def _trained(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
-    """Return the arrays of a step that an evaluation lacks."""
+    """Return the arrays that only a step has."""
 
     def filled(parts: Sequence[np.ndarray | None], absent: float, dtype: DTypeLike) -> np.ndarray:
         pairs = zip(rollouts, parts, strict=True)
         return _joined([np.full(len(rollout), absent) if part is None else part for rollout, part in pairs], dtype)
 
-    versions = [
-        np.repeat([turn.action.policy_version for turn in rollout.turns], [len(turn.action) for turn in rollout.turns])
-        for rollout in rollouts
-    ]
+    actions = [turn.action for rollout in rollouts for turn in rollout.turns]
     tensors = {
         "advantages": filled([rollout.token_advantages_T for rollout in rollouts], np.nan, np.float32),
         "planning": filled([rollout.planning_T for rollout in rollouts], 0, np.uint8),
         "trained": filled(list(map(_trained_tokens, rollouts)), 0, np.uint8),
-        "versions": _joined(versions, np.int32),
+        "versions": _joined([np.full(len(action), action.policy_version) for action in actions], np.int32),
     }
     where_known = {
         "trainer_logprobs": [rollout.old_logprobs_T for rollout in rollouts],
@@ -137,28 +140,12 @@ def _trained_tokens(rollout: CreditedRollout) -> np.ndarray | None:
     return np.ones(len(rollout)) if rollout.loss_mask_T is None else rollout.loss_mask_T
 
 
-def _as_seen(rollout: CreditedRollout) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of all turns as the policy read and sampled them, and which were sampled."""
-    ids: list[int] = []
-    action: list[int] = []
-    for turn in rollout.turns:
-        ids += [*turn.observation_ids, *turn.action.token_ids]
-        action += [0] * len(turn.observation_ids) + [1] * len(turn.action)
-    return np.array(ids, np.int32), np.array(action, np.uint8)
-
-
-def _texts(batch: Batch, rollout: CreditedRollout) -> tuple[list[str], np.ndarray]:
-    """Return the text of each turn, and where in it each of its tokens ends; if unknown, at the end of the text."""
-    texts, ends = [], [np.zeros(0, np.int32)]
-    for turn in rollout.turns:
-        text, count = turn.action.text, len(turn.action)
-        turn_ends = np.full(count, len(text), np.int32)
-        if batch.token_text is not None:
-            text, spans = batch.token_text(turn.action.token_ids)
-            turn_ends = np.array([end for _, end in spans], np.int32).reshape(count)
-        texts.append(text)
-        ends.append(turn_ends)
-    return texts, np.concatenate(ends)
+def _text_and_ends(turn: Turn, token_text: TokenText | None) -> tuple[str, Sequence[int]]:
+    """Return the text of a turn, and where in it each of its tokens ends; if unknown, at the end of the text."""
+    if token_text is None:
+        return turn.action.text, [len(turn.action.text)] * len(turn.action)
+    text, spans = token_text(turn.action.token_ids)
+    return text, [end for _, end in spans]
 
 
 def prompt_line(group: Group) -> Row:
@@ -206,12 +193,12 @@ def rollout_line(rollout: CreditedRollout, texts: Sequence[str], group: int, sam
     }
 
 
-def _begins(parts: Sequence[Sized]) -> np.ndarray:
-    """Return where each part begins in all of them, and the end."""
-    return np.concatenate([[0], np.cumsum(list(map(len, parts)), dtype=np.int64)]).astype(np.int64)
+def _begins(lengths: Sequence[int]) -> np.ndarray:
+    """Return where each part begins in all of them, and the end: int64 [parts + 1]."""
+    return np.cumsum([0, *lengths], dtype=np.int64)
 
 
-def _joined(parts: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
+def _joined(parts: Sequence[ArrayLike], dtype: DTypeLike) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
 
 
@@ -237,20 +224,20 @@ class TokenFile:
     """A file of ``write_tokens``, read piece by piece: one rollout takes the same time out of any size.
 
     Raises CheckpointError for a file that is none, is cut or damaged, also later while it is read; it names the file
-    as ``label``. Raises OSError as ``open`` does. Close it, or use ``with``.
+    as ``label``. Raises OSError as ``open`` does. Use it in a ``with`` block.
     """
 
     def __init__(self, path: Path, label: str | None = None):
         self.path = path
         self.label = str(path) if label is None else label
-        self._file = os.open(path, os.O_RDONLY)
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
         try:
-            size = os.fstat(self._file).st_size
-            length = int.from_bytes(os.pread(self._file, 8, 0), "little")
+            size = os.fstat(self._file.fileno()).st_size
+            length = int.from_bytes(self._file.read(8), "little")
             if not 0 < length <= min(size, _LARGEST_HEADER):
                 raise ValueError("no safetensors header")
-            header = json.loads(os.pread(self._file, length, 8))
-            self.about: dict[str, str] = header.pop("__metadata__", {})
+            header = json.loads(os.pread(self._file.fileno(), length, 8))
+            header.pop("__metadata__", None)
             self._locations = {name: _location(entry, 8 + length, size) for name, entry in header.items()}
             if missing := [name for name, dtype in _NEEDED.items() if self._locations.get(name, _NONE)[0] is not dtype]:
                 raise ValueError(f"it has no {missing[0]}")
@@ -259,25 +246,20 @@ class TokenFile:
             if len(lengths) != 1 or 0 in lengths:
                 raise ValueError("its indices are of different lengths")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            self.close()
+            self._file.close()
             raise CheckpointError(f"{self.label} is no file of tokens, or cut short: {error}") from error
         except BaseException:
-            self.close()
+            self._file.close()
             raise
 
     def __enter__(self) -> TokenFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._file.close()
 
     def __len__(self) -> int:
         return len(self._index["rollout_at"]) - 1
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
 
     @property
     def names(self) -> list[str]:
@@ -294,22 +276,14 @@ class TokenFile:
     def prompts(self) -> list[Row]:
         return [self._line("prompt", i) for i in range(len(self._index["prompt_at"]) - 1)]
 
-    def group_of(self, index: int) -> range:
-        """Return the rollouts of the same group as this one, which stand together."""
-        group = self._line("rollout", index)["group"]
-        first = last = index
-        while first and self._line("rollout", first - 1)["group"] == group:
-            first -= 1
-        while last + 1 < len(self) and self._line("rollout", last + 1)["group"] == group:
-            last += 1
-        return range(first, last + 1)
-
     def of_group(self, group: int) -> range:
         """Return the rollouts of a group; groups stand in their order, so that few lines are read."""
-        first = bisect_left(range(len(self)), group, key=lambda i: self._line("rollout", i)["group"])
-        if first < len(self) and self._line("rollout", first)["group"] == group:
-            return self.group_of(first)
-        return range(0)
+
+        def group_at(index: int) -> int:
+            return self._line("rollout", index)["group"]
+
+        rollouts = range(len(self))
+        return range(bisect_left(rollouts, group, key=group_at), bisect_right(rollouts, group, key=group_at))
 
     def rollout(self, index: int) -> RolloutTokens:
         """Return one rollout with its tokens. Raises IndexError where there is none."""
@@ -323,9 +297,6 @@ class TokenFile:
         if len(arrays["ends"]) != sum(turn["tokens"] for turn in line["turns"]):
             raise self._damaged(f"rollout {index} has another number of tokens than its turns")
         return RolloutTokens(line, self._line("prompt", line["group"]), arrays)
-
-    def array(self, name: str) -> np.ndarray:
-        return self._read(name)
 
     def _line(self, kind: str, index: int) -> Row:
         begins = self._index[f"{kind}_at"]
@@ -347,7 +318,7 @@ class TokenFile:
         width = np.dtype(dtype).itemsize
         if not 0 <= first <= last <= count:
             raise self._damaged(f"{name} is shorter than its index says")
-        data = os.pread(self._file, (last - first) * width, begin + first * width)
+        data = os.pread(self._file.fileno(), (last - first) * width, begin + first * width)
         if len(data) != (last - first) * width:
             raise self._damaged(f"{name} is cut short")
         return np.frombuffer(data, dtype)

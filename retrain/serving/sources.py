@@ -8,9 +8,8 @@ from retrain.campaign.adapters.provenance import provenance
 from retrain.campaign.adapters.squeeze import find_adapter
 from retrain.config import Config, load, parse_dict
 from retrain.errors import UsageError
-from retrain.files import read_json
 from retrain.models.directory import bundled_name
-from retrain.records.reader import read_manifest
+from retrain.records.reader import read_manifest, read_object
 from retrain.records.schema.layout import ADAPTER_CONFIG, MANIFEST
 
 
@@ -66,11 +65,7 @@ def sources(what: str, more: Sequence[str] = (), base: str | None = None) -> Sou
 
 def _is_model(path: Path) -> bool:
     """Return whether this is a model's directory, whose config.json has a model_type."""
-    try:
-        content = read_json(path / "config.json")
-    except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and "model_type" in content
+    return "model_type" in read_object(path / "config.json")
 
 
 def _runs(campaign: Path) -> list[tuple[str, Path]]:

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from retrain.ownership import MARK
-from retrain.records.lines import Tail
+from retrain.records.reader import Tail, read_object
 from retrain.records.schema.layout import CONFIG, MANIFEST, METRICS
 from retrain.ui.foreign import Foreign
 from retrain.ui.numbers import Numbers, Pool
 from retrain.ui.places import Places
-from retrain.ui.sources import QUIET_S, Run, age, json_of, whole
+from retrain.ui.sources import QUIET_S, Run, age, whole
 
 
 class Cookbook(Foreign):
@@ -48,4 +48,4 @@ class Cookbook(Foreign):
         return pool.of(run.path)
 
     def settings(self, run: Run, places: Places) -> dict[str, Any]:
-        return json_of(places.file(run.path, CONFIG))
+        return read_object(places.file(run.path, CONFIG))

@@ -16,13 +16,14 @@ import numpy as np
 from retrain.campaign.judging.pooling import compare_directories
 from retrain.errors import RetrainError
 from retrain.files import stamp_of
+from retrain.records.reader import read_object
 from retrain.records.schema.layout import COMPARISON, CONFIG, EVALS, METRICS, PLAN
 from retrain.ui.library import Library
 from retrain.ui.measured import reader
 from retrain.ui.metrics import watched
 from retrain.ui.numbers import own_seconds
 from retrain.ui.power import power_of
-from retrain.ui.sources import Home, Run, json_of
+from retrain.ui.sources import Home, Run
 
 ALONE = "one run of a campaign compares nothing: open its campaign"
 FOREIGN = "these files declare no conditions and no metric that decides: curves are shown, and nothing is tested"
@@ -91,7 +92,7 @@ class Findings:
         if kept is not None:
             return kept.comparison
         if home.source.name == "retrain" and home.state in ("done", "failed", "stopped"):
-            found = json_of(self._library.places.file(home.path, COMPARISON))
+            found = read_object(self._library.places.file(home.path, COMPARISON))
             return found if found.get("format") == 2 else None
         return None
 

@@ -18,8 +18,8 @@ from typing import Any
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import Stamp, stamp_of
 from retrain.records import kinds
-from retrain.records.kinds import Wanted, checked
-from retrain.records.lines import Tail, json_lines
+from retrain.records.kinds import FieldKinds, checked
+from retrain.records.reader import Tail, json_lines
 from retrain.records.rollouts import TRAIN
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import EVALUATIONS, GENERATIONS, ITERATIONS, SUMMARIES
@@ -27,13 +27,17 @@ from retrain.records.tokens import TokenFile
 
 TOOL_ERRORS = "tools/tool_errors"
 KEPT_FILES = 16  # Recorded iterations of which the problems' groups are kept
-_COMPLETION: Wanted = {kinds.count: "step group sample", kinds.texts: "tags", kinds.text: "completion"}
-_ROLLOUT: Wanted = {
-    kinds.count: "group_idx traj_idx", kinds.number: "total_reward advantage", kinds.table: "trajectory_metrics",
-    kinds.texts: "tags", kinds.tables: "steps", kinds.text: "stop_reason ended",
-}  # fmt: skip
-_STEP: Wanted = {kinds.number: "ac_len ob_len", kinds.table: "logs"}
-_COUNTS = {"groups": kinds.count, "rollouts": kinds.count, "correct": kinds.count, "reward": kinds.number}
+_COMPLETION: FieldKinds = {kinds.is_count: "step group sample", kinds.are_texts: "tags", kinds.is_text: "completion"}
+_ROLLOUT: FieldKinds = {
+    kinds.is_count: "group_idx traj_idx",
+    kinds.is_number: "total_reward advantage",
+    kinds.is_object: "trajectory_metrics",
+    kinds.are_texts: "tags",
+    kinds.are_objects: "steps",
+    kinds.is_text: "stop_reason ended",
+}
+_STEP: FieldKinds = {kinds.is_number: "ac_len ob_len", kinds.is_object: "logs"}
+_COUNTS = {"groups": kinds.is_count, "rollouts": kinds.is_count, "correct": kinds.is_count, "reward": kinds.is_number}
 _SUMMARY = re.compile(r"(train|eval_(.+))_iteration_(\d{6,})" + re.escape(SUMMARIES))
 
 
@@ -105,7 +109,7 @@ class Index:
         path = self.file(one.tokens) if one.tokens else None
         return _groups(path, f"{self.place}/{one.tokens}", stamp_of(path)).get(problem, ()) if path is not None else ()
 
-    def lines(self, name: str, wanted: Wanted, begin: int = 0, end: int | None = None) -> Iterator[Row]:
+    def lines(self, name: str, wanted: FieldKinds, begin: int = 0, end: int | None = None) -> Iterator[Row]:
         """The objects between two bytes of a file, read in pieces; lines that are none, and a file that is gone, give
         nothing. Raises CheckpointError for an object with a value of another kind."""
         for at, row in json_lines(self.file(name), begin, end):
@@ -159,11 +163,11 @@ def _iteration(row: Mapping[str, Any]) -> Iteration | None:
         name, tokens, lines = str(row["name"]), row.get("tokens"), row.get("lines")
         if any("/" in each or each.startswith(".") for each in (name, str(tokens or "x"))):
             return None
-        place = (lines[0], lines[1]) if lines and all(kinds.count(each) for each in lines[:2]) else None
+        place = (lines[0], lines[1]) if lines and all(kinds.is_count(each) for each in lines[:2]) else None
         known = {key: value for key, kind in _COUNTS.items() if kind(value := row.get(key))}
         at = row["iteration"]
         one = Iteration(str(row["split"]), at, name, lines=place, tokens=tokens and str(tokens), **known)
-        return one if kinds.count(at) else None
+        return one if kinds.is_count(at) else None
     except (KeyError, TypeError, IndexError):
         return None
 
@@ -255,7 +259,7 @@ def _of_summary(index: int, row: Mapping[str, Any], texts: Mapping[tuple[int, in
 
 def _tool_errors(metrics: Mapping[str, Any]) -> int:
     value = metrics.get(TOOL_ERRORS)
-    return int(value) if kinds.number(value) else 0
+    return int(value) if kinds.is_number(value) else 0
 
 
 def _texts(index: Index, one: Iteration) -> dict[tuple[int, int], Row]:

@@ -21,8 +21,7 @@ from retrain.campaign.judging.results import OWN_SPANS, SHARED_SPANS
 from retrain.errors import StorageError
 from retrain.files import stamp_of
 from retrain.records.columns import BLOCK, Columns, ColumnWriter
-from retrain.records.lines import Tail
-from retrain.records.reader import last_row
+from retrain.records.reader import Tail, last_row
 from retrain.records.schema.layout import COLUMNS, EVALS, LOCK, METRICS
 from retrain.ui.answers import Refusal
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from retrain.errors import RetrainError
 from retrain.ownership import MARK
-from retrain.records.reader import is_held, last_row, read_manifest
+from retrain.records.reader import is_held, last_row, read_manifest, read_object
 from retrain.records.schema.layout import CONFIG, FINAL, LOCK, LOG, MANIFEST, METRICS
 from retrain.ui.numbers import Numbers, Pool
 from retrain.ui.places import Places, stays_inside
-from retrain.ui.sources import QUIET_S, Home, Run, age, json_of, touched, whole
+from retrain.ui.sources import QUIET_S, Home, Run, age, touched, whole
 
 
 class RetrainRuns:
@@ -56,7 +56,7 @@ class RetrainRuns:
 
     def settings(self, run: Run, places: Places) -> dict[str, Any]:
         """``config.json``: the resolved configuration and what it ran with."""
-        return json_of(places.file(run.path, CONFIG))
+        return read_object(places.file(run.path, CONFIG))
 
 
 def _labels(manifest: Mapping[str, Any]) -> list[str]:
@@ -86,7 +86,7 @@ def _alone(source: RetrainRuns, path: Path, place: str, places: Places) -> Home 
     """A run of a campaign that is looked at without it, from its own files."""
     if not stays_inside(path, places):
         return None
-    facts, metrics = json_of(places.file(path, CONFIG)), places.file(path, METRICS)
+    facts, metrics = read_object(places.file(path, CONFIG)), places.file(path, METRICS)
     seconds, row = age(metrics), {}
     if metrics is not None:
         with suppress(RetrainError, OSError):
@@ -107,5 +107,5 @@ def _is_run(path: Path, places: Places) -> bool:
         return False
     if places.file(path, MARK) is not None:
         return True
-    facts = json_of(places.file(path, CONFIG))
+    facts = read_object(places.file(path, CONFIG))
     return "run_id" in facts and "condition" in facts

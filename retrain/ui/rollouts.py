@@ -105,10 +105,11 @@ def whole(run: Index, one: Iteration, index: int) -> Row:
         with tokens as file:
             if not 0 <= index < len(file):
                 raise UsageError(f"{one.name} has {len(file)} rollouts, counted from 0: there is no {index}")
-            found, beside = file.rollout(index), file.group_of(index)
+            found = file.rollout(index)
+            beside = file.of_group(found.line["group"])
             siblings = [
                 {"index": i, "sample": line["sample"], "reward": line["reward"], "correct": line["correct"]}
-                for i, line in zip(beside, file.lines(beside[0], beside[-1] + 1), strict=True)
+                for i, line in zip(beside, file.lines(beside.start, beside.stop), strict=True)
             ]
         return {"about": one.as_json(), "siblings": siblings} | shown_tokens(found)
     every = rollouts_of(run, one)

@@ -6,18 +6,14 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from retrain.config.evaluation import PART
-from retrain.files import Stamp, read_json, stamp_of
 from retrain.ui.numbers import Numbers, Pool
 from retrain.ui.places import Places
 
 QUIET_S = 600.0  # Seconds without writes after which a run without a lock counts as stopped
-MOST_JSON = 64 << 20  # Bytes of a JSON file that is read whole
-KEPT_JSON = 128  # Files of settings that are kept as they were read
 
 
 @dataclass(frozen=True)
@@ -102,28 +98,12 @@ class Source(Protocol):
         ...
 
 
-def json_of(path: Path | None) -> dict[str, Any]:
-    """The object in a JSON file, not to be changed; {} where it is missing, damaged, none, or too large to be one of
-    settings."""
-    stamp = stamp_of(path)
-    return _json(path, stamp) if path is not None and stamp is not None and stamp.size <= MOST_JSON else {}
-
-
-@lru_cache(KEPT_JSON)
-def _json(path: Path, stamp: Stamp) -> dict[str, Any]:
-    try:
-        found = read_json(path)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def sets_of(names: Iterable[str]) -> list[str]:
     """The held-out sets among the names of evaluations, each once; one on a part of the problems is for the curve."""
     return [name for name in dict.fromkeys(names) if not name.endswith(PART)]
 
 
-def whole(value: Any, default: int = 0) -> int:
+def whole(value: object, default: int = 0) -> int:
     """A whole number out of a file."""
     return int(value) if isinstance(value, int | float) and abs(value) < 1e15 else default
 

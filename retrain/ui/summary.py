@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.files import Stamp, stamp_of
-from retrain.records.lines import Tail
+from retrain.records.reader import Tail
 from retrain.records.schema.layout import NOTES
 from retrain.ui.findings import Findings, verdict_of
 from retrain.ui.library import Library

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from retrain.files import Stamp, stamp_of
+from retrain.records.reader import read_object
 from retrain.ui.foreign import Foreign
 from retrain.ui.numbers import Numbers, Pool
 from retrain.ui.places import Places
-from retrain.ui.sources import QUIET_S, Run, age, json_of, whole
+from retrain.ui.sources import QUIET_S, Run, age, whole
 
 STATE = "trainer_state.json"
 CHECKPOINT = re.compile(r"checkpoint-(\d{1,12})")
@@ -41,7 +42,7 @@ class LogHistory:
             return
         signature = path, stamp_of(path)
         with self._lock:
-            if signature != self._signature and (state := json_of(path)):
+            if signature != self._signature and (state := read_object(path)):
                 self._rows, self._signature = _merged(state.get("log_history")), signature
                 keys = dict.fromkeys(key for row in self._rows for key, value in row.items() if _is_number(value))
                 self._columns = {
@@ -92,7 +93,7 @@ class Trl(Foreign):
 
     def progress(self, path: Path, places: Places) -> tuple[int, int, str]:
         newest = newest_state(path, places)
-        state = json_of(newest)
+        state = read_object(newest)
         step, planned = whole(state.get("global_step")), whole(state.get("max_steps"))
         seconds = age(newest)
         running = seconds is not None and seconds < QUIET_S
@@ -107,9 +108,9 @@ class Trl(Foreign):
     def settings(self, run: Run, places: Places) -> dict[str, Any]:
         """What the adapter's and the model's configuration say; the arguments are pickled, and not read."""
         newest = newest_state(run.path, places)
-        state = {key: value for key, value in json_of(newest).items() if not isinstance(value, list | dict)}
+        state = {key: value for key, value in read_object(newest).items() if not isinstance(value, list | dict)}
         folder = newest.parent if newest is not None else run.path
-        parts = {name: json_of(places.file(folder, f"{name}.json")) for name in ("config", "adapter_config")}
+        parts = {name: read_object(places.file(folder, f"{name}.json")) for name in ("config", "adapter_config")}
         return {"trainer_state": state, **{name: part for name, part in parts.items() if part}}
 
 

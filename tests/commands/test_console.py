@@ -152,18 +152,21 @@ def printed(renderable, width: int) -> str:
 
 def condition(label: str, **values: Any) -> dict[str, Any]:
     """A row of a comparison of which nothing is known but the given values."""
-    nothing = dict.fromkeys(("after_mean", "interval", "difference", "difference_interval", "p_value"))
-    given = {"label": label, "seeds": [1, 2], "before": 0.5, "after_values": [], "pairs": 0, "verdict": "", "failed": 0}
+    nothing = dict.fromkeys(("after_mean", "interval", "difference", "difference_interval", "p_holm"))
+    given = {"label": label, "seeds": [1, 2], "finished": [1, 2], "before": 0.5, "verdict": "", "sentence": ""}
     return nothing | given | {"tokens": 1000, "seconds": 60.0} | values
 
 
 COMPARISON = {
     "baseline": "grpo+none",
     "metric": "eval/heldout/correct_rate",
+    "summary": "final",
+    "share": True,
     "conditions": [
-        condition("grpo+none", after_mean=0.7, after_values=[0.7, 0.7], interval=[0.65, 0.75]),
-        condition("maxrl+gtpo_hicra[red]", difference=0.123, difference_interval=[-0.01, 0.256], p_value=0.5, pairs=2,
-                  verdict="2 pairs: no verdict possible", failed=1, tokens=2000, seconds=61.0),
+        condition("grpo+none", after_mean=0.7, interval=[0.65, 0.75]),
+        condition("maxrl+gtpo_hicra[red]", difference=0.123, difference_interval=[-0.01, 0.256], p_holm=0.5,
+                  finished=[2], verdict="2 pairs: no verdict possible", sentence="With 2 pairs no verdict is possible.",
+                  tokens=2000, seconds=61.0),
     ],
     "note": "Fewer than 6 pairs.",
 }  # fmt: skip
@@ -177,7 +180,7 @@ def test_the_comparison():
             assert part in text
     medium = printed(comparison_table(COMPARISON, 80).rich(), 80)
     assert "+12.3 [−1.0, +25.6]" in medium
-    assert "maxrl+gtpo_hicra[red]: 2 pairs: no verdict possible" in medium
+    assert "With 2 pairs no verdict is possible." in medium
     narrow = printed(comparison_table(COMPARISON, 60).rich(), 60)
     assert any(line.startswith("grpo ") and "50.0% → 70.0%" in line for line in narrow.splitlines())
     assert "…" not in narrow

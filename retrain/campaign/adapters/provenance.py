@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from retrain.campaign.adapters.squeeze import find_adapter
 from retrain.config import Config, parse_dict
@@ -12,6 +12,8 @@ from retrain.config.legacy import without_removed
 from retrain.errors import ConfigError, ModelError, UsageError
 from retrain.files import read_json
 from retrain.models.directory import bundled_model_path, bundled_name
+from retrain.records.reader import read_object
+from retrain.records.schema.base import Row
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, MANIFEST, PLAN
 
 if TYPE_CHECKING:
@@ -81,14 +83,17 @@ def provenance(directory: Path, base: str | None = None) -> Provenance:
 
 def _refuse_several(directory: Path) -> None:
     if (directory / MANIFEST).is_file() and not (directory / ADAPTER_WEIGHTS).is_file():
-        content = read_json(directory / MANIFEST)
-        runs = [run for run in content.get("runs", []) if isinstance(run, dict) and run.get("path") not in (None, ".")]
+        runs = [
+            run
+            for run in read_object(directory / MANIFEST).get("runs", [])
+            if isinstance(run, dict) and run.get("path") not in (None, ".")
+        ]
         if runs:
             example = next((run for run in runs if run.get("state") == "done"), runs[0])["path"]
             raise UsageError(f"{directory} is a campaign: give one of its runs, such as {directory / example}")
 
 
-def _adapter_config(adapter: Path) -> dict[str, Any]:
+def _adapter_config(adapter: Path) -> Row:
     try:
         content = read_json(adapter / ADAPTER_CONFIG)
     except (OSError, ValueError) as error:
@@ -101,11 +106,8 @@ def _adapter_config(adapter: Path) -> dict[str, Any]:
 def _recorded(adapter: Path) -> Provenance:
     """What the nearest run or campaign above the adapter says of it; its base is filled in by the caller."""
     for folder in (adapter, *list(adapter.parents)[:4]):
-        try:
-            content = read_json(folder / CONFIG)
-        except (OSError, ValueError):
-            continue
-        if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in (*SECTIONS, "types")):
+        content = read_object(folder / CONFIG)
+        if not all(isinstance(content.get(key), dict) for key in (*SECTIONS, "types")):
             continue  # not of a run or campaign of ours: a model's
         try:
             config = parse_dict(without_removed({key: content[key] for key in SECTIONS if key in content}))
@@ -126,7 +128,7 @@ def _base_path(name: str, record: Path | None) -> str:
     if bundled is not None:
         return str(bundled.resolve())
     plans = [folder / PLAN for folder in (record, *(list(record.parents)[:2] if record else ())) if folder is not None]
-    folders = [Path.cwd(), *(Path(read_json(plan)["folder"]) for plan in plans if plan.is_file())]
+    folders = [Path.cwd(), *(Path(read_object(plan)["folder"]) for plan in plans if plan.is_file())]
     for folder in folders:
         path = folder / Path(name).expanduser()
         if path.is_dir():

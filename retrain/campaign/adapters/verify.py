@@ -24,10 +24,10 @@ from retrain.config import Config
 from retrain.config.evaluation import HeldOut
 from retrain.data.dataset import content_hash
 from retrain.errors import UsageError, plural
-from retrain.files import read_json, sha256, write_json
+from retrain.files import sha256, write_json
 from retrain.maths.bounded import same_problems_interval
 from retrain.maths.statistics import accuracy_interval
-from retrain.records.reader import RunReader
+from retrain.records.reader import RunReader, read_object
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, FINAL
 from retrain.records.text import percent, points
 from retrain.types import Problem
@@ -78,15 +78,8 @@ def verify_ranks(
 
 def read_verification(path: Path, adapter: Path) -> dict[str, Any] | None:
     """What ``verify_ranks`` wrote to ``path``, if it is of these very weights; else None."""
-    if not path.is_file():
-        return None
-    try:
-        content = read_json(path)
-    except ValueError:
-        return None  # damaged: it can be made again
-    return (
-        content if isinstance(content, dict) and content.get("adapter") == sha256(adapter / ADAPTER_WEIGHTS) else None
-    )
+    content = read_object(path)
+    return content if content and content.get("adapter") == sha256(adapter / ADAPTER_WEIGHTS) else None
 
 
 def verdict(low: float | None, high: float | None) -> str:

@@ -4,49 +4,7 @@ The seed is the replicate: completions are never pooled over seeds. Conditions a
 seed has the same adapter, the same order of problems and the same random numbers. What decides is declared before
 (`[campaign] primary_metric`); everything else is shown without a verdict. Failed and missing runs are named.
 
-``compare_runs`` returns, and ``comparison.json`` holds:
-
-    format      2
-    metric      key of the primary metric; summary: "final", "last3" or "auc"; share: whether it lies in [0, 1]
-    baseline    label of the condition that the others are compared with
-    family      labels of the conditions that are tested against it: Holm's correction is over all of them
-    margin      differences below this do not matter ([campaign] equivalence_margin), in the metric's unit; or null
-    pairs_needed    pairs of seeds with which a member of this family can reach p = 0.05
-    conditions  one object for each, the baseline first:
-        label, seeds (planned), finished (seeds with a value, in order), after_values (theirs)
-        before            mean of the untrained model, or null
-        after_mean, interval            mean over seeds with its 95 % interval [low, high] (shares: score; else t)
-        iqm               {estimate, low, high}: interquartile mean with the trimmed t interval, null below 4 seeds
-        mean_bootstrap, iqm_bootstrap   {estimate, low, high}: expanded bootstrap over seeds, null below 8 seeds
-        difference, difference_interval     mean paired difference to the baseline (of the normal test, where runs are
-                          missing: what its fit estimates) with its 95 % interval, which holds for all of the family
-                          at once and agrees with the test: other seeds, these problems
-        difference_t      95 % t interval of this difference alone, from the same pairs
-        difference_new_problems     {estimate, low, high} for other seeds on new problems like these; null without the
-                          completions of the evaluations
-        difference_adjusted         with [campaign] sequential: {estimate, low, high}, median-unbiased after the looks
-        differences       by seed, in the order of paired_seeds
-        iqm_difference    {estimate, low, high}: the same of the paired differences
-        probability_of_improvement      {estimate, low, high}: expanded bootstrap over whole pairs, null below 8 pairs
-        pairs, smallest_p (that so many pairs can reach in the exact test)
-        p_value, p_holm, p_exact, difference_tested, test, pairs_needed, collapsed, stop_reason     see ``rule``
-        equivalence_p, equivalence_p_holm   of two one-sided t tests against ±margin
-        standing          "declared", "interim" or "exploratory", see ``declaration``; standing_reasons, pairs_planned
-        verdict           "baseline", "better", "worse" ("higher", "lower" where that is no merit), "no difference
-                          shown", "no difference beyond …", "cannot tell: …", "interim: …" or "exploratory"
-        sentence          the whole finding in words
-        sequential        with [campaign] sequential: {rule, planned, looks, stopped_after, spent, level}
-        missing           [{run_id, seed, state, reason}]: runs without a value, whatever the cause
-        failed            how many of them have failed
-        tokens, seconds   cost of all its runs; tokens_per_run, seconds_per_run: mean over those that finished
-        cost_ratio        seconds_per_run over that of the baseline
-    secondary   further measures, each with metric, summary, share and conditions (label, finished, after_values,
-                before, after_mean, interval, difference, difference_interval, pairs, p_value): no verdicts, no
-                correction for their number
-    standing    "exploratory" or "interim" where one of the findings is, else "declared"
-    failed      run_ids of failed runs
-    warnings    what makes the comparison weaker than it looks
-    note        one text for people: warnings and what is missing
+``records.schema.comparison`` declares what is found, as ``comparison.json`` holds it.
 """
 
 import re
@@ -86,6 +44,8 @@ from retrain.maths.statistics import (
     tost_p,
 )
 from retrain.records.notes import is_graded
+from retrain.records.schema.base import Row
+from retrain.records.schema.comparison import Comparison, ConditionSummary, SecondaryComparison
 from retrain.rewards.base import AUDIT
 
 MIN_BOOTSTRAP_SEEDS = 8
@@ -110,8 +70,8 @@ def compare_runs(
     sequential: Mapping[str, Any] | None = None,
     standing: Standing | None = None,
     rule: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Compare conditions over seeds; the shape is that in the head of this file.
+) -> Row:
+    """Return the ``Comparison`` of conditions over seeds as a JSON object.
 
     ``metric`` as ``Measure.parse`` reads it; unset is held-out accuracy after the last update, and the correct rate
     of training where nothing was held out. ``margin`` is what the campaign declared, ``sequential`` the manifest's
@@ -154,22 +114,23 @@ def compare_runs(
     notes = [*warnings, *_warnings(conditions, measure, held_out or metric is not None), *_graded(runs, measure)]
     notes += last3_notes(measure, runs)
     notes += [f"{each.sentence}." for each in audited(runs, order) if each.standing == "hacked"]
-    return {
-        "format": 2,
-        "metric": measure.key,
-        "summary": measure.summary,
-        "share": measure.is_share,
-        "baseline": first,
-        "family": order[1:],
-        "margin": margin,
-        "pairs_needed": max((condition["pairs_needed"] for condition in conditions[1:]), default=pairs_for_verdict()),
-        "conditions": conditions,
-        "secondary": [_secondary(runs, order, other, interim) for other in _others(measure, runs)],
-        "standing": next((one for one in (EXPLORATORY, INTERIM) if one in standings), DECLARED),
-        "failed": failed,
-        "warnings": notes,
-        "note": " ".join([*notes, *missing_words(conditions)]),
-    }
+    needed = [condition["pairs_needed"] for condition in conditions[1:]]
+    return Comparison(
+        format=2,
+        metric=measure.key,
+        summary=measure.summary,
+        share=measure.is_share,
+        baseline=first,
+        family=order[1:],
+        margin=margin,
+        pairs_needed=max(needed, default=pairs_for_verdict()),
+        conditions=conditions,
+        secondary=[_secondary(runs, order, other, interim) for other in _others(measure, runs)],
+        standing=next((one for one in (EXPLORATORY, INTERIM) if one in standings), DECLARED),
+        failed=failed,
+        warnings=notes,
+        note=" ".join([*notes, *missing_words(conditions)]),
+    ).to_row()
 
 
 def _condition(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[str, Any]:
@@ -304,9 +265,7 @@ def _others(primary: Measure, runs: Sequence[RunResult]) -> list[Measure]:
     return [other for other in wanted if other != primary and any(run.value(other) is not None for run in runs)]
 
 
-def _secondary(
-    runs: Sequence[RunResult], order: Sequence[str], measure: Measure, interim: Collection[str]
-) -> dict[str, Any]:
+def _secondary(runs: Sequence[RunResult], order: Sequence[str], measure: Measure, interim: Collection[str]) -> Row:
     """One further measure: differences with intervals, no verdict; without p where a condition is interim."""
     rows = []
     for label in order:
@@ -316,20 +275,19 @@ def _secondary(
         pairs = _paired(label, order[0], runs, measure) if label != order[0] else []
         paired = paired_comparison([a for _, a, _ in pairs], [b for _, _, b in pairs]) if pairs else None
         gains = [a - b for _, a, b in pairs]
-        rows.append(
-            {
-                "label": label,
-                "finished": [run.seed for run in finished],
-                "after_values": values,
-                "before": _mean(before),
-                **_level(values, finished, measure),
-                "difference": paired.mean if paired else None,
-                "difference_interval": alone(gains, measure, _resolution(finished, measure)) if pairs else None,
-                "pairs": len(pairs),
-                "p_value": paired.p if paired and paired.verdict_possible and label not in interim else None,
-            }
+        summary = ConditionSummary(
+            label=label,
+            finished=[run.seed for run in finished],
+            after_values=values,
+            before=_mean(before),
+            **_level(values, finished, measure),
+            difference=paired.mean if paired else None,
+            difference_interval=alone(gains, measure, _resolution(finished, measure)) if pairs else None,
+            pairs=len(pairs),
+            p_value=paired.p if paired and paired.verdict_possible and label not in interim else None,
         )
-    return {"metric": measure.key, "summary": measure.summary, "share": measure.is_share, "conditions": rows}
+        rows.append(summary.to_row())
+    return SecondaryComparison(measure.key, measure.summary, measure.is_share, rows).to_row()
 
 
 def _graded(runs: Sequence[RunResult], measure: Measure) -> list[str]:

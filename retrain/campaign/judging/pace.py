@@ -9,10 +9,9 @@ from retrain.campaign.planning.changes import counts, differences
 from retrain.config import Config
 from retrain.device import nvidia_gpus
 from retrain.errors import RetrainError
-from retrain.files import read_json
 from retrain.records.environment import processor, usable_cpus
 from retrain.records.reader import RunReader, homes_of_runs, read_manifest, run_entries
-from retrain.records.schema.layout import ENVIRONMENT, MANIFEST
+from retrain.records.schema.layout import MANIFEST
 
 SAME = (
     ("model", "model"), ("model", "revision"), ("model", "quantize"), ("inference", "engine"), ("inference", "dtype"),
@@ -49,7 +48,7 @@ def recorded_pace(config: Config, device: str, places: Iterable[Path]) -> Pace |
 def _pace_of(home: Path, config: Mapping[str, Any], device: str) -> Pace | None:
     """Return the pace of one directory; None if no run of it matches or its records are damaged."""
     try:
-        if not (home / MANIFEST).is_file() or not _is_this_machine(read_json(home / ENVIRONMENT)):
+        if not (home / MANIFEST).is_file() or not _is_this_machine(RunReader(home).environment()):
             return None
         manifest = read_manifest(home)
         done = [entry for entry in run_entries(home, manifest) if entry.state == "done"]

@@ -16,9 +16,8 @@ from retrain.config.base import Role
 from retrain.config.campaign import Campaign
 from retrain.config.root import role_of
 from retrain.errors import UsageError
-from retrain.files import read_json_if_present
 from retrain.records.environment import code_version, module_hashes, package_versions
-from retrain.records.schema.layout import CONFIG
+from retrain.records.reader import RunReader
 
 QUIET_PACKAGES = ("pydantic", "retrain", "rich", "trackio", "typer", "wandb")
 """Packages in which no number of a run is computed; ``retrain`` is compared by its code."""
@@ -101,18 +100,12 @@ def line(name: str, old: Any, new: Any) -> str:
     return f"{name}: {' → '.join(texts)}"
 
 
-def recorded_facts(run_directory: Path) -> dict[str, Any]:
-    """Return the ``config.json`` of a run's last start; empty when there is none. Raises NotReadable."""
-    facts = read_json_if_present(run_directory / CONFIG)
-    return facts if isinstance(facts, dict) else {}
-
-
 def version_changes(run_directory: Path, spec: RunSpec, folder: Path) -> list[str]:
     """Differences in retrain's code, plug-ins and packages between what a run recorded and now.
 
     A run that has checkpoints and no record of what made them differs in an unknown way, which is a line of its own.
     """
-    facts = recorded_facts(run_directory)
+    facts = RunReader(run_directory).intact_config()
     if not facts:
         begun = any((run_directory / "checkpoints").glob("step_*"))
         return [f"{run_directory / 'config.json'} is lost: what made the checkpoints is not known"] if begun else []

@@ -17,12 +17,11 @@ from typing import Any
 from retrain.campaign.planning.changes import counts, flat
 from retrain.campaign.planning.plan import Plan, RunSpec, run_directory
 from retrain.config import parse_dict
-from retrain.config.legacy import REMOVED, without_removed
 from retrain.errors import UsageError, plural
-from retrain.files import dumps, read_json, write_json, write_text
-from retrain.ownership import MARK, not_readable
-from retrain.records.reader import RunReader, is_run_id, read_manifest
-from retrain.records.schema.campaign import RunEntry
+from retrain.files import dumps, write_json, write_text
+from retrain.ownership import MARK
+from retrain.records.reader import RunReader, read_manifest, read_plan_file
+from retrain.records.schema.campaign import CampaignManifest, RunEntry
 from retrain.records.schema.layout import FINAL, MANIFEST, METRICS, PLAN
 from retrain.records.writer import RecordFiles
 
@@ -77,24 +76,22 @@ def recorded_entries(directory: Path, specs: Sequence[RunSpec]) -> tuple[dict[st
 def _entries_without_manifest(directory: Path, specs: Sequence[RunSpec]) -> dict[str, dict[str, Any]]:
     planned = [spec.to_json() for spec in specs]
     if (directory / PLAN).is_file():
-        planned = _plan_content(directory)["runs"] + planned
+        planned = read_plan_file(directory)["runs"] + planned
     entries: dict[str, dict[str, Any]] = {}
     for run in planned:
         place = directory / "runs" / run["run_id"] if run["is_campaign"] else directory
         has_records = any((place / "checkpoints").glob("step_*")) or any(
             (place / name).is_file() for name in (METRICS, f"{FINAL}/{MARK}")
         )
-        entries.setdefault(
-            run["run_id"],
-            {
-                "run_id": run["run_id"],
-                "label": run["label"],
-                "seed": run["seed"],
-                "max_steps": run["config"]["training"]["max_steps"],
-                "state": "interrupted" if has_records else "pending",
-                "step": RunReader(place).last_row().get("step", -1) + 1,
-            },
+        entry = RunEntry(
+            run_id=run["run_id"],
+            label=run["label"],
+            seed=run["seed"],
+            max_steps=run["config"]["training"]["max_steps"],
+            state="interrupted" if has_records else "pending",
+            step=RunReader(place).last_row().get("step", -1) + 1,
         )
+        entries.setdefault(entry.run_id, entry.to_row())
     return entries
 
 
@@ -137,8 +134,8 @@ class Manifest:
         take more steps is pending again, and what was concluded is forgotten.
         """
         path = directory / MANIFEST
-        new = {"format": 1, "name": name, "created": time.time(), "runs": []}
-        content = read_manifest(directory) if path.exists() else new
+        new = CampaignManifest(format=1, name=name, created=time.time(), runs=[])
+        content = read_manifest(directory) if path.exists() else new.to_row()
         if not begun(content["runs"]):
             planned = {spec.run_id for spec in specs}
             content["runs"] = [run for run in content["runs"] if run["run_id"] in planned]
@@ -229,7 +226,7 @@ def write_plan(plan: Plan) -> None:
     """Write ``plan.json``: the file as it was given, where it lay (relative paths in it are looked up there), and
     every run with its resolved configuration. Of a plan without a file, what is there says where it came from."""
     if plan.source is None:
-        content = read_json(plan.directory / PLAN)
+        content = read_plan_file(plan.directory)
         file = {key: content[key] for key in ("file", "folder", "toml")}
     else:
         path = plan.source.path
@@ -242,7 +239,7 @@ def planned_configs(directory: Path) -> dict[str, dict[str, Any]]:
     """The resolved configurations of the directory's runs by run id; empty before the first start."""
     if not (directory / PLAN).is_file():
         return {}
-    return {run["run_id"]: run["config"] for run in _plan_content(directory)["runs"]}
+    return {run["run_id"]: run["config"] for run in read_plan_file(directory)["runs"]}
 
 
 def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:
@@ -254,7 +251,7 @@ def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:
         campaign = directory.absolute().parent.parent  # of logs/<campaign>/runs/<run>
         hint = f"; it is a run of a campaign, type: retrain resume {campaign}" if (campaign / PLAN).is_file() else ""
         raise UsageError(f"{directory} is not a run or campaign directory of retrain: it has no {PLAN}{hint}")
-    content = _plan_content(directory)
+    content = read_plan_file(directory)
     single = not all(run["is_campaign"] for run in content["runs"])
     for key in (setting.partition("=")[0].strip() for setting in sets):
         mine = [run["label"] for run in content["runs"] if key in run["overrides"]]
@@ -265,22 +262,6 @@ def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:
             raise UsageError(f"--set {key} {why}: change the file and type retrain train")
     specs = [RunSpec.from_json(run, parse_dict(run["config"], sets)) for run in content["runs"]]
     return Plan(specs, directory, Path(content["folder"]), directory.name, sets=tuple(sets))
-
-
-def _plan_content(directory: Path) -> dict[str, Any]:
-    path = directory / PLAN
-    try:
-        content = read_json(path)
-        for run in content["runs"]:
-            if not is_run_id(run["run_id"]):
-                raise UsageError(f"{path} names {run['run_id']!r}, which is not a run of this directory")
-            if not isinstance(run["config"], dict) or not isinstance(run["overrides"], dict):
-                raise ValueError(f"{run['run_id']} has no configuration")
-            run["config"] = without_removed(run["config"])
-            run["overrides"] = {key: value for key, value in run["overrides"].items() if key not in REMOVED}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise not_readable(path, error, "type retrain train with the file and --out") from error
-    return content
 
 
 class _JsonPieces:

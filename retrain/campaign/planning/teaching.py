@@ -9,9 +9,10 @@ from typing import Literal
 from retrain.config import Config
 from retrain.config.distillation import POLICY
 from retrain.errors import ModelError
-from retrain.files import read_json, search_folders
+from retrain.files import search_folders
 from retrain.models.directory import find_file, light_tokenizer, local_directory, model_fault
-from retrain.records.schema.layout import ADAPTER_WEIGHTS, FINAL
+from retrain.records.reader import read_object
+from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL
 
 BASE = "base"  # Teacher name that stands for the frozen base model
 
@@ -101,10 +102,7 @@ def recorded_base(adapter: Path) -> tuple[str | None, str | None]:
     """Fingerprint and number format of the base that an adapter was trained on, as its run recorded them; None where
     nothing is recorded."""
     for directory in (adapter, *list(adapter.parents)[:2]):
-        try:
-            content = read_json(directory / "config.json")
-        except (OSError, ValueError):
-            continue
-        if isinstance(content, dict) and isinstance(content.get("base"), dict):
+        content = read_object(directory / CONFIG)
+        if isinstance(content.get("base"), dict):
             return content["base"].get("fingerprint"), (content.get("built") or {}).get("dtype")
     return None, None

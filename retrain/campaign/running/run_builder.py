@@ -10,7 +10,7 @@ from typing import Any
 from retrain.algorithms import Modes, build_algorithm, objective_of
 from retrain.algorithms.credit.planning_tokens import Detector
 from retrain.algorithms.distillation import Context
-from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, recorded_facts, world_changes
+from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, world_changes
 from retrain.campaign.planning.outputs import run_place
 from retrain.campaign.planning.plan import RunSpec, run_directory
 from retrain.campaign.planning.references import is_source, named_code
@@ -30,6 +30,7 @@ from retrain.plugins import plugin_ranges
 from retrain.records.environment import SystemInfo, module_hashes, run_facts
 from retrain.records.measure import RunContext
 from retrain.records.observer import Observer
+from retrain.records.reader import RunReader
 from retrain.records.recorder import RunRecorder
 from retrain.records.schema.base import Row, Values
 from retrain.rewards import Grader
@@ -96,7 +97,7 @@ def check_recorded_facts(
     """Compare what runs are made with to their records, and keep it in ``points`` for the new records. Raises
     RecordsDiffer."""
     facts, system = _shared_facts(model, data), SystemInfo.now(job.folder)
-    records = {spec.run_id: recorded_facts(run_directory(job.directory, spec)) for spec in specs}
+    records = {spec.run_id: RunReader(run_directory(job.directory, spec)).intact_config() for spec in specs}
     now = {spec.run_id: facts | _taught_by(model, spec) | _rubrics(data, spec) for spec in specs}
     differing = [line for run_id, recorded in records.items() for line in world_changes(recorded, now[run_id])]
     if refused := [line for line in dict.fromkeys(differing) if line not in job.accepted]:

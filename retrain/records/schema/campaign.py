@@ -50,8 +50,8 @@ class CampaignManifest(Record):
     """Name of the campaign."""
     created: float
     """When it was first started (seconds since the epoch)."""
-    runs: list[RunEntry]
-    """Every run, in the order in which they start."""
+    runs: list[Row]
+    """Every run, in the order in which they start."""  # RunEntry
     updated: float | None = None
     """When the file was written (seconds since the epoch)."""
     declared: Row = field(default_factory=dict)
@@ -83,6 +83,10 @@ class CampaignManifest(Record):
     """With `[squeeze] runs = "one per condition"`, the same of the other conditions, by label."""
     report: str | None = None
     """File name of the report, once it is written."""
+
+    def to_row(self) -> Row:
+        """Return the manifest without the facts that are not known yet."""
+        return {key: value for key, value in super().to_row().items() if key == "runs" or value not in (None, [], {})}
 
 
 @dataclass(frozen=True)

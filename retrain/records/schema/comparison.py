@@ -27,14 +27,14 @@ class ConditionSummary(Record):
     """Label of the condition."""
     finished: list[int]
     """Seeds of the runs that have a value."""
+    after_values: list[float]
+    """Value of each finished run."""
     before: float | None
     """Mean value of the untrained model."""
     after_mean: float | None
     """Mean value of the finished runs."""
     interval: list[float] | None
     """Its 95 % interval over seeds: score interval for shares, t for others."""
-    after_values: list[float]
-    """Value of each finished run."""
     difference: float | None
     """Mean paired difference to the baseline."""
     difference_interval: list[float] | None
@@ -53,11 +53,11 @@ class ConditionComparison(ConditionSummary):
     seeds: list[int]
     """Seeds planned."""
     iqm: Bounds | None
-    """Interquartile mean of the values."""
+    """Interquartile mean of the values with its trimmed t interval, null below 4 seeds."""
     mean_bootstrap: Bounds | None
-    """Mean with a bootstrap interval."""
+    """Mean with an expanded bootstrap interval over seeds, null below 8 seeds."""
     iqm_bootstrap: Bounds | None
-    """Interquartile mean with a bootstrap interval."""
+    """Interquartile mean with the same interval."""
     difference_t: list[float] | None
     """t interval of this difference alone."""
     difference_new_problems: Bounds | None
@@ -133,8 +133,8 @@ class SecondaryComparison(Record):
     """`final`, `last3` or `auc`."""
     share: bool
     """True if the metric lies in [0, 1]."""
-    conditions: list[ConditionSummary]
-    """The conditions, the baseline first."""
+    conditions: list[Row]
+    """The conditions, the baseline first."""  # ConditionSummary
 
 
 @dataclass(frozen=True)
@@ -157,10 +157,10 @@ class Comparison(Record):
     """Equivalence margin."""
     pairs_needed: int
     """Pairs of seeds that a verdict needs."""
-    conditions: list[ConditionComparison]
-    """The conditions, the baseline first."""
-    secondary: list[SecondaryComparison]
-    """Further measures, without verdicts."""
+    conditions: list[Row]
+    """The conditions, the baseline first."""  # ConditionComparison
+    secondary: list[Row]
+    """Further measures, without verdicts."""  # SecondaryComparison
     standing: str
     """`declared`, `interim` or `exploratory` ([what that means](verdicts.md#not-to-be-bent))."""
     failed: list[str]

@@ -8,10 +8,11 @@ from typing import Any
 from starlette.routing import Route
 
 from retrain.campaign.planning.changes import flat
+from retrain.records.reader import read_object
 from retrain.records.schema.layout import CODE_DIFF, ENVIRONMENT
 from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
-from retrain.ui.sources import Run, json_of
+from retrain.ui.sources import Run
 
 MOST_DIFF = 400_000  # Bytes of a patch that are compared; longer ones are only told apart
 MOST_LINES = 4_000
@@ -26,7 +27,7 @@ def routes(library: Library) -> list[Route]:
     def compare(query: Query) -> dict[str, Any]:
         a, b = (_first(library, query.text(side)) for side in ("a", "b"))
         facts = [library.settings(run) for run in (a, b)]
-        machines = [json_of(library.file(run, ENVIRONMENT)) for run in (a, b)]
+        machines = [read_object(library.file(run, ENVIRONMENT)) for run in (a, b)]
         return {
             "a": a.to_json(),
             "b": b.to_json(),

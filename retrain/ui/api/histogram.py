@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from starlette.routing import Route
 
-from retrain.records.kinds import number
+from retrain.records.kinds import is_number
 from retrain.records.rollouts import TRAIN
 from retrain.ui.answers import Query, Refusal, json_route, plain
 from retrain.ui.histograms import counted, edges_of
@@ -76,7 +76,7 @@ def value_of(row: Mapping[str, Any], name: str) -> float | None:
         value = len(steps)
     else:
         value = row.get("advantage") if name == "advantage" else (row.get("trajectory_metrics") or {}).get(name)
-    return float(value) if number(value) else None
+    return float(value) if is_number(value) else None
 
 
 def names_in(rows: list[dict[str, Any]]) -> list[str]:

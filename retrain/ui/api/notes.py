@@ -8,10 +8,11 @@ from typing import Any
 from starlette.routing import Route
 
 from retrain.config.legacy import removed_note
+from retrain.records.reader import read_object
 from retrain.records.schema.layout import CONFIG, LOG
 from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
-from retrain.ui.sources import Run, json_of
+from retrain.ui.sources import Run
 from retrain.ui.summary import notes_of
 
 MOST_NOTES, MOST_LINES = 2_000, 500
@@ -28,7 +29,7 @@ def routes(library: Library) -> list[Route]:
         rows = []
         for run in home.runs:
             rows += [_row(run, note) for note in notes_of(library, run)]
-        if home.runs and (ignored := removed_note(json_of(library.places.file(home.path, CONFIG)))):
+        if home.runs and (ignored := removed_note(read_object(library.places.file(home.path, CONFIG)))):
             remedy = "a run that is resumed continues without them"
             rows.append(_row(home.runs[0], {"step": 0, "key": "removed_keys", "level": "info", "text": ignored,
                                             "remedy": remedy}))  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from retrain.records.lines import LineIndex
+from retrain.records.reader import LineIndex
 from retrain.records.schema.layout import SPANS
 from retrain.records.timeline import StepTimes, phases_of, steps_of
 from retrain.ui.answers import Query, json_route

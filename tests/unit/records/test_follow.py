@@ -14,7 +14,7 @@ from helpers.records import context, evaluation, group, step
 
 from retrain.files import write_json
 from retrain.records.follow import Follower, JsonLines
-from retrain.records.lines import Tail
+from retrain.records.reader import Tail
 from retrain.records.recorder import RunRecorder
 from retrain.records.status import read_status
 

@@ -8,14 +8,13 @@ import pytest
 from pydantic import TypeAdapter
 
 from retrain.files import read_json, read_jsonl
-from retrain.records.catalogue import metrics_markdown
+from retrain.records.__main__ import metrics_markdown, with_tables
 from retrain.records.columns import Columns
 from retrain.records.reader import RunReader, homes_of_runs, read_manifest, run_entries
 from retrain.records.schema.base import Record, Row
-from retrain.records.schema.campaign import CampaignManifest, CheckpointFiles
-from retrain.records.schema.comparison import Comparison
+from retrain.records.schema.campaign import CampaignManifest, CheckpointFiles, RunEntry
+from retrain.records.schema.comparison import Comparison, ConditionComparison, ConditionSummary, SecondaryComparison
 from retrain.records.schema.layout import CAMPAIGN_FILES, COMPARISON, MANIFEST, METRICS, RUN_FILES, STATE, SUMMARIES
-from retrain.records.schema.markdown import with_tables
 from retrain.records.schema.rows import RecorderState, TrajectorySummary
 from retrain.records.status import read_status
 from retrain.records.timeline import steps_of
@@ -59,8 +58,14 @@ def test_every_row_is_as_declared(recorded):
             check([read_json(checkpoint / MANIFEST)], CheckpointFiles)
             check([read_json(checkpoint / STATE)["recorder"]], RecorderState)
     for home in (recorded / "single", recorded / "campaign"):
-        check([read_json(home / MANIFEST)], CampaignManifest)
-    check([read_json(recorded / "campaign" / COMPARISON)], Comparison)
+        manifest = read_json(home / MANIFEST)
+        check([manifest], CampaignManifest)
+        check(manifest["runs"], RunEntry)
+    comparison = read_json(recorded / "campaign" / COMPARISON)
+    check([comparison], Comparison)
+    check(comparison["conditions"], ConditionComparison)
+    check(comparison["secondary"], SecondaryComparison)
+    check([row for measure in comparison["secondary"] for row in measure["conditions"]], ConditionSummary)
 
 
 def test_every_file_is_declared(recorded):

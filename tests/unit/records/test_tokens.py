@@ -69,8 +69,8 @@ def test_a_rollout_comes_back_token_for_token_with_its_whole_text(tmp_path):
         with pytest.raises(IndexError, match="has 4 rollouts"):
             file.rollout(4)
         tensors = load_file(path)  # safetensors' own reader
-        for name in file.names:
-            np.testing.assert_array_equal(file.array(name), tensors[name])
+        for name, values in expected.items():
+            assert tensors[name].tolist()[-len(found.arrays[name]) :] == values
 
 
 def test_an_evaluation_has_no_advantages_and_a_batch_may_be_empty(tmp_path):
@@ -108,13 +108,13 @@ def test_a_run_keeps_the_advantages_that_its_tokens_train_with(mixed_campaign):
     seen = 0
     for path in sorted((mixed_campaign / "out" / "runs").glob("*/tokens_0*.safetensors")):
         rows = {row["step"]: row for row in read_jsonl(path.parent / "metrics.jsonl")}
-        with TokenFile(path) as file:
-            if not rows[int(file.about["iteration"])]["num_datums"]:
-                assert "trainer_logprobs" not in file.names
-                continue
-            trained, advantages = file.array("trained").astype(bool), file.array("advantages")
-            assert np.isfinite(advantages[trained]).all()
-            assert np.isnan(advantages[~trained]).all()
-            assert np.abs(advantages[trained]).max() > 0
-            seen += 1
+        tensors = load_file(path)
+        if not rows[int(path.stem.removeprefix("tokens_"))]["num_datums"]:
+            assert "trainer_logprobs" not in tensors
+            continue
+        trained, advantages = tensors["trained"].astype(bool), tensors["advantages"]
+        assert np.isfinite(advantages[trained]).all()
+        assert np.isnan(advantages[~trained]).all()
+        assert np.abs(advantages[trained]).max() > 0
+        seen += 1
     assert seen
