@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +68,11 @@ def nvidia_gpus() -> list[Gpu]:
 def memory_share() -> float:
     """The part of its device's memory that this process plans with."""
     return float(os.environ.get(MEMORY_SHARE, "1"))
+
+
+def torchrun_rank(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return which of torchrun's processes this is; None for a process that torchrun has not started."""
+    return int(environment["RANK"]) if "TORCHELASTIC_RUN_ID" in environment else None
 
 
 def usable_gpu() -> str:

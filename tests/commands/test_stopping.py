@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from retrain.campaign.running.stopping import StopRequest
+from retrain.campaign.running.session import StopRequest
 from retrain.records.console import PlainConsole
 from retrain.records.observer import NullObserver
 

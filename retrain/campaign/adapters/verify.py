@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from retrain.campaign.planning.asked import Longest, askable, data_of
 from retrain.campaign.planning.plan import RunSpec
 from retrain.config import Config
 from retrain.config.evaluation import HeldOut
 from retrain.data.dataset import content_hash
+from retrain.environments.build import Longest, askable, data_of
 from retrain.errors import UsageError
 from retrain.files import read_json, sha256, write_json
 from retrain.maths.bounded import same_problems_interval
@@ -34,7 +34,7 @@ from retrain.types import Problem
 from retrain.wording import plural
 
 if TYPE_CHECKING:
-    from retrain.campaign.running.models import Bases
+    from retrain.campaign.models import Bases
 
 TOLERANCE = 0.02  # Largest loss of accuracy that is called small
 

@@ -6,26 +6,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Set
 from contextlib import ExitStack, closing
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrain.campaign.planning.plan import run_directory
-from retrain.campaign.running.protocol import CohortJob, Job, JobEnded, JobObserver, SqueezeJob
+from retrain.campaign.running.protocol import CohortJob, Guard, Job, JobEnded, JobObserver, SqueezeJob, allow_all
 from retrain.campaign.running.scheduler import Work
 from retrain.errors import DeviceLost, Interrupted, LeaseLost, RetrainError, ServerFailed, StorageError
 from retrain.gpus import lost
 
 if TYPE_CHECKING:
-    from retrain.campaign.running.models import Bases
+    from retrain.campaign.models import Bases
     from retrain.campaign.running.team import Team
     from retrain.engines.server.fleet import Fleet
-
-
-Guard = Callable[[Path], None]
-
-
-def allow_all(directory: Path) -> None:
-    """Allow every write: the guard where nobody else writes the directories."""
 
 
 class InProcess:
@@ -33,8 +25,7 @@ class InProcess:
     somebody asks about GPUs.
 
     ``team`` are processes that compute together with this one; ``servers`` are kept by another one, which launches
-    them. ``guard`` gets the directory of a run before each write into it and raises LeaseLost once another process may
-    write there.
+    them.
     """
 
     slots = 1
@@ -73,8 +64,7 @@ class InProcess:
 
     def _train(self, job: CohortJob, observer: JobObserver, stop: Callable[[], bool]) -> JobEnded:
         """Build the runs of a cohort, restore what was saved of them, and train them together."""
-        from retrain.campaign.running.assemble import assemble, memory_facts
-        from retrain.campaign.running.fitting import DoesNotFit
+        from retrain.campaign.running.assemble import DoesNotFit, assemble, memory_facts
         from retrain.campaign.running.run_builder import RecordsDiffer
         from retrain.device import failure_text, is_out_of_memory
 
@@ -128,7 +118,7 @@ class InProcess:
         from retrain.campaign.adapters.squeeze import squeeze_after_run
 
         spec, warn = job.run, partial(observer.message, level="warning")
-        self.guard(run_directory(job.directory, spec))
+        self.guard(run_directory(job.directory, spec))()
         try:
             analysis = squeeze_after_run(
                 job.directory, job.place, spec, job.folder, job.longest, self._own_bases(), warn
@@ -141,7 +131,7 @@ class InProcess:
         return JobEnded()
 
     def _own_bases(self) -> Bases:
-        from retrain.campaign.running.models import Bases
+        from retrain.campaign.models import Bases
 
         if self._bases is None:
             self._bases = Bases(ranks=None if self.team is None else self.team.ranks(), servers=self.servers)

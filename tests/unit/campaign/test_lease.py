@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from retrain.campaign.running.lease import LEASE, DirectoryLock, machine, process_start, wait_for_writers
+from retrain.campaign.running.session import LEASE, DirectoryLock, machine, process_start, wait_for_writers
 from retrain.errors import LeaseLost, UsageError
 from retrain.files import read_json, write_json
 from retrain.ownership import MARK, claim

@@ -24,7 +24,6 @@ from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import Fleet
 from retrain.engines.server.watch import Watch
 from retrain.engines.shared import SharedEngine
-from retrain.maths.backpressure import DecodeWork
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel, ModelFiles, load_base, load_weights, look_at
 from retrain.policy.gradient import DistributionTeacher
@@ -34,7 +33,6 @@ from retrain.policy.memory import MemoryPlan
 from retrain.policy.plugin import PluginPolicy, load_backend
 from retrain.policy.protocol import Policy
 from retrain.policy.ranks import Ranks
-from retrain.rollouts.pressure import decode_work
 from retrain.threads import Workers
 from retrain.tokenizer import ByteTokenizer, Tokenizer
 
@@ -53,7 +51,6 @@ class CohortModel:
     policy: Callable[[RunSpec, Path], Policy]
     """The policy of one run, untrained; the path is that of the run's directory."""
     built: dict[str, Any]  # Facts for `built` in `config.json`
-    decode_work: DecodeWork | None = None  # Cost of a decode step, if known
     context: int | None = None  # Context length in tokens, if known
     watch: Callable[[Config], Watch] | None = None  # Compares an external sampler with a run's trainer
     notes: Sequence[str] = ()  # Notes for the user
@@ -110,7 +107,6 @@ def local_model(
         workers if ranks is None else Workers(),  # one run at a time has the ranks
         policy,
         built,
-        decode_work(base) if isinstance(engine, LocalEngine) else None,
         base.context_length,
         watch if isinstance(engine, ServerEngine) or base.quantized else None,
         notes,
