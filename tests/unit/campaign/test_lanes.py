@@ -7,7 +7,7 @@ from helpers.lanes import ref, sample
 from helpers.models import toy_base
 
 from retrain.campaign.planning.plan import plan, smaller_cohorts
-from retrain.campaign.running import fitting
+from retrain.campaign.running import assemble as assembling
 from retrain.campaign.running.assemble import DoesNotFit, check_memory
 from retrain.campaign.running.controller import launch
 from retrain.config import load
@@ -42,7 +42,7 @@ def test_memory_for_several_adapters_holds_so_many_runs(tmp_path, monkeypatch):
 
     def fits(usable: int) -> int:
         """Return how many of the runs fit into so many bytes."""
-        monkeypatch.setattr(fitting, "available_memory", lambda device: int(usable / fitting.USABLE_SHARE))
+        monkeypatch.setattr(assembling, "available_memory", lambda device: int(usable / assembling.USABLE_SHARE))
         try:
             check_memory(base, lanes, specs, 7)
         except DoesNotFit as short:
