@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from retrain.config.distillation import Distillation
+from retrain.config.algorithm import Distillation
 from retrain.data.prompts import Renderer
 from retrain.errors import ModelError, RunFailed
 from retrain.policy.backbone import backbone_of

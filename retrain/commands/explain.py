@@ -183,7 +183,7 @@ def print_work(specs: list[RunSpec], works: list[Work], problems: Problems) -> N
 
 def evaluation_words(config: Config, problems: Problems) -> str:
     from retrain.campaign.planning.estimate import held_out_sets, work_of
-    from retrain.config.schedule import part_evaluations, whole_evaluations
+    from retrain.config.evaluation import part_evaluations, whole_evaluations
 
     training, evaluation = config.training, config.evaluation
     work, sets = work_of(config, sizes=problems.sizes), held_out_sets(config, problems.sizes)

@@ -22,12 +22,12 @@ from retrain.config.base import (
     Text,
     fault,
 )
-from retrain.config.describe import no_effect, toml
-from retrain.config.tasks import FILE_ENDINGS, Data, Level, OptionalSource, Template, has_configurations
-from retrain.config.training import Sampling, TopK
+from retrain.config.describe import toml
+from retrain.config.tasks import Data, Level, OptionalSource, Template
+from retrain.config.training import Sampling, TopK, Training
 
 if TYPE_CHECKING:
-    from retrain.config.root import Config
+    pass
 
 HELDOUT = "heldout"
 """The name of what is held out when no set is named."""
@@ -177,9 +177,8 @@ OWN_DATA = ("subset", "levels", "prompt_column", "answer_column", "tags_column",
 """Keys of a set that stand in the place of the same keys of [data]."""
 
 
-def resolved(config: Config, each: EvaluationSet) -> HeldOut:
-    """The set with what it leaves unset taken from [evaluation], then from [training] and [data]."""
-    evaluation, training = config.evaluation, config.training
+def resolved(each: EvaluationSet, evaluation: Evaluation, training: Training, data: Data) -> HeldOut:
+    """Return the set with what it leaves unset taken from [evaluation], then from [training] and [data]."""
 
     def sampled(key: str) -> Any:
         asked = (getattr(section, key) for section in (each, evaluation, training))
@@ -193,64 +192,39 @@ def resolved(config: Config, each: EvaluationSet) -> HeldOut:
         problems=each.problems or evaluation.problems,
         samples=each.samples or evaluation.samples,
         sampling=Sampling(**{key: sampled(key) for key in ("max_tokens", "temperature", *CUTS)}),
-        data=config.data.model_copy(update=own) if own else config.data,
+        data=data.model_copy(update=own) if own else data,
     )
 
 
-def evaluation_rules(config: Config) -> Iterator[Finding]:
-    """Sets are sampled so that it tells something, and no key is without effect."""
-    evaluation = config.evaluation
-    if evaluation.sets and config.data.eval_source is not None and all(each.source for each in evaluation.sets):
-        yield Finding(
-            ("data.eval_source", "evaluation.sets"),
-            "has no effect: every one of [[evaluation.sets]] has its own source",
-            "remove the line",
-        )
-    for index, each in enumerate(evaluation.sets):
-        yield from _data_findings(config, each, f"evaluation.sets.{index}")
-    yield from _cut_findings(config)
-    for index, held_out in enumerate(config.held_out):
-        if held_out.samples > 1 and held_out.sampling.temperature == 0:
-            own = evaluation.sets[index] if evaluation.sets else None
-            path = "evaluation" if own is None or own.samples is None else f"evaluation.sets.{index}"
-            greedy = "evaluation" if own is None or own.temperature is None else f"evaluation.sets.{index}"
-            yield Finding(
-                (f"{path}.samples", f"{greedy}.temperature"),
-                f"is {held_out.samples} at temperature 0: all samples of a problem are the same",
-                "samples = 1",
-            )
+Extent = Literal["whole", "part"]
+"""All problems and samples of every held-out set, or the part of them that is for the curve alone."""
+DECIDING = 3
+"""Evaluations whose mean is `last3`."""
+LATE = 0.75
+"""`last3` is about the end of training where its evaluations lie after this share of the steps."""
 
 
-def _cut_findings(config: Config) -> Iterator[Finding]:
-    evaluation, sets = config.evaluation, config.held_out
-    tables: list[tuple[str, Section]] = []
-    if sets and all(each.sampling.temperature == 0 for each in sets):
-        tables.append(("evaluation", evaluation))
-    tables += [
-        (f"evaluation.sets.{index}", own)
-        for index, (own, held_out) in enumerate(zip(evaluation.sets, sets, strict=False))  # no sets, or one unnamed
-        if held_out.sampling.temperature == 0
-    ]
-    for path, table in tables:
-        for key in CUTS:
-            if getattr(table, key) is not None:
-                message = "has no effect at temperature 0, which is greedy"
-                yield Finding((f"{path}.{key}", f"{path}.temperature"), message, "remove the line")
+def deciding_marks(max_steps: int) -> tuple[int, ...]:
+    """Updates done at the evaluations that `schedule = "verdict"` decides by: about 80, 90 and 100 % of the steps; all
+    of them, where there are fewer than three."""
+    ninety = min(max_steps - 1, round(0.9 * max_steps))
+    return tuple(step for step in (min(ninety - 1, round(0.8 * max_steps)), ninety, max_steps) if step > 0)
 
 
-def _data_findings(config: Config, each: EvaluationSet, path: str) -> Iterator[Finding]:
-    source = each.source or config.data.eval_source or config.data.source
-    if each.split is not None and (source == "arithmetic" or source.endswith(FILE_ENDINGS)):
-        yield no_effect(f"{path}.split", f"{path}.source", source)
-    if each.levels is not None and source != "arithmetic":
-        fix = 'remove the line, or source = "arithmetic"'
-        yield no_effect(f"{path}.levels", f"{path}.source", source, fix)
-    if each.subset is not None and each.source is not None and not has_configurations(source):
-        yield no_effect(f"{path}.subset", f"{path}.source", source)
-    for key in ("subset", "prompt_column", "answer_column", "tags_column"):
-        if getattr(each, key) is not None and each.source is None:
-            yield Finding(
-                (f"{path}.{key}", path),
-                "has no effect without a source of the set's own: the problems are those of [data]",
-                f"remove the line, or set {key} in [data]",
-            )
+def whole_evaluations(schedule: str, max_steps: int, eval_every: int) -> tuple[int, ...]:
+    """Updates done at every evaluation of all problems and samples after the start, in order."""
+    if schedule == "verdict":
+        return deciding_marks(max_steps)
+    return (*(range(eval_every, max_steps, eval_every) if eval_every else ()), max_steps)
+
+
+def part_evaluations(schedule: str, max_steps: int, eval_every: int) -> tuple[int, ...]:
+    """Updates done at every evaluation of a part of the problems, in order."""
+    if schedule != "verdict" or not eval_every:
+        return ()
+    return tuple(step for step in range(eval_every, max_steps, eval_every) if step not in deciding_marks(max_steps))
+
+
+def too_early(first: int, max_steps: int) -> bool:
+    """Whether an evaluation that `last3` begins with lies outside the end of training."""
+    return first < min(LATE * max_steps, deciding_marks(max_steps)[0])

@@ -3,22 +3,29 @@ one section its own ``findings`` say."""
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from retrain.config.base import Finding, is_plugin
 from retrain.config.describe import no_effect, toml
-from retrain.config.distillation import distillation_rules
-from retrain.config.evaluation import CUTS, evaluation_rules
+from retrain.config.evaluation import CUTS
+from retrain.config.learning_rules import (
+    anneal_rules,
+    critic_rules,
+    distillation_rules,
+    dynamic_rules,
+    group_rules,
+    maxrl_rules,
+    off_policy_rules,
+    overlong_rules,
+    schedule_rules,
+    sepa_rules,
+    update_rules,
+)
+from retrain.config.machine import GPU_OPTIONS, Slurm
+from retrain.config.measuring_rules import deciding_rules, declared_rules, evaluation_rules
 from retrain.config.modes import MODES, Need, advantage_of, credit_of, mode_of
-from retrain.config.schedule import deciding_rules
-from retrain.config.slurm import slurm_rules
+from retrain.config.root import Config, sections
 from retrain.config.tasks import MARKED, Reward, has_configurations
-
-if TYPE_CHECKING:
-    from retrain.config.root import Config
 
 
 def environment_rules(config: Config) -> Iterator[Finding]:
@@ -62,23 +69,6 @@ def correctness_rules(config: Config) -> Iterator[Finding]:
         if kind := next((part.type for part in parts if part.type in MARKED), None):
             words = f'has no effect: type = "{kind}" says itself which answers are correct'
             yield Finding(("reward.correct_above", "reward.type"), words, "remove the line")
-
-
-def overlong_rules(config: Config) -> Iterator[Finding]:
-    """A punishment of long answers fits their limit, one answer to a rollout, and what the advantage is defined for."""
-    soft, longest, mode = config.reward.overlong_tokens, config.training.max_tokens, config.algorithm.advantage_mode
-    if not soft:
-        return
-    if soft > longest:
-        keys = ("reward.overlong_tokens", "training.max_tokens")
-        yield Finding(keys, f"is {soft}, more than max_tokens = {longest}", f"overlong_tokens = {max(1, longest // 5)}")
-    if config.environment.turns != 1:
-        keys = ("reward.overlong_tokens", "environment.max_turns")
-        yield Finding(keys, "is for single answers, and episodes may have several turns", "remove the line")
-    if advantage_of(mode).unit_rewards:
-        keys = ("reward.overlong_tokens", "algorithm.advantage_mode")
-        what = f'makes rewards below 0, for which advantage_mode = "{mode}" is not defined'
-        yield Finding(keys, what, 'advantage_mode = "grpo"')
 
 
 def model_rules(config: Config) -> Iterator[Finding]:
@@ -182,29 +172,6 @@ def shard_rules(config: Config) -> Iterator[Finding]:
         yield Finding(("backend.shard", "training.update_dtype"), words, fix)
 
 
-def off_policy_rules(config: Config) -> Iterator[Finding]:
-    """Rollouts behind the policy are corrected for, or it is said that they are not."""
-    steps, algorithm = config.training.max_off_policy_steps, config.algorithm
-    if config.inference.swap == "in_flight" and (steps == 0 or config.environment.turns == 1):
-        what = "no rollout is behind" if steps == 0 else "every episode has one turn"
-        keys = ("inference.swap", "environment.max_turns" if steps else "training.max_off_policy_steps")
-        yield Finding(keys, f'is "in_flight", which has no effect: {what}', 'swap = "between"')
-    if steps == 0:
-        return
-    if is_plugin(config.backend.backend):
-        yield Finding(
-            ("training.max_off_policy_steps", "backend.backend"),
-            f'is {steps}, and backend = "{config.backend.backend}" samples with the one version of its weights',
-            "max_off_policy_steps = 0",
-        )
-    if algorithm.correction is None and not algorithm.corrects and not algorithm.from_sampler:
-        yield Finding(
-            ("training.max_off_policy_steps", "algorithm.correction"),
-            f"is {steps}, and nothing says how the loss corrects for it",
-            'correction = "tis", "icepop" or "decoupled", loss = "dppo", "vespo" or "m2po", or correction = "none"',
-        )
-
-
 def server_rules(config: Config) -> Iterator[Finding]:
     """What servers do not say, and what they decide themselves."""
     inference, engine = config.inference, ("inference.engine",)
@@ -233,180 +200,6 @@ def server_rules(config: Config) -> Iterator[Finding]:
             yield Finding((f"algorithm.{key}", *engine), what, 'engine = "local"')
 
 
-def anneal_rules(config: Config) -> Iterator[Finding]:
-    """Stages lower the rank, one after the other, while the run lasts."""
-    step_before, rank_before = 0, config.model.lora_rank
-    for step, rank in config.lora.anneal:
-        if step <= step_before or rank >= rank_before:
-            yield Finding(
-                ("lora.anneal", "model.lora_rank"),
-                f"has the stage [{step}, {rank}] after rank {rank_before} at step {step_before}: steps have to grow "
-                "and ranks to fall",
-                f"anneal = [[{step_before + 10}, {max(1, rank_before // 2)}]]",
-            )
-            return
-        step_before, rank_before = step, rank
-    if config.lora.anneal and step_before >= config.training.max_steps:
-        yield Finding(
-            ("lora.anneal", "training.max_steps"),
-            f"has a stage at step {step_before}, and max_steps = {config.training.max_steps}: it has no effect",
-            f"max_steps = {2 * step_before}",
-        )
-    if config.lora.anneal and is_plugin(config.backend.backend):
-        yield Finding(
-            ("lora.anneal", "backend.backend"),
-            f'has no effect with backend = "{config.backend.backend}": its weights are its own',
-            "remove the line",
-        )
-
-
-def group_rules(config: Config) -> Iterator[Finding]:
-    """What an advantage needs of its group."""
-    size, mode = config.training.group_size, config.algorithm.advantage_mode
-    if config.distillation.alone:
-        return  # nothing is compared
-    if size == 1 and Need.GROUP in advantage_of(mode).needs:
-        yield Finding(
-            ("training.group_size", "algorithm.advantage_mode"),
-            "is 1: advantages compare the completions of a group, and with one of them all are 0",
-            "group_size = 8",
-        )
-    if size == 2 and mode == "maxrl":
-        yield Finding(
-            ("training.group_size", "algorithm.advantage_mode"),
-            "is 2: with two completions maxrl equals rloo in expectation",
-            "group_size = 8",
-            warning=True,
-        )
-
-
-def dynamic_rules(config: Config) -> Iterator[Finding]:
-    """Prompts are drawn again for the sake of groups whose answers are compared with each other, whole."""
-    training, algorithm = config.training, config.algorithm
-    if not training.dynamic_sampling:
-        return
-    if training.group_size == 1:
-        keys = ("training.dynamic_sampling", "training.group_size")
-        yield Finding(keys, "has only groups of one answer to choose from, which are all alike", "group_size = 8")
-    if algorithm.critic:
-        keys = ("training.dynamic_sampling", "algorithm.advantage_mode")
-        yield Finding(keys, "drops groups from which a critic learns as from all others", "remove the line")
-    if algorithm.turn_credit != "episode":
-        keys = ("training.dynamic_sampling", "algorithm.turn_credit")
-        what = f'judges whole episodes, and turn_credit = "{algorithm.turn_credit}" compares their turns'
-        yield Finding(keys, what, 'turn_credit = "episode"')
-
-
-def update_rules(config: Config) -> Iterator[Finding]:
-    """How often a batch is trained on is up to a backend of the user's own, and divisors are counted once."""
-    if config.chooses_anew and config.algorithm.rejection_denominator == "kept":
-        what = 'is "kept", and loss = "m2po" chooses what it leaves out before each of the step\'s several updates'
-        keys = ("algorithm.rejection_denominator", "algorithm.loss")
-        yield Finding(keys, what, 'rejection_denominator = "all"')
-    backend = config.backend.backend
-    if is_plugin(backend) and config.training.several_updates:
-        several = "num_iterations" if config.training.num_iterations > 1 else "minibatches"
-        what = f'has no effect with backend = "{backend}", which gets whole batches and updates as often as it likes'
-        yield Finding((f"training.{several}", "backend.backend"), what, "remove the line")
-
-
-def critic_rules(config: Config) -> Iterator[Finding]:
-    """What goes together with a critic, which gives every token an advantage of its own."""
-    algorithm, critic, mode = config.algorithm, config.critic, config.algorithm.transform_mode
-    if not algorithm.critic:
-        return
-    named = ("algorithm.advantage_mode", "algorithm.transform_mode")
-    if not is_plugin(mode) and credit_of(mode).own_advantage:
-        what = 'makes its own advantages from the rewards, so those of advantage_mode = "gae" would have no effect'
-        yield Finding(named[::-1], what, 'transform_mode = "none"')
-    if algorithm.turn_credit != "episode":
-        what = 'has no effect with advantage_mode = "gae": the last token of a turn has its reward'
-        yield Finding(("algorithm.turn_credit", named[0]), what, 'turn_credit = "episode"')
-    if is_plugin(config.backend.backend):
-        what = f'is "gae", which backend = "{config.backend.backend}" has no critic for'
-        yield Finding((named[0], "backend.backend"), what, 'advantage_mode = "grpo"')
-    whole = type(critic).model_fields["lam"].default
-    if critic.lam_policy is not None and critic.lam_value is not None and critic.lam != whole:
-        what = "has no effect with lam_policy and lam_value"
-        yield Finding(("critic.lam", "critic.lam_policy", "critic.lam_value"), what, "remove the line")
-    if not algorithm.discard_group_zero_advantage:
-        what = "has no effect with a critic: every completion with a reward trains"
-        yield Finding(("algorithm.discard_group_zero_advantage", named[0]), what, "remove the line")
-    clip = critic.cliprange_value
-    if clip not in (0.0, type(critic).model_fields["cliprange_value"].default) and not (
-        config.training.several_updates or config.lora.dropout
-    ):
-        what = f"is {clip:g}, but values move from the second update of a batch on, and it has one"
-        yield Finding(("critic.cliprange_value", "training.num_iterations"), what, "num_iterations = 4")
-    if critic.warmup_steps >= config.training.max_steps:
-        what = f"is {critic.warmup_steps} of max_steps = {config.training.max_steps}: the policy would never train"
-        keys = ("critic.warmup_steps", "training.max_steps")
-        yield Finding(keys, what, f"warmup_steps = {config.training.max_steps // 10}")
-
-
-def schedule_rules(config: Config) -> Iterator[Finding]:
-    """Warm-up and evaluation must fall inside the run."""
-    steps = config.training.max_steps
-    if config.optimizer.warmup_steps >= steps:
-        yield Finding(
-            ("optimizer.warmup_steps", "training.max_steps"),
-            f"is {config.optimizer.warmup_steps}: with max_steps = {steps} the warm-up never ends",
-            f"warmup_steps = {steps // 10}",
-        )
-    if config.training.eval_every and not config.evaluation.problems:
-        yield Finding(
-            ("training.eval_every", "evaluation.problems"),
-            "has no effect with [evaluation] problems = 0",
-            "remove the line, or problems = 128",
-        )
-
-
-def _flat_steps(config: Config) -> int:
-    """First steps of a run in which the ramp of λ has not begun: a batch has to open the gate."""
-    return 1 + config.sepa.delay_steps + (config.sepa.correct_rate_gate > 0)
-
-
-def lambda_stays_zero(config: Config) -> bool:
-    """Whether a run trains with gtpo_sepa and is too short for λ to leave 0, so that it equals gtpo."""
-    if not credit_of(config.algorithm.transform_mode).pooled:
-        return False
-    sepa, steps = config.sepa, config.training.max_steps
-    observed = steps - 1 - sepa.warmup_steps  # batches that the last step's running variance has beyond its reference
-    falls = sepa.schedule == "auto" and observed >= 0 and sepa.ema_decay**observed < sepa.threshold
-    return steps <= _flat_steps(config) and not (falls and steps > sepa.delay_steps)
-
-
-def sepa_rules(config: Config) -> Iterator[Finding]:
-    """SEPA with λ = 0 throughout is plain GTPO under another name: a mistake where it could never be anything else, a
-    note where the run is short, as a first try of a file with few steps is."""
-    if not credit_of(config.algorithm.transform_mode).pooled:
-        return
-    sepa, steps, flat = config.sepa, config.training.max_steps, _flat_steps(config)
-    length = "training.max_steps" if config.campaign.max_steps is None else "campaign.max_steps"
-    if lambda_stays_zero(config):
-        shorter = f"delay_steps = {steps // 10}, or " if flat - sepa.delay_steps + steps // 10 < steps else ""
-        yield Finding(
-            ("sepa.delay_steps", length, "algorithm.transform_mode"),
-            f"is {sepa.delay_steps} and max_steps is {steps}: λ is 0 for the whole run, which makes gtpo_sepa plain "
-            "gtpo; enough to see it run, no test of SEPA, which takes",
-            f"{shorter}max_steps = {flat + max(sepa.steps, 1)}",
-            warning=True,
-        )
-    if sepa.steps == 0 and sepa.schedule == "linear":
-        yield Finding(
-            ("sepa.steps", "sepa.schedule", "algorithm.transform_mode"),
-            "is 0: without a ramp λ would be 0 for the whole run, which makes gtpo_sepa plain gtpo",
-            f"steps = {max(1, steps - flat)}",
-        )
-    elif not lambda_stays_zero(config) and steps < flat + sepa.steps and sepa.schedule == "linear":
-        yield Finding(
-            ("sepa.steps", "sepa.delay_steps", length, "algorithm.transform_mode"),
-            f"is {sepa.steps}: in {steps} steps λ gets to {(steps - flat) / sepa.steps:.2f} at most",
-            f"steps = {steps - flat}",
-            warning=True,
-        )
-
-
 def data_rules(config: Config) -> Iterator[Finding]:
     """Levels are those of generated problems, configurations those of data sets that people made."""
     data = config.data
@@ -422,36 +215,6 @@ def audit_rules(config: Config) -> Iterator[Finding]:
     if config.audit.wanted and "audit" in {part.shown_name for part in (config.reward, *config.reward.components)}:
         yield Finding(
             ("reward.name", "audit.type"), 'is "audit", which is what the score of [audit] is called', 'name = "own"'
-        )
-
-
-def maxrl_rules(config: Config) -> Iterator[Finding]:
-    """Some advantages, such as MaxRL, are defined for rewards in [0, 1] alone."""
-    reward, mode = config.reward, config.algorithm.advantage_mode
-    if not advantage_of(mode).unit_rewards:
-        return
-    if reward.type == "reward_model":
-        what = f'is "reward_model", whose scores may lie outside [0, 1], for which {mode} is not defined'
-        yield Finding(("reward.type", "algorithm.advantage_mode"), what, 'advantage_mode = "grpo"', warning=True)
-    for table, each in config.graders:
-        if table == "audit" or each.type != "rubric" or each.rubric != "explicit":
-            continue
-        if any(criterion.weight_number < 0 for criterion in each.criteria):
-            what = f"has negative weights: totals can lie below 0, for which {mode} is not defined"
-            yield Finding((f"{table}.criteria", "algorithm.advantage_mode"), what, 'advantage_mode = "grpo"')
-        elif each.rubric_column is not None:
-            what = f"may hold negative weights: totals would lie below 0, for which {mode} is not defined"
-            keys = (f"{table}.rubric_column", "algorithm.advantage_mode")
-            yield Finding(keys, what, 'advantage_mode = "grpo"', warning=True)
-    if reward.type != "weighted":
-        return
-    if any(part.weight < 0 or part.offset != 0 for part in reward.components) or (
-        sum(part.weight for part in reward.components) > 1 + 1e-9
-    ):
-        yield Finding(
-            ("reward.components", "algorithm.advantage_mode"),
-            f"can give totals outside [0, 1], for which {mode} is not defined",
-            'advantage_mode = "grpo", or weights that add up to at most 1, without offset',
         )
 
 
@@ -486,51 +249,40 @@ def squeeze_rules(config: Config) -> Iterator[Finding]:
         )
 
 
-def declared_rules(config: Config) -> Iterator[Finding]:
-    """What is declared as deciding can be measured with the evaluation that is asked for."""
-    if not config.is_campaign:
+def slurm_rules(config: Config) -> Iterator[Finding]:
+    """What workers on Slurm need; one GPU each is Slurm's to choose."""
+    slurm, campaign, devices = config.slurm, config.campaign, config.backend.devices
+    if campaign.executor != "slurm":
         return
-    metric, evaluation = config.campaign.primary_metric, config.evaluation
-    summary, _, key = ("final", ":", metric) if metric.startswith("eval/") else metric.partition(":")
-    at_k = re.search(r"(?:pass|avg|maj)@(\d+)$", key)
-    measured = metric in ("auc", "last3") or key.startswith("eval/") or at_k is not None
-    if measured and evaluation.problems == 0:
-        yield Finding(
-            ("campaign.primary_metric", "evaluation.problems"),
-            f'is "{metric}", which needs held-out problems',
-            "problems = 128",
-        )
-    elif (
-        summary == "auc"
-        and (measured or "/" not in key)
-        and config.training.eval_every == 0
-        and evaluation.problems
-        and evaluation.schedule == "every"
-    ):
-        yield Finding(
-            ("campaign.primary_metric", "training.eval_every"),
-            f'is "{metric}": the area under a curve needs evaluations while training, not only before and after',
-            f"eval_every = {max(1, config.training.max_steps // 5)}",
-        )
-    if not evaluation.names:
+    if campaign.workers == "auto":
+        keys = ("campaign.workers", "campaign.executor")
+        yield Finding(keys, 'is "auto": say how many are asked of Slurm', "workers = 4, or --workers 4")
+    if devices not in ("auto", "cpu"):
+        words = f"is {toml(devices)}: each worker has the GPU that Slurm gives it"
+        yield Finding(("backend.devices", "campaign.executor"), words, 'devices = "auto"')
+    if slurm.cluster == "local" and devices == "auto":
+        words = 'is "local": workers of this machine without Slurm share its CPU'
+        yield Finding(("slurm.cluster", "backend.devices"), words, 'cluster = "slurm", or devices = "cpu"')
+    if slurm.notice_s >= 60 * slurm.minutes:
+        words = f"is {slurm.notice_s}, and the time limit of {slurm.time} is {60 * slurm.minutes} s"
+        yield Finding(("slurm.notice_s", "slurm.time"), words, f"notice_s = {15 * slurm.minutes}, or a longer time")
+    if slurm.gpu_type is not None and (options := [name for name in GPU_OPTIONS if name in slurm.extra]):
+        words = f"has no effect with {options[0]} in extra"
+        yield Finding(("slurm.gpu_type", "slurm.extra"), words, "remove one of the two")
+    if devices == "cpu" and slurm.gpu_type is not None:
+        keys = ("slurm.gpu_type", "backend.devices")
+        yield Finding(keys, 'has no effect with devices = "cpu"', "remove one of the two")
+
+
+def idle_slurm(config: Config) -> Iterator[Finding]:
+    """Keys of [slurm] that were given and nobody reads. Not asked of a planned run: that may go on without Slurm, and
+    later with it again."""
+    if config.campaign.executor == "slurm":
         return
-    name = key.split("/")[1] if key.startswith("eval/") else evaluation.names[0]
-    if name not in evaluation.names:
-        meant = difflib.get_close_matches(name, evaluation.names, n=1, cutoff=0.0)[0]
-        yield Finding(
-            ("campaign.primary_metric", "evaluation.sets"),
-            f'is "{metric}", and the held-out sets are {", ".join(evaluation.names)}',
-            f'primary_metric = "{metric.replace(f"eval/{name}", f"eval/{meant}", 1)}"',
-        )
-        return
-    samples = next(each.samples for each in config.held_out if each.name == name)
-    if at_k is not None and int(at_k[1]) > samples:
-        own = next((f".sets.{i}" for i, each in enumerate(evaluation.sets) if each.name == name and each.samples), "")
-        yield Finding(
-            ("campaign.primary_metric", f"evaluation{own}.samples"),
-            f'is "{metric}", which needs {at_k[1]} samples of each held-out problem and has {samples}',
-            f"samples = {at_k[1]}",
-        )
+    for name, field in Slurm.model_fields.items():
+        if getattr(config.slurm, name) != field.get_default(call_default_factory=True):
+            words = f'has no effect with executor = "{config.campaign.executor}"'
+            yield Finding((f"slurm.{name}", "campaign.executor"), words, 'remove the line, or executor = "slurm"')
 
 
 RULES = (
@@ -560,3 +312,11 @@ RULES = (
     declared_rules,
     deciding_rules,
 )
+
+
+def rule_findings(config: Config) -> Iterator[Finding]:
+    """What the sections, and the rules between them, say of this configuration as a single run with its modes."""
+    for section in sections():
+        yield from getattr(config, section).findings()
+    for rule in RULES:
+        yield from rule(config)

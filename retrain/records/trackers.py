@@ -21,8 +21,8 @@ from logging import CRITICAL, getLogger
 from pathlib import Path
 from typing import Any, Protocol
 
+from retrain.config.campaign import trackers
 from retrain.config.root import value_at
-from retrain.config.upkeep import trackers
 from retrain.errors import PluginError, RetrainError, UsageError
 from retrain.extras import missing
 from retrain.files import dumps

@@ -10,7 +10,6 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from retrain.clock import timestamp
-from retrain.config.schedule import extent_after
 from retrain.device import peak_memory_gib
 from retrain.engines.protocol import Engine
 from retrain.errors import Interrupted
@@ -101,7 +100,7 @@ class Cohort:
             results = self._learn(_alive(active), selections)
         for run in results:
             run.publish_to(self.engine)
-        if due := [run for run in _alive(results) if extent_after(run.config, run.step)]:
+        if due := [run for run in _alive(results) if run.config.extent_after(run.step)]:
             with self.queue.paused():
                 self.evaluations.trained(due)
         shared = {"cohort_size": len(active), **self._shared_metrics(sampled)}

@@ -19,7 +19,7 @@ import torch
 from retrain.algorithms.algorithm import CreditStep, StepContext
 from retrain.algorithms.credit.turns import own_rewards
 from retrain.algorithms.tables import fields, pad, token_mask
-from retrain.config.critic import Critic as CriticSection
+from retrain.config.training import Critic as CriticSection
 from retrain.maths.ratios import sampled_token_kl
 from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT
 from retrain.types import CreditedBatch, CreditedRollout, Rollout, Scores, Want

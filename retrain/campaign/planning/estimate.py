@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from retrain.config.schedule import part_evaluations, whole_evaluations
+from retrain.config.evaluation import part_evaluations, whole_evaluations
 from retrain.models.sizes import (
     LOGITS_COPIES,
     Architecture,

@@ -18,10 +18,9 @@ from retrain.config import Campaign, Condition, Config, Loaded, parse_dict
 from retrain.config.base import Role
 from retrain.config.campaign import condition_name
 from retrain.config.campaign import label as label_of
-from retrain.config.checking import LATER
-from retrain.config.conditions import assemble
+from retrain.config.checking import assemble
+from retrain.config.learning_rules import lambda_stays_zero
 from retrain.config.root import keys, role_of, value_at, without_unused
-from retrain.config.rules import lambda_stays_zero
 from retrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ def plan(source: Loaded | Config) -> list[RunSpec]:
 
 def _resolve(config: Config, condition: Condition | None, seed: int, label: str) -> Config:
     """The run's configuration with nothing left to be worked out."""
-    run = Config.model_validate(assemble(config.model_dump(), condition, seed), context=LATER)
+    run = Config.model_validate(assemble(config.model_dump(), condition, seed))
     data = without_unused(run)
     training, logging = data["training"], data["logging"]
     if run.lora.alpha == 0:

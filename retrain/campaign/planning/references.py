@@ -15,12 +15,12 @@ from retrain.campaign.planning.plan import Plan, RunSpec, run_directory, run_pla
 from retrain.campaign.planning.teaching import teacher_fault
 from retrain.config import Config, Loaded
 from retrain.config.base import is_plugin
+from retrain.config.campaign import trackers
 from retrain.config.describe import toml
 from retrain.config.modes import Need, mode_of
 from retrain.config.problems import Mistake, path_of
 from retrain.config.root import value_at
 from retrain.config.tasks import Data, Grader
-from retrain.config.upkeep import trackers
 from retrain.data import Dataset, load_data
 from retrain.data.sources import directory_of, on_hub
 from retrain.environments.build import Longest, askable, context_length, data_of, hosted, missing_column, tokenizer_of

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from retrain.config import Config
-from retrain.config.distillation import POLICY
+from retrain.config.algorithm import POLICY
 from retrain.errors import ModelError
 from retrain.files import read_json
 from retrain.models import find_file

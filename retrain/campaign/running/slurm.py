@@ -36,7 +36,7 @@ from retrain.campaign.running.slurm_task import Pace, Task
 from retrain.campaign.running.spawning import end_words
 from retrain.campaign.running.workers import PATIENCE_SECONDS, Workers
 from retrain.config import Config
-from retrain.config.slurm import GPU_OPTIONS
+from retrain.config.machine import GPU_OPTIONS
 from retrain.errors import UsageError, WorkersLost
 from retrain.extras import is_installed, missing
 from retrain.files import read_json, write_json, writing

@@ -5,7 +5,7 @@ from retrain.campaign.planning.changes import counts
 from retrain.campaign.planning.plan import RunSpec, base_key
 from retrain.config import parse_dict
 from retrain.config.base import Role
-from retrain.config.conditions import why_fixed
+from retrain.config.checking import why_fixed
 from retrain.config.root import keys, role_of
 
 
