@@ -1,37 +1,16 @@
-"""[campaign] and [[campaign.conditions]]: what is compared, over which seeds. [backpressure], [squeeze], [resume],
-[logging]: what goes on around the learning."""
+"""[campaign] and [[campaign.conditions]]: what is compared, over which seeds."""
 
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
-from os.path import abspath
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
 from retrain.config.algorithm import AdvantageMode, TransformMode
-from retrain.config.base import (
-    Count,
-    Device,
-    Finding,
-    Natural,
-    NotNegative,
-    OptionalCount,
-    OptionalPhrases,
-    OptionalRanks,
-    OptionalText,
-    PositiveShare,
-    Role,
-    Section,
-    Seed,
-    Tags,
-    Trackers,
-    UsedWhen,
-    fault,
-)
-from retrain.config.describe import no_effect
+from retrain.config.base import Count, Finding, Natural, OptionalText, Role, Section, Seed, fault
 
 LABEL_MAX = 120
 """A run directory is named label_s<seed>; file systems allow 255 bytes."""
@@ -259,158 +238,120 @@ NORMAL_FEWEST = 3
 """Seeds with which the normal test begins."""
 
 
-Tool = Literal["tinker", "trl", "telescope", "retrain"]
-KNOWN_TRACKERS = ("wandb", "tensorboard", "trackio")
+def campaign_rules(campaign: Campaign, is_run: bool) -> Iterator[Finding]:
+    """What a comparison needs. ``is_run``: this is one resolved run of a campaign, which compares nothing itself."""
+    if not is_run:
+        yield from sequential_rules(campaign)
+        yield from test_rules(campaign)
+        executor, fix = campaign.executor, 'remove the line, or executor = "processes"'
+        if executor == "inprocess" and campaign.workers != "auto":
+            yield Finding(("campaign.workers", "campaign.executor"), f'has no effect with executor = "{executor}"', fix)
+        keys = ("campaign.gpus_per_cohort", "campaign.executor")
+        if executor == "inprocess" and campaign.gpus_per_cohort != 1:
+            yield Finding(keys, f'has no effect with executor = "{executor}"', fix)
+        if executor == "slurm" and campaign.gpus_per_cohort < 1:
+            words = f"is {campaign.gpus_per_cohort:g}, and a job of Slurm's has whole GPUs"
+            yield Finding(keys, words, "gpus_per_cohort = 1")
+    others, seeds = len(campaign.conditions) - 1, len(campaign.seeds)
+    needed = seeds_for_verdict(others, campaign.test) if others else 0
+    if seeds < needed:
+        suggested = seeds_suggested(others, campaign.test)
+        room = f", or {suggested} if one pair may disagree" if suggested > needed else ""
+        yield Finding(
+            ("campaign.seeds",),
+            f"has {seeds}: too few for a verdict between {'two' if others == 1 else others + 1} conditions, "
+            f"which takes at least {needed}{room}; type",
+            f"seeds = {list(range(1, suggested + 1))}",
+            warning=True,
+        )
+    elif campaign.test == "normal" and others > 0 and seeds < (exact := seeds_for_verdict(others)):
+        yield Finding(
+            ("campaign.seeds", "campaign.test"),
+            f"has {seeds}: should a run collapse, the exact test decides, which takes {exact} for "
+            f"{'one comparison' if others == 1 else f'{others} comparisons'}; to be able to tell then too, type",
+            f"seeds = {list(range(1, exact + 1))}",
+            warning=True,
+        )
 
 
-def trackers(report_to: Sequence[str], wandb_project: str | None) -> list[str]:
-    """The trackers that runs report to: ``all`` are the known ones that are installed, a project means wandb too."""
-    if "none" in report_to:
-        return []
-    asked = [name for name in KNOWN_TRACKERS if find_spec(name)] if "all" in report_to else list(report_to)
-    return list(dict.fromkeys([*asked, *(["wandb"] if wandb_project else [])]))
+PERMUTED_MOST = 6
+"""Comparisons of which a closed permutation test goes through all sets."""
 
 
-def _url(value: str | None) -> str | None:
-    if value is None or re.match(r"[a-z][a-z0-9+.-]*://[^/]*/?.", value):
-        return value
-    raise fault(f'is "{value}", and that is no URL', f'mirror = "file://{abspath(value)}"')
-
-
-class Backpressure(Section):
-    """Adapting the load to what the hardware can take (Universal Scalability Law)."""
-
-    role: ClassVar[Role] = Role.SPEED
-
-    enabled: bool = False
-    """Measure throughput and adapt."""
-    target: Literal["concurrency", "batch_size"] = "concurrency"
-    """What is adapted. `concurrency`: how many prompts decode at once, which changes speed and memory only."""
-    warmup_steps: Natural = 10
-    """Steps of measuring before the first decision."""
-    throttle_margin: PositiveShare = 0.85
-    """Reduce the load when it exceeds this share of the optimum."""
-    increase_margin: PositiveShare = 0.5
-    """Raise the load while it is below this share of the optimum."""
-    min_batch_size: Count = 1
-    """Smallest load, in prompts."""
-    max_batch_size: Count = 64
-    """Largest load, in prompts."""
-    peak_gflops: NotNegative = 0.0
-    """Peak arithmetic of the device in GFLOP/s, for telling memory-bound from compute-bound; 0 is unknown."""
-    peak_bw_gb_s: NotNegative = 0.0
-    """Peak memory bandwidth of the device in GB/s; 0 is unknown."""
-
-    def findings(self) -> Iterator[Finding]:
-        """The smallest load is not above the largest."""
-        if self.min_batch_size > self.max_batch_size:
+def test_rules(campaign: Campaign) -> Iterator[Finding]:
+    others = len(campaign.conditions) - 1
+    if campaign.test == "permutation" and others > PERMUTED_MOST:
+        yield Finding(
+            ("campaign.test", "campaign.conditions"),
+            f'is "permutation" with {others + 1} conditions: it goes through all sets of up to {PERMUTED_MOST} beside '
+            "the baseline",
+            'test = "exact"',
+        )
+    if campaign.prior_spread and (campaign.test != "normal" or others != 1 or campaign.sequential != "off"):
+        yield Finding(
+            ("campaign.prior_spread", "campaign.test"),
+            'is set: an earlier spread counts for test = "normal" with two conditions and sequential = "off" only',
+            "prior_spread = 0.0",
+        )
+    looks = campaign.sequential not in ("off", "always_valid")
+    for key in ("futility", "race"):
+        if getattr(campaign, key) and not looks:
             yield Finding(
-                ("backpressure.min_batch_size", "backpressure.max_batch_size"),
-                f"is {self.min_batch_size}, above max_batch_size = {self.max_batch_size}",
-                f"min_batch_size = {self.max_batch_size}",
+                (f"campaign.{key}", "campaign.sequential"),
+                f'is on with sequential = "{campaign.sequential}": it stops conditions at looks at a planned number '
+                "of seeds",
+                'sequential = "obrien_fleming"',
             )
+    if campaign.race and others < 2:
+        yield Finding(
+            ("campaign.race", "campaign.conditions"),
+            f"is on with {others + 1} condition{'s' if others else ''}: a race is among several beside the baseline; "
+            "futility ends a comparison of two",
+            "race = false",
+        )
 
 
-class Squeeze(Section):
-    """Analysis of the trained adapter's rank after the first run, and compression."""
-
-    role: ClassVar[Role] = Role.RECORDS
-
-    enabled: bool = True
-    """Analyse the first run's adapter."""
-    runs: Literal["first", "one per condition"] = "first"
-    """Whose adapters are analysed, compressed and verified: that of the first run alone, or of the first one of every
-    condition, where more than one adapter is to be known. Each costs its evaluations."""
-    min_variance_retention: PositiveShare = 0.95
-    """Energy that a rank must keep on average over layers to be recommended."""
-    min_layer_retention: PositiveShare = 0.9
-    """Energy that it must keep in the worst layer."""
-    target_ranks: OptionalRanks = None
-    """Ranks to tabulate; unset or empty is the powers of two up to the adapter's rank."""
-    compress_to: OptionalCount = None
-    """Rank of the compressed adapter; unset or 0 is the recommended rank."""
-    verify: Literal["all", "recommended", "off"] = "all"
-    """Evaluate the adapter on the held-out problems at every rank of the table (`all`), or at the one it is
-    compressed to, beside the full one; each rank costs one evaluation of one run."""
-    output_path: OptionalText = None
-    """Directory for the compressed adapter; unset is `squeeze/` in the output directory."""
-    device: Device = "cpu"
-    """Where the decomposition runs."""
-    wandb: bool | None = None
-    """Whether the analysis becomes a wandb run of its own, `squeeze-analysis`, where runs report to wandb; unset is
-    whether the file has a [squeeze] section."""
-
-    def findings(self) -> Iterator[Finding]:
-        """One directory holds one compressed adapter."""
-        if self.runs != "first" and self.output_path is not None:
-            yield Finding(
-                ("squeeze.output_path", "squeeze.runs"),
-                f'has room for one adapter, and runs = "{self.runs}" compresses one of every condition, below squeeze/',
-                'runs = "first"',
-            )
+SEQUENTIAL_MOST = 20
+"""Seeds that the exact sequential test goes through all sign patterns of."""
 
 
-class Resume(Section):
-    """Starting from what another run left."""
-
-    role: ClassVar[Role] = Role.SAMPLES
-
-    from_: Annotated[OptionalText, Field(alias="from")] = None
-    """Run directory or checkpoint directory to continue from. `retrain resume DIR` does the same without a file."""
-
-
-class Logging(Section):
-    """Where records go, and under which names."""
-
-    role: ClassVar[Role] = Role.RECORDS
-
-    log_dir: OptionalText = None
-    """Output directory; unset is `logs/` and the name of the TOML file."""
-    mirror: Annotated[OptionalText, AfterValidator(_url)] = None
-    """URL below which everything in the output directory is copied while it is written, such as
-    `s3://bucket/experiments/gtpo`; `retrain resume URL` goes on from the copy. Any protocol of fsspec."""
-    report_to: Trackers = Field(default_factory=list)
-    """Trackers besides the files, one or a list: known ones, or `module:function` that returns one of your own.
-    Setting `wandb_project` is enough for wandb. `all` are the known ones that are installed; `none` is none, also
-    with a `wandb_project`."""
-    logging_dir: OptionalText = None
-    """Directory of tensorboard's files; unset is `tensorboard/` in each run's directory. The runs of a campaign have
-    a directory each in it."""
-    wandb_project: OptionalText = None
-    """wandb project; unset is `retrain`. Also the project of trackio; unset is `[campaign] name`, else the name of the
-    output directory."""
-    wandb_run_name: OptionalText = None
-    """wandb run name; unset is the condition's label. The runs of a campaign are called `<label>_s<seed>`, and
-    `<wandb_run_name>_<label>_s<seed>` where this is set."""
-    wandb_entity: OptionalText = None
-    """wandb team or user."""
-    wandb_group: OptionalText = None
-    """wandb and trackio group; unset it is the condition's label in a campaign."""
-    wandb_tags: Tags = Field(default_factory=list)
-    """wandb tags, a list or separated by commas; a campaign adds the label and `seed<seed>`."""
-    wandb_mode: Literal["online", "offline", "disabled"] | None = None
-    """wandb mode; unset leaves it to wandb."""
-    strategic_grams: Annotated[OptionalPhrases, UsedWhen("planning.detector", ("regex",)), Role.LEARNS] = None
-    """Phrases that mark planning tokens, in place of the built-in ones: a list, or separated by commas."""
-    aliases: list[Tool] = Field(default_factory=lambda: list(get_args(Tool)))
-    """Whose names for metrics are written besides ours, so that scripts made for those tools work."""
-    rollouts_every: Natural = 10
-    """Write the page and the logtree of every n-th step, of the last one, and of every evaluation; 0 writes none.
-    The summary lines of all trajectories are written at every step."""
-    num_groups_to_log: Natural = 4
-    """Groups of a page and logtree that appear with their texts; what is known of the others in numbers always does."""
-    log_kl: bool = False
-    """Record the KL divergence to the frozen base; costs one more forward pass."""
-
-    @property
-    def wandb(self) -> bool:
-        return "wandb" in trackers(self.report_to, self.wandb_project)
-
-    def findings(self) -> Iterator[Finding]:
-        """What is chosen for pages or for tensorboard needs them."""
-        asked = self.report_to
-        if self.logging_dir is not None and not {"tensorboard", "all"} & set(asked):
-            fix = f"report_to = {[*(name for name in asked if name != 'none'), 'tensorboard']}".replace("'", '"')
-            yield Finding(("logging.logging_dir", "logging.report_to"), "has no effect without tensorboard", fix)
-        if self.rollouts_every == 0 and self.num_groups_to_log != Logging.model_fields["num_groups_to_log"].default:
-            yield no_effect("logging.num_groups_to_log", "logging.rollouts_every", 0, "remove one of the two")
+def sequential_rules(campaign: Campaign) -> Iterator[Finding]:
+    """A stopping rule needs something to decide and enough seeds to decide it with."""
+    others, seeds = len(campaign.conditions) - 1, len(campaign.seeds)
+    if campaign.sequential == "off":
+        return
+    if others < 1:
+        yield Finding(
+            ("campaign.sequential", "campaign.conditions"),
+            "is on, and there is one condition: nothing is compared that could be decided",
+            'sequential = "off"',
+        )
+        return
+    if campaign.test == "permutation" or (campaign.test == "normal" and campaign.sequential == "always_valid"):
+        what = "signs" if campaign.sequential == "always_valid" else "the exact or the normal test"
+        yield Finding(
+            ("campaign.sequential", "campaign.test"),
+            f'is "{campaign.sequential}" with test = "{campaign.test}": it looks by {what} only',
+            'test = "exact"',
+        )
+        return
+    if campaign.sequential == "always_valid":
+        return
+    # With n of n + 1 seeds the even rule may have spent n/(n + 1) of the error; the other rules need as many.
+    first = next(n for n in count(1) if others * 2.0 ** -(n - 1) <= 0.05 * n / (n + 1))
+    if campaign.test == "normal":
+        first = NORMAL_FEWEST
+    if not first < seeds <= SEQUENTIAL_MOST:
+        yield Finding(
+            ("campaign.sequential", "campaign.seeds"),
+            f"is on with {seeds} seeds: it can decide after {first} at the earliest, so that it takes {first + 1} to "
+            f"{SEQUENTIAL_MOST} to stop early",
+            f"seeds = {list(range(1, first + 3))}",
+        )
+    if campaign.lanes != "auto" and campaign.lanes >= (others + 1) * seeds:
+        yield Finding(
+            ("campaign.sequential", "campaign.lanes"),
+            f"is on and lanes = {campaign.lanes} trains all {(others + 1) * seeds} runs at once: nothing could be "
+            "stopped",
+            'lanes = "auto"',
+        )

@@ -12,9 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from retrain.config.base import Role
-from retrain.config.campaign import Condition
+from retrain.config.campaign import Condition, campaign_rules
 from retrain.config.legacy import FLAT_PREFIXES, REPLACED
-from retrain.config.measuring_rules import campaign_rules
 from retrain.config.problems import SYNONYMS, Mistake, Path, mistakes, nearest, path_of
 from retrain.config.root import Config, differing, effective, homes, keys, role_of, sections, unused
 from retrain.config.rules import idle_slurm, rule_findings

@@ -10,14 +10,18 @@ from pydantic.fields import FieldInfo
 
 from retrain.config.algorithm import Algorithm, Distillation, Gtpo, Hicra, Planning, Sepa
 from retrain.config.base import Finding, Role, Section, UsedWhen, is_plugin
-from retrain.config.campaign import Backpressure, Campaign, Logging, Resume, Squeeze
+from retrain.config.campaign import Campaign
 from retrain.config.describe import no_effect
 from retrain.config.evaluation import (
     HELDOUT,
+    Backpressure,
     Evaluation,
     EvaluationSet,
     Extent,
     HeldOut,
+    Logging,
+    Resume,
+    Squeeze,
     part_evaluations,
     resolved,
     whole_evaluations,

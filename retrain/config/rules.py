@@ -3,11 +3,13 @@ one section its own ``findings`` say."""
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterator
 
-from retrain.config.base import Finding, is_plugin
+from retrain.config.base import Finding, Section, is_plugin
 from retrain.config.describe import no_effect, toml
-from retrain.config.evaluation import CUTS
+from retrain.config.evaluation import CUTS, DECIDING, EvaluationSet, too_early, whole_evaluations
 from retrain.config.learning_rules import (
     anneal_rules,
     critic_rules,
@@ -22,10 +24,9 @@ from retrain.config.learning_rules import (
     update_rules,
 )
 from retrain.config.machine import GPU_OPTIONS, Slurm
-from retrain.config.measuring_rules import deciding_rules, declared_rules, evaluation_rules
 from retrain.config.modes import MODES, Need, advantage_of, credit_of, mode_of
 from retrain.config.root import Config, sections
-from retrain.config.tasks import MARKED, Reward, has_configurations
+from retrain.config.tasks import FILE_ENDINGS, MARKED, Reward, has_configurations
 
 
 def environment_rules(config: Config) -> Iterator[Finding]:
@@ -283,6 +284,167 @@ def idle_slurm(config: Config) -> Iterator[Finding]:
         if getattr(config.slurm, name) != field.get_default(call_default_factory=True):
             words = f'has no effect with executor = "{config.campaign.executor}"'
             yield Finding((f"slurm.{name}", "campaign.executor"), words, 'remove the line, or executor = "slurm"')
+
+
+def evaluation_rules(config: Config) -> Iterator[Finding]:
+    """Sets are sampled so that it tells something, and no key is without effect."""
+    evaluation = config.evaluation
+    if evaluation.sets and config.data.eval_source is not None and all(each.source for each in evaluation.sets):
+        yield Finding(
+            ("data.eval_source", "evaluation.sets"),
+            "has no effect: every one of [[evaluation.sets]] has its own source",
+            "remove the line",
+        )
+    for index, each in enumerate(evaluation.sets):
+        yield from _data_findings(config, each, f"evaluation.sets.{index}")
+    yield from _cut_findings(config)
+    for index, held_out in enumerate(config.held_out):
+        if held_out.samples > 1 and held_out.sampling.temperature == 0:
+            own = evaluation.sets[index] if evaluation.sets else None
+            path = "evaluation" if own is None or own.samples is None else f"evaluation.sets.{index}"
+            greedy = "evaluation" if own is None or own.temperature is None else f"evaluation.sets.{index}"
+            yield Finding(
+                (f"{path}.samples", f"{greedy}.temperature"),
+                f"is {held_out.samples} at temperature 0: all samples of a problem are the same",
+                "samples = 1",
+            )
+
+
+def _cut_findings(config: Config) -> Iterator[Finding]:
+    evaluation, sets = config.evaluation, config.held_out
+    tables: list[tuple[str, Section]] = []
+    if sets and all(each.sampling.temperature == 0 for each in sets):
+        tables.append(("evaluation", evaluation))
+    tables += [
+        (f"evaluation.sets.{index}", own)
+        for index, (own, held_out) in enumerate(zip(evaluation.sets, sets, strict=False))  # no sets, or one unnamed
+        if held_out.sampling.temperature == 0
+    ]
+    for path, table in tables:
+        for key in CUTS:
+            if getattr(table, key) is not None:
+                message = "has no effect at temperature 0, which is greedy"
+                yield Finding((f"{path}.{key}", f"{path}.temperature"), message, "remove the line")
+
+
+def _data_findings(config: Config, each: EvaluationSet, path: str) -> Iterator[Finding]:
+    source = each.source or config.data.eval_source or config.data.source
+    if each.split is not None and (source == "arithmetic" or source.endswith(FILE_ENDINGS)):
+        yield no_effect(f"{path}.split", f"{path}.source", source)
+    if each.levels is not None and source != "arithmetic":
+        fix = 'remove the line, or source = "arithmetic"'
+        yield no_effect(f"{path}.levels", f"{path}.source", source, fix)
+    if each.subset is not None and each.source is not None and not has_configurations(source):
+        yield no_effect(f"{path}.subset", f"{path}.source", source)
+    for key in ("subset", "prompt_column", "answer_column", "tags_column"):
+        if getattr(each, key) is not None and each.source is None:
+            yield Finding(
+                (f"{path}.{key}", path),
+                "has no effect without a source of the set's own: the problems are those of [data]",
+                f"remove the line, or set {key} in [data]",
+            )
+
+
+def declared_rules(config: Config) -> Iterator[Finding]:
+    """What is declared as deciding can be measured with the evaluation that is asked for."""
+    if not config.is_campaign:
+        return
+    metric, evaluation = config.campaign.primary_metric, config.evaluation
+    summary, _, key = ("final", ":", metric) if metric.startswith("eval/") else metric.partition(":")
+    at_k = re.search(r"(?:pass|avg|maj)@(\d+)$", key)
+    measured = metric in ("auc", "last3") or key.startswith("eval/") or at_k is not None
+    if measured and evaluation.problems == 0:
+        yield Finding(
+            ("campaign.primary_metric", "evaluation.problems"),
+            f'is "{metric}", which needs held-out problems',
+            "problems = 128",
+        )
+    elif (
+        summary == "auc"
+        and (measured or "/" not in key)
+        and config.training.eval_every == 0
+        and evaluation.problems
+        and evaluation.schedule == "every"
+    ):
+        yield Finding(
+            ("campaign.primary_metric", "training.eval_every"),
+            f'is "{metric}": the area under a curve needs evaluations while training, not only before and after',
+            f"eval_every = {max(1, config.training.max_steps // 5)}",
+        )
+    if not evaluation.names:
+        return
+    name = key.split("/")[1] if key.startswith("eval/") else evaluation.names[0]
+    if name not in evaluation.names:
+        meant = difflib.get_close_matches(name, evaluation.names, n=1, cutoff=0.0)[0]
+        yield Finding(
+            ("campaign.primary_metric", "evaluation.sets"),
+            f'is "{metric}", and the held-out sets are {", ".join(evaluation.names)}',
+            f'primary_metric = "{metric.replace(f"eval/{name}", f"eval/{meant}", 1)}"',
+        )
+        return
+    samples = next(each.samples for each in config.held_out if each.name == name)
+    if at_k is not None and int(at_k[1]) > samples:
+        own = next((f".sets.{i}" for i, each in enumerate(evaluation.sets) if each.name == name and each.samples), "")
+        yield Finding(
+            ("campaign.primary_metric", f"evaluation{own}.samples"),
+            f'is "{metric}", which needs {at_k[1]} samples of each held-out problem and has {samples}',
+            f"samples = {at_k[1]}",
+        )
+
+
+SHORT = r"(correct_rate|reward_mean|mean_length|(pass|avg|maj)@\d+|[^/]+/correct_rate)?"
+"""Metrics of held-out problems that are named without their set."""
+
+
+def deciding_rules(config: Config) -> Iterator[Finding]:
+    """A schedule of evaluations has something to evaluate, and what is declared as deciding is among it."""
+    schedule, training = config.evaluation.schedule, config.training
+    if schedule == "verdict" and not config.evaluation.problems:
+        keys = ("evaluation.schedule", "evaluation.problems")
+        yield Finding(keys, "has no effect with problems = 0", "remove the line, or problems = 128")
+        return
+    if not config.is_campaign:
+        return
+    metric = config.campaign.primary_metric
+    summary, _, key = metric.partition(":")
+    held_out = key.startswith("eval/") or re.fullmatch(SHORT, key) is not None
+    if summary == "auc" and held_out and schedule == "verdict":
+        yield Finding(
+            ("campaign.primary_metric", "evaluation.schedule"),
+            f'is "{metric}", the area under a curve for which schedule = "verdict" asks only a part of the problems',
+            f'primary_metric = "{metric.replace("auc", "last3", 1)}", or schedule = "every"',
+        )
+    if summary != "last3":
+        return
+    if not held_out:
+        yield Finding(
+            ("campaign.primary_metric",),
+            f'is "{metric}", the mean of three held-out evaluations, and {key} is a number of training, whose final '
+            "value is its mean over the last tenth of the steps",
+            f'primary_metric = "final:{key}"',
+        )
+    elif config.evaluation.problems:
+        yield from _last3_findings(metric, schedule, training.max_steps, training.eval_every)
+
+
+def _last3_findings(metric: str, schedule: str, max_steps: int, eval_every: int) -> Iterator[Finding]:
+    """There are three evaluations to take the mean of, and they are about the end of training."""
+    steps = whole_evaluations(schedule, max_steps, eval_every)[-DECIDING:]
+    if max_steps < DECIDING:
+        what = f'is "{metric}", the mean of three evaluations, and there are fewer steps: max_steps = {max_steps}'
+        yield Finding(("campaign.primary_metric", "training.max_steps"), what, 'primary_metric = "final"')
+        return
+    keys, fix = ("campaign.primary_metric", "training.eval_every"), f"eval_every = {max(1, max_steps // 10)}"
+    fix = f'[evaluation] schedule = "verdict", or {fix}'
+    if len(steps) < DECIDING:
+        done = " and ".join(map(str, steps))
+        what = f'is "{metric}", the mean of three evaluations, and after the start there'
+        what += f" {'is that' if len(steps) == 1 else 'are those'} after {done} of {max_steps} steps"
+        yield Finding(keys, what, fix)
+    elif too_early(steps[0], max_steps):
+        first, second, last = steps
+        what = f'is "{metric}", here the mean of those after {first}, {second} and {last} of {max_steps} steps: '
+        yield Finding(keys, f"{what}not of the end of training alone; for that type", fix, warning=True)
 
 
 RULES = (

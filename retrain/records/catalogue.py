@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from retrain.config.campaign import Tool
+from retrain.config.evaluation import Tool
 from retrain.records.context import RunContext
 
 TOOLS: tuple[str, ...] = get_args(Tool)

@@ -21,7 +21,7 @@ from logging import CRITICAL, getLogger
 from pathlib import Path
 from typing import Any, Protocol
 
-from retrain.config.campaign import trackers
+from retrain.config.evaluation import trackers
 from retrain.config.root import value_at
 from retrain.errors import PluginError, RetrainError, UsageError
 from retrain.extras import missing

@@ -6,7 +6,7 @@ throughputs, which are part of every checkpoint: a resumed cohort decides from t
 
 from typing import Any
 
-from retrain.config.campaign import Backpressure
+from retrain.config.evaluation import Backpressure
 from retrain.maths.backpressure import Decision, DecodeWork, Limits, decide
 from retrain.policy.base import BaseModel
 from retrain.policy.memory import cache_bytes, head_size

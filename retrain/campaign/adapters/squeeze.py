@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.campaign.planning.plan import RunSpec, run_directory
 from retrain.campaign.planning.references import ADAPTER_FILES
-from retrain.config.campaign import Squeeze
+from retrain.config.evaluation import Squeeze
 from retrain.environments.build import Longest
 from retrain.errors import UsageError
 from retrain.files import ASIDE, aside_of, prepare_directory, write_json

@@ -15,8 +15,8 @@ from retrain.campaign.planning.plan import Plan, RunSpec, run_directory, run_pla
 from retrain.campaign.planning.teaching import teacher_fault
 from retrain.config import Config, Loaded
 from retrain.config.base import is_plugin
-from retrain.config.campaign import trackers
 from retrain.config.describe import toml
+from retrain.config.evaluation import trackers
 from retrain.config.modes import Need, mode_of
 from retrain.config.problems import Mistake, path_of
 from retrain.config.root import value_at

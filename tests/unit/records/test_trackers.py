@@ -17,7 +17,7 @@ from helpers.campaigns import blocks
 from helpers.records import config, context, group, step
 
 from retrain.config import parse_dict
-from retrain.config.campaign import trackers
+from retrain.config.evaluation import trackers
 from retrain.errors import MissingExtra, RetrainError
 from retrain.ownership import claim
 from retrain.records.recorder import RunRecorder
