@@ -29,7 +29,6 @@ from retrain.commands.arguments import (
     require_directory,
 )
 from retrain.commands.output import print_squeeze, print_tables_of
-from retrain.commands.streams import lasting_streams
 from retrain.errors import UsageError
 from retrain.files import dumps
 from retrain.gpus import torchrun_rank
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 def finish(plain: bool, work: Callable[[Observer], Outcome], verbose: bool = False) -> None:
     """Do the work under a console, print how it ended, exit with its status."""
     from retrain.campaign.running.session import ENDINGS
-    from retrain.records.console import make_console
+    from retrain.records.console import lasting_streams, make_console
     from retrain.records.trackers import wandb_upload_command
 
     started = time.time()
