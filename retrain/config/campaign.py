@@ -238,20 +238,25 @@ NORMAL_FEWEST = 3
 """Seeds with which the normal test begins."""
 
 
+def _worker_findings(campaign: Campaign) -> Iterator[Finding]:
+    """Keys of workers need an executor that has some."""
+    executor, fix = campaign.executor, 'remove the line, or executor = "processes"'
+    if executor == "inprocess" and campaign.workers != "auto":
+        yield Finding(("campaign.workers", "campaign.executor"), f'has no effect with executor = "{executor}"', fix)
+    keys = ("campaign.gpus_per_cohort", "campaign.executor")
+    if executor == "inprocess" and campaign.gpus_per_cohort != 1:
+        yield Finding(keys, f'has no effect with executor = "{executor}"', fix)
+    if executor == "slurm" and campaign.gpus_per_cohort < 1:
+        words = f"is {campaign.gpus_per_cohort:g}, and a job of Slurm's has whole GPUs"
+        yield Finding(keys, words, "gpus_per_cohort = 1")
+
+
 def campaign_rules(campaign: Campaign, is_run: bool) -> Iterator[Finding]:
     """What a comparison needs. ``is_run``: this is one resolved run of a campaign, which compares nothing itself."""
     if not is_run:
         yield from sequential_rules(campaign)
         yield from test_rules(campaign)
-        executor, fix = campaign.executor, 'remove the line, or executor = "processes"'
-        if executor == "inprocess" and campaign.workers != "auto":
-            yield Finding(("campaign.workers", "campaign.executor"), f'has no effect with executor = "{executor}"', fix)
-        keys = ("campaign.gpus_per_cohort", "campaign.executor")
-        if executor == "inprocess" and campaign.gpus_per_cohort != 1:
-            yield Finding(keys, f'has no effect with executor = "{executor}"', fix)
-        if executor == "slurm" and campaign.gpus_per_cohort < 1:
-            words = f"is {campaign.gpus_per_cohort:g}, and a job of Slurm's has whole GPUs"
-            yield Finding(keys, words, "gpus_per_cohort = 1")
+        yield from _worker_findings(campaign)
     others, seeds = len(campaign.conditions) - 1, len(campaign.seeds)
     needed = seeds_for_verdict(others, campaign.test) if others else 0
     if seeds < needed:

@@ -185,15 +185,7 @@ def distillation_rules(config: Config) -> Iterator[Finding]:
         keys = ("distillation.student", "training.max_off_policy_steps", "inference.engine")
         yield Finding(keys, what, 'student = "trainer"', warning=True)
     if own.url is not None:
-        whole = type(training).model_fields
-        for key in ("temperature", *CUTS):
-            value = getattr(training, key)
-            if value != whole[key].default:
-                what = (
-                    f"is {value:g}, and a server says of a teacher's tokens what the whole model does at temperature 1"
-                )
-                fix = f'remove the line, or give the teacher\'s directory in place of url = "{own.url}"'
-                yield Finding((f"training.{key}", "distillation.url"), what, fix)
+        yield from _served_teacher_findings(config)
     if own.whole:
         yield from _vocabulary_findings(config)
     if own.context != "none" and (config.environment.hosted or config.environment.turns != 1):
@@ -204,6 +196,17 @@ def distillation_rules(config: Config) -> Iterator[Finding]:
         yield Finding(keys, 'is "sibling", and with group_size = 1 no completion has one', "group_size = 8")
     if own.alone:
         yield from _unrewarded(config)
+
+
+def _served_teacher_findings(config: Config) -> Iterator[Finding]:
+    """Servers know one distribution of a teacher: the whole one at temperature 1."""
+    training = config.training
+    for key in ("temperature", *CUTS):
+        value = getattr(training, key)
+        if value != type(training).model_fields[key].default:
+            what = f"is {value:g}, and a server says of a teacher's tokens what the whole model does at temperature 1"
+            fix = f'remove the line, or give the teacher\'s directory in place of url = "{config.distillation.url}"'
+            yield Finding((f"training.{key}", "distillation.url"), what, fix)
 
 
 def _vocabulary_findings(config: Config) -> Iterator[Finding]:
@@ -309,16 +312,7 @@ def maxrl_rules(config: Config) -> Iterator[Finding]:
     if reward.type == "reward_model":
         what = f'is "reward_model", whose scores may lie outside [0, 1], for which {mode} is not defined'
         yield Finding(("reward.type", "algorithm.advantage_mode"), what, 'advantage_mode = "grpo"', warning=True)
-    for table, each in config.graders:
-        if table == "audit" or each.type != "rubric" or each.rubric != "explicit":
-            continue
-        if any(criterion.weight_number < 0 for criterion in each.criteria):
-            what = f"has negative weights: totals can lie below 0, for which {mode} is not defined"
-            yield Finding((f"{table}.criteria", "algorithm.advantage_mode"), what, 'advantage_mode = "grpo"')
-        elif each.rubric_column is not None:
-            what = f"may hold negative weights: totals would lie below 0, for which {mode} is not defined"
-            keys = (f"{table}.rubric_column", "algorithm.advantage_mode")
-            yield Finding(keys, what, 'advantage_mode = "grpo"', warning=True)
+    yield from _rubric_weight_findings(config)
     if reward.type != "weighted":
         return
     if any(part.weight < 0 or part.offset != 0 for part in reward.components) or (
@@ -329,3 +323,18 @@ def maxrl_rules(config: Config) -> Iterator[Finding]:
             f"can give totals outside [0, 1], for which {mode} is not defined",
             'advantage_mode = "grpo", or weights that add up to at most 1, without offset',
         )
+
+
+def _rubric_weight_findings(config: Config) -> Iterator[Finding]:
+    """Criteria with negative weights give totals below 0."""
+    mode = config.algorithm.advantage_mode
+    for table, each in config.graders:
+        if table == "audit" or each.type != "rubric" or each.rubric != "explicit":
+            continue
+        if any(criterion.weight_number < 0 for criterion in each.criteria):
+            what = f"has negative weights: totals can lie below 0, for which {mode} is not defined"
+            yield Finding((f"{table}.criteria", "algorithm.advantage_mode"), what, 'advantage_mode = "grpo"')
+        elif each.rubric_column is not None:
+            what = f"may hold negative weights: totals would lie below 0, for which {mode} is not defined"
+            keys = (f"{table}.rubric_column", "algorithm.advantage_mode")
+            yield Finding(keys, what, 'advantage_mode = "grpo"', warning=True)

@@ -178,15 +178,11 @@ def _set_value(text: str) -> Any:
 
 def _beside(data: dict[str, Any], path: FilePath) -> None:
     """Problems and rewards that lie beside the TOML file, by their full path, so that a resume finds them."""
-    reward = data.get("reward")
-    parts = reward.get("components") if isinstance(reward, dict) else None
-    rewards = [reward, data.get("audit"), *(parts if isinstance(parts, list) else ())]
-    evaluation = data.get("evaluation")
-    sets = evaluation.get("sets") if isinstance(evaluation, dict) else None
+    graders = [data.get("reward"), data.get("audit"), *_rows(data.get("reward"), "components")]
     named = [(data.get("data"), key) for key in ("source", "eval_source")]
-    named += [(each, "source") for each in sets] if isinstance(sets, list) else []
-    graders = [(table, key) for table in rewards for key in ("custom_module", "reward_model")]
-    for table, key in [*named, *graders]:
+    named += [(table, "source") for table in _rows(data.get("evaluation"), "sets")]
+    named += [(table, key) for table in graders for key in ("custom_module", "reward_model")]
+    for table, key in named:
         value = table.get(key) if isinstance(table, dict) else None
         if not isinstance(value, str) or not value or "\0" in value:
             continue
@@ -197,6 +193,12 @@ def _beside(data: dict[str, Any], path: FilePath) -> None:
         is_file = value.endswith((".py", *FILE_ENDINGS)) and beside.is_file()
         if is_file or (may_be_directory and beside.is_dir()):
             table[key] = os.path.abspath(beside)  # a link keeps its own name, which says what it is
+
+
+def _rows(table: object, key: str) -> list[Any]:
+    """Return the list under this key of a table; empty where there is none."""
+    rows = table.get(key) if isinstance(table, dict) else None
+    return rows if isinstance(rows, list) else []
 
 
 def key_lines(text: str) -> dict[Path, int]:

@@ -113,7 +113,7 @@ def _quantize_findings(config: Config) -> Iterator[Finding]:
 
 
 def executor_rules(config: Config) -> Iterator[Finding]:
-    """Several devices take several processes, these do not share servers, and Ray itself chooses among GPUs."""
+    """Several devices take several processes, and Ray itself chooses among GPUs."""
     executor, backend = config.campaign.executor, config.backend
     if backend.several and executor == "inprocess" and backend.shard == "none":
         one = backend.named_gpus[0] if backend.named_gpus else "auto"
@@ -131,7 +131,11 @@ def executor_rules(config: Config) -> Iterator[Finding]:
     if executor == "ray" and backend.named_gpus:
         words = f'is {toml(backend.devices)}, and with executor = "ray" the cluster says which GPU a worker has'
         yield Finding(("backend.devices", "campaign.executor"), words, 'devices = "all", and [campaign] workers = 4')
-    inference = config.inference
+
+
+def server_executor_rules(config: Config) -> Iterator[Finding]:
+    """Processes that train do not share servers, and clusters choose the GPUs of servers."""
+    executor, inference = config.campaign.executor, config.inference
     if executor == "slurm" and inference.launch is not None:
         what = 'starts servers where retrain was started, and with executor = "slurm" that is no node with a GPU'
         yield Finding(("inference.launch", "campaign.executor"), what, "url, with the addresses of servers of your own")
@@ -346,12 +350,11 @@ def _data_findings(config: Config, each: EvaluationSet, path: str) -> Iterator[F
 
 
 def declared_rules(config: Config) -> Iterator[Finding]:
-    """What is declared as deciding can be measured with the evaluation that is asked for."""
+    """What is declared as deciding is evaluated, and often enough."""
     if not config.is_campaign:
         return
     metric, evaluation = config.campaign.primary_metric, config.evaluation
-    summary, _, key = ("final", ":", metric) if metric.startswith("eval/") else metric.partition(":")
-    at_k = re.search(r"(?:pass|avg|maj)@(\d+)$", key)
+    summary, key, at_k = _declared_metric(metric)
     measured = metric in ("auc", "last3") or key.startswith("eval/") or at_k is not None
     if measured and evaluation.problems == 0:
         yield Finding(
@@ -371,8 +374,20 @@ def declared_rules(config: Config) -> Iterator[Finding]:
             f'is "{metric}": the area under a curve needs evaluations while training, not only before and after',
             f"eval_every = {max(1, config.training.max_steps // 5)}",
         )
-    if not evaluation.names:
+
+
+def _declared_metric(metric: str) -> tuple[str, str, re.Match[str] | None]:
+    """Return how a metric is summed up, its key, and the match whose first group is the k of pass@k and the like."""
+    summary, _, key = ("final", ":", metric) if metric.startswith("eval/") else metric.partition(":")
+    return summary, key, re.search(r"(?:pass|avg|maj)@(\d+)$", key)
+
+
+def declared_set_rules(config: Config) -> Iterator[Finding]:
+    """What is declared as deciding is of a held-out set that there is, with enough samples."""
+    metric, evaluation = config.campaign.primary_metric, config.evaluation
+    if not config.is_campaign or not evaluation.names:
         return
+    _, key, at_k = _declared_metric(metric)
     name = key.split("/")[1] if key.startswith("eval/") else evaluation.names[0]
     if name not in evaluation.names:
         meant = difflib.get_close_matches(name, evaluation.names, n=1, cutoff=0.0)[0]
@@ -451,6 +466,7 @@ RULES = (
     environment_rules,
     model_rules,
     executor_rules,
+    server_executor_rules,
     shard_rules,
     overlong_rules,
     correctness_rules,
@@ -472,6 +488,7 @@ RULES = (
     backpressure_rules,
     squeeze_rules,
     declared_rules,
+    declared_set_rules,
     deciding_rules,
 )
 

@@ -139,10 +139,7 @@ def assemble(
         stack.callback(server_events.detach)
     restore_engine(model, runs)
 
-    is_shared = specs[0].is_campaign and is_local(config)
-    base_evaluations = BaseEvaluations(job.directory, model.identity) if is_shared else None
-    limits = Limits.of(config, model.context)
-    evaluator = Evaluator(model.engine, renderer_of(model, config), config.held_out, base_evaluations, limits)
+    evaluator = evaluator_of(specs[0], job.directory, model)
     return Cohort(model.engine, runs, evaluator, observer, stop, model.workers, pressure_of(runs, model))
 
 
@@ -303,6 +300,15 @@ def restore_engine(model: CohortModel, runs: Sequence[Run]) -> None:
     loaded = [run.checkpoints.loaded for run in runs if run.checkpoints.loaded is not None]
     if with_engine := [state for state in loaded if state.shared.get("engine")]:
         model.engine.restore(max(with_engine, key=lambda state: state.step).shared["engine"])
+
+
+def evaluator_of(spec: RunSpec, directory: Path, model: CohortModel) -> Evaluator:
+    """Return what evaluates the runs of a cohort, all as ``spec`` says; runs of a campaign in ``directory`` share the
+    evaluation of the base."""
+    config, is_shared = spec.config, spec.is_campaign and is_local(spec.config)
+    base_evaluations = BaseEvaluations(directory, model.identity) if is_shared else None
+    limits = Limits.of(config, model.context)
+    return Evaluator(model.engine, renderer_of(model, config), config.held_out, base_evaluations, limits)
 
 
 def pressure_of(runs: Sequence[Run], model: CohortModel) -> Pressure | None:

@@ -283,16 +283,7 @@ class Controller:
         if self.looks is not None:
             self.looks.look()  # killed between the last run of a seed and the look at it
         todo = [spec for spec in planned if manifest.run(spec.run_id)["state"] not in settled]
-        left = sum(manifest.run(spec.run_id)["state"] == "failed" for spec in specs)
-        if left and not retry_failed:
-            observer.message(
-                f"{plural(left, 'failed run')} not continued; type --retry-failed to continue them too", "warning"
-            )
-        if todo:
-            require_packages((spec.config for spec in todo), self.plan.folder)
-            observer.message(f"loading {todo[0].config.model.model}")  # before torch and transformers are imported
-        elif not left:
-            observer.message(f"every run in {self.directory} is done; give another directory with --out to train anew")
+        self._announce(todo, retry_failed)
         with closing(self.executor), self.stop.listening(observer):
             try:
                 whole = self._train(self._cohorts(retry_failed) if todo else [])
@@ -300,15 +291,30 @@ class Controller:
                 return self._interrupted(todo, saved=False)
             if not whole:
                 return self._interrupted(todo, saved=not self.scheduler.lost_steps)
-        if len(specs) > 1 and any(run["state"] == "done" for run in manifest.content["runs"]):
+        states = {run["state"] for run in manifest.content["runs"]}
+        if len(specs) > 1 and "done" in states:
             from retrain.campaign.judging.pooling import conclude
 
             manifest.files.flush()  # read from there, as by everybody later
             manifest.note(comparison=conclude(self.directory))
         if specs[0].is_campaign:
             _report(manifest, observer)
-        failed = any(run["state"] == "failed" for run in manifest.content["runs"])
-        return Outcome(1 if failed else 0, self.directory, summary(manifest))
+        return Outcome(1 if "failed" in states else 0, self.directory, summary(manifest))
+
+    def _announce(self, todo: Sequence[RunSpec], retry_failed: bool) -> None:
+        """Say what is going to be trained, and what not. Raises MissingExtra for a package that it needs."""
+        left = sum(self.manifest.run(spec.run_id)["state"] == "failed" for spec in self.specs)
+        if left and not retry_failed:
+            self.observer.message(
+                f"{plural(left, 'failed run')} not continued; type --retry-failed to continue them too", "warning"
+            )
+        if todo:
+            require_packages((spec.config for spec in todo), self.plan.folder)
+            self.observer.message(f"loading {todo[0].config.model.model}")  # before torch and transformers are imported
+        elif not left:
+            self.observer.message(
+                f"every run in {self.directory} is done; give another directory with --out to train anew"
+            )
 
     def _interrupted(self, todo: Sequence[RunSpec], saved: bool) -> Outcome:
         came = ENDINGS[self.stop.signal or SIGINT]
@@ -386,9 +392,23 @@ class Controller:
         ``squeezes`` by label. First is who comes first in the plan and has not failed or been stopped, whichever run
         ends first: with several workers that is a matter of the clock.
         """
+        works: list[Work] = []
+        for spec, place in self._due_analyses():
+            if place in self._squeezed or self.manifest.run(spec.run_id)["state"] != "done":
+                continue
+            weights = run_directory(self.directory, spec) / FINAL / ADAPTER_WEIGHTS
+            if spec.config.backend.backend == "local" or weights.is_file():
+                # else a backend of the user's that trains something else than a LoRA adapter
+                self._squeezed[place] = spec
+                works.append(SqueezeWork(self.campaign, spec, place))
+        return works
+
+    def _due_analyses(self) -> list[tuple[RunSpec, str]]:
+        """Return the runs whose adapters are to be analysed and are not yet, each with its place; they may still
+        train."""
         content = self.manifest.content
-        state = {spec.run_id: self.manifest.run(spec.run_id)["state"] for spec in self._analysed}
-        hoped = [spec for spec in self._analysed if state[spec.run_id] not in ("failed", "stopped")]
+        over = ("failed", "stopped")
+        hoped = [spec for spec in self._analysed if self.manifest.run(spec.run_id)["state"] not in over]
         if not hoped:
             return []
         of_condition = {spec.label: spec for spec in reversed(hoped)}
@@ -398,39 +418,30 @@ class Controller:
         if hoped[0].config.squeeze.runs == "one per condition":
             others = [label for label in of_condition if label not in {first, *known}]
             due += [(of_condition[label], f"squeeze/{label}") for label in others]
-        works: list[Work] = []
-        for spec, place in due:
-            if place in self._squeezed or state[spec.run_id] != "done":
-                continue
-            weights = run_directory(self.directory, spec) / FINAL / ADAPTER_WEIGHTS
-            if spec.config.backend.backend == "local" or weights.is_file():
-                # else a backend of the user's that trains something else than a LoRA adapter
-                self._squeezed[place] = spec
-                works.append(SqueezeWork(self.campaign, spec, place))
-        return works
+        return due
 
 
 def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> list[list[RunSpec]]:
     """The runs that step together. What has begun stays as it is recorded, because which rows share a decode batch
     shows in the last bits of what is sampled; with ``lanes = "auto"`` the count, too, is taken from the record, if that
     was made for as many ``slots``."""
-    known = {spec.run_id: spec for spec in specs}
-    begun = [
-        group
-        for group in manifest.content.get("cohorts", [])
-        if any(name in known and manifest.run(name)["state"] != "pending" for name in group)
-    ]
-    taken = {name for group in begun for name in group}
-    rest = [spec for spec in specs if spec.run_id not in taken]
+    planned = _begun_cohorts(manifest, specs)
+    begun = {spec.run_id for group in planned for spec in group}
+    rest = [spec for spec in specs if spec.run_id not in begun]
     lanes = manifest.content.get("lanes") if specs[0].config.campaign.lanes == "auto" else None
     if lanes is None or manifest.content.get("slots", 1) != slots:
         lanes = lane_count(specs if slots == 1 else rest or specs, on_gpu, slots)
-    planned = [[known[name] for name in group if name in known] for group in begun]
     planned += cut(rest, on_gpu, slots, lanes)
     manifest.content.pop("slots", None)
     facts = {"slots": slots} if slots > 1 else {}
     manifest.note(lanes=lanes, cohorts=[[spec.run_id for spec in group] for group in planned], **facts)
     return planned
+
+
+def _begun_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[RunSpec]]:
+    known = {spec.run_id: spec for spec in specs}
+    recorded = [[known[name] for name in group if name in known] for group in manifest.content.get("cohorts", [])]
+    return [group for group in recorded if any(manifest.run(spec.run_id)["state"] != "pending" for spec in group)]
 
 
 def _squeezed_label(content: Mapping[str, Any]) -> str | None:

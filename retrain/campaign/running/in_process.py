@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from retrain.campaign.models import Bases
     from retrain.campaign.running.team import Team
     from retrain.engines.server.fleet import Fleet
+    from retrain.training.loop import Cohort
 
 
 class InProcess:
@@ -66,7 +67,7 @@ class InProcess:
         """Build the runs of a cohort, restore what was saved of them, and train them together."""
         from retrain.campaign.running.assemble import DoesNotFit, assemble, memory_facts
         from retrain.campaign.running.run_builder import RecordsDiffer
-        from retrain.device import failure_text, is_out_of_memory
+        from retrain.device import failure_text
 
         with ExitStack() as stack:
             try:
@@ -85,33 +86,11 @@ class InProcess:
             if memory := memory_facts(cohort):
                 observer.note({"memory": memory})
             try:
-                with closing(cohort.train()) as pauses:
-                    for _ in pauses:
-                        stop()  # what it raises in a pause has the cohort end without saving
-            except Interrupted as end:
-                return JobEnded(status="stopped", reason=str(end))
-            except (StorageError, LeaseLost):  # no fault of a run: all of them can be resumed
-                raise
-            except ServerFailed as error:  # they go on once there is a server
-                for run in cohort.runs:
-                    if run.active:
-                        run.recorder.record_server(run.step, str(error), "error")
-                raise
-            except Exception as error:  # the shared part failed (engine, base): none of these runs can go on
-                if lost(error):  # but a new process can go on with them
-                    raise
-                active = [run for run in cohort.runs if run.active]
-                if is_out_of_memory(error) and len(active) > 1 and active[0].config.campaign.lanes == "auto":
-                    reason = f"{len(active)} runs ran out of memory together"
-                    return JobEnded(status="too_large", reason=reason, lanes=len(active) // 2)
-                for run in active:
-                    run.fail(error)
-                    observer.run_finished(run.spec, "failed", run.error or "")
+                return _train_cohort(cohort, observer, stop)
             finally:
                 for run in cohort.runs:
                     run.recorder.close(failed=run.error is not None)
                 self._own_bases().forget_adapters()
-        return JobEnded()
 
     def _squeeze(self, job: SqueezeJob, observer: JobObserver) -> JobEnded:
         """What rank would have been enough. A fault here costs the analysis, not the runs."""
@@ -136,6 +115,36 @@ class InProcess:
         if self._bases is None:
             self._bases = Bases(ranks=None if self.team is None else self.team.ranks(), servers=self.servers)
         return self._bases
+
+
+def _train_cohort(cohort: Cohort, observer: JobObserver, stop: Callable[[], bool]) -> JobEnded:
+    """Train the runs of a cohort to their end. Raises what is no fault of theirs: they can be resumed."""
+    from retrain.device import is_out_of_memory
+
+    try:
+        with closing(cohort.train()) as pauses:
+            for _ in pauses:
+                stop()  # what it raises in a pause has the cohort end without saving
+    except Interrupted as end:
+        return JobEnded(status="stopped", reason=str(end))
+    except (StorageError, LeaseLost):
+        raise
+    except ServerFailed as error:  # they go on once there is a server
+        for run in cohort.runs:
+            if run.active:
+                run.recorder.record_server(run.step, str(error), "error")
+        raise
+    except Exception as error:  # the shared part failed (engine, base): none of these runs can go on
+        if lost(error):  # but a new process can go on with them
+            raise
+        active = [run for run in cohort.runs if run.active]
+        if is_out_of_memory(error) and len(active) > 1 and active[0].config.campaign.lanes == "auto":
+            reason = f"{len(active)} runs ran out of memory together"
+            return JobEnded(status="too_large", reason=reason, lanes=len(active) // 2)
+        for run in active:
+            run.fail(error)
+            observer.run_finished(run.spec, "failed", run.error or "")
+    return JobEnded()
 
 
 class Sequential:
