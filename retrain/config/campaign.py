@@ -71,7 +71,7 @@ class Condition(Section):
         return label(self.advantage_mode, self.transform_mode, self.overrides)
 
 
-def _safe(value: Any) -> str:
+def _safe(value: object) -> str:
     """The value as a piece of a file name."""
     if isinstance(value, bool):
         text = "true" if value else "false"
@@ -82,7 +82,7 @@ def _safe(value: Any) -> str:
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", text) or "-"
 
 
-def label(advantage_mode: str, transform_mode: str, overrides: dict[str, Any]) -> str:
+def label(advantage_mode: str, transform_mode: str, overrides: Mapping[str, object]) -> str:
     """The condition's name in files, tables and trackers."""
     parts = []
     for dotted, value in overrides.items():

@@ -234,7 +234,7 @@ def _examine_campaign(review: Review, config: Config) -> None:
 def _examine_likeness(review: Review, config: Config, runs: Mapping[int, Config]) -> None:
     """No two conditions may have one label, and none should be another one under a second label."""
     labels: dict[str, int] = {}
-    contents: list[tuple[int, dict[str, Any]]] = []
+    contents: list[tuple[int, dict[str, object]]] = []
     for position, run in runs.items():
         number = review.origins[position] if review.origins else position
         if number in review.partial:
@@ -302,7 +302,7 @@ def why_fixed(dotted: str) -> str:
     return "" if role_of(dotted) == Role.LEARNS else FIXED.get(dotted) or FIXED.get(dotted.partition(".")[0], "")
 
 
-def fold(condition: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Path], list[Mistake]]:
+def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, Any], dict[str, Path], list[Mistake]]:
     """Bring a condition as written at ``path`` into the form of ``Condition``.
 
     Returns the condition with its overrides as tables, where in the file each override (by dotted key) stands,
@@ -312,7 +312,7 @@ def fold(condition: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict
     places: dict[str, Path] = {}
     wrong: list[Mistake] = []
 
-    def override(name: str, place: Path, value: Any) -> None:
+    def override(name: str, place: Path, value: object) -> None:
         dotted = _dotted(name)
         if isinstance(dotted, Mistake):
             wrong.append(dotted._replace(path=place))
@@ -390,7 +390,7 @@ def _dotted(name: str) -> str | Mistake:
     return Mistake((), "is not a key", hint if hint.startswith("did") else 'section and key in quotes: "sepa.steps"')
 
 
-def assemble(base: Mapping[str, Any], condition: Condition | None, seed: int | None) -> dict[str, Any]:
+def assemble(base: Mapping[str, Mapping[str, object]], condition: Condition | None, seed: int | None) -> dict[str, Any]:
     """The configuration data of one run: ``base`` with the condition's modes and overrides, and the run's seed.
 
     In a campaign it is again a campaign, of this one run, so that planning it gives the same run.

@@ -77,7 +77,7 @@ def load(path: FilePath | str, sets: Sequence[str] = ()) -> Loaded:
     return Loaded(config, path, text, places, warnings)
 
 
-def parse_dict(data: Mapping[str, Any], sets: Sequence[str] = ()) -> Config:
+def parse_dict(data: Mapping[str, object], sets: Sequence[str] = ()) -> Config:
     """The configuration in plain data such as ``config.to_dict()``, after ``section.key=value`` settings; ConfigError
     with every mistake."""
     changed, places = deepcopy(dict(data)), Places("config")
@@ -167,7 +167,7 @@ def _apply_sets(data: dict[str, Any], sets: Iterable[str], places: Places, *, is
     return wrong
 
 
-def _set_value(text: str) -> Any:
+def _set_value(text: str) -> object:
     """The text as a TOML value, or as it stands when it is none."""
     try:
         parsed = tomli.loads(f"v = {text}")
@@ -183,7 +183,9 @@ def _beside(data: dict[str, Any], path: FilePath) -> None:
     named += [(table, "source") for table in _rows(data.get("evaluation"), "sets")]
     named += [(table, key) for table in graders for key in ("custom_module", "reward_model")]
     for table, key in named:
-        value = table.get(key) if isinstance(table, dict) else None
+        if not isinstance(table, dict):
+            continue
+        value = table.get(key)
         if not isinstance(value, str) or not value or "\0" in value:
             continue
         if key == "custom_module" and not value.endswith(".py"):
@@ -195,7 +197,7 @@ def _beside(data: dict[str, Any], path: FilePath) -> None:
             table[key] = os.path.abspath(beside)  # a link keeps its own name, which says what it is
 
 
-def _rows(table: object, key: str) -> list[Any]:
+def _rows(table: object, key: str) -> list[object]:
     """Return the list under this key of a table; empty where there is none."""
     rows = table.get(key) if isinstance(table, dict) else None
     return rows if isinstance(rows, list) else []

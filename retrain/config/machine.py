@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -90,11 +90,11 @@ CANARY_TOLERANCES = {"float64": 2e-3, "float32": 2e-3, "bfloat16": 0.1}
 """Of ``tolerance`` where it is not set (nats), likewise."""
 
 
-def _local_engine(value: Any) -> Any:
+def _local_engine(value: object) -> object:
     return "local" if value == "pytorch" else value
 
 
-def _addresses(value: Any) -> Any:
+def _addresses(value: object) -> object:
     """One address is a list of one; a blank one is none."""
     if isinstance(value, str):
         return [value] if value.strip() else None

@@ -254,7 +254,7 @@ def unused(config: Config, dotted: str, override: bool = False) -> Finding | Non
 
 
 @cache
-def _defaults() -> dict[str, dict[str, Any]]:
+def _defaults() -> dict[str, dict[str, object]]:
     default = Config()
     return {
         section: {dotted: value_at(default, dotted) for dotted in keys() if dotted.partition(".")[0] == section}
@@ -262,7 +262,7 @@ def _defaults() -> dict[str, dict[str, Any]]:
     }
 
 
-def differing(config: Config) -> dict[str, Any]:
+def differing(config: Config) -> dict[str, object]:
     return {
         dotted: value
         for section, defaults in _defaults().items()
@@ -272,7 +272,7 @@ def differing(config: Config) -> dict[str, Any]:
     }
 
 
-def effective(config: Config) -> dict[str, Any]:
+def effective(config: Config) -> dict[str, object]:
     """The values that are not the defaults and have an effect, by dotted key."""
     return {dotted: value for dotted, value in differing(config).items() if unused(config, dotted) is None}
 
