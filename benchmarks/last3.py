@@ -26,7 +26,7 @@ import numpy as np
 from windtunnel import train
 
 from retrain.campaign.judging.results import RunResult
-from retrain.config.schedule import deciding_marks
+from retrain.config.evaluation import deciding_marks
 from retrain.files import read_jsonl, write_json
 
 SAMPLES, EVALUATIONS = 3, 10

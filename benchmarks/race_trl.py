@@ -23,10 +23,10 @@ from peft import LoraConfig  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-from retrain.campaign.planning.asked import data_of  # noqa: E402
 from retrain.campaign.planning.plan import plan  # noqa: E402
 from retrain.config import load  # noqa: E402
 from retrain.data.prompts import render  # noqa: E402
+from retrain.environments.build import data_of  # noqa: E402
 from retrain.models.directory import local_directory  # noqa: E402
 from retrain.rewards.build import build_grader  # noqa: E402
 from retrain.types import Problem  # noqa: E402

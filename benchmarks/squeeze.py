@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from retrain.campaign.adapters.squeeze import analyse_adapter, compress_adapter
-from retrain.config.upkeep import Squeeze
+from retrain.config.evaluation import Squeeze
 from retrain.files import write_json
 from retrain.policy.adapter_io import AdapterFile
 

@@ -62,10 +62,10 @@ def compressed_accuracy(campaign: Path, run: Path, out: Path) -> float:
     """Held-out accuracy of a run's adapter, compressed to rank 1 and not trained on."""
     from retrain.campaign.adapters.squeeze import compress_adapter
     from retrain.campaign.adapters.verify import verify_ranks
-    from retrain.campaign.planning.asked import longest_completions
+    from retrain.campaign.models import Bases
     from retrain.campaign.planning.manifest import read_plan
     from retrain.campaign.planning.plan import run_directory
-    from retrain.campaign.running.models import Bases
+    from retrain.environments.build import longest_completions
 
     plan = read_plan(campaign)
     spec = next(spec for spec in plan.specs if run_directory(campaign, spec) == run)

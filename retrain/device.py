@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -274,6 +274,11 @@ def described(device: torch.device) -> str:
         return str(device)
     facts = torch.cuda.get_device_properties(device)
     return f"{facts.name} (compute capability {facts.major}.{facts.minor})"
+
+
+def torchrun_rank(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return which of torchrun's processes this is; None for a process that torchrun has not started."""
+    return int(environment["RANK"]) if "TORCHELASTIC_RUN_ID" in environment else None
 
 
 def gpu_facts(device: torch.device) -> dict[str, dict[str, object]]:

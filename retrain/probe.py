@@ -18,11 +18,9 @@ import numpy as np
 import torch
 
 from retrain.algorithms.arrays import training_samples
-from retrain.campaign.planning.cohorts import base_key
-from retrain.campaign.planning.plan import Plan, RunSpec
-from retrain.campaign.running.assemble import assemble
-from retrain.campaign.running.fitting import DoesNotFit
-from retrain.campaign.running.models import Bases
+from retrain.campaign.models import Bases
+from retrain.campaign.planning.plan import Plan, RunSpec, base_key
+from retrain.campaign.running.assemble import DoesNotFit, assemble
 from retrain.campaign.running.protocol import CohortJob
 from retrain.campaign.running.trial import Messages
 from retrain.config import parse_dict

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from retrain.algorithms.arrays import join_by_rollout, samples_of, samples_of_rollout
-from retrain.config.distillation import Distillation
+from retrain.config.algorithm import Distillation
 from retrain.data.prompts import Renderer
 from retrain.errors import ModelError, RunFailed
 from retrain.policy.backbone import backbone_of, collate, hidden_states, in_microbatches, per_sample, token_logprobs

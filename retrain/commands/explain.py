@@ -24,11 +24,11 @@ from retrain.commands.output import count, duration, print_table, size
 from retrain.errors import listed, plural
 
 if TYPE_CHECKING:
-    from retrain.campaign.planning.architecture import Architecture
     from retrain.campaign.planning.estimate import Device, Memory, Work
     from retrain.campaign.planning.plan import Plan, RunSpec
     from retrain.commands.problems import Problems
     from retrain.config import Config
+    from retrain.models.layers import Architecture
 
 CONDITION_COLUMNS = (
     "condition", "credit for a completion with reward r", "credit for its tokens", "differs from the first in",
@@ -183,7 +183,7 @@ def print_work(specs: list[RunSpec], works: list[Work], problems: Problems) -> N
 
 def evaluation_words(config: Config, problems: Problems) -> str:
     from retrain.campaign.planning.estimate import held_out_sets, work_of
-    from retrain.config.schedule import part_evaluations, whole_evaluations
+    from retrain.config.evaluation import part_evaluations, whole_evaluations
 
     training, evaluation = config.training, config.evaluation
     work, sets = work_of(config, sizes=problems.sizes), held_out_sets(config, problems.sizes)
@@ -220,8 +220,8 @@ def print_squeeze_plan(config: Config, problems: Problems) -> None:
 
 def print_costs(plan: Plan, works: list[Work], prompt_tokens: int | None) -> None:
     """Print model size, memory of the largest cohort, idle devices and, if earlier runs recorded one, the duration."""
-    from retrain.campaign.planning.architecture import architecture_of
-    from retrain.campaign.planning.cohorts import cut
+    from retrain.campaign.planning.plan import cut
+    from retrain.models.layers import architecture_of
 
     specs = plan.specs
     config = specs[0].config

@@ -56,14 +56,7 @@ def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
     # Read once, when the hub's client is first imported; explain contacts nobody.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-    from retrain.campaign.planning.asked import (
-        askable,
-        context_length,
-        data_of,
-        longest_completions,
-        rooms,
-        tokenizer_of,
-    )
+    from retrain.environments.build import askable, context_length, data_of, longest_completions, rooms, tokenizer_of
 
     config = configs[0]
     source, model = visible(config.environment.provider or config.data.source), visible(config.model.model)
@@ -143,9 +136,9 @@ def _measure(tokenizer: Any, config: Config, data: Dataset, tools: Tools) -> tup
 
     Raises ModelError when the template refuses a problem.
     """
-    from retrain.campaign.planning.asked import parts_of
     from retrain.data.dataset import LONGEST_BY_CHARACTERS
     from retrain.data.prompts import Renderer, conversation
+    from retrain.environments.build import parts_of
 
     def prompt(problem: Problem, section: Data) -> tuple[int, ...]:
         renderer = Renderer(tokenizer, section, config.environment.tools_prompt)

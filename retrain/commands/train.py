@@ -29,7 +29,7 @@ from retrain.commands.arguments import (
     require_directory,
 )
 from retrain.commands.output import print_squeeze, print_tables_of
-from retrain.commands.streams import lasting_streams
+from retrain.device import torchrun_rank
 from retrain.errors import UsageError
 from retrain.files import dumps
 
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 def finish(plain: bool, work: Callable[[Observer], Outcome], verbose: bool = False) -> None:
     """Do the work under a console, print how it ended, exit with its status."""
-    from retrain.campaign.running.stopping import ENDINGS
-    from retrain.records.console import make_console
+    from retrain.campaign.running.session import ENDINGS
+    from retrain.records.console import lasting_streams, make_console
     from retrain.records.trackers import wandb_upload_command
 
     started = time.time()
@@ -105,9 +105,9 @@ def train(
 def follow_torchrun(nothing: bool = False) -> None:
     """Where torchrun has started several processes, have all but the first do what that one asks of them, and end with
     it; at once where there is ``nothing`` to compute."""
-    from retrain.campaign.running import team
+    if torchrun_rank():
+        from retrain.campaign.running import team
 
-    if team.torchrun_rank():
         raise typer.Exit(0 if nothing else team.follow_torchrun())
 
 

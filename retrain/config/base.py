@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Flag, auto
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -69,7 +69,7 @@ class Section(BaseModel):
     def findings(self) -> Iterator[Finding]:
         return iter(())
 
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+    def __deepcopy__(self, memo: dict[int, object] | None = None) -> Self:
         """Itself, being frozen: pydantic copies the default of every section that a file leaves out."""
         return self
 
@@ -113,7 +113,7 @@ class Unavailable:
     values: Mapping[str, tuple[str, str]]
 
 
-def is_plugin(value: Any) -> bool:
+def is_plugin(value: object) -> bool:
     """Whether the value has the form `package.module:function`."""
     return isinstance(value, str) and re.fullmatch(PLUGIN_PATTERN, value) is not None
 
@@ -123,11 +123,11 @@ def fault(message: str, fix: str = "") -> PydanticCustomError:
     return PydanticCustomError("fault", "{message}", {"message": message, "fix": fix})
 
 
-def _blank_is_none(value: Any) -> Any:
+def _blank_is_none(value: object) -> object:
     return None if isinstance(value, str) and not value.strip() else value
 
 
-def zero_is_none(value: Any) -> Any:
+def zero_is_none(value: object) -> object:
     """0 as unset; for a validator before the others."""
     return None if type(value) in (int, float) and value == 0 else value
 
@@ -137,11 +137,11 @@ def minus_one(meaning: int) -> BeforeValidator:
     return BeforeValidator(lambda value: meaning if type(value) is int and value == -1 else value)
 
 
-def _empty_is_none(value: Any) -> Any:
+def _empty_is_none(value: object) -> object:
     return None if value == [] else value
 
 
-def _split_commas(value: Any) -> Any:
+def _split_commas(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
@@ -152,7 +152,7 @@ def _alone(value: list[str]) -> list[str]:
     return value
 
 
-def _split_phrases(value: Any) -> Any:
+def _split_phrases(value: object) -> object:
     """Phrases as a list, as a JSON list in a string, or separated by commas; an empty text means the default."""
     if isinstance(value, str) and value.strip().startswith("["):
         try:

@@ -71,7 +71,7 @@ class Condition(Section):
         return label(self.advantage_mode, self.transform_mode, self.overrides)
 
 
-def _safe(value: Any) -> str:
+def _safe(value: object) -> str:
     """The value as a piece of a file name."""
     if isinstance(value, bool):
         text = "true" if value else "false"
@@ -82,7 +82,7 @@ def _safe(value: Any) -> str:
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", text) or "-"
 
 
-def label(advantage_mode: str, transform_mode: str, overrides: dict[str, Any]) -> str:
+def label(advantage_mode: str, transform_mode: str, overrides: Mapping[str, object]) -> str:
     """The condition's name in files, tables and trackers."""
     parts = []
     for dotted, value in overrides.items():
@@ -217,20 +217,46 @@ class Campaign(Section):
         return max(1, int(1 / self.gpus_per_cohort + 1e-9))
 
 
+def seeds_for_verdict(others: int, test: str = "exact") -> int:
+    """Fewest seeds with which this test can reach p = 0.05 when so many conditions are compared with the baseline.
+
+    For exact sign flips others · 2^−(n−1) ≤ 0.05, Holm's correction for the first of them; a closed permutation test
+    tests each condition alone as well, without a correction; the normal test begins at three.
+    """
+    if test == "normal":
+        return NORMAL_FEWEST
+    return 1 + math.ceil(math.log2((1 if test == "permutation" else others) / 0.05))
+
+
+def seeds_suggested(others: int, test: str = "exact") -> int:
+    """What to plan: one more than the fewest, with which a difference is found only if every pair shows it; five for
+    the normal test."""
+    return 5 if test == "normal" else seeds_for_verdict(others, test) + 1
+
+
+NORMAL_FEWEST = 3
+"""Seeds with which the normal test begins."""
+
+
+def _worker_findings(campaign: Campaign) -> Iterator[Finding]:
+    """Keys of workers need an executor that has some."""
+    executor, fix = campaign.executor, 'remove the line, or executor = "processes"'
+    if executor == "inprocess" and campaign.workers != "auto":
+        yield Finding(("campaign.workers", "campaign.executor"), f'has no effect with executor = "{executor}"', fix)
+    keys = ("campaign.gpus_per_cohort", "campaign.executor")
+    if executor == "inprocess" and campaign.gpus_per_cohort != 1:
+        yield Finding(keys, f'has no effect with executor = "{executor}"', fix)
+    if executor == "slurm" and campaign.gpus_per_cohort < 1:
+        words = f"is {campaign.gpus_per_cohort:g}, and a job of Slurm's has whole GPUs"
+        yield Finding(keys, words, "gpus_per_cohort = 1")
+
+
 def campaign_rules(campaign: Campaign, is_run: bool) -> Iterator[Finding]:
     """What a comparison needs. ``is_run``: this is one resolved run of a campaign, which compares nothing itself."""
     if not is_run:
         yield from sequential_rules(campaign)
         yield from test_rules(campaign)
-        executor, fix = campaign.executor, 'remove the line, or executor = "processes"'
-        if executor == "inprocess" and campaign.workers != "auto":
-            yield Finding(("campaign.workers", "campaign.executor"), f'has no effect with executor = "{executor}"', fix)
-        keys = ("campaign.gpus_per_cohort", "campaign.executor")
-        if executor == "inprocess" and campaign.gpus_per_cohort != 1:
-            yield Finding(keys, f'has no effect with executor = "{executor}"', fix)
-        if executor == "slurm" and campaign.gpus_per_cohort < 1:
-            words = f"is {campaign.gpus_per_cohort:g}, and a job of Slurm's has whole GPUs"
-            yield Finding(keys, words, "gpus_per_cohort = 1")
+        yield from _worker_findings(campaign)
     others, seeds = len(campaign.conditions) - 1, len(campaign.seeds)
     needed = seeds_for_verdict(others, campaign.test) if others else 0
     if seeds < needed:
@@ -253,25 +279,6 @@ def campaign_rules(campaign: Campaign, is_run: bool) -> Iterator[Finding]:
         )
 
 
-def seeds_for_verdict(others: int, test: str = "exact") -> int:
-    """Fewest seeds with which this test can reach p = 0.05 when so many conditions are compared with the baseline.
-
-    For exact sign flips others · 2^−(n−1) ≤ 0.05, Holm's correction for the first of them; a closed permutation test
-    tests each condition alone as well, without a correction; the normal test begins at three.
-    """
-    if test == "normal":
-        return NORMAL_FEWEST
-    return 1 + math.ceil(math.log2((1 if test == "permutation" else others) / 0.05))
-
-
-def seeds_suggested(others: int, test: str = "exact") -> int:
-    """What to plan: one more than the fewest, with which a difference is found only if every pair shows it; five for
-    the normal test."""
-    return 5 if test == "normal" else seeds_for_verdict(others, test) + 1
-
-
-NORMAL_FEWEST = 3
-"""Seeds with which the normal test begins."""
 PERMUTED_MOST = 6
 """Comparisons of which a closed permutation test goes through all sets."""
 

@@ -4,7 +4,7 @@ import datetime
 import json
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
@@ -23,7 +23,7 @@ from retrain.config.base import (
 )
 
 NUMBER_WORDS = {int: "an integer", float: "a number"}
-_ADAPTERS: dict[int, tuple[FieldInfo, TypeAdapter[Any]]] = {}
+_ADAPTERS: dict[int, tuple[FieldInfo, TypeAdapter[object]]] = {}
 """By the identity of the field, which has no hash; the field beside it keeps that number from being given again."""
 _PATTERNS = {
     DEVICE_PATTERN: '"auto", "cpu" or a GPU such as "gpu:0"',
@@ -34,13 +34,13 @@ _PATTERNS = {
 """What strings of a pattern are."""
 
 
-def show(value: Any, limit: int = 60) -> str:
+def show(value: object, limit: int = 60) -> str:
     """``value`` as TOML, shortened for a message."""
     text = toml(value)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-def toml(value: Any) -> str:
+def toml(value: object) -> str:
     """``value`` as a TOML value on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -54,14 +54,14 @@ def toml(value: Any) -> str:
     return str(value)
 
 
-def document(data: Mapping[str, Any]) -> str:
+def document(data: Mapping[str, object]) -> str:
     """Sections and their keys as a TOML file, without the keys that are None."""
     loose = _pairs({name: value for name, value in data.items() if not isinstance(value, Mapping)})
     tables = [[f"[{_name(name)}]", *_pairs(table)] for name, table in data.items() if isinstance(table, Mapping)]
     return "\n\n".join("\n".join(lines) for lines in [loose, *tables] if lines) + "\n"
 
 
-def _pairs(table: Mapping[str, Any]) -> list[str]:
+def _pairs(table: Mapping[str, object]) -> list[str]:
     return [f"{_name(key)} = {toml(value)}" for key, value in table.items() if value is not None]
 
 
@@ -79,12 +79,12 @@ KINDS: tuple[tuple[Any, str], ...] = (
 )
 
 
-def no_effect(key: str, other: str, value: Any, fix: str = "remove the line") -> Finding:
+def no_effect(key: str, other: str, value: object, fix: str = "remove the line") -> Finding:
     """That ``key`` does nothing while the key ``other`` has this value."""
     return Finding((key, other), f"has no effect with {other.rpartition('.')[2]} = {show(value)}", fix)
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     return next((words for types, words in KINDS if isinstance(value, types)), type(value).__name__)
 
 
@@ -93,7 +93,7 @@ def choices(field: FieldInfo) -> list[str]:
     return [value for value in _literals(field.annotation) if isinstance(value, str)]
 
 
-def _literals(annotation: Any) -> Iterator[Any]:
+def _literals(annotation: object) -> Iterator[object]:
     if get_origin(annotation) is Literal:
         yield from get_args(annotation)
     elif get_origin(annotation) is not list:
@@ -101,9 +101,7 @@ def _literals(annotation: Any) -> Iterator[Any]:
             yield from _literals(part)
 
 
-def expected(
-    annotation: Any, metadata: list[Any] | tuple[Any, ...] = (), plural: bool = False, limits: bool = False
-) -> str:
+def expected(annotation: Any, metadata: Sequence[object] = (), plural: bool = False, limits: bool = False) -> str:
     """What a type accepts, such as ``an integer ≥ 1, or "auto"``; with ``limits`` also the largest integer."""
     origin = get_origin(annotation)
     if origin is Annotated:
@@ -136,7 +134,7 @@ def expected(
     return "a table"
 
 
-def _flat(metadata: Any) -> Iterator[Any]:
+def _flat(metadata: Sequence[object]) -> Iterator[object]:
     for item in metadata:
         yield from item.metadata if isinstance(item, FieldInfo) else [item]
 
@@ -146,7 +144,7 @@ LARGEST = (INT_MAX, 2**63 - 1)
 """Upper bounds that only keep integers within what arrays and random streams hold."""
 
 
-def bound(metadata: list[Any] | tuple[Any, ...], limits: bool = False) -> str:
+def bound(metadata: Sequence[object], limits: bool = False) -> str:
     """The bounds among a field's metadata, such as ``≥ 0 and < 1``; with ``limits`` also those of all integers."""
     words = []
     for item in _flat(metadata):
@@ -159,13 +157,13 @@ def bound(metadata: list[Any] | tuple[Any, ...], limits: bool = False) -> str:
     return " and ".join(words)
 
 
-def field_expected(field: FieldInfo, value: Any = None) -> str:
+def field_expected(field: FieldInfo, value: object = None) -> str:
     """What a field accepts; the largest integer is named where ``value`` has one that may be above it."""
     values = value if isinstance(value, list) else [value]
     return expected(field.annotation, field.metadata, limits=any(type(v) is int and v > INT_MAX for v in values))
 
 
-def wrong_entry(annotation: Any, value: Any) -> tuple[tuple[str, ...], Any, Any] | None:
+def wrong_entry(annotation: Any, value: object) -> tuple[tuple[str, ...], Any, Any] | None:
     """In a table whose values are of one type: path, value and type of the first value that is not of it, or None."""
     if get_origin(annotation) is not dict or not isinstance(value, Mapping):
         return None
@@ -178,7 +176,7 @@ def wrong_entry(annotation: Any, value: Any) -> tuple[tuple[str, ...], Any, Any]
     return None
 
 
-def unavailable(field: FieldInfo, value: Any) -> tuple[str, str] | None:
+def unavailable(field: FieldInfo, value: object) -> tuple[str, str] | None:
     """Why a known value cannot be used here and what to type instead, or None."""
     for item in field.metadata:
         if isinstance(item, Unavailable) and isinstance(value, str):
@@ -186,12 +184,12 @@ def unavailable(field: FieldInfo, value: Any) -> tuple[str, str] | None:
     return None
 
 
-def accepts(field: FieldInfo, value: Any) -> bool:
+def accepts(field: FieldInfo, value: object) -> bool:
     """Whether the field by itself would accept the value."""
     return _holds(_adapter(field), value)
 
 
-def _holds(adapter: TypeAdapter[Any], value: Any) -> bool:
+def _holds(adapter: TypeAdapter[object], value: object) -> bool:
     try:
         adapter.validate_python(value)
     except ValidationError:
@@ -199,11 +197,11 @@ def _holds(adapter: TypeAdapter[Any], value: Any) -> bool:
     return True
 
 
-def _type_adapter(annotation: Any) -> TypeAdapter[Any]:
+def _type_adapter(annotation: Any) -> TypeAdapter[object]:
     return TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
-def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
+def _adapter(field: FieldInfo) -> TypeAdapter[object]:
     if id(field) not in _ADAPTERS:
         kind: Any = field.annotation
         if field.metadata:

@@ -1,33 +1,40 @@
-"""[evaluation] and [[evaluation.sets]]: what is held out, and how the model is sampled on it."""
+"""[evaluation], [squeeze], [logging], [resume], [backpressure]: what is measured and kept, and what goes on around the
+learning."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from importlib.util import find_spec
+from os.path import abspath
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
 from retrain.config.base import (
     Count,
     Decay,
+    Device,
     Finding,
     Natural,
     NotNegative,
+    OptionalCount,
+    OptionalPhrases,
+    OptionalRanks,
     OptionalText,
     PositiveShare,
     Role,
     Section,
+    Tags,
     Text,
+    Trackers,
+    UsedWhen,
     fault,
 )
 from retrain.config.describe import no_effect, toml
-from retrain.config.tasks import FILE_ENDINGS, Data, Level, OptionalSource, Template, has_configurations
-from retrain.config.training import Sampling, TopK
-
-if TYPE_CHECKING:
-    from retrain.config.root import Config
+from retrain.config.tasks import Data, Level, OptionalSource, Template
+from retrain.config.training import Sampling, TopK, Training
 
 HELDOUT = "heldout"
 """The name of what is held out when no set is named."""
@@ -177,9 +184,8 @@ OWN_DATA = ("subset", "levels", "prompt_column", "answer_column", "tags_column",
 """Keys of a set that stand in the place of the same keys of [data]."""
 
 
-def resolved(config: Config, each: EvaluationSet) -> HeldOut:
-    """The set with what it leaves unset taken from [evaluation], then from [training] and [data]."""
-    evaluation, training = config.evaluation, config.training
+def resolved(each: EvaluationSet, evaluation: Evaluation, training: Training, data: Data) -> HeldOut:
+    """Return the set with what it leaves unset taken from [evaluation], then from [training] and [data]."""
 
     def sampled(key: str) -> Any:
         asked = (getattr(section, key) for section in (each, evaluation, training))
@@ -193,64 +199,196 @@ def resolved(config: Config, each: EvaluationSet) -> HeldOut:
         problems=each.problems or evaluation.problems,
         samples=each.samples or evaluation.samples,
         sampling=Sampling(**{key: sampled(key) for key in ("max_tokens", "temperature", *CUTS)}),
-        data=config.data.model_copy(update=own) if own else config.data,
+        data=data.model_copy(update=own) if own else data,
     )
 
 
-def evaluation_rules(config: Config) -> Iterator[Finding]:
-    """Sets are sampled so that it tells something, and no key is without effect."""
-    evaluation = config.evaluation
-    if evaluation.sets and config.data.eval_source is not None and all(each.source for each in evaluation.sets):
-        yield Finding(
-            ("data.eval_source", "evaluation.sets"),
-            "has no effect: every one of [[evaluation.sets]] has its own source",
-            "remove the line",
-        )
-    for index, each in enumerate(evaluation.sets):
-        yield from _data_findings(config, each, f"evaluation.sets.{index}")
-    yield from _cut_findings(config)
-    for index, held_out in enumerate(config.held_out):
-        if held_out.samples > 1 and held_out.sampling.temperature == 0:
-            own = evaluation.sets[index] if evaluation.sets else None
-            path = "evaluation" if own is None or own.samples is None else f"evaluation.sets.{index}"
-            greedy = "evaluation" if own is None or own.temperature is None else f"evaluation.sets.{index}"
+Extent = Literal["whole", "part"]
+"""All problems and samples of every held-out set, or the part of them that is for the curve alone."""
+DECIDING = 3
+"""Evaluations whose mean is `last3`."""
+LATE = 0.75
+"""`last3` is about the end of training where its evaluations lie after this share of the steps."""
+
+
+def deciding_marks(max_steps: int) -> tuple[int, ...]:
+    """Updates done at the evaluations that `schedule = "verdict"` decides by: about 80, 90 and 100 % of the steps; all
+    of them, where there are fewer than three."""
+    ninety = min(max_steps - 1, round(0.9 * max_steps))
+    return tuple(step for step in (min(ninety - 1, round(0.8 * max_steps)), ninety, max_steps) if step > 0)
+
+
+def whole_evaluations(schedule: str, max_steps: int, eval_every: int) -> tuple[int, ...]:
+    """Updates done at every evaluation of all problems and samples after the start, in order."""
+    if schedule == "verdict":
+        return deciding_marks(max_steps)
+    return (*(range(eval_every, max_steps, eval_every) if eval_every else ()), max_steps)
+
+
+def part_evaluations(schedule: str, max_steps: int, eval_every: int) -> tuple[int, ...]:
+    """Updates done at every evaluation of a part of the problems, in order."""
+    if schedule != "verdict" or not eval_every:
+        return ()
+    return tuple(step for step in range(eval_every, max_steps, eval_every) if step not in deciding_marks(max_steps))
+
+
+def too_early(first: int, max_steps: int) -> bool:
+    """Whether an evaluation that `last3` begins with lies outside the end of training."""
+    return first < min(LATE * max_steps, deciding_marks(max_steps)[0])
+
+
+Tool = Literal["tinker", "trl", "telescope", "retrain"]
+KNOWN_TRACKERS = ("wandb", "tensorboard", "trackio")
+
+
+def trackers(report_to: Sequence[str], wandb_project: str | None) -> list[str]:
+    """The trackers that runs report to: ``all`` are the known ones that are installed, a project means wandb too."""
+    if "none" in report_to:
+        return []
+    asked = [name for name in KNOWN_TRACKERS if find_spec(name)] if "all" in report_to else list(report_to)
+    return list(dict.fromkeys([*asked, *(["wandb"] if wandb_project else [])]))
+
+
+def _url(value: str | None) -> str | None:
+    if value is None or re.match(r"[a-z][a-z0-9+.-]*://[^/]*/?.", value):
+        return value
+    raise fault(f'is "{value}", and that is no URL', f'mirror = "file://{abspath(value)}"')
+
+
+class Backpressure(Section):
+    """Adapting the load to what the hardware can take (Universal Scalability Law)."""
+
+    role: ClassVar[Role] = Role.SPEED
+
+    enabled: bool = False
+    """Measure throughput and adapt."""
+    target: Literal["concurrency", "batch_size"] = "concurrency"
+    """What is adapted. `concurrency`: how many prompts decode at once, which changes speed and memory only."""
+    warmup_steps: Natural = 10
+    """Steps of measuring before the first decision."""
+    throttle_margin: PositiveShare = 0.85
+    """Reduce the load when it exceeds this share of the optimum."""
+    increase_margin: PositiveShare = 0.5
+    """Raise the load while it is below this share of the optimum."""
+    min_batch_size: Count = 1
+    """Smallest load, in prompts."""
+    max_batch_size: Count = 64
+    """Largest load, in prompts."""
+    peak_gflops: NotNegative = 0.0
+    """Peak arithmetic of the device in GFLOP/s, for telling memory-bound from compute-bound; 0 is unknown."""
+    peak_bw_gb_s: NotNegative = 0.0
+    """Peak memory bandwidth of the device in GB/s; 0 is unknown."""
+
+    def findings(self) -> Iterator[Finding]:
+        """The smallest load is not above the largest."""
+        if self.min_batch_size > self.max_batch_size:
             yield Finding(
-                (f"{path}.samples", f"{greedy}.temperature"),
-                f"is {held_out.samples} at temperature 0: all samples of a problem are the same",
-                "samples = 1",
+                ("backpressure.min_batch_size", "backpressure.max_batch_size"),
+                f"is {self.min_batch_size}, above max_batch_size = {self.max_batch_size}",
+                f"min_batch_size = {self.max_batch_size}",
             )
 
 
-def _cut_findings(config: Config) -> Iterator[Finding]:
-    evaluation, sets = config.evaluation, config.held_out
-    tables: list[tuple[str, Section]] = []
-    if sets and all(each.sampling.temperature == 0 for each in sets):
-        tables.append(("evaluation", evaluation))
-    tables += [
-        (f"evaluation.sets.{index}", own)
-        for index, (own, held_out) in enumerate(zip(evaluation.sets, sets, strict=False))  # no sets, or one unnamed
-        if held_out.sampling.temperature == 0
-    ]
-    for path, table in tables:
-        for key in CUTS:
-            if getattr(table, key) is not None:
-                message = "has no effect at temperature 0, which is greedy"
-                yield Finding((f"{path}.{key}", f"{path}.temperature"), message, "remove the line")
+class Squeeze(Section):
+    """Analysis of the trained adapter's rank after the first run, and compression."""
 
+    role: ClassVar[Role] = Role.RECORDS
 
-def _data_findings(config: Config, each: EvaluationSet, path: str) -> Iterator[Finding]:
-    source = each.source or config.data.eval_source or config.data.source
-    if each.split is not None and (source == "arithmetic" or source.endswith(FILE_ENDINGS)):
-        yield no_effect(f"{path}.split", f"{path}.source", source)
-    if each.levels is not None and source != "arithmetic":
-        fix = 'remove the line, or source = "arithmetic"'
-        yield no_effect(f"{path}.levels", f"{path}.source", source, fix)
-    if each.subset is not None and each.source is not None and not has_configurations(source):
-        yield no_effect(f"{path}.subset", f"{path}.source", source)
-    for key in ("subset", "prompt_column", "answer_column", "tags_column"):
-        if getattr(each, key) is not None and each.source is None:
+    enabled: bool = True
+    """Analyse the first run's adapter."""
+    runs: Literal["first", "one per condition"] = "first"
+    """Whose adapters are analysed, compressed and verified: that of the first run alone, or of the first one of every
+    condition, where more than one adapter is to be known. Each costs its evaluations."""
+    min_variance_retention: PositiveShare = 0.95
+    """Energy that a rank must keep on average over layers to be recommended."""
+    min_layer_retention: PositiveShare = 0.9
+    """Energy that it must keep in the worst layer."""
+    target_ranks: OptionalRanks = None
+    """Ranks to tabulate; unset or empty is the powers of two up to the adapter's rank."""
+    compress_to: OptionalCount = None
+    """Rank of the compressed adapter; unset or 0 is the recommended rank."""
+    verify: Literal["all", "recommended", "off"] = "all"
+    """Evaluate the adapter on the held-out problems at every rank of the table (`all`), or at the one it is
+    compressed to, beside the full one; each rank costs one evaluation of one run."""
+    output_path: OptionalText = None
+    """Directory for the compressed adapter; unset is `squeeze/` in the output directory."""
+    device: Device = "cpu"
+    """Where the decomposition runs."""
+    wandb: bool | None = None
+    """Whether the analysis becomes a wandb run of its own, `squeeze-analysis`, where runs report to wandb; unset is
+    whether the file has a [squeeze] section."""
+
+    def findings(self) -> Iterator[Finding]:
+        """One directory holds one compressed adapter."""
+        if self.runs != "first" and self.output_path is not None:
             yield Finding(
-                (f"{path}.{key}", path),
-                "has no effect without a source of the set's own: the problems are those of [data]",
-                f"remove the line, or set {key} in [data]",
+                ("squeeze.output_path", "squeeze.runs"),
+                f'has room for one adapter, and runs = "{self.runs}" compresses one of every condition, below squeeze/',
+                'runs = "first"',
             )
+
+
+class Resume(Section):
+    """Starting from what another run left."""
+
+    role: ClassVar[Role] = Role.SAMPLES
+
+    from_: Annotated[OptionalText, Field(alias="from")] = None
+    """Run directory or checkpoint directory to continue from. `retrain resume DIR` does the same without a file."""
+
+
+class Logging(Section):
+    """Where records go, and under which names."""
+
+    role: ClassVar[Role] = Role.RECORDS
+
+    log_dir: OptionalText = None
+    """Output directory; unset is `logs/` and the name of the TOML file."""
+    mirror: Annotated[OptionalText, AfterValidator(_url)] = None
+    """URL below which everything in the output directory is copied while it is written, such as
+    `s3://bucket/experiments/gtpo`; `retrain resume URL` goes on from the copy. Any protocol of fsspec."""
+    report_to: Trackers = Field(default_factory=list)
+    """Trackers besides the files, one or a list: known ones, or `module:function` that returns one of your own.
+    Setting `wandb_project` is enough for wandb. `all` are the known ones that are installed; `none` is none, also
+    with a `wandb_project`."""
+    logging_dir: OptionalText = None
+    """Directory of tensorboard's files; unset is `tensorboard/` in each run's directory. The runs of a campaign have
+    a directory each in it."""
+    wandb_project: OptionalText = None
+    """wandb project; unset is `retrain`. Also the project of trackio; unset is `[campaign] name`, else the name of the
+    output directory."""
+    wandb_run_name: OptionalText = None
+    """wandb run name; unset is the condition's label. The runs of a campaign are called `<label>_s<seed>`, and
+    `<wandb_run_name>_<label>_s<seed>` where this is set."""
+    wandb_entity: OptionalText = None
+    """wandb team or user."""
+    wandb_group: OptionalText = None
+    """wandb and trackio group; unset it is the condition's label in a campaign."""
+    wandb_tags: Tags = Field(default_factory=list)
+    """wandb tags, a list or separated by commas; a campaign adds the label and `seed<seed>`."""
+    wandb_mode: Literal["online", "offline", "disabled"] | None = None
+    """wandb mode; unset leaves it to wandb."""
+    strategic_grams: Annotated[OptionalPhrases, UsedWhen("planning.detector", ("regex",)), Role.LEARNS] = None
+    """Phrases that mark planning tokens, in place of the built-in ones: a list, or separated by commas."""
+    aliases: list[Tool] = Field(default_factory=lambda: list(get_args(Tool)))
+    """Whose names for metrics are written besides ours, so that scripts made for those tools work."""
+    rollouts_every: Natural = 10
+    """Write the page and the logtree of every n-th step, of the last one, and of every evaluation; 0 writes none.
+    The summary lines of all trajectories are written at every step."""
+    num_groups_to_log: Natural = 4
+    """Groups of a page and logtree that appear with their texts; what is known of the others in numbers always does."""
+    log_kl: bool = False
+    """Record the KL divergence to the frozen base; costs one more forward pass."""
+
+    @property
+    def wandb(self) -> bool:
+        return "wandb" in trackers(self.report_to, self.wandb_project)
+
+    def findings(self) -> Iterator[Finding]:
+        """What is chosen for pages or for tensorboard needs them."""
+        asked = self.report_to
+        if self.logging_dir is not None and not {"tensorboard", "all"} & set(asked):
+            fix = f"report_to = {[*(name for name in asked if name != 'none'), 'tensorboard']}".replace("'", '"')
+            yield Finding(("logging.logging_dir", "logging.report_to"), "has no effect without tensorboard", fix)
+        if self.rollouts_every == 0 and self.num_groups_to_log != Logging.model_fields["num_groups_to_log"].default:
+            yield no_effect("logging.num_groups_to_log", "logging.rollouts_every", 0, "remove one of the two")

@@ -12,7 +12,7 @@ class Removed(NamedTuple):
 
     why: str
     instead: str
-    default: Any = None
+    default: object = None
 
 
 _NO_GRAMS = ("files of mined phrases are no longer read", '[logging] strategic_grams = ["let me check"]')
@@ -113,7 +113,7 @@ def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def removed_note(config: Mapping[str, Any]) -> str:
+def removed_note(config: Mapping[str, object]) -> str:
     """Return a sentence that names the removed keys of a recorded configuration whose values are not the former
     defaults; "" without any."""
     campaign = config.get("campaign")
@@ -127,7 +127,7 @@ def removed_note(config: Mapping[str, Any]) -> str:
     return f"settings that this version of retrain no longer has are ignored: {', '.join(names)}" if names else ""
 
 
-def _value(config: Mapping[str, Any], dotted: str, default: Any) -> Any:
+def _value(config: Mapping[str, object], dotted: str, default: object) -> object:
     section, key = dotted.split(".")
     table = config.get(section)
     return table.get(key, default) if isinstance(table, dict) else default

@@ -42,7 +42,7 @@ class Parameter:
     """A key of [algorithm] that one mode declares: its type with bounds, its default and its documentation."""
 
     annotation: Any
-    default: Any
+    default: object
     description: str
 
 
@@ -315,7 +315,7 @@ UNAVAILABLE: dict[str, dict[str, tuple[str, str]]] = {
 }
 """Modes that other tools know: why each cannot be used here, and what to type instead."""
 
-Named = str | Callable[..., Any]
+Named = str | Callable[..., object]
 """A mode as a configuration names it, or code of the user's, loaded."""
 
 

@@ -96,7 +96,7 @@ def path_of(dotted: str) -> Path:
     return tuple(int(part) if part.isdigit() else part for part in dotted.split("."))
 
 
-def mistakes(error: ValidationError, data: Mapping[str, Any]) -> list[Mistake]:
+def mistakes(error: ValidationError, data: Mapping[str, object]) -> list[Mistake]:
     """One mistake for every wrong key in ``data``, however many complaints pydantic has about it."""
     by_path: dict[Path, Mistake] = {}
     for details in error.errors(include_url=False):
@@ -105,7 +105,7 @@ def mistakes(error: ValidationError, data: Mapping[str, Any]) -> list[Mistake]:
     return list(by_path.values())
 
 
-def _mistake(details: ErrorDetails, data: Mapping[str, Any]) -> Mistake:
+def _mistake(details: ErrorDetails, data: Mapping[str, object]) -> Mistake:
     location = details["loc"]
     if details["type"] == "extra_forbidden":
         return unknown(tuple(location), details["input"])
@@ -136,13 +136,13 @@ def _field(location: tuple[int | str, ...]) -> tuple[Path, FieldInfo | None]:
     return path, field
 
 
-def _at(data: Any, path: Iterable[str | int]) -> Any:
+def _at(data: Any, path: Iterable[str | int]) -> object:
     for part in path:
         data = data[part]
     return data
 
 
-def _not_a_table(path: Path, value: Any) -> Mistake:
+def _not_a_table(path: Path, value: object) -> Mistake:
     name = str(path[0])
     if isinstance(path[-1], int):
         of_list = ".".join(part for part in path if isinstance(part, str))
@@ -157,12 +157,12 @@ def _not_a_table(path: Path, value: Any) -> Mistake:
     return Mistake(path, f"is {show(value)}, {kind(value)}, but must be a table", fix)
 
 
-def _example(field: FieldInfo) -> Any:
+def _example(field: FieldInfo) -> object:
     default = default_of(field)
     return default if default is not None else next(iter(choices(field)), "…")
 
 
-def wrong_value(path: Path, field: FieldInfo, value: Any) -> Mistake:
+def wrong_value(path: Path, field: FieldInfo, value: object) -> Mistake:
     name = str(path[-1])
     if known := unavailable(field, value):
         return Mistake(path, f"is {show(value)}: {known[0]}", known[1])
@@ -185,7 +185,7 @@ def wrong_value(path: Path, field: FieldInfo, value: Any) -> Mistake:
     return Mistake(path, message, _suggestion(name, field, value))
 
 
-def _same_kind(field: FieldInfo, value: Any) -> bool:
+def _same_kind(field: FieldInfo, value: object) -> bool:
     """Whether the value is of a type that the field accepts, so that naming the type would not help."""
     text = field_expected(field)
     if isinstance(value, bool):
@@ -195,7 +195,7 @@ def _same_kind(field: FieldInfo, value: Any) -> bool:
     return isinstance(value, str) and '"' in text
 
 
-def _candidates(value: Any) -> Iterator[Any]:
+def _candidates(value: object) -> Iterator[object]:
     """Values that somebody may have meant by ``value``, the likeliest first."""
     if isinstance(value, str):
         with suppress(KeyError, ValueError, RecursionError):
@@ -213,7 +213,7 @@ def _candidates(value: Any) -> Iterator[Any]:
         yield value[0]
 
 
-def _suggestion(name: str, field: FieldInfo, value: Any) -> str:
+def _suggestion(name: str, field: FieldInfo, value: object) -> str:
     options = choices(field)
     if isinstance(value, str) and options:
         close = difflib.get_close_matches(value.lower(), options, n=1, cutoff=0.5)
@@ -228,7 +228,7 @@ def _suggestion(name: str, field: FieldInfo, value: Any) -> str:
     return f"{name} = {show(options[0])}" if options else "remove the line for the default"
 
 
-def unknown(path: Path, value: Any) -> Mistake:
+def unknown(path: Path, value: object) -> Mistake:
     """The mistake of a section or key that does not exist, with the nearest one that does."""
     section, name = str(path[0]), str(path[-1])
     if len(path) == 1:
@@ -258,7 +258,7 @@ def _elsewhere(dotted: str, section: str) -> str:
     return key if home == section else f"[{home}] {key}"
 
 
-def nearest(name: str, candidates: Iterable[str], value: Any = None) -> str:
+def nearest(name: str, candidates: Iterable[str], value: object = None) -> str:
     """``did you mean …`` for the nearest candidate, with the value it was given, or all when none is near."""
     names = list(candidates)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
@@ -266,7 +266,7 @@ def nearest(name: str, candidates: Iterable[str], value: Any = None) -> str:
     return f"did you mean {close[0]}{given}" if close else f"its keys are {', '.join(names)}"
 
 
-def _unknown_section(path: Path, name: str, value: Any) -> Mistake:
+def _unknown_section(path: Path, name: str, value: object) -> Mistake:
     if name in REPLACED_SECTIONS:
         return Mistake(path, *REPLACED_SECTIONS[name])
     tables = [dotted.partition(".")[0] for dotted in homes(name)]

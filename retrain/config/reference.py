@@ -7,7 +7,7 @@ from pydantic.fields import FieldInfo
 
 from retrain.config.base import Section, UsedWhen
 from retrain.config.campaign import Condition
-from retrain.config.conditions import MODES, why_fixed
+from retrain.config.checking import MODES, why_fixed
 from retrain.config.describe import default_of, field_expected, toml
 from retrain.config.modes import modes_markdown
 from retrain.config.root import Config, homes, keys, lists, sections

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import SerializerFunctionWrapHandler, ValidationInfo, model_serializer, model_validator
+from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic.fields import FieldInfo
 
-from retrain.config.algorithm import Algorithm, Gtpo, Hicra, Planning, Sepa
-from retrain.config.base import Finding, Role, Section, UsedWhen, fault, is_plugin
+from retrain.config.algorithm import Algorithm, Distillation, Gtpo, Hicra, Planning, Sepa
+from retrain.config.base import Finding, Role, Section, UsedWhen, is_plugin
 from retrain.config.campaign import Campaign
-from retrain.config.cluster import Ray
-from retrain.config.critic import Critic
 from retrain.config.describe import no_effect
-from retrain.config.distillation import Distillation
-from retrain.config.evaluation import HELDOUT, Evaluation, EvaluationSet, HeldOut, resolved
-from retrain.config.inference import Inference
-from retrain.config.models import Backend, Lora, Model
-from retrain.config.rules import RULES
-from retrain.config.schedule import part_evaluations
-from retrain.config.slurm import Slurm
+from retrain.config.evaluation import (
+    HELDOUT,
+    Backpressure,
+    Evaluation,
+    EvaluationSet,
+    Extent,
+    HeldOut,
+    Logging,
+    Resume,
+    Squeeze,
+    part_evaluations,
+    resolved,
+    whole_evaluations,
+)
+from retrain.config.machine import Backend, Inference, Ray, Slurm
 from retrain.config.tasks import Audit, Data, Environment, Reward, RewardComponent
-from retrain.config.training import Optimizer, Training
-from retrain.config.upkeep import Backpressure, Logging, Resume, Squeeze
+from retrain.config.training import Critic, Lora, Model, Optimizer, Training
 
 
 class Config(Section):
@@ -71,7 +75,20 @@ class Config(Section):
     def held_out(self) -> tuple[HeldOut, ...]:
         """The held-out sets with everything worked out, in order; none when evaluation is switched off."""
         sets = self.evaluation.sets or [EvaluationSet(name=HELDOUT)]
-        return tuple(resolved(self, each) for each in sets) if self.evaluation.problems else ()
+        return tuple(self.resolved(each) for each in sets) if self.evaluation.problems else ()
+
+    def resolved(self, each: EvaluationSet) -> HeldOut:
+        """Return the set with what it leaves unset taken from [evaluation], then from [training] and [data]."""
+        return resolved(each, self.evaluation, self.training, self.data)
+
+    def extent_after(self, step: int) -> Extent | None:
+        """Return how a run is evaluated after ``step`` updates; None for not at all."""
+        training, schedule = self.training, self.evaluation.schedule
+        if not self.evaluation.problems:
+            return None
+        if step >= training.max_steps or step in whole_evaluations(schedule, training.max_steps, training.eval_every):
+            return "whole"
+        return "part" if step in part_evaluations(schedule, training.max_steps, training.eval_every) else None
 
     @property
     def chooses_anew(self) -> bool:
@@ -147,16 +164,6 @@ class Config(Section):
             object.__setattr__(self, "squeeze", asked)  # sections are frozen
         return self
 
-    @model_validator(mode="after")
-    def _rules_hold(self, info: ValidationInfo) -> Config:
-        """Rules for a configuration that is built directly; the loader checks them itself, to report all at once."""
-        if not (info.context or {}).get("rules_later"):
-            wrong = [finding for finding in rule_findings(self) if not finding.warning]
-            if wrong:
-                lines = [f"{item.keys[0]} {item.message}" + (f": {item.fix}" if item.fix else "") for item in wrong]
-                raise fault("; ".join(lines))
-        return self
-
     @model_serializer(mode="wrap")
     def _without_absent_campaign(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """A single run has no [campaign] section, and its dump has none either."""
@@ -164,14 +171,6 @@ class Config(Section):
         if not self.is_campaign:
             dumped.pop("campaign", None)
         return dumped
-
-
-def rule_findings(config: Config) -> Iterator[Finding]:
-    """What the sections, and the rules between them, say of this configuration as a single run with its modes."""
-    for section in sections():
-        yield from getattr(config, section).findings()
-    for rule in RULES:
-        yield from rule(config)
 
 
 @cache
@@ -255,7 +254,7 @@ def unused(config: Config, dotted: str, override: bool = False) -> Finding | Non
 
 
 @cache
-def _defaults() -> dict[str, dict[str, Any]]:
+def _defaults() -> dict[str, dict[str, object]]:
     default = Config()
     return {
         section: {dotted: value_at(default, dotted) for dotted in keys() if dotted.partition(".")[0] == section}
@@ -263,7 +262,7 @@ def _defaults() -> dict[str, dict[str, Any]]:
     }
 
 
-def differing(config: Config) -> dict[str, Any]:
+def differing(config: Config) -> dict[str, object]:
     return {
         dotted: value
         for section, defaults in _defaults().items()
@@ -273,7 +272,7 @@ def differing(config: Config) -> dict[str, Any]:
     }
 
 
-def effective(config: Config) -> dict[str, Any]:
+def effective(config: Config) -> dict[str, object]:
     """The values that are not the defaults and have an effect, by dotted key."""
     return {dotted: value for dotted, value in differing(config).items() if unused(config, dotted) is None}
 

@@ -6,19 +6,27 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from retrain.config.base import Finding, is_plugin
+from retrain.config.base import Finding, Section, is_plugin
 from retrain.config.describe import no_effect, toml
-from retrain.config.distillation import distillation_rules
-from retrain.config.evaluation import CUTS, evaluation_rules
+from retrain.config.evaluation import CUTS, DECIDING, EvaluationSet, too_early, whole_evaluations
+from retrain.config.learning_rules import (
+    anneal_rules,
+    critic_rules,
+    distillation_rules,
+    dynamic_rules,
+    group_rules,
+    maxrl_rules,
+    off_policy_rules,
+    overlong_rules,
+    schedule_rules,
+    sepa_rules,
+    update_rules,
+)
+from retrain.config.machine import GPU_OPTIONS, Slurm
 from retrain.config.modes import MODES, Need, advantage_of, credit_of, mode_of
-from retrain.config.schedule import deciding_rules
-from retrain.config.slurm import slurm_rules
-from retrain.config.tasks import MARKED, Reward, has_configurations
-
-if TYPE_CHECKING:
-    from retrain.config.root import Config
+from retrain.config.root import Config, sections
+from retrain.config.tasks import FILE_ENDINGS, MARKED, Reward, has_configurations
 
 
 def environment_rules(config: Config) -> Iterator[Finding]:
@@ -64,23 +72,6 @@ def correctness_rules(config: Config) -> Iterator[Finding]:
             yield Finding(("reward.correct_above", "reward.type"), words, "remove the line")
 
 
-def overlong_rules(config: Config) -> Iterator[Finding]:
-    """A punishment of long answers fits their limit, one answer to a rollout, and what the advantage is defined for."""
-    soft, longest, mode = config.reward.overlong_tokens, config.training.max_tokens, config.algorithm.advantage_mode
-    if not soft:
-        return
-    if soft > longest:
-        keys = ("reward.overlong_tokens", "training.max_tokens")
-        yield Finding(keys, f"is {soft}, more than max_tokens = {longest}", f"overlong_tokens = {max(1, longest // 5)}")
-    if config.environment.turns != 1:
-        keys = ("reward.overlong_tokens", "environment.max_turns")
-        yield Finding(keys, "is for single answers, and episodes may have several turns", "remove the line")
-    if advantage_of(mode).unit_rewards:
-        keys = ("reward.overlong_tokens", "algorithm.advantage_mode")
-        what = f'makes rewards below 0, for which advantage_mode = "{mode}" is not defined'
-        yield Finding(keys, what, 'advantage_mode = "grpo"')
-
-
 def model_rules(config: Config) -> Iterator[Finding]:
     """A backend of the user's own decides itself how it runs."""
     backend = config.backend.backend
@@ -122,7 +113,7 @@ def _quantize_findings(config: Config) -> Iterator[Finding]:
 
 
 def executor_rules(config: Config) -> Iterator[Finding]:
-    """Several devices take several processes, these do not share servers, and Ray itself chooses among GPUs."""
+    """Several devices take several processes, and Ray itself chooses among GPUs."""
     executor, backend = config.campaign.executor, config.backend
     if backend.several and executor == "inprocess" and backend.shard == "none":
         one = backend.named_gpus[0] if backend.named_gpus else "auto"
@@ -140,7 +131,11 @@ def executor_rules(config: Config) -> Iterator[Finding]:
     if executor == "ray" and backend.named_gpus:
         words = f'is {toml(backend.devices)}, and with executor = "ray" the cluster says which GPU a worker has'
         yield Finding(("backend.devices", "campaign.executor"), words, 'devices = "all", and [campaign] workers = 4')
-    inference = config.inference
+
+
+def server_executor_rules(config: Config) -> Iterator[Finding]:
+    """Processes that train do not share servers, and clusters choose the GPUs of servers."""
+    executor, inference = config.campaign.executor, config.inference
     if executor == "slurm" and inference.launch is not None:
         what = 'starts servers where retrain was started, and with executor = "slurm" that is no node with a GPU'
         yield Finding(("inference.launch", "campaign.executor"), what, "url, with the addresses of servers of your own")
@@ -182,29 +177,6 @@ def shard_rules(config: Config) -> Iterator[Finding]:
         yield Finding(("backend.shard", "training.update_dtype"), words, fix)
 
 
-def off_policy_rules(config: Config) -> Iterator[Finding]:
-    """Rollouts behind the policy are corrected for, or it is said that they are not."""
-    steps, algorithm = config.training.max_off_policy_steps, config.algorithm
-    if config.inference.swap == "in_flight" and (steps == 0 or config.environment.turns == 1):
-        what = "no rollout is behind" if steps == 0 else "every episode has one turn"
-        keys = ("inference.swap", "environment.max_turns" if steps else "training.max_off_policy_steps")
-        yield Finding(keys, f'is "in_flight", which has no effect: {what}', 'swap = "between"')
-    if steps == 0:
-        return
-    if is_plugin(config.backend.backend):
-        yield Finding(
-            ("training.max_off_policy_steps", "backend.backend"),
-            f'is {steps}, and backend = "{config.backend.backend}" samples with the one version of its weights',
-            "max_off_policy_steps = 0",
-        )
-    if algorithm.correction is None and not algorithm.corrects and not algorithm.from_sampler:
-        yield Finding(
-            ("training.max_off_policy_steps", "algorithm.correction"),
-            f"is {steps}, and nothing says how the loss corrects for it",
-            'correction = "tis", "icepop" or "decoupled", loss = "dppo", "vespo" or "m2po", or correction = "none"',
-        )
-
-
 def server_rules(config: Config) -> Iterator[Finding]:
     """What servers do not say, and what they decide themselves."""
     inference, engine = config.inference, ("inference.engine",)
@@ -233,180 +205,6 @@ def server_rules(config: Config) -> Iterator[Finding]:
             yield Finding((f"algorithm.{key}", *engine), what, 'engine = "local"')
 
 
-def anneal_rules(config: Config) -> Iterator[Finding]:
-    """Stages lower the rank, one after the other, while the run lasts."""
-    step_before, rank_before = 0, config.model.lora_rank
-    for step, rank in config.lora.anneal:
-        if step <= step_before or rank >= rank_before:
-            yield Finding(
-                ("lora.anneal", "model.lora_rank"),
-                f"has the stage [{step}, {rank}] after rank {rank_before} at step {step_before}: steps have to grow "
-                "and ranks to fall",
-                f"anneal = [[{step_before + 10}, {max(1, rank_before // 2)}]]",
-            )
-            return
-        step_before, rank_before = step, rank
-    if config.lora.anneal and step_before >= config.training.max_steps:
-        yield Finding(
-            ("lora.anneal", "training.max_steps"),
-            f"has a stage at step {step_before}, and max_steps = {config.training.max_steps}: it has no effect",
-            f"max_steps = {2 * step_before}",
-        )
-    if config.lora.anneal and is_plugin(config.backend.backend):
-        yield Finding(
-            ("lora.anneal", "backend.backend"),
-            f'has no effect with backend = "{config.backend.backend}": its weights are its own',
-            "remove the line",
-        )
-
-
-def group_rules(config: Config) -> Iterator[Finding]:
-    """What an advantage needs of its group."""
-    size, mode = config.training.group_size, config.algorithm.advantage_mode
-    if config.distillation.alone:
-        return  # nothing is compared
-    if size == 1 and Need.GROUP in advantage_of(mode).needs:
-        yield Finding(
-            ("training.group_size", "algorithm.advantage_mode"),
-            "is 1: advantages compare the completions of a group, and with one of them all are 0",
-            "group_size = 8",
-        )
-    if size == 2 and mode == "maxrl":
-        yield Finding(
-            ("training.group_size", "algorithm.advantage_mode"),
-            "is 2: with two completions maxrl equals rloo in expectation",
-            "group_size = 8",
-            warning=True,
-        )
-
-
-def dynamic_rules(config: Config) -> Iterator[Finding]:
-    """Prompts are drawn again for the sake of groups whose answers are compared with each other, whole."""
-    training, algorithm = config.training, config.algorithm
-    if not training.dynamic_sampling:
-        return
-    if training.group_size == 1:
-        keys = ("training.dynamic_sampling", "training.group_size")
-        yield Finding(keys, "has only groups of one answer to choose from, which are all alike", "group_size = 8")
-    if algorithm.critic:
-        keys = ("training.dynamic_sampling", "algorithm.advantage_mode")
-        yield Finding(keys, "drops groups from which a critic learns as from all others", "remove the line")
-    if algorithm.turn_credit != "episode":
-        keys = ("training.dynamic_sampling", "algorithm.turn_credit")
-        what = f'judges whole episodes, and turn_credit = "{algorithm.turn_credit}" compares their turns'
-        yield Finding(keys, what, 'turn_credit = "episode"')
-
-
-def update_rules(config: Config) -> Iterator[Finding]:
-    """How often a batch is trained on is up to a backend of the user's own, and divisors are counted once."""
-    if config.chooses_anew and config.algorithm.rejection_denominator == "kept":
-        what = 'is "kept", and loss = "m2po" chooses what it leaves out before each of the step\'s several updates'
-        keys = ("algorithm.rejection_denominator", "algorithm.loss")
-        yield Finding(keys, what, 'rejection_denominator = "all"')
-    backend = config.backend.backend
-    if is_plugin(backend) and config.training.several_updates:
-        several = "num_iterations" if config.training.num_iterations > 1 else "minibatches"
-        what = f'has no effect with backend = "{backend}", which gets whole batches and updates as often as it likes'
-        yield Finding((f"training.{several}", "backend.backend"), what, "remove the line")
-
-
-def critic_rules(config: Config) -> Iterator[Finding]:
-    """What goes together with a critic, which gives every token an advantage of its own."""
-    algorithm, critic, mode = config.algorithm, config.critic, config.algorithm.transform_mode
-    if not algorithm.critic:
-        return
-    named = ("algorithm.advantage_mode", "algorithm.transform_mode")
-    if not is_plugin(mode) and credit_of(mode).own_advantage:
-        what = 'makes its own advantages from the rewards, so those of advantage_mode = "gae" would have no effect'
-        yield Finding(named[::-1], what, 'transform_mode = "none"')
-    if algorithm.turn_credit != "episode":
-        what = 'has no effect with advantage_mode = "gae": the last token of a turn has its reward'
-        yield Finding(("algorithm.turn_credit", named[0]), what, 'turn_credit = "episode"')
-    if is_plugin(config.backend.backend):
-        what = f'is "gae", which backend = "{config.backend.backend}" has no critic for'
-        yield Finding((named[0], "backend.backend"), what, 'advantage_mode = "grpo"')
-    whole = type(critic).model_fields["lam"].default
-    if critic.lam_policy is not None and critic.lam_value is not None and critic.lam != whole:
-        what = "has no effect with lam_policy and lam_value"
-        yield Finding(("critic.lam", "critic.lam_policy", "critic.lam_value"), what, "remove the line")
-    if not algorithm.discard_group_zero_advantage:
-        what = "has no effect with a critic: every completion with a reward trains"
-        yield Finding(("algorithm.discard_group_zero_advantage", named[0]), what, "remove the line")
-    clip = critic.cliprange_value
-    if clip not in (0.0, type(critic).model_fields["cliprange_value"].default) and not (
-        config.training.several_updates or config.lora.dropout
-    ):
-        what = f"is {clip:g}, but values move from the second update of a batch on, and it has one"
-        yield Finding(("critic.cliprange_value", "training.num_iterations"), what, "num_iterations = 4")
-    if critic.warmup_steps >= config.training.max_steps:
-        what = f"is {critic.warmup_steps} of max_steps = {config.training.max_steps}: the policy would never train"
-        keys = ("critic.warmup_steps", "training.max_steps")
-        yield Finding(keys, what, f"warmup_steps = {config.training.max_steps // 10}")
-
-
-def schedule_rules(config: Config) -> Iterator[Finding]:
-    """Warm-up and evaluation must fall inside the run."""
-    steps = config.training.max_steps
-    if config.optimizer.warmup_steps >= steps:
-        yield Finding(
-            ("optimizer.warmup_steps", "training.max_steps"),
-            f"is {config.optimizer.warmup_steps}: with max_steps = {steps} the warm-up never ends",
-            f"warmup_steps = {steps // 10}",
-        )
-    if config.training.eval_every and not config.evaluation.problems:
-        yield Finding(
-            ("training.eval_every", "evaluation.problems"),
-            "has no effect with [evaluation] problems = 0",
-            "remove the line, or problems = 128",
-        )
-
-
-def _flat_steps(config: Config) -> int:
-    """First steps of a run in which the ramp of λ has not begun: a batch has to open the gate."""
-    return 1 + config.sepa.delay_steps + (config.sepa.correct_rate_gate > 0)
-
-
-def lambda_stays_zero(config: Config) -> bool:
-    """Whether a run trains with gtpo_sepa and is too short for λ to leave 0, so that it equals gtpo."""
-    if not credit_of(config.algorithm.transform_mode).pooled:
-        return False
-    sepa, steps = config.sepa, config.training.max_steps
-    observed = steps - 1 - sepa.warmup_steps  # batches that the last step's running variance has beyond its reference
-    falls = sepa.schedule == "auto" and observed >= 0 and sepa.ema_decay**observed < sepa.threshold
-    return steps <= _flat_steps(config) and not (falls and steps > sepa.delay_steps)
-
-
-def sepa_rules(config: Config) -> Iterator[Finding]:
-    """SEPA with λ = 0 throughout is plain GTPO under another name: a mistake where it could never be anything else, a
-    note where the run is short, as a first try of a file with few steps is."""
-    if not credit_of(config.algorithm.transform_mode).pooled:
-        return
-    sepa, steps, flat = config.sepa, config.training.max_steps, _flat_steps(config)
-    length = "training.max_steps" if config.campaign.max_steps is None else "campaign.max_steps"
-    if lambda_stays_zero(config):
-        shorter = f"delay_steps = {steps // 10}, or " if flat - sepa.delay_steps + steps // 10 < steps else ""
-        yield Finding(
-            ("sepa.delay_steps", length, "algorithm.transform_mode"),
-            f"is {sepa.delay_steps} and max_steps is {steps}: λ is 0 for the whole run, which makes gtpo_sepa plain "
-            "gtpo; enough to see it run, no test of SEPA, which takes",
-            f"{shorter}max_steps = {flat + max(sepa.steps, 1)}",
-            warning=True,
-        )
-    if sepa.steps == 0 and sepa.schedule == "linear":
-        yield Finding(
-            ("sepa.steps", "sepa.schedule", "algorithm.transform_mode"),
-            "is 0: without a ramp λ would be 0 for the whole run, which makes gtpo_sepa plain gtpo",
-            f"steps = {max(1, steps - flat)}",
-        )
-    elif not lambda_stays_zero(config) and steps < flat + sepa.steps and sepa.schedule == "linear":
-        yield Finding(
-            ("sepa.steps", "sepa.delay_steps", length, "algorithm.transform_mode"),
-            f"is {sepa.steps}: in {steps} steps λ gets to {(steps - flat) / sepa.steps:.2f} at most",
-            f"steps = {steps - flat}",
-            warning=True,
-        )
-
-
 def data_rules(config: Config) -> Iterator[Finding]:
     """Levels are those of generated problems, configurations those of data sets that people made."""
     data = config.data
@@ -422,36 +220,6 @@ def audit_rules(config: Config) -> Iterator[Finding]:
     if config.audit.wanted and "audit" in {part.shown_name for part in (config.reward, *config.reward.components)}:
         yield Finding(
             ("reward.name", "audit.type"), 'is "audit", which is what the score of [audit] is called', 'name = "own"'
-        )
-
-
-def maxrl_rules(config: Config) -> Iterator[Finding]:
-    """Some advantages, such as MaxRL, are defined for rewards in [0, 1] alone."""
-    reward, mode = config.reward, config.algorithm.advantage_mode
-    if not advantage_of(mode).unit_rewards:
-        return
-    if reward.type == "reward_model":
-        what = f'is "reward_model", whose scores may lie outside [0, 1], for which {mode} is not defined'
-        yield Finding(("reward.type", "algorithm.advantage_mode"), what, 'advantage_mode = "grpo"', warning=True)
-    for table, each in config.graders:
-        if table == "audit" or each.type != "rubric" or each.rubric != "explicit":
-            continue
-        if any(criterion.weight_number < 0 for criterion in each.criteria):
-            what = f"has negative weights: totals can lie below 0, for which {mode} is not defined"
-            yield Finding((f"{table}.criteria", "algorithm.advantage_mode"), what, 'advantage_mode = "grpo"')
-        elif each.rubric_column is not None:
-            what = f"may hold negative weights: totals would lie below 0, for which {mode} is not defined"
-            keys = (f"{table}.rubric_column", "algorithm.advantage_mode")
-            yield Finding(keys, what, 'advantage_mode = "grpo"', warning=True)
-    if reward.type != "weighted":
-        return
-    if any(part.weight < 0 or part.offset != 0 for part in reward.components) or (
-        sum(part.weight for part in reward.components) > 1 + 1e-9
-    ):
-        yield Finding(
-            ("reward.components", "algorithm.advantage_mode"),
-            f"can give totals outside [0, 1], for which {mode} is not defined",
-            'advantage_mode = "grpo", or weights that add up to at most 1, without offset',
         )
 
 
@@ -486,13 +254,107 @@ def squeeze_rules(config: Config) -> Iterator[Finding]:
         )
 
 
+def slurm_rules(config: Config) -> Iterator[Finding]:
+    """What workers on Slurm need; one GPU each is Slurm's to choose."""
+    slurm, campaign, devices = config.slurm, config.campaign, config.backend.devices
+    if campaign.executor != "slurm":
+        return
+    if campaign.workers == "auto":
+        keys = ("campaign.workers", "campaign.executor")
+        yield Finding(keys, 'is "auto": say how many are asked of Slurm', "workers = 4, or --workers 4")
+    if devices not in ("auto", "cpu"):
+        words = f"is {toml(devices)}: each worker has the GPU that Slurm gives it"
+        yield Finding(("backend.devices", "campaign.executor"), words, 'devices = "auto"')
+    if slurm.cluster == "local" and devices == "auto":
+        words = 'is "local": workers of this machine without Slurm share its CPU'
+        yield Finding(("slurm.cluster", "backend.devices"), words, 'cluster = "slurm", or devices = "cpu"')
+    if slurm.notice_s >= 60 * slurm.minutes:
+        words = f"is {slurm.notice_s}, and the time limit of {slurm.time} is {60 * slurm.minutes} s"
+        yield Finding(("slurm.notice_s", "slurm.time"), words, f"notice_s = {15 * slurm.minutes}, or a longer time")
+    if slurm.gpu_type is not None and (options := [name for name in GPU_OPTIONS if name in slurm.extra]):
+        words = f"has no effect with {options[0]} in extra"
+        yield Finding(("slurm.gpu_type", "slurm.extra"), words, "remove one of the two")
+    if devices == "cpu" and slurm.gpu_type is not None:
+        keys = ("slurm.gpu_type", "backend.devices")
+        yield Finding(keys, 'has no effect with devices = "cpu"', "remove one of the two")
+
+
+def idle_slurm(config: Config) -> Iterator[Finding]:
+    """Keys of [slurm] that were given and nobody reads. Not asked of a planned run: that may go on without Slurm, and
+    later with it again."""
+    if config.campaign.executor == "slurm":
+        return
+    for name, field in Slurm.model_fields.items():
+        if getattr(config.slurm, name) != field.get_default(call_default_factory=True):
+            words = f'has no effect with executor = "{config.campaign.executor}"'
+            yield Finding((f"slurm.{name}", "campaign.executor"), words, 'remove the line, or executor = "slurm"')
+
+
+def evaluation_rules(config: Config) -> Iterator[Finding]:
+    """Sets are sampled so that it tells something, and no key is without effect."""
+    evaluation = config.evaluation
+    if evaluation.sets and config.data.eval_source is not None and all(each.source for each in evaluation.sets):
+        yield Finding(
+            ("data.eval_source", "evaluation.sets"),
+            "has no effect: every one of [[evaluation.sets]] has its own source",
+            "remove the line",
+        )
+    for index, each in enumerate(evaluation.sets):
+        yield from _data_findings(config, each, f"evaluation.sets.{index}")
+    yield from _cut_findings(config)
+    for index, held_out in enumerate(config.held_out):
+        if held_out.samples > 1 and held_out.sampling.temperature == 0:
+            own = evaluation.sets[index] if evaluation.sets else None
+            path = "evaluation" if own is None or own.samples is None else f"evaluation.sets.{index}"
+            greedy = "evaluation" if own is None or own.temperature is None else f"evaluation.sets.{index}"
+            yield Finding(
+                (f"{path}.samples", f"{greedy}.temperature"),
+                f"is {held_out.samples} at temperature 0: all samples of a problem are the same",
+                "samples = 1",
+            )
+
+
+def _cut_findings(config: Config) -> Iterator[Finding]:
+    evaluation, sets = config.evaluation, config.held_out
+    tables: list[tuple[str, Section]] = []
+    if sets and all(each.sampling.temperature == 0 for each in sets):
+        tables.append(("evaluation", evaluation))
+    tables += [
+        (f"evaluation.sets.{index}", own)
+        for index, (own, held_out) in enumerate(zip(evaluation.sets, sets, strict=False))  # no sets, or one unnamed
+        if held_out.sampling.temperature == 0
+    ]
+    for path, table in tables:
+        for key in CUTS:
+            if getattr(table, key) is not None:
+                message = "has no effect at temperature 0, which is greedy"
+                yield Finding((f"{path}.{key}", f"{path}.temperature"), message, "remove the line")
+
+
+def _data_findings(config: Config, each: EvaluationSet, path: str) -> Iterator[Finding]:
+    source = each.source or config.data.eval_source or config.data.source
+    if each.split is not None and (source == "arithmetic" or source.endswith(FILE_ENDINGS)):
+        yield no_effect(f"{path}.split", f"{path}.source", source)
+    if each.levels is not None and source != "arithmetic":
+        fix = 'remove the line, or source = "arithmetic"'
+        yield no_effect(f"{path}.levels", f"{path}.source", source, fix)
+    if each.subset is not None and each.source is not None and not has_configurations(source):
+        yield no_effect(f"{path}.subset", f"{path}.source", source)
+    for key in ("subset", "prompt_column", "answer_column", "tags_column"):
+        if getattr(each, key) is not None and each.source is None:
+            yield Finding(
+                (f"{path}.{key}", path),
+                "has no effect without a source of the set's own: the problems are those of [data]",
+                f"remove the line, or set {key} in [data]",
+            )
+
+
 def declared_rules(config: Config) -> Iterator[Finding]:
-    """What is declared as deciding can be measured with the evaluation that is asked for."""
+    """What is declared as deciding is evaluated, and often enough."""
     if not config.is_campaign:
         return
     metric, evaluation = config.campaign.primary_metric, config.evaluation
-    summary, _, key = ("final", ":", metric) if metric.startswith("eval/") else metric.partition(":")
-    at_k = re.search(r"(?:pass|avg|maj)@(\d+)$", key)
+    summary, key, at_k = _declared_metric(metric)
     measured = metric in ("auc", "last3") or key.startswith("eval/") or at_k is not None
     if measured and evaluation.problems == 0:
         yield Finding(
@@ -512,8 +374,20 @@ def declared_rules(config: Config) -> Iterator[Finding]:
             f'is "{metric}": the area under a curve needs evaluations while training, not only before and after',
             f"eval_every = {max(1, config.training.max_steps // 5)}",
         )
-    if not evaluation.names:
+
+
+def _declared_metric(metric: str) -> tuple[str, str, re.Match[str] | None]:
+    """Return how a metric is summed up, its key, and the match whose first group is the k of pass@k and the like."""
+    summary, _, key = ("final", ":", metric) if metric.startswith("eval/") else metric.partition(":")
+    return summary, key, re.search(r"(?:pass|avg|maj)@(\d+)$", key)
+
+
+def declared_set_rules(config: Config) -> Iterator[Finding]:
+    """What is declared as deciding is of a held-out set that there is, with enough samples."""
+    metric, evaluation = config.campaign.primary_metric, config.evaluation
+    if not config.is_campaign or not evaluation.names:
         return
+    _, key, at_k = _declared_metric(metric)
     name = key.split("/")[1] if key.startswith("eval/") else evaluation.names[0]
     if name not in evaluation.names:
         meant = difflib.get_close_matches(name, evaluation.names, n=1, cutoff=0.0)[0]
@@ -533,10 +407,66 @@ def declared_rules(config: Config) -> Iterator[Finding]:
         )
 
 
+SHORT = r"(correct_rate|reward_mean|mean_length|(pass|avg|maj)@\d+|[^/]+/correct_rate)?"
+"""Metrics of held-out problems that are named without their set."""
+
+
+def deciding_rules(config: Config) -> Iterator[Finding]:
+    """A schedule of evaluations has something to evaluate, and what is declared as deciding is among it."""
+    schedule, training = config.evaluation.schedule, config.training
+    if schedule == "verdict" and not config.evaluation.problems:
+        keys = ("evaluation.schedule", "evaluation.problems")
+        yield Finding(keys, "has no effect with problems = 0", "remove the line, or problems = 128")
+        return
+    if not config.is_campaign:
+        return
+    metric = config.campaign.primary_metric
+    summary, _, key = metric.partition(":")
+    held_out = key.startswith("eval/") or re.fullmatch(SHORT, key) is not None
+    if summary == "auc" and held_out and schedule == "verdict":
+        yield Finding(
+            ("campaign.primary_metric", "evaluation.schedule"),
+            f'is "{metric}", the area under a curve for which schedule = "verdict" asks only a part of the problems',
+            f'primary_metric = "{metric.replace("auc", "last3", 1)}", or schedule = "every"',
+        )
+    if summary != "last3":
+        return
+    if not held_out:
+        yield Finding(
+            ("campaign.primary_metric",),
+            f'is "{metric}", the mean of three held-out evaluations, and {key} is a number of training, whose final '
+            "value is its mean over the last tenth of the steps",
+            f'primary_metric = "final:{key}"',
+        )
+    elif config.evaluation.problems:
+        yield from _last3_findings(metric, schedule, training.max_steps, training.eval_every)
+
+
+def _last3_findings(metric: str, schedule: str, max_steps: int, eval_every: int) -> Iterator[Finding]:
+    """There are three evaluations to take the mean of, and they are about the end of training."""
+    steps = whole_evaluations(schedule, max_steps, eval_every)[-DECIDING:]
+    if max_steps < DECIDING:
+        what = f'is "{metric}", the mean of three evaluations, and there are fewer steps: max_steps = {max_steps}'
+        yield Finding(("campaign.primary_metric", "training.max_steps"), what, 'primary_metric = "final"')
+        return
+    keys, fix = ("campaign.primary_metric", "training.eval_every"), f"eval_every = {max(1, max_steps // 10)}"
+    fix = f'[evaluation] schedule = "verdict", or {fix}'
+    if len(steps) < DECIDING:
+        done = " and ".join(map(str, steps))
+        what = f'is "{metric}", the mean of three evaluations, and after the start there'
+        what += f" {'is that' if len(steps) == 1 else 'are those'} after {done} of {max_steps} steps"
+        yield Finding(keys, what, fix)
+    elif too_early(steps[0], max_steps):
+        first, second, last = steps
+        what = f'is "{metric}", here the mean of those after {first}, {second} and {last} of {max_steps} steps: '
+        yield Finding(keys, f"{what}not of the end of training alone; for that type", fix, warning=True)
+
+
 RULES = (
     environment_rules,
     model_rules,
     executor_rules,
+    server_executor_rules,
     shard_rules,
     overlong_rules,
     correctness_rules,
@@ -558,5 +488,14 @@ RULES = (
     backpressure_rules,
     squeeze_rules,
     declared_rules,
+    declared_set_rules,
     deciding_rules,
 )
+
+
+def rule_findings(config: Config) -> Iterator[Finding]:
+    """What the sections, and the rules between them, say of this configuration as a single run with its modes."""
+    for section in sections():
+        yield from getattr(config, section).findings()
+    for rule in RULES:
+        yield from rule(config)

@@ -378,7 +378,7 @@ def _provider(value: str | None) -> str | None:
     )
 
 
-def _one_as_list(value: Any) -> Any:
+def _one_as_list(value: object) -> object:
     return [value] if isinstance(value, str | dict) else value
 
 

@@ -1,4 +1,4 @@
-"""[training], [optimizer]: how long, how much, how fast."""
+"""[training], [optimizer], [model], [lora], [critic]: how long and how fast, and what is trained."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ from retrain.config.base import (
     NotNegative,
     OptionalCount,
     OptionalPositive,
+    OptionalText,
     Positive,
     PositiveShare,
     Role,
     Section,
     Seed,
+    Share,
+    Text,
+    UsedWhen,
     minus_one,
     zero_is_none,
 )
+from retrain.config.modes import used_by
 
 MOST_KEPT = 1024
 """Candidates of a truncated draw at most: the kept ones of every token are recorded for the update."""
@@ -223,3 +228,116 @@ class Optimizer(Section):
     """Learning rate after warm-up: constant, or falling to 0 at the last step."""
     warmup_steps: Natural = 0
     """Steps over which the learning rate rises to `lr`."""
+
+
+MAX_ALPHA = 1e18
+"""Upper bound of alpha: above it the squared gradients of B overflow in Adam's float32 state."""
+
+
+class Model(Section):
+    """The frozen base model, which all runs of a campaign share, and the rank of the adapter that is trained."""
+
+    role: ClassVar[Role] = Role.SAMPLES
+
+    model: Text = "tiny-reasoner"
+    """Hub name, local directory in `transformers` format, or `tiny-reasoner`, the model that ships with retrain."""
+    revision: OptionalText = None
+    """Branch, tag or commit of a hub model; unset is the default branch."""
+    local_files_only: Annotated[bool, Role.NAMES] = False
+    """Never ask the hub: use only what is in the local cache."""
+    lora_rank: Annotated[Count, Role.LEARNS] = 32
+    """Rank of the LoRA adapter."""
+    quantize: Literal["none", "int8", "nf4"] = "none"
+    """The linear layers of the frozen base in 8 or 4 bits, for less memory: sampling and update read the same ones.
+    `nf4` needs the extra `quantize`. What it changes is measured when the base is loaded. See docs/performance.md."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a hub model. Leave off unless you have read that code."""
+
+    @property
+    def quantized(self) -> bool:
+        return self.quantize != "none"
+
+
+class Lora(Section):
+    """The adapter apart from its rank. The defaults follow "LoRA without regret"."""
+
+    role: ClassVar[Role] = Role.LEARNS
+
+    alpha: Annotated[float, Field(ge=0, le=MAX_ALPHA)] = 32.0
+    """Scaling: the update is multiplied by alpha/rank. 0 means twice the rank."""
+    dropout: Decay = 0.0
+    """Dropout on the adapter's input while training; sampling never drops anything."""
+    target_modules: Annotated[
+        Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)], Role.LEARNS | Role.SAMPLES
+    ] = "all-linear"
+    """Which layers get an adapter: `all-linear` (every linear layer but the output layer), or a list of module names
+    such as `["q_proj", "v_proj"]`."""
+    anneal: list[Annotated[list[Count], Field(min_length=2, max_length=2)]] = Field(default_factory=list)
+    """Stages `[step, rank]` at which the adapter is compressed while it trains, as in `[[40, 8], [80, 2]]`: from update
+    40 on rank 8, from 80 on rank 2. The adapter that is saved has the last rank."""
+
+    def findings(self) -> Iterator[Finding]:
+        if self.dropout > 0:
+            yield Finding(
+                ("lora.dropout",),
+                f"is {self.dropout:g}: dropout makes the trainer's logprobs differ from the sampler's, so the "
+                "importance ratio is noisy even on-policy",
+                "dropout = 0.0",
+                warning=True,
+            )
+
+
+_CRITIC = UsedWhen("algorithm.advantage_mode", used_by("advantage_mode", "critic"))
+
+
+class Critic(Section):
+    """The critic of `advantage_mode = "gae"`: a value head on the frozen base, with an adapter of its own."""
+
+    role: ClassVar[Role] = Role.LEARNS
+
+    share_adapter: Annotated[bool, _CRITIC] = False
+    """Read the values off the policy's adapter, which then learns both, in one pass: faster, and the value loss changes
+    the policy."""
+    lora_rank: Annotated[OptionalCount, _CRITIC] = None
+    """Rank of the critic's own adapter, with the policy's alpha; unset is the policy's rank."""
+    lr: Annotated[Annotated[float, Field(gt=0, le=1)] | None, _CRITIC] = None
+    """Learning rate of the critic, with the schedule of [optimizer]; unset is `[training] lr`."""
+    gamma: Annotated[PositiveShare, _CRITIC] = 1.0
+    """Discount per token, of rewards that come later."""
+    lam: Annotated[Share, _CRITIC] = 0.95
+    """λ of generalised advantage estimation: 1 takes what was returned, 0 what the critic expects of the next token."""
+    lam_policy: Annotated[Share | None, _CRITIC] = None
+    """λ of the advantages that the policy trains with; unset is `lam`."""
+    lam_length: Annotated[OptionalPositive, _CRITIC] = None
+    """In place of `lam_policy`: λ = 1 − 1/(lam_length · tokens of the rollout), at least 0 (VAPO, which takes 0.05 and
+    `lam_value = 1.0`)."""
+    lam_value: Annotated[Share | None, _CRITIC] = None
+    """λ of what the critic trains towards; unset is `lam`. 1 is the return itself."""
+    whiten: Annotated[bool, _CRITIC] = True
+    """Subtract the mean of a batch's advantages and divide by their standard deviation."""
+    vf_coef: Annotated[Positive, _CRITIC] = 0.1
+    """Weight of the value loss. With an adapter of its own, Adam undoes it but for clipped gradients."""
+    cliprange_value: Annotated[NotNegative, _CRITIC] = 0.2
+    """A value's loss is at least that of the value moved by this much at most; acts from the second update of a batch
+    on. 0 switches it off."""
+    warmup_steps: Annotated[Natural, _CRITIC] = 0
+    """First steps in which the critic trains alone."""
+
+    @property
+    def policy_lambda(self) -> float:
+        return self.lam if self.lam_policy is None else self.lam_policy
+
+    @property
+    def value_lambda(self) -> float:
+        return self.lam if self.lam_value is None else self.lam_value
+
+    def findings(self) -> Iterator[Finding]:
+        """A shared adapter has the policy's rank; λ is said once."""
+        if self.lam_length is not None and self.lam_policy is not None:
+            keys = ("critic.lam_length", "critic.lam_policy")
+            yield Finding(
+                keys, f"is {self.lam_length:g} beside lam_policy = {self.lam_policy:g}", "keep one of the two"
+            )
+        if self.share_adapter and self.lora_rank is not None:
+            keys = ("critic.lora_rank", "critic.share_adapter")
+            yield Finding(keys, "has no effect with share_adapter = true", "remove the line")

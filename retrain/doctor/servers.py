@@ -7,8 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from retrain.campaign.models import Bases
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.models import Bases
 from retrain.config import Config, load, parse_dict
 from retrain.doctor.results import FAIL, PASS, Result
 from retrain.engines.server.adapters import RANKS

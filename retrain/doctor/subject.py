@@ -19,9 +19,8 @@ import torch
 
 from retrain.algorithms import grpo
 from retrain.algorithms.losses import PPO
-from retrain.campaign.planning.architecture import Architecture, architecture_of
+from retrain.campaign.models import Bases
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.models import Bases
 from retrain.config import Config, load, parse_dict
 from retrain.config.tasks import Data
 from retrain.data.arithmetic import problems
@@ -31,6 +30,7 @@ from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError, UsageError
 from retrain.files import read_json
 from retrain.models.directory import directory_fault, find_file, local_directory, model_fault
+from retrain.models.layers import Architecture, architecture_of
 from retrain.policy.base import BaseModel, workers_for
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes

@@ -1,18 +1,27 @@
-"""From the configuration to what its runs act in, in training and in every held-out set."""
+"""From the configuration to the problems that its runs are asked, in training and in every held-out set, and to what
+they act in. Torch is not imported."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from retrain.config import Config
+from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
-from retrain.data import Dataset, content_hash
+from retrain.data import Dataset, content_hash, load_data
+from retrain.data.dataset import Room, Wanted, fitting
 from retrain.data.prompts import conversation
 from retrain.environments.hosted import Hosted, HostedEpisode
 from retrain.environments.protocol import Environment, Episode, Limits, Observation, Range
 from retrain.environments.single_turn import SingleTurn
-from retrain.errors import DataError
+from retrain.errors import DataError, ModelError
+from retrain.files import read_json
+from retrain.models.directory import LightTokenizer, find_file, light_tokenizer
 from retrain.rewards import Grader
+from retrain.rewards.custom import columns_of
+from retrain.rewards.judge import Criterion, criteria_of
 from retrain.types import CORRECT_ABOVE, Problem, RewardResult, with_correctness
 
 TRAIN = "train"
@@ -54,6 +63,122 @@ def provided_data(config: Config, folder: Path) -> Dataset:
 
 def _text(problem: Problem) -> str:
     return repr((problem.prompt, problem.answer, problem.metadata))
+
+
+def data_of(config: Config, folder: Path) -> Dataset:
+    """The training and held-out problems of a run's configuration. Raises DataError or PluginMissing when they cannot
+    be had."""
+    if config.environment.provider is not None:
+        return provided_data(config, folder)
+    wanted = [Wanted(each.name, each.problems, each.data) for each in config.held_out]
+    data = load_data(config.data, wanted, config.training.max_examples, config.campaign.seed, folder)
+    check_rubrics(data, config)
+    return data
+
+
+def check_rubrics(data: Dataset, config: Config) -> None:
+    """Raise DataError for the first problem that has no criteria for a grader which takes some from the data, or has
+    such that cannot be read."""
+    for table, grader in config.graders:
+        if grader.rubric_column is None:
+            continue
+        common = [Criterion(each.name, each.text, each.weight_number) for each in grader.criteria]
+        for problem in (problem for part, _ in parts_of(data, config) for problem in part):
+            try:
+                criteria_of(problem, common, grader.rubric_column)
+            except ValueError as error:
+                raise DataError(
+                    f"[{table}] rubric_column = {grader.rubric_column!r}, problem {problem.id}: {error}; its columns "
+                    f"are {', '.join(map(repr, problem.metadata)) or 'none'}"
+                ) from error
+
+
+def missing_column(columns: Sequence[str], data: Dataset, config: Config) -> str:
+    """Return the fault that the training problems or a held-out set have none of a column that a reward takes by name,
+    with the columns that there are; "" when nothing is missing."""
+    parts = {"the training problems": data.train}
+    parts |= {f"the held-out set {each.name}": data.sets[each.name] for each in config.held_out}
+    for part, problems in parts.items() if columns else ():
+        known = dict.fromkeys(name for problem in problems for name in columns_of(problem))
+        if absent := next((name for name in columns if name not in known), None):
+            return f"its parameter {absent!r} is no column of {part}, which have {', '.join(known)}"
+    return ""
+
+
+def parts_of(data: Dataset, config: Config) -> list[tuple[Sequence[Problem], Data]]:
+    """The problems that a run is asked, in training and in each held-out set, with the keys by which they are asked."""
+    return [(data.train, config.data), *((data.sets[each.name], each.data) for each in config.held_out)]
+
+
+def context_length(config: Config) -> int:
+    """Return the model's context length in tokens by its files on this machine; 0 where it is not known, also from a
+    damaged config.json, which ``model_fault`` reports."""
+    local, model = config.backend.backend == "local", config.model
+    path = find_file(model.model, "config.json", model.revision) if local else None
+    try:
+        facts = read_json(path) if path else {}
+    except ValueError:
+        return 0
+    return int((facts.get("text_config") or facts).get("max_position_embeddings") or 0)
+
+
+def tokenizer_of(config: Config) -> LightTokenizer:
+    """Return the tokenizer that training counts with. Raises ModelError where it is not on this machine."""
+    if config.backend.backend != "local":
+        raise ModelError(f"the backend {config.backend.backend} has its own tokenizer")
+    return light_tokenizer(config.model.model, config.model.revision)
+
+
+@dataclass(frozen=True)
+class Longest:
+    """Most tokens of a completion in any run of a plan, in training and in each held-out set."""
+
+    training: int
+    heldout: Mapping[str, int]
+
+
+def longest_completions(configs: Iterable[Config]) -> Longest:
+    """Over all runs of a plan, so that all of them are asked the same problems, whatever the cohort they are in."""
+    training, heldout = 0, dict[str, int]()
+    for config in configs:
+        training = max(training, config.training.max_tokens)
+        for each in config.held_out:
+            heldout[each.name] = max(heldout.get(each.name, 0), each.sampling.max_tokens)
+    return Longest(training, heldout)
+
+
+def rooms(config: Config, longest: Longest, context: int) -> tuple[Room, dict[str, Room]]:
+    """How long prompts may be in training and in each held-out set: no longer than ``[data] max_prompt_tokens``, and
+    leaving room for the longest completion in the model's ``context`` of so many tokens (0: not known).
+
+    Raises ModelError where completions leave no room at all.
+    """
+    training = _room(config, config.data, longest.training, context, "[training] max_tokens")
+    heldout = {}
+    for each in config.held_out:
+        key = "[evaluation] max_tokens" if each.name == HELDOUT else f"max_tokens of the set {each.name}"
+        heldout[each.name] = _room(config, each.data, longest.heldout[each.name], context, key)
+    return training, heldout
+
+
+def _room(config: Config, section: Data, completion: int, context: int, key: str) -> Room:
+    limit, why = section.max_prompt_tokens, f"[data] max_prompt_tokens = {section.max_prompt_tokens}"
+    room, model = context - completion, f"{config.model.model} has a context of {context} tokens"
+    if context and room < 1:
+        raise ModelError(
+            f"{model}, and max_tokens = {completion} leaves none for a prompt: lower {key} below {context}"
+        )
+    if context and (limit is None or room < limit):
+        limit, why = (room, f"{model}, max_tokens = {completion} takes the rest")
+    return Room(section, limit, why)
+
+
+def askable(data: Dataset, config: Config, longest: Longest, tokenizer: Any, context: int) -> Dataset:
+    """``data`` without prompts that are too long for the ``rooms`` that they have. What a provider's environment asks
+    is known when an episode begins; its length is looked at then. Raises as ``rooms`` and ``fitting``."""
+    if config.environment.provider is not None:
+        return data
+    return fitting(data, tokenizer, *rooms(config, longest, context))
 
 
 def environments_of(config: Config, data: Dataset, grader: Grader | None, folder: Path) -> Mapping[str, Environment]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from retrain.config.upkeep import Tool
+from retrain.config.evaluation import Tool
 
 TOOLS: tuple[str, ...] = get_args(Tool)
 """Tools whose names for our numbers can be repeated in every row (``[logging] aliases``)."""

@@ -4,12 +4,14 @@ Text from models, files and plug-ins is shown as text: rich's markup and a termi
 """
 
 import atexit
+import errno
 import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import IO
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO, Any, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,6 +24,8 @@ from retrain.records.status import NO_CHANGE, Change, RunView
 from retrain.records.text import change, duration, number, percent, short, visible
 
 PROGRESS_EVERY_S = 10.0  # Seconds after which a progress line is due before a tenth of all steps is done
+GONE = (errno.EIO, errno.EPIPE)
+"""What writing to a terminal that hung up gives, and to a pipe that nobody reads any more."""
 LEVEL_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 STATE_STYLES = {
     "done": "green", "failed": "bold red", "interrupted": "yellow", "stopped": "yellow", "running": "cyan",
@@ -369,3 +373,50 @@ def status_view(status: Row, width: int = 80) -> RenderableType:
     if status["recommended_rank"]:
         notes.append(Text(f"recommended rank {status['recommended_rank']}"))
     return Group(board_view(board, width, len(board.runs) + 100, 0.0), *notes)
+
+
+class LastingStream:
+    """A text stream whose reader may go away: what is written from then on goes nowhere, and the work goes on."""
+
+    def __init__(self, stream: IO[str]):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As of a text stream; raises OSError when it fails for another reason than a reader that is gone."""
+        with self._without_reader():
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._without_reader():
+            self._stream.flush()
+
+    @contextmanager
+    def _without_reader(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            # The descriptor itself, so that what is still buffered has somewhere to go when the process ends.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            with suppress(OSError, ValueError):
+                os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+@contextmanager
+def lasting_streams() -> Iterator[None]:
+    """Inside, nothing that is written to standard output or error fails because its reader is gone."""
+    before = sys.stdout, sys.stderr
+    lasting = LastingStream(sys.stdout), LastingStream(sys.stderr)
+    sys.stdout, sys.stderr = cast("IO[str]", lasting[0]), cast("IO[str]", lasting[1])
+    try:
+        yield
+    finally:
+        for stream in lasting:
+            stream.flush()
+        sys.stdout, sys.stderr = before

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from retrain.config.upkeep import trackers as tracker_names
+from retrain.config.evaluation import trackers as tracker_names
 from retrain.device import timestamp
 from retrain.files import dumps, keep_rows, truncate_jsonl, write_json, write_text
 from retrain.records.columns import ColumnWriter

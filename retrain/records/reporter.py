@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from retrain.config.upkeep import trackers
+from retrain.config.evaluation import trackers
 from retrain.errors import PluginError, RetrainError
 from retrain.files import dumps
 from retrain.plugins import load_function

@@ -7,7 +7,7 @@ throughputs, which are part of every checkpoint: a resumed cohort decides from t
 from collections.abc import Mapping
 from typing import Any
 
-from retrain.config.upkeep import Backpressure
+from retrain.config.evaluation import Backpressure
 from retrain.maths.backpressure import Decision, DecodeWork, Limits, decide
 from retrain.policy.base import BaseModel, cache_bytes, head_size
 

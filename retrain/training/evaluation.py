@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from retrain.config.evaluation import HELDOUT, HeldOut
-from retrain.config.schedule import extent_after
 from retrain.data.dataset import column_values, content_hash
 from retrain.data.prompts import Renderer, Tools
 from retrain.engines.protocol import Engine
@@ -134,7 +133,7 @@ class CohortEvaluator:
         """Evaluate these runs as they are now, each on whole sets or on parts of them, as its schedule says."""
         for held_out in self.evaluator.sets:
             for extent, problems in (("whole", held_out), ("part", held_out.part)):
-                due = [run for run in runs if run.error is None and extent_after(run.config, run.step) == extent]
+                due = [run for run in runs if run.error is None and run.config.extent_after(run.step) == extent]
                 self._evaluate(problems, [[run] for run in due])
 
     def untrained(self, runs: Sequence[Run]) -> Iterator[None]:

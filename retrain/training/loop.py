@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass
 
-from retrain.config.schedule import extent_after
 from retrain.device import Workers, peak_memory_gib, timestamp
 from retrain.engines.protocol import Engine
 from retrain.errors import Interrupted
@@ -98,7 +97,7 @@ class Cohort:
             results = self._learn(_alive(active), selections)
         for run in results:
             run.publish_to(self.engine)
-        if due := [run for run in _alive(results) if extent_after(run.config, run.step)]:
+        if due := [run for run in _alive(results) if run.config.extent_after(run.step)]:
             with self.queue.paused():
                 self.evaluations.trained(due)
         shared = {"cohort_size": len(active), **self._shared_metrics(sampled)}

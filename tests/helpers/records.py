@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from retrain.campaign.judging.declaration import freeze
 from retrain.campaign.judging.pooling import conclude
 from retrain.campaign.judging.results import METRIC
 from retrain.campaign.judging.sequential import Looks
-from retrain.campaign.planning.manifest import Manifest
+from retrain.campaign.planning.manifest import Manifest, freeze
 from retrain.campaign.planning.plan import plan
 from retrain.config import Config, load, parse_dict
 from retrain.files import append_jsonl, write_json

@@ -17,10 +17,10 @@ import psutil
 import retrain.campaign.running.raycluster as raycluster
 import retrain.campaign.running.rayconnect as rayconnect
 import retrain.campaign.running.spawning as spawning
-from retrain.campaign.planning.asked import Longest
 from retrain.campaign.running.protocol import CohortJob, JobEnded, Message, StepDone, Tick
 from retrain.campaign.running.slurm_task import Pace
 from retrain.campaign.running.workers import Workers
+from retrain.environments.build import Longest
 from retrain.files import read_json, read_jsonl
 
 TESTS = Path(__file__).parents[1]

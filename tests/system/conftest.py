@@ -11,8 +11,8 @@ import retrain.campaign.running.slurm as slurm
 import retrain.campaign.running.spawning as spawning
 import retrain.campaign.running.workers as waiting
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.lease import DirectoryLock
 from retrain.campaign.running.processes import Slot, processes
+from retrain.campaign.running.session import DirectoryLock
 from retrain.campaign.running.workers import Workers
 from retrain.config import load, parse_dict
 from retrain.ownership import claim

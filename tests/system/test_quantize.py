@@ -13,7 +13,6 @@ from torch import nn
 from typer.testing import CliRunner
 
 from retrain.campaign.adapters.provenance import provenance
-from retrain.campaign.planning.architecture import Architecture
 from retrain.campaign.planning.estimate import base_bytes
 from retrain.campaign.running.controller import launch
 from retrain.cli import app
@@ -21,6 +20,7 @@ from retrain.config import load, parse_dict
 from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError
 from retrain.files import read_json, read_jsonl, write_json
+from retrain.models.layers import Architecture
 from retrain.policy import quantized
 from retrain.policy.base import BaseModel, load_weights, look_at
 from retrain.policy.lora import Lanes

@@ -21,10 +21,10 @@ from programs import fsdp_rank
 from safetensors.torch import load_file, save_file
 
 from retrain.algorithms import load_modes, objective_of
+from retrain.campaign.models import Bases
 from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.running.assemble import load_on_all_ranks
 from retrain.campaign.running.following import Desk
-from retrain.campaign.running.models import Bases
 from retrain.campaign.running.team import Team
 from retrain.config import parse_dict
 from retrain.device import Workers

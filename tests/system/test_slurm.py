@@ -7,8 +7,8 @@ import pytest
 
 import retrain.campaign.running.slurm as slurm
 from retrain.campaign.planning.plan import Plan
+from retrain.campaign.running.controller import executor_of
 from retrain.campaign.running.exchange import newest
-from retrain.campaign.running.executors import executor_of
 from retrain.campaign.running.protocol import JobStarted, StepDone
 from retrain.campaign.running.slurm import Cluster
 from retrain.campaign.running.workers import Workers

@@ -17,7 +17,7 @@ import retrain.campaign.running.slurm as slurm
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running.controller import execute
-from retrain.campaign.running.lease import LEASE
+from retrain.campaign.running.session import LEASE
 from retrain.files import ASIDE, read_json
 from retrain.ownership import process_start
 from retrain.records.observer import NullObserver

@@ -8,9 +8,11 @@ from typer.testing import CliRunner
 
 from retrain.campaign.planning.manifest import fingerprint, read_plan, write_plan
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.executors import executor_of, gpus_of, slots_of
+from retrain.campaign.running.controller import executor_of
+from retrain.campaign.running.executors import slots_of
 from retrain.campaign.running.processes import Slot
 from retrain.campaign.running.protocol import JobStarted, StepDone
+from retrain.campaign.running.team import gpus_of
 from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.device import resolve_device

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from retrain.algorithms.algorithm import CreditStep, StepContext
-from retrain.config.distillation import Distillation
+from retrain.config.algorithm import Distillation
 from retrain.errors import RunFailed
 from retrain.maths.ratios import sampled_token_kl
 from retrain.maths.shapes import Floats_BT, Mask_BT

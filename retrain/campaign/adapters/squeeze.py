@@ -8,10 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from retrain.campaign.planning.asked import Longest
-from retrain.campaign.planning.outputs import ADAPTER_FILES
 from retrain.campaign.planning.plan import RunSpec, run_directory
-from retrain.config.upkeep import Squeeze
+from retrain.campaign.planning.references import ADAPTER_FILES
+from retrain.config.evaluation import Squeeze
+from retrain.environments.build import Longest
 from retrain.errors import UsageError
 from retrain.files import ASIDE, aside_of, prepare_directory, write_json
 from retrain.ownership import Owner, check_publish, install, owner_of, publish
@@ -23,7 +23,7 @@ from retrain.records.trackers import Warn, log_squeeze_analysis
 from retrain.records.writer import Thread
 
 if TYPE_CHECKING:
-    from retrain.campaign.running.models import Bases
+    from retrain.campaign.models import Bases
 
 
 def find_adapter(directory: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 from retrain.campaign.adapters.export import uniform
 from retrain.campaign.adapters.provenance import Provenance
 from retrain.config import Config
-from retrain.config.evaluation import HELDOUT, EvaluationSet, resolved
+from retrain.config.evaluation import HELDOUT, EvaluationSet
 from retrain.data.prompts import render
 from retrain.engines.local import LocalEngine
 from retrain.engines.server.build import server_engine
@@ -42,7 +42,7 @@ def answers(
     """
     config = source.config
     given = {"max_tokens": max_tokens, "temperature": temperature}
-    asked = resolved(config, EvaluationSet(name=HELDOUT)).sampling
+    asked = config.resolved(EvaluationSet(name=HELDOUT)).sampling
     asked = replace(asked, **{key: value for key, value in given.items() if value is not None}).requested
     with ExitStack() as stack:
         base = source.load(config.backend.device, config.inference.dtype)

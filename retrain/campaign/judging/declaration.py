@@ -19,57 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from retrain.campaign.judging.results import Measure, RunResult
-from retrain.campaign.planning.manifest import begun
-from retrain.campaign.planning.plan import RunSpec
-from retrain.config.campaign import RULE_KEYS, Campaign, condition_name
+from retrain.config.campaign import condition_name
 from retrain.errors import listed, plural
 
-KEYS = ("primary_metric", "equivalence_margin", *RULE_KEYS)  # Keys of [campaign] that say how the comparison is decided
 DECLARED, INTERIM, EXPLORATORY = "declared", "interim", "exploratory"
 P_VALUES = ("p_value", "p_holm", "p_exact", "equivalence_p", "equivalence_p_holm")
 """Of a compared condition: what an interim look and too few pairs do not give."""
 ENDED = ("done", "failed", "stopped")
-
-
-def declaration(specs: Sequence[RunSpec]) -> dict[str, Any]:
-    """What these runs declare: the ``KEYS``, ``baseline``, ``conditions`` (labels), ``seeds`` and ``max_steps`` by
-    label."""
-    campaign = specs[0].config.campaign
-    steps = {spec.label: spec.config.training.max_steps for spec in specs}
-    return {key: getattr(campaign, key) for key in KEYS} | {
-        "baseline": specs[0].label,
-        "conditions": list(steps),
-        "seeds": list(dict.fromkeys(spec.seed for spec in specs)),
-        "max_steps": steps,
-    }
-
-
-def freeze(
-    content: dict[str, Any], specs: Sequence[RunSpec], before: Sequence[Mapping[str, Any]],
-    configs: Mapping[str, Mapping[str, Any]],
-) -> None:  # fmt: skip
-    """Keep what is declared in a manifest's content; until a run has begun, a later start may declare it anew.
-
-    ``before`` are the manifest's entries and ``configs`` the planned configurations, by run id, of the last start: what
-    a record from an earlier release does not hold is taken from them, not from the file as it is now.
-    """
-    if begun(before):
-        content["declared"] = {**declaration(specs), **_planned(before, configs), **(content.get("declared") or {})}
-    else:
-        content["declared"] = declaration(specs)
-
-
-def _planned(before: Sequence[Mapping[str, Any]], configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What the runs of an earlier start declared; keys that there were not then have their defaults."""
-    defaults = Campaign()
-    campaign = next((config.get("campaign") or {} for config in configs.values()), {})
-    steps = {run["label"]: run["max_steps"] for run in before if run.get("max_steps") is not None}
-    return {key: campaign.get(key, getattr(defaults, key)) for key in KEYS if configs} | {
-        "baseline": before[0]["label"],
-        "conditions": list(dict.fromkeys(run["label"] for run in before)),
-        "seeds": list(dict.fromkeys(run["seed"] for run in before)),
-        **({"max_steps": steps} if steps else {}),
-    }
 
 
 @dataclass(frozen=True)

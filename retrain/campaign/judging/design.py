@@ -14,12 +14,10 @@ import numpy as np
 from retrain.campaign.judging.pooling import read_source
 from retrain.campaign.judging.results import Measure, RunResult, require_measure, values_of
 from retrain.campaign.judging.rule import rule_of, table_of
-from retrain.campaign.planning.cohorts import seeds_together
-from retrain.campaign.planning.plan import RunSpec
+from retrain.campaign.planning.plan import RunSpec, seeds_together, without_sepa
 from retrain.config.campaign import condition_name
 from retrain.config.modes import advantage_of
 from retrain.config.root import unused
-from retrain.config.rules import lambda_stays_zero
 from retrain.errors import UsageError
 from retrain.maths.normal import additive_fit
 from retrain.maths.power import detectable, outlook, seeds_needed, spread_interval, spread_limit
@@ -167,19 +165,6 @@ def warnings_of(specs: Sequence[RunSpec]) -> list[str]:
     """Where the comparison with the baseline would not say what it seems to say."""
     conditions = list({spec.label: spec for spec in specs}.values())
     return [*without_sepa(specs), *_confounded(conditions), *_scales(conditions)]
-
-
-def without_sepa(specs: Sequence[RunSpec]) -> list[str]:
-    """Conditions named gtpo_sepa whose runs are too short for SEPA to begin, and what they equal."""
-    notes = []
-    for spec in {spec.label: spec for spec in specs}.values():
-        if lambda_stays_zero(spec.config):
-            steps = spec.config.training.max_steps
-            notes.append(
-                f"{condition_name(spec.label)} trains with λ = 0 in all of its {steps} steps: it is gtpo under another "
-                "name, and says nothing about SEPA"
-            )
-    return notes
 
 
 def factors(spec: RunSpec, other: RunSpec) -> list[str]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from retrain.campaign.judging.comparison import compare_runs
-from retrain.campaign.judging.declaration import KEYS, pooled, standing
+from retrain.campaign.judging.declaration import pooled, standing
 from retrain.campaign.judging.results import Measure, RunResult, first_set, read_run, require_evaluations
 from retrain.campaign.planning.changes import differences
-from retrain.campaign.planning.manifest import planned_configs
+from retrain.campaign.planning.manifest import KEYS, planned_configs
 from retrain.config.base import Role
 from retrain.config.campaign import condition_name, find_label
 from retrain.config.evaluation import HELDOUT

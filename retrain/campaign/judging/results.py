@@ -15,9 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from retrain.config.evaluation import HELDOUT, PART
+from retrain.config.evaluation import DECIDING, HELDOUT, PART, too_early, whole_evaluations
 from retrain.config.root import sections
-from retrain.config.schedule import DECIDING, too_early, whole_evaluations
 from retrain.errors import UsageError
 from retrain.records.catalogue import BY_KEY
 from retrain.records.reader import RunReader

@@ -24,11 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from retrain.campaign.judging.declaration import declaration
 from retrain.campaign.judging.results import Measure, read_run
 from retrain.campaign.judging.rule import rule_of
 from retrain.campaign.judging.words import SIGNIFICANT, p_words
-from retrain.campaign.planning.manifest import Manifest
+from retrain.campaign.planning.manifest import Manifest, declaration
 from retrain.campaign.planning.plan import RunSpec
 from retrain.config.campaign import RULE_KEYS
 from retrain.errors import UsageError

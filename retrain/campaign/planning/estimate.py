@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from retrain.campaign.planning.architecture import Architecture
-from retrain.config.schedule import part_evaluations, whole_evaluations
+from retrain.config.evaluation import part_evaluations, whole_evaluations
 from retrain.models.layers import (
     LOGITS_COPIES,
+    Architecture,
     adapter_bytes,
     cpu_token_budget,
     critic_bytes,

@@ -17,12 +17,15 @@ from typing import Any
 from retrain.campaign.planning.changes import counts, flat
 from retrain.campaign.planning.plan import Plan, RunSpec, run_directory
 from retrain.config import parse_dict
+from retrain.config.campaign import RULE_KEYS, Campaign
 from retrain.errors import UsageError, plural
 from retrain.files import dumps, write_json, write_text
 from retrain.ownership import MARK
+from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.reader import RunReader, read_manifest, read_plan_file
+from retrain.records.schema.base import Values
 from retrain.records.schema.campaign import CampaignManifest, RunEntry
-from retrain.records.schema.layout import FINAL, MANIFEST, METRICS, PLAN
+from retrain.records.schema.layout import FINAL, LOG, MANIFEST, METRICS, PLAN
 from retrain.records.writer import RecordFiles
 
 HOW = (
@@ -32,6 +35,9 @@ HOW = (
 """Keys that say how the runs of a campaign are carried out, not which there are."""
 CONCLUSIONS = ("comparison", "squeeze", "squeezes", "report")
 """Facts of a campaign that hold only until one of its runs goes on."""
+
+
+KEYS = ("primary_metric", "equivalence_margin", *RULE_KEYS)  # Keys of [campaign] that say how the comparison is decided
 
 
 def fingerprint(spec: RunSpec) -> str:
@@ -93,6 +99,47 @@ def _entries_without_manifest(directory: Path, specs: Sequence[RunSpec]) -> dict
         )
         entries.setdefault(entry.run_id, entry.to_row())
     return entries
+
+
+def declaration(specs: Sequence[RunSpec]) -> dict[str, Any]:
+    """What these runs declare: the ``KEYS``, ``baseline``, ``conditions`` (labels), ``seeds`` and ``max_steps`` by
+    label."""
+    campaign = specs[0].config.campaign
+    steps = {spec.label: spec.config.training.max_steps for spec in specs}
+    return {key: getattr(campaign, key) for key in KEYS} | {
+        "baseline": specs[0].label,
+        "conditions": list(steps),
+        "seeds": list(dict.fromkeys(spec.seed for spec in specs)),
+        "max_steps": steps,
+    }
+
+
+def freeze(
+    content: dict[str, Any], specs: Sequence[RunSpec], before: Sequence[Mapping[str, Any]],
+    configs: Mapping[str, Mapping[str, Any]],
+) -> None:  # fmt: skip
+    """Keep what is declared in a manifest's content; until a run has begun, a later start may declare it anew.
+
+    ``before`` are the manifest's entries and ``configs`` the planned configurations, by run id, of the last start: what
+    a record from an earlier release does not hold is taken from them, not from the file as it is now.
+    """
+    if begun(before):
+        content["declared"] = {**declaration(specs), **_planned(before, configs), **(content.get("declared") or {})}
+    else:
+        content["declared"] = declaration(specs)
+
+
+def _planned(before: Sequence[Mapping[str, Any]], configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What the runs of an earlier start declared; keys that there were not then have their defaults."""
+    defaults = Campaign()
+    campaign = next((config.get("campaign") or {} for config in configs.values()), {})
+    steps = {run["label"]: run["max_steps"] for run in before if run.get("max_steps") is not None}
+    return {key: campaign.get(key, getattr(defaults, key)) for key in KEYS if configs} | {
+        "baseline": before[0]["label"],
+        "conditions": list(dict.fromkeys(run["label"] for run in before)),
+        "seeds": list(dict.fromkeys(run["seed"] for run in before)),
+        **({"max_steps": steps} if steps else {}),
+    }
 
 
 class Manifest:
@@ -220,6 +267,43 @@ class Manifest:
             self._changed_facts, self._changed_runs = set(), set()
         self._pieces.change(facts, runs)
         write_text(self.directory / MANIFEST, self._pieces.text(content, self._by_id))
+
+
+class CampaignObserver(NullObserver):
+    """Records what happens to runs in the manifest, and passes it to ``observer``."""
+
+    def __init__(self, manifest: Manifest, observer: Observer):
+        self.manifest, self.observer = manifest, observer
+
+    def placed(self, spec: SpecLike, worker: str) -> None:
+        self.manifest.update(spec.run_id, worker=worker)
+        self.observer.placed(spec, worker)
+
+    def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
+        self.manifest.update(spec.run_id, state="running", reason=None, step=step)
+        self.observer.run_started(spec, step, max_steps)
+
+    def step(self, spec: SpecLike, row: Values) -> None:
+        self.manifest.step(spec.run_id, int(row["step"]) + 1)  # the next event writes it
+        self.observer.step(spec, row)
+
+    def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
+        self.observer.evaluated(spec, name, row)
+
+    def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
+        changes: dict[str, Any] = {"state": status, "reason": message or None}
+        if status == "failed":
+            changes["log"] = str(Path(self.manifest.run(spec.run_id)["path"]) / LOG)
+        self.manifest.update(spec.run_id, without=["worker"], **changes)
+        self.observer.run_finished(spec, status, message)
+
+    def message(self, text: str, level: str = "info") -> None:
+        self.observer.message(text, level)
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        content = self.manifest.content
+        by_run = {key: {**content.get(key, {}), **facts[key]} for key in ("squeezes", "memory") if key in facts}
+        self.manifest.note(**{**facts, **by_run})
 
 
 def write_plan(plan: Plan) -> None:

@@ -8,20 +8,31 @@ is stopped half-way has complete pairs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrain.config import Condition, Config, Loaded, parse_dict
+from retrain.config import Campaign, Condition, Config, Loaded, parse_dict
+from retrain.config.base import Role
+from retrain.config.campaign import condition_name
 from retrain.config.campaign import label as label_of
-from retrain.config.checking import LATER
-from retrain.config.conditions import assemble
-from retrain.config.root import without_unused
+from retrain.config.checking import assemble
+from retrain.config.learning_rules import lambda_stays_zero
+from retrain.config.root import keys, role_of, value_at, without_unused
+from retrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from retrain.campaign.planning.asked import Longest
+    from retrain.environments.build import Longest
+
+
+CPU_LANES, GPU_LANES = 10, 8
+"""Most runs of a cohort with ``lanes = "auto"``: shared decoding gains little beyond (``benchmarks/decode.py``)."""
+
+LOOK_SEEDS = 2
+"""Seeds that train together when a rule may stop conditions: larger cohorts finish before anything can be stopped.
+A race, which stops most of them, goes seed by seed."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,7 @@ class Plan:
 
     @cached_property
     def longest(self) -> Longest:
-        from retrain.campaign.planning.asked import longest_completions
+        from retrain.environments.build import longest_completions
 
         return longest_completions(spec.config for spec in self.specs)
 
@@ -93,6 +104,10 @@ class Plan:
 def run_directory(directory: Path, spec: RunSpec) -> Path:
     """Where a run's files are: ``runs/<run_id>`` in a campaign, the directory itself for a single run."""
     return directory / "runs" / spec.run_id if spec.is_campaign else directory
+
+
+def run_place(spec: RunSpec) -> str:
+    return run_directory(Path(), spec).as_posix()
 
 
 def plan(source: Loaded | Config) -> list[RunSpec]:
@@ -123,7 +138,7 @@ def plan(source: Loaded | Config) -> list[RunSpec]:
 
 def _resolve(config: Config, condition: Condition | None, seed: int, label: str) -> Config:
     """The run's configuration with nothing left to be worked out."""
-    run = Config.model_validate(assemble(config.model_dump(), condition, seed), context=LATER)
+    run = Config.model_validate(assemble(config.model_dump(), condition, seed))
     data = without_unused(run)
     training, logging = data["training"], data["logging"]
     if run.lora.alpha == 0:
@@ -141,3 +156,83 @@ def _resolve(config: Config, condition: Condition | None, seed: int, label: str)
     own_tags = [label, f"seed{seed}"]
     logging["wandb_tags"] = own_tags + [tag for tag in logging["wandb_tags"] if tag not in own_tags]
     return parse_dict(data)
+
+
+def cohorts(specs: Sequence[RunSpec], lanes: int, across_seeds: bool = True) -> list[list[RunSpec]]:
+    """Consecutive runs that share a base, at most ``lanes`` together; runs of several seeds only ``across_seeds``."""
+    groups: list[list[RunSpec]] = []
+    base = ""
+    for spec in specs:
+        own = base_key(spec)
+        fits = groups and len(groups[-1]) < lanes and (across_seeds or groups[-1][0].seed == spec.seed)
+        if fits and own == base:
+            groups[-1].append(spec)
+        else:
+            groups.append([spec])
+            base = own
+    return groups
+
+
+def base_key(spec: RunSpec) -> str:
+    """Runs with the same text here can share one base model, its wrapped layers and the held-out problems."""
+    sampled = [value_at(spec.config, key) for key in keys() if Role.SAMPLES in (role_of(key) or Role(0))]
+    return repr((sampled, spec.config.held_out))
+
+
+def lane_count(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> int:
+    """How many runs step together; ``auto`` keeps whole seeds together, so that pairs share their batches, and makes as
+    many cohorts as there are ``slots`` to train them side by side: of fewer seeds each, and where there are not even as
+    many seeds, of equal parts of a seed."""
+    asked, conditions = specs[0].config.campaign.lanes, len({spec.label for spec in specs})
+    if asked != "auto":
+        return int(asked)
+    most, seeds = GPU_LANES if on_gpu else CPU_LANES, len({spec.seed for spec in specs})
+    if seeds < slots:
+        return min(most, -(-conditions // (slots // seeds)))
+    share = -(-seeds // slots) if slots > 1 else most  # whole seeds of a slot
+    if specs[0].config.campaign.sequential != "off":
+        return min(share, seeds_together(specs[0].config.campaign)) * conditions
+    return min(share, most // conditions) * conditions if conditions <= most else most
+
+
+def seeds_together(campaign: Campaign) -> int:
+    """Whole seeds that train in one cohort under a rule that may stop conditions, unless ``lanes`` says otherwise."""
+    return 1 if campaign.race else LOOK_SEEDS
+
+
+def smaller_cohorts(group: Sequence[RunSpec], fitting: int, reason: str) -> list[list[RunSpec]]:
+    """The runs of a cohort in cohorts of which each fits into memory, whole seeds together where possible, so that
+    pairs share batches. ``fitting`` runs fit together, and ``reason`` says why no more.
+
+    Raises UsageError when the file fixes the number of lanes, or not even one run fits.
+    """
+    asked = group[0].config.campaign.lanes
+    if fitting < 1:
+        raise UsageError(f"{reason}; lower [model] lora_rank or [training] max_tokens, or take a smaller model")
+    if asked != "auto":
+        raise UsageError(f'{reason}; type lanes = {fitting} or lanes = "auto" in [campaign]')
+    conditions = len({spec.label for spec in group})
+    count = fitting // conditions * conditions or fitting
+    return [list(group[i : i + count]) for i in range(0, len(group), count)]
+
+
+def cut(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1, lanes: int | None = None) -> list[list[RunSpec]]:
+    """These runs in cohorts, for so many ``slots``; ``lanes`` where it is known how many fit together."""
+    if not specs:
+        return []
+    lanes = lanes or lane_count(specs, on_gpu, slots)
+    whole = slots == 1 or specs[0].config.campaign.lanes != "auto" or lanes >= len({spec.label for spec in specs})
+    return cohorts(specs, lanes, across_seeds=whole)
+
+
+def without_sepa(specs: Sequence[RunSpec]) -> list[str]:
+    """Conditions named gtpo_sepa whose runs are too short for SEPA to begin, and what they equal."""
+    notes = []
+    for spec in {spec.label: spec for spec in specs}.values():
+        if lambda_stays_zero(spec.config):
+            steps = spec.config.training.max_steps
+            notes.append(
+                f"{condition_name(spec.label)} trains with λ = 0 in all of its {steps} steps: it is gtpo under another "
+                "name, and says nothing about SEPA"
+            )
+    return notes

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from retrain.config import Config
-from retrain.config.distillation import POLICY
+from retrain.config.algorithm import POLICY
 from retrain.errors import ModelError
 from retrain.files import search_folders
 from retrain.models.directory import find_file, light_tokenizer, local_directory, model_fault

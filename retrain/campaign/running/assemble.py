@@ -1,6 +1,7 @@
 """Put a cohort together: model, data, graders, and each run restored to where it was."""
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -10,26 +11,26 @@ from typing import Any
 import torch
 
 from retrain.algorithms import load_detector, load_modes
-from retrain.campaign.planning.asked import askable, check_rubrics, data_of, missing_column, parts_of
+from retrain.campaign.models import Bases, CohortModel, local_model, plugin_model
 from retrain.campaign.planning.plan import RunSpec
-from retrain.campaign.running.fitting import check_memory, lane_bytes
-from retrain.campaign.running.models import Bases, CohortModel, local_model, plugin_model
-from retrain.campaign.running.protocol import CohortJob
+from retrain.campaign.running.protocol import CohortJob, Guard, allow_all
 from retrain.campaign.running.run_builder import RunBuilder, check_recorded_facts, find_resume_points, renderer_of
-from retrain.campaign.running.server_events import ServerEvents
 from retrain.campaign.running.teachers import teachers_of
 from retrain.config import Config
 from retrain.data import Dataset
 from retrain.data.dataset import longest_prompt
-from retrain.device import Workers, resolve_device
+from retrain.device import Workers, available_memory, resolve_device
 from retrain.engines.local import LocalEngine
 from retrain.engines.server.canary import canaries
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import Told
-from retrain.environments.build import episode_limits
+from retrain.environments.build import askable, check_rubrics, data_of, episode_limits, missing_column, parts_of
 from retrain.errors import CheckpointError, DataError, ModelError
-from retrain.policy.base import BaseModel, MemoryPlan, workers_for
+from retrain.models.layers import LEAST_ROWS, USABLE_SHARE, adapter_bytes, critic_bytes, fitting_lanes, update_copy
+from retrain.policy.arithmetic import copied_bytes
+from retrain.policy.base import BaseModel, MemoryPlan, cache_bytes, kept_bytes, workers_for
 from retrain.policy.local import LocalPolicy
+from retrain.policy.lora import Lanes
 from retrain.records.base_evaluations import BaseEvaluations
 from retrain.records.observer import Observer
 from retrain.rewards import Grader, build_grader
@@ -38,19 +39,64 @@ from retrain.training.evaluation import Evaluator
 from retrain.training.loop import Cohort
 from retrain.training.run import Run
 
+
+class DoesNotFit(Exception):
+    """The runs of a cohort do not fit into memory together; ``lanes`` of them do (0: not even one)."""
+
+    def __init__(self, lanes: int, message: str):
+        super().__init__(message)
+        self.lanes = lanes
+
+
+class ServerEvents:
+    """Passes messages about servers to ``observer``, and to the records of every run of a cohort.
+
+    Messages come from any thread. Those from before the runs exist are kept for ``attach``.
+    """
+
+    def __init__(self, observer: Observer):
+        self._observer, self._lock = observer, threading.Lock()
+        self._early: list[tuple[str, str]] = []
+        self._runs: Sequence[Run] | None = None
+
+    def message(self, text: str, level: str = "info") -> None:
+        """Show and record a message; ``level`` is info, warning or error."""
+        self._observer.message(text, level)
+        self.record(text, level)
+
+    def record(self, text: str, level: str = "info") -> None:
+        with self._lock:
+            if self._runs is None:
+                self._early.append((text, level))
+            for run in self._runs or ():
+                if run.active:
+                    run.recorder.record_server(run.step, text, level)
+
+    def attach(self, runs: Sequence[Run]) -> None:
+        with self._lock:
+            self._runs, early = runs, self._early
+        for message in early:
+            self.record(*message)
+
+    def detach(self) -> None:
+        """Record nothing any more: the runs have ended."""
+        with self._lock:
+            self._runs = ()
+
+
 Graders = Mapping[str, Grader]
 """The graders of a cohort, by the ``grading`` of the sections [reward] that they are built from."""
 
 
 def assemble(
     job: CohortJob, observer: Observer, stop: Callable[[], bool], stack: ExitStack, bases: Bases | None = None,
-    guard: Callable[[Path], None] = lambda directory: None,
+    guard: Guard = allow_all,
 ) -> Cohort:  # fmt: skip
     """Return the cohort of a job's runs, ready to train.
 
-    ``stack`` closes graders and records at the end; the base is taken from ``bases`` and stays there; ``guard`` gets a
-    run's directory before each write into it and raises LeaseLost. Raises RetrainError when a plug-in, the model, the
-    data or a checkpoint cannot be used, DoesNotFit when memory is too short for all runs, and RecordsDiffer.
+    ``stack`` closes graders and records at the end; the base is taken from ``bases`` and stays there. Raises
+    RetrainError when a plug-in, the model, the data or a checkpoint cannot be used, DoesNotFit when memory is too short
+    for all runs, and RecordsDiffer.
     """
     bases = bases or stack.enter_context(Bases())
     resume_points = find_resume_points(job)
@@ -66,13 +112,13 @@ def assemble(
         files = bases.look(config)
         data = askable(data, config, job.longest, files.tokenizer, files.context)
 
-    server_events = ServerEvents(observer)
+    server_events = ServerEvents(observer) if config.inference.served else None
     load = partial(load_model, specs, job, data, bases, stack, observer, server_events)
     model = load_on_all_ranks(specs, job.folder, bases, load)
     if not is_local(config):
         data = askable(data, config, job.longest, model.tokenizer.source, context=0)
     check_recorded_facts(job, specs, resume_points, model, data, observer)
-    if isinstance(model.engine, ServerEngine):
+    if server_events is not None and isinstance(model.engine, ServerEngine):
         check_servers(model.engine, bases, specs, server_events)
     for note in (*data.notes, *model.notes):  # once it is known that these runs train here
         observer.message(note)
@@ -85,14 +131,12 @@ def assemble(
             runs.append(builder.build(spec, own_modes, grader, resume_points[spec.run_id]))
         except CheckpointError as error:  # this run's own files: the others can go on
             observer.run_finished(spec, "failed", str(error))
-    server_events.attach(runs)
-    stack.callback(server_events.detach)
+    if server_events is not None:
+        server_events.attach(runs)
+        stack.callback(server_events.detach)
     restore_engine(model, runs)
 
-    is_shared = specs[0].is_campaign and is_local(config)
-    base_evaluations = BaseEvaluations(job.directory, model.identity) if is_shared else None
-    limits = episode_limits(config, model.context)
-    evaluator = Evaluator(model.engine, renderer_of(model, config), config.held_out, base_evaluations, limits)
+    evaluator = evaluator_of(specs[0], job.directory, model)
     return Cohort(model.engine, runs, evaluator, observer, stop, model.workers, pressure_of(runs, model))
 
 
@@ -133,22 +177,24 @@ def load_model(
     bases: Bases,
     stack: ExitStack,
     observer: Observer,
-    server_events: ServerEvents,
+    server_events: ServerEvents | None,
 ) -> CohortModel:
-    """Return what samples and learns: the base with its lanes and engine, here or in servers, or a backend of the
-    user's for every run."""
+    """Return what samples and learns: the base with its lanes and engine, here or, with ``server_events``, in servers,
+    or a backend of the user's for every run."""
     config = specs[0].config
     if not is_local(config):
         return plugin_model(specs, job.folder)
-    served = config.inference.served
-    if served:
-        base, lanes, engine = bases.take_served(config, job.directory, server_events.message)
-    else:
+    if server_events is None:
         base, lanes, engine = bases.take(config, observer.message)
+    else:
+        base, lanes, engine = bases.take_served(config, job.directory, server_events.message)
     workers = stack.enter_context(closing(workers_of(base, specs)))
-    teachers, copies = teachers_of(specs, job.folder, base, lanes, bases, observer.message)
+    taught = [spec for spec in specs if spec.config.distillation.active]
+    teachers, copies = teachers_of(taught, job.folder, base, lanes, bases, observer.message) if taught else ({}, 0)
     longest = max(longest_prompt(asked, base.tokenizer, section) for asked, section in parts_of(data, config))
-    check_memory(base, lanes, specs, _episode_tokens(config, longest, base.context_length), decodes=not served)
+    check_memory(
+        base, lanes, specs, _episode_tokens(config, longest, base.context_length), decodes=server_events is None
+    )
     plan = MemoryPlan.of(base, lane_bytes(base, lanes, specs) + copies)
     return local_model(base, lanes, engine, workers, plan, bases.ranks, teachers)
 
@@ -165,6 +211,49 @@ def _episode_tokens(config: Config, prompt: int, context: int) -> int:
     section, action = config.environment, config.training.max_tokens
     known = [section.max_episode_tokens or context, context, prompt + (2 * section.turns - 1) * action]
     return prompt if section.turns == 1 else max(prompt, min(known) - action)
+
+
+def lane_bytes(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec]) -> int:
+    """What the adapters, critics and optimizers of these runs take, for the layers that the adapters really have."""
+    features = sum(shape.in_features + shape.out_features for shape in lanes.shapes)
+    total = 0
+    for spec in specs:
+        rank = spec.config.model.lora_rank
+        total += adapter_bytes(rank * features, base.dtype.itemsize, spec.config.published_versions)
+        total += critic_bytes((spec.config.lane_ranks - rank) * features)
+    return total
+
+
+def least_cached_tokens(config: Config, prompt_tokens: int) -> int:
+    """Return the fewest tokens that the KV cache must hold for a run, with prompts of ``prompt_tokens``."""
+    training = config.training
+    sampled = max([training.max_tokens, *(each.sampling.max_tokens for each in config.held_out)])
+    return min(LEAST_ROWS, training.batch_size * training.group_size) * (prompt_tokens + sampled)
+
+
+def check_memory(
+    base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec], prompt_tokens: int, decodes: bool = True
+) -> None:
+    """Raise DoesNotFit when adapters and optimizers of these runs, and beside them either their caches or one update,
+    exceed the free memory beside the base, with the number of runs that do fit. Sequences have ``prompt_tokens``, those
+    of the longest prompt, and as many more as may be sampled; there are no caches unless this process ``decodes``."""
+    # One sequence's update at a time is the least that has to fit beside the lanes; no cache is there then.
+    longest = prompt_tokens + max(spec.config.training.max_tokens for spec in specs)
+    update = longest * kept_bytes(base)
+    usable = int(USABLE_SHARE * max(0, available_memory(base.device) - base.presence.passing_bytes))
+    weights, width = base.weight_bytes // base.dtype.itemsize, base.dtype.itemsize
+    copy = max(update_copy(weights, width, spec.config.training.update_dtype) for spec in specs)
+    copy = max(0, copy - copied_bytes(base.model))  # what earlier cohorts have copied is not free any more
+    own = [lane_bytes(base, lanes, [spec]) for spec in specs]
+    caches = [decodes * least_cached_tokens(spec.config, prompt_tokens) * cache_bytes(base) for spec in specs]
+    fitting = fitting_lanes(usable, copy, update, zip(own, caches, strict=True))
+    if fitting < len(specs):
+        gib = 2**30
+        raise DoesNotFit(
+            fitting,
+            f"{len(specs)} runs need {(copy + sum(own) + max(sum(caches), update)) / gib:.1f} GiB beside {base.name}, "
+            f"{usable / gib:.1f} GiB are usable: {fitting} fit",
+        )
 
 
 def load_on_all_ranks(
@@ -208,6 +297,15 @@ def restore_engine(model: CohortModel, runs: Sequence[Run]) -> None:
     loaded = [run.checkpoints.loaded for run in runs if run.checkpoints.loaded is not None]
     if with_engine := [state for state in loaded if state.shared.get("engine")]:
         model.engine.restore(max(with_engine, key=lambda state: state.step).shared["engine"])
+
+
+def evaluator_of(spec: RunSpec, directory: Path, model: CohortModel) -> Evaluator:
+    """Return what evaluates the runs of a cohort, all as ``spec`` says; runs of a campaign in ``directory`` share the
+    evaluation of the base."""
+    config, is_shared = spec.config, spec.is_campaign and is_local(spec.config)
+    base_evaluations = BaseEvaluations(directory, model.identity) if is_shared else None
+    limits = episode_limits(config, model.context)
+    return Evaluator(model.engine, renderer_of(model, config), config.held_out, base_evaluations, limits)
 
 
 def pressure_of(runs: Sequence[Run], model: CohortModel) -> Pressure | None:

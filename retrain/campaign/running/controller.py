@@ -3,48 +3,62 @@
 The controller alone writes the campaign's manifest, decides what comes next and talks to the user.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from signal import SIGINT
 from typing import Any
 
-from retrain.campaign.judging.declaration import freeze
-from retrain.campaign.judging.design import without_sepa
 from retrain.campaign.judging.sequential import SETTLED, Looks
 from retrain.campaign.planning.changes import Approval, settings_changes, version_changes
-from retrain.campaign.planning.cohorts import planned_cohorts, smaller_cohorts
 from retrain.campaign.planning.manifest import (
     MANIFEST,
+    CampaignObserver,
     Manifest,
+    freeze,
     planned_configs,
     read_plan,
     recorded_entries,
     write_plan,
 )
-from retrain.campaign.planning.plan import Plan, RunSpec, run_directory
+from retrain.campaign.planning.plan import Plan, RunSpec, cut, lane_count, run_directory, smaller_cohorts, without_sepa
 from retrain.campaign.planning.references import check, require_packages
-from retrain.campaign.running.executors import executor_of
+from retrain.campaign.running.executors import EXECUTORS
 from retrain.campaign.running.in_process import InProcess, Sequential
-from retrain.campaign.running.lease import DirectoryLock, wait_for_writers
 from retrain.campaign.running.mirror import Mirror, uploading
-from retrain.campaign.running.protocol import Executor, JobEnded, report
-from retrain.campaign.running.refusal import restored_when_refused
+from retrain.campaign.running.protocol import (
+    CohortJob,
+    Executor,
+    Guard,
+    JobEnded,
+    JobObserver,
+    SqueezeJob,
+    allow_all,
+    report,
+)
 from retrain.campaign.running.scheduler import Scheduler, Work
-from retrain.campaign.running.stopping import ENDINGS, StopRequest
-from retrain.campaign.running.works import Campaign, CohortWork, SqueezeWork
+from retrain.campaign.running.session import (
+    ENDINGS,
+    DirectoryLock,
+    StopRequest,
+    restored_when_refused,
+    wait_for_writers,
+)
+from retrain.campaign.running.team import Team
 from retrain.config import Loaded
 from retrain.config.evaluation import HELDOUT, PART
-from retrain.errors import DeviceLost, RetrainError, ServerFailed, StorageError, WorkersLost, plural
+from retrain.device import torchrun_rank
+from retrain.errors import DeviceLost, RetrainError, ServerFailed, StorageError, UsageError, WorkersLost, plural
 from retrain.files import write_json
 from retrain.ownership import remove_leftovers
 from retrain.records.environment import SystemInfo, run_facts
-from retrain.records.observer import NullObserver, Observer, SpecLike
+from retrain.records.observer import Observer
 from retrain.records.reader import RunReader
-from retrain.records.schema.base import Values
-from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, LOG, METRICS, REPORT
+from retrain.records.schema.campaign import ENDED
+from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, METRICS, REPORT
 
 
 @dataclass
@@ -86,7 +100,7 @@ def execute(
     when the directory cannot be written, LeaseLost when another process has taken it over.
     """
     lock = DirectoryLock(plan.directory, observer.message)
-    approval, executor = approval or Approval(), executor or executor_of(plan, lambda directory: lock.check())
+    approval, executor = approval or Approval(), executor or executor_of(plan, lambda directory: lock.check)
     with ExitStack() as stack:
         stack.enter_context(lock)
         if url := plan.specs[0].config.logging.mirror:  # ends last, when the manifest has been written
@@ -101,6 +115,28 @@ def execute(
         if loaded is not None and loaded.config.is_campaign:
             manifest.files.write(lambda: _write_facts(plan.directory, loaded))
         return Controller(plan, manifest, observer, approval, lock, executor).carry_out(retry_failed)
+
+
+def executor_of(plan: Plan, guard: Guard = allow_all) -> Executor | InProcess:
+    """Return the executor that a plan's configuration selects.
+
+    ``guard`` checks writes of a run that trains in this process; workers hold leases of their own. Raises UsageError
+    when a configured device does not exist, or when torchrun has started processes that nothing uses.
+    """
+    config = plan.specs[0].config
+    if torchrun_rank() is not None and config.backend.shard == "none":
+        raise UsageError(
+            f'torchrun has started {os.environ["WORLD_SIZE"]} process(es), and with [backend] shard = "none" one '
+            'trains: type --set backend.shard="dp", or start retrain without torchrun'
+        )
+    if config.campaign.executor == "inprocess":
+        return InProcess(None if config.backend.shard == "none" else Team(config), guard=guard)
+    if torchrun_rank() is not None:
+        raise UsageError(
+            f"torchrun has started {os.environ['WORLD_SIZE']} process(es), and workers of executor = "
+            f'"{config.campaign.executor}" start their ranks themselves: start retrain without torchrun'
+        )
+    return EXECUTORS[config.campaign.executor](plan)
 
 
 def _write_facts(directory: Path, loaded: Loaded) -> None:
@@ -131,41 +167,85 @@ def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[]
     return manifest
 
 
-class CampaignObserver(NullObserver):
-    """Records what happens to runs in the manifest, and passes it to ``observer``."""
+@dataclass(frozen=True)
+class Campaign:
+    """What every work of a campaign needs: its plan, its records, what was accepted, and who follows it."""
 
-    def __init__(self, manifest: Manifest, observer: Observer):
-        self.manifest, self.observer = manifest, observer
+    plan: Plan
+    manifest: Manifest
+    approval: Approval
+    observer: JobObserver
 
-    def placed(self, spec: SpecLike, worker: str) -> None:
-        self.manifest.update(spec.run_id, worker=worker)
-        self.observer.placed(spec, worker)
 
-    def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
-        self.manifest.update(spec.run_id, state="running", reason=None, step=step)
-        self.observer.run_started(spec, step, max_steps)
+@dataclass(eq=False)
+class CohortWork:
+    """Runs that train together. What is left of them is asked when their turn has come: the sequential rule may have
+    stopped some, and a process that died has finished others.
 
-    def step(self, spec: SpecLike, row: Values) -> None:
-        self.manifest.step(spec.run_id, int(row["step"]) + 1)  # the next event writes it
-        self.observer.step(spec, row)
+    ``again``: all of them had failed, and each goes on from its own newest checkpoint.
+    """
 
-    def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
-        self.observer.evaluated(spec, name, row)
+    campaign: Campaign
+    specs: Sequence[RunSpec]
+    again: bool = False
+    names: frozenset[str] = field(init=False)
+    trains: bool = field(default=True, init=False)
 
-    def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
-        changes: dict[str, Any] = {"state": status, "reason": message or None}
-        if status == "failed":
-            changes["log"] = str(Path(self.manifest.run(spec.run_id)["path"]) / LOG)
-        self.manifest.update(spec.run_id, without=["worker"], **changes)
-        self.observer.run_finished(spec, status, message)
+    def __post_init__(self) -> None:
+        self.names = frozenset(spec.run_id for spec in self.specs)
 
-    def message(self, text: str, level: str = "info") -> None:
-        self.observer.message(text, level)
+    def left(self) -> list[RunSpec]:
+        """The runs of the next job; none when all have ended.
 
-    def note(self, facts: Mapping[str, Any]) -> None:
-        content = self.manifest.content
-        by_run = {key: {**content.get(key, {}), **facts[key]} for key in ("squeezes", "memory") if key in facts}
-        self.manifest.note(**{**facts, **by_run})
+        Of an unfinished cohort the failed runs are given as well: those that failed after the step at which the others
+        go on have to be in its batches again, and fail again.
+        """
+        group = [spec for spec in self.specs if self._entry(spec)["state"] not in ("done", "stopped")]
+        if self.again or any(self._entry(spec)["state"] != "failed" for spec in group):
+            return group
+        return []
+
+    def job(self) -> CohortJob | None:
+        specs = self.left()
+        if not specs:
+            return None
+        failed = [] if self.again else [spec for spec in specs if self._entry(spec)["state"] == "failed"]
+        plan = self.campaign.plan
+        return CohortJob(
+            plan.directory,
+            plan.folder,
+            specs,
+            plan.longest,
+            failed_at={spec.run_id: int(self._entry(spec)["step"]) for spec in failed},
+            together=not self.again,
+            accepted=list(self.campaign.approval.accepted),
+        )
+
+    def give_up(self, reason: str) -> None:
+        for spec in self.specs:
+            if self._entry(spec)["state"] not in ENDED:
+                self.campaign.observer.run_finished(spec, "failed", reason)
+
+    def _entry(self, spec: RunSpec) -> dict[str, Any]:
+        return self.campaign.manifest.run(spec.run_id)
+
+
+@dataclass(eq=False)
+class SqueezeWork:
+    """The analysis of a finished run's adapter, ``place`` below the campaign's directory."""
+
+    campaign: Campaign
+    spec: RunSpec
+    place: str
+    names: frozenset[str] = field(default=frozenset(), init=False)  # Empty: no other work may touch a finished run
+    trains: bool = field(default=False, init=False)
+
+    def job(self) -> SqueezeJob:
+        plan = self.campaign.plan
+        return SqueezeJob(plan.directory, plan.folder, self.spec, plan.longest, self.place)
+
+    def give_up(self, reason: str) -> None:
+        self.campaign.observer.message(f"squeeze analysis of {self.spec.run_id} failed: {reason}", "warning")
 
 
 class Controller:
@@ -176,21 +256,22 @@ class Controller:
         executor: Executor | InProcess,
     ):  # fmt: skip
         self.plan, self.manifest, self.observer = plan, manifest, observer
-        self.approval, self.lock, self.executor = approval, lock, executor
+        self.approval, self.executor = approval, executor
         self.specs, self.directory = plan.specs, manifest.directory
-        self.stop = StopRequest(self.directory)
-        self.looks = Looks(manifest, plan.specs, observer)
+        self.stop = StopRequest(lock)
+        rules = {manifest.content["declared"]["sequential"], plan.specs[0].config.campaign.sequential}
+        self.looks = None if rules == {"off"} else Looks(manifest, plan.specs, observer)
         self._analysed = [spec for spec in plan.specs if spec.config.squeeze.enabled]
         self._squeezed: dict[str, RunSpec] = {}
         """Whose analysis this process has tried, by place; one that fails is not tried again."""
         recording = CampaignObserver(manifest, observer)
         self.campaign = Campaign(plan, manifest, approval, recording)
         if isinstance(executor, InProcess):
-            self.scheduler = Sequential(executor, recording, self._after, self._stopping)
+            self.scheduler = Sequential(executor, recording, self._after, self.stop.is_due)
         else:
             hear = partial(report, observer=recording, specs={spec.run_id: spec for spec in plan.specs})
             restarts = plan.specs[0].config.campaign.max_restarts
-            self.scheduler = Scheduler(executor, hear, self._after, self._stopping, restarts)
+            self.scheduler = Scheduler(executor, hear, self._after, self.stop.is_due, restarts)
 
     def carry_out(self, retry_failed: bool) -> Outcome:
         """Train what is left to do, analyse and compare; how it ended."""
@@ -198,18 +279,10 @@ class Controller:
         settled = ("done", "stopped") if retry_failed else ("done", "failed", "stopped")
         if planned := [spec for spec in specs if manifest.run(spec.run_id)["state"] not in settled]:
             observer.plan(planned)
-        self.looks.look()  # killed between the last run of a seed and the look at it
+        if self.looks is not None:
+            self.looks.look()  # killed between the last run of a seed and the look at it
         todo = [spec for spec in planned if manifest.run(spec.run_id)["state"] not in settled]
-        left = sum(manifest.run(spec.run_id)["state"] == "failed" for spec in specs)
-        if left and not retry_failed:
-            observer.message(
-                f"{plural(left, 'failed run')} not continued; type --retry-failed to continue them too", "warning"
-            )
-        if todo:
-            require_packages((spec.config for spec in todo), self.plan.folder)
-            observer.message(f"loading {todo[0].config.model.model}")  # before torch and transformers are imported
-        elif not left:
-            observer.message(f"every run in {self.directory} is done; give another directory with --out to train anew")
+        self._announce(todo, retry_failed)
         with closing(self.executor), self.stop.listening(observer):
             try:
                 whole = self._train(self._cohorts(retry_failed) if todo else [])
@@ -217,15 +290,30 @@ class Controller:
                 return self._interrupted(todo, saved=False)
             if not whole:
                 return self._interrupted(todo, saved=not self.scheduler.lost_steps)
-        if len(specs) > 1 and any(run["state"] == "done" for run in manifest.content["runs"]):
+        states = {run["state"] for run in manifest.content["runs"]}
+        if len(specs) > 1 and "done" in states:
             from retrain.campaign.judging.pooling import conclude
 
             manifest.files.flush()  # read from there, as by everybody later
             manifest.note(comparison=conclude(self.directory))
         if specs[0].is_campaign:
             _report(manifest, observer)
-        failed = any(run["state"] == "failed" for run in manifest.content["runs"])
-        return Outcome(1 if failed else 0, self.directory, summary(manifest))
+        return Outcome(1 if "failed" in states else 0, self.directory, summary(manifest))
+
+    def _announce(self, todo: Sequence[RunSpec], retry_failed: bool) -> None:
+        """Say what is going to be trained, and what not. Raises MissingExtra for a package that it needs."""
+        left = sum(self.manifest.run(spec.run_id)["state"] == "failed" for spec in self.specs)
+        if left and not retry_failed:
+            self.observer.message(
+                f"{plural(left, 'failed run')} not continued; type --retry-failed to continue them too", "warning"
+            )
+        if todo:
+            require_packages((spec.config for spec in todo), self.plan.folder)
+            self.observer.message(f"loading {todo[0].config.model.model}")  # before torch and transformers are imported
+        elif not left:
+            self.observer.message(
+                f"every run in {self.directory} is done; give another directory with --out to train anew"
+            )
 
     def _interrupted(self, todo: Sequence[RunSpec], saved: bool) -> Outcome:
         came = ENDINGS[self.stop.signal or SIGINT]
@@ -264,11 +352,6 @@ class Controller:
                 f"{self.directory}"
             ) from error
 
-    def _stopping(self) -> bool:
-        """Whether to end after the steps under way. Raises LeaseLost when the directory is another process's now."""
-        self.lock.check()
-        return self.stop.signal is not None
-
     def _after(self, work: Work, end: JobEnded) -> list[Work]:
         if not isinstance(work, CohortWork):
             return []
@@ -282,9 +365,7 @@ class Controller:
         return [*more, *self._look_after()]
 
     def _look_after(self) -> list[Work]:
-        busy = self.scheduler.names_under_way
-        unwanted = self.looks.look(busy)
-        if unwanted:
+        if self.looks is not None and (unwanted := self.looks.look(self.scheduler.names_under_way)):
             ended = {run["run_id"] for run in self.manifest.content["runs"] if run["state"] in SETTLED}
             nobodys = unwanted | ended
             self.scheduler.stop_where(lambda names: names <= nobodys)
@@ -310,9 +391,23 @@ class Controller:
         ``squeezes`` by label. First is who comes first in the plan and has not failed or been stopped, whichever run
         ends first: with several workers that is a matter of the clock.
         """
+        works: list[Work] = []
+        for spec, place in self._due_analyses():
+            if place in self._squeezed or self.manifest.run(spec.run_id)["state"] != "done":
+                continue
+            weights = run_directory(self.directory, spec) / FINAL / ADAPTER_WEIGHTS
+            if spec.config.backend.backend == "local" or weights.is_file():
+                # else a backend of the user's that trains something else than a LoRA adapter
+                self._squeezed[place] = spec
+                works.append(SqueezeWork(self.campaign, spec, place))
+        return works
+
+    def _due_analyses(self) -> list[tuple[RunSpec, str]]:
+        """Return the runs whose adapters are to be analysed and are not yet, each with its place; they may still
+        train."""
         content = self.manifest.content
-        state = {spec.run_id: self.manifest.run(spec.run_id)["state"] for spec in self._analysed}
-        hoped = [spec for spec in self._analysed if state[spec.run_id] not in ("failed", "stopped")]
+        over = ("failed", "stopped")
+        hoped = [spec for spec in self._analysed if self.manifest.run(spec.run_id)["state"] not in over]
         if not hoped:
             return []
         of_condition = {spec.label: spec for spec in reversed(hoped)}
@@ -322,16 +417,30 @@ class Controller:
         if hoped[0].config.squeeze.runs == "one per condition":
             others = [label for label in of_condition if label not in {first, *known}]
             due += [(of_condition[label], f"squeeze/{label}") for label in others]
-        works: list[Work] = []
-        for spec, place in due:
-            if place in self._squeezed or state[spec.run_id] != "done":
-                continue
-            weights = run_directory(self.directory, spec) / FINAL / ADAPTER_WEIGHTS
-            if spec.config.backend.backend == "local" or weights.is_file():
-                # else a backend of the user's that trains something else than a LoRA adapter
-                self._squeezed[place] = spec
-                works.append(SqueezeWork(self.campaign, spec, place))
-        return works
+        return due
+
+
+def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> list[list[RunSpec]]:
+    """The runs that step together. What has begun stays as it is recorded, because which rows share a decode batch
+    shows in the last bits of what is sampled; with ``lanes = "auto"`` the count, too, is taken from the record, if that
+    was made for as many ``slots``."""
+    planned = _begun_cohorts(manifest, specs)
+    begun = {spec.run_id for group in planned for spec in group}
+    rest = [spec for spec in specs if spec.run_id not in begun]
+    lanes = manifest.content.get("lanes") if specs[0].config.campaign.lanes == "auto" else None
+    if lanes is None or manifest.content.get("slots", 1) != slots:
+        lanes = lane_count(specs if slots == 1 else rest or specs, on_gpu, slots)
+    planned += cut(rest, on_gpu, slots, lanes)
+    manifest.content.pop("slots", None)
+    facts = {"slots": slots} if slots > 1 else {}
+    manifest.note(lanes=lanes, cohorts=[[spec.run_id for spec in group] for group in planned], **facts)
+    return planned
+
+
+def _begun_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[RunSpec]]:
+    known = {spec.run_id: spec for spec in specs}
+    recorded = [[known[name] for name in group if name in known] for group in manifest.content.get("cohorts", [])]
+    return [group for group in recorded if any(manifest.run(spec.run_id)["state"] != "pending" for spec in group)]
 
 
 def _squeezed_label(content: Mapping[str, Any]) -> str | None:

@@ -1,39 +1,17 @@
-"""The executor that a plan asks for, and on which devices its workers compute."""
+"""The executors that train in workers, and on which devices these compute."""
 
 import os
 from collections.abc import Callable, Sequence
 
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.in_process import Guard, InProcess, allow_all
 from retrain.campaign.running.processes import Slot, processes
 from retrain.campaign.running.protocol import Executor
 from retrain.campaign.running.raycluster import ray_workers
 from retrain.campaign.running.slurm import workers_of
-from retrain.campaign.running.team import Team, torchrun_rank
+from retrain.campaign.running.team import gpus_of, visible_gpus
 from retrain.config import Config
-from retrain.device import OWN_GPU, resolve_device
 from retrain.engines.server.fleet import Fleet, Launches, Tell
 from retrain.errors import UsageError, plural
-
-
-def executor_of(plan: Plan, guard: Guard = allow_all) -> Executor | InProcess:
-    """Return the executor that a plan's configuration selects.
-
-    ``guard`` is called before writes of a run that trains in this process; workers hold leases of their own. Raises
-    UsageError when a configured device does not exist, or when torchrun has started processes that nothing uses.
-    """
-    config = plan.specs[0].config
-    if torchrun_rank() is not None and config.backend.shard == "none":
-        raise UsageError(
-            f'torchrun has started {os.environ["WORLD_SIZE"]} process(es), and with [backend] shard = "none" one '
-            'trains: type --set backend.shard="dp", or start retrain without torchrun'
-        )
-    if torchrun_rank() is not None and config.campaign.executor != "inprocess":
-        raise UsageError(
-            f"torchrun has started {os.environ['WORLD_SIZE']} process(es), and workers of executor = "
-            f'"{config.campaign.executor}" start their ranks themselves: start retrain without torchrun'
-        )
-    return EXECUTORS[config.campaign.executor](plan, guard)
 
 
 def slots_of(config: Config) -> list[Slot]:
@@ -78,7 +56,7 @@ def _left_by_servers(config: Config, gpus: list[tuple[str, str]]) -> list[tuple[
             f'{plural(len(gpus), "GPU")} are theirs: type --set inference.launch_gpus="{gpus[-1][1]}"'
         )
     theirs = [name.strip() for name in asked.launch_gpus.split(",")]
-    there = [visible for _, visible in _visible_gpus()]
+    there = [visible for _, visible in visible_gpus()]
     if wrong := [name for name in theirs if name not in there or theirs.count(name) > 1]:
         what = "twice" if wrong[0] in there else f"and this machine shows {', '.join(there)}"
         raise UsageError(
@@ -118,43 +96,9 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def gpus_of(config: Config) -> list[tuple[str, str]]:
-    """The GPUs that the configuration means, each with what ``CUDA_VISIBLE_DEVICES`` calls it; none for a CPU. In a
-    process that has been given its GPUs, all that it sees."""
-    backend, own = config.backend, bool(os.environ.get(OWN_GPU))
-    if backend.devices == "cpu":
-        return []
-
-    there = _visible_gpus()
-    count = len(there)
-    if not count and (own or not backend.named_gpus):
-        if backend.devices == "all":
-            raise UsageError('devices = "all": this machine shows no GPU; type devices = "auto" or "cpu"')
-        resolve_device("auto")  # says why, where there is one that cannot be used
-        return []
-    names = (not own and backend.named_gpus) or [f"gpu:{index}" for index in range(count)]
-    if missing := [name for name in names if int(name.removeprefix("gpu:")) >= count]:
-        raise UsageError(f"devices has {missing[0]}: this machine shows {plural(count, 'GPU')}")
-    return [there[int(name.removeprefix("gpu:"))] for name in names]
-
-
-def _visible_gpus() -> list[tuple[str, str]]:
-    """All GPUs that this process sees, each with what ``CUDA_VISIBLE_DEVICES`` calls it."""
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    given = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return [(f"gpu:{index}", given[index] if given else str(index)) for index in range(count)]
-
-
-def _in_process(plan: Plan, guard: Guard) -> InProcess:
-    config = plan.specs[0].config
-    return InProcess(None if config.backend.shard == "none" else Team(config), guard=guard)
-
-
-EXECUTORS: dict[str, Callable[[Plan, Guard], Executor | InProcess]] = {
-    "inprocess": _in_process,
-    "processes": lambda plan, guard: processes(slots_of(plan.specs[0].config), plan.directory, _fleet(plan)),
-    "ray": lambda plan, guard: ray_workers(plan),
-    "slurm": lambda plan, guard: workers_of(plan, cores()),
+EXECUTORS: dict[str, Callable[[Plan], Executor]] = {
+    "processes": lambda plan: processes(slots_of(plan.specs[0].config), plan.directory, _fleet(plan)),
+    "ray": ray_workers,
+    "slurm": lambda plan: workers_of(plan, cores()),
 }
+"""The executors that start workers, by their names in the file."""

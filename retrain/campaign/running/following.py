@@ -9,10 +9,9 @@ import torch
 
 from retrain.algorithms import load_modes
 from retrain.algorithms.losses.plugin import PluginLoss
+from retrain.campaign.models import Bases
 from retrain.campaign.planning.plan import RunSpec
-from retrain.campaign.running.assemble import use_deterministic, workers_of
-from retrain.campaign.running.fitting import lane_bytes
-from retrain.campaign.running.models import Bases
+from retrain.campaign.running.assemble import lane_bytes, use_deterministic, workers_of
 from retrain.config.base import is_plugin
 from retrain.device import Workers, is_out_of_memory
 from retrain.engines.local import LocalEngine

@@ -6,26 +6,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Set
 from contextlib import ExitStack, closing
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrain.campaign.planning.plan import run_directory
-from retrain.campaign.running.protocol import CohortJob, Job, JobEnded, JobObserver, SqueezeJob
+from retrain.campaign.running.protocol import CohortJob, Guard, Job, JobEnded, JobObserver, SqueezeJob, allow_all
 from retrain.campaign.running.scheduler import Work
 from retrain.device import failure_text, is_out_of_memory, lost
 from retrain.errors import DeviceLost, Interrupted, LeaseLost, RetrainError, ServerFailed, StorageError
 
 if TYPE_CHECKING:
-    from retrain.campaign.running.models import Bases
+    from retrain.campaign.models import Bases
     from retrain.campaign.running.team import Team
     from retrain.engines.server.fleet import Fleet
-
-
-Guard = Callable[[Path], None]
-
-
-def allow_all(directory: Path) -> None:
-    """Allow every write: the guard where nobody else writes the directories."""
+    from retrain.training.loop import Cohort
 
 
 class InProcess:
@@ -33,8 +26,7 @@ class InProcess:
     somebody asks about GPUs.
 
     ``team`` are processes that compute together with this one; ``servers`` are kept by another one, which launches
-    them. ``guard`` gets the directory of a run before each write into it and raises LeaseLost once another process may
-    write there.
+    them.
     """
 
     slots = 1
@@ -73,8 +65,7 @@ class InProcess:
 
     def _train(self, job: CohortJob, observer: JobObserver, stop: Callable[[], bool]) -> JobEnded:
         """Build the runs of a cohort, restore what was saved of them, and train them together."""
-        from retrain.campaign.running.assemble import assemble, memory_facts
-        from retrain.campaign.running.fitting import DoesNotFit
+        from retrain.campaign.running.assemble import DoesNotFit, assemble, memory_facts
         from retrain.campaign.running.run_builder import RecordsDiffer
 
         with ExitStack() as stack:
@@ -94,40 +85,18 @@ class InProcess:
             if memory := memory_facts(cohort):
                 observer.note({"memory": memory})
             try:
-                with closing(cohort.train()) as pauses:
-                    for _ in pauses:
-                        stop()  # what it raises in a pause has the cohort end without saving
-            except Interrupted as end:
-                return JobEnded(status="stopped", reason=str(end))
-            except (StorageError, LeaseLost):  # no fault of a run: all of them can be resumed
-                raise
-            except ServerFailed as error:  # they go on once there is a server
-                for run in cohort.runs:
-                    if run.active:
-                        run.recorder.record_server(run.step, str(error), "error")
-                raise
-            except Exception as error:  # the shared part failed (engine, base): none of these runs can go on
-                if lost(error):  # but a new process can go on with them
-                    raise
-                active = [run for run in cohort.runs if run.active]
-                if is_out_of_memory(error) and len(active) > 1 and active[0].config.campaign.lanes == "auto":
-                    reason = f"{len(active)} runs ran out of memory together"
-                    return JobEnded(status="too_large", reason=reason, lanes=len(active) // 2)
-                for run in active:
-                    run.fail(error)
-                    observer.run_finished(run.spec, "failed", run.error or "")
+                return _train_cohort(cohort, observer, stop)
             finally:
                 for run in cohort.runs:
                     run.recorder.close(failed=run.error is not None)
                 self._own_bases().forget_adapters()
-        return JobEnded()
 
     def _squeeze(self, job: SqueezeJob, observer: JobObserver) -> JobEnded:
         """What rank would have been enough. A fault here costs the analysis, not the runs."""
         from retrain.campaign.adapters.squeeze import squeeze_after_run
 
         spec, warn = job.run, partial(observer.message, level="warning")
-        self.guard(run_directory(job.directory, spec))
+        self.guard(run_directory(job.directory, spec))()
         try:
             analysis = squeeze_after_run(
                 job.directory, job.place, spec, job.folder, job.longest, self._own_bases(), warn
@@ -140,11 +109,40 @@ class InProcess:
         return JobEnded()
 
     def _own_bases(self) -> Bases:
-        from retrain.campaign.running.models import Bases
+        from retrain.campaign.models import Bases
 
         if self._bases is None:
             self._bases = Bases(ranks=None if self.team is None else self.team.ranks(), servers=self.servers)
         return self._bases
+
+
+def _train_cohort(cohort: Cohort, observer: JobObserver, stop: Callable[[], bool]) -> JobEnded:
+    """Train the runs of a cohort to their end. Raises what is no fault of theirs: they can be resumed."""
+
+    try:
+        with closing(cohort.train()) as pauses:
+            for _ in pauses:
+                stop()  # what it raises in a pause has the cohort end without saving
+    except Interrupted as end:
+        return JobEnded(status="stopped", reason=str(end))
+    except (StorageError, LeaseLost):
+        raise
+    except ServerFailed as error:  # they go on once there is a server
+        for run in cohort.runs:
+            if run.active:
+                run.recorder.record_server(run.step, str(error), "error")
+        raise
+    except Exception as error:  # the shared part failed (engine, base): none of these runs can go on
+        if lost(error):  # but a new process can go on with them
+            raise
+        active = [run for run in cohort.runs if run.active]
+        if is_out_of_memory(error) and len(active) > 1 and active[0].config.campaign.lanes == "auto":
+            reason = f"{len(active)} runs ran out of memory together"
+            return JobEnded(status="too_large", reason=reason, lanes=len(active) // 2)
+        for run in active:
+            run.fail(error)
+            observer.run_finished(run.spec, "failed", run.error or "")
+    return JobEnded()
 
 
 class Sequential:

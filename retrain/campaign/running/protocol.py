@@ -6,14 +6,23 @@ directory.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from retrain.campaign.planning.asked import Longest
 from retrain.campaign.planning.plan import Plan, RunSpec
+from retrain.environments.build import Longest
 from retrain.records.observer import Observer
+
+Guard = Callable[[Path], Callable[[], None]]
+"""Returns what is called before each write into a run's directory; that raises LeaseLost once another process may write
+there."""
+
+
+def allow_all(directory: Path) -> Callable[[], None]:
+    """Return the check of a directory that nobody else writes."""
+    return lambda: None
 
 
 @dataclass(frozen=True)

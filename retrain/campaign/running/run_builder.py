@@ -1,21 +1,19 @@
 """Build the runs of a cohort: where each continues, whether its records still hold, and the run itself."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from retrain.algorithms import Modes, build_algorithm, objective_of
 from retrain.algorithms.credit.planning_tokens import Detector
 from retrain.algorithms.distillation import Context
+from retrain.campaign.models import CohortModel
 from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, world_changes
-from retrain.campaign.planning.outputs import run_place
-from retrain.campaign.planning.plan import RunSpec, run_directory
+from retrain.campaign.planning.plan import RunSpec, run_directory, run_place
 from retrain.campaign.planning.references import is_source, named_code
-from retrain.campaign.running.models import CohortModel
-from retrain.campaign.running.protocol import CohortJob
+from retrain.campaign.running.protocol import CohortJob, Guard
 from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.data import Dataset, content_hash
@@ -145,7 +143,7 @@ class RunBuilder:
     data: Dataset
     observer: Observer
     stack: ExitStack
-    guard: Callable[[Path], None]
+    guard: Guard
 
     def build(self, spec: RunSpec, modes: tuple[Modes, Detector], grader: Grader, point: ResumePoint) -> Run:
         """Return a run, restored, with its record begun. Raises CheckpointError when its files cannot be used."""
@@ -220,7 +218,7 @@ class RunBuilder:
             context,
             warn=lambda text: self.observer.message(f"{spec.run_id}: {text}", "warning"),
             token_text=self.model.tokenizer.offsets,
-            guard=partial(self.guard, directory),
+            guard=self.guard(directory),
         )
 
     def _inexact(self, run: Run) -> list[str]:

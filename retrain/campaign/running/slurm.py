@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Any
 import retrain.campaign.running.spawning as spawning
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.exchange import CLOSED, Tail, answers_of, append, commands_of, newest
-from retrain.campaign.running.lease import lease_of
 from retrain.campaign.running.processes import FOLDER
+from retrain.campaign.running.session import lease_of
 from retrain.campaign.running.slurm_task import Pace, Task
 from retrain.campaign.running.spawning import end_words
 from retrain.campaign.running.workers import PATIENCE_SECONDS, Workers
 from retrain.config import Config
-from retrain.config.slurm import GPU_OPTIONS
+from retrain.config.machine import GPU_OPTIONS
 from retrain.errors import UsageError, WorkersLost, plural
 from retrain.extras import is_installed, missing
 from retrain.files import read_json, write_json, writing

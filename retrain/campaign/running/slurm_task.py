@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain.campaign.running.exchange import Tail, answers_of, append, commands_of, is_closed, newest
-from retrain.campaign.running.lease import lease_of
+from retrain.campaign.running.session import lease_of
 from retrain.campaign.running.spawning import Spawned, end_words, spawn, write_all
 from retrain.device import OWN_GPU
 from retrain.errors import NotReadable

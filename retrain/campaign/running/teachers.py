@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from retrain.algorithms.distillation import AdapterTeacher, BaseTeacher, ModelTeacher, PolicyTeacher, Teacher
+from retrain.campaign.models import Bases
 from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.planning.teaching import Place, place_of, recorded_base, vocabulary_fault
-from retrain.campaign.running.models import Bases
 from retrain.config import Config
 from retrain.engines.server.teacher import ServerTeacher, server_teacher
 from retrain.errors import ModelError, UsageError
@@ -27,8 +27,8 @@ def teachers_of(
     bases: Bases,
     tell: Callable[[str], None] = lambda line: None,
 ) -> tuple[dict[str, Teacher], int]:
-    """By a run's id who teaches it, one for all runs that want the same; and the bytes of further models in memory,
-    of which ``tell`` hears.
+    """Return by a run's id who teaches it, one for all of these runs that want the same; and the bytes of further
+    models in memory, of which ``tell`` hears.
 
     Raises ModelError when one cannot be had or has other tokens, UsageError when an adapter does not fit the base or a
     server does not answer.
@@ -37,8 +37,6 @@ def teachers_of(
     teachers: dict[str, Teacher] = {}
     for spec in specs:
         own = spec.config.distillation
-        if not own.active:
-            continue
         try:
             place = place_of(spec.config, folder)
         except ModelError as error:

@@ -12,14 +12,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from retrain.campaign.running.spawning import end_words
 from retrain.config import Config
-from retrain.device import MEMORY_SHARE, OWN_GPU, memory_share
-from retrain.errors import RankLost, UsageError
+from retrain.device import MEMORY_SHARE, OWN_GPU, memory_share, torchrun_rank
+from retrain.errors import RankLost, UsageError, plural
+from retrain.policy.ranks import join
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -37,9 +37,36 @@ PATIENCE_SECONDS = 10.0  # Seconds that ranks may take to end before they are ki
 DEATH_SECONDS = 2.0  # Seconds between a lost connection and the end of its process
 
 
-def torchrun_rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Which of torchrun's processes this is; None for a process that torchrun has not started."""
-    return int(environment["RANK"]) if "TORCHELASTIC_RUN_ID" in environment else None
+def gpus_of(config: Config) -> list[tuple[str, str]]:
+    """Return the GPUs that the configuration means, each with what ``CUDA_VISIBLE_DEVICES`` calls it; none for a CPU.
+
+    In a process that has been given its GPUs, all that it sees.
+    """
+    backend, own = config.backend, bool(os.environ.get(OWN_GPU))
+    if backend.devices == "cpu":
+        return []
+    from retrain.device import resolve_device
+
+    there = visible_gpus()
+    count = len(there)
+    if not count and (own or not backend.named_gpus):
+        if backend.devices == "all":
+            raise UsageError('devices = "all": this machine shows no GPU; type devices = "auto" or "cpu"')
+        resolve_device("auto")  # says why, where there is one that cannot be used
+        return []
+    names = (not own and backend.named_gpus) or [f"gpu:{index}" for index in range(count)]
+    if missing := [name for name in names if int(name.removeprefix("gpu:")) >= count]:
+        raise UsageError(f"devices has {missing[0]}: this machine shows {plural(count, 'GPU')}")
+    return [there[int(name.removeprefix("gpu:"))] for name in names]
+
+
+def visible_gpus() -> list[tuple[str, str]]:
+    """Return all GPUs that this process sees, each with what ``CUDA_VISIBLE_DEVICES`` calls it."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    given = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return [(f"gpu:{index}", given[index] if given else str(index)) for index in range(count)]
 
 
 class Team:
@@ -88,8 +115,6 @@ class Team:
         self._restore()
 
     def _places(self) -> list[str]:
-        from retrain.campaign.running.executors import gpus_of
-
         backend, asked = self.config.backend, self.config.backend.ranks
         gpus = [name for name, _ in gpus_of(self.config)]
         count = int(os.environ["WORLD_SIZE"]) if self.under_torchrun else max(1, len(gpus))
@@ -197,8 +222,6 @@ def follow_started(rank: int, count: int, port: int) -> None:
     """Be a rank that rank 0 has started, and end this process."""
     from torch.distributed import TCPStore
 
-    from retrain.policy.ranks import join
-
     store = TCPStore(HOST, port, None, False)
     store.set(f"rank {rank}", "here")
     join(rank, count, store)
@@ -207,8 +230,8 @@ def follow_started(rank: int, count: int, port: int) -> None:
 
 def _follow(rank: int, sharing: int) -> int:
     """Do what rank 0 asks; ``sharing`` ranks divide up the memory of a CPU that this process plans with."""
+    from retrain.campaign.models import Bases
     from retrain.campaign.running.following import Desk
-    from retrain.campaign.running.models import Bases
     from retrain.policy.ranks import follow, leave
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -18,8 +18,7 @@ from typing import Any
 
 from retrain.campaign.adapters.talk import answer, as_read
 from retrain.campaign.planning.plan import Plan, RunSpec
-from retrain.campaign.running.assemble import assemble
-from retrain.campaign.running.fitting import DoesNotFit
+from retrain.campaign.running.assemble import DoesNotFit, assemble
 from retrain.campaign.running.protocol import CohortJob
 from retrain.config import parse_dict
 from retrain.config.campaign import condition_name, find_label

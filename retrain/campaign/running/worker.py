@@ -20,10 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.planning.outputs import run_place
-from retrain.campaign.planning.plan import RunSpec, run_directory
+from retrain.campaign.planning.plan import RunSpec, run_directory, run_place
 from retrain.campaign.running.in_process import InProcess
-from retrain.campaign.running.lease import DirectoryLock, wait_for_writers
 from retrain.campaign.running.protocol import (
     CohortJob,
     Evaluated,
@@ -38,6 +36,7 @@ from retrain.campaign.running.protocol import (
     event_to_json,
     job_from_json,
 )
+from retrain.campaign.running.session import DirectoryLock, wait_for_writers
 from retrain.campaign.running.team import Team
 from retrain.engines.server.fleet import Told
 from retrain.errors import DeviceLost, NotOurs, RetrainError, UsageError
@@ -135,7 +134,7 @@ class Worker:
                     lock.check()
                 return self.ending or name in self._unwanted
 
-            self.executor.guard = lambda directory: locks[directory].check()
+            self.executor.guard = lambda directory: locks[directory].check
             end = self.executor.do(job, EventSender(partial(self._say, name)), stop)
             stop()  # runs that another process has taken over have not ended here
         # After the leases: the controller may have the runs trained on elsewhere.

@@ -3,7 +3,7 @@ import torch
 from safetensors.torch import save_file
 
 from retrain.campaign.adapters.squeeze import analyse_adapter, compress_adapter
-from retrain.config.upkeep import Squeeze
+from retrain.config.evaluation import Squeeze
 from retrain.errors import ModelError, UsageError
 from retrain.files import read_json, write_json
 from retrain.maths.squeeze import truncate

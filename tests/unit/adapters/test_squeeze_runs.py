@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from retrain.campaign.adapters.squeeze import compress_adapter
 from retrain.campaign.adapters.verify import enough, verdict, verify_ranks
 from retrain.campaign.judging.report import write_report
-from retrain.campaign.planning.asked import longest_completions
+from retrain.campaign.models import Bases
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.running.controller import launch, resume
-from retrain.campaign.running.models import Bases
 from retrain.cli import app
 from retrain.config import load
+from retrain.environments.build import longest_completions
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.policy.adapter_io import read_adapter

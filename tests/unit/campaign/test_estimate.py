@@ -6,10 +6,10 @@ from helpers.models import qwen3_directory
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from retrain.campaign.planning.architecture import Architecture, architecture_of
 from retrain.campaign.planning.estimate import Device, run_memory, trained_parameters
 from retrain.config import parse_dict
 from retrain.engines.dense_probe import dense_decoder
+from retrain.models.layers import Architecture, architecture_of
 from retrain.policy.base import load_base
 from retrain.policy.critic import Critic
 from retrain.policy.lora import Lanes

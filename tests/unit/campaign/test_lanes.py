@@ -6,11 +6,10 @@ from helpers.campaigns import campaign
 from helpers.lanes import ref, sample
 from helpers.models import toy_base
 
-from retrain.campaign.planning.cohorts import smaller_cohorts
-from retrain.campaign.planning.plan import plan
-from retrain.campaign.running import fitting
+from retrain.campaign.planning.plan import plan, smaller_cohorts
+from retrain.campaign.running import assemble as assembling
+from retrain.campaign.running.assemble import DoesNotFit, check_memory
 from retrain.campaign.running.controller import launch
-from retrain.campaign.running.fitting import DoesNotFit, check_memory
 from retrain.config import load
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.local import LocalEngine
@@ -43,7 +42,7 @@ def test_memory_for_several_adapters_holds_so_many_runs(tmp_path, monkeypatch):
 
     def fits(usable: int) -> int:
         """Return how many of the runs fit into so many bytes."""
-        monkeypatch.setattr(fitting, "available_memory", lambda device: int(usable / fitting.USABLE_SHARE))
+        monkeypatch.setattr(assembling, "available_memory", lambda device: int(usable / assembling.USABLE_SHARE))
         try:
             check_memory(base, lanes, specs, 7)
         except DoesNotFit as short:

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.running.controller import execute
-from retrain.campaign.running.lease import LEASE
 from retrain.campaign.running.mirror import INDEX, Mirror, uploading
+from retrain.campaign.running.session import LEASE
 from retrain.cli import app
 from retrain.errors import ConfigError, LeaseLost, NotOurs, RetrainError, StorageError, UsageError
 from retrain.files import ASIDE, read_json

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from retrain.campaign.adapters.squeeze import compress_adapter, squeeze
 from retrain.campaign.judging.report import write_report
 from retrain.campaign.running.controller import launch, resume
-from retrain.campaign.running.lease import machine
+from retrain.campaign.running.session import machine
 from retrain.cli import app
 from retrain.config import load
 from retrain.errors import NotOurs

@@ -12,7 +12,7 @@ from retrain.campaign.judging.results import METRIC, Measure, RunResult
 from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.config import load, parse_dict
-from retrain.config.schedule import extent_after, whole_evaluations
+from retrain.config.evaluation import whole_evaluations
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.records.observer import NullObserver
@@ -48,7 +48,7 @@ def test_each_schedule_says_when_all_problems_are_asked():
     assert whole_evaluations("verdict", 100, 30) == (80, 90, 100)
     assert [whole_evaluations("verdict", steps, 0) for steps in (1, 2, 3)] == [(1,), (1, 2), (1, 2, 3)]
     config = parse_dict({"training": {"max_steps": 20, "eval_every": 6}, "evaluation": {"schedule": "verdict"}})
-    extents = {step: extent for step in range(1, 21) if (extent := extent_after(config, step))}
+    extents = {step: extent for step in range(1, 21) if (extent := config.extent_after(step))}
     assert extents == {6: "part", 12: "part", 16: "whole", 18: "whole", 20: "whole"}
 
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from helpers.models import campaign_head
 
-from retrain.campaign.planning.cohorts import cut
-from retrain.campaign.planning.plan import plan
+from retrain.campaign.planning.plan import cut, plan
 from retrain.campaign.running.in_process import Sequential
 from retrain.campaign.running.protocol import JobEnded, Message, Tick
 from retrain.campaign.running.scheduler import Scheduler

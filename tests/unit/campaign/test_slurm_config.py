@@ -2,7 +2,7 @@ import pytest
 from helpers.models import config_errors
 
 from retrain.config import parse_dict
-from retrain.config.slurm import minutes_of
+from retrain.config.machine import minutes_of
 from retrain.errors import ConfigError
 
 ASKED = {"campaign": {"executor": "slurm", "workers": 3, "seeds": [1, 2]}}

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.config.describe import document
-from retrain.config.lines import key_lines
+from retrain.config.loading import key_lines
 
 EVERYTHING = '''\
 # a comment with [brackets] and key = "value"

@@ -2,11 +2,10 @@ import pytest
 
 from retrain.campaign.judging.pooling import tells_apart
 from retrain.campaign.planning.changes import counts
-from retrain.campaign.planning.cohorts import base_key
-from retrain.campaign.planning.plan import RunSpec
+from retrain.campaign.planning.plan import RunSpec, base_key
 from retrain.config import parse_dict
 from retrain.config.base import Role
-from retrain.config.conditions import why_fixed
+from retrain.config.checking import why_fixed
 from retrain.config.root import keys, role_of
 
 

@@ -6,8 +6,8 @@ import torch
 from helpers.lanes import publish, requests, rollout, sample, trained, update
 from helpers.models import qwen3_directory, toy_base
 
-from retrain.campaign.running import models
-from retrain.campaign.running.models import Bases
+from retrain.campaign import models
+from retrain.campaign.models import Bases
 from retrain.config import parse_dict
 from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError, RunFailed

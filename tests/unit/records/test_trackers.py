@@ -18,7 +18,7 @@ from helpers.campaigns import blocks
 from helpers.records import config, context, group, step
 
 from retrain.config import parse_dict
-from retrain.config.upkeep import trackers
+from retrain.config.evaluation import trackers
 from retrain.errors import MissingExtra, RetrainError
 from retrain.ownership import claim
 from retrain.records.recorder import RunRecorder
@@ -135,7 +135,7 @@ def test_names_outside_a_campaign_and_in_one():
     ],
 )
 def test_the_trackers_that_are_asked_for(monkeypatch, asked, names):
-    monkeypatch.setattr("retrain.config.upkeep.find_spec", lambda name: None if name == "trackio" else name)
+    monkeypatch.setattr("retrain.config.campaign.find_spec", lambda name: None if name == "trackio" else name)
     logging = parse_dict(tomllib.loads(f"[logging]\n{asked}")).logging
     assert trackers(logging.report_to, logging.wandb_project) == names
     assert logging.wandb is ("wandb" in names)

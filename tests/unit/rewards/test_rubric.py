@@ -7,13 +7,13 @@ import pytest
 from helpers.models import config_errors
 from helpers.servers import CAPITAL, JudgeServer, chat, judging, says
 
-from retrain.campaign.planning.asked import data_of
 from retrain.campaign.planning.changes import world_changes
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.config import load, parse_dict
 from retrain.config.rules import maxrl_rules
 from retrain.data.dataset import column_values
+from retrain.environments.build import data_of
 from retrain.errors import ConfigError
 from retrain.rewards import build_grader
 from retrain.rewards.judge import Criterion, parse_met, read_criteria, share_met, weight_of

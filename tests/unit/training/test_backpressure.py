@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.config.upkeep import Backpressure
+from retrain.config.evaluation import Backpressure
 from retrain.maths.backpressure import DecodeWork, Limits, decide, fit_usl, usl
 from retrain.rollouts.pressure import Pressure, decode_work
 
