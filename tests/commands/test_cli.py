@@ -254,7 +254,7 @@ def test_an_empty_path_to_write_to_is_refused(tmp_path, monkeypatch, arguments):
 
 
 def test_doctor_names_every_package_and_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr(device, "bfloat16_gain", lambda: 3.4)
+    monkeypatch.setattr(setup, "bfloat16_gain", lambda: 3.4)
     version_of = setup.version_of
     monkeypatch.setattr(setup, "version_of", lambda package: None if package == "trackio" else version_of(package))
     result = run("doctor")

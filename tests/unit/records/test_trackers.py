@@ -135,7 +135,7 @@ def test_names_outside_a_campaign_and_in_one():
     ],
 )
 def test_the_trackers_that_are_asked_for(monkeypatch, asked, names):
-    monkeypatch.setattr("retrain.config.campaign.find_spec", lambda name: None if name == "trackio" else name)
+    monkeypatch.setattr("retrain.config.evaluation.find_spec", lambda name: None if name == "trackio" else name)
     logging = parse_dict(tomllib.loads(f"[logging]\n{asked}")).logging
     assert trackers(logging.report_to, logging.wandb_project) == names
     assert logging.wandb is ("wandb" in names)
