@@ -15,7 +15,18 @@ from retrain.algorithms.credit.sepa_pooling import correct_rate
 from retrain.errors import RunFailed
 from retrain.files import dumps
 from retrain.policy.base import BaseModel
-from retrain.types import Action, CreditedBatch, Group, Problem, Prompt, RewardResult, Scores, Turn, single_turn
+from retrain.types import (
+    MAX_STALENESS,
+    Action,
+    CreditedBatch,
+    Group,
+    Problem,
+    Prompt,
+    RewardResult,
+    Scores,
+    Turn,
+    single_turn,
+)
 
 TEXTS = ["so x = 4", "wait let me check so x", "notice that x = 4"]
 
@@ -244,3 +255,37 @@ def test_a_transform_plug_in_decides_which_groups_have_signal(base):
     batch = credit([one], modes=Modes("grpo", bonus, "surprisal"))
     assert discarded(batch) == [None]
     assert all((rollout.token_advantages_T == 1).all() for rollout in batch.trained)
+
+
+def test_groups_that_are_too_stale_stand_where_they_were_with_their_planning_tokens(base):
+    algorithm = algorithm_of({}, base.text)
+    first, stale, last = batch_of([group(base, [1.0, 0.0], TEXTS[:2]) for _ in range(3)]).groups
+    stale = replace(stale, discarded=MAX_STALENESS)
+    credited = algorithm.credit(CreditedBatch((first, last)), Scores(), 0)
+    merged = algorithm.with_stale_groups(credited, (first, stale, last))
+    assert [merged.groups[0], merged.groups[2]] == list(credited.groups)
+    assert merged.groups[1].discarded == MAX_STALENESS
+    planning = [rollout.planning_T.any() for rollout in merged.groups[1].rollouts]
+    assert planning == [False, True]
+    assert merged.metrics == credited.metrics
+    assert algorithm.with_stale_groups(credited, (first, last)) is credited
+
+
+@pytest.mark.parametrize(("critic", "lams"), [({"lam_length": 0.5}, [0.5, 0.0]), ({"lam_policy": 0.25}, [0.25, 0.25])])
+def test_the_policys_lambda_may_follow_the_length(base, critic, lams):
+    """1 − 1/(αL) for answers of 4 and 2 tokens, with values of 0."""
+    config = {
+        "algorithm": {"advantage_mode": "gae", "kl_coef": 0.0},
+        "critic": {**critic, "lam_value": 1.0, "whiten": False},
+    }  # fmt: skip
+    actions = [Action([7] * n, "", np.zeros(n), None, "stop") for n in (4, 2)]
+    prompt = Prompt(Problem("p", "?", "1"), "?", (1, 2))
+    groups = [single_turn(prompt, actions, [RewardResult(1.0), RewardResult(1.0)])]
+    scores = Scores(values=[np.zeros(4), np.zeros(2)])
+    batch = credit(groups, config, scores=scores)
+    for rollout, lam in zip(batch.rollouts, lams, strict=True):
+        expected = [lam**k for k in reversed(range(len(rollout)))]
+        assert rollout.token_advantages_T.tolist() == pytest.approx(expected)
+    assert batch.metrics["critic/value_mean"] == 0.0
+    assert batch.metrics["critic/target_mean"] == 1.0
+    assert batch.metrics["critic/explained_variance"] is None
