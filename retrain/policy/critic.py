@@ -14,7 +14,7 @@ from retrain.policy.base import BaseModel
 from retrain.policy.gradient import AccumulationResult
 from retrain.policy.head import ValueHead
 from retrain.policy.lora import Adapter, Lanes
-from retrain.policy.terms import ValueTerm
+from retrain.policy.objective import ValueTerm
 from retrain.policy.update import PROBE_SIZE, UNTRAINED, PendingUpdate, Step, load_moments, new_optimizer
 from retrain.types import UpdateResult, without_advantages
 

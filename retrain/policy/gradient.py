@@ -28,9 +28,8 @@ from retrain.policy.backbone import (
 from retrain.policy.base import BaseModel
 from retrain.policy.head import Head, ValueHead, head_divergence
 from retrain.policy.lora import Adapter, Lanes
-from retrain.policy.objective import Objective
+from retrain.policy.objective import Objective, TeacherTerm, TokenScores
 from retrain.policy.packing import Budget, Layout, MicroBatch, split_microbatches, update_mode
-from retrain.policy.terms import TeacherTerm, TokenScores
 from retrain.rng import torch_seed
 from retrain.types import Sample, TrainBatch, Want, with_prompt
 

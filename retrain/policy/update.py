@@ -16,8 +16,7 @@ from retrain.maths.ratios import MISMATCH_METRICS, RATIO_METRICS, Sums, loss_met
 from retrain.policy.gradient import AccumulationResult, GradientAccumulator, PhaseTimer, UpdateContext
 from retrain.policy.head import ValueHead
 from retrain.policy.lora import Adapter
-from retrain.policy.objective import Objective
-from retrain.policy.terms import NotFiniteError, ValueTerm
+from retrain.policy.objective import NotFiniteError, Objective, ValueTerm
 from retrain.types import Sample, TrainBatch, UpdateResult
 
 FUSED = ("cuda",)  # Devices on which AdamW is one kernel

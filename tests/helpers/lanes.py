@@ -26,9 +26,8 @@ from retrain.policy.critic import MOMENTS, WEIGHTS
 from retrain.policy.gradient import UpdateContext
 from retrain.policy.local import LocalPolicy, LocalSnapshot
 from retrain.policy.lora import Adapter, Lanes
-from retrain.policy.objective import Objective
+from retrain.policy.objective import EntropyTerm, KLTerm, Objective, PolicyTerm, Term
 from retrain.policy.packing import Budget
-from retrain.policy.terms import EntropyTerm, KLTerm, PolicyTerm, Term
 from retrain.policy.update import PendingUpdate, new_optimizer, policy_step
 from retrain.rng import generator
 from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest, TrainBatch
