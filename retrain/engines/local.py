@@ -60,6 +60,7 @@ class LocalEngine:
         tell: Callable[[str], None] = lambda line: None,
     ):
         self.base, self.lanes, self.workers, self.tell = base, lanes, workers or Workers(), tell
+        self._cache_bytes = cache_bytes(base)
         self.begin(MemoryPlan.of(base))
         self._syncs: list[float] = []
         self.graphs: StepGraphs | None = None
@@ -244,7 +245,7 @@ class LocalEngine:
         # Where truncated, the remaining mass, twice.
         logits = (LOGITS_COPIES + 2 * truncated) * 4 * self.base.vocab_size
         room = self.decode_bytes - continues * self.sequence_cache.limit
-        held = -(-length // columns) * columns * cache_bytes(self.base)
+        held = -(-length // columns) * columns * self._cache_bytes
         # One layer's cache once more, because a batch that is resized copies layer by layer.
         fitting = room // (held + held // (2 * layers) + logits)
         return max(1, min(MOST_ROWS.get(kind, MOST_ROWS["cuda"]), fitting))
