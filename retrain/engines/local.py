@@ -18,7 +18,7 @@ from retrain.engines.dense_probe import dense_decoder
 from retrain.engines.graphs import StepGraphs, cuda_capture
 from retrain.engines.grid import Grid
 from retrain.engines.protocol import EngineState, Finished
-from retrain.engines.sequences import LaneRequest, SampleIndex, indices_by_lane, lanes_of, with_lanes
+from retrain.engines.sequences import LaneRequest, SampleIndex, check_lengths, indices_by_lane, lanes_of, with_lanes
 from retrain.engines.slots import COLUMNS, SlotBatch
 from retrain.errors import RunFailed
 from retrain.models.layers import GPU_MOST_ROWS, LOGITS_COPIES
@@ -29,7 +29,6 @@ from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.protocol import PolicySnapshot
 from retrain.types import Action, PolicyRef, SampleRequest
-from retrain.types.requests import check_lengths
 
 MOST_ROWS = {"cpu": 1024, "cuda": GPU_MOST_ROWS}
 """Upper bound on the rows of a decode batch; beyond it decoding is compute-bound."""
@@ -150,7 +149,7 @@ class LocalEngine:
                 finished(request, done[request])
 
         continues = any(request.sequences for request in requests)
-        affordable = self.affordable_rows(longest, any(request.truncates for request in requests), continues)
+        affordable = self.affordable_rows(longest, any(request.truncates for request in in_lanes), continues)
         rows = min(filter(None, (affordable, max_rows, self.fitting)))
         indices = indices_by_lane(in_lanes)
         while indices:

@@ -7,7 +7,9 @@ import numpy as np
 import torch
 
 from retrain.engines.step import Rows, SampledTokens, SupportRecord
+from retrain.errors import ModelError
 from retrain.policy.base import BaseModel
+from retrain.rng import uniforms
 from retrain.types import Action, PolicyRef, SampleRequest, Support
 
 
@@ -16,6 +18,16 @@ class LaneRequest(SampleRequest):
     """A request whose weights are lane ``lane`` of the decode batch."""
 
     lane: int = 0
+
+    def uniforms_T(self, sample: int) -> np.ndarray:
+        """Return the uniform numbers that draw this sample's tokens, float64 [max_tokens]."""
+        stream = self.streams[sample] if self.streams else (*self.stream, sample)
+        return uniforms(self.drawn + self.max_tokens, *stream)[self.drawn :]
+
+    @property
+    def truncates(self) -> bool:
+        """Return whether completions are sampled from less than the whole vocabulary."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,20 @@ def indices_by_lane(requests: Sequence[LaneRequest]) -> list[SampleIndex]:
     """Return all samples of the requests, lane by lane."""
     order = sorted(range(len(requests)), key=lambda number: requests[number].lane)
     return [SampleIndex(number, sample) for number in order for sample in range(requests[number].samples)]
+
+
+def check_lengths(requests: Sequence[SampleRequest], context: int, owner: str) -> int:
+    """Return the tokens of the longest prompt with its completion. Raises ModelError when they exceed ``context``, the
+    tokens that ``owner`` holds."""
+    longest, prompt, completion = max(
+        ((len(r.prompt_ids) + r.max_tokens, len(r.prompt_ids), r.max_tokens) for r in requests), default=(0, 0, 0)
+    )
+    if longest > context:
+        raise ModelError(
+            f"the prompt has {prompt} tokens, and with max_tokens = {completion} that is more than the {context} that "
+            f"{owner} holds: lower max_tokens"
+        )
+    return longest
 
 
 class BatchSequences:
@@ -144,7 +170,7 @@ class BatchSequences:
         return actions
 
 
-def cuts_of(requests: Sequence[SampleRequest], vocabulary: int) -> np.ndarray | None:
+def cuts_of(requests: Sequence[LaneRequest], vocabulary: int) -> np.ndarray | None:
     """Return ``cut_R3`` of these requests and of scratch, float64; None when none is truncated."""
     cuts = [
         (min(r.top_k or vocabulary, vocabulary), r.top_p, r.min_p) if r.truncates else (0, 1.0, 0.0) for r in requests

@@ -15,8 +15,16 @@ from retrain.policy.gradient import AccumulationResult
 from retrain.policy.head import ValueHead
 from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.objective import ValueTerm
-from retrain.policy.update import PROBE_SIZE, UNTRAINED, PendingUpdate, Step, load_moments, new_optimizer
-from retrain.types import UpdateResult, without_advantages
+from retrain.policy.update import (
+    PROBE_SIZE,
+    UNTRAINED,
+    PendingUpdate,
+    Step,
+    load_moments,
+    new_optimizer,
+    without_advantages,
+)
+from retrain.types import UpdateResult
 
 WEIGHTS, MOMENTS = "critic.safetensors", "critic_optimizer.safetensors"
 

@@ -31,7 +31,7 @@ from retrain.policy.lora import Adapter, Lanes
 from retrain.policy.objective import Objective, TeacherTerm, TokenScores
 from retrain.policy.packing import Budget, Layout, MicroBatch, split_microbatches, update_mode
 from retrain.rng import torch_seed
-from retrain.types import Sample, TrainBatch, Want, with_prompt
+from retrain.types import Sample, TrainBatch, Want
 
 UPDATE_PHASES = (
     "forward",
@@ -126,6 +126,24 @@ class UpdateContext:
     @property
     def base(self) -> BaseModel:
         return self.lanes.base
+
+
+def with_prompt(sample: Sample, prompt_ids: Sequence[int]) -> Sample:
+    """Return the sample with ``prompt_ids`` in place of its prompt, and without credit."""
+    prefix, length = sample.prefix, len(prompt_ids)
+
+    def moved(values: np.ndarray, fill: float) -> np.ndarray:
+        return np.concatenate([np.full(length, fill, values.dtype), values[prefix:]])
+
+    return Sample(
+        token_ids=np.concatenate([np.asarray(prompt_ids, dtype=np.int64), sample.token_ids[prefix:]]),
+        action_mask=moved(sample.action_mask, False),
+        logprobs=moved(sample.logprobs, 0.0),
+        versions=moved(sample.versions, -1),
+        advantages=moved(sample.advantages, 0.0),
+        loss_mask=moved(sample.loss_mask, False),
+        support=sample.support,
+    )
 
 
 def iter_microbatches(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -98,6 +98,11 @@ class PendingUpdate:
         self.metrics |= policy_metrics(result.sums, self.objective.kl_coef, len(self.batch.samples))
         self.metrics |= {"loss": result.loss, "reported_loss": result.loss}
         self.steps.append(Step(self.optimizer, [self.adapter.flat], self.lr, result.loss))
+
+
+def without_advantages(sample: Sample) -> Sample:
+    """Return the sample with an advantage of 0 for every sampled token; all of them train."""
+    return replace(sample, advantages=np.zeros(len(sample)), loss_mask=sample.action_mask)
 
 
 def policy_step(update: PendingUpdate, grad_clip_norm: float = 1.0) -> UpdateResult:

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from retrain.engines.protocol import EngineState, Finished
+from retrain.engines.sequences import check_lengths
 from retrain.engines.server.adapters import AdapterStore, LeftOver, Published
 from retrain.engines.server.checks import action_of
 from retrain.engines.server.client import Away, Refused, Server, Unknown, Unreached
@@ -30,7 +31,6 @@ from retrain.policy.protocol import PolicySnapshot
 from retrain.rng import torch_seed
 from retrain.tokenizer import Tokenizer
 from retrain.types import Action, PolicyRef, SampleRequest
-from retrain.types.requests import check_lengths
 
 ATTEMPTS = 5
 """Times that one completion is asked for before the step is given up; waiting for a server that is away does not
