@@ -11,7 +11,7 @@ one ``sample`` call; otherwise its product is added for all lanes at once (see `
 in bfloat16, where adding a small ΔW to a large weight would round most of it away. On a CPU larger models are read
 from a copy whose layout suits products of few rows (``policy.arithmetic.packed``), made for one call too.
 
-``engines.dense_probe`` decides which models decode so.
+``engines.local`` decides which models decode so.
 """
 
 from __future__ import annotations
