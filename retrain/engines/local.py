@@ -19,8 +19,7 @@ from retrain.engines.dense import Blocks, DenseDecoder, KVCache, SequenceCache
 from retrain.engines.graphs import StepGraphs, cuda_capture
 from retrain.engines.grid import Grid
 from retrain.engines.protocol import EngineState, Finished
-from retrain.engines.sequences import LaneRequest, SampleIndex, check_lengths, indices_by_lane, lanes_of, with_lanes
-from retrain.engines.slots import COLUMNS, SlotBatch
+from retrain.engines.slots import COLUMNS, LaneRequest, SampleIndex, SlotBatch, check_lengths, lanes_of
 from retrain.engines.step import ACTIVATIONS, draw, forward, logits
 from retrain.errors import RunFailed
 from retrain.models.layers import DENSE_FAMILIES, GPU_MOST_ROWS, LOGITS_COPIES
@@ -262,6 +261,18 @@ class LocalEngine:
         # One layer's cache once more, because a batch that is resized copies layer by layer.
         fitting = room // (held + held // (2 * layers) + logits_bytes)
         return max(1, min(MOST_ROWS.get(kind, MOST_ROWS["cuda"]), fitting))
+
+
+def with_lanes(requests: Sequence[SampleRequest]) -> tuple[list[PolicyRef], list[LaneRequest]]:
+    """Return the policies, which are the lanes of the batch, and the requests with their lanes."""
+    policies = list(dict.fromkeys(request.policy for request in requests))
+    return policies, [LaneRequest(**vars(request), lane=policies.index(request.policy)) for request in requests]
+
+
+def indices_by_lane(requests: Sequence[LaneRequest]) -> list[SampleIndex]:
+    """Return all samples of the requests, lane by lane."""
+    order = sorted(range(len(requests)), key=lambda number: requests[number].lane)
+    return [SampleIndex(number, sample) for number in order for sample in range(requests[number].samples)]
 
 
 def pieces_of(requests: Sequence[LaneRequest], indices: Sequence[SampleIndex], count: int) -> list[list[SampleIndex]]:

@@ -18,13 +18,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from retrain.engines.protocol import EngineState, Finished
-from retrain.engines.sequences import check_lengths
 from retrain.engines.server.adapters import AdapterStore, LeftOver, Published
 from retrain.engines.server.checks import action_of
 from retrain.engines.server.client import Away, Refused, Server, Unknown, Unreached
 from retrain.engines.server.dialects import Ask, Faulty
 from retrain.engines.server.fleet import Fleet
 from retrain.engines.server.pool import Pool
+from retrain.engines.slots import check_lengths
 from retrain.errors import RunFailed, ServerFailed, UsageError
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.protocol import PolicySnapshot

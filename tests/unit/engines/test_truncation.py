@@ -24,7 +24,7 @@ from retrain.algorithms.arrays import training_samples
 from retrain.config import load
 from retrain.engines import dense
 from retrain.engines.local import LocalEngine
-from retrain.engines.sequences import LaneRequest, cuts_of
+from retrain.engines.slots import LaneRequest, cuts_of
 from retrain.engines.step import decode_steps, draw
 from retrain.maths.ratios import sampled_token_kl
 from retrain.policy import backbone
