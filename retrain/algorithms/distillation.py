@@ -18,10 +18,9 @@ from retrain.data.prompts import Renderer
 from retrain.errors import ModelError, RunFailed
 from retrain.policy.backbone import backbone_of, collate, hidden_states, in_microbatches, per_sample, token_logprobs
 from retrain.policy.base import BaseModel
-from retrain.policy.gradient import with_prompt
 from retrain.policy.head import Head
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
-from retrain.policy.packing import Budget
+from retrain.policy.packing import Budget, with_prompt
 from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.types import Group, Rollout, Sample, Want
 

@@ -43,10 +43,10 @@ from retrain.files import read_json, read_jsonl, write_json
 from retrain.maths.distillation import divergence, with_tail
 from retrain.policy import head as head_module
 from retrain.policy.base import load_base
-from retrain.policy.gradient import with_prompt
 from retrain.policy.head import Head, head_divergence
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
+from retrain.policy.packing import with_prompt
 from retrain.policy.update import without_advantages
 from retrain.records.observer import NullObserver
 from retrain.types import (
