@@ -40,8 +40,7 @@ def measured(model: str, dtype: str, kind: str, threads: int) -> dict[str, Any]:
     from retrain.policy.base import load_weights, look_at
     from retrain.policy.local import LocalPolicy
     from retrain.policy.lora import Lanes
-    from retrain.policy.objective import Objective
-    from retrain.policy.terms import PolicyTerm
+    from retrain.policy.objective import Objective, PolicyTerm
     from retrain.types import Denominators, PolicyRef, Sample, SampleRequest, TrainBatch
 
     torch.set_num_threads(threads)

@@ -27,12 +27,10 @@ from workload import ALPHA, LR, RANK, SHAPES, Setting
 
 from retrain.algorithms.losses import PPO
 from retrain.policy.base import MemoryPlan, load_base
-from retrain.policy.gradient import UpdateContext
-from retrain.policy.lora import Lanes
-from retrain.policy.objective import Objective
+from retrain.policy.lora import Lanes, new_optimizer
+from retrain.policy.objective import EntropyTerm, Objective, PolicyTerm
 from retrain.policy.packing import Budget
-from retrain.policy.terms import EntropyTerm, PolicyTerm
-from retrain.policy.update import PendingUpdate, new_optimizer, policy_step
+from retrain.policy.update import PendingUpdate, UpdateContext, policy_step
 from retrain.types import Denominators, Sample, TrainBatch
 
 

@@ -26,8 +26,7 @@ from retrain.engines import LocalEngine, PolicyRef, SampleRequest
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
-from retrain.policy.objective import Objective
-from retrain.policy.terms import PolicyTerm
+from retrain.policy.objective import Objective, PolicyTerm
 from retrain.rewards.rules import MatchReward
 from retrain.types import Denominators, Sample, TrainBatch
 

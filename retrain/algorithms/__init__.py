@@ -46,8 +46,16 @@ from retrain.config.modes import MODES, Named, loss_of
 from retrain.config.root import value_at
 from retrain.maths.corrections import Correction
 from retrain.plugins import load_function
-from retrain.policy.objective import Objective
-from retrain.policy.terms import EntropyTerm, KLTerm, PolicyLoss, PolicyTerm, TeacherTerm, Term, ValueTerm
+from retrain.policy.objective import (
+    EntropyTerm,
+    KLTerm,
+    Objective,
+    PolicyLoss,
+    PolicyTerm,
+    TeacherTerm,
+    Term,
+    ValueTerm,
+)
 from retrain.tokenizer import Tokenizer
 
 __all__ = [

@@ -20,9 +20,9 @@ from retrain.policy.backbone import backbone_of, collate, hidden_states, in_micr
 from retrain.policy.base import BaseModel
 from retrain.policy.head import Head
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
-from retrain.policy.packing import Budget
+from retrain.policy.packing import Budget, with_prompt
 from retrain.policy.protocol import Policy, PolicySnapshot
-from retrain.types import Group, Rollout, Sample, Want, with_prompt
+from retrain.types import Group, Rollout, Sample, Want
 
 
 class Context:

@@ -26,12 +26,12 @@ from retrain.engines.server.watch import Watch
 from retrain.engines.shared import SharedEngine
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel, MemoryPlan, ModelFiles, load_base, load_weights, look_at
-from retrain.policy.gradient import DistributionTeacher
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.plugin import PluginPolicy, load_backend
 from retrain.policy.protocol import Policy
 from retrain.policy.ranks import Ranks
+from retrain.policy.update import DistributionTeacher
 from retrain.tokenizer import ByteTokenizer, Tokenizer
 
 T = TypeVar("T")

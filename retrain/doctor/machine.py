@@ -11,7 +11,7 @@ import torch
 from retrain.device import Workers, build_fault, gpu_facts, nvidia_gpus
 from retrain.doctor.results import Result, judged
 from retrain.doctor.subject import Sizes, Subject
-from retrain.engines.dense_probe import is_supported
+from retrain.engines.local import is_supported
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import cache_bytes
 from retrain.records.environment import environment_facts

@@ -34,8 +34,7 @@ from retrain.models.layers import Architecture, architecture_of
 from retrain.policy.base import BaseModel, workers_for
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
-from retrain.policy.objective import Objective
-from retrain.policy.terms import PolicyTerm
+from retrain.policy.objective import Objective, PolicyTerm
 from retrain.rng import generator
 from retrain.tokenizer import ByteTokenizer
 from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest, TrainBatch

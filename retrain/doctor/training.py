@@ -25,9 +25,8 @@ from retrain.files import dumps, read_json, write_json
 from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalPolicy, optimizer_tensors
 from retrain.policy.lora import Lanes, LoraWeights
-from retrain.policy.objective import Objective
+from retrain.policy.objective import Objective, PolicyTerm
 from retrain.policy.quantized import QuantizedLinear
-from retrain.policy.terms import PolicyTerm
 from retrain.training.checkpoints import Snapshot, checkpoint_directory, load_checkpoint, write_checkpoint
 from retrain.types import Sample, Want
 

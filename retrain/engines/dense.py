@@ -11,7 +11,7 @@ one ``sample`` call; otherwise its product is added for all lanes at once (see `
 in bfloat16, where adding a small ΔW to a large weight would round most of it away. On a CPU larger models are read
 from a copy whose layout suits products of few rows (``policy.arithmetic.packed``), made for one call too.
 
-``engines.dense_probe`` decides which models decode so.
+``engines.local`` decides which models decode so.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ class DenseDecoder:
         attention = body.layers[0].self_attn
         self.base, self.device, self.dtype, self.rotary = base, base.device, base.dtype, body.rotary_emb
         self.presence, self.passes = base.presence, base.passes
-        self.presence.ends()
+        self._gather_ends()
         self.layers = [Layer(base, module, heads, kv_heads) for module in body.layers]
         # Merging in half precision would lose the adapter's small numbers. Of weights that pass, one layer is copied.
         self.merges = (base.copies or base.presence.shared) and base.device.type == "cpu" and base.dtype in FULL
@@ -308,6 +308,11 @@ class DenseDecoder:
             scaling=float(attention.scaling),
             activation=config.hidden_act,
         )
+
+    def _gather_ends(self) -> None:
+        """Gather the embedding and the output layer where ranks hold a part of them each."""
+        if self.presence.shared:
+            self.presence.ends()
 
     def blocks(self, adapters: Sequence[LoraWeights]) -> Blocks:
         """Return the blocks with these adapters, prepared once for many decode steps."""
@@ -379,7 +384,7 @@ class DenseDecoder:
         Causal attention alone keeps a row's real tokens from seeing its padding.
         """
         rows, width = ids_RT.shape
-        self.presence.ends()
+        self._gather_ends()
         frame = self.turned(width)
         cos, sin = frame.cos[:width].unsqueeze(1), frame.sin[:width].unsqueeze(1)
         x = F.embedding(ids_RT.reshape(-1), frame.embedding)
@@ -408,7 +413,7 @@ class DenseDecoder:
         """More tokens of rows whose first ``start_R`` columns are there, padded on the right → logits [R, V] at
         ``last_R``. Only what is real is written to the cache; ``rows`` of the others is any row."""
         count, width = ids_RT.shape
-        self.presence.ends()
+        self._gather_ends()
         rows_R = torch.tensor(rows, device=self.device)
         together = list(rows) == list(range(rows[0], rows[0] + count))
         from_rows = slice(rows[0], rows[0] + count) if together else rows_R  # a slice copies nothing
@@ -448,7 +453,7 @@ class DenseDecoder:
         steps: int,
     ) -> int:
         """See ``engines.step.decode_steps``; on a CPU it runs compiled, unless weights are streamed."""
-        self.presence.ends()
+        self._gather_ends()
         compiled = self.device.type == "cpu" and not self.passes
         run: Callable[..., int] = compiled_decode_steps() if compiled else decode_steps
         frame = self.turned(kv_cache.capacity)

@@ -14,9 +14,8 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from retrain.engines.protocol import Finished
-from retrain.engines.sequences import BatchSequences, LaneRequest, SampleIndex, select_rows
-from retrain.engines.slots import CHECK, IDLE_SHARE
-from retrain.engines.step import adds_in_any_order, draw_tokens
+from retrain.engines.slots import CHECK, IDLE_SHARE, BatchSequences, LaneRequest, SampleIndex
+from retrain.engines.step import adds_in_any_order, draw_tokens, select_rows
 from retrain.policy.arithmetic import FULL
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel

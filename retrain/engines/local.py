@@ -5,31 +5,32 @@ through the model's own forward pass (``engines.grid``), slower and in waves. Ea
 per token from its own stream and inverts the cumulative distribution: batching never changes what is sampled.
 """
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from retrain.device import Workers, is_out_of_memory
-from retrain.engines.dense import Blocks, DenseDecoder, SequenceCache
-from retrain.engines.dense_probe import dense_decoder
+from retrain.engines.dense import Blocks, DenseDecoder, KVCache, SequenceCache
 from retrain.engines.graphs import StepGraphs, cuda_capture
 from retrain.engines.grid import Grid
 from retrain.engines.protocol import EngineState, Finished
-from retrain.engines.sequences import LaneRequest, SampleIndex, indices_by_lane, lanes_of, with_lanes
-from retrain.engines.slots import COLUMNS, SlotBatch
+from retrain.engines.slots import COLUMNS, LaneRequest, SampleIndex, SlotBatch, check_lengths, lanes_of
+from retrain.engines.step import ACTIVATIONS, draw, forward, logits
 from retrain.errors import RunFailed
-from retrain.models.layers import GPU_MOST_ROWS, LOGITS_COPIES
+from retrain.models.layers import DENSE_FAMILIES, GPU_MOST_ROWS, LOGITS_COPIES
 from retrain.policy.arithmetic import FULL
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel, MemoryPlan, cache_bytes
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.protocol import PolicySnapshot
+from retrain.rng import generator
 from retrain.types import Action, PolicyRef, SampleRequest
-from retrain.types.requests import check_lengths
 
 MOST_ROWS = {"cpu": 1024, "cuda": GPU_MOST_ROWS}
 """Upper bound on the rows of a decode batch; beyond it decoding is compute-bound."""
@@ -37,6 +38,17 @@ CACHE_SHARE = 0.25  # Share of decoding memory for sequences that continue in a 
 LEAST_PIECE_ROWS = 32
 """Sequences that a piece of the decode batch has at least: what smaller ones gain by a core each, they pay for by a
 prefill and a step of their own (``benchmarks/decode.py``, beside ``--least-piece-rows 4``)."""
+PROBE_ROWS, PROBE_WIDTH, PROBE_STEPS = 4, 48, 3
+"""Tokens that a decoder is compared with its model on: rows, tokens of each, and how many of these it decodes."""
+PROBE_LIMITS = {torch.float64: 1e-5, torch.float32: 1e-4}
+"""Root mean square of the differences of log-probabilities, by the spread of the logits, up to which a decoder is
+admitted. In fp64, too, transformers computes norms and angles in fp32."""
+PROBE_HALF_LIMIT = 0.006
+"""The same in half precision for a model of one layer; layers round independently, so that it grows with the square
+root of their number. Measured per root: 0.0001 to 0.0025 on random models, 0.0006 on the bundled one; 0.02 and more
+with the scaling of attention off by a tenth."""
+PROBE_HEAD_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
+"""Largest difference of a logit from the output layer's product, by the largest one; in half precision its rounding."""
 
 
 class LocalEngine:
@@ -60,6 +72,7 @@ class LocalEngine:
         tell: Callable[[str], None] = lambda line: None,
     ):
         self.base, self.lanes, self.workers, self.tell = base, lanes, workers or Workers(), tell
+        self._cache_bytes = cache_bytes(base)
         self.begin(MemoryPlan.of(base))
         self._syncs: list[float] = []
         self.graphs: StepGraphs | None = None
@@ -149,7 +162,7 @@ class LocalEngine:
                 finished(request, done[request])
 
         continues = any(request.sequences for request in requests)
-        affordable = self.affordable_rows(longest, any(request.truncates for request in requests), continues)
+        affordable = self.affordable_rows(longest, any(request.truncates for request in in_lanes), continues)
         rows = min(filter(None, (affordable, max_rows, self.fitting)))
         indices = indices_by_lane(in_lanes)
         while indices:
@@ -242,12 +255,24 @@ class LocalEngine:
         kind, layers = self.base.device.type, self.base.model.config.get_text_config().num_hidden_layers
         columns = COLUMNS.get(kind, COLUMNS["cuda"])
         # Where truncated, the remaining mass, twice.
-        logits = (LOGITS_COPIES + 2 * truncated) * 4 * self.base.vocab_size
+        logits_bytes = (LOGITS_COPIES + 2 * truncated) * 4 * self.base.vocab_size
         room = self.decode_bytes - continues * self.sequence_cache.limit
-        held = -(-length // columns) * columns * cache_bytes(self.base)
+        held = -(-length // columns) * columns * self._cache_bytes
         # One layer's cache once more, because a batch that is resized copies layer by layer.
-        fitting = room // (held + held // (2 * layers) + logits)
+        fitting = room // (held + held // (2 * layers) + logits_bytes)
         return max(1, min(MOST_ROWS.get(kind, MOST_ROWS["cuda"]), fitting))
+
+
+def with_lanes(requests: Sequence[SampleRequest]) -> tuple[list[PolicyRef], list[LaneRequest]]:
+    """Return the policies, which are the lanes of the batch, and the requests with their lanes."""
+    policies = list(dict.fromkeys(request.policy for request in requests))
+    return policies, [LaneRequest(**vars(request), lane=policies.index(request.policy)) for request in requests]
+
+
+def indices_by_lane(requests: Sequence[LaneRequest]) -> list[SampleIndex]:
+    """Return all samples of the requests, lane by lane."""
+    order = sorted(range(len(requests)), key=lambda number: requests[number].lane)
+    return [SampleIndex(number, sample) for number in order for sample in range(requests[number].samples)]
 
 
 def pieces_of(requests: Sequence[LaneRequest], indices: Sequence[SampleIndex], count: int) -> list[list[SampleIndex]]:
@@ -280,3 +305,88 @@ def waves_of(requests: Sequence[LaneRequest], indices: Sequence[SampleIndex], ro
         chosen = {request for lane in by_lane.values() for request in lane[begin : begin + per_lane]}
         waves.append([index for index in indices if index.request in chosen])
     return waves
+
+
+# -- which models decode as plain matrix products --------------------------------------------------------------------
+
+
+def is_supported(base: BaseModel) -> bool:
+    """Return whether the model is a plain decoder: of a known family, with full attention and unquantised weights."""
+    config = base.model.config
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope_type = str(rope.get("rope_type", rope.get("type", "default")))
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return (
+        config.model_type in DENSE_FAMILIES
+        and type(base.model).__name__.removesuffix("ForCausalLM").lower() == config.model_type
+        and kinds == {"full_attention"}
+        and not (windowed and config.model_type == "mistral")
+        and config.hidden_act in ACTIVATIONS
+        and "dynamic" not in rope_type
+        and rope_type != "longrope"
+        and not getattr(config, "quantization_config", None)
+    )
+
+
+def dense_decoder(base: BaseModel) -> DenseDecoder | None:
+    """Return the fast decoder of this base, or None when the model is of another kind.
+
+    A short probe has to give what the model's own forward pass gives.
+    """
+    if not is_supported(base):
+        return None
+    decoder = DenseDecoder(base)
+    return decoder if reproduces(decoder, base) else None
+
+
+def reproduces(decoder: DenseDecoder, base: BaseModel) -> bool:
+    """Return whether the decoder gives the log-probabilities of the model's own forward pass, with no lane active, for
+    tokens drawn from it behind random ones."""
+    noise, device = generator("probe of the dense decoder"), base.device
+    shape = (PROBE_ROWS, min(PROBE_WIDTH, base.context_length))
+    ids_RT = torch.from_numpy(noise.integers(0, base.vocab_size, shape)).to(device)
+    gaps, spreads = [], []
+    with torch.no_grad():
+        own_RTH, last_RV = _own_forward(base, ids_RT)
+        for got_NV, place in _probe(decoder, ids_RT):
+            want_NV = decoder.output(own_RTH[place])
+            uniforms_N = torch.from_numpy(noise.random(len(want_NV))).to(device)
+            token_N, want_N, _, _ = draw(want_NV, uniforms_N, in_any_order=decoder.in_any_order)
+            gaps.append(got_NV.log_softmax(-1).gather(1, token_N.unsqueeze(1)).squeeze(1) - want_N)
+            spreads.append(want_NV.var(-1))
+        last_gap = (last_RV - decoder.output(own_RTH[:, -1])).abs().max() / last_RV.abs().max()
+    gap, spread = torch.cat(gaps).square().mean().sqrt(), torch.cat(spreads).mean().sqrt()
+    limit = PROBE_LIMITS.get(base.dtype, PROBE_HALF_LIMIT * math.sqrt(len(decoder.layers)))
+    return bool(gap <= limit * spread) and bool(last_gap <= PROBE_HEAD_LIMITS.get(base.dtype, 2**-7))
+
+
+def _own_forward(base: BaseModel, ids_RT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inputs of the model's output layer [R, T, H], before it rounds its logits, and the last column's
+    logits."""
+    seen: list[torch.Tensor] = []
+    hook = base.model.model.register_forward_hook(lambda body, given, made: seen.append(made.last_hidden_state))
+    try:
+        logits_R1V = base.model(input_ids=ids_RT, use_cache=False, logits_to_keep=1).logits
+    finally:
+        hook.remove()
+    return seen[0], logits_R1V[:, -1]
+
+
+def _probe(
+    decoder: DenseDecoder, ids_RT: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]:
+    """Yield logits [N, V] by prefill, a row at a time, then by ragged steps, with their rows and columns."""
+    rows, width = ids_RT.shape
+    read = width - PROBE_STEPS
+    row_R = torch.arange(rows, device=ids_RT.device)
+    blocks: Any = decoder.blocks([])  # ``forward`` goes through them once, whatever they are
+    kv_cache = KVCache(decoder, rows, width)
+    x_RTH = decoder.hidden(ids_RT[:, :read], blocks, kv_cache, row_R, row_R)
+    for row in row_R:
+        columns = torch.arange(read, device=ids_RT.device)
+        yield logits(decoder.frame, x_RTH[row]), (row.expand(read), columns)
+    frame, start_R = decoder.turned(width), (row_R + 1) * read // rows
+    for step in range(PROBE_STEPS):
+        place = (row_R, start_R + step)
+        yield forward(frame, blocks, ids_RT[place], place[1], kv_cache.keys, kv_cache.values, width, True), place

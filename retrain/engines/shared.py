@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Finished
-from retrain.engines.sequences import LaneRequest, SampleIndex
+from retrain.engines.slots import LaneRequest, SampleIndex
 from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights

@@ -21,10 +21,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 from retrain.policy.arithmetic import fp32_product, linear, rms, rotation
+from retrain.types import Support
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 """Activations of gated MLPs, as configurations name them, that ``activated`` knows."""
@@ -92,6 +94,12 @@ class Rows(NamedTuple):
     temperature_R1: torch.Tensor | None
     greedy_R1: torch.Tensor | None
     cut_R3: torch.Tensor | None
+
+
+def select_rows(rows: Rows, index: torch.Tensor) -> Rows:
+    """Return copies of some of the rows."""
+    optional = (None if table is None else table[index] for table in (rows.temperature_R1, rows.greedy_R1, rows.cut_R3))
+    return Rows(*(table[index] for table in rows[:6]), *optional)
 
 
 class SupportRecord(NamedTuple):
@@ -359,6 +367,33 @@ def record_support(record: SupportRecord, ids_RK: torch.Tensor, place_R: torch.T
     record.first_NT.view(-1).index_copy_(0, place_R, end_R - count_R)
     record.count_NT.view(-1).index_copy_(0, place_R, count_R)
     record.used_1.copy_(end_R[-1:])
+
+
+def empty_record(count: int, longest: int, most: int, device: torch.device) -> SupportRecord:
+    """Return the record of ``count`` sequences of at most ``longest`` tokens, each drawn from at most ``most`` ids."""
+    return SupportRecord(
+        ids_M=torch.empty(1, dtype=torch.int32, device=device),
+        used_1=torch.zeros(1, dtype=torch.long, device=device),
+        first_NT=torch.zeros(count, longest, dtype=torch.long, device=device),
+        count_NT=torch.zeros(count, longest, dtype=torch.long, device=device),
+        rank_K=torch.arange(most, device=device),
+    )
+
+
+def supports_of(record: SupportRecord, sequences: torch.Tensor, lengths_N: np.ndarray) -> list[Support | None]:
+    """Return the kept set of every token of these sequences; None for a sequence that was not truncated."""
+    first_NT, count_NT = (table[sequences].cpu().numpy() for table in (record.first_NT, record.count_NT))
+    supports: list[Support | None] = []
+    for first_T, count_T, length in zip(first_NT, count_NT, lengths_N, strict=True):
+        first_T, count_T = first_T[:length], count_T[:length]
+        if not count_T.any():
+            supports.append(None)
+            continue
+        offsets = np.concatenate([[0], count_T.cumsum()])
+        index = np.repeat(first_T - offsets[:-1], count_T) + np.arange(offsets[-1])
+        ids = record.ids_M[torch.from_numpy(index).to(record.ids_M.device)]
+        supports.append(Support(ids.cpu().numpy(), offsets))
+    return supports
 
 
 def draw_tokens(rows: Rows, sampled: SampledTokens, logits_RV: torch.Tensor, in_any_order: bool) -> torch.Tensor:

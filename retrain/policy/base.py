@@ -112,12 +112,12 @@ class BaseModel:
             self._undo.pop()()
         self.backbone = None
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """Return the size of the output layer, which may exceed the tokenizer's vocabulary."""
         return self.model.get_output_embeddings().weight.shape[0]
 
-    @property
+    @cached_property
     def context_length(self) -> int:
         """Return the longest prompt + completion that the model's positions allow."""
         return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from retrain.config import Config
 from retrain.errors import CheckpointError
 from retrain.policy.base import BaseModel
-from retrain.policy.gradient import AccumulationResult
 from retrain.policy.head import ValueHead
-from retrain.policy.lora import Adapter, Lanes
-from retrain.policy.terms import ValueTerm
-from retrain.policy.update import PROBE_SIZE, UNTRAINED, PendingUpdate, Step, load_moments, new_optimizer
-from retrain.types import UpdateResult, without_advantages
+from retrain.policy.lora import Adapter, Lanes, Step, load_moments, new_optimizer
+from retrain.policy.objective import ValueTerm
+from retrain.policy.update import PROBE_SIZE, UNTRAINED, AccumulationResult, PendingUpdate, without_advantages
+from retrain.types import UpdateResult
 
 WEIGHTS, MOMENTS = "critic.safetensors", "critic_optimizer.safetensors"
 

@@ -21,14 +21,13 @@ from retrain.policy.arithmetic import products_in_bfloat16
 from retrain.policy.backbone import in_microbatches, scored
 from retrain.policy.base import BaseModel, MemoryPlan
 from retrain.policy.critic import MOMENTS, WEIGHTS, Critic, critic_step
-from retrain.policy.gradient import DistributionTeacher, UpdateContext
-from retrain.policy.lora import Adapter, Lanes, LoraWeights
+from retrain.policy.lora import Adapter, Lanes, LoraWeights, load_moments, moments, new_optimizer
 from retrain.policy.objective import Objective
 from retrain.policy.packing import Budget
 from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.policy.ranks import Ranks
 from retrain.policy.shares import RunShares
-from retrain.policy.update import PendingUpdate, batch_gradient, load_moments, moments, new_optimizer, policy_step
+from retrain.policy.update import DistributionTeacher, PendingUpdate, UpdateContext, batch_gradient, policy_step
 from retrain.tensor_file import to_bytes
 from retrain.types import Sample, Scores, TrainBatch, UpdateResult, Want
 

@@ -3,14 +3,14 @@
 Every target linear layer is wrapped once. The mode of ``Lanes`` decides what the wrapper adds to the base's output:
 nothing (the reference model), one adapter (``single``), or a stack of adapters, each for an equal share of the batch
 rows (``stacked``: one decode batch for all runs). LoRA as in arXiv 2106.09685 with peft's initialisation (A Kaiming
-uniform, B zero), ΔW = (alpha/r)·B·A; master weights are fp32 whatever the base's dtype.
+uniform, B zero), ΔW = (alpha/r)·B·A; master weights are fp32 whatever the base's dtype, and AdamW steps them.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrain.device import thread_values
-from retrain.errors import ModelError
+from retrain.device import is_out_of_memory, thread_values
+from retrain.errors import ModelError, NonFinite
 from retrain.maths.squeeze import truncate
 from retrain.models.layers import target_mistakes, targeted
 from retrain.policy.arithmetic import adapted_linear
@@ -27,6 +27,7 @@ from retrain.policy.base import BaseModel
 from retrain.policy.quantized import QuantizedLinear
 from retrain.rng import torch_seed
 
+FUSED = ("cuda",)  # Devices on which AdamW is one kernel
 Stacks = dict[str, tuple[Tensor, Tensor]]
 """By layer: A of every lane [L, in, r] and B of every lane [L, r, out], the scale folded into B."""
 
@@ -246,3 +247,90 @@ class Lanes:
             for part in parts
         ]
         return torch.stack(padded).contiguous()
+
+
+# -- AdamW ----------------------------------------------------------------------------------------------------
+
+
+def new_optimizer(
+    weights: Sequence[nn.Parameter], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> torch.optim.AdamW:
+    """Return AdamW over flat master weights."""
+    # On a GPU one kernel, which needs no memory besides the moments and therefore changes all or nothing.
+    fused = weights[0].device.type in FUSED
+    return torch.optim.AdamW(
+        weights, lr, betas, eps, weight_decay, fused=fused or None, foreach=None if fused else False
+    )
+
+
+def apply_gradient(optimizer: torch.optim.Optimizer) -> None:
+    """Step the optimizer. If memory runs out before anything was changed, as when the first step allocates moments,
+    free torch's cache and try once more."""
+    fresh, before = not optimizer.state, _versions(optimizer)
+    try:
+        optimizer.step()
+        return
+    except (MemoryError, RuntimeError) as error:
+        changed = any(_versions(optimizer)[tensor] != version for tensor, version in before.items())
+        if changed or not is_out_of_memory(error):
+            raise
+    if fresh:
+        optimizer.state.clear()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    optimizer.step()
+
+
+def _versions(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
+    """Return how often each weight and moment has been changed in place."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    return {tensor: tensor._version for tensor in (*weights, *moments) if isinstance(tensor, Tensor)}
+
+
+def moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Copy AdamW's moments and step counts to the host, as ``<index of the weight>.<name>``; empty before the first
+    update."""
+    return {
+        f"{index}.{name}": torch.as_tensor(value).detach().cpu().clone()
+        for index, values in optimizer.state_dict()["state"].items()
+        for name, value in values.items()
+    }
+
+
+def load_moments(optimizer: torch.optim.Optimizer, stored: Mapping[str, Tensor]) -> None:
+    state = optimizer.state_dict()
+    state["state"] = {}
+    for key, tensor in stored.items():
+        index, _, name = key.partition(".")
+        state["state"].setdefault(int(index), {})[name] = tensor
+    optimizer.load_state_dict(state)
+
+
+class Step:
+    """The pending step of one optimizer; ``name`` is the prefix of its metrics, "" for the policy's."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], lr: float, loss: float, name: str = ""
+    ):
+        self.optimizer, self.lr, self.loss, self.name = optimizer, lr, loss, name
+        self.gradients = [weight.grad for weight in weights if weight.grad is not None]
+        norms = [float(gradient.norm()) for gradient in self.gradients]
+        self.norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
+
+    def check(self) -> None:
+        if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
+            of = "of the critic " if self.name else ""
+            raise NonFinite(f"loss {self.loss} {of}with gradient norm {self.norm}: the update was not applied")
+
+    def take(self, clip_norm: float) -> dict[str, float]:
+        """Clip the gradients to ``clip_norm`` (0: never), change the weights, and return metrics."""
+        clipped = clip_norm > 0 and self.norm > clip_norm
+        if clipped:
+            for gradient in self.gradients:
+                gradient.mul_(clip_norm / (self.norm + 1e-6))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+        apply_gradient(self.optimizer)
+        logged = {f"optim/{self.name}grad_norm": self.norm, f"optim/{self.name}lr": self.lr}
+        return logged if self.name else {**logged, "optim/grad_clipped": clipped}

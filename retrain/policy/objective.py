@@ -1,16 +1,18 @@
-"""The objective of an update: a sum of terms (``policy.terms``) with their denominators."""
+"""The objective of an update: a sum of terms (policy, KL, entropy, distillation, value) with their denominators."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from retrain.maths.ratios import Sums
+from retrain.maths.corrections import Correction
+from retrain.maths.ratios import Sums, log_ratio, mismatch_sums, ratio_sums, sampled_token_kl
+from retrain.maths.shapes import Floats_BT, Mask_BT
 from retrain.policy.head import Lap, no_lap
 from retrain.policy.packing import MicroBatch
-from retrain.policy.terms import EntropyTerm, KLTerm, NoLoss, PolicyTerm, Term, TokenScores, ValueTerm
 from retrain.types import Denominators, Want
 
 NORMALIZERS = ("tokens", "sequences", "constant")
@@ -120,3 +122,279 @@ def token_weights(
         denominator_B_1 = torch.full((mask_BT.shape[0], 1), total, device=mask_BT.device)
     weight_B_1 = torch.where(denominator_B_1 > 0, 1.0 / denominator_B_1.clamp(min=1.0), 0.0)
     return torch.where(mask_BT, weight_B_1, 0.0)
+
+
+# -- terms, before normalisation ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Results of a micro-batch's forward passes on its action tokens, [B, T]; None where no term needs them.
+
+    All but ``reference_BT`` (of the frozen base) carry gradients. ``divergence_BT`` is from a teacher, where
+    ``taught_BT``.
+    """
+
+    logprobs_BT: Tensor | None = None
+    entropy_BT: Tensor | None = None
+    reference_BT: Tensor | None = None
+    values_BT: Tensor | None = None
+    divergence_BT: Tensor | None = None
+    taught_BT: Tensor | None = None
+
+
+class Term(Protocol):
+    needs: ClassVar[frozenset[Want]]
+    timed_as: ClassVar[str] = "loss_computation"  # Timed section that its seconds are added to
+
+    @property
+    def every_sequence(self) -> bool:
+        """Return whether the term has a gradient also where all advantages are 0."""
+        return True
+
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor | None, Sums]:
+        """Return the loss of every token, None where the term is only logged, and sums for the record."""
+        ...
+
+
+class NotFiniteError(ValueError):
+    """A NaN or an infinity where the loss needs a number."""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """Inputs of a policy loss, [B, T] with one row per sequence.
+
+    ``logprobs_BT`` is log π; ``log_ratio_BT`` is log ρ = log π − log π_old within ±20, where π_old is the sampler, or
+    the trainer before the first of several updates. Both carry gradients; they and ``advantages_BT`` are 0 where
+    ``mask_BT`` is false. ``old_logprobs_BT`` may hold any value there.
+    """
+
+    logprobs_BT: Tensor
+    old_logprobs_BT: Tensor
+    log_ratio_BT: Tensor
+    advantages_BT: Tensor
+    mask_BT: Tensor
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """Loss of every token [B, T], any value in the padding, and masks of the tokens whose ratio was clipped."""
+
+    loss_BT: Tensor
+    clipped_low_BT: Tensor | None = None
+    clipped_high_BT: Tensor | None = None
+
+
+class PolicyLoss(Protocol):
+    """A policy loss with its parameters as dataclass fields (``retrain.algorithms.losses``)."""
+
+    from_sampler: ClassVar[bool] = False
+    """True where π_old is the sampler also in several updates of a batch."""
+    is_plugin: ClassVar[bool] = False
+    """True for user code, which may have a gradient at advantage 0, and which every rank loads itself."""
+
+    def per_token(self, inputs: LossInputs) -> TokenLoss: ...
+
+
+@dataclass(frozen=True)
+class NoLoss(PolicyLoss):
+    """A loss of 0, for forward passes that only compare sampler and trainer."""
+
+    def per_token(self, inputs: LossInputs) -> TokenLoss:
+        return TokenLoss(torch.zeros_like(inputs.logprobs_BT))
+
+
+def policy_loss(
+    loss: PolicyLoss,
+    logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    weights_BT: Tensor | None = None,
+) -> tuple[Tensor, Sums]:
+    """Return the loss of every token [B, T], 0 in the padding, and ``ratio_sums``.
+
+    ``weights_BT`` are constant factors. Only ``logprobs_BT`` carries a gradient. Raises ValueError for wrong shapes and
+    for values of trained tokens that are not finite (one device synchronisation), PluginError for a plug-in's bad
+    result.
+    """
+    inputs = {"sampler logprob": old_logprobs_BT, "advantage": advantages_BT, "trainer logprob": logprobs_BT}
+    for name, values_BT in inputs.items():
+        if values_BT.shape != mask_BT.shape:
+            raise ValueError(f"{name}s have shape {tuple(values_BT.shape)}, the mask {tuple(mask_BT.shape)}")
+        _require_finite(name, values_BT, mask_BT)
+    log_ratio_BT = log_ratio(logprobs_BT, old_logprobs_BT, mask_BT)
+    token_loss = loss.per_token(
+        LossInputs(
+            logprobs_BT=torch.where(mask_BT, logprobs_BT, 0.0),
+            old_logprobs_BT=old_logprobs_BT.detach(),
+            log_ratio_BT=log_ratio_BT,
+            advantages_BT=torch.where(mask_BT, advantages_BT.detach(), 0.0).to(logprobs_BT.dtype),
+            mask_BT=mask_BT,
+        )
+    )
+    loss_BT = token_loss.loss_BT
+    if weights_BT is not None:
+        loss_BT = loss_BT * weights_BT.detach()
+    sums = ratio_sums(log_ratio_BT, mask_BT, token_loss.clipped_low_BT, token_loss.clipped_high_BT)
+    return torch.where(mask_BT, loss_BT, 0.0), sums
+
+
+def _require_finite(name: str, values_BT: Tensor, mask_BT: Tensor) -> None:
+    bad_BT = ~torch.isfinite(values_BT.detach()) & mask_BT
+    if bool(bad_BT.any()):
+        row, column = torch.nonzero(bad_BT)[0].tolist()
+        raise NotFiniteError(f"{name} is {values_BT[row, column].item()} at completion {row}, token {column}")
+
+
+@dataclass(frozen=True)
+class PolicyTerm(Term):
+    """The policy loss, with an optional ``correction`` of the mismatch between sampler and trainer.
+
+    A correction splits π/π_sampler into the ratio π/π_old, which the loss clips, and the weight π_old/π_sampler. In the
+    only update of a batch π_old is π: the ratio is 1, the statistics compare π with the sampler, and what the
+    correction cuts counts as clipped. In several updates π_old is the batch's ``old_logprobs_BT``, and the statistics
+    are the loss's. The batch's ``policy_weights_BT``, 0 for rejected tokens, is one more factor.
+    """
+
+    loss: PolicyLoss
+    correction: Correction | None = None
+    logged: bool = False
+    needs: ClassVar[frozenset[Want]] = frozenset({Want.LOGPROBS})
+
+    @property
+    def every_sequence(self) -> bool:
+        return self.loss.is_plugin
+
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor | None, Sums]:
+        assert scores.logprobs_BT is not None
+        logprobs_BT, mask_BT, sampler_BT = scores.logprobs_BT, batch.loss_mask_BT, batch.sampler_logprobs_BT
+        correction, before_BT, weights_BT = self.correction, batch.old_logprobs_BT, batch.policy_weights_BT
+        if self.loss.from_sampler:
+            old_BT = sampler_BT
+        elif before_BT is not None:
+            old_BT = before_BT
+        else:
+            old_BT = sampler_BT if correction is None else logprobs_BT.detach()
+        correction_ratio_BT = None
+        if correction is not None:
+            correction_ratio_BT = correction.ratio(old_BT, sampler_BT, batch.action_BT)
+            correction_BT = correction.weights(correction_ratio_BT)
+            weights_BT = correction_BT if weights_BT is None else weights_BT * correction_BT
+        per_token_BT, sums = policy_loss(
+            self.loss, logprobs_BT, old_BT, batch.advantages_BT, mask_BT, weights_BT=weights_BT
+        )
+        if before_BT is not None:
+            if self.loss.from_sampler:  # target_kl bounds how far the updates of this batch have moved the policy
+                sums["moved"] = ratio_sums(log_ratio(logprobs_BT, before_BT, mask_BT), mask_BT)["moved"]
+            sums |= mismatch_sums(logprobs_BT.detach(), before_BT, sampler_BT, mask_BT)
+        elif correction is not None and correction_ratio_BT is not None:
+            below_BT, above_BT = correction_ratio_BT < correction.low, correction_ratio_BT > correction.high
+            sums = ratio_sums(log_ratio(old_BT, sampler_BT, mask_BT), mask_BT, below_BT, above_BT)
+        if self.logged:
+            sums["policy_loss"] = per_token_BT.detach().double().sum()
+        return per_token_BT, sums
+
+
+@dataclass(frozen=True)
+class KLTerm(Term):
+    """``coef`` · k2 to the frozen base, whose gradient is the reverse KL's; 0 only logs it."""
+
+    coef: float = 0.0
+    needs: ClassVar[frozenset[Want]] = frozenset({Want.REFERENCE, Want.LOGPROBS})
+    timed_as: ClassVar[str] = "compute_kl"
+
+    @property
+    def every_sequence(self) -> bool:
+        return self.coef > 0
+
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor | None, Sums]:
+        """Return k2; for the record k3 over trained tokens, and k1 over all action tokens by sequence."""
+        assert scores.reference_BT is not None
+        assert scores.logprobs_BT is not None
+        mask_BT, reference_BT, logprobs_BT = batch.loss_mask_BT, scores.reference_BT, scores.logprobs_BT.detach()
+        sums = {
+            "kl": sampled_token_kl("k3", logprobs_BT, reference_BT, mask_BT).double().sum(),
+            "sequence_kl": sampled_token_kl("k1", logprobs_BT, reference_BT, batch.action_BT).double().sum(),
+            "sequences": batch.action_BT.any(1).double().sum(),
+        }
+        if self.coef == 0:
+            return None, sums
+        return self.coef * sampled_token_kl("k2", scores.logprobs_BT, reference_BT, mask_BT), sums
+
+
+@dataclass(frozen=True)
+class EntropyTerm(Term):
+    """A bonus of ``coef`` times the full-vocabulary entropy; 0 only logs it."""
+
+    coef: float = 0.0
+    logged: bool = False
+    needs: ClassVar[frozenset[Want]] = frozenset({Want.ENTROPY, Want.LOGPROBS})
+
+    @property
+    def every_sequence(self) -> bool:
+        return self.coef > 0
+
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor | None, Sums]:
+        assert scores.entropy_BT is not None
+        entropy_BT, mask_BT = scores.entropy_BT, batch.loss_mask_BT
+        sums = {"entropy": torch.where(mask_BT, entropy_BT.detach(), 0.0).double().sum()} if self.logged else {}
+        return (torch.where(mask_BT, -self.coef * entropy_BT, 0.0) if self.coef > 0 else None), sums
+
+
+@dataclass(frozen=True)
+class ValueTerm(Term):
+    """``coef`` · a critic's squared error, its values clipped to ±``clip`` (PPO, arXiv 1707.06347)."""
+
+    coef: float
+    clip: float
+    needs: ClassVar[frozenset[Want]] = frozenset({Want.VALUES})
+
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, Sums]:
+        assert scores.values_BT is not None
+        assert batch.values_BT is not None
+        assert batch.value_targets_BT is not None
+        mask_BT = batch.action_BT
+        loss_BT, clipped_BT = value_loss(scores.values_BT, batch.values_BT, batch.value_targets_BT, mask_BT, self.clip)
+        return self.coef * loss_BT, {
+            "value_tokens": mask_BT.double().sum(),
+            "value_loss": loss_BT.detach().double().sum(),
+            "value_clipped": (clipped_BT & mask_BT).double().sum(),
+        }
+
+
+def value_loss(
+    values_BT: Floats_BT, old_values_BT: Floats_BT, targets_BT: Floats_BT, mask_BT: Mask_BT, clip: float
+) -> tuple[Floats_BT, Mask_BT]:
+    """Return ½·max((V − R)², (clip(V, V_old ± ``clip``) − R)²) of every token, 0 outside the mask, and a mask of those
+    whose clipped term is the larger. A ``clip`` of 0 clips nothing. Gradient flows through ``values_BT`` alone."""
+    error_BT = torch.where(mask_BT, values_BT - targets_BT.detach(), 0.0).square()
+    if clip == 0.0:
+        return 0.5 * error_BT, torch.zeros_like(mask_BT)
+    old_BT = old_values_BT.detach()
+    clipped_BT = torch.clamp(values_BT, old_BT - clip, old_BT + clip)
+    clipped_error_BT = torch.where(mask_BT, clipped_BT - targets_BT.detach(), 0.0).square()
+    return 0.5 * torch.maximum(error_BT, clipped_error_BT), (clipped_error_BT > error_BT).detach()
+
+
+@dataclass(frozen=True)
+class TeacherTerm(Term):
+    """``weight`` · D_α of the full distribution from a teacher's (``policy.head``); 0 without a teacher."""
+
+    weight: float
+    alpha: float
+    top: int = 0
+    needs: ClassVar[frozenset[Want]] = frozenset({Want.TEACHER, Want.LOGPROBS})
+    timed_as: ClassVar[str] = "compute_kl"
+
+    def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, Sums]:
+        assert scores.divergence_BT is not None
+        assert scores.taught_BT is not None
+        mask_BT = batch.loss_mask_BT & scores.taught_BT
+        loss_BT = torch.where(mask_BT, scores.divergence_BT, 0.0)
+        return self.weight * loss_BT, {
+            "divergence": loss_BT.detach().double().sum(),
+            "taught_tokens": mask_BT.double().sum(),
+        }

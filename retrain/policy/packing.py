@@ -76,6 +76,24 @@ def prefix_key(sample: Sample) -> bytes:
     return sample.token_ids[: sample.prefix].tobytes()
 
 
+def with_prompt(sample: Sample, prompt_ids: Sequence[int]) -> Sample:
+    """Return the sample with ``prompt_ids`` in place of its prompt, and without credit."""
+    prefix, length = sample.prefix, len(prompt_ids)
+
+    def moved(values: np.ndarray, fill: float) -> np.ndarray:
+        return np.concatenate([np.full(length, fill, values.dtype), values[prefix:]])
+
+    return Sample(
+        token_ids=np.concatenate([np.asarray(prompt_ids, dtype=np.int64), sample.token_ids[prefix:]]),
+        action_mask=moved(sample.action_mask, False),
+        logprobs=moved(sample.logprobs, 0.0),
+        versions=moved(sample.versions, -1),
+        advantages=moved(sample.advantages, 0.0),
+        loss_mask=moved(sample.loss_mask, False),
+        support=sample.support,
+    )
+
+
 def predicting(states: Tensor, layout: Layout) -> Tensor:
     """Return the states [M, H], of [rows, columns, H], that predict an action token."""
     return _RowSelection.apply(states.flatten(0, 1), layout)  # pyright: ignore[reportReturnType]

@@ -1,31 +1,359 @@
-"""One optimizer step of one lane: accumulated gradients, a check that they are finite, clipping and AdamW."""
+"""One optimizer step of one lane: gradients of micro-batches, accumulated and timed, and the step that they give."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from retrain.device import is_out_of_memory
+from retrain.device import Workers
 from retrain.errors import NonFinite
-from retrain.maths.ratios import MISMATCH_METRICS, RATIO_METRICS, Sums, loss_metrics
-from retrain.policy.gradient import AccumulationResult, GradientAccumulator, PhaseTimer, UpdateContext
-from retrain.policy.head import ValueHead
-from retrain.policy.lora import Adapter
-from retrain.policy.objective import Objective
-from retrain.policy.terms import NotFiniteError, ValueTerm
-from retrain.types import Sample, TrainBatch, UpdateResult
+from retrain.maths.ratios import MISMATCH_METRICS, RATIO_METRICS, Sums, add_sums, loss_metrics
+from retrain.policy.arithmetic import products_in_bfloat16
+from retrain.policy.backbone import (
+    backbone_of,
+    by_place,
+    checkpointed,
+    collate,
+    hidden_states,
+    per_sample,
+    token_logprobs,
+)
+from retrain.policy.base import BaseModel
+from retrain.policy.head import Head, ValueHead, head_divergence
+from retrain.policy.lora import Adapter, Lanes, Step
+from retrain.policy.objective import NotFiniteError, Objective, TeacherTerm, TokenScores, ValueTerm
+from retrain.policy.packing import Budget, Layout, MicroBatch, split_microbatches, update_mode, with_prompt
+from retrain.rng import torch_seed
+from retrain.types import Sample, TrainBatch, UpdateResult, Want
 
-FUSED = ("cuda",)  # Devices on which AdamW is one kernel
+UPDATE_PHASES = (
+    "forward",
+    "backward",
+    "loss_computation",
+    "compute_kl",
+    "compute_entropy",
+    "data_to_device",
+    "prepare_tensors",
+    "weight_sync_trainer",
+)
+"""Phases of an update that are timed; the catalogue describes each (``timing_<phase>_total``)."""
+MIN_SHARED_TOKENS = 512  # Micro-batches are not split below this size to give every process one
 PROBE_SIZE = 4  # Rollouts on which sampler and trainer are compared in a step without signal: one small forward pass
 UNTRAINED = {"num_datums": 0, "loss": 0.0, "reported_loss": 0.0, **dict.fromkeys(RATIO_METRICS)}
 """Metrics of the policy where no token is in its loss."""
 MEANS = {"loss/policy_avg": "policy_loss", "policy/entropy_avg": "entropy"}
 """Metrics that are means over the trained tokens, and their sums, which only some objectives have."""
+
+
+@dataclass(frozen=True)
+class MicroBatchSpec:
+    """Samples that pass through the model together. ``index``, its number in the update, seeds dropout."""
+
+    index: int
+    samples: list[Sample]
+    needs_gradient: bool
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+@dataclass(frozen=True)
+class MicroBatchResult:
+    """A micro-batch's loss and statistics; ``gradients`` are empty if they were added to the accumulator's buffers, and
+    ``logprobs`` unless the batch keeps them."""
+
+    loss: Tensor
+    sums: Sums
+    timer: PhaseTimer
+    gradients: list[Tensor]
+    logprobs: list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class AccumulationResult:
+    loss: float
+    sums: Sums
+    timer: PhaseTimer
+    logprobs: dict[Sample, np.ndarray]
+
+
+class Shares(Protocol):
+    """Processes that compute micro-batches together (``policy.shares``); ``count`` includes this one."""
+
+    @property
+    def count(self) -> int: ...
+
+    def compute(
+        self, accumulator: GradientAccumulator, specs: Sequence[MicroBatchSpec], recompute: bool
+    ) -> list[MicroBatchResult]:
+        """Return the results of ``GradientAccumulator.compute`` in the order of ``specs``."""
+        ...
+
+
+@runtime_checkable
+class DistributionTeacher(Protocol):
+    """A teacher in this process that gives its distributions over the whole vocabulary."""
+
+    def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[Tensor, Head]:
+        """Return the hidden states [M, H] that predict the sampled tokens, without gradients, and the output layer.
+        ``lanes`` and ``adapter`` are the student's."""
+        ...
+
+
+@dataclass(frozen=True)
+class UpdateContext:
+    """Resources and precision of a run's forward and backward passes.
+
+    ``workers`` compute micro-batches in parallel, which changes no bit of the result. ``bfloat16`` rounds an fp32
+    base's products (``policy.arithmetic``). ``teacher`` provides the distributions for a ``TeacherTerm``.
+    """
+
+    lanes: Lanes
+    budget: Budget
+    workers: Workers = field(default_factory=Workers)
+    dropout: float = 0.0
+    bfloat16: bool = False
+    shares: Shares | None = None
+    teacher: DistributionTeacher | None = None
+
+    @property
+    def parallelism(self) -> int:
+        """Return the number of micro-batches that are computed at the same time."""
+        return self.workers.count * (1 if self.shares is None else self.shares.count)
+
+    @property
+    def base(self) -> BaseModel:
+        return self.lanes.base
+
+
+def iter_microbatches(
+    samples: Sequence[Sample], token_budget: int, *, packed: bool, every_sequence: bool
+) -> Iterator[MicroBatchSpec]:
+    """Yield the samples in micro-batches, those with a gradient first.
+
+    A sample whose advantages are all 0 needs only a forward pass, for the statistics, unless the objective has a
+    gradient for ``every_sequence``.
+    """
+    with_gradient = [every_sequence or bool(sample.advantages[sample.loss_mask].any()) for sample in samples]
+    numbers = count()
+    for needs_gradient in (True, False):
+        selected = [sample for sample, has in zip(samples, with_gradient, strict=True) if has == needs_gradient]
+        for indices in split_microbatches(selected, token_budget, packed=packed):
+            yield MicroBatchSpec(next(numbers), [selected[i] for i in indices], needs_gradient)
+
+
+@dataclass(frozen=True)
+class GradientAccumulator:
+    """Accumulates the gradient of one objective; with ``frozen`` that of the value ``head`` only."""
+
+    context: UpdateContext
+    batch: TrainBatch
+    adapter: Adapter
+    objective: Objective
+    head: ValueHead | None = None
+    frozen: bool = False
+
+    @property
+    def base(self) -> BaseModel:
+        return self.context.base
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Return the flat gradients of the adapter and of the value head, to accumulate into."""
+        weights = [] if self.frozen else [self.adapter.flat]
+        grads = [flat.grad for flat in (*weights, *([] if self.head is None else [self.head.flat]))]
+        return [grad for grad in grads if grad is not None]
+
+    def accumulate(self, samples: Sequence[Sample]) -> AccumulationResult:
+        """Fill ``buffers``; start again with smaller micro-batches while memory runs out."""
+        budget = self.context.budget
+        budget.note(*backbone_of(self.base).notes)
+        specs, results = budget.fit(samples, lambda: self._split(samples), self._fill_buffers, recomputes=True)
+        sums, timer = None, PhaseTimer(self.base.device)
+        for result in results:
+            sums = add_sums(sums, result.sums)
+            timer.add(result.timer, 1 / min(self.context.parallelism, len(results)))
+        logprobs = {
+            sample: logprobs_T
+            for spec, result in zip(specs, results, strict=True)
+            for sample, logprobs_T in zip(spec.samples, result.logprobs, strict=False)
+        }
+        loss = float(torch.stack([result.loss for result in results]).sum())
+        return AccumulationResult(loss, sums or {}, timer, logprobs)
+
+    def _split(self, samples: Sequence[Sample]) -> list[MicroBatchSpec]:
+        """Return micro-batches within the token budget, smaller ones if some process would have none."""
+        shares, tokens = self.context.shares, self.context.budget.tokens
+        options = {"packed": backbone_of(self.base).packs, "every_sequence": self.objective.every_sequence}
+        specs = list(iter_microbatches(samples, tokens, **options))
+        while shares is not None and len(specs) < min(shares.count, len(samples)) and tokens > MIN_SHARED_TOKENS:
+            tokens = max(MIN_SHARED_TOKENS, min(tokens, sum(map(len, samples))) // 2)
+            specs = list(iter_microbatches(samples, tokens, **options))
+        return specs
+
+    def _fill_buffers(self, specs: Sequence[MicroBatchSpec]) -> tuple[Sequence[MicroBatchSpec], list[MicroBatchResult]]:
+        buffers, recompute, shares = self.buffers, self.context.budget.checkpointing, self.context.shares
+        for buffer in buffers:
+            buffer.zero_()
+        if shares is None:
+            results = self.compute(specs, recompute, separate=self.context.workers.count > 1 and len(specs) > 1)
+        else:
+            results = shares.compute(self, specs, recompute)
+        for result in results:  # in a fixed order, so that the sum has the same bits
+            for buffer, gradient in zip(buffers, result.gradients, strict=False):
+                buffer += gradient
+        return specs, results
+
+    def compute(self, specs: Sequence[MicroBatchSpec], recompute: bool, separate: bool) -> list[MicroBatchResult]:
+        """Run the passes of these micro-batches; gradients are added to ``buffers``, or returned if ``separate``.
+        ``recompute``: layers are computed again in the backward pass instead of keeping their activations."""
+        return self.context.workers.map(lambda spec: self._compute(spec, recompute, separate), specs)
+
+    def _compute(self, spec: MicroBatchSpec, recompute: bool, separate: bool) -> MicroBatchResult:
+        context, timer, gradients = self.context, PhaseTimer(self.base.device, microbatches=1), []
+        with products_in_bfloat16(context.bfloat16):
+            batch = collate(spec.samples, self.base, share=context.dropout == 0)
+            timer.lap("prepare_tensors")
+            batch = batch.to(self.base.device)
+            timer.lap("data_to_device")
+            if context.dropout > 0:
+                torch.manual_seed(torch_seed(*self._dropout_stream, spec.index))
+            reference_BT = self._reference_logprobs(batch, timer)
+            teacher = self._teacher_states(spec.samples, timer)
+            layers = (
+                checkpointed(lambda: self._recomputing(batch.layout)) if recompute and spec.needs_gradient else None
+            )
+            with torch.set_grad_enabled(spec.needs_gradient), self._active(), layers or nullcontext():
+                scores = self._scores(batch, spec.samples, reference_BT, teacher, timer)
+                timer.lap("forward")
+                loss, sums = self.objective.loss(batch, scores, self.batch.denominators, timer.lap)
+                timer.lap("loss_computation")
+                if spec.needs_gradient and separate:
+                    gradients = self._gradients(loss)
+                elif spec.needs_gradient:
+                    loss.backward()
+                timer.lap("backward")
+        kept = scores.logprobs_BT if self.batch.keep_logprobs else None
+        logprobs = [] if kept is None else per_sample(kept.detach().float(), batch)
+        return MicroBatchResult(loss.detach(), sums, timer, gradients, logprobs)
+
+    @property
+    def _dropout_stream(self) -> tuple[int | str, ...]:
+        batch = self.batch
+        return (*batch.stream, "dropout", batch.step, *([batch.update] if batch.update else []))
+
+    def _reference_logprobs(self, batch: MicroBatch, timer: PhaseTimer) -> Tensor | None:
+        if Want.REFERENCE not in self.objective.needs:
+            return None
+        with torch.no_grad():  # no lane is active: the model is the frozen base
+            reference_BT, _ = token_logprobs(self.base, batch, self.objective.temperature)
+        timer.lap("compute_kl")
+        return reference_BT
+
+    def _teacher_states(self, samples: list[Sample], timer: PhaseTimer) -> tuple[Tensor, Head] | None:
+        if Want.TEACHER not in self.objective.needs:
+            return None
+        assert self.context.teacher is not None, "a term of the loss wants a teacher"
+        views = [with_prompt(s, s.teacher_prompt) if s.teacher_prompt else s for s in samples]
+        states = self.context.teacher.states(self.context.lanes, self.adapter, views)
+        timer.lap("compute_kl")
+        return states
+
+    def _scores(
+        self,
+        batch: MicroBatch,
+        samples: list[Sample],
+        reference_BT: Tensor | None,
+        teacher: tuple[Tensor, Head] | None,
+        timer: PhaseTimer,
+    ) -> TokenScores:
+        needs = self.objective.needs
+        hidden_MH, values_BT, divergence_BT, taught_BT = None, None, None, None
+        if self.head is not None and Want.VALUES in needs:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+                hidden_MH = hidden_states(self.base, batch)
+            values_BT = by_place(self.head(hidden_MH), batch)
+        if Want.LOGPROBS not in needs:
+            return TokenScores(values_BT=values_BT)
+        if teacher is not None:
+            hidden_MH = hidden_states(self.base, batch) if hidden_MH is None else hidden_MH
+            divergence_BT = by_place(self._divergence(hidden_MH, *teacher), batch)
+            has_teacher_B1 = torch.tensor([[sample.teacher_prompt is not None] for sample in samples])
+            taught_BT = batch.action_BT & has_teacher_B1.to(self.base.device)
+        logprobs_BT, entropy_BT = token_logprobs(
+            self.base,
+            batch,
+            self.objective.temperature,
+            entropy=Want.ENTROPY in needs,
+            entropy_gradient=self.objective.entropy_gradient,
+            lap=timer.lap,
+            hidden_MH=hidden_MH,
+        )
+        return TokenScores(logprobs_BT, entropy_BT, reference_BT, values_BT, divergence_BT, taught_BT)
+
+    def _divergence(self, hidden_MH: Tensor, teacher_MH: Tensor, teacher: Head) -> Tensor:
+        term = next(term for term in self.objective.terms if isinstance(term, TeacherTerm))
+        head = backbone_of(self.base).head
+        assert head is not None, "a model that gives hidden states has an output layer"
+        options = {"alpha": term.alpha, "top": term.top, "temperature": self.objective.temperature}
+        return head_divergence(head, hidden_MH, teacher, teacher_MH, **options)
+
+    def _gradients(self, loss: Tensor) -> list[Tensor]:
+        """Return the gradients of ``loss`` in the order of ``buffers``, without adding to them."""
+        views = [] if self.frozen else self.adapter.views
+        weights = [*views, *([] if self.head is None else [self.head.flat])]
+        gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+        adapter = [torch.cat([gradient.flatten() for gradient in gradients[: len(views)]])] if views else []
+        return [*adapter, *gradients[len(views) :]]
+
+    @contextmanager
+    def _recomputing(self, layout: Layout) -> Iterator[None]:
+        """Restore the state in which a layer ran, as its recomputation may run in a thread of autograd's."""
+        with products_in_bfloat16(self.context.bfloat16), self._active(), update_mode(layout):
+            yield
+
+    def _active(self) -> AbstractContextManager[None]:
+        return self.context.lanes.single(self.adapter, self.context.dropout)
+
+
+class PhaseTimer:
+    """Seconds of ``UPDATE_PHASES``; on a GPU each lap waits for the device, a few times per micro-batch."""
+
+    def __init__(self, device: torch.device, microbatches: int = 0):
+        self.device, self.microbatches = device, microbatches
+        self.totals: dict[str, float] = {phase: 0.0 for phase in UPDATE_PHASES}
+        self.begin()
+
+    def begin(self) -> None:
+        self.last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        self.totals[phase] += now - self.last
+        self.last = now
+
+    def add(self, other: PhaseTimer, share: float = 1.0) -> None:
+        """Add another timer's micro-batches and ``share`` of its seconds, below 1 if several ran in parallel."""
+        self.microbatches += other.microbatches
+        for phase, seconds in other.totals.items():
+            self.totals[phase] += share * seconds
+
+    def metrics(self) -> dict[str, float]:
+        timings = {f"timing_{phase}_total": seconds for phase, seconds in self.totals.items()}
+        return timings | {"timing_microbatches": self.microbatches}
+
+
+# -- the optimizer step ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -101,6 +429,11 @@ class PendingUpdate:
         self.steps.append(Step(self.optimizer, [self.adapter.flat], self.lr, result.loss))
 
 
+def without_advantages(sample: Sample) -> Sample:
+    """Return the sample with an advantage of 0 for every sampled token; all of them train."""
+    return replace(sample, advantages=np.zeros(len(sample)), loss_mask=sample.action_mask)
+
+
 def policy_step(update: PendingUpdate, grad_clip_norm: float = 1.0) -> UpdateResult:
     """Take one optimizer step of a policy without a critic.
 
@@ -157,90 +490,3 @@ def kl_metrics(sums: Sums, kl_coef: float, sequences: int) -> dict[str, float]:
     if kl_coef:
         metrics["objective/non_score_reward"] = 0.0 - kl_coef * kl / sequences  # not a negation: no −0.0 in the rows
     return metrics
-
-
-# -- AdamW ----------------------------------------------------------------------------------------------------
-
-
-def new_optimizer(
-    weights: Sequence[nn.Parameter], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> torch.optim.AdamW:
-    """Return AdamW over flat master weights."""
-    # On a GPU one kernel, which needs no memory besides the moments and therefore changes all or nothing.
-    fused = weights[0].device.type in FUSED
-    return torch.optim.AdamW(
-        weights, lr, betas, eps, weight_decay, fused=fused or None, foreach=None if fused else False
-    )
-
-
-def apply_gradient(optimizer: torch.optim.Optimizer) -> None:
-    """Step the optimizer. If memory runs out before anything was changed, as when the first step allocates moments,
-    free torch's cache and try once more."""
-    fresh, before = not optimizer.state, _versions(optimizer)
-    try:
-        optimizer.step()
-        return
-    except (MemoryError, RuntimeError) as error:
-        changed = any(_versions(optimizer)[tensor] != version for tensor, version in before.items())
-        if changed or not is_out_of_memory(error):
-            raise
-    if fresh:
-        optimizer.state.clear()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    optimizer.step()
-
-
-def _versions(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
-    """Return how often each weight and moment has been changed in place."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    moments = [value for state in optimizer.state.values() for value in state.values()]
-    return {tensor: tensor._version for tensor in (*weights, *moments) if isinstance(tensor, Tensor)}
-
-
-def moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Copy AdamW's moments and step counts to the host, as ``<index of the weight>.<name>``; empty before the first
-    update."""
-    return {
-        f"{index}.{name}": torch.as_tensor(value).detach().cpu().clone()
-        for index, values in optimizer.state_dict()["state"].items()
-        for name, value in values.items()
-    }
-
-
-def load_moments(optimizer: torch.optim.Optimizer, stored: Mapping[str, Tensor]) -> None:
-    state = optimizer.state_dict()
-    state["state"] = {}
-    for key, tensor in stored.items():
-        index, _, name = key.partition(".")
-        state["state"].setdefault(int(index), {})[name] = tensor
-    optimizer.load_state_dict(state)
-
-
-class Step:
-    """The pending step of one optimizer; ``name`` is the prefix of its metrics, "" for the policy's."""
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], lr: float, loss: float, name: str = ""
-    ):
-        self.optimizer, self.lr, self.loss, self.name = optimizer, lr, loss, name
-        self.gradients = [weight.grad for weight in weights if weight.grad is not None]
-        norms = [float(gradient.norm()) for gradient in self.gradients]
-        self.norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
-
-    def check(self) -> None:
-        if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
-            of = "of the critic " if self.name else ""
-            raise NonFinite(f"loss {self.loss} {of}with gradient norm {self.norm}: the update was not applied")
-
-    def take(self, clip_norm: float) -> dict[str, float]:
-        """Clip the gradients to ``clip_norm`` (0: never), change the weights, and return metrics."""
-        clipped = clip_norm > 0 and self.norm > clip_norm
-        if clipped:
-            for gradient in self.gradients:
-                gradient.mul_(clip_norm / (self.norm + 1e-6))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr
-        apply_gradient(self.optimizer)
-        logged = {f"optim/{self.name}grad_norm": self.norm, f"optim/{self.name}lr": self.lr}
-        return logged if self.name else {**logged, "optim/grad_clipped": clipped}

@@ -18,7 +18,7 @@ import numpy as np
 
 from retrain.files import jsonable
 from retrain.maths.bounded import bounded_mean_interval
-from retrain.maths.statistics import Interval, accuracy_interval, gini, majority, majority_ks, pass_at_k, sensible_ks
+from retrain.maths.statistics import Interval, accuracy_interval, majority, majority_ks, pass_at_k, sensible_ks
 from retrain.records.catalogue import EVAL_STATISTICS
 from retrain.records.schema.base import Row
 from retrain.rewards.base import AUDIT
@@ -26,6 +26,7 @@ from retrain.rewards.rules import answer_text, normalise
 from retrain.types import CreditedGroup, EvalRecord, Group, RewardResult, Rollout
 
 EQUAL_REWARDS = 1e-8  # Rewards of a group whose standard deviation is below this count as equal (float noise)
+EQUAL_SHARE = 1e-8  # Values whose range is at most this share of the largest are equal: they differ by rounding
 NO_INTERVAL = Interval(float("nan"), None, None)
 VOTE_CHARACTERS = 1000  # Characters of an answer that a vote compares
 
@@ -121,6 +122,30 @@ def spread(values: np.ndarray) -> dict[str, float | None]:
     """Return mean, population standard deviation, minimum and maximum over what is not NaN."""
     known = values[~np.isnan(values)]
     return {name: float(getattr(known, name)()) if len(known) else None for name in ("mean", "std", "min", "max")}
+
+
+def gini(values: np.ndarray | Sequence[float], lowest: float | None = None) -> float | None:
+    """Return Σ|x_i − x_j|/(2n²x̄)·n/(n−1) in [0, 1]: 1 when one holds everything (the correction makes that extreme).
+
+    Equal values (up to rounding) give 0, also when all are 0. The coefficient is one of amounts, which are counted
+    from 0; where values can be negative, from ``lowest``, the smallest value that there can be, or, if that is not
+    given or not the smallest, from the smallest one there is. None for fewer than two values. Raises ValueError for
+    NaN.
+    """
+    x = np.sort(np.asarray(values, dtype=np.float64))
+    if not np.isfinite(x).all():
+        raise ValueError("a Gini coefficient is one of finite numbers")
+    n = len(x)
+    if n < 2:
+        return None
+    origin = min(0.0, float(x[0]), 0.0 if lowest is None else lowest)
+    largest = max(abs(float(x[0])), abs(float(x[-1])), -origin)
+    x = 0.5 * x - 0.5 * origin  # halves: a difference of huge values stays finite
+    if x[-1] - x[0] <= 0.5 * EQUAL_SHARE * largest:
+        return 0.0
+    x = x / x[-1]  # keeps the sum finite
+    pair_sum = 2.0 * float(((2.0 * np.arange(1, n + 1) - n - 1.0) * x).sum())
+    return min(max(pair_sum / (2.0 * n * float(x.sum())) * n / (n - 1), 0.0), 1.0)
 
 
 def mean_gini(groups: Sequence[np.ndarray], lowest: float | None = None) -> float | None:

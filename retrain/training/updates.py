@@ -20,18 +20,9 @@ from retrain.errors import NonFinite
 from retrain.maths.ratios import RATIO_METRICS
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Policy
-from retrain.policy.update import PROBE_SIZE
+from retrain.policy.update import PROBE_SIZE, without_advantages
 from retrain.rng import generator
-from retrain.types import (
-    CreditedBatch,
-    CreditedRollout,
-    Denominators,
-    Group,
-    Sample,
-    TrainBatch,
-    Want,
-    without_advantages,
-)
+from retrain.types import CreditedBatch, CreditedRollout, Denominators, Group, Sample, TrainBatch, Want
 
 LR_SCHEDULES = ("constant", "linear", "cosine")
 

@@ -1,4 +1,5 @@
-"""Sampled data: Problem → Prompt → Rollout (Turn, Turn, …) → Group. None of it changes after sampling and grading.
+"""Sampled data: Problem → Prompt → SampleRequest → Rollout (Turn, Turn, …) → Group. None of it changes after sampling
+and grading.
 
 ``advantages_BT`` is [rows of a batch, tokens]: ``retrain.maths.shapes.DIMENSIONS`` has the letters of names and shapes.
 Arrays are numpy on the host; tensors live only in ``policy``, ``engines``, ``algorithms`` and ``maths``.
@@ -44,6 +45,39 @@ class Prompt:
     token_ids: tuple[int, ...]
     messages: tuple[Message, ...] = ()
     """The conversation that ``text`` was rendered from, system prompt and template included."""
+
+
+@dataclass(frozen=True)
+class PolicyRef:
+    """Weights by name: which run's, and after how many changes of them."""
+
+    run_id: str
+    version: int
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Draw ``samples`` actions after one prompt with the weights that ``policy`` names.
+
+    ``stream`` names the random stream of the group (see ``retrain.rng``); sample k of the group uses
+    ``(*stream, k)``, so what is sampled depends on nothing that happens to be in the same batch. ``top_p``, ``top_k``
+    and ``min_p`` cut the distribution (see ``engines.step``).
+    """
+
+    policy: PolicyRef
+    prompt_ids: tuple[int, ...]
+    samples: int
+    max_tokens: int
+    temperature: float
+    stream: tuple[int | str, ...]
+    top_p: float = 1.0
+    top_k: int = 0  # 0 for no limit
+    min_p: float = 0.0
+    sequences: tuple[tuple[int | str, ...], ...] = ()
+    """A name for each sample whose sequence may go on in a later request of the same name: an engine may keep what it
+    has computed of it, until ``forget_sequences``."""
+    streams: tuple[tuple[int | str, ...], ...] = ()  # Full name of each sample's stream, where not ``(*stream, k)``
+    drawn: int = 0  # Numbers of those streams used before, by tokens of the completion that end ``prompt_ids``
 
 
 @dataclass(frozen=True)

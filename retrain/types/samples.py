@@ -1,16 +1,184 @@
-"""Samples: flat sequences of tokens to score and to train on, their scores, and the batch of an optimizer step."""
+"""Credit and samples: what scoring, credit assignment and masking add to sampled groups, the flat sequences of tokens
+that train, and what the recorder is given of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from retrain.types.credit import Denominators
-from retrain.types.rollouts import Support
+from retrain.types.rollouts import Group, Rollout, Support
+
+MAX_STALENESS = "max_async"  # Reason for discarding a group that exceeds the allowed staleness
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Counts over *all* rollouts of an optimizer step that have a reward, trained on or not.
+
+    ``all_tokens``: sequence lengths count every action token, not only those of the loss mask; ``kept_tokens``: only
+    those of it that were not rejected. ``action_tokens``: all action tokens, which a critic's loss is divided by.
+    """
+
+    tokens: int
+    sequences: int
+    all_tokens: bool = False
+    action_tokens: int = 0
+    kept_tokens: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class CreditedRollout(Rollout):
+    """A rollout with its credit.
+
+    Arrays [T] have one entry for each sampled token of all turns. A rollout of two turns with 3 and 2 sampled tokens
+    and an advantage of 0.5 has ``token_advantages_T`` [0.5, 0.5, 0.5, 0.5, 0.5] and ``loss_mask_T`` all true; with turn
+    credit, ``turn_advantages`` (1.0, -0.25) and ``token_advantages_T`` [1.0, 1.0, 1.0, -0.25, -0.25].
+    """
+
+    staleness: int = 0  # Of its oldest token, in policy versions
+    teacher_prompt: tuple[int, ...] | None = None
+    """Tokens of the prompt that its teacher reads in place of its own; () for the same prompt, None without teacher."""
+    advantage: float = math.nan  # NaN without a reward, and before credit assignment
+    turn_advantages: tuple[float, ...] | None = None  # One per turn, with turn credit
+    planning_T: np.ndarray | None = None  # bool [T]: planning tokens
+    uncertainty_T: np.ndarray | None = None  # float64 [T], nats (predictive variance: no unit)
+    pooled_uncertainty_T: np.ndarray | None = None  # float64 [T]: the same after SEPA pooling
+    token_advantages_T: np.ndarray | None = None  # float64 [T]; None without a reward
+    loss_mask_T: np.ndarray | None = None  # bool [T]: tokens that train; None for all of them
+    policy_weights_T: np.ndarray | None = None
+    """float64 [T]: factor of each token's policy loss, 0 where it was rejected; None is 1 for all."""
+    values_T: np.ndarray | None = None  # float64 [T]: the critic's value before each token
+    value_targets_T: np.ndarray | None = None  # float64 [T]
+    old_logprobs_T: np.ndarray | None = None
+    """float64 [T]: the trainer's own before the first of several updates; float32 those of a single update's forward
+    pass, which are there after it alone."""
+    counted_tokens: int | None = None  # Tokens that count in the loss's denominator; None is all of them
+    counted_sequences: int | None = None  # Sequences that count in it; None is all of them
+
+    @property
+    def has_reward(self) -> bool:
+        return self.reward.total_reward is not None
+
+    @property
+    def is_credited(self) -> bool:
+        return self.token_advantages_T is not None
+
+
+@dataclass(frozen=True, eq=False)
+class CreditedGroup(Group):
+    """A group with its rollouts' credit.
+
+    ``discarded`` is None for a group that trains, else the reason: ``zero_advantage``, ``no_reward`` or
+    ``MAX_STALENESS``.
+    """
+
+    rollouts: tuple[CreditedRollout, ...]
+    discarded: str | None = None
+
+    @classmethod
+    def of(cls, group: Group, staleness: Sequence[int] | None = None, discarded: str | None = None) -> CreditedGroup:
+        """Return the group without credit, with the staleness of each rollout (0 if None)."""
+        behind = staleness or [0] * len(group.rollouts)
+        rollouts = [
+            CreditedRollout(one.prompt, one.turns, one.reward, one.ended, staleness=versions)
+            for one, versions in zip(group.rollouts, behind, strict=True)
+        ]
+        return cls(group.prompt, tuple(rollouts), discarded)
+
+
+@dataclass(frozen=True, eq=False)
+class CreditedBatch:
+    """The groups of one step with their credit, the denominators of its loss, and numbers for its metrics row.
+
+    Every credit step returns a new one; the order of groups and rollouts never changes.
+    """
+
+    groups: tuple[CreditedGroup, ...]
+    denominators: Denominators = Denominators(0, 0)
+    metrics: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def rollouts(self) -> list[CreditedRollout]:
+        return [rollout for group in self.groups for rollout in group.rollouts]
+
+    @property
+    def rated(self) -> list[CreditedRollout]:
+        """The rollouts that have an advantage."""
+        return [rollout for rollout in self.rollouts if math.isfinite(rollout.advantage)]
+
+    @property
+    def trained(self) -> list[CreditedRollout]:
+        """The credited rollouts of groups that are not discarded."""
+        kept = [group for group in self.groups if group.discarded is None]
+        return [rollout for group in kept for rollout in group.rollouts if rollout.is_credited]
+
+    def with_rollouts(self, rollouts: Iterable[CreditedRollout]) -> CreditedBatch:
+        """Return the batch with all of its rollouts replaced, in order."""
+        parts = iter(rollouts)
+        groups = [replace(group, rollouts=tuple(islice(parts, len(group.rollouts)))) for group in self.groups]
+        return replace(self, groups=tuple(groups))
+
+    def with_fields(
+        self, rollouts: Sequence[CreditedRollout], changes: Iterable[Mapping[str, object]]
+    ) -> CreditedBatch:
+        """Return the batch with new fields of some ``rollouts``: for each of them one mapping from name to value."""
+        changed = {rollout: replace(rollout, **change) for rollout, change in zip(rollouts, changes, strict=True)}
+        return self.with_rollouts(changed.get(rollout, rollout) for rollout in self.rollouts)
+
+    def with_discarded(self, reasons: Iterable[str | None]) -> CreditedBatch:
+        """Return the batch with ``discarded`` of every group replaced."""
+        groups = [replace(group, discarded=reason) for group, reason in zip(self.groups, reasons, strict=True)]
+        return replace(self, groups=tuple(groups))
+
+    def with_metrics(self, metrics: Mapping[str, object]) -> CreditedBatch:
+        return replace(self, metrics={**self.metrics, **metrics})
+
+
+@dataclass
+class EvalRecord:
+    """One held-out evaluation: every group with its rollouts, none of which has an advantage.
+
+    ``step`` counts the updates done; ``temperature``, ``samples`` per problem, ``max_tokens``, ``top_p``, ``top_k`` and
+    ``min_p`` are how it sampled. With ``error``, what environment or grader raised, groups are missing.
+    """
+
+    name: str
+    step: int
+    groups: list[Group]
+    temperature: float
+    samples: int
+    seconds: float
+    max_tokens: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    error: Exception | None = None
+
+
+@dataclass
+class StepRecord:
+    """One optimizer step of one run; the recorder makes all metrics from it.
+
+    ``groups`` are all groups of the batch, before any filtering, ``dropped`` those that others were sampled in place
+    of: they count in what the run has sampled, and nowhere else. ``update`` holds the policy's numbers of this step
+    under their catalogue keys (loss, optim/grad_norm, val/ratio, …), ``state`` the controllers' (sepa_lambda, …),
+    ``spans`` the wall-clock parts: (name, start, end) in seconds since the epoch, names as in ``time/<name>``.
+    """
+
+    step: int
+    groups: Sequence[CreditedGroup]
+    update: Mapping[str, Any]
+    state: Mapping[str, object]
+    spans: list[tuple[str, float, float]]
+    step_start: float
+    step_end: float
+    dropped: Sequence[Group] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,29 +243,6 @@ class Sample:
             loss_mask=np.concatenate([np.zeros(read, dtype=bool), mask]),
             support=support,
         )
-
-
-def without_advantages(sample: Sample) -> Sample:
-    """Return the sample with an advantage of 0 for every sampled token; all of them train."""
-    return replace(sample, advantages=np.zeros(len(sample)), loss_mask=sample.action_mask)
-
-
-def with_prompt(sample: Sample, prompt_ids: Sequence[int]) -> Sample:
-    """Return the sample with ``prompt_ids`` in place of its prompt, and without credit."""
-    prefix, length = sample.prefix, len(prompt_ids)
-
-    def moved(values: np.ndarray, fill: float) -> np.ndarray:
-        return np.concatenate([np.full(length, fill, values.dtype), values[prefix:]])
-
-    return Sample(
-        token_ids=np.concatenate([np.asarray(prompt_ids, dtype=np.int64), sample.token_ids[prefix:]]),
-        action_mask=moved(sample.action_mask, False),
-        logprobs=moved(sample.logprobs, 0.0),
-        versions=moved(sample.versions, -1),
-        advantages=moved(sample.advantages, 0.0),
-        loss_mask=moved(sample.loss_mask, False),
-        support=sample.support,
-    )
 
 
 class Want(StrEnum):

@@ -23,13 +23,11 @@ from retrain.maths.corrections import Correction
 from retrain.policy.adapter_io import peft_config
 from retrain.policy.base import BaseModel
 from retrain.policy.critic import MOMENTS, WEIGHTS
-from retrain.policy.gradient import UpdateContext
 from retrain.policy.local import LocalPolicy, LocalSnapshot
-from retrain.policy.lora import Adapter, Lanes
-from retrain.policy.objective import Objective
+from retrain.policy.lora import Adapter, Lanes, new_optimizer
+from retrain.policy.objective import EntropyTerm, KLTerm, Objective, PolicyTerm, Term
 from retrain.policy.packing import Budget
-from retrain.policy.terms import EntropyTerm, KLTerm, PolicyTerm, Term
-from retrain.policy.update import PendingUpdate, new_optimizer, policy_step
+from retrain.policy.update import PendingUpdate, UpdateContext, policy_step
 from retrain.rng import generator
 from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest, TrainBatch
 

@@ -52,7 +52,7 @@ def set_trap(place: str, moment: float) -> None:
     import retrain.campaign.running.scheduler as scheduler
     import retrain.files as files
     import retrain.policy.local as policy
-    import retrain.policy.update as update
+    import retrain.policy.lora as lora
     import retrain.records.writer as writer
     import retrain.training.checkpoints as checkpoints
     from retrain.engines.local import LocalEngine
@@ -107,7 +107,7 @@ def set_trap(place: str, moment: float) -> None:
         "resuming": lambda: at(checkpoints, "forget_after", 2, after=late),
         "between updates": lambda: at(policy.LocalPolicy, "update", 12, when=lambda _, batch, *__: batch.update > 0),
         "scoring": lambda: at(policy.LocalPolicy, "score", 6, soon if late else die, after=late),
-        "critic": lambda: at(update.Step, "take", 12, when=lambda step, *_: step.name == "critic_"),
+        "critic": lambda: at(lora.Step, "take", 12, when=lambda step, *_: step.name == "critic_"),
         "any rename": lambda: at(os, "replace", 80, after=late),
         "any sync": lambda: at(os, "fsync", 80, after=late),
     }

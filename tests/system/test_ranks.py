@@ -29,8 +29,8 @@ from retrain.campaign.running.team import Team
 from retrain.config import parse_dict
 from retrain.device import Workers
 from retrain.engines.local import LocalEngine
-from retrain.engines.sequences import LaneRequest, SampleIndex
 from retrain.engines.shared import DecodeTask, SharedEngine
+from retrain.engines.slots import LaneRequest, SampleIndex
 from retrain.errors import ModelError, NonFinite, RunFailed
 from retrain.policy import shares
 from retrain.policy.base import load_base

@@ -14,7 +14,7 @@ from retrain.algorithms.losses.ppo import PPO
 from retrain.algorithms.losses.reinforce import Reinforce
 from retrain.algorithms.losses.sapo import SAPO
 from retrain.algorithms.losses.vespo import VESPO
-from retrain.policy.terms import PolicyLoss
+from retrain.policy.objective import PolicyLoss
 
 LOSSES: dict[str, Callable[..., PolicyLoss]] = {
     "ppo": PPO,

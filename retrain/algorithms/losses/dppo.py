@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from retrain.policy.terms import LossInputs, PolicyLoss, TokenLoss
+from retrain.policy.objective import LossInputs, PolicyLoss, TokenLoss
 
 THRESHOLDS = {"tv": 0.15, "kl": 0.05}
 """The paper's thresholds by divergence."""

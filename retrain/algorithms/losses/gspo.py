@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from retrain.algorithms.losses.ppo import PPO
-from retrain.policy.terms import LossInputs, TokenLoss
+from retrain.policy.objective import LossInputs, TokenLoss
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from retrain.errors import PluginError
 from retrain.maths.arrays import plugin_name
 from retrain.maths.shapes import of_shape
-from retrain.policy.terms import LossInputs, PolicyLoss, TokenLoss
+from retrain.policy.objective import LossInputs, PolicyLoss, TokenLoss
 
 
 @dataclass(frozen=True)

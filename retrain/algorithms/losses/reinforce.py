@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from retrain.policy.terms import LossInputs, PolicyLoss, TokenLoss
+from retrain.policy.objective import LossInputs, PolicyLoss, TokenLoss
 
 
 @dataclass(frozen=True)

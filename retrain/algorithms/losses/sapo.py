@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from retrain.policy.terms import LossInputs, PolicyLoss, TokenLoss
+from retrain.policy.objective import LossInputs, PolicyLoss, TokenLoss
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from retrain.policy.terms import LossInputs, PolicyLoss, TokenLoss
+from retrain.policy.objective import LossInputs, PolicyLoss, TokenLoss
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from retrain.engines.shared import DecodeTask
 from retrain.policy.backbone import Scored
 from retrain.policy.base import MemoryPlan
 from retrain.policy.company import Company
-from retrain.policy.gradient import MicroBatchResult
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
+from retrain.policy.objective import PolicyLoss
 from retrain.policy.ranks import ANSWER_SECONDS
 from retrain.policy.shares import Packed, PassesAsked, ScoresAsked
-from retrain.policy.terms import PolicyLoss
+from retrain.policy.update import MicroBatchResult
 from retrain.types import Action, PolicyRef
 
 

@@ -24,13 +24,13 @@ from retrain.engines.server.client import Away, Refused, Server, Unknown, Unreac
 from retrain.engines.server.dialects import Ask, Faulty
 from retrain.engines.server.fleet import Fleet
 from retrain.engines.server.pool import Pool
+from retrain.engines.slots import check_lengths
 from retrain.errors import RunFailed, ServerFailed, UsageError
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.protocol import PolicySnapshot
 from retrain.rng import torch_seed
 from retrain.tokenizer import Tokenizer
 from retrain.types import Action, PolicyRef, SampleRequest
-from retrain.types.requests import check_lengths
 
 ATTEMPTS = 5
 """Times that one completion is asked for before the step is given up; waiting for a server that is away does not

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from retrain.algorithms.credit.gae import explained_variance, gae, length_lambda, token_rewards, whiten_tokens
-from retrain.policy.terms import value_loss
+from retrain.policy.objective import value_loss
 
 F64 = torch.float64
 NAN = math.nan

@@ -9,7 +9,7 @@ from retrain.algorithms.credit.group_advantage import ZeroAdvantage
 from retrain.algorithms.credit.teacher import distillation_advantages
 from retrain.algorithms.losses import PPO, Reinforce
 from retrain.maths.distillation import divergence, with_tail
-from retrain.policy.terms import policy_loss
+from retrain.policy.objective import policy_loss
 from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Scores, Turn
 
 F64 = torch.float64

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from retrain.algorithms.losses import DPPO, LOSSES, M2PO, PPO
 from retrain.algorithms.losses.vespo import sequence_weight
 from retrain.maths.ratios import add_sums, loss_metrics, sampled_token_kl
-from retrain.policy.objective import NORMALIZERS, token_weights
-from retrain.policy.terms import policy_loss
+from retrain.policy.objective import NORMALIZERS, policy_loss, token_weights
 
 
 def loss_and_slope(name, advantages, ratios=(1.5, 1.0, 0.5), **parameters):

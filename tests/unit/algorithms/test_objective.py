@@ -6,9 +6,8 @@ import torch
 from retrain.algorithms.losses import M2PO, PPO, Reinforce
 from retrain.algorithms.losses.plugin import PluginLoss
 from retrain.maths.corrections import Correction
-from retrain.policy.objective import Objective
+from retrain.policy.objective import EntropyTerm, KLTerm, NoLoss, Objective, PolicyTerm, TeacherTerm, TokenScores
 from retrain.policy.packing import MicroBatch
-from retrain.policy.terms import EntropyTerm, KLTerm, NoLoss, PolicyTerm, TeacherTerm, TokenScores
 from retrain.types import Denominators
 
 

@@ -18,7 +18,7 @@ from retrain.campaign.planning.plan import plan
 from retrain.config import parse_dict
 from retrain.errors import PluginError
 from retrain.plugins import load_function
-from retrain.policy.terms import policy_loss
+from retrain.policy.objective import policy_loss
 from retrain.types import Problem, Prompt, RewardResult, single_turn
 
 SURPRISAL = TokenUncertainty("surprisal")

@@ -14,8 +14,7 @@ import torch
 from retrain.algorithms.credit.gae import gae, token_rewards, whiten_tokens
 from retrain.algorithms.losses import PPO
 from retrain.maths.ratios import loss_metrics, sampled_token_kl
-from retrain.policy.objective import token_weights
-from retrain.policy.terms import policy_loss, value_loss
+from retrain.policy.objective import policy_loss, token_weights, value_loss
 
 RECORDED = json.loads((Path(__file__).parents[2] / "data" / "trl_ppo.json").read_text(encoding="utf-8"))
 CLOSE = {"rtol": 0.0, "atol": 1e-5}

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from retrain.campaign.planning.estimate import Device, run_memory, trained_parameters
 from retrain.config import parse_dict
-from retrain.engines.dense_probe import dense_decoder
+from retrain.engines.local import dense_decoder
 from retrain.models.layers import Architecture, architecture_of
 from retrain.policy.base import load_base
 from retrain.policy.critic import Critic

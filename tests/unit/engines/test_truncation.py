@@ -24,7 +24,7 @@ from retrain.algorithms.arrays import training_samples
 from retrain.config import load
 from retrain.engines import dense
 from retrain.engines.local import LocalEngine
-from retrain.engines.sequences import cuts_of
+from retrain.engines.slots import LaneRequest, cuts_of
 from retrain.engines.step import decode_steps, draw
 from retrain.maths.ratios import sampled_token_kl
 from retrain.policy import backbone
@@ -82,7 +82,7 @@ def test_a_truncated_draw_by_enumeration(cut, in_any_order):
     p_V = torch.softmax(logits_V / temperature, -1).numpy()
     kept = kept_by_hand(p_V, **cut)
     assert 1 < len(kept) < 12
-    rows = torch.tensor(cuts_of([SampleRequest(ref(0), (1,), 1, 1, temperature, (), **cut)], 12)[:1]).expand(steps, -1)
+    rows = torch.tensor(cuts_of([LaneRequest(ref(0), (1,), 1, 1, temperature, (), **cut)], 12)[:1]).expand(steps, -1)
     token_R, logprob_R, entropy_R, kept_RK = draw(
         logits_V.expand(steps, -1),
         torch.arange(steps, dtype=torch.float64) / steps,

@@ -26,13 +26,12 @@ from retrain.engines.step import Rows, SampledTokens, decode_steps
 from retrain.files import read_json, read_jsonl
 from retrain.policy import backbone
 from retrain.policy import base as bases
-from retrain.policy import gradient as accumulating
+from retrain.policy import update as accumulating
 from retrain.policy.base import BaseModel, MemoryPlan, kept_bytes
 from retrain.policy.head import Head
 from retrain.policy.local import LocalPolicy
-from retrain.policy.lora import Lanes
+from retrain.policy.lora import Lanes, apply_gradient
 from retrain.policy.packing import NAME, Budget, register_attention
-from retrain.policy.update import apply_gradient
 from retrain.records.observer import NullObserver
 from retrain.rng import generator
 from retrain.types import Sample, TrainBatch, Want
@@ -372,7 +371,7 @@ def test_adamw_as_one_kernel_goes_on_from_a_checkpoint(base, lanes, monkeypatch,
     """The third update after saving and loading is the third of three, bit by bit, and equals the plain optimizer's up
     to rounding. On a GPU the step count is on the device."""
     plain, samples = local_policy(base, lanes), rollout(base, lanes, trained(lanes, 0))
-    monkeypatch.setattr("retrain.policy.update.FUSED", ("cpu",))
+    monkeypatch.setattr("retrain.policy.lora.FUSED", ("cpu",))
     fused, later = local_policy(base, lanes), local_policy(base, lanes, 1)
     assert fused.optimizer.param_groups[0]["fused"]
     assert not plain.optimizer.param_groups[0]["fused"]

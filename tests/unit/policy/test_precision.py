@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrain.engines import dense, grid
 from retrain.engines.dense import DenseDecoder
-from retrain.engines.dense_probe import dense_decoder, reproduces
-from retrain.engines.local import LocalEngine
+from retrain.engines.local import LocalEngine, dense_decoder, reproduces
 from retrain.policy import arithmetic, packing
 from retrain.policy.arithmetic import attention, causal_attention, fp32_product, packed, rms_norm
 from retrain.policy.backbone import backbone_of, collate, token_logprobs

@@ -12,8 +12,8 @@ from retrain.algorithms.losses import DPPO, PPO
 from retrain.config import parse_dict
 from retrain.maths.corrections import Correction
 from retrain.maths.ratios import loss_metrics
+from retrain.policy.objective import PolicyTerm, TokenScores, policy_loss
 from retrain.policy.packing import MicroBatch
-from retrain.policy.terms import PolicyTerm, TokenScores, policy_loss
 from retrain.training.updates import (
     MinibatchUpdate,
     aggregate_metrics,

@@ -22,8 +22,7 @@ from retrain.engines.local import LocalEngine
 from retrain.environments.protocol import Observation, Step
 from retrain.errors import ModelError
 from retrain.policy.local import LocalPolicy
-from retrain.policy.objective import Objective
-from retrain.policy.terms import PolicyTerm
+from retrain.policy.objective import Objective, PolicyTerm
 from retrain.rollouts.collect import RolloutRequest, collect
 from retrain.types import Action, Denominators, Group, PolicyRef, Problem, RewardResult, TrainBatch, Want
 

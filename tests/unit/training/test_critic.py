@@ -36,7 +36,7 @@ from retrain.files import read_json, read_jsonl
 from retrain.policy.backbone import backbone_of
 from retrain.policy.critic import MOMENTS, WEIGHTS
 from retrain.policy.local import LocalPolicy
-from retrain.policy.terms import value_loss
+from retrain.policy.objective import value_loss
 from retrain.records.observer import NullObserver
 from retrain.records.tokens import TokenFile
 from retrain.types import (

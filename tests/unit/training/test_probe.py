@@ -21,8 +21,7 @@ from retrain.errors import CheckpointError, RunFailed, UsageError
 from retrain.files import read_jsonl
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
-from retrain.policy.objective import Objective
-from retrain.policy.terms import PolicyTerm
+from retrain.policy.objective import Objective, PolicyTerm
 from retrain.probe import comparable, probe
 from retrain.records.observer import NullObserver
 from retrain.types import Sample, TrainBatch

@@ -46,6 +46,8 @@ from retrain.policy.base import load_base
 from retrain.policy.head import Head, head_divergence
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
+from retrain.policy.packing import with_prompt
+from retrain.policy.update import without_advantages
 from retrain.records.observer import NullObserver
 from retrain.types import (
     Action,
@@ -60,8 +62,6 @@ from retrain.types import (
     TrainBatch,
     Turn,
     single_turn,
-    with_prompt,
-    without_advantages,
 )
 
 GRPO = {"advantage_mode": "grpo", "transform_mode": "none"}
