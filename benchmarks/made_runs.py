@@ -41,7 +41,7 @@ def make(out: Path, runs: int, steps: int, columns: bool = True) -> None:
         folder.mkdir(parents=True)
         _run(folder, run_id, label, seed, shared)
         if columns:
-            ColumnWriter(folder / "metrics.jsonl").follow()
+            ColumnWriter(folder / "metrics.jsonl", folder / "metrics.f32").follow()
         entries.append({"run_id": run_id, "label": label, "seed": seed, "state": "done", "reason": None, "step": steps,
                         "max_steps": steps, "path": f"runs/{run_id}"})  # fmt: skip
     first = out / "runs" / entries[0]["run_id"]

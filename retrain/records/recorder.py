@@ -16,7 +16,7 @@ from pathlib import Path
 from retrain.config.evaluation import trackers as tracker_names
 from retrain.device import timestamp
 from retrain.files import dumps, keep_rows, truncate_jsonl, write_json, write_text
-from retrain.records.columns import ColumnWriter
+from retrain.records.columns import BLOCK, ColumnWriter
 from retrain.records.environment import SystemInfo
 from retrain.records.measure import START, RunContext, measure_step
 from retrain.records.notes import WINDOW, explain, note_line
@@ -74,7 +74,7 @@ class RunRecorder:
     ):
         self.directory, self.context = Path(run_dir), context
         self.files = RunFiles(self.directory, context, token_text, guard)
-        self._show = warn
+        self._show_warning = warn
         logging = context.config.logging
         if trackers is None and tracker_names(logging.report_to, logging.wandb_project):
             trackers = make_trackers(context, self.directory, self._warn)
@@ -207,7 +207,7 @@ class RunRecorder:
 
     def _warn(self, text: str) -> None:
         self.log(text, level="warning")
-        self._show(text)
+        self._show_warning(f"{self.context.run_id}: {text}")
 
 
 def _sum(rows: Mapping[str, int], added: Mapping[str, int]) -> dict[str, int]:
@@ -225,7 +225,7 @@ class RunFiles(RecordFiles):
     ) -> None:
         super().__init__(directory, guard)
         self.context, self._token_text = context, token_text
-        self._columns = ColumnWriter(directory / layout.METRICS)
+        self._columns = ColumnWriter(directory / layout.METRICS, directory / layout.COLUMNS)
 
     @property
     def any_written(self) -> bool:
@@ -236,7 +236,8 @@ class RunFiles(RecordFiles):
     def write_step(self, record: StepRecord, row: Row, notes: Sequence[Note]) -> None:
         """Write all files of one step (on the thread)."""
         self.append(layout.METRICS, [row])
-        self.wrote(*self._columns.follow())
+        if (record.step + 1) % BLOCK == 0:  # the columns gain whole blocks only
+            self.wrote(*self._columns.follow())
         self.append(layout.STEPS, [_step_summary(record, row)])
         lines = self.append(layout.GENERATIONS, generations(record))
         spans = [

@@ -199,6 +199,8 @@ def equals_base(run: Run) -> bool:
 def first_evaluations(run: Run) -> list[Row]:
     """Return the first recorded evaluation of each held-out set, as its row."""
     first: dict[str, Row] = {}
+    if run.step == 0:  # nothing is recorded yet: what an earlier process did before its first checkpoint is cut off
+        return []
     for row in RunReader(run.recorder.directory).evaluations():
         first.setdefault(row["name"], row)
     return [first[name] for name in run.config.evaluation.names if name in first]
