@@ -18,7 +18,7 @@ import numpy as np
 from retrain.files import write_json
 from retrain.records.catalogue import METRICS
 from retrain.records.columns import ColumnWriter
-from retrain.records.measure import RunContext
+from retrain.records.context import RunContext
 from retrain.records.recorder import RunRecorder
 from retrain.types import Action, CreditedBatch, CreditedGroup, Problem, Prompt, RewardResult, StepRecord, single_turn
 

@@ -16,7 +16,7 @@ from retrain.errors import PluginError, RetrainError
 from retrain.files import dumps
 from retrain.plugins import load_function
 from retrain.records.catalogue import wandb_name
-from retrain.records.measure import RunContext
+from retrain.records.context import RunContext
 from retrain.records.reader import RunReader
 from retrain.records.schema.base import Row, Values
 from retrain.records.trackers import TRACKERS, TrackedRun, Tracker, Warn, is_evaluation

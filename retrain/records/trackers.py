@@ -25,7 +25,7 @@ from retrain.errors import UsageError
 from retrain.extras import missing
 from retrain.files import dumps
 from retrain.ownership import owner_of
-from retrain.records.measure import RunContext
+from retrain.records.context import RunContext
 from retrain.records.schema.base import Row, Values
 
 RUN_CONFIG_KEYS = {

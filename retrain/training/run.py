@@ -261,7 +261,7 @@ class Run:
         config, training = self.config, self.config.training
         updates, epochs = list[MinibatchUpdate](), 0
         try:
-            recorded = self.recorder.context.keeps_tokens(self.step)
+            recorded = self.recorder.keeps_tokens(self.step)
             for minibatches in iter_minibatches(batch, training, self.step, self.stream, recorded):
                 for minibatch in minibatches:
                     lr = learning_rate_of(config, self.step, minibatch.update)

@@ -26,8 +26,8 @@ from retrain.errors import UsageError
 from retrain.files import prepare_directory
 from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
+from retrain.records.context import RunContext
 from retrain.records.environment import SystemInfo, module_hashes, run_facts
-from retrain.records.measure import RunContext
 from retrain.records.observer import Observer
 from retrain.records.reader import RunReader
 from retrain.records.recorder import RunRecorder
