@@ -22,9 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.files import append_bytes, writing
+from retrain.files import Row, Values, append_bytes, writing
 from retrain.records.reader import LineMark, parse_row, whole_lines
-from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import COLUMNS
 
 BLOCK = 64  # Rows of a block: reading one key of 10,000 rows takes 157 short reads
