@@ -63,8 +63,10 @@ def recorded_entries(directory: Path, specs: Sequence[RunSpec]) -> tuple[dict[st
     path, configs = directory / MANIFEST, planned_configs(directory)
     if not path.is_file():
         entries = _entries_without_manifest(directory, specs)
+        if not begun(list(entries.values())):
+            return {}, []
         lost = f"{MANIFEST} is missing: which of {plural(len(entries), 'run')} are done, failed or stopped is not known"
-        return (entries, [lost]) if begun(list(entries.values())) else ({}, [])
+        return entries, [lost]
     entries, missing = {entry["run_id"]: entry for entry in read_manifest(directory)["runs"]}, []
     for spec in specs:
         entry = entries.get(spec.run_id)
