@@ -18,7 +18,7 @@ import numpy as np
 from retrain.files import write_json
 from retrain.records.catalogue import METRICS
 from retrain.records.columns import ColumnWriter
-from retrain.records.measure import RunContext
+from retrain.records.context import RunContext
 from retrain.records.recorder import RunRecorder
 from retrain.types import Action, CreditedBatch, CreditedGroup, Problem, Prompt, RewardResult, StepRecord, single_turn
 
@@ -41,7 +41,7 @@ def make(out: Path, runs: int, steps: int, columns: bool = True) -> None:
         folder.mkdir(parents=True)
         _run(folder, run_id, label, seed, shared)
         if columns:
-            ColumnWriter(folder / "metrics.jsonl").follow()
+            ColumnWriter(folder / "metrics.jsonl", folder / "metrics.f32").follow()
         entries.append({"run_id": run_id, "label": label, "seed": seed, "state": "done", "reason": None, "step": steps,
                         "max_steps": steps, "path": f"runs/{run_id}"})  # fmt: skip
     first = out / "runs" / entries[0]["run_id"]

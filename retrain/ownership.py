@@ -24,7 +24,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from retrain.errors import LeaseLost, NotOurs, NotReadable, StorageError, UsageError, listed
+from retrain.errors import NotOurs, NotReadable, UsageError, listed
 from retrain.files import is_aside, publish_directory, read_json, read_json_if_present, write_bytes, write_json, writing
 
 MARK = "retrain.json"
@@ -120,47 +120,6 @@ def claim(directory: Path, owner: Owner | None = None) -> Owner:
     owner = owner or Owner(uuid.uuid4().hex)
     _write_mark(directory, owner, None)
     return owner
-
-
-class DirectoryIdentity:
-    """The directory that this process has begun to write.
-
-    The owner's id is in the directory's mark. Device and inode are only in this object, so that a directory that was
-    moved, copied or restored can be resumed, while a process that began before the move does not write into what has
-    been put in its place.
-    """
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-        self._owner, self._inode = owner_of(directory), _inode_of(directory)
-
-    def check(self) -> None:
-        """Raise StorageError where the directory has vanished, LeaseLost where another one is in its place."""
-        try:
-            inode = _inode_of(self.directory)
-        except FileNotFoundError as error:
-            raise StorageError(self.directory, "the directory has vanished") from error
-        except OSError as error:
-            raise StorageError(self.directory, error) from error
-        if inode != self._inode:
-            raise LeaseLost(
-                f"{self.directory} is another directory than the one that this process began to write: it was moved or "
-                "replaced meanwhile. This process stops without writing"
-            )
-        try:
-            owner = owner_of(self.directory)
-        except NotReadable as error:
-            raise StorageError(self.directory, str(error)) from error
-        if owner != self._owner:
-            raise LeaseLost(
-                f"{self.directory / MARK} is missing or names another run: the files in this directory were replaced "
-                "while this process wrote it. This process stops without writing"
-            )
-
-
-def _inode_of(directory: Path) -> tuple[int, int]:
-    status = directory.stat()
-    return status.st_dev, status.st_ino
 
 
 def check_publish(target: Path, names: Iterable[str], owner: Owner | None, advice: str = ELSEWHERE) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
@@ -221,6 +222,22 @@ def role_of(dotted: str) -> Role | None:
     """The role of ``section.key``, or of the key in whose value the path leads; None where there is no such key."""
     section, _, rest = dotted.partition(".")
     return _roles(section).get(rest.partition(".")[0]) if section in sections() else None
+
+
+def defines_run(dotted: str) -> bool:
+    """Return whether a run with another value of ``section.key`` would be another run: neither its records nor its
+    names alone would change."""
+    role = role_of(dotted)
+    return role is None or role not in Role.RECORDS | Role.NAMES
+
+
+def flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the (dotted key, value) of every value in nested mappings."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
 
 
 @cache

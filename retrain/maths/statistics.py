@@ -14,6 +14,8 @@ import numpy as np
 from retrain.maths.arrays import Doubles_S, Table, Values
 
 EXACT_SIGN_FLIP_PAIRS = 40
+EQUAL_SHARE = 1e-8
+"""Values whose range is no more than this share of the largest are equal: their difference is rounding."""
 
 
 def _vector(values: Values, what: str) -> Doubles_S:
@@ -97,6 +99,28 @@ def score_interval(p: float, size: float, quantile: float) -> Interval:
     centre = (p + q2 / (2.0 * size)) / (1.0 + q2 / size)
     reach = math.sqrt(q2 * (p * (1.0 - p) / size + q2 / (4.0 * size**2))) / (1.0 + q2 / size)
     return Interval(p, max(centre - reach, 0.0), min(centre + reach, 1.0))
+
+
+def gini(values: Values, lowest: float | None = None) -> float | None:
+    """Σ|x_i − x_j|/(2n²x̄)·n/(n−1) in [0, 1], 1 when one holds everything (the correction makes that extreme).
+
+    Equal values (up to rounding) give 0, also when all are 0. The coefficient is one of amounts, which are counted
+    from 0; where values can be negative, from ``lowest``, the smallest value that there can be, or, if that is not
+    given or not the smallest, from the smallest one there is. None for fewer than two values. Raises ValueError for
+    NaN.
+    """
+    x = np.sort(_vector(values, "values"))
+    n = len(x)
+    if n < 2:
+        return None
+    origin = min(0.0, float(x[0]), 0.0 if lowest is None else lowest)
+    largest = max(abs(float(x[0])), abs(float(x[-1])), -origin)
+    x = 0.5 * x - 0.5 * origin  # halves: a difference of huge values stays finite
+    if x[-1] - x[0] <= 0.5 * EQUAL_SHARE * largest:
+        return 0.0
+    x = x / x[-1]  # keeps the sum finite
+    pair_sum = 2.0 * float(((2.0 * np.arange(1, n + 1) - n - 1.0) * x).sum())
+    return min(max(pair_sum / (2.0 * n * float(x.sum())) * n / (n - 1), 0.0), 1.0)
 
 
 # Scores of one problem: n samples of it, c of them correct. k samples out of n are neither the first k (which wastes

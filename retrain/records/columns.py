@@ -17,14 +17,13 @@ import struct
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from retrain.files import append_bytes, writing
+from retrain.files import Row, Values, append_bytes, writing
 from retrain.records.reader import LineMark, parse_row, whole_lines
-from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import COLUMNS
 
 BLOCK = 64  # Rows of a block: reading one key of 10,000 rows takes 157 short reads
@@ -48,14 +47,14 @@ class _Block:
         return self.begin + 4 * self.rows * len(self.column_of)
 
 
+@dataclass
 class _Rows:
     """Rows that no block has yet, as columns of float32: a dict for each row would take ten times the memory."""
 
-    def __init__(self) -> None:
-        self.last: Row = {}
-        self._count = 0
-        self._columns: dict[str, array[float]] = {}
-        self._text_keys: set[str] = set()
+    last: Row = field(default_factory=dict)
+    _count: int = 0
+    _columns: dict[str, array[float]] = field(default_factory=dict)
+    _text_keys: set[str] = field(default_factory=set)
 
     def __len__(self) -> int:
         return self._count
@@ -85,6 +84,7 @@ class _Rows:
         return numbers
 
 
+@dataclass
 class ColumnWriter:
     """Writes the blocks of ``metrics`` to ``columns``. Call ``follow`` after rows were appended; it reads them from
     ``metrics`` itself, so it also makes a missing file, and continues one after a resume.
@@ -92,11 +92,11 @@ class ColumnWriter:
     Files that cannot be written raise StorageError.
     """
 
-    def __init__(self, metrics: Path, columns: Path | None = None):
-        self.metrics = metrics
-        self.columns = metrics.with_name(COLUMNS) if columns is None else columns
-        self._last_block: _Block | None = None
-        self._rows, self._end = _Rows(), -1  # Rows that fill no block yet, and the byte behind them
+    metrics: Path
+    columns: Path
+    _last_block: _Block | None = None
+    _rows: _Rows = field(default_factory=_Rows)  # Rows that fill no block yet
+    _end: int = -1  # The byte behind these rows
 
     def forget(self) -> None:
         """Cut off the blocks of rows that ``metrics`` no longer has, and read it anew."""

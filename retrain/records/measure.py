@@ -1,31 +1,28 @@
-"""A run, and each of its steps as a row: every number of the catalogue, strict JSON, before any filtering.
+"""Each step of a run as a row: every number of the catalogue, strict JSON, before any filtering.
 
 Numbers that only the policy or a controller knows come in ``StepRecord.update`` and ``.state`` under their catalogue
-keys; everything that follows from the completions themselves is computed here.
+keys; everything that follows from the completions themselves is computed here, from flat columns. Suffixes: ``_N`` all
+completions of the step in sampling order, ``_G`` one entry per group.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import get_args
 
 import numpy as np
 
-from retrain.config import Config
-from retrain.config.evaluation import PART
-from retrain.config.modes import credit_of
-from retrain.files import jsonable
+from retrain.files import Row, jsonable
+from retrain.maths.statistics import gini
 from retrain.records.catalogue import BESIDE, METRICS, SCALED_ALIASES, TIMED_PARTS, Metric
-from retrain.records.samples import Samples, collect, eval_row, group_shares, mean, mean_gini, spread, ties
-from retrain.records.schema.base import Row, Values
-from retrain.records.schema.rows import RecorderState
-from retrain.types import CreditedGroup, Ended, EvalRecord, StepRecord
+from retrain.records.context import RunContext
+from retrain.records.schema.rows import RecorderState, Totals
+from retrain.types import CreditedGroup, Ended, RewardResult, StepRecord
 
+EQUAL_REWARDS = 1e-8  # Rewards of a group whose standard deviation is below this count as equal (float noise)
 _OFF = {"sepa_lambda": 0.0, "sepa_gate_open": False, "bp_action": "off", "bp_regime": "off"}
 """Values in the row of a run without that controller."""
 
@@ -33,93 +30,135 @@ PART_METRICS = [metric for metric in METRICS if metric.key.startswith("rewards/<
 
 
 @dataclass(frozen=True)
-class RunContext:
-    """One run as its records name it.
+class Samples:
+    """Columns over the N completions; NaN stands for "has no value"."""
 
-    ``tags`` are those that the data source may give a problem, ``reward_names`` the reward's parts and known sample
-    metrics: their keys stand in the first row already; others join the row from the step where they first appear.
-    """
+    group_N: np.ndarray
+    reward_N: np.ndarray
+    correct_N: np.ndarray
+    format_N: np.ndarray
+    advantage_N: np.ndarray
+    trained_N: np.ndarray
+    length_N: np.ndarray
+    prompt_length_N: np.ndarray
+    turns_N: np.ndarray
+    stopped_N: np.ndarray
+    tags: list[tuple[str, ...]]
+    parts: dict[str, np.ndarray]  # Each reward component and sample metric by name, float64 [N]
 
-    condition: str
-    run_id: str
-    seed: int
-    config: Config
-    max_steps: int
-    is_campaign: bool = False
-    tags: tuple[str, ...] = ()
-    set_tags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Tags of each held-out set that differ from ``tags``."""
-    reward_names: tuple[str, ...] = ()
-    ranges: Mapping[str, Values] = field(default_factory=dict)
-    """For charts: ``{"min", "max", "invert"}`` of the total reward (as ``reward``) and of other numbers by name."""
-    skipped_prompts: int = 0  # Problems left out because their prompts are too long
-    folder: Path | None = None  # The folder of the TOML file, where modules that it names are looked up first
+    def __len__(self) -> int:
+        return len(self.group_N)
 
-    def lowest(self, name: str) -> float | None:
-        """Return the smallest value that ``ranges`` declares for this number; None where it declares none."""
-        return self.ranges.get(name, {}).get("min")
+    def where(self, chosen_N: np.ndarray) -> Samples:
+        columns = {name: values_N[chosen_N] for name, values_N in vars(self).items() if name.endswith("_N")}
+        tags = [tags for tags, chosen in zip(self.tags, chosen_N, strict=True) if chosen]
+        return Samples(**columns, tags=tags, parts={name: part_N[chosen_N] for name, part_N in self.parts.items()})
 
-    def tags_of(self, name: str) -> tuple[str, ...]:
-        return self.set_tags.get(name.removesuffix(PART), self.tags)
+    def tagged(self, tag: str) -> Samples:
+        return self.where(np.array([tag in tags for tags in self.tags], dtype=bool))
 
-    def keeps_tokens(self, step: int) -> bool:
-        """Return whether the rollouts of this step are recorded token by token, with their pages."""
-        every = self.config.logging.rollouts_every
-        return every > 0 and (step % every == 0 or step + 1 == self.max_steps)
+    @property
+    def cut_off(self) -> float | None:
+        """Share of completions that ended by length; None without any."""
+        return float((~self.stopped_N).mean()) if len(self) else None
 
-    @cached_property
-    def evaluation_keys(self) -> tuple[str, ...]:
-        """The keys of all evaluations, which stand in every row; none where the configuration evaluates nothing."""
-        keys: list[str] = []
-        for each in self.config.evaluated:
-            nothing = EvalRecord(each.recorded_name, 0, [], each.sampling.temperature, each.samples, seconds=0.0)
-            keys += eval_row(nothing, self.tags_of(each.recorded_name), audited=self.config.audit.wanted)
-        return tuple(keys)
+    def per_turn(self, values_N: np.ndarray) -> float | None:
+        """Divide the sum over the completions by the number of their turns; None without any."""
+        return float(values_N.sum() / self.turns_N.sum()) if len(self) else None
 
-    @cached_property
-    def features(self) -> frozenset[str]:
-        """The features that the configuration switches on, as named by ``Metric.requires``."""
-        config, algorithm = self.config, self.config.algorithm
-        switches = {
-            "evaluation": config.held_out,
-            "episodes": config.environment.hosted,
-            "tools": config.environment.tools,
-            "updates": config.training.several_updates,
-            "critic": algorithm.critic,
-            "ahead": config.training.max_off_policy_steps,
-            "rejection": algorithm.chooses_before or algorithm.rejection_denominator == "kept",
-            "distillation": config.distillation.active,
-            "dynamic": config.training.dynamic_sampling,
-        }
-        return credit_of(algorithm.transform_mode).features | {name for name, is_on in switches.items() if is_on}
+    def by_group(self, values_N: np.ndarray) -> list[np.ndarray]:
+        """Split ``values_N`` by group, without NaN and empty groups."""
+        known_N = ~np.isnan(values_N)
+        group_N, values_N = self.group_N[known_N], values_N[known_N]
+        if not len(values_N):
+            return []
+        return np.split(values_N, np.flatnonzero(np.diff(group_N)) + 1)
 
 
-@dataclass
-class Totals:
-    """Running sums of a run; part of its saved state."""
-
-    episodes: int = 0
-    correct: int = 0
-    tokens: int = 0
-    began: float | None = None  # Unix time at which the first step began
-    ended: float | None = None  # Unix time at which the last step ended
-
-    def plus(self, samples: Samples, start: float, end: float) -> Totals:
-        """Return the sums with one more step from ``start`` to ``end``. Where the clock was set back since the last
-        step, in an earlier process, ``began`` is moved with it, so that ``end − began`` keeps growing."""
-        tokens = self.tokens + int((samples.length_N + samples.prompt_length_N).sum())
-        correct = self.correct + int(samples.correct_N.sum())
-        began = start if self.began is None else self.began
-        if self.ended is not None and start < self.ended:
-            began -= self.ended - start
-        return Totals(self.episodes + len(samples), correct, tokens, began, end)
-
-
-START = RecorderState(totals=asdict(Totals()), known_keys=[], known_tags=[], evaluations={})
-"""State of the records before the first step."""
+def collect(groups: Sequence[CreditedGroup]) -> Samples:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [rollout.reward for rollout in rollouts]
+    sizes = [len(group.rollouts) for group in groups]
+    advantage_N = _floats(rollout.advantage for rollout in rollouts)
+    kept_N = np.repeat(np.array([group.discarded is None for group in groups], dtype=bool), sizes)
+    return Samples(
+        group_N=np.repeat(np.arange(len(groups)), sizes),
+        reward_N=_floats(reward.total_reward for reward in rewards),
+        correct_N=np.array([reward.is_correct for reward in rewards], dtype=bool),
+        format_N=_floats(reward.format_ok for reward in rewards),
+        advantage_N=advantage_N,
+        trained_N=kept_N & np.isfinite(advantage_N),
+        length_N=_floats(map(len, rollouts)),
+        prompt_length_N=_floats(rollout.observation_tokens for rollout in rollouts),
+        turns_N=_floats(len(rollout.turns) for rollout in rollouts),
+        stopped_N=np.array([rollout.stop_reason == "stop" for rollout in rollouts], dtype=bool),
+        tags=[tuple(dict.fromkeys((*rollout.prompt.problem.tags, *rollout.reward.tags))) for rollout in rollouts],
+        parts=_parts(rewards),
+    )
 
 
-def measure_step(record: StepRecord, context: RunContext, state: RecorderState) -> tuple[Row, RecorderState]:
+def _parts(rewards: Sequence[RewardResult]) -> dict[str, np.ndarray]:
+    """Return components and sample metrics by sorted name; a component wins over a sample metric of its name."""
+    merged: list[Mapping[str, float | None]] = [{**reward.sample_metrics, **reward.components} for reward in rewards]
+    names = sorted({name for values in merged for name in values})
+    return {name: _floats(values.get(name) for values in merged) for name in names}
+
+
+def _floats(values: Iterable[float | int | bool | None]) -> np.ndarray:
+    """Return float64 [N]; None and infinities become NaN."""
+    array = np.array([math.nan if value is None else float(value) for value in values], dtype=np.float64)
+    array[~np.isfinite(array)] = math.nan
+    return array
+
+
+def mean(values: np.ndarray) -> float | None:
+    """Return the mean over what is not NaN; None when nothing is."""
+    return spread(values)["mean"]
+
+
+def spread(values: np.ndarray) -> dict[str, float | None]:
+    """Return mean, population standard deviation, minimum and maximum over what is not NaN."""
+    known = values[~np.isnan(values)]
+    return {name: float(getattr(known, name)()) if len(known) else None for name in ("mean", "std", "min", "max")}
+
+
+def mean_gini(groups: Sequence[np.ndarray], lowest: float | None = None) -> float | None:
+    """Return the mean over the groups where the coefficient exists; ``lowest`` as in ``gini``."""
+    known = [value for value in (gini(group, lowest) for group in groups) if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def group_shares(groups: Sequence[np.ndarray]) -> dict[str, float | None]:
+    """Return the shares of groups with unequal rewards, all equal and ≥ 0.5, all equal and < 0.5 (up to noise)."""
+    mixed = sum(float(rewards.std()) >= EQUAL_REWARDS for rewards in groups)
+    good = sum(float(rewards.std()) < EQUAL_REWARDS and float(rewards.mean()) >= 0.5 for rewards in groups)
+    counts = {"frac_mixed": mixed, "frac_all_good": good, "frac_all_bad": len(groups) - mixed - good}
+    return {name: count / len(groups) if groups else None for name, count in counts.items()}
+
+
+def ties(groups: Sequence[np.ndarray]) -> dict[str, float | int | None]:
+    """Count equal rewards within groups (up to float noise); groups of one reward are left out."""
+    sizes = [len(rewards) for rewards in groups if len(rewards) > 1]
+    counts = [np.unique(np.round(rewards, 8), return_counts=True)[1] for rewards in groups if len(rewards) > 1]
+    tied = sum(int(count * (count - 1) // 2) for values in counts for count in values)
+    pairs = sum(size * (size - 1) // 2 for size in sizes)
+    tie_groups = sum(len(values) < size for values, size in zip(counts, sizes, strict=True))
+    uniform = sum(len(values) == 1 for values in counts)
+    unique = [len(values) / size for values, size in zip(counts, sizes, strict=True)]
+    return {
+        "tie_eligible_groups": len(sizes),
+        "tie_groups": tie_groups,
+        "tie_group_rate": tie_groups / len(sizes) if sizes else None,
+        "tie_pair_rate": tied / pairs if pairs else None,
+        "uniform_groups": uniform,
+        "uniform_group_rate": uniform / len(sizes) if sizes else None,
+        "unique_fraction_mean": float(np.mean(unique)) if unique else None,
+    }
+
+
+def measure_step(
+    record: StepRecord, context: RunContext, state: RecorderState, evaluation_keys: Collection[str] = ()
+) -> tuple[Row, RecorderState]:
     """Return the row of one step, and the state of the records after it.
 
     The row has every key that the configuration defines or an earlier row had, aliases included, None where undefined.
@@ -127,7 +166,7 @@ def measure_step(record: StepRecord, context: RunContext, state: RecorderState) 
     """
     samples = collect(record.groups)
     sampled = collect([*record.groups, *map(CreditedGroup.of, record.dropped)]) if record.dropped else samples
-    totals = Totals(**state.totals).plus(sampled, record.step_start, record.step_end)
+    totals = _with_step(Totals(**state.totals), sampled, record.step_start, record.step_end)
     tags = sorted({*state.known_tags, *tags_to_show(samples, context)})
     values = _values(record, context, totals, samples, sampled)
     row = _catalogue_keys(values, context)
@@ -138,13 +177,24 @@ def measure_step(record: StepRecord, context: RunContext, state: RecorderState) 
         row.update({f"env/{tag}/{key}": value for key, value in env_metrics(tagged).items()})
         for name in names:
             row.setdefault(f"env/{tag}/{name}", mean(tagged.parts[name]) if name in tagged.parts else None)
-    row.update(dict.fromkeys(context.evaluation_keys) | state.evaluations)
+    row.update(dict.fromkeys(evaluation_keys) | state.evaluations)
     row.update({key: values[key] for key in sorted(values) if key not in row})
     row = jsonable(row)
     for key in sorted(state.known_keys):
         row.setdefault(key, None)
     keys = list(dict.fromkeys([*state.known_keys, *row]))
     return row, replace(state, totals=asdict(totals), known_keys=keys, known_tags=tags, evaluations={})
+
+
+def _with_step(totals: Totals, samples: Samples, start: float, end: float) -> Totals:
+    """Return the sums with one more step from ``start`` to ``end``. Where the clock was set back since the last step,
+    in an earlier process, ``began`` is moved with it, so that ``end − began`` keeps growing."""
+    tokens = totals.tokens + int((samples.length_N + samples.prompt_length_N).sum())
+    correct = totals.correct + int(samples.correct_N.sum())
+    began = start if totals.began is None else totals.began
+    if totals.ended is not None and start < totals.ended:
+        began -= totals.ended - start
+    return Totals(totals.episodes + len(samples), correct, tokens, began, end)
 
 
 def _values(record: StepRecord, context: RunContext, totals: Totals, samples: Samples, sampled: Samples) -> Row:
@@ -271,7 +321,7 @@ def _rewards(samples: Samples, context: RunContext) -> Row:
     return {
         "mean_reward": everyone.pop("reward/total"),
         **_spread("reward_{}", samples.reward_N, ("std", "min", "max")),
-        "reward_gini": mean_gini(by_group, context.lowest("reward")),
+        "reward_gini": mean_gini(by_group, _lowest("reward", context)),
         **{f"reward_{key}": value for key, value in ties(by_group).items()},
         "reward_failed": int(np.isnan(samples.reward_N).sum()),
         "correct_rate": everyone.pop("correct"),
@@ -415,12 +465,17 @@ def _add_parts(row: Row, samples: Samples, names: tuple[str, ...], context: RunC
     for name in names:
         values_N = samples.parts.get(name, np.full(len(samples), math.nan))
         by_group = samples.by_group(values_N)
-        numbers: Row = {**spread(values_N), "gini": mean_gini(by_group, context.lowest(name))}
+        numbers: Row = {**spread(values_N), "gini": mean_gini(by_group, _lowest(name, context))}
         for metric in PART_METRICS:
             value = numbers[metric.key.rsplit("/", 1)[1]]
             row[metric.key.replace("<name>", name)] = value
             for alias, own in _aliases(metric, value, context.config.logging.aliases, name):
                 row.setdefault(alias, own)
+
+
+def _lowest(name: str, context: RunContext) -> float | None:
+    """Return the smallest value that is declared for this number; None where none is."""
+    return context.ranges.get(name, {}).get("min")
 
 
 def _spread(pattern: str, values_N: np.ndarray, names: tuple[str, ...] = ("mean", "std", "min", "max")) -> Row:

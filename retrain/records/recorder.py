@@ -11,14 +11,16 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 from retrain.config.evaluation import trackers as tracker_names
 from retrain.device import timestamp
-from retrain.files import dumps, keep_rows, truncate_jsonl, write_json, write_text
-from retrain.records.columns import ColumnWriter
+from retrain.files import Row, Values, dumps, keep_rows, truncate_jsonl, write_json, write_text
+from retrain.records.columns import BLOCK, ColumnWriter
+from retrain.records.context import RunContext
 from retrain.records.environment import SystemInfo
-from retrain.records.measure import START, RunContext, measure_step
+from retrain.records.measure import measure_step
 from retrain.records.notes import WINDOW, explain, note_line
 from retrain.records.reader import RunReader
 from retrain.records.reporter import Reporter, make_trackers
@@ -33,10 +35,18 @@ from retrain.records.rollouts import (
     logtree,
     summary_rows,
 )
-from retrain.records.samples import eval_row
 from retrain.records.schema import layout
-from retrain.records.schema.base import Row, Values
-from retrain.records.schema.rows import Checkpoint, Evaluation, Iteration, Note, RecorderState, StepSpans, StepSummary
+from retrain.records.schema.rows import (
+    START,
+    Checkpoint,
+    Evaluation,
+    Iteration,
+    Note,
+    RecorderState,
+    StepSpans,
+    StepSummary,
+)
+from retrain.records.scores import eval_row, evaluation_keys
 from retrain.records.text import without_keys
 from retrain.records.timeline import write_timeline
 from retrain.records.tokens import tokens_name, write_tokens
@@ -74,7 +84,7 @@ class RunRecorder:
     ):
         self.directory, self.context = Path(run_dir), context
         self.files = RunFiles(self.directory, context, token_text, guard)
-        self._show = warn
+        self._show_warning = warn
         logging = context.config.logging
         if trackers is None and tracker_names(logging.report_to, logging.wandb_project):
             trackers = make_trackers(context, self.directory, self._warn)
@@ -103,10 +113,19 @@ class RunRecorder:
             if self._finished:
                 reporter.send_history(self.directory, self._finished)
 
+    @cached_property
+    def _evaluation_keys(self) -> tuple[str, ...]:
+        return evaluation_keys(self.context)
+
+    def keeps_tokens(self, step: int) -> bool:
+        """Return whether the rollouts of this step are recorded token by token, with their pages."""
+        every = self.context.config.logging.rollouts_every
+        return every > 0 and (step % every == 0 or step + 1 == self.context.max_steps)
+
     def record_step(self, record: StepRecord) -> Row:
         """Return the step's row, and have everything about the step written."""
         self.start()
-        row, state = measure_step(record, self.context, self._state)
+        row, state = measure_step(record, self.context, self._state, self._evaluation_keys)
         completions = sum(len(group.rollouts) for group in record.groups)
         rows = _sum(state.rows, dict.fromkeys(ROW_FILES, 1) | {layout.GENERATIONS: completions})
         self._state = replace(state, rows=rows)
@@ -116,7 +135,8 @@ class RunRecorder:
             self._noted.add(note.key)
             say = self._warn if note.level == "warning" else self.log
             say(note_line(note))
-        self.files.write(lambda: self.files.write_step(record, row, notes))
+        keeps_tokens = self.keeps_tokens(record.step)
+        self.files.write(lambda: self.files.write_step(record, row, notes, keeps_tokens))
         for reporter in self._reporters:
             reporter.log_row(record.step, row)
         return row
@@ -207,7 +227,7 @@ class RunRecorder:
 
     def _warn(self, text: str) -> None:
         self.log(text, level="warning")
-        self._show(text)
+        self._show_warning(f"{self.context.run_id}: {text}")
 
 
 def _sum(rows: Mapping[str, int], added: Mapping[str, int]) -> dict[str, int]:
@@ -225,7 +245,7 @@ class RunFiles(RecordFiles):
     ) -> None:
         super().__init__(directory, guard)
         self.context, self._token_text = context, token_text
-        self._columns = ColumnWriter(directory / layout.METRICS)
+        self._columns = ColumnWriter(directory / layout.METRICS, directory / layout.COLUMNS)
 
     @property
     def any_written(self) -> bool:
@@ -233,10 +253,11 @@ class RunFiles(RecordFiles):
         names = (*ROW_FILES, layout.NOTES, layout.EVALS, layout.CHECKPOINTS)
         return any((self.directory / name).exists() for name in names)
 
-    def write_step(self, record: StepRecord, row: Row, notes: Sequence[Note]) -> None:
+    def write_step(self, record: StepRecord, row: Row, notes: Sequence[Note], keeps_tokens: bool) -> None:
         """Write all files of one step (on the thread)."""
         self.append(layout.METRICS, [row])
-        self.wrote(*self._columns.follow())
+        if (record.step + 1) % BLOCK == 0:  # the columns gain whole blocks only
+            self.wrote(*self._columns.follow())
         self.append(layout.STEPS, [_step_summary(record, row)])
         lines = self.append(layout.GENERATIONS, generations(record))
         spans = [
@@ -245,8 +266,7 @@ class RunFiles(RecordFiles):
         ]
         self.append(layout.SPANS, [StepSpans(record.step, spans).to_row()])
         self.append(layout.NOTES, [note.to_row() for note in notes])
-        tokens = self.context.keeps_tokens(record.step)
-        self._write_rollouts(TRAIN, record.step, record.groups, record.step_start, tokens, lines)
+        self._write_rollouts(TRAIN, record.step, record.groups, record.step_start, keeps_tokens, lines)
 
     def write_evaluation(self, record: EvalRecord, row: Row, started: float) -> None:
         """Write all files of one evaluation (on the thread)."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from retrain.records.catalogue import ENDED
 from retrain.records.html import asset, facts, page, table
-from retrain.records.measure import env_metrics
+from retrain.records.measure import collect, env_metrics, mean
 from retrain.records.rollouts import (
     LEAST_CHARACTERS,
     Batch,
@@ -25,7 +25,6 @@ from retrain.records.rollouts import (
     metrics_of,
     part_names,
 )
-from retrain.records.samples import collect, mean
 from retrain.records.text import escape, minus, percent
 from retrain.types import MAX_STALENESS, CreditedGroup, CreditedRollout, Message, RewardResult, Turn
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from retrain.records.samples import EQUAL_REWARDS
+from retrain.records.measure import EQUAL_REWARDS
 from retrain.rollouts.collect import RolloutRequest
 from retrain.types import Group, Problem
 

@@ -15,12 +15,11 @@ from retrain.device import failure_text, timestamp
 from retrain.engines.protocol import Engine
 from retrain.engines.server.watch import Watch
 from retrain.environments.protocol import Environment, Limits
-from retrain.files import dumps
+from retrain.files import Row, dumps
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Policy
 from retrain.records.observer import RunSpecLike
 from retrain.records.recorder import RunRecorder
-from retrain.records.schema.base import Row
 from retrain.records.text import without_keys
 from retrain.rewards.overlong import punish_overlong
 from retrain.rollouts.collect import RolloutRequest
@@ -261,7 +260,7 @@ class Run:
         config, training = self.config, self.config.training
         updates, epochs = list[MinibatchUpdate](), 0
         try:
-            recorded = self.recorder.context.keeps_tokens(self.step)
+            recorded = self.recorder.keeps_tokens(self.step)
             for minibatches in iter_minibatches(batch, training, self.step, self.stream, recorded):
                 for minibatch in minibatches:
                     lr = learning_rate_of(config, self.step, minibatch.update)

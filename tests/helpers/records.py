@@ -17,7 +17,7 @@ from retrain.campaign.planning.manifest import Manifest, freeze
 from retrain.campaign.planning.plan import plan
 from retrain.config import Config, load, parse_dict
 from retrain.files import append_jsonl, write_json
-from retrain.records.measure import RunContext
+from retrain.records.context import RunContext
 from retrain.records.observer import NullObserver
 from retrain.records.reader import read_manifest
 from retrain.types import (

@@ -15,7 +15,7 @@ from retrain.environments.build import Longest
 from retrain.errors import UsageError
 from retrain.files import ASIDE, aside_of, prepare_directory, write_json
 from retrain.ownership import Owner, check_publish, install, owner_of, publish
-from retrain.records.measure import RunContext
+from retrain.records.context import RunContext
 from retrain.records.reader import RunReader, read_manifest
 from retrain.records.reporter import FINISH_SECONDS
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, ANALYSIS, CONFIG, FINAL, MANIFEST, VERIFICATION

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.planning.changes import counts, differences
+from retrain.campaign.planning.changes import differences
 from retrain.config import Config
+from retrain.config.root import defines_run
 from retrain.device import nvidia_gpus
 from retrain.errors import RetrainError
 from retrain.records.environment import processor, usable_cpus
@@ -76,7 +77,7 @@ def _pace_of(home: Path, config: Mapping[str, Any], device: str) -> Pace | None:
 
 
 def _may_change_the_pace(key: str) -> bool:
-    return counts(key) and not key.endswith("seed") and not key.startswith(("evaluation.", "campaign."))
+    return defines_run(key) and not key.endswith("seed") and not key.startswith(("evaluation.", "campaign."))
 
 
 def _is_this_machine(facts: Mapping[str, Any]) -> bool:

@@ -5,28 +5,28 @@ that of plug-ins, package versions, the base model's weights and tokenizer, the 
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from retrain.campaign.planning.plan import RunSpec
 from retrain.config import Config
-from retrain.config.base import Role
 from retrain.config.campaign import Campaign
-from retrain.config.root import role_of
+from retrain.config.root import defines_run, flat
 from retrain.errors import UsageError
 from retrain.records.environment import code_version, module_hashes, package_versions
 from retrain.records.reader import RunReader
 
 QUIET_PACKAGES = ("pydantic", "retrain", "rich", "trackio", "typer", "wandb")
 """Packages in which no number of a run is computed; ``retrain`` is compared by its code."""
-QUIET = Role.RECORDS | Role.NAMES  # Settings that may change on resume without a note
 EXTENSION = "training.max_steps"
 BASE_WEIGHTS = "weights of the base model"
 MISSING = "(not recorded)"
 
 
+@dataclass
 class Approval:
     """Decides about differences: accepted beforehand, asked about, or refused.
 
@@ -34,14 +34,10 @@ class Approval:
     were accepted.
     """
 
-    def __init__(
-        self,
-        accept: bool = False,
-        ask: Callable[[list[str]], bool] | None = None,
-        tell: Callable[[str], None] = lambda line: None,
-    ):
-        self.accept, self.ask, self.tell = accept, ask, tell
-        self.accepted: list[str] = []
+    accept: bool = False
+    ask: Callable[[list[str]], bool] | None = None
+    tell: Callable[[str], None] = lambda line: None
+    accepted: list[str] = field(default_factory=list)
 
     def __call__(self, directory: Path, changes: Sequence[str]) -> None:
         """Return when all ``changes`` are accepted. Raises UsageError, which names them, when they are not."""
@@ -59,21 +55,6 @@ class Approval:
             self.tell(f"changed since the last start: {line}")
 
 
-def flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every value in nested mappings."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value
-
-
-def counts(key: str) -> bool:
-    """Whether a run with another value of this dotted key would be another run."""
-    role = role_of(key)
-    return role is None or role not in QUIET
-
-
 @cache
 def _defaults() -> dict[str, Any]:
     """The default of every dotted key, also of sections that a file without them does not have."""
@@ -81,7 +62,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def differences(
-    old: Mapping[str, Any], new: Mapping[str, Any], matters: Callable[[str], bool] = counts
+    old: Mapping[str, Any], new: Mapping[str, Any], matters: Callable[[str], bool] = defines_run
 ) -> dict[str, tuple[Any, Any]]:
     """(old, new) by dotted key, for every key that matters and differs. Unset and empty are the same, and a key that a
     record does not have, because there was none when it was made, has its default."""

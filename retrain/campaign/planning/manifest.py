@@ -14,16 +14,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from retrain.campaign.planning.changes import counts, flat
 from retrain.campaign.planning.plan import Plan, RunSpec, run_directory
 from retrain.config import parse_dict
 from retrain.config.campaign import RULE_KEYS, Campaign
+from retrain.config.root import defines_run, flat
 from retrain.errors import UsageError, plural
-from retrain.files import dumps, write_json, write_text
+from retrain.files import Values, dumps, write_json, write_text
 from retrain.ownership import MARK
 from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.reader import RunReader, read_manifest, read_plan_file
-from retrain.records.schema.base import Values
 from retrain.records.schema.campaign import CampaignManifest, RunEntry
 from retrain.records.schema.layout import FINAL, LOG, MANIFEST, METRICS, PLAN
 from retrain.records.writer import RecordFiles
@@ -47,7 +46,7 @@ def fingerprint(spec: RunSpec) -> str:
     """
     config = flat(spec.config.model_dump(mode="json", by_alias=True, exclude_defaults=True))
     # Values made by a factory (empty tables and lists) are dumped although they are the default.
-    given = {key: value for key, value in config if counts(key) and value not in ({}, [])}
+    given = {key: value for key, value in config if defines_run(key) and value not in ({}, [])}
     return hashlib.sha256(dumps(given).encode()).hexdigest()[:16]
 
 
@@ -64,8 +63,10 @@ def recorded_entries(directory: Path, specs: Sequence[RunSpec]) -> tuple[dict[st
     path, configs = directory / MANIFEST, planned_configs(directory)
     if not path.is_file():
         entries = _entries_without_manifest(directory, specs)
+        if not begun(list(entries.values())):
+            return {}, []
         lost = f"{MANIFEST} is missing: which of {plural(len(entries), 'run')} are done, failed or stopped is not known"
-        return (entries, [lost]) if begun(list(entries.values())) else ({}, [])
+        return entries, [lost]
     entries, missing = {entry["run_id"]: entry for entry in read_manifest(directory)["runs"]}, []
     for spec in specs:
         entry = entries.get(spec.run_id)
@@ -95,7 +96,7 @@ def _entries_without_manifest(directory: Path, specs: Sequence[RunSpec]) -> dict
             seed=run["seed"],
             max_steps=run["config"]["training"]["max_steps"],
             state="interrupted" if has_records else "pending",
-            step=RunReader(place).last_row().get("step", -1) + 1,
+            step=RunReader(place).last_row().get("step", -1) + 1 if has_records else 0,
         )
         entries.setdefault(entry.run_id, entry.to_row())
     return entries

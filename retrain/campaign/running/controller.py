@@ -148,13 +148,14 @@ def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[]
     """The directory's manifest, once what differs from its records has been approved."""
     directory, configs = plan.directory, planned_configs(plan.directory)
     entries, lost = recorded_entries(directory, plan.specs)
-    asked, extensions = settings_changes(plan.specs, configs, entries)
+    asked, extensions = settings_changes(plan.specs, configs, entries) if configs else ([], [])
     asked = [*lost, *asked]
     for spec in plan.specs:
         entry = entries.get(spec.run_id)
         if entry and (entry["state"] != "done" or entry["step"] < spec.config.training.max_steps):
             asked += version_changes(run_directory(directory, spec), spec, plan.folder)
-    approval(directory, asked)
+    if asked:
+        approval(directory, asked)
     remove_leftovers(directory)
     for line in extensions:
         observer.message(f"changed since the last start: {line}")

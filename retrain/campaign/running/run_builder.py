@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,15 @@ from retrain.data.prompts import Renderer
 from retrain.environments.build import environments_of, episode_limits
 from retrain.environments.protocol import Environment
 from retrain.errors import UsageError
-from retrain.files import prepare_directory
+from retrain.files import Row, Values, prepare_directory
 from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
+from retrain.records.context import RunContext
 from retrain.records.environment import SystemInfo, module_hashes, run_facts
-from retrain.records.measure import RunContext
 from retrain.records.observer import Observer
 from retrain.records.reader import RunReader
 from retrain.records.recorder import RunRecorder
-from retrain.records.schema.base import Row, Values
+from retrain.records.schema.layout import CONFIG
 from retrain.rewards import Grader
 from retrain.rewards.base import AUDIT
 from retrain.rollouts.queue import RecentWeights
@@ -95,17 +96,21 @@ def check_recorded_facts(
     """Compare what runs are made with to their records, and keep it in ``points`` for the new records. Raises
     RecordsDiffer."""
     facts, system = _shared_facts(model, data), SystemInfo.now(job.folder)
-    records = {spec.run_id: RunReader(run_directory(job.directory, spec)).intact_config() for spec in specs}
+    directories = {spec.run_id: run_directory(job.directory, spec) for spec in specs}
+    readers = {run_id: RunReader(path) for run_id, path in directories.items() if (path / CONFIG).exists()}
+    records = {run_id: reader.intact_config() for run_id, reader in readers.items()}
     now = {spec.run_id: facts | _taught_by(model, spec) | _rubrics(data, spec) for spec in specs}
     differing = [line for run_id, recorded in records.items() for line in world_changes(recorded, now[run_id])]
     if refused := [line for line in dict.fromkeys(differing) if line not in job.accepted]:
         raise RecordsDiffer(refused)
     for spec in specs:
-        recorded, point = records[spec.run_id], points[spec.run_id]
-        changes = world_changes(recorded, now[spec.run_id])
-        point.any_base = any(line.startswith(BASE_WEIGHTS) for line in changes)
+        point = points[spec.run_id]
         point.facts = now[spec.run_id] | {"modules": module_hashes(spec.config, job.folder)}
         point.system = system
+        if (recorded := records.get(spec.run_id)) is None:
+            continue
+        changes = world_changes(recorded, now[spec.run_id])
+        point.any_base = any(line.startswith(BASE_WEIGHTS) for line in changes)
         for line in machine_changes(recorded, facts):
             observer.message(f"{spec.run_id}: {line}: what follows is rounded differently", "warning")
 
@@ -216,7 +221,7 @@ class RunBuilder:
         return RunRecorder(
             directory,
             context,
-            warn=lambda text: self.observer.message(f"{spec.run_id}: {text}", "warning"),
+            warn=partial(self.observer.message, level="warning"),
             token_text=self.model.tokenizer.offsets,
             guard=self.guard(directory),
         )

@@ -24,9 +24,10 @@ from retrain.campaign.planning.plan import RunSpec, run_directory
 from retrain.device import torchrun_rank
 from retrain.errors import LeaseLost, NotReadable, RetrainError, StorageError, UsageError, listed, plural
 from retrain.files import dumps, prepare_directory, read_json_if_present, stamp_of, write_bytes, write_json, writing
-from retrain.ownership import MARK, DirectoryIdentity, Owner, claim, machine, process_start
+from retrain.ownership import MARK, Owner, claim, machine, process_start
 from retrain.records.observer import Observer
 from retrain.records.schema.layout import CODE_DIFF, CONFIG, ENVIRONMENT, LOG, MANIFEST, PLAN
+from retrain.records.writer import DirectoryIdentity
 
 LOCK, LEASE = ".lock", ".lease"
 LOCK_TRIES = 5

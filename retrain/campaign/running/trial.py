@@ -26,8 +26,8 @@ from retrain.data.prompts import conversation
 from retrain.environments.single_turn import SingleTurn
 from retrain.errors import UsageError
 from retrain.plugins import described
+from retrain.records.measure import EQUAL_REWARDS
 from retrain.records.observer import NullObserver
-from retrain.records.samples import EQUAL_REWARDS
 from retrain.records.text import without_keys
 from retrain.rewards import Grader
 from retrain.rewards.base import CompletionText, failed

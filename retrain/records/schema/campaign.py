@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from retrain.records.schema.base import Record, Row
+from retrain.files import Record, Row
 
 STATES = ("pending", "running", "interrupted", "done", "failed", "stopped")
 ENDED = ("done", "failed", "stopped")  # Final states of a run
@@ -83,10 +83,10 @@ class CampaignManifest(Record):
     """With `[squeeze] runs = "one per condition"`, the same of the other conditions, by label."""
     report: str | None = None
     """File name of the report, once it is written."""
-
-    def to_row(self) -> Row:
-        """Return the manifest without the facts that are not known yet."""
-        return {key: value for key, value in super().to_row().items() if key == "runs" or value not in (None, [], {})}
+    omitted_if_empty = (
+        "updated", "declared", "notes", "lanes", "slots", "cohorts", "memory", "sequential", "comparison", "squeeze",
+        "squeezes", "report",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
-from retrain.records.schema.base import Record, Row
+from retrain.files import Record, Row
 
 
 @dataclass(frozen=True)
@@ -219,12 +219,23 @@ class Checkpoint(Record):
     """Passes over the training problems that were completed."""
 
 
+@dataclass
+class Totals:
+    """Running sums of a run; part of its saved state."""
+
+    episodes: int = 0
+    correct: int = 0
+    tokens: int = 0
+    began: float | None = None  # Unix time at which the first step began
+    ended: float | None = None  # Unix time at which the last step ended
+
+
 @dataclass(frozen=True)
 class RecorderState(Record):
     """State of the records in a checkpoint, so that a resumed run continues its files exactly."""
 
     totals: Row
-    """Sums over the steps so far (`measure.Totals`)."""
+    """Sums over the steps so far (`Totals`)."""
     known_keys: list[str]
     """Keys that rows of metrics have had, in their order."""
     known_tags: list[str]
@@ -237,3 +248,7 @@ class RecorderState(Record):
     """Return value of the last start of each tracker."""
     sent: dict[str, int] = field(default_factory=dict)
     """First step that each tracker has not taken."""
+
+
+START = RecorderState(totals=asdict(Totals()), known_keys=[], known_tags=[], evaluations={})
+"""State of the records before the first step."""

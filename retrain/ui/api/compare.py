@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from retrain.campaign.planning.changes import flat
+from retrain.config.root import flat
 from retrain.records.reader import read_object
 from retrain.records.schema.layout import CODE_DIFF, ENVIRONMENT
 from retrain.ui.answers import Query, json_route

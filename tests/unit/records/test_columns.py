@@ -23,7 +23,7 @@ def row(number: int) -> dict:
 
 def written(folder: Path, count: int, each: int = 1) -> ColumnWriter:
     """Write rows as a run does, ``each`` at a time, and the columns beside them."""
-    writer = ColumnWriter(folder / "metrics.jsonl")
+    writer = ColumnWriter(folder / "metrics.jsonl", folder / "metrics.f32")
     for begin in range(0, count, each):
         append_jsonl(folder / "metrics.jsonl", [row(number) for number in range(begin, min(count, begin + each))])
         writer.follow()
@@ -92,14 +92,14 @@ def test_a_torn_or_foreign_cache_is_not_believed_and_then_mended(tmp_path):
         assert_same(read(tmp_path), tmp_path)
     (tmp_path / "metrics.f32").write_bytes(whole + b"rubbish" * 100)
     assert_same(read(tmp_path), tmp_path)
-    ColumnWriter(tmp_path / "metrics.jsonl").follow()
+    ColumnWriter(tmp_path / "metrics.jsonl", tmp_path / "metrics.f32").follow()
     assert (tmp_path / "metrics.f32").read_bytes() == whole
     # A release that knows nothing of columns continued the lines after a cut:
     other = [row(number) | {"loss": -7.0} for number in range(2 * BLOCK + 3)]
     (tmp_path / "metrics.jsonl").unlink()
     append_jsonl(tmp_path / "metrics.jsonl", other)
     assert_same(read(tmp_path), tmp_path)
-    ColumnWriter(tmp_path / "metrics.jsonl").follow()
+    ColumnWriter(tmp_path / "metrics.jsonl", tmp_path / "metrics.f32").follow()
     assert read(tmp_path).uncovered == 3
     assert_same(read(tmp_path), tmp_path)
 

@@ -74,7 +74,8 @@ def contents(directory: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("kept", [3, 4])  # before step 4 there was an evaluation
 def test_resuming_gives_the_same_bytes_as_never_stopping(tmp_path, monkeypatch, kept):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    monkeypatch.setattr("retrain.records.columns.BLOCK", 4)  # rows
+    for module in ("columns", "recorder"):
+        monkeypatch.setattr(f"retrain.records.{module}.BLOCK", 4)  # rows
     settings = context(max_steps=8, config=config(logging={"rollouts_every": 2, "num_groups_to_log": 1}))
     with closing(RunRecorder(whole, settings)) as recorder:
         play(recorder, 0, 8)

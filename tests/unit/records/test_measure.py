@@ -7,8 +7,9 @@ import pytest
 from helpers.records import completion, config, context, evaluation, group, step, updated, with_action
 
 from retrain.records.catalogue import METRICS
-from retrain.records.measure import START, measure_step
-from retrain.records.samples import eval_row
+from retrain.records.measure import measure_step
+from retrain.records.schema.rows import START
+from retrain.records.scores import eval_row, evaluation_keys
 from retrain.types import CreditedGroup, RewardResult, Turn
 
 
@@ -16,7 +17,8 @@ def row_of(
     *groups: CreditedGroup, settings: dict[str, Any] | None = None, update: dict[str, Any] | None = None, **state: Any
 ):
     """Return the row of one step; ``settings`` change the context, ``update`` and ``state`` the step."""
-    return measure_step(step(list(groups), update=update, **state), context(**(settings or {})), START)[0]
+    run = context(**(settings or {}))
+    return measure_step(step(list(groups), update=update, **state), run, START, evaluation_keys(run))[0]
 
 
 def test_correct_rate_counts_groups_that_did_not_train():

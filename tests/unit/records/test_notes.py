@@ -116,7 +116,7 @@ def test_remarks_stand_in_the_log_and_in_a_file_once_and_warnings_are_heard(tmp_
     assert {"truncated", "groups_uniform", "loss_near_zero"} <= {*keys}
     assert len(keys) == len({*keys})
     assert all(f"{line['level']:<7} step {line['step']}: {line['text']}" in log for line in lines)
-    expected = [f"step {line['step']}: {line['text']}" for line in lines if line["level"] == "warning"]
+    expected = [f"grpo+none_s1: step {line['step']}: {line['text']}" for line in lines if line["level"] == "warning"]
     assert len(heard) == len(expected)  # warnings alone
     assert all(text.startswith(start) for text, start in zip(heard, expected, strict=True))
     assert set(lines[0]) == {"step", "key", "level", "text", "remedy"}

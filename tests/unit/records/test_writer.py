@@ -165,8 +165,8 @@ def test_a_tracker_that_hangs_or_fails_is_left_behind_with_one_warning(
     assert time.monotonic() - begin < 10
     if gate := tracker.get("gate"):
         gate.set()
-    (line,) = [line for line in warnings if line.startswith("slow ")]
-    assert line.startswith(warning)
+    (line,) = [line for line in warnings if ": slow " in line]
+    assert line.startswith(f"grpo+none_s1: {warning}")
     assert (tmp_path / "run.log").read_text().count(warning) == 1
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == steps
 
@@ -177,8 +177,8 @@ def test_training_does_not_wait_for_a_tracker_that_starts_slowly(tmp_path, monke
     tracker = Collecting(gate, hangs_in="start")
     recorder = RunRecorder(tmp_path, context(), trackers={"slow": tracker}, warn=warnings.append)
     record(recorder, 0, 2)
-    expected = ["slow has not started after 0.1 s; training goes on, and its rows wait"]
-    assert [line for line in warnings if line.startswith("slow ")] == expected
+    expected = ["grpo+none_s1: slow has not started after 0.1 s; training goes on, and its rows wait"]
+    assert [line for line in warnings if ": slow " in line] == expected
     gate.set()
     assert recorder.close()
     assert tracker.rows == [(0, "row"), (1, "row")]

@@ -20,7 +20,7 @@ from retrain.maths.statistics import accuracy_interval, maj_at_k, majority, majo
 from retrain.records.base_evaluations import BaseEvaluations
 from retrain.records.recorder import RunRecorder
 from retrain.records.rollouts import SHOWN, held_out_completions, shortened
-from retrain.records.samples import eval_row
+from retrain.records.scores import eval_row
 from retrain.rewards.rules import MatchReward
 from retrain.training.evaluation import Evaluator
 from retrain.types import Action, EvalRecord, Group, Problem, Prompt, single_turn

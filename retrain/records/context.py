@@ -1,0 +1,57 @@
+"""A run as its records name it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from retrain.config import Config
+from retrain.config.evaluation import PART
+from retrain.config.modes import credit_of
+from retrain.files import Values
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One run as its records name it.
+
+    ``tags`` are those that the data source may give a problem, ``reward_names`` the reward's parts and known sample
+    metrics: their keys stand in the first row already; others join the row from the step where they first appear.
+    """
+
+    condition: str
+    run_id: str
+    seed: int
+    config: Config
+    max_steps: int
+    is_campaign: bool = False
+    tags: tuple[str, ...] = ()
+    set_tags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Tags of each held-out set that differ from ``tags``."""
+    reward_names: tuple[str, ...] = ()
+    ranges: Mapping[str, Values] = field(default_factory=dict)
+    """For charts: ``{"min", "max", "invert"}`` of the total reward (as ``reward``) and of other numbers by name."""
+    skipped_prompts: int = 0  # Problems left out because their prompts are too long
+    folder: Path | None = None  # The folder of the TOML file, where modules that it names are looked up first
+
+    def tags_of(self, name: str) -> tuple[str, ...]:
+        return self.set_tags.get(name.removesuffix(PART), self.tags)
+
+    @cached_property
+    def features(self) -> frozenset[str]:
+        """The features that the configuration switches on, as named by ``Metric.requires``."""
+        config, algorithm = self.config, self.config.algorithm
+        switches = {
+            "evaluation": config.held_out,
+            "episodes": config.environment.hosted,
+            "tools": config.environment.tools,
+            "updates": config.training.several_updates,
+            "critic": algorithm.critic,
+            "ahead": config.training.max_off_policy_steps,
+            "rejection": algorithm.chooses_before or algorithm.rejection_denominator == "kept",
+            "distillation": config.distillation.active,
+            "dynamic": config.training.dynamic_sampling,
+        }
+        return credit_of(algorithm.transform_mode).features | {name for name, is_on in switches.items() if is_on}

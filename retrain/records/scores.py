@@ -1,0 +1,115 @@
+"""The scores of an evaluation.
+
+The unit of an evaluation is the problem: its samples are not independent, so every score is first made for each problem
+and the interval is over problems. A vote is for the answer that a completion gives, extracted as the run's reward
+extracts it (a reward that looks for none: as ``match`` with ``strict = false``) and normalised as ``match`` does; two
+spellings that this does not unite are two answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from retrain.files import Row, jsonable
+from retrain.maths.bounded import bounded_mean_interval
+from retrain.maths.statistics import Interval, accuracy_interval, majority, majority_ks, pass_at_k, sensible_ks
+from retrain.records.catalogue import EVAL_STATISTICS
+from retrain.records.context import RunContext
+from retrain.records.measure import Samples, collect, mean
+from retrain.rewards.base import AUDIT
+from retrain.rewards.rules import answer_text, normalise
+from retrain.types import CreditedGroup, EvalRecord, Group, Rollout
+
+NO_INTERVAL = Interval(float("nan"), None, None)
+VOTE_CHARACTERS = 1000  # Characters of an answer that a vote compares
+
+
+def evaluation_keys(context: RunContext) -> tuple[str, ...]:
+    """Return the keys of all evaluations, which stand in every row; none where the configuration evaluates nothing."""
+    keys: list[str] = []
+    for each in context.config.evaluated:
+        nothing = EvalRecord(each.recorded_name, 0, [], each.sampling.temperature, each.samples, seconds=0.0)
+        keys += eval_row(nothing, context.tags_of(each.recorded_name), audited=context.config.audit.wanted)
+    return tuple(keys)
+
+
+def eval_row(record: EvalRecord, tags: tuple[str, ...] = (), strict: bool = True, audited: bool = False) -> Row:
+    """Return the numbers of one held-out evaluation under ``eval/<name>/…``, intervals clustered by problem.
+
+    ``tags`` are those that the data may have: their keys are there even when no problem has them. ``strict`` says
+    which answers a vote counts (``answer_of``), ``audited`` whether there is a second grader.
+    """
+    samples = collect(list(map(CreditedGroup.of, record.groups)))
+    prefix = f"eval/{record.name}"
+    ungraded_N = np.isnan(samples.reward_N) & ~samples.correct_N
+    graded = not ungraded_N.all()  # a judge that never answered says nothing about the model
+    accuracy = _accuracy(samples) if graded else NO_INTERVAL
+    numbers: Row = {
+        "step": record.step,
+        "correct_rate": accuracy.estimate,
+        "ci_low": accuracy.low,
+        "ci_high": accuracy.high,
+        "reward_mean": mean(samples.reward_N),
+        "problems": len(record.groups),
+        "failed": int(np.isnan(samples.reward_N).sum()),
+        "mean_length": mean(samples.length_N),
+        "max_token_hit_rate": samples.cut_off,
+    }
+    row: Row = {f"{prefix}/{name}": numbers[name] for name in EVAL_STATISTICS}
+    if audited:
+        scores_N = samples.parts.get(AUDIT, np.empty(0))
+        row |= {f"{prefix}/{AUDIT}": mean(scores_N), f"{prefix}/{AUDIT}_failed": int(np.isnan(scores_N).sum())}
+    n = min((len(group.rollouts) for group in record.groups), default=record.samples)
+    row |= {f"{prefix}/{key}": value for key, value in _at_k(record.groups if graded else [], n, strict).items()}
+    for tag in sorted({*tags, *(tag for own in samples.tags for tag in own)}):
+        chosen = samples.tagged(tag)
+        groups = [record.groups[g] for g in dict.fromkeys(chosen.group_N.tolist())] if graded else []
+        row |= {f"{prefix}/{tag}/{key}": value for key, value in _tag_scores(chosen, groups, n, strict).items()}
+    return jsonable(row)
+
+
+def _tag_scores(samples: Samples, groups: Sequence[Group], n: int, strict: bool) -> Row:
+    """Return the numbers of the problems with one tag: of pass@k and maj@k those with the largest k only."""
+    rate = _accuracy(samples) if groups else NO_INTERVAL
+    at_k = _at_k(groups, n, strict)
+    scores: Row = {"correct_rate": rate.estimate, "ci_low": rate.low, "ci_high": rate.high}
+    scores |= {f"pass@{n}": at_k[f"pass@{n}"]} if n >= 2 else {}
+    return scores | ({f"maj@{n}": at_k[f"maj@{n}"]} if n >= 3 else {})
+
+
+def answer_of(rollout: Rollout, strict: bool) -> str | None:
+    """Return the answer that a rollout gives, normalised; None when it gives none, which is no vote.
+
+    ``strict`` as in ``rules.answer_text``.
+    """
+    answer = answer_text(rollout.text, rollout.prompt.problem, strict)
+    return None if answer is None else normalise(answer[:VOTE_CHARACTERS]) or None
+
+
+def _accuracy(samples: Samples) -> Interval:
+    return accuracy_interval(samples.correct_N, samples.group_N.tolist())
+
+
+def _at_k(groups: Sequence[Group], n: int, strict: bool) -> Row:
+    """Return pass@k, avg@n and maj@k over problems with n samples each; every value None without groups.
+
+    Scores of problems are shares of samples, which spread less than right and wrong: their own spread counts.
+    """
+    right = [[rollout.reward.is_correct for rollout in group.rollouts] for group in groups]
+    row: Row = {}
+
+    def put(key: str, scores: list[float], with_interval: bool) -> None:
+        interval = bounded_mean_interval(scores, 0.0, 1.0, t=True) if scores else NO_INTERVAL
+        row[key] = interval.estimate if scores else None
+        if with_interval:
+            row[f"{key}/ci_low"], row[f"{key}/ci_high"] = interval.low, interval.high
+
+    for k in sensible_ks(n):
+        put(f"pass@{k}", [pass_at_k(len(marks), sum(marks), k) for marks in right], k > 1)
+    put(f"avg@{n}", [sum(marks) / len(marks) for marks in right], False)
+    for k in majority_ks(n):
+        votes = [[answer_of(rollout, strict) for rollout in group.rollouts] for group in groups]
+        put(f"maj@{k}", [majority(v, marks, k) for v, marks in zip(votes, right, strict=True)], True)
+    return row
