@@ -13,15 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
 from retrain.data import arithmetic
 from retrain.data.prompts import conversation, render
 from retrain.data.sources import NoSplit, has_splits, read_problems
 from retrain.errors import DataError
-from retrain.rng import generator
 from retrain.types import Problem
 
 DEFAULT_EVAL_SPLIT = "test"
@@ -197,31 +194,6 @@ def _position(key: str) -> float:
     """Return the key's hash as a number in [0, 1)."""
     digest = hashlib.blake2b(key.encode("utf-8", "backslashreplace"), digest_size=8, key=b"retrain held-out").digest()
     return int.from_bytes(digest, "little") / 2**64
-
-
-class DataCursor:
-    """Order of training problems: a fresh permutation for every epoch, a function of the seeds and the position.
-
-    ``position`` counts problems taken so far. A batch may span epochs.
-    """
-
-    def __init__(self, problems: Sequence[Problem], stream: tuple[int | str, ...], shuffle: bool = True):
-        self.problems, self.stream, self.shuffle = problems, stream, shuffle
-        self.position = 0
-        self._epoch, self._order = -1, np.arange(0)
-
-    def ahead(self, start: int, count: int) -> list[Problem]:
-        """Return ``count`` problems, the first of them ``start`` problems after the next one."""
-        return [self._at(self.position + start + i) for i in range(count)]
-
-    def _at(self, position: int) -> Problem:
-        epoch, place = divmod(position, len(self.problems))
-        if not self.shuffle:
-            return self.problems[place]
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = generator(*self.stream, "data", epoch).permutation(len(self.problems))
-        return self.problems[int(self._order[place])]
 
 
 class Room(NamedTuple):

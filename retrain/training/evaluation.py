@@ -133,7 +133,7 @@ class CohortEvaluator:
         """Evaluate these runs as they are now, each on whole sets or on parts of them, as its schedule says."""
         for held_out in self.evaluator.sets:
             for extent, problems in (("whole", held_out), ("part", held_out.part)):
-                due = [run for run in runs if run.error is None and run.config.extent_after(run.step) == extent]
+                due = [run for run in runs if run.error is None and run.evaluations.get(run.step) == extent]
                 self._evaluate(problems, [[run] for run in due])
 
     def untrained(self, runs: Sequence[Run]) -> Iterator[None]:

@@ -97,7 +97,7 @@ class Cohort:
             results = self._learn(_alive(active), selections)
         for run in results:
             run.publish_to(self.engine)
-        if due := [run for run in _alive(results) if run.config.extent_after(run.step)]:
+        if due := [run for run in _alive(results) if run.step in run.evaluations]:
             with self.queue.paused():
                 self.evaluations.trained(due)
         shared = {"cohort_size": len(active), **self._shared_metrics(sampled)}

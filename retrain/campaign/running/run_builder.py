@@ -17,7 +17,7 @@ from retrain.campaign.running.protocol import CohortJob, Guard
 from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.data import Dataset, content_hash
-from retrain.data.dataset import DataCursor, column_values
+from retrain.data.dataset import column_values
 from retrain.data.prompts import Renderer
 from retrain.environments.build import environments_of, episode_limits
 from retrain.environments.protocol import Environment
@@ -36,7 +36,7 @@ from retrain.rewards.base import AUDIT
 from retrain.rollouts.queue import RecentWeights
 from retrain.training.checkpoints import Checkpoints, common_step
 from retrain.training.recovery import continue_from, resume
-from retrain.training.run import RolloutRequests, Run
+from retrain.training.run import DataCursor, RolloutRequests, Run
 from retrain.types import Problem
 
 
