@@ -28,7 +28,7 @@ from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.objective import Objective
 from retrain.policy.terms import PolicyTerm
-from retrain.rewards.rules import MatchReward
+from retrain.rewards.base import MatchReward
 from retrain.types import Denominators, Sample, TrainBatch
 
 PROMPTS, SAMPLES, MAX_TOKENS, LR, SEED = 8, 8, 80, 2e-3, 0

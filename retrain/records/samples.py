@@ -21,8 +21,7 @@ from retrain.maths.bounded import bounded_mean_interval
 from retrain.maths.statistics import Interval, accuracy_interval, gini, majority, majority_ks, pass_at_k, sensible_ks
 from retrain.records.catalogue import EVAL_STATISTICS
 from retrain.records.schema.base import Row
-from retrain.rewards.base import AUDIT
-from retrain.rewards.rules import answer_text, normalise
+from retrain.rewards.base import AUDIT, answer_text, normalise
 from retrain.types import CreditedGroup, EvalRecord, Group, RewardResult, Rollout
 
 EQUAL_REWARDS = 1e-8  # Rewards of a group whose standard deviation is below this count as equal (float noise)
