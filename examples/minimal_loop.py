@@ -20,7 +20,7 @@ import torch
 from retrain.algorithms import grpo
 from retrain.algorithms.losses import PPO
 from retrain.config import parse_dict
-from retrain.data.arithmetic import problems
+from retrain.data.dataset import arithmetic_problems
 from retrain.data.prompts import render
 from retrain.engines import LocalEngine, PolicyRef, SampleRequest
 from retrain.policy.base import load_base
@@ -46,7 +46,7 @@ def main(steps: int = 20, directory: str = "logs/minimal_loop") -> list[float]:
     config = parse_dict({"model": {"lora_rank": 16}, "lora": {"alpha": 32}, "training": {"weight_decay": 0.0}})
     policy = LocalPolicy(base, lanes, config, (SEED,))
     objective, reward, history = Objective((PolicyTerm(PPO()),)), MatchReward(), []
-    data = problems("train", steps * PROMPTS, seed=SEED)
+    data = arithmetic_problems("train", steps * PROMPTS, seed=SEED)
 
     for step in range(steps):
         begin = time.perf_counter()
