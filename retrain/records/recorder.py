@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 from retrain.config.evaluation import trackers as tracker_names
@@ -19,7 +20,7 @@ from retrain.files import dumps, keep_rows, truncate_jsonl, write_json, write_te
 from retrain.records.columns import ColumnWriter
 from retrain.records.environment import SystemInfo
 from retrain.records.measure import START, RunContext, measure_step
-from retrain.records.notes import WINDOW, explain, note_line
+from retrain.records.notes import WINDOW, explain, inapplicable, note_line
 from retrain.records.reader import RunReader
 from retrain.records.reporter import Reporter, make_trackers
 from retrain.records.rollout_page import rollout_page
@@ -111,7 +112,7 @@ class RunRecorder:
         rows = _sum(state.rows, dict.fromkeys(ROW_FILES, 1) | {layout.GENERATIONS: completions})
         self._state = replace(state, rows=rows)
         self._rows = [*self._rows[:1], *self._rows[1:][-WINDOW:], row]
-        notes = explain(self._rows, self.context.config, self._dtype, self._noted)
+        notes = explain(self._rows, self.context.config, self._dtype, self._noted | self._inapplicable_notes)
         for note in notes:
             self._noted.add(note.key)
             say = self._warn if note.level == "warning" else self.log
@@ -204,6 +205,10 @@ class RunRecorder:
             self.files.write(lambda: write_timeline(self.directory), always=True)
             self.log("failed" if failed else "closed")
         return self.files.close()
+
+    @cached_property
+    def _inapplicable_notes(self) -> set[str]:
+        return inapplicable(self.context.config)
 
     def _warn(self, text: str) -> None:
         self.log(text, level="warning")
