@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrain.algorithms.arrays import training_samples
+from retrain.algorithms.algorithm import training_samples
 from retrain.campaign.models import Bases
 from retrain.campaign.planning.plan import Plan, RunSpec, base_key
 from retrain.campaign.running.assemble import DoesNotFit, assemble

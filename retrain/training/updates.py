@@ -12,7 +12,7 @@ from itertools import islice
 
 import numpy as np
 
-from retrain.algorithms.arrays import join_by_rollout, samples_of_rollout, training_samples
+from retrain.algorithms.algorithm import join_by_rollout, samples_of_rollout, training_samples
 from retrain.algorithms.credit.rejection_mask import mask_minibatch
 from retrain.config.algorithm import Algorithm
 from retrain.config.training import Training

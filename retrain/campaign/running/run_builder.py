@@ -1,5 +1,7 @@
 """Build the runs of a cohort: where each continues, whether its records still hold, and the run itself."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -114,12 +116,28 @@ def _shared_facts(model: CohortModel, data: Dataset) -> dict[str, Any]:
     """Return what every run's ``config.json`` says of what has to be loaded to be known."""
     return {
         "built": model.built,
-        "base": {"name": model.name, "fingerprint": model.identity, "tokenizer": model.tokenizer.digest},
+        "base": {
+            "name": model.name,
+            "fingerprint": model.identity,
+            "tokenizer": _tokenizer_digest(model.tokenizer.source),
+        },
         "data_hash": data.content_hash,
         "heldout_hash": content_hash((), data.heldout),
         "heldout_hashes": {name: content_hash((), problems) for name, problems in data.sets.items()},
         "data_sizes": {"train": len(data.train), "heldout": len(data.heldout)},
     }
+
+
+def _tokenizer_digest(tokenizer: object) -> str:
+    """Return the hash of what turns a problem into tokens: chat template, vocabulary and, where they are known, the
+    tokenizer's rules."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        rules = json.loads(backend.to_str()) | {"padding": None, "truncation": None}  # those are of the last call
+    else:
+        rules = getattr(tokenizer, "get_vocab", dict)()
+    parts = [rules, getattr(tokenizer, "chat_template", None)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _rubrics(data: Dataset, spec: RunSpec) -> dict[str, Any]:
