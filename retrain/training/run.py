@@ -29,8 +29,8 @@ from retrain.records.schema.base import Row
 from retrain.records.text import without_keys
 from retrain.rewards.overlong import punish_overlong
 from retrain.rng import generator
-from retrain.rollouts.collect import RolloutRequest
-from retrain.rollouts.queue import RecentWeights, Span, Weights
+from retrain.rollouts.collect import RecentWeights, RolloutRequest, Weights
+from retrain.rollouts.queue import Span
 from retrain.rollouts.resample import Resample, Resampler, SelectedGroups
 from retrain.training.checkpoints import Checkpoints, Snapshot, earlier_directory
 from retrain.training.state import HealthCounters, RollbackPoint, RunState

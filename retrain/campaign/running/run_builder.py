@@ -35,7 +35,7 @@ from retrain.records.recorder import RunRecorder
 from retrain.records.schema.base import Row, Values
 from retrain.rewards import Grader
 from retrain.rewards.base import AUDIT
-from retrain.rollouts.queue import RecentWeights
+from retrain.rollouts.collect import RecentWeights
 from retrain.training.checkpoints import Checkpoints, common_step
 from retrain.training.recovery import continue_from, resume
 from retrain.training.run import DataCursor, RolloutRequests, Run
