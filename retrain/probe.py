@@ -210,7 +210,9 @@ def gradient_of(run: Run, groups: Sequence[Group], step: int, state: dict[str, A
     try:
         batch = run.credit(list(map(CreditedGroup.of, groups)))
         samples = [sample for rollout in batch.trained for sample in training_samples(rollout)]
-        return run.policy.gradient(TrainBatch(samples, batch.denominators, step, run.stream), run.objective)
+        return run.policy.gradient(
+            TrainBatch(samples, batch.denominators, step, run.requests.stream), run.update_plan.objective
+        )
     finally:
         run.step = before
         run.algorithm.restore(state)

@@ -88,7 +88,8 @@ class Config(Section):
             return {}
         schedule, steps, every = self.evaluation.schedule, self.training.max_steps, self.training.eval_every
         extents: dict[int, Extent] = dict.fromkeys(part_evaluations(schedule, steps, every), "part")
-        return extents | dict.fromkeys(whole_evaluations(schedule, steps, every), "whole")
+        extents.update(dict.fromkeys(whole_evaluations(schedule, steps, every), "whole"))
+        return extents
 
     @property
     def chooses_anew(self) -> bool:

@@ -62,6 +62,7 @@ class Cohort:
         self.stop, self.workers, self.pressure = stop, workers or Workers(), pressure
         ahead = engine.beside and any(run.requests.recent.bound for run in runs)
         self.queue: RolloutQueue[Run] = RolloutQueue(engine, pressure, ahead)
+        self.extents = {run: run.config.evaluations for run in self.runs}
         self.failures = Failures(engine, self.queue, observer)
         self.saver = Saver(self.failures, self._shared_state)
         self.evaluations = CohortEvaluator(evaluator, observer, self.saver, self.failures)
@@ -109,9 +110,9 @@ class Cohort:
             results = self._learn(_alive(active), selections)
         for run in results:
             run.publish_to(self.engine)
-        if due := [run for run in _alive(results) if run.step in run.evaluations]:
+        if due := [run for run in _alive(results) if run.step in self.extents[run]]:
             with self.queue.paused():
-                self.evaluations.trained(due)
+                self.evaluations.trained({run: self.extents[run][run.step] for run in due})
         shared = {"cohort_size": len(active), **self._shared_metrics(sampled)}
         ahead = {"queue_depth": sampled.depth, "time/overlap": self.queue.overlap(learning, timestamp())}
         for run in _alive(results):

@@ -4,7 +4,6 @@ when steps that went wrong fail it."""
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from retrain.engines.server.watch import Watch, by_version
 from retrain.environments.protocol import Environment, Limits
 from retrain.errors import RunFailed
 from retrain.files import dumps
-from retrain.policy.objective import Objective
 from retrain.policy.protocol import Policy
 from retrain.records.observer import RunSpecLike
 from retrain.records.recorder import RunRecorder
@@ -36,10 +34,10 @@ from retrain.training.checkpoints import Checkpoints, Snapshot, earlier_director
 from retrain.training.state import HealthCounters, RollbackPoint, RunState
 from retrain.training.updates import (
     MinibatchUpdate,
+    UpdatePlan,
     aggregate_metrics,
     exceeds_target_kl,
     iter_minibatches,
-    learning_rate,
     probe_of,
     update_minibatch,
     with_old_logprobs,
@@ -105,7 +103,8 @@ class RolloutRequests:
     def __post_init__(self) -> None:
         training, cursor = self.config.training, self.cursor
         self.sampling = training.sampling.requested
-        self.stream = (*self.config.stream("sampling"), "sample")
+        # Prefix of the random streams of all that the run samples (see Config.stream).
+        self.stream = self.config.stream("sampling")
         # A list of its own: what is drawn again must not move the cursor of the first rounds.
         upcoming = DataCursor(cursor.problems, (*cursor.stream, "dynamic"), cursor.shuffle).ahead
         rounds = training.dynamic_sampling
@@ -135,7 +134,7 @@ class RolloutRequests:
             self.recent.drawing(step),
             config.training.group_size,
             self.sampling,
-            (*self.stream, step, index),
+            (*self.stream, "sample", step, index),
             self.limits,
             self.recent.newest if config.inference.swap == "in_flight" else None,
         )
@@ -270,7 +269,7 @@ class Run:
     spec: RunSpecLike
     policy: Policy
     algorithm: Algorithm
-    objective: Objective
+    update_plan: UpdatePlan
     environments: Mapping[str, Environment]
     requests: RolloutRequests
     recorder: RunRecorder
@@ -284,20 +283,7 @@ class Run:
     timer: StepTimer = field(default_factory=StepTimer)
 
     def __post_init__(self) -> None:
-        config, training, optimizer = self.config, self.config.training, self.config.optimizer
-        self.health = RunHealth(training, self.recorder.log)
-        # Prefix of the random streams of all that this run samples (see Config.stream).
-        self.stream = config.stream("sampling")
-        self.evaluations = config.evaluations
-        self.updates_per_step = training.updates
-        self.learning_rate = partial(
-            learning_rate,
-            optimizer.schedule,
-            max_steps=training.max_steps * training.updates,
-            warmup_steps=optimizer.warmup_steps * training.updates,
-            base=training.lr,
-        )
-        self.masked_by = config.algorithm if config.chooses_anew else None
+        self.health = RunHealth(self.config.training, self.recorder.log)
 
     # -- identity -----------------------------------------------------------------------------------------------
 
@@ -367,7 +353,7 @@ class Run:
                 teacher = taught(self.teacher, self.policy, fresh.groups, self.teacher_context)
                 scores = replace(scores, teacher=teacher)
         batch = self.algorithm.credit(fresh, scores, self.step)
-        if self.updates_per_step > 1 and batch.groups:
+        if self.update_plan.per_step > 1 and batch.groups:
             batch = with_old_logprobs(batch, self.policy, scores.logprobs)
         return self.algorithm.with_stale_groups(batch, groups)
 
@@ -382,10 +368,8 @@ class Run:
         training, updates, epochs = self.config.training, list[MinibatchUpdate](), 0
         try:
             recorded = self.recorder.context.keeps_tokens(self.step)
-            for minibatches in iter_minibatches(batch, training, self.step, self.stream, recorded):
-                for minibatch in minibatches:
-                    lr = self.learning_rate(self.step * self.updates_per_step + minibatch.update)
-                    updates.append(update_minibatch(minibatch, self.policy, self.objective, lr, self.masked_by))
+            for minibatches in iter_minibatches(batch, training, self.step, self.requests.stream, recorded):
+                updates += [update_minibatch(minibatch, self.policy, self.update_plan) for minibatch in minibatches]
                 epochs += 1
                 if exceeds_target_kl(updates[-len(minibatches) :], training.target_kl):
                     break
@@ -394,7 +378,7 @@ class Run:
             for note in self.policy.notes():
                 self.recorder.log(f"step {self.step}: {note}", "warning")
         self.step += 1
-        if self.updates_per_step > 1:
+        if self.update_plan.per_step > 1:
             return batch, aggregate_metrics(updates, epochs)
         return with_trainer_logprobs(batch, updates[0].trainer_logprobs), dict(updates[0].metrics)
 

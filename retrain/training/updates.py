@@ -6,7 +6,7 @@ loss by what its own minibatch counts, groups without signal included.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -134,16 +134,24 @@ class MinibatchUpdate:
         return float(sum((s.action_mask if key in OF_ACTIONS else s.loss_mask).sum() for s in samples))
 
 
-def update_minibatch(
-    batch: TrainBatch, policy: Policy, objective: Objective, lr: float, masked_by: Algorithm | None
-) -> MinibatchUpdate:
-    """Take one optimizer step, skipped where its loss or gradient is not finite. ``masked_by`` chooses tokens to leave
-    out before each update; None where nothing is."""
-    masked = dict[str, float]()
-    if masked_by is not None and batch.samples:
-        batch, masked = mask_minibatch(batch, policy, masked_by)
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How a run updates its policy, as its configuration says: ``per_step`` updates of each batch, at the learning rate
+    of their number in the run. ``masked_by`` chooses tokens to leave out before each update; None where nothing is."""
+
+    objective: Objective
+    per_step: int
+    learning_rate: Callable[[int], float]
+    masked_by: Algorithm | None
+
+
+def update_minibatch(batch: TrainBatch, policy: Policy, plan: UpdatePlan) -> MinibatchUpdate:
+    """Take one optimizer step, skipped where its loss or gradient is not finite."""
+    lr, masked = plan.learning_rate(batch.step * plan.per_step + batch.update), dict[str, float]()
+    if plan.masked_by is not None and batch.samples:
+        batch, masked = mask_minibatch(batch, policy, plan.masked_by)
     try:
-        result = policy.update(batch, objective, lr)
+        result = policy.update(batch, plan.objective, lr)
         metrics = {**result.metrics, **masked, "optim/skipped": False}
         return MinibatchUpdate(batch, metrics, trainer_logprobs=result.trainer_logprobs)
     except NonFinite as error:

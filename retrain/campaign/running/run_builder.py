@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from retrain.errors import UsageError
 from retrain.files import prepare_directory
 from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
+from retrain.policy.objective import Objective
 from retrain.records.environment import SystemInfo, module_hashes, run_facts
 from retrain.records.measure import RunContext
 from retrain.records.observer import Observer
@@ -39,6 +41,7 @@ from retrain.rollouts.collect import RecentWeights
 from retrain.training.checkpoints import Checkpoints, common_step
 from retrain.training.recovery import continue_from, resume
 from retrain.training.run import DataCursor, RolloutRequests, Run
+from retrain.training.updates import UpdatePlan, learning_rate
 from retrain.types import Problem
 
 
@@ -181,7 +184,7 @@ class RunBuilder:
             spec=spec,
             policy=model.policy(spec, recorder.directory),
             algorithm=build_algorithm(config, own_modes, detector, model.tokenizer, config.stream("sampling")),
-            objective=objective_of(config, own_modes.loss),
+            update_plan=_update_plan(config, objective_of(config, own_modes.loss)),
             environments=environments,
             requests=requests,
             recorder=recorder,
@@ -253,6 +256,18 @@ class RunBuilder:
 
 def renderer_of(model: CohortModel, config: Config) -> Renderer:
     return Renderer(model.tokenizer.source, config.data, config.environment.tools_prompt)
+
+
+def _update_plan(config: Config, objective: Objective) -> UpdatePlan:
+    optimizer, training = config.optimizer, config.training
+    rate = partial(
+        learning_rate,
+        optimizer.schedule,
+        max_steps=training.max_steps * training.updates,
+        warmup_steps=optimizer.warmup_steps * training.updates,
+        base=training.lr,
+    )
+    return UpdatePlan(objective, training.updates, rate, config.algorithm if config.chooses_anew else None)
 
 
 def _teacher_context(model: CohortModel, config: Config) -> Context | None:
