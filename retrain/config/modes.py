@@ -2,8 +2,9 @@
 
 Everything that is said of a mode outside its code in ``retrain.algorithms`` is read from here: the choices of the TOML
 keys and which further keys have an effect, what ``explain`` prints, what is planned, recorded and noted, and the
-documents. A new mode is a row here and an entry under the same name in a table of ``retrain.algorithms`` or
-``retrain.algorithms.losses``. The section [algorithm] has the keys that its row declares.
+documents. The label of a condition is made of them. A new mode is a row here and an entry under the same name in a
+table of ``retrain.algorithms`` or ``retrain.algorithms.losses``. The section [algorithm] has the keys that its row
+declares.
 """
 
 import hashlib
