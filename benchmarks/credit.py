@@ -21,6 +21,7 @@ from retrain.algorithms.credit.group_advantage import GroupAdvantage, SpreadAdva
 from retrain.algorithms.credit.planning_tokens import STRATEGIC_GRAMS, RegexDetector
 from retrain.algorithms.credit.uncertainty import TokenUncertainty
 from retrain.config import parse_dict
+from retrain.config.modes import advantage_of
 from retrain.types import Action, CreditedBatch, CreditedGroup, Problem, Prompt, RewardResult, Scores, single_turn
 
 ROWS, GROUP = 128, 16
@@ -84,7 +85,7 @@ def main() -> None:
     text = options.text.read_text(encoding="utf-8") if options.text else documents()
     detector = RegexDetector()
     config = parse_dict({"algorithm": {"advantage_mode": "maxrl", "transform_mode": "gtpo_sepa"}})
-    advantage = GroupAdvantage("maxrl", GROUP_ADVANTAGES["maxrl"])
+    advantage = GroupAdvantage("maxrl", advantage_of("maxrl"), GROUP_ADVANTAGES["maxrl"])
     token_credit = TOKEN_CREDIT["gtpo_sepa"](config, ())
     steps = [advantage, SpreadAdvantage(False), TokenUncertainty("surprisal"), *token_credit]
     algorithm = Algorithm(steps, mark_planning=lambda batch: batch)

@@ -20,14 +20,14 @@ import torch
 from retrain.algorithms import grpo
 from retrain.algorithms.losses import PPO
 from retrain.config import parse_dict
-from retrain.data.arithmetic import problems
+from retrain.data.dataset import arithmetic_problems
 from retrain.data.prompts import render
 from retrain.engines import LocalEngine, PolicyRef, SampleRequest
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.objective import Objective, PolicyTerm
-from retrain.rewards.rules import MatchReward
+from retrain.rewards.base import MatchReward
 from retrain.types import Denominators, Sample, TrainBatch
 
 PROMPTS, SAMPLES, MAX_TOKENS, LR, SEED = 8, 8, 80, 2e-3, 0
@@ -45,7 +45,7 @@ def main(steps: int = 20, directory: str = "logs/minimal_loop") -> list[float]:
     config = parse_dict({"model": {"lora_rank": 16}, "lora": {"alpha": 32}, "training": {"weight_decay": 0.0}})
     policy = LocalPolicy(base, lanes, config, (SEED,))
     objective, reward, history = Objective((PolicyTerm(PPO()),)), MatchReward(), []
-    data = problems("train", steps * PROMPTS, seed=SEED)
+    data = arithmetic_problems("train", steps * PROMPTS, seed=SEED)
 
     for step in range(steps):
         begin = time.perf_counter()

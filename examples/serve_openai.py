@@ -22,10 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from openai import OpenAI
 
-from retrain.data.arithmetic import problems
+from retrain.data.dataset import arithmetic_problems
 
 client = OpenAI(base_url=sys.argv[1], api_key="none")
-asked = problems("heldout", 60, seed=1)
+asked = arithmetic_problems("heldout", 60, seed=1)
 
 
 def correct(model: str, prompt: str, answer: str) -> bool:

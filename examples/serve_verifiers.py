@@ -13,7 +13,7 @@ import sys
 
 import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 
-from retrain.data.arithmetic import problems
+from retrain.data.dataset import arithmetic_problems
 
 
 class SumData(vf.TaskData):
@@ -32,7 +32,7 @@ class SumTask(vf.Task[SumData]):
 
 class Sums(vf.Taskset[SumTask, vf.TasksetConfig]):
     def load(self):
-        for problem in problems("heldout", 60, seed=1):
+        for problem in arithmetic_problems("heldout", 60, seed=1):
             yield SumTask(SumData(prompt=problem.prompt, answer=problem.answer), self.config.task)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrain.algorithms.arrays import training_samples
+from retrain.algorithms.algorithm import training_samples
 from retrain.campaign.models import Bases
 from retrain.campaign.planning.plan import Plan, RunSpec, base_key
 from retrain.campaign.running.assemble import DoesNotFit, assemble
@@ -210,7 +210,9 @@ def gradient_of(run: Run, groups: Sequence[Group], step: int, state: dict[str, A
     try:
         batch = run.credit(list(map(CreditedGroup.of, groups)))
         samples = [sample for rollout in batch.trained for sample in training_samples(rollout)]
-        return run.policy.gradient(TrainBatch(samples, batch.denominators, step, run.stream), run.objective)
+        return run.policy.gradient(
+            TrainBatch(samples, batch.denominators, step, run.requests.stream), run.update_plan.objective
+        )
     finally:
         run.step = before
         run.algorithm.restore(state)

@@ -1,8 +1,8 @@
-"""A tokenizer without a model: the text of tokens, each token's place in it, and the tokenizer's digest."""
+"""A tokenizer without a model: the text of tokens, and each token's place in it."""
 
-import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,12 +13,12 @@ from retrain.maths.arrays import OffsetArray
 Offsets = np.ndarray | list[tuple[int, int]]  # For each token the characters [start, end) that it stands for
 
 
+@dataclass(eq=False)
 class Tokenizer:
     """What the loop, algorithms and pages need of a transformers tokenizer, or of anything like one: callable, with
     ``decode`` and perhaps a chat template."""
 
-    def __init__(self, source: Any):
-        self.source = source
+    source: Any
 
     @cached_property
     def token_bytes(self) -> list[bytes] | None:
@@ -57,17 +57,6 @@ class Tokenizer:
             offsets.append((start, start + len(piece)))
             start += len(piece)
         return "".join(pieces), offsets
-
-    @cached_property
-    def digest(self) -> str:
-        """Hash of what turns a problem into tokens: chat template, vocabulary and, where they are known, its rules."""
-        backend = getattr(self.source, "backend_tokenizer", None)
-        if backend is not None:
-            rules = json.loads(backend.to_str()) | {"padding": None, "truncation": None}  # those are of the last call
-        else:
-            rules = getattr(self.source, "get_vocab", dict)()
-        parts = [rules, getattr(self.source, "chat_template", None)]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class ByteTokenizer:

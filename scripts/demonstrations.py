@@ -17,7 +17,7 @@ from the list that the planning detector knows, so these tokens cause, and do no
 from dataclasses import dataclass
 from random import Random
 
-from retrain.data.arithmetic import apply, parse
+from retrain.data.dataset import apply_operation, parse_expression
 from retrain.types import Problem
 
 GUESSES = ("clearly", "clearly", "clearly", "clearly", "let me think, clearly", "or we could guess:", "what if we say")
@@ -51,7 +51,7 @@ CAREFUL = Pupil(guess=0, slip=0, slip_after_plan=0, confirm=0)
 
 def demonstration(problem: Problem, rng: Random, pupil: Pupil = PUPIL) -> str:
     """One completion for ``problem`` as the pupil writes it; ``rng`` is the only source of chance."""
-    value, operations = parse(problem.metadata["expression"])
+    value, operations = parse_expression(problem.metadata["expression"])
     lines = []
     for operation, number in operations:
         if operation == "-" and value < number:
@@ -70,7 +70,7 @@ def _work(operation: str, left: int, right: int, rng: Random, pupil: Pupil) -> t
     if draw < pupil.guess:
         value = guess(operation, left, right)
         text = f"{rng.choice(GUESSES)} {value}"
-        wrong = value != apply(operation, left, right)
+        wrong = value != apply_operation(operation, left, right)
         if rng.random() >= (pupil.second_try if wrong else pupil.needless_second_try):
             return text, value
         columns, value = _columns(operation, left, right, pupil.slip_after_plan, rng, pupil)
@@ -101,9 +101,9 @@ def _columns(operation: str, left: int, right: int, slip: float, rng: Random, pu
         upper_value = right // 10 * left
     else:
         a, b, upper = left % 10, right % 10, f"{left // 10}{operation}{right // 10}"
-        upper_value = apply(operation, left // 10, right // 10)
+        upper_value = apply_operation(operation, left // 10, right // 10)
     borrow = operation == "-" and a < b
-    ones = (f"{a + 10 * borrow}{operation}{b}", apply(operation, a + 10 * borrow, b))
+    ones = (f"{a + 10 * borrow}{operation}{b}", apply_operation(operation, a + 10 * borrow, b))
     carried = 1 if borrow else ones[1] // 10
     steps: list[str] = []
     noticed = borrow and rng.random() < pupil.notice
@@ -121,7 +121,9 @@ def _columns(operation: str, left: int, right: int, slip: float, rng: Random, pu
         steps.append(_equation(ones))
         _confirm(steps, ones, rng, pupil)
     sign = "-" if borrow else "+"
-    above = (f"{upper}{sign}{carried}", apply(sign, upper_value, carried)) if carried else (upper, upper_value)
+    above = (
+        (f"{upper}{sign}{carried}", apply_operation(sign, upper_value, carried)) if carried else (upper, upper_value)
+    )
     if carried and rng.random() < slip:
         forgot = (upper, upper_value)
         steps.append(_equation(forgot))

@@ -42,7 +42,7 @@ from retrain.algorithms.losses import LOSSES
 from retrain.algorithms.losses.plugin import PluginLoss
 from retrain.config import Config
 from retrain.config.algorithm import Algorithm as AlgorithmSection
-from retrain.config.modes import MODES, Named, loss_of
+from retrain.config.modes import MODES, Named, advantage_of, loss_of
 from retrain.config.root import value_at
 from retrain.maths.corrections import Correction
 from retrain.plugins import load_function
@@ -161,7 +161,8 @@ def _advantage(config: Config, modes: Modes) -> CreditStep:
     if isinstance(modes.advantage, str):
         formula = partial(GROUP_ADVANTAGES[modes.advantage], **config.algorithm.parameters_of("advantage_mode"))
     reward_name = config.environment.provider or config.reward.type
-    return GroupAdvantage(modes.advantage, formula, _turn_credit(config), reward_name)
+    facts = advantage_of(modes.advantage)
+    return GroupAdvantage(modes.advantage, facts, formula, _turn_credit(config), reward_name)
 
 
 def _turn_credit(config: Config) -> TurnCredit | None:

@@ -1,10 +1,31 @@
-"""An algorithm: the list of credit steps that turn graded rollouts into what each token is trained with."""
+"""An algorithm: the list of credit steps that turn graded rollouts into what each token is trained with.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+Credit steps compute in padded tables of the rollouts; what trains are samples, flat sequences.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import islice, pairwise
 from typing import Any, Protocol, runtime_checkable
 
-from retrain.types import MAX_STALENESS, CreditedBatch, CreditedGroup, CreditedRollout, Scores, Want
+import numpy as np
+import torch
+
+from retrain.maths.shapes import Floats_BT, Mask_BT
+from retrain.types import (
+    MAX_STALENESS,
+    CreditedBatch,
+    CreditedGroup,
+    CreditedRollout,
+    Group,
+    Rollout,
+    Sample,
+    Scores,
+    Support,
+    Turn,
+    Want,
+)
+from retrain.types.rollouts import split_sequences
 
 
 @dataclass(frozen=True)
@@ -102,3 +123,152 @@ class Algorithm:
     @property
     def _stateful(self) -> list[StatefulStep]:
         return [step for step in self.steps if isinstance(step, StatefulStep)]
+
+
+def pad(arrays: Sequence[np.ndarray], dtype: type = np.float64) -> torch.Tensor:
+    """Return rows of different lengths as one table [B, T], 0 beyond each row's end."""
+    table_BT = np.zeros((len(arrays), max(map(len, arrays))), dtype=dtype)
+    for row_T, array in zip(table_BT, arrays, strict=True):
+        row_T[: len(array)] = array
+    return torch.from_numpy(table_BT)
+
+
+def pad_if_all(arrays: Sequence[np.ndarray | None], dtype: type = np.float64) -> torch.Tensor | None:
+    """Return the padded table, or None where a row is missing."""
+    rows = [array for array in arrays if array is not None]
+    return pad(rows, dtype) if len(rows) == len(arrays) else None
+
+
+def token_mask(rows: Sequence[Rollout | np.ndarray]) -> Mask_BT:
+    """Return which entries of the padded table of these rollouts or arrays are not padding."""
+    lengths = torch.tensor([len(row) for row in rows])
+    return torch.arange(int(lengths.max()))[None] < lengths[:, None]
+
+
+def with_rows(
+    batch: CreditedBatch, rollouts: Sequence[CreditedRollout], **tables_BT: Floats_BT | Mask_BT
+) -> CreditedBatch:
+    """Return the batch with a row of each table, without its padding, as the field of that name of each rollout."""
+    arrays = {name: table_BT.numpy() for name, table_BT in tables_BT.items()}
+    changes = [
+        {name: rows_BT[row][: len(rollout)] for name, rows_BT in arrays.items()} for row, rollout in enumerate(rollouts)
+    ]
+    return batch.with_fields(rollouts, changes)
+
+
+def pad_field(rollouts: Sequence[CreditedRollout], name: str, dtype: type = np.float64) -> torch.Tensor:
+    """Return the field ``name``, an array [T] of every rollout, as a padded table [B, T]."""
+    return pad([getattr(rollout, name) for rollout in rollouts], dtype)
+
+
+def discard_by_tokens(batch: CreditedBatch) -> CreditedBatch:
+    """Discard the groups in which no token has an advantage, and no others: for token credit that starts from the
+    rewards, so that the episode advantage does not say which groups have signal."""
+    reasons = []
+    for group in batch.groups:
+        rows = [rollout.token_advantages_T for rollout in group.rollouts if rollout.token_advantages_T is not None]
+        has_signal = any(row_T.any() for row_T in rows)
+        reasons.append(group.discarded if not rows else None if has_signal else "zero_advantage")
+    return batch.with_discarded(reasons)
+
+
+def samples_of_rollout(rollout: Rollout) -> list[Sample]:
+    """Return the rollout as the policy saw it, token for token; nothing is tokenised again.
+
+    One sample, and one more for every time that the conversation was rewritten; none where the policy never acted. No
+    token has an advantage or trains.
+    """
+    return [_flatten(turns) for turns in split_sequences(rollout.turns)]
+
+
+def training_samples(rollout: CreditedRollout) -> list[Sample]:
+    """Return the samples of a rollout with its credit; without a reward no token trains."""
+    sequences = zip(split_sequences(rollout.turns), sequence_slices(rollout), strict=True)
+    return [_with_credit(_flatten(turns), rollout, tokens) for turns, tokens in sequences]
+
+
+def scores_by_rollout(scores: Scores, groups: Sequence[Group]) -> Scores:
+    """Return the scores of ``samples_of(groups)`` with one array for each rollout."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    by_sample = {kind.name: getattr(scores, kind.name) for kind in fields(scores)}
+    requested = {kind: rows for kind, rows in by_sample.items() if rows is not None}
+    return Scores(**{kind: join_by_rollout(rows, rollouts) for kind, rows in requested.items()})
+
+
+def join_by_rollout(rows_by_sample: Iterable[np.ndarray], rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+    """Return the arrays [T] of the rollouts' samples, joined to one for each rollout."""
+    rows = iter(rows_by_sample)
+    return [np.concatenate([np.zeros(0), *islice(rows, rollout.sequences)]) for rollout in rollouts]
+
+
+def sequence_slices(rollout: Rollout) -> list[slice]:
+    """Return which of the rollout's sampled tokens [T] each of its samples holds."""
+    lengths = [sum(len(turn.action) for turn in turns) for turns in split_sequences(rollout.turns)]
+    ends = np.cumsum([0, *lengths]).tolist()
+    return [slice(begin, end) for begin, end in pairwise(ends)]
+
+
+def _flatten(turns: Sequence[Turn]) -> Sample:
+    length = sum(len(turn.observation_ids) + len(turn.action) for turn in turns)
+    sample = Sample(
+        token_ids=np.zeros(length, dtype=np.int64),
+        action_mask=np.zeros(length, dtype=bool),
+        logprobs=np.zeros(length),
+        versions=np.full(length, -1, dtype=np.int64),
+        advantages=np.zeros(length),
+        loss_mask=np.zeros(length, dtype=bool),
+        support=_joined_support([turn.action.support for turn in turns]),
+    )
+    at = 0
+    for turn in turns:
+        begin, count = at + len(turn.observation_ids), len(turn.action)
+        sample.token_ids[at:begin] = turn.observation_ids
+        at = begin + count
+        sample.token_ids[begin:at] = turn.action.token_ids
+        sample.action_mask[begin:at] = True
+        sample.logprobs[begin:at] = turn.action.logprobs_T
+        sample.versions[begin:at] = turn.action.policy_version
+    return sample
+
+
+def _with_credit(sample: Sample, rollout: CreditedRollout, tokens: slice) -> Sample:
+    """Return the sample of these ``tokens`` of the rollout with their credit."""
+
+    def placed(values_T: np.ndarray | None) -> np.ndarray | None:
+        if values_T is None:
+            return None
+        values = np.zeros(len(sample))
+        values[sample.action_mask] = values_T[tokens]
+        return values
+
+    loss_mask = sample.loss_mask
+    if rollout.is_credited:
+        loss_mask = sample.action_mask.copy()
+        if rollout.loss_mask_T is not None:
+            loss_mask[sample.action_mask] = rollout.loss_mask_T[tokens]
+    advantages = placed(rollout.token_advantages_T)
+    return replace(
+        sample,
+        advantages=sample.advantages if advantages is None else advantages,
+        loss_mask=loss_mask,
+        old_logprobs=placed(rollout.old_logprobs_T),
+        policy_weights=placed(rollout.policy_weights_T),
+        values=placed(rollout.values_T),
+        value_targets=placed(rollout.value_targets_T),
+        teacher_prompt=rollout.teacher_prompt,
+    )
+
+
+def _joined_support(parts: Sequence[Support | None]) -> Support | None:
+    """Return the support of several actions as that of one; all of them have one, or none has."""
+    supports = [part for part in parts if part is not None]
+    if len(supports) < len(parts) or len(supports) < 2:
+        return supports[0] if len(supports) == len(parts) else None
+    starts = np.cumsum([0, *(len(part.ids) for part in supports)])
+    offsets = [part.offsets[bool(i) :] + start for i, (part, start) in enumerate(zip(supports, starts, strict=False))]
+    return Support(np.concatenate([part.ids for part in supports]), np.concatenate(offsets))
+
+
+def samples_of(groups: Sequence[Group]) -> list[Sample]:
+    """Return the samples of all rollouts, without credit."""
+    return [sample for group in groups for rollout in group.rollouts for sample in samples_of_rollout(rollout)]

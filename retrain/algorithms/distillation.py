@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from retrain.algorithms.arrays import join_by_rollout, samples_of, samples_of_rollout
+from retrain.algorithms.algorithm import join_by_rollout, samples_of, samples_of_rollout
 from retrain.config.algorithm import Distillation
 from retrain.data.prompts import Renderer
 from retrain.errors import ModelError, RunFailed

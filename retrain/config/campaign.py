@@ -1,6 +1,5 @@
 """[campaign] and [[campaign.conditions]]: what is compared, over which seeds."""
 
-import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,15 +10,10 @@ from pydantic import AfterValidator, ConfigDict, Field
 
 from retrain.config.algorithm import AdvantageMode, TransformMode
 from retrain.config.base import Count, Finding, Natural, OptionalText, Role, Section, Seed, fault
-
-LABEL_MAX = 120
-"""A run directory is named label_s<seed>; file systems allow 255 bytes."""
+from retrain.config.modes import condition_label
 
 RULE_KEYS = ("test", "sequential", "futility", "race", "prior_spread", "prior_freedom")
 """Keys that say by what rule conditions are compared, beside metric, margin, seeds and conditions."""
-
-SHORT = ("training", "algorithm", "model")
-"""Sections whose keys stand in a label without their section."""
 
 
 def _distinct(seeds: list[int]) -> list[int]:
@@ -68,31 +62,7 @@ class Condition(Section):
     @property
     def label(self) -> str:
         """`advantage_mode+transform_mode`, then `~key=value` for each override; safe as a file name."""
-        return label(self.advantage_mode, self.transform_mode, self.overrides)
-
-
-def _safe(value: object) -> str:
-    """The value as a piece of a file name."""
-    if isinstance(value, bool):
-        text = "true" if value else "false"
-    elif isinstance(value, list | tuple):
-        text = "-".join(_safe(item) for item in value)
-    else:
-        text = str(value)
-    return re.sub(r"[^A-Za-z0-9._+-]+", "-", text) or "-"
-
-
-def label(advantage_mode: str, transform_mode: str, overrides: Mapping[str, object]) -> str:
-    """The condition's name in files, tables and trackers."""
-    parts = []
-    for dotted, value in overrides.items():
-        section, _, key = dotted.partition(".")
-        parts.append(f"{key if section in SHORT else dotted}={_safe(value)}")
-    text = "~".join([f"{_safe(advantage_mode)}+{_safe(transform_mode)}", *sorted(parts)])
-    if len(text) > LABEL_MAX:
-        digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-        text = f"{text[: LABEL_MAX - len(digest) - 1]}-{digest}"
-    return text
+        return condition_label(self.advantage_mode, self.transform_mode, self.overrides)
 
 
 def condition_name(label: str) -> str:

@@ -2,10 +2,12 @@
 
 Everything that is said of a mode outside its code in ``retrain.algorithms`` is read from here: the choices of the TOML
 keys and which further keys have an effect, what ``explain`` prints, what is planned, recorded and noted, and the
-documents. A new mode is a row here and an entry under the same name in a table of ``retrain.algorithms`` or
-``retrain.algorithms.losses``. The section [algorithm] has the keys that its row declares.
+documents. The label of a condition is made of them. A new mode is a row here and an entry under the same name in a
+table of ``retrain.algorithms`` or ``retrain.algorithms.losses``. The section [algorithm] has the keys that its row
+declares.
 """
 
+import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -342,6 +344,36 @@ def loss_of(mode: Named) -> Loss:
 def used_by(key: str, dotted: str) -> tuple[str, ...]:
     """Return the modes of ``[algorithm] key`` with which the key ``dotted`` has an effect."""
     return tuple(name for name, mode in MODES[key].items() if mode.uses(dotted))
+
+
+LABEL_MAX = 120
+"""A run directory is named label_s<seed>; file systems allow 255 bytes."""
+SHORT = ("training", "algorithm", "model")
+"""Sections whose keys stand in a label without their section."""
+
+
+def _safe(value: object) -> str:
+    """The value as a piece of a file name."""
+    if isinstance(value, bool):
+        text = "true" if value else "false"
+    elif isinstance(value, list | tuple):
+        text = "-".join(_safe(item) for item in value)
+    else:
+        text = str(value)
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", text) or "-"
+
+
+def condition_label(advantage_mode: str, transform_mode: str, overrides: Mapping[str, object]) -> str:
+    """The condition's name in files, tables and trackers."""
+    parts = []
+    for dotted, value in overrides.items():
+        section, _, key = dotted.partition(".")
+        parts.append(f"{key if section in SHORT else dotted}={_safe(value)}")
+    text = "~".join([f"{_safe(advantage_mode)}+{_safe(transform_mode)}", *sorted(parts)])
+    if len(text) > LABEL_MAX:
+        digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+        text = f"{text[: LABEL_MAX - len(digest) - 1]}-{digest}"
+    return text
 
 
 def modes_markdown() -> str:

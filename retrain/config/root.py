@@ -82,14 +82,15 @@ class Config(Section):
         """Return the set with what it leaves unset taken from [evaluation], then from [training] and [data]."""
         return resolved(each, self.evaluation, self.training, self.data)
 
-    def extent_after(self, step: int) -> Extent | None:
-        """Return how a run is evaluated after ``step`` updates; None for not at all."""
-        training, schedule = self.training, self.evaluation.schedule
+    @property
+    def evaluations(self) -> dict[int, Extent]:
+        """The number of updates done at every evaluation after the start, and how a run is evaluated there."""
         if not self.evaluation.problems:
-            return None
-        if step >= training.max_steps or step in whole_evaluations(schedule, training.max_steps, training.eval_every):
-            return "whole"
-        return "part" if step in part_evaluations(schedule, training.max_steps, training.eval_every) else None
+            return {}
+        schedule, steps, every = self.evaluation.schedule, self.training.max_steps, self.training.eval_every
+        extents: dict[int, Extent] = dict.fromkeys(part_evaluations(schedule, steps, every), "part")
+        extents.update(dict.fromkeys(whole_evaluations(schedule, steps, every), "whole"))
+        return extents
 
     @property
     def chooses_anew(self) -> bool:

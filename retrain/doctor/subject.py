@@ -23,7 +23,7 @@ from retrain.campaign.models import Bases
 from retrain.campaign.planning.plan import Plan
 from retrain.config import Config, load, parse_dict
 from retrain.config.tasks import Data
-from retrain.data.arithmetic import problems
+from retrain.data.dataset import arithmetic_problems
 from retrain.data.prompts import render
 from retrain.device import Workers, available_memory, resolve_device, resolve_dtype, set_up
 from retrain.engines.local import LocalEngine
@@ -210,7 +210,9 @@ class Subject:
         self.is_slow = not self.on_gpu and self.parameters > LARGE_PARAMETERS
         sizes = Sizes(2, 2, 8) if self.is_slow else Sizes()
         self.sizes = replace(sizes, tokens=min(sizes.tokens, self.config.training.max_tokens))
-        rendered = [render(problem, self.base.tokenizer, Data()) for problem in problems("train", 16, seed=0)]
+        rendered = [
+            render(problem, self.base.tokenizer, Data()) for problem in arithmetic_problems("train", 16, seed=0)
+        ]
         self.prompts = [tuple(token % self.base.vocab_size for token in prompt.token_ids) for prompt in rendered]
 
     def policy(self, lane: int, clipped: bool = True) -> LocalPolicy:

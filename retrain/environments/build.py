@@ -14,15 +14,15 @@ from retrain.data import Dataset, content_hash, load_data
 from retrain.data.dataset import Room, Wanted, fitting
 from retrain.data.prompts import conversation
 from retrain.environments.hosted import Hosted, HostedEpisode
-from retrain.environments.protocol import Environment, Episode, Limits, Observation, Range
-from retrain.environments.single_turn import SingleTurn
+from retrain.environments.protocol import Environment, Episode, Limits, Observation, Range, Step
 from retrain.errors import DataError, ModelError
 from retrain.files import read_json
 from retrain.models.directory import LightTokenizer, find_file, light_tokenizer
 from retrain.rewards import Grader
+from retrain.rewards.base import CompletionText
 from retrain.rewards.custom import columns_of
 from retrain.rewards.judge import Criterion, criteria_of
-from retrain.types import CORRECT_ABOVE, Problem, RewardResult, with_correctness
+from retrain.types import CORRECT_ABOVE, Action, Problem, RewardResult, with_correctness
 
 TRAIN = "train"
 _hosts: dict[tuple[str, Path], Hosted] = {}
@@ -231,3 +231,66 @@ class Provided:
         results = self.host.results([episode for episode in episodes if isinstance(episode, HostedEpisode)])
         metric = self.host.section.correct_metric
         return [with_correctness(result, self.correct_above, metric) for result in results]
+
+
+class SingleTurn:
+    """Problems of [data] by split: the policy answers, perhaps after it has called tools, and ``grader``
+    grades the answer.
+
+    Without ``tools`` an episode has one turn; with them the first answer without a call ends it.
+    """
+
+    def __init__(
+        self, splits: Mapping[str, Sequence[Problem]], data: Data, grader: Grader, tools: Hosted | None = None
+    ):
+        self.splits, self.data, self.grader, self.tools = splits, data, grader, tools
+        self.exact = tools is None or tools.exact
+        self.parallel = 1 if tools is None else tools.parallel
+        ends = grader.ranges.get("reward", {})
+        self.reward_range: tuple[float, float] | None = (
+            (ends["min"], ends["max"]) if {"min", "max"} <= set(ends) else None
+        )
+        self.metrics_ranges: Mapping[str, Range] = {
+            **{name: ends for name, ends in grader.ranges.items() if name != "reward"},
+            **(tools.metrics_ranges if tools is not None else {}),
+        }
+
+    def problems(self, split: str) -> Sequence[Problem]:
+        return self.splits[split]
+
+    def start(self, problem: Problem, seed: int) -> Episode:
+        """Begin an episode. Raises EpisodeFailed where the tools cannot be had."""
+        calls = None if self.tools is None else self.tools.start(problem, seed)
+        return SingleTurnEpisode(problem, self.data, calls)
+
+    def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
+        answered = [episode for episode in episodes if isinstance(episode, SingleTurnEpisode)]
+        graded = self.grader.grade([(episode.problem, episode.answer) for episode in answered])
+        if self.tools is not None:
+            counted = self.tools.results([episode.calls for episode in answered if episode.calls is not None])
+            for result, counts in zip(graded, counted, strict=True):
+                result.sample_metrics = {**counts.sample_metrics, **result.sample_metrics}
+        return graded
+
+
+@dataclass
+class SingleTurnEpisode:
+    """Episode of one problem; ``calls`` runs its tool calls, ``answer`` is the last completion."""
+
+    problem: Problem
+    data: Data
+    calls: HostedEpisode | None = None
+    answer: str = ""
+
+    def observe(self) -> Observation:
+        tools = () if self.calls is None else self.calls.first.tools
+        return Observation(tuple(conversation(self.problem, self.data)), tools)
+
+    def step(self, action: Action) -> Step:
+        """Run the tool calls; a completion without one ends the episode. Raises EpisodeFailed."""
+        self.answer = CompletionText(action.text, action.token_ids)
+        return Step() if self.calls is None else self.calls.step(action)
+
+    def close(self) -> None:
+        if self.calls is not None:
+            self.calls.close()

@@ -1,7 +1,8 @@
 """What the loop asks of an environment: problems, and episodes in which the policy acts on them.
 
 An environment of the user's own has ``problems`` and ``start``, and its episodes ``result()``, the reward, instead of
-``results`` here; ``environments.hosted`` adds the rest. ``environments.single_turn`` has the problems of [data].
+``results`` here; ``environments.hosted`` adds the rest. ``environments.build.SingleTurn`` has the problems of
+[data].
 """
 
 from __future__ import annotations

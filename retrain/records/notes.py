@@ -55,18 +55,32 @@ class Rule:
     needs: tuple[tuple[str, int], ...] = ()
 
 
-def explain(rows: Sequence[Values], config: Config, dtype: str = "float32", made: Collection[str] = ()) -> list[Note]:
+def explain(
+    rows: Sequence[Values], config: Config, dtype: str = "float32", omitted: Collection[str] = ()
+) -> list[Note]:
     """Return the notes about the newest row; ``rows`` are in order, the first of them the run's first. ``dtype`` is
-    that of the model; ``made`` are the keys of earlier notes."""
+    that of the model; ``omitted`` are the keys of earlier notes, and ``inapplicable`` ones."""
     if not rows:
         return []
     recent, notes = Recent(rows, config, dtype), []
-    for key in (key for key in RULES if key not in made):
+    for key in (key for key in RULES if key not in omitted):
         rule = RULES[key]
         values = [recent.last(*need) for need in rule.needs]
         if all(values) and (finding := rule.finding(recent, *values)):
             notes.append(Note(int(recent.now["step"]), key, rule.level, *finding))
     return notes
+
+
+def inapplicable(config: Config) -> set[str]:
+    """Return the keys of notes that do not apply to runs of this configuration, whatever their rows are."""
+    credit, keys = credit_of(config.algorithm.transform_mode), set[str]()
+    if config.algorithm.critic:
+        keys |= {"groups_uniform", "groups_hardly_mixed", "loss_near_zero"}
+    if Need.PLANNING not in credit.needs:
+        keys.add("no_planning_tokens")
+    if not credit.pooled:
+        keys |= {"sepa_never_opened", "sepa_too_late"}
+    return keys
 
 
 def note_line(note: Note) -> str:
@@ -138,7 +152,7 @@ def _format_never(recent: Recent, shares: list[float]) -> Finding:
 
 
 def _all_uniform(recent: Recent, mixed: list[float]) -> Finding:
-    if max(mixed) > 0 or recent.config.algorithm.critic:
+    if max(mixed) > 0:
         return None
     good = _mean([row.get("env/all/by_group/frac_all_good") or 0.0 for row in recent.rows[-3:]])
     formats = recent.last("env/all/format", 3)
@@ -159,7 +173,7 @@ def _all_uniform(recent: Recent, mixed: list[float]) -> Finding:
 
 
 def _few_mixed(recent: Recent, mixed: list[float]) -> Finding:
-    if not 0 < _mean(mixed) < 0.1 or recent.config.algorithm.critic:
+    if not 0 < _mean(mixed) < 0.1:
         return None
     return (
         f"in the last 10 steps only {percent(_mean(mixed))} of the groups had rewards that differ; only these train",
@@ -188,12 +202,7 @@ def _unchanged(recent: Recent) -> Finding:
 
 
 def _loss_near_zero(recent: Recent, losses: list[float], norms: list[float]) -> Finding:
-    if (
-        recent.now.get("loss_is_placeholder")
-        or recent.config.algorithm.critic
-        or max(map(abs, losses)) > 1e-3
-        or min(norms) <= 1e-6
-    ):
+    if recent.now.get("loss_is_placeholder") or max(map(abs, losses)) > 1e-3 or min(norms) <= 1e-6:
         return None
     return (
         "the loss is near 0: on-policy that is normal, the advantages of a group cancel in its value",
@@ -311,7 +320,7 @@ def _truncated(recent: Recent) -> Finding:
 
 def _no_planning(recent: Recent, shares: list[float]) -> Finding:
     mode = recent.config.algorithm.transform_mode
-    if Need.PLANNING not in credit_of(mode).needs or max(shares) > 0:
+    if max(shares) > 0:
         return None
     return (
         f"no planning token was found in 5 steps, so {mode} cannot tell planning from execution",
@@ -320,7 +329,7 @@ def _no_planning(recent: Recent, shares: list[float]) -> Finding:
 
 
 def _sepa_shut(recent: Recent) -> Finding:
-    if not _uses_sepa(recent) or recent.now.get("sepa_gate_open") is not False:
+    if recent.now.get("sepa_gate_open") is not False:
         return None
     step, last = int(recent.now["step"]) + 1, recent.config.training.max_steps
     if step < min(50, max(5, last // 2)):
@@ -336,7 +345,7 @@ def _sepa_shut(recent: Recent) -> Finding:
 def _sepa_too_late(recent: Recent) -> Finding:
     step, last = int(recent.now["step"]) + 1, recent.config.training.max_steps
     value = recent.now.get("sepa_lambda")
-    if not _uses_sepa(recent) or step != last or value is None or value >= 0.5 or _sepa_shut(recent):
+    if step != last or value is None or value >= 0.5 or _sepa_shut(recent):
         return None
     if value == 0 and recent.config.sepa.schedule == "linear":  # which never falls again
         return (
@@ -350,7 +359,7 @@ def _sepa_too_late(recent: Recent) -> Finding:
 
 
 def _heldout_worse(recent: Recent) -> Finding:
-    for name in recent.config.evaluation.names:
+    for name in [each.name for each in recent.config.evaluation.sets] or [HELDOUT]:
         first, now = recent.first.get(f"eval/{name}/ci_low"), recent.now.get(f"eval/{name}/ci_high")
         if first is None or now is None or len(recent.rows) < 2 or now >= first:
             continue
@@ -364,10 +373,6 @@ def _heldout_worse(recent: Recent) -> Finding:
             "it rewards",
         )
     return None
-
-
-def _uses_sepa(recent: Recent) -> bool:
-    return credit_of(recent.config.algorithm.transform_mode).pooled
 
 
 RULES: dict[str, Rule] = {

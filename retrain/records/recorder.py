@@ -21,7 +21,7 @@ from retrain.records.columns import BLOCK, ColumnWriter
 from retrain.records.context import RunContext
 from retrain.records.environment import SystemInfo
 from retrain.records.measure import measure_step
-from retrain.records.notes import WINDOW, explain, note_line
+from retrain.records.notes import WINDOW, explain, inapplicable, note_line
 from retrain.records.reader import RunReader
 from retrain.records.reporter import Reporter, make_trackers
 from retrain.records.rollout_page import rollout_page
@@ -130,7 +130,7 @@ class RunRecorder:
         rows = _sum(state.rows, dict.fromkeys(ROW_FILES, 1) | {layout.GENERATIONS: completions})
         self._state = replace(state, rows=rows)
         self._rows = [*self._rows[:1], *self._rows[1:][-WINDOW:], row]
-        notes = explain(self._rows, self.context.config, self._dtype, self._noted)
+        notes = explain(self._rows, self.context.config, self._dtype, self._noted | self._inapplicable_notes)
         for note in notes:
             self._noted.add(note.key)
             say = self._warn if note.level == "warning" else self.log
@@ -224,6 +224,10 @@ class RunRecorder:
             self.files.write(lambda: write_timeline(self.directory), always=True)
             self.log("failed" if failed else "closed")
         return self.files.close()
+
+    @cached_property
+    def _inapplicable_notes(self) -> set[str]:
+        return inapplicable(self.context.config)
 
     def _warn(self, text: str) -> None:
         self.log(text, level="warning")

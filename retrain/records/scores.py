@@ -18,8 +18,7 @@ from retrain.maths.statistics import Interval, accuracy_interval, majority, majo
 from retrain.records.catalogue import EVAL_STATISTICS
 from retrain.records.context import RunContext
 from retrain.records.measure import Samples, collect, mean
-from retrain.rewards.base import AUDIT
-from retrain.rewards.rules import answer_text, normalise
+from retrain.rewards.base import AUDIT, answer_text, normalise
 from retrain.types import CreditedGroup, EvalRecord, Group, Rollout
 
 NO_INTERVAL = Interval(float("nan"), None, None)

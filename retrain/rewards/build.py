@@ -6,14 +6,13 @@ from pathlib import Path
 
 from retrain.config import tasks
 from retrain.plugins import described
-from retrain.rewards.base import AUDIT, Grader, Item, Reward, failed, weighted_sum
+from retrain.rewards.base import AUDIT, FormatReward, Grader, Item, MatchReward, Reward, failed, weighted_sum
 from retrain.rewards.custom import CustomReward
 from retrain.rewards.endpoint import JudgeEndpoint
 from retrain.rewards.judge import Criterion, JudgeReward, RubricReward
 from retrain.rewards.reward_model import RewardModelReward
-from retrain.rewards.rules import FormatReward, MatchReward
 from retrain.rewards.symbolic import MathReward
-from retrain.types import RewardResult
+from retrain.types import CORRECT_ABOVE, RewardResult
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,13 @@ class AuditedReward(Reward):
         self.audit.close()
 
 
+def grader_of(reward: Reward, correct_above: float = CORRECT_ABOVE) -> Grader:
+    names, ranges = reward.names or (reward.name,), dict(reward.ranges)
+    if len(names) == 1 and "reward" in ranges:  # the only component is the total
+        ranges.setdefault(names[0], ranges["reward"])
+    return Grader(reward, names, ranges, correct_above)
+
+
 def build_grader(
     section: tasks.Reward,
     base_dir: Path | None = None,
@@ -106,9 +112,9 @@ def build_grader(
     builder = _Builder(section, base_dir, device)
     reward = builder.weighted() if section.type == "weighted" else builder.reward(section)
     if audit is None or not audit.wanted:
-        return Grader(reward, section.correct_above)
+        return grader_of(reward, section.correct_above)
     try:
-        return Grader(AuditedReward(reward, builder.reward(audit, "audit")), section.correct_above)
+        return grader_of(AuditedReward(reward, builder.reward(audit, "audit")), section.correct_above)
     except BaseException:
         reward.close()  # which may have started workers
         raise

@@ -13,8 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from retrain.extras import is_installed, missing
-from retrain.rewards.base import Item, Reward, failed
-from retrain.rewards.rules import answer_text, has_answer, normalise, plain_number, same_text
+from retrain.rewards.base import Item, Reward, answer_text, failed, has_answer, normalise, plain_number, same_text
 from retrain.rewards.workers import WorkerPool
 from retrain.types import RewardResult
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from retrain.config.evaluation import HELDOUT, HeldOut
+from retrain.config.evaluation import HELDOUT, Extent, HeldOut
 from retrain.data.dataset import column_values, content_hash
 from retrain.data.prompts import Renderer, Tools
 from retrain.engines.protocol import Engine
@@ -129,11 +129,11 @@ class CohortEvaluator:
     def __init__(self, evaluator: Evaluator, observer: Observer, saver: Saver, failures: Failures):
         self.evaluator, self.observer, self.saver, self.failures = evaluator, observer, saver, failures
 
-    def trained(self, runs: Sequence[Run]) -> None:
-        """Evaluate these runs as they are now, each on whole sets or on parts of them, as its schedule says."""
+    def trained(self, extents: Mapping[Run, Extent]) -> None:
+        """Evaluate these runs as they are now, each on whole sets or on parts of them."""
         for held_out in self.evaluator.sets:
             for extent, problems in (("whole", held_out), ("part", held_out.part)):
-                due = [run for run in runs if run.error is None and run.config.extent_after(run.step) == extent]
+                due = [run for run, wanted in extents.items() if run.error is None and wanted == extent]
                 self._evaluate(problems, [[run] for run in due])
 
     def untrained(self, runs: Sequence[Run]) -> Iterator[None]:
@@ -208,5 +208,5 @@ def first_evaluations(run: Run) -> list[Row]:
 
 def _subject(run: Run) -> Subject:
     """Return the run as it is now; all untrained runs draw alike."""
-    stream = (run.config.campaign.seed, "base") if run.step == 0 else run.stream
+    stream = (run.config.campaign.seed, "base") if run.step == 0 else run.requests.stream
     return Subject(run.policy_ref, run.environments, stream, run.step)

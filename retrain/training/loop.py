@@ -6,12 +6,12 @@ A cohort of one is the single run.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from retrain.device import Workers, peak_memory_gib, timestamp
 from retrain.engines.protocol import Engine
-from retrain.errors import Interrupted
+from retrain.errors import DeviceLost, Interrupted
 from retrain.records.observer import Observer
 from retrain.rollouts.pressure import Pressure
 from retrain.rollouts.queue import RolloutQueue, SampledStep
@@ -62,6 +62,7 @@ class Cohort:
         self.stop, self.workers, self.pressure = stop, workers or Workers(), pressure
         ahead = engine.beside and any(run.requests.recent.bound for run in runs)
         self.queue: RolloutQueue[Run] = RolloutQueue(engine, pressure, ahead)
+        self.extents = {run: run.config.evaluations for run in self.runs}
         self.failures = Failures(engine, self.queue, observer)
         self.saver = Saver(self.failures, self._shared_state)
         self.evaluations = CohortEvaluator(evaluator, observer, self.saver, self.failures)
@@ -77,7 +78,7 @@ class Cohort:
         """
         for run in self.runs:
             run.timer.start(timestamp())
-        with closing(self.queue), self.saver.closing():
+        with closing(self.queue), self._closing_saver():
             yield from self._start()
             while active := [run for run in self.runs if run.active]:
                 if self.stop():
@@ -88,6 +89,18 @@ class Cohort:
                 yield
             self.saver.settle()
 
+    @contextmanager
+    def _closing_saver(self) -> Iterator[None]:
+        """Close the saver after the block; abandon saves when the process is to end at once or the GPU's context is
+        lost."""
+        try:
+            yield
+        except (KeyboardInterrupt, GeneratorExit, DeviceLost):
+            self.saver.close(abandon=True)
+            raise
+        finally:
+            self.saver.close()
+
     def step(self, active: Sequence[Run]) -> None:
         """Take one step of these runs."""
         points = self._begin_step(active)
@@ -97,9 +110,9 @@ class Cohort:
             results = self._learn(_alive(active), selections)
         for run in results:
             run.publish_to(self.engine)
-        if due := [run for run in _alive(results) if run.config.extent_after(run.step)]:
+        if due := [run for run in _alive(results) if run.step in self.extents[run]]:
             with self.queue.paused():
-                self.evaluations.trained(due)
+                self.evaluations.trained({run: self.extents[run][run.step] for run in due})
         shared = {"cohort_size": len(active), **self._shared_metrics(sampled)}
         ahead = {"queue_depth": sampled.depth, "time/overlap": self.queue.overlap(learning, timestamp())}
         for run in _alive(results):

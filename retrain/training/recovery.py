@@ -8,12 +8,13 @@ from which all of them can resume.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from retrain.device import lost
 from retrain.engines.protocol import Engine
-from retrain.errors import DeviceLost, RunFailed, ServerFailed, UsageError
+from retrain.errors import RunFailed, ServerFailed, UsageError
 from retrain.records.observer import Observer
 from retrain.records.schema.layout import STATE
 from retrain.rollouts.queue import RolloutQueue
@@ -22,11 +23,13 @@ from retrain.training.run import Run
 from retrain.training.state import RollbackPoint
 
 
+@dataclass
 class Failures:
     """Ends the runs of a cohort that fail."""
 
-    def __init__(self, engine: Engine, queue: RolloutQueue[Run], observer: Observer):
-        self.engine, self.queue, self.observer = engine, queue, observer
+    engine: Engine
+    queue: RolloutQueue[Run]
+    observer: Observer
 
     @contextmanager
     def isolated(self, run: Run, quiet: bool = False) -> Iterator[None]:
@@ -50,13 +53,14 @@ class Failures:
             self.observer.run_finished(run.spec, "failed", run.error)
 
 
+@dataclass
 class Saver:
     """Saves a cohort. ``shared`` returns the state that its runs have in common, for every checkpoint."""
 
-    def __init__(self, failures: Failures, shared: Callable[[], Mapping[str, object]]):
-        self.failures, self.shared = failures, shared
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self._pending: list[tuple[Run, Future[None]]] = []
+    failures: Failures
+    shared: Callable[[], Mapping[str, object]]
+    _pool: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="save"))
+    _pending: list[tuple[Run, Future[None]]] = field(default_factory=list)
 
     def save_if_due(self, runs: Sequence[Run], points: Mapping[Run, RollbackPoint]) -> list[Run]:
         """Save at this step when a run is due, ends, or has just failed; return the runs that are done, with all saved.
@@ -111,17 +115,6 @@ class Saver:
     def close(self, abandon: bool = False) -> None:
         """End the thread after all saves, or with ``abandon`` after the current one."""
         self._pool.shutdown(cancel_futures=abandon)
-
-    @contextmanager
-    def closing(self) -> Iterator[None]:
-        """Close after the block; abandon saves when the process is to end at once or the GPU's context is lost."""
-        try:
-            yield
-        except (KeyboardInterrupt, GeneratorExit, DeviceLost):
-            self.close(abandon=True)
-            raise
-        finally:
-            self.close()
 
     @contextmanager
     def undo_on_server_failure(self, points: Mapping[Run, RollbackPoint]) -> Iterator[None]:

@@ -1,39 +1,43 @@
-"""One run: its policy, algorithm, data and records, and the parts of its step; which rollouts its steps request."""
+"""One run: its policy, algorithm, data and records, and the parts of its step; which rollouts its steps request, and
+when steps that went wrong fail it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
 from retrain.algorithms import Algorithm
-from retrain.algorithms.arrays import samples_of, scores_by_rollout
+from retrain.algorithms.algorithm import samples_of, scores_by_rollout
 from retrain.algorithms.distillation import Context, Teacher, taught, teacher_prompts
 from retrain.config import Config
-from retrain.data.dataset import DataCursor
+from retrain.config.training import Training
 from retrain.data.prompts import Renderer
 from retrain.device import failure_text, timestamp
 from retrain.engines.protocol import Engine
-from retrain.engines.server.watch import Watch
+from retrain.engines.server.watch import Watch, by_version
 from retrain.environments.protocol import Environment, Limits
+from retrain.errors import RunFailed
 from retrain.files import Row, dumps
-from retrain.policy.objective import Objective
 from retrain.policy.protocol import Policy
 from retrain.records.observer import RunSpecLike
 from retrain.records.recorder import RunRecorder
 from retrain.records.text import without_keys
 from retrain.rewards.overlong import punish_overlong
-from retrain.rollouts.collect import RolloutRequest
-from retrain.rollouts.queue import RecentWeights, Span, Weights
+from retrain.rng import generator
+from retrain.rollouts.collect import RecentWeights, RolloutRequest, Weights
+from retrain.rollouts.queue import Span
 from retrain.rollouts.resample import Resample, Resampler, SelectedGroups
 from retrain.training.checkpoints import Checkpoints, Snapshot, earlier_directory
-from retrain.training.health import RunHealth, sampler_mismatches
-from retrain.training.state import RollbackPoint, RunState
+from retrain.training.state import HealthCounters, RollbackPoint, RunState
 from retrain.training.updates import (
     MinibatchUpdate,
+    UpdatePlan,
     aggregate_metrics,
     exceeds_target_kl,
     iter_minibatches,
-    learning_rate_of,
+    probe_of,
     update_minibatch,
     with_old_logprobs,
     with_trainer_logprobs,
@@ -51,6 +55,34 @@ from retrain.types import (
 )
 
 POLICY_SCORES = frozenset({Want.LOGPROBS, Want.VALUES, Want.REFERENCE})  # Scores that an algorithm asks the policy for
+UNGRADED_STEPS = 3  # A run fails after this many steps in a row in which no rollout could be graded
+MISMATCHED_STEPS = 2  # A run fails after this many steps in a row in which its sampler and its trainer disagree
+LOGGED_ERRORS = 20  # Different grading errors that go into a run's log
+
+
+class DataCursor:
+    """Order of training problems: a fresh permutation for every epoch, a function of the seeds and the position.
+
+    ``position`` counts problems taken so far. A batch may span epochs.
+    """
+
+    def __init__(self, problems: Sequence[Problem], stream: tuple[int | str, ...], shuffle: bool = True):
+        self.problems, self.stream, self.shuffle = problems, stream, shuffle
+        self.position = 0
+        self._epoch, self._order = -1, np.arange(0)
+
+    def ahead(self, start: int, count: int) -> list[Problem]:
+        """Return ``count`` problems, the first of them ``start`` problems after the next one."""
+        return [self._at(self.position + start + i) for i in range(count)]
+
+    def _at(self, position: int) -> Problem:
+        epoch, place = divmod(position, len(self.problems))
+        if not self.shuffle:
+            return self.problems[place]
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = generator(*self.stream, "data", epoch).permutation(len(self.problems))
+        return self.problems[int(self._order[place])]
 
 
 @dataclass(eq=False)
@@ -69,6 +101,9 @@ class RolloutRequests:
 
     def __post_init__(self) -> None:
         training, cursor = self.config.training, self.cursor
+        self.sampling = training.sampling.requested
+        # Prefix of the random streams of all that the run samples (see Config.stream).
+        self.stream = self.config.stream("sampling")
         # A list of its own: what is drawn again must not move the cursor of the first rounds.
         upcoming = DataCursor(cursor.problems, (*cursor.stream, "dynamic"), cursor.shuffle).ahead
         rounds = training.dynamic_sampling
@@ -97,8 +132,8 @@ class RolloutRequests:
             problem,
             self.recent.drawing(step),
             config.training.group_size,
-            config.training.sampling.requested,
-            (*config.stream("sampling"), "sample", step, index),
+            self.sampling,
+            (*self.stream, "sample", step, index),
             self.limits,
             self.recent.newest if config.inference.swap == "in_flight" else None,
         )
@@ -146,6 +181,83 @@ class StepTimer:
         return spans, begin
 
 
+@dataclass
+class RunHealth:
+    """Counts steps in a row that went wrong, and fails the run at a limit. ``log(text, level)`` writes into the run's
+    log."""
+
+    training: Training
+    log: Callable[[str, str], None]
+    counters: HealthCounters = field(default_factory=HealthCounters)
+    logged_errors: set[tuple[str, str]] = field(default_factory=set)
+    """Errors of grading and auditing that this process has logged."""
+
+    def check_grading(self, step: int, groups: Sequence[CreditedGroup]) -> None:
+        """Log failed gradings, each reason once. Raises RunFailed after ``UNGRADED_STEPS`` without any grade."""
+        results = [rollout.reward for group in groups for rollout in group.rollouts]
+        errors = [result.error for result in results if result.error]
+        self._log_errors(step, "graded", errors)
+        self._log_errors(step, "audited", [result.audit_error for result in results if result.audit_error])
+        counters = self.counters
+        counters.ungraded_steps = counters.ungraded_steps + 1 if all(g.discarded == "no_reward" for g in groups) else 0
+        limit = min(UNGRADED_STEPS, self.training.max_steps)
+        if counters.ungraded_steps >= limit:
+            reasons = "; ".join(list(dict.fromkeys(errors))[:3])
+            steps = "the only step" if limit == 1 else f"{limit} steps in a row"
+            raise RunFailed(f"no completion of {steps} could be graded: {reasons}")
+
+    def _log_errors(self, step: int, action: str, errors: Sequence[str]) -> None:
+        for error in dict.fromkeys(errors):
+            if (action, error) not in self.logged_errors and len(self.logged_errors) < LOGGED_ERRORS:
+                self.logged_errors.add((action, error))
+                count = errors.count(error)
+                self.log(f"step {step}: {count} completion(s) not {action}: {error}", "warning")
+
+    def check_sampler(self, step: int, mismatches: Sequence[str]) -> None:
+        """Log in what sampler and trainer disagree (``sampler_mismatches``). Raises RunFailed after
+        ``MISMATCHED_STEPS``."""
+        counters = self.counters
+        counters.mismatched_steps = counters.mismatched_steps + 1 if mismatches else 0
+        if not mismatches:
+            return
+        problem = (
+            f"sampler and trainer disagree about the same tokens: {'; '.join(mismatches)} ([inference] mismatch_limit)"
+        )
+        if counters.mismatched_steps >= MISMATCHED_STEPS:
+            raise RunFailed(f"step {step}: {problem}, {MISMATCHED_STEPS} steps in a row")
+        self.log(f"step {step}: {problem}", "warning")
+
+    def check_updates(self, step: int, updates: Sequence[MinibatchUpdate]) -> None:
+        """Log skipped updates. Raises RunFailed after ``nonfinite_limit`` steps with one."""
+        errors = [update.error for update in updates if update.error is not None]
+        if not errors:
+            if any(update.batch.samples for update in updates):
+                self.counters.skipped_updates = 0
+            return
+        self.counters.skipped_updates += 1
+        limit, error = self.training.nonfinite_limit, errors[-1]
+        if self.counters.skipped_updates >= limit:
+            steps = "" if limit == 1 else f" ({limit} steps in a row: nonfinite_limit)"
+            raise RunFailed(f"step {step}: {error}{steps}") from error
+        several = f" ({len(errors)} of {len(updates)} updates)" if len(updates) > 1 else ""
+        self.log(f"step {step}: {error}{several}", "warning")
+
+
+def sampler_mismatches(watch: Watch, policy: Policy, recent: RecentWeights, groups: Sequence[Group]) -> list[str]:
+    """Compare the sampler's log-probabilities of some tokens with the trainer's, for the weights that drew them; return
+    a line for each version of the weights above the limit, with the likely cause."""
+    weights, mismatches = recent.snapshots(), list[str]()
+    for version, samples in by_version(probe_of(groups)):
+        if version not in weights:
+            continue
+        value = watch.mismatch(policy, samples, weights[version])
+        if not value <= watch.limit:
+            others = [(other, snapshot) for other, snapshot in weights.items() if other != version]
+            cause = watch.cause(samples, weights[version], others)
+            mismatches.append(f"{value:.2g} nats² for version {version}, above {watch.limit:g}: {cause}")
+    return mismatches
+
+
 @dataclass(eq=False)
 class Run:
     """One training run. ``step`` is the number of steps done, which is the next step to run.
@@ -156,7 +268,7 @@ class Run:
     spec: RunSpecLike
     policy: Policy
     algorithm: Algorithm
-    objective: Objective
+    update_plan: UpdatePlan
     environments: Mapping[str, Environment]
     requests: RolloutRequests
     recorder: RunRecorder
@@ -182,11 +294,6 @@ class Run:
     def run_id(self) -> str:
         """``<label>_s<seed>``, the run's directory name in a campaign."""
         return self.spec.run_id
-
-    @property
-    def stream(self) -> tuple[int | str, ...]:
-        """Prefix of the random streams of all that this run samples (see ``Config.stream``)."""
-        return self.config.stream("sampling")
 
     @property
     def policy_ref(self) -> PolicyRef:
@@ -245,7 +352,7 @@ class Run:
                 teacher = taught(self.teacher, self.policy, fresh.groups, self.teacher_context)
                 scores = replace(scores, teacher=teacher)
         batch = self.algorithm.credit(fresh, scores, self.step)
-        if self.config.training.several_updates and batch.groups:
+        if self.update_plan.per_step > 1 and batch.groups:
             batch = with_old_logprobs(batch, self.policy, scores.logprobs)
         return self.algorithm.with_stale_groups(batch, groups)
 
@@ -257,14 +364,11 @@ class Run:
         if self.watch is not None:
             mismatches = sampler_mismatches(self.watch, self.policy, self.requests.recent, batch.groups)
             self.health.check_sampler(self.step, mismatches)
-        config, training = self.config, self.config.training
-        updates, epochs = list[MinibatchUpdate](), 0
+        training, updates, epochs = self.config.training, list[MinibatchUpdate](), 0
         try:
             recorded = self.recorder.keeps_tokens(self.step)
-            for minibatches in iter_minibatches(batch, training, self.step, self.stream, recorded):
-                for minibatch in minibatches:
-                    lr = learning_rate_of(config, self.step, minibatch.update)
-                    updates.append(update_minibatch(minibatch, self.policy, self.objective, lr, config))
+            for minibatches in iter_minibatches(batch, training, self.step, self.requests.stream, recorded):
+                updates += [update_minibatch(minibatch, self.policy, self.update_plan) for minibatch in minibatches]
                 epochs += 1
                 if exceeds_target_kl(updates[-len(minibatches) :], training.target_kl):
                     break
@@ -273,7 +377,7 @@ class Run:
             for note in self.policy.notes():
                 self.recorder.log(f"step {self.step}: {note}", "warning")
         self.step += 1
-        if training.several_updates:
+        if self.update_plan.per_step > 1:
             return batch, aggregate_metrics(updates, epochs)
         return with_trainer_logprobs(batch, updates[0].trainer_logprobs), dict(updates[0].metrics)
 

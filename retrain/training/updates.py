@@ -6,15 +6,15 @@ loss by what its own minibatch counts, groups without signal included.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
 
-from retrain.algorithms.arrays import join_by_rollout, samples_of_rollout, training_samples
+from retrain.algorithms.algorithm import join_by_rollout, samples_of_rollout, training_samples
 from retrain.algorithms.credit.rejection_mask import mask_minibatch
-from retrain.config import Config
+from retrain.config.algorithm import Algorithm
 from retrain.config.training import Training
 from retrain.errors import NonFinite
 from retrain.maths.ratios import RATIO_METRICS
@@ -66,7 +66,8 @@ def iter_minibatches(
     """
     samples = {rollout: training_samples(rollout) for rollout in batch.trained}
     flat = [sample for parts in samples.values() for sample in parts]
-    if not (training.several_updates and flat):
+    is_single = training.num_iterations == 1 and training.minibatches == 1
+    if is_single or not flat:
         probe = [] if flat else probe_of(batch.groups)
         yield [TrainBatch(flat, batch.denominators, step, stream, probe, keep_logprobs=keep_logprobs)]
         return
@@ -124,15 +125,24 @@ class MinibatchUpdate:
         return float(sum((s.action_mask if key in OF_ACTIONS else s.loss_mask).sum() for s in samples))
 
 
-def update_minibatch(
-    batch: TrainBatch, policy: Policy, objective: Objective, lr: float, config: Config
-) -> MinibatchUpdate:
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How a run updates its policy, as its configuration says: ``per_step`` updates of each batch, at the learning rate
+    of their number in the run. ``masked_by`` chooses tokens to leave out before each update; None where nothing is."""
+
+    objective: Objective
+    per_step: int
+    learning_rate: Callable[[int], float]
+    masked_by: Algorithm | None
+
+
+def update_minibatch(batch: TrainBatch, policy: Policy, plan: UpdatePlan) -> MinibatchUpdate:
     """Take one optimizer step, skipped where its loss or gradient is not finite."""
-    masked = dict[str, float]()
-    if config.chooses_anew and batch.samples:
-        batch, masked = mask_minibatch(batch, policy, config.algorithm)
+    lr, masked = plan.learning_rate(batch.step * plan.per_step + batch.update), dict[str, float]()
+    if plan.masked_by is not None and batch.samples:
+        batch, masked = mask_minibatch(batch, policy, plan.masked_by)
     try:
-        result = policy.update(batch, objective, lr)
+        result = policy.update(batch, plan.objective, lr)
         metrics = {**result.metrics, **masked, "optim/skipped": False}
         return MinibatchUpdate(batch, metrics, trainer_logprobs=result.trainer_logprobs)
     except NonFinite as error:
@@ -141,16 +151,8 @@ def update_minibatch(
         return MinibatchUpdate(batch, metrics, error)
 
 
-def learning_rate_of(config: Config, step: int, update: int = 0) -> float:
-    """Return the learning rate of this update of the step; the schedule counts updates."""
-    optimizer, training = config.optimizer, config.training
-    at, every = step * training.updates + update, training.updates
-    steps, warmup = training.max_steps * every, optimizer.warmup_steps * every
-    return learning_rate(optimizer.schedule, at, steps, warmup, training.lr)
-
-
 def learning_rate(schedule: str, step: int, max_steps: int, warmup_steps: int, base: float) -> float:
-    """Return the learning rate of 0-based ``step``.
+    """Return the learning rate of 0-based ``step``; a step of the schedule is one update.
 
     Warm-up rises linearly and reaches ``base`` at step ``warmup_steps - 1``; its first step is base/warmup_steps,
     not 0. After it ``linear`` and ``cosine`` fall so that they would reach 0 at ``max_steps``: the last step still

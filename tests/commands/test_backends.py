@@ -12,7 +12,7 @@ from helpers.campaigns import is_timing_key
 from helpers.models import campaign_head
 from typer.testing import CliRunner
 
-from retrain.algorithms.arrays import training_samples
+from retrain.algorithms.algorithm import training_samples
 from retrain.cli import app
 from retrain.files import read_json, read_jsonl
 from retrain.policy.plugin import TrainSequence

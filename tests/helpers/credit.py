@@ -11,6 +11,7 @@ from retrain.algorithms import GROUP_ADVANTAGES, Algorithm, CreditStep, Modes, S
 from retrain.algorithms.credit.group_advantage import GroupAdvantage
 from retrain.algorithms.credit.planning_tokens import RegexDetector
 from retrain.config import parse_dict
+from retrain.config.modes import advantage_of
 from retrain.types import CreditedBatch, CreditedGroup, Group, Scores
 
 STREAM = ("run",)
@@ -57,4 +58,5 @@ def apply(batch: CreditedBatch, *steps: CreditStep, scores: Scores | None = None
 
 def compare(groups: Sequence[Group], mode: Any, turn_credit: Any = None, reward_name: str = "reward") -> CreditedBatch:
     """Return the groups with advantages, of whole rollouts or of turns, but without token credit."""
-    return apply(batch_of(groups), GroupAdvantage(mode, GROUP_ADVANTAGES.get(mode), turn_credit, reward_name))
+    advantage = GroupAdvantage(mode, advantage_of(mode), GROUP_ADVANTAGES.get(mode), turn_credit, reward_name)
+    return apply(batch_of(groups), advantage)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from retrain.data.arithmetic import LEVELS, problems
+from retrain.data.dataset import ARITHMETIC_LEVELS, arithmetic_problems
 from retrain.models.directory import bundled_model_path
 from retrain.plugins import load_file
 
@@ -45,7 +45,7 @@ def test_prompts_are_short_and_end_where_the_answer_begins(script, tokenizer):
     text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     assert text == "<|user|>47+38-19=?<|assistant|>"
     assert len(tokenizer(text)["input_ids"]) == 12
-    assert max(map(len, script.prompt_ids(tokenizer, problems("train", 300)))) <= 20
+    assert max(map(len, script.prompt_ids(tokenizer, arithmetic_problems("train", 300)))) <= 20
     assert tokenizer.eos_token == "<|end|>"
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
     assert tokenizer.tokenize("1234567890") == list("1234567890")
@@ -53,9 +53,9 @@ def test_prompts_are_short_and_end_where_the_answer_begins(script, tokenizer):
 
 def test_accuracy_at_the_start_leaves_room_to_learn(script, model, tokenizer):
     sampled = script.measure(model, tokenizer, 100, sample=True)
-    overall = sum(sampled[level]["accuracy"] for level in LEVELS) / len(LEVELS)
+    overall = sum(sampled[level]["accuracy"] for level in ARITHMETIC_LEVELS) / len(ARITHMETIC_LEVELS)
     assert 0.31 <= overall <= 0.64, sampled  # 35 to 60 %, give or take the noise of 300 samples
-    assert all(sampled[level]["cut_off"] <= 0.1 for level in LEVELS), sampled
+    assert all(sampled[level]["cut_off"] <= 0.1 for level in ARITHMETIC_LEVELS), sampled
     greedy = script.measure(model, tokenizer, 40, sample=False)
     assert greedy["hard"]["accuracy"] <= 0.85
 

@@ -8,8 +8,7 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from retrain.algorithms.algorithm import StepContext, TokenCreditStep
-from retrain.algorithms.arrays import pad_field, token_mask
+from retrain.algorithms.algorithm import StepContext, TokenCreditStep, pad_field, token_mask
 from retrain.algorithms.credit.uncertainty import without_padding
 from retrain.maths.shapes import Floats_BT, Mask_BT
 from retrain.types import CreditedBatch, CreditedRollout

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from retrain.algorithms.algorithm import CreditStep, StepContext
-from retrain.algorithms.arrays import pad, token_mask, with_rows
+from retrain.algorithms.algorithm import CreditStep, StepContext, pad, token_mask, with_rows
 from retrain.algorithms.credit.group_advantage import own_rewards
 from retrain.config.training import Critic as CriticSection
 from retrain.maths.ratios import sampled_token_kl

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from retrain.algorithms.algorithm import CreditStep, StepContext
-from retrain.config.modes import Named, advantage_of
+from retrain.config.modes import Advantage, Named
 from retrain.errors import PluginError, RunFailed
 from retrain.maths.arrays import plugin_name
 from retrain.maths.shapes import Doubles_B, Doubles_PN, Floats_B, Rewards_PN, Values_B, of_shape
@@ -151,7 +151,8 @@ def has_signal(group: CreditedGroup) -> bool:
 @dataclass(frozen=True)
 class GroupAdvantage(CreditStep):
     """Compares the rollouts of each group, whole or (``turn_credit``) turn by turn, by the ``formula`` of a built-in
-    ``mode`` or by a ``mode`` that is a function of the user's; ``reward_name`` stands in messages.
+    ``mode`` or by a ``mode`` that is a function of the user's; ``facts`` is the mode's row in ``config.modes``,
+    ``reward_name`` stands in messages.
 
     Rollouts without a reward (grading failed) take no part: NaN, and the rest of the group is compared among itself.
     Some modes are whitened over the batch. A group whose advantages are all 0 carries no signal and is discarded as
@@ -160,13 +161,13 @@ class GroupAdvantage(CreditStep):
     """
 
     mode: Named
+    facts: Advantage
     formula: Formula | None = None
     turn_credit: TurnCredit | None = None
     reward_name: str = "reward"
 
     def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
-        facts = advantage_of(self.mode)
-        rated: list[tuple[Comparison, list[float]]] = []
+        facts, rated = self.facts, list[tuple[Comparison, list[float]]]()
         for group in batch.groups:
             for comparison in comparisons(group, self.turn_credit):
                 smallest = max(facts.smallest_group, 1 if comparison.turns is None else 2)
@@ -186,7 +187,7 @@ class GroupAdvantage(CreditStep):
         """Return the advantage of each rollout that is compared."""
         returns_N = torch.tensor(comparison.returns, dtype=torch.float64)
         outside_N = returns_N[(returns_N < 0.0) | (returns_N > 1.0)]
-        if advantage_of(self.mode).unit_rewards and len(outside_N):
+        if self.facts.unit_rewards and len(outside_N):
             raise RunFailed(
                 f"advantage_mode = {self.mode} is defined for rewards in [0, 1], but {self.reward_name} gave "
                 f"{outside_N[0].item():g}: rescale that reward or use advantage_mode = grpo"

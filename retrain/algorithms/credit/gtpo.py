@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from retrain.algorithms.algorithm import StepContext, TokenCreditStep
-from retrain.algorithms.arrays import pad_field, pad_if_all, token_mask, with_rows
+from retrain.algorithms.algorithm import StepContext, TokenCreditStep, pad_field, pad_if_all, token_mask, with_rows
 from retrain.algorithms.credit.uncertainty import moments
 from retrain.maths.shapes import Floats_BT, Mask_BT
 from retrain.types import CreditedBatch, CreditedRollout

@@ -6,8 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from retrain.algorithms.algorithm import StepContext, TokenCreditStep
-from retrain.algorithms.arrays import discard_by_tokens, pad_field, token_mask, with_rows
+from retrain.algorithms.algorithm import (
+    StepContext,
+    TokenCreditStep,
+    discard_by_tokens,
+    pad_field,
+    token_mask,
+    with_rows,
+)
 from retrain.algorithms.credit.group_advantage import EQUAL_REWARDS
 from retrain.algorithms.credit.uncertainty import without_padding
 from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT, Values_B

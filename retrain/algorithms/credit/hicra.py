@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from retrain.algorithms.algorithm import StepContext, TokenCreditStep
-from retrain.algorithms.arrays import pad_field, token_mask, with_rows
+from retrain.algorithms.algorithm import StepContext, TokenCreditStep, pad_field, token_mask, with_rows
 from retrain.maths.shapes import Floats_BT, Mask_BT
 from retrain.rng import uniforms
 from retrain.types import CreditedBatch, CreditedRollout

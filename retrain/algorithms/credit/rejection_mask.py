@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from retrain.algorithms.algorithm import CreditStep, StepContext
-from retrain.algorithms.arrays import pad, sequence_slices, token_mask
+from retrain.algorithms.algorithm import CreditStep, StepContext, pad, sequence_slices, token_mask
 from retrain.algorithms.losses import M2PO
 from retrain.config.algorithm import Algorithm as AlgorithmSection
 from retrain.maths.corrections import Correction, kept_sequences

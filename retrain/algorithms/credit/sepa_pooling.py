@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrain.algorithms.algorithm import CreditStep, StepContext
-from retrain.algorithms.arrays import pad_field, token_mask, with_rows
+from retrain.algorithms.algorithm import CreditStep, StepContext, pad_field, token_mask, with_rows
 from retrain.algorithms.credit.uncertainty import moments
 from retrain.config.algorithm import Sepa
 from retrain.maths.shapes import Floats_BT, Mask_BT

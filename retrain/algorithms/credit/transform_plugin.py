@@ -5,8 +5,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from retrain.algorithms.algorithm import StepContext, TokenCreditStep
-from retrain.algorithms.arrays import discard_by_tokens, pad_field, pad_if_all, token_mask, with_rows
+from retrain.algorithms.algorithm import (
+    StepContext,
+    TokenCreditStep,
+    discard_by_tokens,
+    pad_field,
+    pad_if_all,
+    token_mask,
+    with_rows,
+)
 from retrain.algorithms.credit.uncertainty import per_token
 from retrain.types import CreditedBatch, CreditedRollout
 

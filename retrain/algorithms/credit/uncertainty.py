@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrain.algorithms.algorithm import StepContext, TokenCreditStep
-from retrain.algorithms.arrays import pad_field, pad_if_all, token_mask, with_rows
+from retrain.algorithms.algorithm import StepContext, TokenCreditStep, pad_field, pad_if_all, token_mask, with_rows
 from retrain.errors import PluginError
 from retrain.maths.arrays import plugin_name
 from retrain.maths.shapes import Floats_BT, Mask_BT, of_shape

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from retrain.config import Campaign, Condition, Config, Loaded, parse_dict
 from retrain.config.base import Role
 from retrain.config.campaign import condition_name
-from retrain.config.campaign import label as label_of
 from retrain.config.checking import assemble
 from retrain.config.learning_rules import lambda_stays_zero
+from retrain.config.modes import condition_label
 from retrain.config.root import keys, role_of, value_at, without_unused
 from retrain.errors import UsageError
 
@@ -118,7 +118,7 @@ def plan(source: Loaded | Config) -> list[RunSpec]:
     config = source.config if isinstance(source, Loaded) else source
     if not config.is_campaign:
         algorithm = config.algorithm
-        name = label_of(algorithm.advantage_mode, algorithm.transform_mode, {})
+        name = condition_label(algorithm.advantage_mode, algorithm.transform_mode, {})
         seed = config.training.seed
         return [RunSpec(f"{name}_s{seed}", name, seed, 0, {}, False, _resolve(config, None, seed, name))]
     return [

@@ -157,7 +157,7 @@ def build_graders(specs: Sequence[RunSpec], folder: Path, stack: ExitStack) -> G
     rewards = {spec.config.reward.grading: spec.config.reward for spec in specs}
     device = partial(resolve_device, config.backend.device)
     build = partial(build_grader, base_dir=folder, device=device, audit=config.audit)
-    return {key: stack.enter_context(build(reward)) for key, reward in rewards.items()}
+    return {key: stack.enter_context(closing(build(reward))) for key, reward in rewards.items()}
 
 
 def load_problems(specs: Sequence[RunSpec], folder: Path, graders: Graders) -> Dataset:

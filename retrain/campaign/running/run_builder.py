@@ -1,5 +1,7 @@
 """Build the runs of a cohort: where each continues, whether its records still hold, and the run itself."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from retrain.campaign.running.protocol import CohortJob, Guard
 from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.data import Dataset, content_hash
-from retrain.data.dataset import DataCursor, column_values
+from retrain.data.dataset import column_values
 from retrain.data.prompts import Renderer
 from retrain.environments.build import environments_of, episode_limits
 from retrain.environments.protocol import Environment
@@ -26,6 +28,7 @@ from retrain.errors import UsageError
 from retrain.files import Row, Values, prepare_directory
 from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
+from retrain.policy.objective import Objective
 from retrain.records.context import RunContext
 from retrain.records.environment import SystemInfo, module_hashes, run_facts
 from retrain.records.observer import Observer
@@ -34,10 +37,11 @@ from retrain.records.recorder import RunRecorder
 from retrain.records.schema.layout import CONFIG
 from retrain.rewards import Grader
 from retrain.rewards.base import AUDIT
-from retrain.rollouts.queue import RecentWeights
+from retrain.rollouts.collect import RecentWeights
 from retrain.training.checkpoints import Checkpoints, common_step
 from retrain.training.recovery import continue_from, resume
-from retrain.training.run import RolloutRequests, Run
+from retrain.training.run import DataCursor, RolloutRequests, Run
+from retrain.training.updates import UpdatePlan, learning_rate
 from retrain.types import Problem
 
 
@@ -119,12 +123,28 @@ def _shared_facts(model: CohortModel, data: Dataset) -> dict[str, Any]:
     """Return what every run's ``config.json`` says of what has to be loaded to be known."""
     return {
         "built": model.built,
-        "base": {"name": model.name, "fingerprint": model.identity, "tokenizer": model.tokenizer.digest},
+        "base": {
+            "name": model.name,
+            "fingerprint": model.identity,
+            "tokenizer": _tokenizer_digest(model.tokenizer.source),
+        },
         "data_hash": data.content_hash,
         "heldout_hash": content_hash((), data.heldout),
         "heldout_hashes": {name: content_hash((), problems) for name, problems in data.sets.items()},
         "data_sizes": {"train": len(data.train), "heldout": len(data.heldout)},
     }
+
+
+def _tokenizer_digest(tokenizer: object) -> str:
+    """Return the hash of what turns a problem into tokens: chat template, vocabulary and, where they are known, the
+    tokenizer's rules."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        rules = json.loads(backend.to_str()) | {"padding": None, "truncation": None}  # those are of the last call
+    else:
+        rules = getattr(tokenizer, "get_vocab", dict)()
+    parts = [rules, getattr(tokenizer, "chat_template", None)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _rubrics(data: Dataset, spec: RunSpec) -> dict[str, Any]:
@@ -168,7 +188,7 @@ class RunBuilder:
             spec=spec,
             policy=model.policy(spec, recorder.directory),
             algorithm=build_algorithm(config, own_modes, detector, model.tokenizer, config.stream("sampling")),
-            objective=objective_of(config, own_modes.loss),
+            update_plan=_update_plan(config, objective_of(config, own_modes.loss)),
             environments=environments,
             requests=requests,
             recorder=recorder,
@@ -240,6 +260,18 @@ class RunBuilder:
 
 def renderer_of(model: CohortModel, config: Config) -> Renderer:
     return Renderer(model.tokenizer.source, config.data, config.environment.tools_prompt)
+
+
+def _update_plan(config: Config, objective: Objective) -> UpdatePlan:
+    optimizer, training = config.optimizer, config.training
+    rate = partial(
+        learning_rate,
+        optimizer.schedule,
+        max_steps=training.max_steps * training.updates,
+        warmup_steps=optimizer.warmup_steps * training.updates,
+        base=training.lr,
+    )
+    return UpdatePlan(objective, training.updates, rate, config.algorithm if config.chooses_anew else None)
 
 
 def _teacher_context(model: CohortModel, config: Config) -> Context | None:

@@ -23,7 +23,7 @@ from retrain.campaign.running.protocol import CohortJob
 from retrain.config import parse_dict
 from retrain.config.campaign import condition_name, find_label
 from retrain.data.prompts import conversation
-from retrain.environments.single_turn import SingleTurn
+from retrain.environments.build import SingleTurn
 from retrain.errors import UsageError
 from retrain.plugins import described
 from retrain.records.measure import EQUAL_REWARDS

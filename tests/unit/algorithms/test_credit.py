@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrain.algorithms import TOKEN_CREDIT
-from retrain.algorithms.arrays import pad_field
+from retrain.algorithms.algorithm import pad_field
 from retrain.algorithms.credit.entropy_mask import EntropyMask, entropy_mask
 from retrain.algorithms.credit.group_advantage import SpreadAdvantage
 from retrain.algorithms.credit.gtpo import gtpo_weights

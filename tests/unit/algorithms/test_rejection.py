@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from helpers.credit import algorithm_of, apply
 
-from retrain.algorithms.arrays import training_samples
+from retrain.algorithms.algorithm import training_samples
 from retrain.algorithms.credit.rejection_mask import RejectionMask, mask_minibatch
 from retrain.config import parse_dict
 from retrain.errors import ConfigError

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers.credit import algorithm_of, compare, credit
 
-from retrain.algorithms.arrays import samples_of, training_samples
+from retrain.algorithms.algorithm import samples_of, training_samples
 from retrain.algorithms.credit.group_advantage import TurnCredit, returns_to_go
 from retrain.config import parse_dict
 from retrain.errors import ConfigError, RunFailed

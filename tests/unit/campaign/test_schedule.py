@@ -48,8 +48,7 @@ def test_each_schedule_says_when_all_problems_are_asked():
     assert whole_evaluations("verdict", 100, 30) == (80, 90, 100)
     assert [whole_evaluations("verdict", steps, 0) for steps in (1, 2, 3)] == [(1,), (1, 2), (1, 2, 3)]
     config = parse_dict({"training": {"max_steps": 20, "eval_every": 6}, "evaluation": {"schedule": "verdict"}})
-    extents = {step: extent for step in range(1, 21) if (extent := config.extent_after(step))}
-    assert extents == {6: "part", 12: "part", 16: "whole", 18: "whole", 20: "whole"}
+    assert config.evaluations == {6: "part", 12: "part", 16: "whole", 18: "whole", 20: "whole"}
 
 
 TWO = '[campaign]\nmax_steps = 100\nprimary_metric = "last3"\n[[campaign.conditions]]\nadvantage_mode = "grpo"\n'

@@ -20,7 +20,7 @@ from helpers.lanes import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retrain.algorithms.arrays import training_samples
+from retrain.algorithms.algorithm import training_samples
 from retrain.config import load
 from retrain.engines import dense
 from retrain.engines.local import LocalEngine

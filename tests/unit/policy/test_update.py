@@ -21,7 +21,7 @@ from helpers.lanes import (
 from helpers.records import group
 
 from retrain.algorithms import objective_of
-from retrain.algorithms.arrays import training_samples
+from retrain.algorithms.algorithm import training_samples
 from retrain.config import parse_dict
 from retrain.device import Workers
 from retrain.errors import NonFinite, RunFailed

@@ -5,7 +5,7 @@ import pytest
 from helpers.records import config, context, group, step
 
 from retrain.files import read_jsonl
-from retrain.records.notes import RULES, WINDOW, explain
+from retrain.records.notes import RULES, WINDOW, explain, inapplicable
 from retrain.records.recorder import RunRecorder
 
 HEALTHY: dict[str, Any] = {
@@ -29,7 +29,8 @@ def rows(count: int, first: dict[str, Any] | None = None, **changes: Any) -> lis
 
 
 def keys(made: list[dict[str, Any]], settings: Any = None, dtype: str = "float32") -> list[str]:
-    return [note.key for note in explain(made, settings or config(), dtype)]
+    settings = settings or config()
+    return [note.key for note in explain(made, settings, dtype, inapplicable(settings))]
 
 
 CASES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]], Any]] = [
@@ -77,7 +78,7 @@ CASES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]], Any]] = [
 def test_each_remark_is_made_when_it_should_and_not_otherwise(key, odd, ordinary, settings):
     assert key in keys(odd, settings)
     assert key not in keys(ordinary, settings)
-    assert key not in [note.key for note in explain(odd, settings or config(), made={key})]
+    assert key not in [note.key for note in explain(odd, settings or config(), omitted={key})]
 
 
 def test_ordinary_runs_get_no_remark_and_every_rule_has_its_case():

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from retrain.config import tasks
 from retrain.data.sources import Columns, problem_of_row
 from retrain.errors import MissingExtra, PluginError
-from retrain.rewards import Grader, Reward, RewardResult, build_grader
-from retrain.rewards.base import printable
-from retrain.rewards.build import Component, WeightedReward
-from retrain.rewards.rules import (
+from retrain.rewards import Reward, RewardResult, build_grader, grader_of
+from retrain.rewards.base import (
     FormatReward,
     MatchReward,
     last_boxed,
     last_number,
     normalise,
     plain_number,
+    printable,
     reference_answer,
 )
+from retrain.rewards.build import Component, WeightedReward
 from retrain.types import Problem
 
 ADD = Problem("p", "6*7=?", "42", ("easy",))
@@ -34,7 +34,7 @@ def problem(answer: str) -> Problem:
 
 
 def graded(reward: Reward, completion: str = "", item: Problem = ADD) -> RewardResult:
-    (result,) = Grader(reward).grade([(item, completion)])
+    (result,) = grader_of(reward).grade([(item, completion)])
     return result
 
 

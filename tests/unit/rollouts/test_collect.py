@@ -17,8 +17,8 @@ from retrain.config.tasks import Data
 from retrain.config.training import Sampling
 from retrain.data.prompts import Renderer
 from retrain.engines.local import LocalEngine
+from retrain.environments.build import SingleTurn
 from retrain.environments.protocol import Limits, Observation, Step
-from retrain.environments.single_turn import SingleTurn
 from retrain.errors import ModelError, RunFailed
 from retrain.rewards import Grader, RewardResult
 from retrain.rollouts.collect import RolloutRequest, collect, require_graded

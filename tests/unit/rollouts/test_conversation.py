@@ -11,7 +11,7 @@ from helpers.credit import batch_of
 from helpers.lanes import fresh_logprobs, trained
 from helpers.models import word_tokenizer
 
-from retrain.algorithms.arrays import samples_of, samples_of_rollout, scores_by_rollout, training_samples
+from retrain.algorithms.algorithm import samples_of, samples_of_rollout, scores_by_rollout, training_samples
 from retrain.algorithms.losses import PPO
 from retrain.config import parse_dict
 from retrain.config.tasks import Data

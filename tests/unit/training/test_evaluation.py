@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from retrain.config.tasks import Reward as RewardSection
 from retrain.config.tasks import RewardComponent
 from retrain.data.prompts import Renderer
-from retrain.environments.single_turn import SingleTurn
+from retrain.environments.build import SingleTurn
 from retrain.files import read_jsonl
 from retrain.maths.bounded import bounded_mean_interval
 from retrain.maths.statistics import accuracy_interval, maj_at_k, majority, majority_ks, pass_at_k, sensible_ks
@@ -21,7 +21,7 @@ from retrain.records.base_evaluations import BaseEvaluations
 from retrain.records.recorder import RunRecorder
 from retrain.records.rollouts import SHOWN, held_out_completions, shortened
 from retrain.records.scores import eval_row
-from retrain.rewards.rules import MatchReward
+from retrain.rewards.base import MatchReward
 from retrain.training.evaluation import Evaluator
 from retrain.types import Action, EvalRecord, Group, Problem, Prompt, single_turn
 

@@ -11,6 +11,7 @@ from retrain.maths.statistics import (
     accuracy_interval,
     bootstrap_ci,
     cluster_interval,
+    gini,
     holm,
     iqm,
     maj_at_k,
@@ -23,7 +24,6 @@ from retrain.maths.statistics import (
     smallest_p,
     tost_p,
 )
-from retrain.records.samples import gini
 
 NUMBERS = st.lists(st.floats(-100, 100), min_size=1, max_size=10)
 
