@@ -6,12 +6,12 @@ A cohort of one is the single run.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 
 from retrain.device import Workers, peak_memory_gib, timestamp
 from retrain.engines.protocol import Engine
-from retrain.errors import DeviceLost, Interrupted
+from retrain.errors import Interrupted
 from retrain.records.observer import Observer
 from retrain.rollouts.pressure import Pressure
 from retrain.rollouts.queue import RolloutQueue, SampledStep
@@ -78,7 +78,7 @@ class Cohort:
         """
         for run in self.runs:
             run.timer.start(timestamp())
-        with closing(self.queue), self._closing_saver():
+        with closing(self.queue), self.saver.closed_after():
             yield from self._start()
             while active := [run for run in self.runs if run.active]:
                 if self.stop():
@@ -88,18 +88,6 @@ class Cohort:
                 self.step(active)
                 yield
             self.saver.settle()
-
-    @contextmanager
-    def _closing_saver(self) -> Iterator[None]:
-        """Close the saver after the block; abandon saves when the process is to end at once or the GPU's context is
-        lost."""
-        try:
-            yield
-        except (KeyboardInterrupt, GeneratorExit, DeviceLost):
-            self.saver.close(abandon=True)
-            raise
-        finally:
-            self.saver.close()
 
     def step(self, active: Sequence[Run]) -> None:
         """Take one step of these runs."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from retrain.device import lost
 from retrain.engines.protocol import Engine
-from retrain.errors import RunFailed, ServerFailed, UsageError
+from retrain.errors import DeviceLost, RunFailed, ServerFailed, UsageError
 from retrain.records.observer import Observer
 from retrain.records.schema.layout import STATE
 from retrain.rollouts.queue import RolloutQueue
@@ -61,6 +61,17 @@ class Saver:
     shared: Callable[[], Mapping[str, object]]
     _pool: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="save"))
     _pending: list[tuple[Run, Future[None]]] = field(default_factory=list)
+
+    @contextmanager
+    def closed_after(self) -> Iterator[None]:
+        """Close after the block; abandon saves when the process is to end at once or the GPU's context is lost."""
+        try:
+            yield
+        except (KeyboardInterrupt, GeneratorExit, DeviceLost):
+            self.close(abandon=True)
+            raise
+        finally:
+            self.close()
 
     def save_if_due(self, runs: Sequence[Run], points: Mapping[Run, RollbackPoint]) -> list[Run]:
         """Save at this step when a run is due, ends, or has just failed; return the runs that are done, with all saved.

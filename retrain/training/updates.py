@@ -73,10 +73,8 @@ def iter_minibatches(
         return
     units = _minibatch_units(batch, training)
     for epoch in range(training.num_iterations):
-        order = _order_of(len(units), training, (*stream, "minibatches", step, epoch))
         minibatches = []
-        for index, part in enumerate(np.array_split(order, training.minibatches)):
-            rollouts = [rollout for unit in sorted(part.tolist()) for rollout in units[unit]]
+        for index, rollouts in enumerate(_dealt(units, training, (*stream, "minibatches", step, epoch))):
             chosen = [sample for rollout in rollouts for sample in samples.get(rollout, ())]
             update = epoch * training.minibatches + index
             minibatches.append(TrainBatch(chosen, denominators_of(batch, rollouts), step, stream, update=update))
@@ -91,9 +89,13 @@ def _minibatch_units(batch: CreditedBatch, training: Training) -> list[list[Cred
     return [[rollout] for rollouts in credited for rollout in rollouts]
 
 
-def _order_of(units: int, training: Training, stream: tuple[int | str, ...]) -> np.ndarray:
-    """Return the order in which the units are dealt to minibatches, drawn anew in every epoch."""
-    return generator(*stream).permutation(units) if training.minibatches > 1 else np.arange(units)
+def _dealt(
+    units: Sequence[Sequence[CreditedRollout]], training: Training, stream: tuple[int | str, ...]
+) -> list[list[CreditedRollout]]:
+    """Return the rollouts of each minibatch of an epoch, to which the units are dealt in an order drawn anew."""
+    order = generator(*stream).permutation(len(units)) if training.minibatches > 1 else np.arange(len(units))
+    parts = np.array_split(order, training.minibatches)
+    return [[rollout for unit in sorted(part.tolist()) for rollout in units[unit]] for part in parts]
 
 
 def denominators_of(batch: CreditedBatch, rollouts: Sequence[CreditedRollout]) -> Denominators:
