@@ -20,7 +20,7 @@ import torch
 from retrain.algorithms import grpo
 from retrain.algorithms.losses import PPO
 from retrain.config import parse_dict
-from retrain.data.dataset import arithmetic_problems
+from retrain.data.arithmetic import arithmetic_problems
 from retrain.data.prompts import render
 from retrain.engines import LocalEngine, PolicyRef, SampleRequest
 from retrain.policy.base import load_base

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from openai import OpenAI
 
-from retrain.data.dataset import arithmetic_problems
+from retrain.data.arithmetic import arithmetic_problems
 
 client = OpenAI(base_url=sys.argv[1], api_key="none")
 asked = arithmetic_problems("heldout", 60, seed=1)

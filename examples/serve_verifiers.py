@@ -13,7 +13,7 @@ import sys
 
 import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 
-from retrain.data.dataset import arithmetic_problems
+from retrain.data.arithmetic import arithmetic_problems
 
 
 class SumData(vf.TaskData):

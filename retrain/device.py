@@ -1,11 +1,7 @@
-"""The machine under a process: its GPUs, which device a setting means, memory, parallel work and a steady clock.
+"""The machine under a process: its GPUs, which device a setting means, memory, and a steady clock.
 
 torch is imported where it is used: which GPUs there are, and whether torch was built for them, is also asked where
 importing it would take seconds for nothing.
-
-Operations of a model whose weights fit a core's cache are too short to split over the cores. Such models run one
-independent piece of work (a part of the decode batch, one run's update) per core. Larger models keep torch's split of
-every operation. The pieces never depend on timing, so results do not either.
 """
 
 from __future__ import annotations
@@ -17,15 +13,12 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from retrain.errors import DeviceLost, RetrainError, UsageError
 
@@ -33,11 +26,9 @@ if TYPE_CHECKING:
     import torch
 
 OWN_GPU = "RETRAIN_OWN_GPU"
-"""Set in the environment of a process that has been given its GPUs, the only ones that it sees; a rank that it starts
-is told which of them."""
+"""Environment variable of a worker that sees only the GPUs assigned to it (CUDA_VISIBLE_DEVICES)."""
 MEMORY_SHARE = "RETRAIN_MEMORY_SHARE"
-"""Set in the environment of a process that shares its device with others: the part of the device's memory, a GPU's or
-the machine's, that it plans with, in (0, 1]."""
+"""Environment variable of a process that shares its device: the share of its memory that it may use, in (0, 1]."""
 TOOL_SECONDS = 20.0
 LOST = (
     "device-side assert",
@@ -59,7 +50,7 @@ LOST = (
 """What the messages of sticky CUDA errors have in common (the CUDA driver's list of results): after one of them every
 later call on the context fails too, and what lies in its memory may be wrong."""
 GAIN_TRIES = 9  # Products in each dtype that are timed for `bfloat16_gain`
-WORTH_SAYING = 1.5  # Gain of products from which on a whole step is faster; what else a step does gains nothing
+NOTABLE_GAIN = 1.5  # From this speed-up of matrix products a whole training step is faster in bfloat16
 ALLOCATOR = "expandable_segments:True"
 """Segments that grow: batches that are compacted and admitted again leave holes in those of fixed size."""
 
@@ -73,9 +64,6 @@ OUT_OF_MEMORY = (
 )
 """Parts of the messages of allocators, drivers and libraries in a plain RuntimeError."""
 _BEGIN = time.time() - time.monotonic()
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -115,9 +103,9 @@ def usable_gpu() -> str:
 
 
 def cpu_build() -> str:
-    """Return the version of an installed torch that was built without any GPU's code, "" of every other one.
+    """Return the version of the installed torch if it is a CPU-only build, else "".
 
-    torch says so in a file of its own, which is read as text: importing it takes seconds.
+    Reads torch/version.py as text: importing torch takes seconds.
     """
     spec = importlib.util.find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
@@ -129,7 +117,7 @@ def cpu_build() -> str:
 
 
 def build_fault(devices: str) -> str:
-    """Return why a GPU of this machine would stay unused although nobody asked for that; "" where all is well."""
+    """Return the message for a machine with a GPU and a CPU-only torch; "" if there is nothing to report."""
     if devices == "cpu":
         return ""
     version, gpus = cpu_build(), nvidia_gpus()
@@ -143,7 +131,7 @@ def build_fault(devices: str) -> str:
 
 
 def lost(error: BaseException | None) -> DeviceLost | None:
-    """Return the error to raise instead where ``error``, or what it came from, says that the GPU's context is gone."""
+    """Return DeviceLost if ``error`` or one of its causes is a CUDA error that destroys the context, else None."""
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -226,7 +214,7 @@ def bfloat16_gain() -> float:
 
 def bfloat16_advice(dtype: str) -> str | None:
     """Return advice on ``[inference] dtype`` for training a larger model on a CPU."""
-    if dtype == "auto" and (gain := bfloat16_gain()) >= WORTH_SAYING:
+    if dtype == "auto" and (gain := bfloat16_gain()) >= NOTABLE_GAIN:
         return (
             f"this processor multiplies in bfloat16 {gain:.1f} times as fast as in float32: [inference] dtype = "
             '"bfloat16" is faster here, with results of another rounding'
@@ -241,7 +229,7 @@ def bfloat16_advice(dtype: str) -> str | None:
 
 def update_advice(update_dtype: str) -> str | None:
     """Return advice on ``[training] update_dtype`` for training on a CPU."""
-    if update_dtype == "bfloat16" and (gain := bfloat16_gain()) < WORTH_SAYING:
+    if update_dtype == "bfloat16" and (gain := bfloat16_gain()) < NOTABLE_GAIN:
         return (
             f"this processor multiplies in bfloat16 {gain:.1f} times as fast as in float32, which makes no update "
             'faster: [training] update_dtype = "model" is exact'
@@ -282,7 +270,7 @@ def torchrun_rank(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def gpu_facts(device: torch.device) -> dict[str, dict[str, object]]:
-    """Under ``gpu``: the index of a GPU and the versions of what drives it, for ``config.json``; empty for a CPU."""
+    """Return index, driver, CUDA and cuDNN of a GPU under the key ``gpu``, for ``config.json``; {} for a CPU."""
     import torch
 
     if device.type != "cuda":
@@ -341,52 +329,6 @@ def failure_text(error: BaseException) -> str:
     where = next((f" in {module}.{name}" for module, name in reversed(names) if module.startswith("retrain.")), "")
     words = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return f"out of memory{where} ({words}): lower [training] batch_size, group_size or max_tokens, or [campaign] lanes"
-
-
-class Workers:
-    """Threads that run independent pieces of work in parallel; within a worker ``count`` is 1."""
-
-    def __init__(self, count: int = 1, threads_after: int | None = None):
-        self._count, self._threads_after = count, threads_after
-        self._inside = threading.local()
-        self._pool = ThreadPoolExecutor(count, initializer=self._begin) if count > 1 else None
-
-    @property
-    def count(self) -> int:
-        return 1 if getattr(self._inside, "a_worker", False) else self._count
-
-    def _begin(self) -> None:
-        import torch
-
-        self._inside.a_worker = True
-        torch.set_num_threads(1)
-
-    def map(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Return ``[work(item) for item in items]``. Raises the first exception after all pieces have ended."""
-        if self._pool is None or self.count == 1:
-            return [work(item) for item in items]
-        futures = [self._pool.submit(work, item) for item in items]
-        return [future.result() for future in futures]
-
-    def close(self) -> None:
-        """End the threads and restore torch's number of threads."""
-        import torch
-
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-        if self._threads_after is not None:
-            torch.set_num_threads(self._threads_after)
-
-
-@contextmanager
-def thread_values(state: threading.local, **values: object) -> Iterator[None]:
-    """Set attributes of a thread's state, and restore them at the end of the block."""
-    before = {name: getattr(state, name) for name in values}
-    vars(state).update(values)
-    try:
-        yield
-    finally:
-        vars(state).update(before)
 
 
 def timestamp() -> float:

@@ -1,5 +1,4 @@
-"""Files: where a configuration's paths are, writing so that nothing is lost or half-written, strict JSON, and
-``Record``, the base of all rows that are declared: dataclasses with the fields as keys, in order."""
+"""Files: where a configuration's paths are, writing so that nothing is lost or half-written, and strict JSON."""
 
 from __future__ import annotations
 
@@ -10,11 +9,10 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from retrain.errors import CheckpointError, NotReadable, RetrainError, StorageError, UsageError
 
@@ -22,35 +20,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 _OBEYED = (*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _ESCAPED = {code: f"\\u{code:04x}" for code in _OBEYED}
 """Characters that JSON may hold as they are, but some readers take for line ends and terminals for commands."""
-Row = dict[str, Any]
-"""One JSON object of a file. Rows whose keys depend on the configuration (metrics, evaluations) stay as they are."""
-Values = Mapping[str, Any]
-"""The same, to be read."""
 ASIDE = ".retrain-tmp"  # Suffix of what is being written; useless before it is renamed
-
-
-@dataclass(frozen=True)
-class Record:
-    """A row or an object of a file, declared as a dataclass. Pydantic reads the docstrings of its fields."""
-
-    __pydantic_config__: ClassVar = {"use_attribute_docstrings": True}
-    omitted_if_empty: ClassVar[tuple[str, ...]] = ()
-    """Fields that a row has only where they hold something."""
-
-    @classmethod
-    def field_names(cls) -> list[str]:
-        return [field.name for field in fields(cls)]
-
-    def to_row(self) -> Row:
-        """Return the fields as a JSON object; values are not copied."""
-        values = ((name, getattr(self, name)) for name in self.field_names())
-        return {name: value for name, value in values if name not in self.omitted_if_empty or value}
-
-    @classmethod
-    def from_row(cls, row: Values) -> Self:
-        """Return the record of a row; keys that it does not declare are left out. Raises TypeError where a key is
-        missing that has no default."""
-        return cls(**{name: row[name] for name in cls.field_names() if name in row})
 
 
 def jsonable(value: Any) -> Any:

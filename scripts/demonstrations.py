@@ -17,7 +17,7 @@ from the list that the planning detector knows, so these tokens cause, and do no
 from dataclasses import dataclass
 from random import Random
 
-from retrain.data.dataset import apply_operation, parse_expression
+from retrain.data.arithmetic import apply_operation, parse_expression
 from retrain.types import Problem
 
 GUESSES = ("clearly", "clearly", "clearly", "clearly", "let me think, clearly", "or we could guess:", "what if we say")

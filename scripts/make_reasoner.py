@@ -26,7 +26,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from retrain.data.dataset import ARITHMETIC_LEVELS, arithmetic_problems
+from retrain.data.arithmetic import ARITHMETIC_LEVELS, arithmetic_problems
 from retrain.rng import stream_key, torch_seed
 from retrain.types import Problem
 

@@ -56,7 +56,7 @@ class Context:
 
 
 class Teacher(Protocol):
-    """``identity`` tells its weights from others, as far as they are known."""
+    """Scores sampled tokens. ``identity`` names the weights, so that a resumed run notices other ones."""
 
     identity: str
 

@@ -15,7 +15,7 @@ import torch
 from retrain.algorithms.distillation import Teacher
 from retrain.campaign.planning.plan import RunSpec
 from retrain.config import Config
-from retrain.device import Workers, bfloat16_advice, described, gpu_facts, update_advice
+from retrain.device import bfloat16_advice, described, gpu_facts, update_advice
 from retrain.engines.local import LocalEngine
 from retrain.engines.plugin import PluginEngine
 from retrain.engines.protocol import Engine
@@ -32,6 +32,7 @@ from retrain.policy.plugin import PluginPolicy, load_backend
 from retrain.policy.protocol import Policy
 from retrain.policy.ranks import Ranks
 from retrain.policy.update import DistributionTeacher
+from retrain.threads import Workers
 from retrain.tokenizer import ByteTokenizer, Tokenizer
 
 T = TypeVar("T")

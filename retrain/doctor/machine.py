@@ -8,13 +8,14 @@ from unittest.mock import patch
 
 import torch
 
-from retrain.device import Workers, build_fault, gpu_facts, nvidia_gpus
+from retrain.device import build_fault, gpu_facts, nvidia_gpus
 from retrain.doctor.results import Result, judged
 from retrain.doctor.subject import Sizes, Subject
 from retrain.engines.local import is_supported
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import cache_bytes
 from retrain.records.environment import environment_facts
+from retrain.threads import Workers
 from retrain.types import Action, SampleRequest
 
 REPEATS = 5

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from retrain.device import Workers, available_memory
+from retrain.device import available_memory
 from retrain.doctor.results import SKIP, Result, judged
 from retrain.doctor.sampling import Agreement, agreement
 from retrain.doctor.subject import Sizes, Subject
@@ -19,6 +19,7 @@ from retrain.policy.backbone import backbone_of
 from retrain.policy.base import MemoryPlan, cache_bytes, kept_bytes
 from retrain.policy.packing import Budget
 from retrain.rng import generator
+from retrain.threads import Workers
 from retrain.types import Sample, SampleRequest
 
 LENGTHS = {"cpu": (64, 320), "cuda": (128, 640)}

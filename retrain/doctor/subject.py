@@ -23,9 +23,9 @@ from retrain.campaign.models import Bases
 from retrain.campaign.planning.plan import Plan
 from retrain.config import Config, load, parse_dict
 from retrain.config.tasks import Data
-from retrain.data.dataset import arithmetic_problems
+from retrain.data.arithmetic import arithmetic_problems
 from retrain.data.prompts import render
-from retrain.device import Workers, available_memory, resolve_device, resolve_dtype, set_up
+from retrain.device import available_memory, resolve_device, resolve_dtype, set_up
 from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError, UsageError
 from retrain.files import read_json
@@ -36,6 +36,7 @@ from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.objective import Objective, PolicyTerm
 from retrain.rng import generator
+from retrain.threads import Workers
 from retrain.tokenizer import ByteTokenizer
 from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest, TrainBatch
 

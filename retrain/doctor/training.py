@@ -18,7 +18,7 @@ import torch
 
 import retrain
 from retrain.algorithms.losses import PPO
-from retrain.device import Workers, available_memory
+from retrain.device import available_memory
 from retrain.doctor.results import FAIL, SKIP, Result, judged
 from retrain.doctor.subject import LAYERS, LR, Sizes, Subject
 from retrain.files import dumps, read_json, write_json
@@ -27,6 +27,7 @@ from retrain.policy.local import LocalPolicy, optimizer_tensors
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.objective import Objective, PolicyTerm
 from retrain.policy.quantized import QuantizedLinear
+from retrain.threads import Workers
 from retrain.training.checkpoints import Snapshot, checkpoint_directory, load_checkpoint, write_checkpoint
 from retrain.types import Sample, Want
 

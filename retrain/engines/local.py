@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from retrain.device import Workers, is_out_of_memory
+from retrain.device import is_out_of_memory
 from retrain.engines.dense import Blocks, DenseDecoder, KVCache, SequenceCache
 from retrain.engines.graphs import StepGraphs, cuda_capture
 from retrain.engines.grid import Grid
@@ -30,6 +30,7 @@ from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.protocol import PolicySnapshot
 from retrain.rng import generator
+from retrain.threads import Workers
 from retrain.types import Action, PolicyRef, SampleRequest
 
 MOST_ROWS = {"cpu": 1024, "cuda": GPU_MOST_ROWS}

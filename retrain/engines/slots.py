@@ -398,8 +398,8 @@ class SlotBatch:
         self._first_token(logits[source], rows)
 
     def _restore(self, rows_of: list[dict[int, list[int]]]) -> list[list[Continuation]]:
-        """Begin rows with their cached sequences and remove their requests from ``rows_of``; return what of their
-        prompts is still to be computed, lane by lane."""
+        """Start the rows whose earlier tokens are cached and remove them from ``rows_of``; return for each lane the
+        prompt tokens that are not cached yet."""
         continuations: list[list[Continuation]] = []
         batches: dict[int, list[tuple[int, CachedSequence]]] = {}
         for lane_rows in rows_of:

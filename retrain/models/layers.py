@@ -125,8 +125,8 @@ def held_weights(own: int, ends: int, layer: int) -> int:
 
 
 def update_copy(weights: int, itemsize: int, update_dtype: str) -> int:
-    """Return the bytes of the copy of so many weights that updates in ``update_dtype`` multiply with
-    (``policy.arithmetic``): there is one of a base in fp32."""
+    """Return the bytes of the bfloat16 copy of ``weights`` numbers that ``update_dtype = "bfloat16"`` makes of an fp32
+    base (``policy.arithmetic``); 0 without one."""
     return 2 * weights if update_dtype == "bfloat16" and itemsize == 4 else 0
 
 

@@ -24,7 +24,8 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from retrain.device import is_out_of_memory, lost, thread_values
+from retrain.device import is_out_of_memory, lost
+from retrain.threads import thread_values
 
 FULL = (torch.float32, torch.float64)  # Dtypes in which models compute at the precision of their results
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from retrain.device import thread_values
 from retrain.errors import ModelError
 from retrain.policy.arithmetic import NARROW, left_narrow, rms_norm, rounded, rounded_linear, rounds, swiglu
 from retrain.policy.base import BaseModel
@@ -43,6 +42,7 @@ from retrain.policy.packing import (
     update_mode,
 )
 from retrain.rng import generator
+from retrain.threads import thread_values
 from retrain.types import Sample, Want
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from retrain.config import Config
-from retrain.device import Workers, resolve_device, resolve_dtype, set_up, total_memory
+from retrain.device import resolve_device, resolve_dtype, set_up, total_memory
 from retrain.errors import MissingExtra, ModelError
 from retrain.extras import is_installed, missing
 from retrain.models import layers
@@ -29,6 +29,7 @@ from retrain.policy.arithmetic import packed, packs
 from retrain.policy.company import Company
 from retrain.policy.quantized import QuantizationEffect, quantise
 from retrain.policy.sharded import load_shared
+from retrain.threads import Workers
 from retrain.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -314,8 +315,7 @@ def _cannot_load(name: str, error: Exception) -> ModelError:
 
 
 def workers_for(base: BaseModel) -> Workers:
-    """Return one worker per core for a small model (torch itself then uses one thread), else, and where several ranks
-    gather the weights, one."""
+    """Return one worker per core, with torch at one thread, for a small model on one rank; else one worker."""
     cores = torch.get_num_threads()
     if not base.small or cores == 1 or base.presence.shared:
         return Workers(1)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from retrain.config import Config
-from retrain.device import Workers
 from retrain.errors import CheckpointError, ModelError
 from retrain.files import write_bytes
 from retrain.policy.adapter_io import StoredAdapter, peft_config, read_adapter, write_peft
@@ -29,6 +28,7 @@ from retrain.policy.ranks import Ranks
 from retrain.policy.shares import RunShares
 from retrain.policy.update import DistributionTeacher, PendingUpdate, UpdateContext, batch_gradient, policy_step
 from retrain.tensor_file import to_bytes
+from retrain.threads import Workers
 from retrain.types import Sample, Scores, TrainBatch, UpdateResult, Want
 
 OPTIMIZER = "optimizer.safetensors"

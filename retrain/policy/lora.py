@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrain.device import is_out_of_memory, thread_values
+from retrain.device import is_out_of_memory
 from retrain.errors import ModelError, NonFinite
 from retrain.maths.squeeze import truncate
 from retrain.models.layers import target_mistakes, targeted
@@ -26,6 +26,7 @@ from retrain.policy.arithmetic import adapted_linear
 from retrain.policy.base import BaseModel
 from retrain.policy.quantized import QuantizedLinear
 from retrain.rng import torch_seed
+from retrain.threads import thread_values
 
 FUSED = ("cuda",)  # Devices on which AdamW is one kernel
 Stacks = dict[str, tuple[Tensor, Tensor]]

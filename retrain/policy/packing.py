@@ -24,11 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrain.device import is_out_of_memory, thread_values
+from retrain.device import is_out_of_memory
 from retrain.errors import RunFailed
 from retrain.policy.arithmetic import Context, Gradients, attention
 from retrain.policy.base import MemoryPlan
 from retrain.policy.head import Supports
+from retrain.threads import thread_values
 from retrain.types import Sample
 
 S = TypeVar("S", bound=Sized)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from retrain.device import Workers
 from retrain.policy.arithmetic import products_in_bfloat16
 from retrain.policy.backbone import Scored, scored
 from retrain.policy.head import ValueHead
@@ -21,6 +20,7 @@ from retrain.policy.objective import NoLoss, Objective, PolicyLoss, PolicyTerm
 from retrain.policy.packing import Budget
 from retrain.policy.ranks import Ranks
 from retrain.policy.update import GradientAccumulator, MicroBatchResult, MicroBatchSpec, UpdateContext
+from retrain.threads import Workers
 from retrain.types import Sample, TrainBatch, Want
 
 APART_BYTES = 2**28  # Total bytes up to which a step's gradients are sent one by one

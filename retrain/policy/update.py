@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrain.device import Workers
 from retrain.errors import NonFinite
 from retrain.maths.ratios import MISMATCH_METRICS, RATIO_METRICS, Sums, add_sums, loss_metrics
 from retrain.policy.arithmetic import products_in_bfloat16
@@ -32,6 +31,7 @@ from retrain.policy.lora import Adapter, Lanes, Step
 from retrain.policy.objective import NotFiniteError, Objective, TeacherTerm, TokenScores, ValueTerm
 from retrain.policy.packing import Budget, Layout, MicroBatch, split_microbatches, update_mode, with_prompt
 from retrain.rng import torch_seed
+from retrain.threads import Workers
 from retrain.types import Sample, TrainBatch, UpdateResult, Want
 
 UPDATE_PHASES = (

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from retrain.files import Record, Row, write_text
+from retrain.files import write_text
 from retrain.records.catalogue import METRICS, SCALED_ALIASES, SECTIONS, TOOLS, Metric
+from retrain.records.schema.base import Record, Row
 from retrain.records.schema.campaign import CampaignManifest, CheckpointFiles, RunEntry
 from retrain.records.schema.comparison import Comparison, ConditionComparison, SecondaryComparison
 from retrain.records.schema.events import EVENTS, Event

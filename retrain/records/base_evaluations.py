@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.files import Row, dumps, write_bytes
+from retrain.files import dumps, write_bytes
+from retrain.records.schema.base import Row
 from retrain.types import Action, EvalRecord, Group, Problem, Prompt, RewardResult, Rollout, Turn
 
 FOLDER = "base"

@@ -22,8 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.files import Row, Values, append_bytes, writing
+from retrain.files import append_bytes, writing
 from retrain.records.reader import LineMark, parse_row, whole_lines
+from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import COLUMNS
 
 BLOCK = 64  # Rows of a block: reading one key of 10,000 rows takes 157 short reads
@@ -49,7 +50,7 @@ class _Block:
 
 @dataclass
 class _Rows:
-    """Rows that no block has yet, as columns of float32: a dict for each row would take ten times the memory."""
+    """Rows that are not yet in a block of the file, as float32 columns: dicts would take ten times the memory."""
 
     last: Row = field(default_factory=dict)
     _count: int = 0

@@ -18,8 +18,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from retrain.files import Row, Values
 from retrain.records.observer import NullObserver, Observer, SpecLike
+from retrain.records.schema.base import Row, Values
 from retrain.records.status import NO_CHANGE, Change, RunView
 from retrain.records.text import change, duration, number, percent, short, visible
 

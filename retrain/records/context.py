@@ -10,7 +10,7 @@ from pathlib import Path
 from retrain.config import Config
 from retrain.config.evaluation import PART
 from retrain.config.modes import credit_of
-from retrain.files import Values
+from retrain.records.schema.base import Values
 
 
 @dataclass(frozen=True)

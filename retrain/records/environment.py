@@ -26,8 +26,9 @@ from pathlib import Path
 from retrain import __version__
 from retrain.config import Config
 from retrain.device import nvidia_gpus
-from retrain.files import Row, Values, sha256, write_bytes, write_json
+from retrain.files import sha256, write_bytes, write_json
 from retrain.models.directory import files_digest, find_file, local_directory
+from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import CODE_DIFF, ENVIRONMENT, MANIFEST, PLAN
 from retrain.records.text import without_keys
 

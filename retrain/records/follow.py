@@ -12,10 +12,11 @@ from typing import IO
 
 from retrain.config.evaluation import HELDOUT
 from retrain.errors import UsageError
-from retrain.files import Row, Stamp, Values, dumps, stamp_of
+from retrain.files import Stamp, dumps, stamp_of
 from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.reader import Tail, homes_of_runs, read_manifest, run_entries
 from retrain.records.schema import events
+from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import ENDED, RunEntry
 from retrain.records.schema.layout import EVALS, MANIFEST, METRICS
 from retrain.records.status import recommended_rank

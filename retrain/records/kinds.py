@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
-from retrain.files import Row
+from retrain.records.schema.base import Row
 
 LARGEST = 1e300  # Amounts beyond it are no measurement, and their sums no float
 

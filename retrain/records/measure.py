@@ -15,10 +15,11 @@ from typing import get_args
 
 import numpy as np
 
-from retrain.files import Row, jsonable
+from retrain.files import jsonable
 from retrain.maths.statistics import gini
 from retrain.records.catalogue import BESIDE, METRICS, SCALED_ALIASES, TIMED_PARTS, Metric
 from retrain.records.context import RunContext
+from retrain.records.schema.base import Row
 from retrain.records.schema.rows import RecorderState, Totals
 from retrain.types import CreditedGroup, Ended, RewardResult, StepRecord
 

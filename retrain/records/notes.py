@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from retrain.config import Config
 from retrain.config.evaluation import HELDOUT
 from retrain.config.modes import Need, credit_of
-from retrain.files import Values
+from retrain.records.schema.base import Values
 from retrain.records.schema.rows import Note
 from retrain.records.text import percent
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from retrain.config import Config
-from retrain.files import Values
+from retrain.records.schema.base import Values
 
 
 class SpecLike(Protocol):

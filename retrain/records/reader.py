@@ -21,9 +21,10 @@ from typing import IO, NamedTuple
 
 from retrain.config.legacy import REMOVED, without_removed
 from retrain.errors import CheckpointError, UsageError
-from retrain.files import Row, Stamp, iter_jsonl, read_json, read_json_if_present, read_jsonl, stamp_of
+from retrain.files import Stamp, iter_jsonl, read_json, read_json_if_present, read_jsonl, stamp_of
 from retrain.ownership import not_readable
 from retrain.records.schema import layout
+from retrain.records.schema.base import Row
 from retrain.records.schema.campaign import STATES, RunEntry
 from retrain.records.schema.rows import Note
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from retrain.config.evaluation import trackers as tracker_names
 from retrain.device import timestamp
-from retrain.files import Row, Values, dumps, keep_rows, truncate_jsonl, write_json, write_text
+from retrain.files import dumps, keep_rows, truncate_jsonl, write_json, write_text
 from retrain.records.columns import BLOCK, ColumnWriter
 from retrain.records.context import RunContext
 from retrain.records.environment import SystemInfo
@@ -36,6 +36,7 @@ from retrain.records.rollouts import (
     summary_rows,
 )
 from retrain.records.schema import layout
+from retrain.records.schema.base import Row, Values
 from retrain.records.schema.rows import (
     START,
     Checkpoint,
@@ -222,7 +223,7 @@ class RunRecorder:
             for reporter in self._reporters:
                 reporter.finish(failed)
             self.files.write(lambda: write_timeline(self.directory), always=True)
-            self.log("failed" if failed else "closed")
+            self.log("failed" if failed else "records closed")
         return self.files.close()
 
     @cached_property

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from retrain.config.evaluation import trackers
 from retrain.errors import PluginError, RetrainError
-from retrain.files import Row, Values, dumps
+from retrain.files import dumps
 from retrain.plugins import load_function
 from retrain.records.catalogue import wandb_name
 from retrain.records.context import RunContext
 from retrain.records.reader import RunReader
+from retrain.records.schema.base import Row, Values
 from retrain.records.trackers import TRACKERS, TrackedRun, Tracker, Warn, is_evaluation
 from retrain.records.writer import Thread
 

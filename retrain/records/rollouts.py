@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from retrain.files import Row
 from retrain.records.measure import mean
+from retrain.records.schema.base import Row
 from retrain.records.schema.rows import Generation, HeldOutCompletion, TrajectorySummary
 from retrain.records.scores import answer_of
 from retrain.records.text import escape, without_keys

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from retrain.files import Row, jsonable
+from retrain.files import jsonable
 from retrain.maths.bounded import bounded_mean_interval
 from retrain.maths.statistics import Interval, accuracy_interval, majority, majority_ks, pass_at_k, sensible_ks
 from retrain.records.catalogue import EVAL_STATISTICS
 from retrain.records.context import RunContext
 from retrain.records.measure import Samples, collect, mean
+from retrain.records.schema.base import Row
 from retrain.rewards.base import AUDIT, answer_text, normalise
 from retrain.types import CreditedGroup, EvalRecord, Group, Rollout
 

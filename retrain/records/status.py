@@ -8,8 +8,8 @@ from typing import NamedTuple
 from retrain.config.campaign import transform_of
 from retrain.config.evaluation import HELDOUT, PART
 from retrain.errors import UsageError
-from retrain.files import Row, Values
 from retrain.records.reader import RunReader, read_manifest, run_entries
+from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import RunEntry
 from retrain.records.schema.layout import MANIFEST, METRICS
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from retrain.config.campaign import condition_name
 from retrain.config.evaluation import HELDOUT
-from retrain.files import Values
+from retrain.records.schema.base import Values
 from retrain.records.text import NOTHING, duration, minus, percent, points, short, visible
 
 COMPARISON_COLUMNS = ("condition", "seeds", "before → after", "95 % interval", "vs baseline", "p", "verdict")

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from retrain.files import Row, write_text
+from retrain.files import write_text
 from retrain.records import text
 from retrain.records.catalogue import BESIDE
 from retrain.records.html import asset, data_block, facts, page, table
 from retrain.records.reader import RunReader
+from retrain.records.schema.base import Row
 from retrain.records.schema.layout import TIMELINE
 from retrain.records.text import escape, percent
 

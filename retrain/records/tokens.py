@@ -28,10 +28,11 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from retrain.errors import CheckpointError
-from retrain.files import Row, Values, dumps, write_bytes
+from retrain.files import dumps, write_bytes
 from retrain.records import kinds
 from retrain.records.kinds import FieldKinds, checked
 from retrain.records.rollouts import TRAIN, Batch, TokenText, advantage_of, batch_name, conversation_of, metrics_of
+from retrain.records.schema.base import Row, Values
 from retrain.tensor_file import to_bytes
 from retrain.types import CreditedRollout, Group, Turn
 

@@ -23,9 +23,10 @@ from typing import Any, Protocol, TextIO, cast
 from retrain.config.root import value_at
 from retrain.errors import UsageError
 from retrain.extras import missing
-from retrain.files import Row, Values, dumps
+from retrain.files import dumps
 from retrain.ownership import owner_of
 from retrain.records.context import RunContext
+from retrain.records.schema.base import Row, Values
 
 RUN_CONFIG_KEYS = {
     "advantage_mode": "algorithm.advantage_mode",

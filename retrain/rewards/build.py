@@ -122,7 +122,7 @@ def build_grader(
 
 @dataclass(frozen=True)
 class _Builder:
-    """Builds the parts of a reward with the TOML's folder and what [reward] says for all of them."""
+    """Builds the components of a reward from [reward]; ``base_dir`` is the folder of the TOML file."""
 
     section: tasks.Reward
     base_dir: Path | None

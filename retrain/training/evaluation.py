@@ -16,10 +16,10 @@ from retrain.data.dataset import column_values, content_hash
 from retrain.data.prompts import Renderer, Tools
 from retrain.engines.protocol import Engine
 from retrain.environments.protocol import ONE_TURN, Environment, Limits
-from retrain.files import Row
 from retrain.records.base_evaluations import BaseEvaluations
 from retrain.records.observer import Observer
 from retrain.records.reader import RunReader
+from retrain.records.schema.base import Row
 from retrain.rollouts.collect import RolloutRequest, collect
 from retrain.training.recovery import Failures, Saver
 from retrain.training.run import Run

@@ -9,13 +9,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass
 
-from retrain.device import Workers, peak_memory_gib, timestamp
+from retrain.device import peak_memory_gib, timestamp
 from retrain.engines.protocol import Engine
 from retrain.errors import Interrupted
 from retrain.records.observer import Observer
 from retrain.rollouts.pressure import Pressure
 from retrain.rollouts.queue import RolloutQueue, SampledStep
 from retrain.rollouts.resample import SelectedGroups
+from retrain.threads import Workers
 from retrain.training.evaluation import CohortEvaluator, Evaluator, first_evaluations
 from retrain.training.recovery import Failures, Saver
 from retrain.training.run import Run

@@ -19,10 +19,11 @@ from retrain.engines.protocol import Engine
 from retrain.engines.server.watch import Watch, by_version
 from retrain.environments.protocol import Environment, Limits
 from retrain.errors import RunFailed
-from retrain.files import Row, dumps
+from retrain.files import dumps
 from retrain.policy.protocol import Policy
 from retrain.records.observer import RunSpecLike
 from retrain.records.recorder import RunRecorder
+from retrain.records.schema.base import Row
 from retrain.records.text import without_keys
 from retrain.rewards.overlong import punish_overlong
 from retrain.rng import generator

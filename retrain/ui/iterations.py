@@ -16,11 +16,12 @@ from threading import Lock
 from typing import Any
 
 from retrain.errors import CheckpointError, UsageError
-from retrain.files import Row, Stamp, stamp_of
+from retrain.files import Stamp, stamp_of
 from retrain.records import kinds
 from retrain.records.kinds import FieldKinds, checked
 from retrain.records.reader import Tail, json_lines
 from retrain.records.rollouts import TRAIN
+from retrain.records.schema.base import Row
 from retrain.records.schema.layout import EVALUATIONS, GENERATIONS, ITERATIONS, SUMMARIES
 from retrain.records.tokens import TokenFile
 

@@ -8,7 +8,8 @@ from threading import Lock
 from typing import Any
 
 from retrain.errors import UsageError
-from retrain.files import Row, stamp_of
+from retrain.files import stamp_of
+from retrain.records.schema.base import Row
 from retrain.records.schema.layout import EVALUATIONS, ITERATIONS
 from retrain.ui.differences import compared
 from retrain.ui.iterations import Index, Iteration, rollouts_of

@@ -15,7 +15,6 @@ import torch
 from retrain.algorithms.losses import LOSSES
 from retrain.algorithms.losses.plugin import PluginLoss
 from retrain.config import parse_dict
-from retrain.device import Workers
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine
 from retrain.files import read_json, read_jsonl
@@ -29,6 +28,7 @@ from retrain.policy.objective import EntropyTerm, KLTerm, Objective, PolicyTerm,
 from retrain.policy.packing import Budget
 from retrain.policy.update import PendingUpdate, UpdateContext, policy_step
 from retrain.rng import generator
+from retrain.threads import Workers
 from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest, TrainBatch
 
 from .campaigns import WORLD, is_timing_key

@@ -27,7 +27,6 @@ from retrain.campaign.running.assemble import load_on_all_ranks
 from retrain.campaign.running.following import Desk
 from retrain.campaign.running.team import Team
 from retrain.config import parse_dict
-from retrain.device import Workers
 from retrain.engines.local import LocalEngine
 from retrain.engines.shared import DecodeTask, SharedEngine
 from retrain.engines.slots import LaneRequest, SampleIndex
@@ -36,6 +35,7 @@ from retrain.policy import shares
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalPolicy, LocalSnapshot
 from retrain.policy.ranks import Answers, Ranks
+from retrain.threads import Workers
 from retrain.types import PolicyRef, TrainBatch, Want
 
 TEXTS = ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"]

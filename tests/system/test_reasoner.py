@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from retrain.data.dataset import ARITHMETIC_LEVELS, arithmetic_problems
+from retrain.data.arithmetic import ARITHMETIC_LEVELS, arithmetic_problems
 from retrain.models.directory import bundled_model_path
 from retrain.plugins import load_file
 

@@ -10,9 +10,10 @@ from retrain.campaign.adapters.squeeze import find_adapter
 from retrain.config import Config, parse_dict
 from retrain.config.legacy import without_removed
 from retrain.errors import ConfigError, ModelError, UsageError
-from retrain.files import Row, read_json
+from retrain.files import read_json
 from retrain.models.directory import bundled_model_path, bundled_name
 from retrain.records.reader import read_object
+from retrain.records.schema.base import Row
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, MANIFEST, PLAN
 
 if TYPE_CHECKING:

@@ -117,7 +117,7 @@ def sentence(verification: Mapping[str, Any]) -> str:
     row = next(row for row in verification["ranks"] if row["rank"] == verification["enough"])
     mean, low, high = (points(row["difference"][key]) for key in ("mean", "low", "high"))
     return (
-        f"{problems}, rank {row['rank']} is at most {tolerance} worse than rank {full['rank']}: "
+        f"{problems}, the smallest rank that is at most {tolerance} worse than rank {full['rank']} is {row['rank']}: "
         f"{percent(row['accuracy'], 1)} against {accuracy}, difference {mean} points [{low}, {high}], for this adapter."
     )
 

@@ -31,7 +31,6 @@ from retrain.campaign.judging.rule import words as rule_words
 from retrain.campaign.judging.words import missing_words, sentence, verdict
 from retrain.config.campaign import condition_name, find_label
 from retrain.errors import UsageError, plural
-from retrain.files import Row
 from retrain.maths.intervals import iqm_interval, mean_interval
 from retrain.maths.statistics import (
     Interval,
@@ -45,6 +44,7 @@ from retrain.maths.statistics import (
     tost_p,
 )
 from retrain.records.notes import is_graded
+from retrain.records.schema.base import Row
 from retrain.records.schema.comparison import Comparison, ConditionSummary, SecondaryComparison
 from retrain.rewards.base import AUDIT
 

@@ -19,10 +19,11 @@ from retrain.config import parse_dict
 from retrain.config.campaign import RULE_KEYS, Campaign
 from retrain.config.root import defines_run, flat
 from retrain.errors import UsageError, plural
-from retrain.files import Values, dumps, write_json, write_text
+from retrain.files import dumps, write_json, write_text
 from retrain.ownership import MARK
 from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.reader import RunReader, read_manifest, read_plan_file
+from retrain.records.schema.base import Values
 from retrain.records.schema.campaign import CampaignManifest, RunEntry
 from retrain.records.schema.layout import FINAL, LOG, MANIFEST, METRICS, PLAN
 from retrain.records.writer import RecordFiles

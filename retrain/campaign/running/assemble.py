@@ -19,7 +19,7 @@ from retrain.campaign.running.teachers import teachers_of
 from retrain.config import Config
 from retrain.data import Dataset
 from retrain.data.dataset import longest_prompt
-from retrain.device import Workers, available_memory, resolve_device
+from retrain.device import available_memory, resolve_device
 from retrain.engines.local import LocalEngine
 from retrain.engines.server.canary import canaries
 from retrain.engines.server.engine import ServerEngine
@@ -35,6 +35,7 @@ from retrain.records.base_evaluations import BaseEvaluations
 from retrain.records.observer import Observer
 from retrain.rewards import Grader, build_grader
 from retrain.rollouts.pressure import Pressure, decode_work
+from retrain.threads import Workers
 from retrain.training.evaluation import Evaluator
 from retrain.training.loop import Cohort
 from retrain.training.run import Run
@@ -179,8 +180,8 @@ def load_model(
     observer: Observer,
     server_events: ServerEvents | None,
 ) -> CohortModel:
-    """Return what samples and learns: the base with its lanes and engine, here or, with ``server_events``, in servers,
-    or a backend of the user's for every run."""
+    """Return the base model, lanes and engine of the cohort; with ``server_events`` servers sample. For a plug-in
+    backend, return the user's own policies and engine."""
     config = specs[0].config
     if not is_local(config):
         return plugin_model(specs, job.folder)

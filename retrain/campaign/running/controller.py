@@ -170,7 +170,7 @@ def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[]
 
 @dataclass(frozen=True)
 class Campaign:
-    """What every work of a campaign needs: its plan, its records, what was accepted, and who follows it."""
+    """Context of the tasks of one campaign: plan, manifest, the user's approvals, and the observer of its jobs."""
 
     plan: Plan
     manifest: Manifest

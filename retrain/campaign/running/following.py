@@ -13,7 +13,7 @@ from retrain.campaign.models import Bases
 from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.running.assemble import lane_bytes, use_deterministic, workers_of
 from retrain.config.base import is_plugin
-from retrain.device import Workers, is_out_of_memory
+from retrain.device import is_out_of_memory
 from retrain.engines.local import LocalEngine
 from retrain.engines.shared import DecodeTask
 from retrain.policy.backbone import Scored
@@ -25,6 +25,7 @@ from retrain.policy.objective import PolicyLoss
 from retrain.policy.ranks import ANSWER_SECONDS
 from retrain.policy.shares import Packed, PassesAsked, ScoresAsked
 from retrain.policy.update import MicroBatchResult
+from retrain.threads import Workers
 from retrain.types import Action, PolicyRef
 
 

@@ -25,7 +25,7 @@ from retrain.data.prompts import Renderer
 from retrain.environments.build import environments_of, episode_limits
 from retrain.environments.protocol import Environment
 from retrain.errors import UsageError
-from retrain.files import Row, Values, prepare_directory
+from retrain.files import prepare_directory
 from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
 from retrain.policy.objective import Objective
@@ -34,6 +34,7 @@ from retrain.records.environment import SystemInfo, module_hashes, run_facts
 from retrain.records.observer import Observer
 from retrain.records.reader import RunReader
 from retrain.records.recorder import RunRecorder
+from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import CONFIG
 from retrain.rewards import Grader
 from retrain.rewards.base import AUDIT

@@ -40,9 +40,9 @@ from retrain.campaign.running.session import DirectoryLock, wait_for_writers
 from retrain.campaign.running.team import Team
 from retrain.engines.server.fleet import Told
 from retrain.errors import DeviceLost, NotOurs, RetrainError, UsageError
-from retrain.files import Values
 from retrain.ownership import claim, remove_leftovers
 from retrain.records.observer import NullObserver, SpecLike
+from retrain.records.schema.base import Values
 
 PR_SET_PDEATHSIG = 1
 

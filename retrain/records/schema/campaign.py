@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from retrain.files import Record, Row
+from retrain.records.schema.base import Record, Row
 
 STATES = ("pending", "running", "interrupted", "done", "failed", "stopped")
 ENDED = ("done", "failed", "stopped")  # Final states of a run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from retrain.files import Record, Row
+from retrain.records.schema.base import Record, Row
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@
 
 from dataclasses import dataclass
 
-from retrain.files import Record
 from retrain.ownership import MARK
 from retrain.records.schema import rows
+from retrain.records.schema.base import Record
 from retrain.records.schema.campaign import CampaignManifest
 from retrain.records.schema.comparison import Comparison
 

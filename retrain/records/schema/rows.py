@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from retrain.files import Record, Row
+from retrain.records.schema.base import Record, Row
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from helpers.lanes import (
 )
 from helpers.models import qwen3_directory, toy_base
 
-from retrain.device import Workers
 from retrain.engines import dense, slots
 from retrain.engines.local import LocalEngine
 from retrain.engines.step import compiled_decode_steps, decode_steps
@@ -28,6 +27,7 @@ from retrain.files import read_json, write_json
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
+from retrain.threads import Workers
 from retrain.types import PolicyRef, SampleRequest
 
 

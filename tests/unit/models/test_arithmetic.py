@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from retrain.data.dataset import arithmetic_problems, evaluate_expression, parse_expression, split_of_expression
+from retrain.data.arithmetic import arithmetic_problems, evaluate_expression, parse_expression, split_of_expression
 from retrain.errors import DataError
 from retrain.plugins import load_file
 

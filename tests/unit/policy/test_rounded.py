@@ -6,9 +6,9 @@ import torch
 from helpers.lanes import gradient, local_policy, objective, relative_gap, rollout, totals, trained
 from torch import nn
 
-from retrain.device import Workers
 from retrain.policy.arithmetic import NARROW, rounded_linear
 from retrain.policy.packing import Budget
+from retrain.threads import Workers
 from retrain.types import TrainBatch, Want
 
 

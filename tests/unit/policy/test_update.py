@@ -23,7 +23,6 @@ from helpers.records import group
 from retrain.algorithms import objective_of
 from retrain.algorithms.algorithm import training_samples
 from retrain.config import parse_dict
-from retrain.device import Workers
 from retrain.errors import NonFinite, RunFailed
 from retrain.maths.corrections import Correction
 from retrain.maths.ratios import MISMATCH_METRICS, RATIO_METRICS
@@ -31,6 +30,7 @@ from retrain.policy.backbone import backbone_of, collate, token_logprobs
 from retrain.policy.lora import Lanes
 from retrain.policy.packing import Budget, split_microbatches
 from retrain.rng import generator
+from retrain.threads import Workers
 from retrain.types import Denominators, Sample
 
 LOSSES = ("ppo", "reinforce", "gspo", "cispo")

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from retrain.files import Record, Row, read_json, read_jsonl
+from retrain.files import read_json, read_jsonl
 from retrain.records.__main__ import metrics_markdown, with_tables
 from retrain.records.columns import Columns
 from retrain.records.reader import RunReader, homes_of_runs, read_manifest, run_entries
+from retrain.records.schema.base import Record, Row
 from retrain.records.schema.campaign import CampaignManifest, CheckpointFiles, RunEntry
 from retrain.records.schema.comparison import Comparison, ConditionComparison, ConditionSummary, SecondaryComparison
 from retrain.records.schema.layout import CAMPAIGN_FILES, COMPARISON, MANIFEST, METRICS, RUN_FILES, STATE, SUMMARIES

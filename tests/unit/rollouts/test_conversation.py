@@ -17,13 +17,13 @@ from retrain.config import parse_dict
 from retrain.config.tasks import Data
 from retrain.config.training import Sampling
 from retrain.data.prompts import Conversation, Renderer, tools_text
-from retrain.device import Workers
 from retrain.engines.local import LocalEngine
 from retrain.environments.protocol import Observation, Step
 from retrain.errors import ModelError
 from retrain.policy.local import LocalPolicy
 from retrain.policy.objective import Objective, PolicyTerm
 from retrain.rollouts.collect import RolloutRequest, collect
+from retrain.threads import Workers
 from retrain.types import Action, Denominators, Group, PolicyRef, Problem, RewardResult, TrainBatch, Want
 
 _TOOLS = "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"

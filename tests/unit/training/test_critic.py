@@ -30,7 +30,6 @@ from retrain.algorithms import objective_of
 from retrain.campaign.adapters.squeeze import squeeze
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
-from retrain.device import Workers
 from retrain.errors import CheckpointError, ModelError, NonFinite
 from retrain.files import read_json, read_jsonl
 from retrain.policy.backbone import backbone_of
@@ -39,6 +38,7 @@ from retrain.policy.local import LocalPolicy
 from retrain.policy.objective import value_loss
 from retrain.records.observer import NullObserver
 from retrain.records.tokens import TokenFile
+from retrain.threads import Workers
 from retrain.types import (
     Action,
     CreditedBatch,

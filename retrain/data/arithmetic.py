@@ -1,0 +1,135 @@
+"""Generated arithmetic problems of three difficulties, the data source named ``arithmetic``.
+
+A problem is an expression such as ``47+38-19`` that is worked from left to right; a product stands only in front,
+so that order is also the order of precedence. Its level is its tag:
+
+- ``easy``: one addition or subtraction (``147-38``)
+- ``medium``: an addition and a subtraction of two-digit numbers (``47+38-19``)
+- ``hard``: a one-digit times a two-digit number, then an addition and a subtraction (``7*46-58+23``)
+
+No intermediate result is negative. The side of a problem, train or held-out, is a function of its expression
+alone: no seed, count or choice of levels can bring a held-out problem into training.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+
+from retrain.errors import DataError
+from retrain.rng import generator
+from retrain.types import Problem
+
+Split = Literal["train", "heldout"]
+Operation = tuple[str, int]
+
+ARITHMETIC_LEVELS = ("easy", "medium", "hard")
+HELDOUT_EXPRESSIONS = 1 / 8
+LARGEST_COUNTS = {
+    "train": {"easy": 24_000, "medium": 400_000, "hard": 400_000},
+    "heldout": {"easy": 3_200, "medium": 50_000, "hard": 50_000},
+}
+"""Most problems of a level that one call gives. The finite spaces are a little larger."""
+
+_SIDE_KEY = b"retrain arithmetic: train or held-out"
+_BLOCK = 4096
+_TERM = re.compile(r"([-+*]?)(\d+)")
+
+
+def split_of_expression(expression: str) -> Split:
+    """Return ``heldout`` for one expression in eight, decided by a keyed hash of its text."""
+    digest = hashlib.blake2b(expression.encode(), digest_size=8, key=_SIDE_KEY).digest()
+    return "heldout" if int.from_bytes(digest, "little") < HELDOUT_EXPRESSIONS * 2**64 else "train"
+
+
+def parse_expression(expression: str) -> tuple[int, list[Operation]]:
+    """Return the first number of ``"7*46-58"`` and the operations on it: ``(7, [("*", 46), ("-", 58)])``."""
+    terms = _TERM.findall(expression)
+    if not terms or "".join(op + number for op, number in terms) != expression or terms[0][0]:
+        raise DataError(f"{expression!r} is not an arithmetic expression of this source, such as 47+38-19")
+    return int(terms[0][1]), [(op, int(number)) for op, number in terms[1:]]
+
+
+def apply_operation(operation: str, left: int, right: int) -> int:
+    if operation == "+":
+        return left + right
+    return left - right if operation == "-" else left * right
+
+
+def evaluate_expression(expression: str) -> int:
+    """Return the value of an expression of this source, worked from left to right."""
+    value, operations = parse_expression(expression)
+    for operation, number in operations:
+        value = apply_operation(operation, value, number)
+    return value
+
+
+def problem_of(expression: str, level: str) -> Problem:
+    """Return the problem that asks for the value of ``expression``."""
+    return Problem(
+        id=f"arithmetic/{expression}",
+        prompt=f"{expression}=?",
+        answer=str(evaluate_expression(expression)),
+        tags=(level,),
+        metadata={"expression": expression},
+    )
+
+
+def arithmetic_problems(split: Split, count: int, levels: Sequence[str] | None = None, seed: int = 0) -> list[Problem]:
+    """Return ``count`` different problems of one side, the levels taking turns.
+
+    A longer list with the same seed begins with the shorter one. ``levels`` None means all three. Raises DataError
+    for an unknown split or level, and when a level has not that many problems.
+    """
+    chosen = tuple(ARITHMETIC_LEVELS if levels is None else dict.fromkeys(levels))
+    unknown = [level for level in chosen if level not in ARITHMETIC_LEVELS]
+    if unknown or not chosen:
+        raise DataError(
+            f"arithmetic has no level {', '.join(map(repr, unknown)) or '(empty list)'}: use {ARITHMETIC_LEVELS}"
+        )
+    if split not in LARGEST_COUNTS:
+        raise DataError(f"arithmetic has no split {split!r}: use 'train' or 'heldout'")
+    share = -(-count // len(chosen))
+    for level in chosen:
+        if share > LARGEST_COUNTS[split][level]:
+            raise DataError(
+                f"arithmetic has at most {LARGEST_COUNTS[split][level]} {split} problems of level {level!r}, "
+                f"{share} were asked for: ask for fewer or add levels"
+            )
+    streams = [_arithmetic_stream(split, level, seed) for level in chosen]
+    return [next(streams[i % len(streams)]) for i in range(count)]
+
+
+def _arithmetic_stream(split: Split, level: str, seed: int) -> Iterator[Problem]:
+    numbers = generator("arithmetic", split, level, seed)
+    seen: set[str] = set()
+    while True:
+        for expression in _expressions(level, numbers):
+            if expression not in seen:
+                seen.add(expression)
+                if split_of_expression(expression) == split:
+                    yield problem_of(expression, level)
+
+
+def _expressions(level: str, numbers: np.random.Generator) -> list[str]:
+    """Return one block of random expressions of a level without those that have a negative intermediate result."""
+    signs = numbers.integers(0, 2, _BLOCK).tolist()
+    if level == "easy":
+        columns = (numbers.integers(10, 200, _BLOCK), numbers.integers(10, 100, _BLOCK))
+        rows = zip(signs, *(column.tolist() for column in columns), strict=True)
+        return [f"{a}-{b}" if sign else f"{a}+{b}" for sign, a, b in rows if not sign or a >= b]
+    low = 10 if level == "medium" else 12
+    columns = [numbers.integers(least, 100, _BLOCK) for least in (low, 10, 10)]
+    factors = numbers.integers(2, 10, _BLOCK).tolist() if level == "hard" else [1] * _BLOCK
+    rows = zip(signs, factors, *(column.tolist() for column in columns), strict=True)
+    return [expression for row in rows if (expression := _chain(*row))]
+
+
+def _chain(sign: int, factor: int, a: int, b: int, c: int) -> str:
+    """Return ``factor*a-b+c`` or ``factor*a+b-c``, a factor of 1 left out; "" if an intermediate result is negative."""
+    start, value = (str(a), a) if factor == 1 else (f"{factor}*{a}", factor * a)
+    if sign:
+        return f"{start}-{b}+{c}" if value >= b else ""
+    return f"{start}+{b}-{c}" if value + b >= c else ""

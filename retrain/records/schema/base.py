@@ -1,0 +1,34 @@
+"""The base of all records that are declared: dataclasses whose fields are the keys of a JSON object, in order."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+Row = dict[str, Any]
+"""One JSON object of a file. Rows whose keys depend on the configuration (metrics, evaluations) stay as they are."""
+Values = Mapping[str, Any]
+"""The same, to be read."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A row or an object of a file, declared as a dataclass. Pydantic reads the docstrings of its fields."""
+
+    __pydantic_config__: ClassVar = {"use_attribute_docstrings": True}
+    omitted_if_empty: ClassVar[tuple[str, ...]] = ()
+    """Fields that a row has only where they hold something."""
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        return [field.name for field in fields(cls)]
+
+    def to_row(self) -> Row:
+        """Return the fields as a JSON object; values are not copied."""
+        values = ((name, getattr(self, name)) for name in self.field_names())
+        return {name: value for name, value in values if name not in self.omitted_if_empty or value}
+
+    @classmethod
+    def from_row(cls, row: Values) -> Self:
+        """Return the record of a row; keys that it does not declare are left out. Raises TypeError where a key is
+        missing that has no default."""
+        return cls(**{name: row[name] for name in cls.field_names() if name in row})
