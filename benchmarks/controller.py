@@ -30,8 +30,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from retrain.campaign.judging import pooling, report
-from retrain.campaign.judging.sequential import Looks
 from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
@@ -47,9 +45,11 @@ from retrain.campaign.running.protocol import (
     RunStarted,
     StepDone,
 )
+from retrain.campaign.running.sequential import Looks
+from retrain.commands.console import PlainConsole
 from retrain.config import load
 from retrain.files import dumps
-from retrain.records.console import PlainConsole
+from retrain.verdicts import pooling, report
 
 CONDITIONS = (("grpo", "none"), ("rloo", "none"), ("dr_grpo", "none"), ("maxrl", "none"), ("maxrl", "gtpo"))
 SEEDS = 20

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 from windtunnel import train
 
-from retrain.campaign.judging.results import RunResult
 from retrain.config.evaluation import deciding_marks
 from retrain.files import read_jsonl, write_json
+from retrain.verdicts.results import RunResult
 
 SAMPLES, EVALUATIONS = 3, 10
 RATES = (2e-3, 1e-3)

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 from windtunnel import PROBLEMS, train
 
-from retrain.campaign.judging.pooling import compare_directories
 from retrain.files import write_json
 from retrain.maths.following import follow
 from retrain.maths.power import power
 from retrain.maths.rules import Rule
+from retrain.verdicts.pooling import compare_directories
 
 ALIKE = 1.002
 """The factor between learning rates that makes no difference: doubling them moves accuracy by points."""

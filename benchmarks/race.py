@@ -29,14 +29,14 @@ from typing import Any
 import numpy as np
 from windtunnel import CAMPAIGN, PROBLEMS
 
-from retrain.campaign.judging.pooling import compare_directories
-from retrain.campaign.judging.results import Measure
-from retrain.campaign.judging.rule import rule_of
 from retrain.campaign.planning.plan import plan
 from retrain.config import load
 from retrain.files import read_json, write_json
 from retrain.maths.power import power
 from retrain.maths.rules import Rule
+from retrain.verdicts.pooling import compare_directories
+from retrain.verdicts.results import Measure
+from retrain.verdicts.rule import rule_of
 
 HERE = Path(__file__).resolve().parent
 STEPS, PROMPTS, RATE, LOWER, SEEDS = 16, 6, 2e-3, 1.6e-3, 10

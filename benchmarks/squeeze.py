@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from retrain.campaign.adapters.squeeze import analyse_adapter, compress_adapter
+from retrain.adapters.squeeze import analyse_adapter, compress_adapter
 from retrain.config.evaluation import Squeeze
 from retrain.files import write_json
 from retrain.policy.adapter_io import AdapterFile

@@ -23,10 +23,10 @@ from typing import Any
 
 from windtunnel import accuracies, train
 
-from retrain.campaign.judging.results import RunResult, read_run
 from retrain.files import write_json
 from retrain.maths.intervals import mean_interval
 from retrain.maths.statistics import holm, paired_comparison
+from retrain.verdicts.results import RunResult, read_run
 
 STAGES = (8, 4, 2, 1)
 MODES = ("post", "direct", "continue", "anneal")
@@ -60,12 +60,12 @@ def runs_of(
 
 def compressed_accuracy(campaign: Path, run: Path, out: Path) -> float:
     """Held-out accuracy of a run's adapter, compressed to rank 1 and not trained on."""
-    from retrain.campaign.adapters.squeeze import compress_adapter
-    from retrain.campaign.adapters.verify import verify_ranks
-    from retrain.campaign.models import Bases
+    from retrain.adapters.squeeze import compress_adapter
+    from retrain.adapters.verify import verify_ranks
     from retrain.campaign.planning.manifest import read_plan
-    from retrain.campaign.planning.plan import run_directory
+    from retrain.config.runs import run_directory
     from retrain.environments.build import longest_completions
+    from retrain.training.bases import Bases
 
     plan = read_plan(campaign)
     spec = next(spec for spec in plan.specs if run_directory(campaign, spec) == run)
@@ -78,7 +78,7 @@ def compressed_accuracy(campaign: Path, run: Path, out: Path) -> float:
 
 def continued(run: Path, steps: int, last: int, out: Path) -> RunResult:
     """The run that was compressed to rank 1 ``last`` updates before its end and trained on."""
-    from retrain.campaign.adapters.continuing import continued_plan
+    from retrain.campaign.planning.continuing import continued_plan
     from retrain.campaign.running.controller import execute
     from retrain.records.observer import NullObserver
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from windtunnel import accuracies, train
 
-from retrain.campaign.planning.plan import LOOK_SEEDS
+from retrain.config.runs import LOOK_SEEDS
 from retrain.files import write_json
 from retrain.maths.power import detectable, outlook, t_test_power
 from retrain.maths.rules import Rule

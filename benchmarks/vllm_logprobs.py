@@ -58,7 +58,7 @@ def differences(source: Any, rows: list[dict[str, Any]]) -> dict[str, float]:
     import numpy as np
     import torch
 
-    from retrain.campaign.adapters.talk import lane_adapter
+    from retrain.adapters.talk import lane_adapter
     from retrain.policy.adapter_io import AdapterFile
     from retrain.policy.backbone import collate, token_logprobs
     from retrain.policy.base import load_base
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--vllm", type=Path, required=True, metavar="PYTHON", help="of an environment with vLLM")
     options = parser.parse_args()
-    from retrain.campaign.adapters.provenance import provenance
+    from retrain.adapters.provenance import provenance
     from retrain.files import read_jsonl
 
     source = provenance(options.run)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from retrain.campaign.judging.results import Measure, RunResult, read_run
 from retrain.campaign.running.controller import launch
 from retrain.config import load
 from retrain.records.observer import NullObserver
+from retrain.verdicts.results import Measure, RunResult, read_run
 
 PROBLEMS = 128
 """Held out; one answer each."""

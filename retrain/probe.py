@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from retrain.algorithms.algorithm import training_samples
-from retrain.campaign.models import Bases
-from retrain.campaign.planning.plan import Plan, RunSpec, base_key
+from retrain.campaign.planning.plan import Plan, base_key
 from retrain.campaign.running.assemble import DoesNotFit, assemble
 from retrain.campaign.running.protocol import CohortJob
 from retrain.campaign.running.trial import Messages
 from retrain.config import parse_dict
+from retrain.config.runs import RunSpec
 from retrain.engines.protocol import Engine
 from retrain.errors import CheckpointError, RunFailed, UsageError
 from retrain.maths.statistics import bootstrap_ci
@@ -31,6 +31,7 @@ from retrain.policy.local import LocalPolicy
 from retrain.rng import generator
 from retrain.rollouts.collect import require_graded
 from retrain.rollouts.queue import StepRollouts, collect_rounds
+from retrain.training.bases import Bases
 from retrain.training.run import Run
 from retrain.types import CreditedGroup, Group, Rollout, TrainBatch
 

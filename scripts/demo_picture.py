@@ -17,9 +17,9 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from retrain.campaign.running.controller import launch
+from retrain.commands.console import Board, board_view, message_text
 from retrain.config import load
 from retrain.files import write_text
-from retrain.records.console import Board, board_view, message_text
 from retrain.records.observer import SpecLike
 from retrain.records.tables import comparison_table, squeeze_line
 

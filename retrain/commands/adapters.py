@@ -59,8 +59,8 @@ def sample(
         raise UsageError("standard input is read once: give --prompt - only once")
     if not all(text.strip() for text in texts):
         raise UsageError("a prompt is empty: type --prompt and the question")
-    from retrain.campaign.adapters.provenance import provenance
-    from retrain.campaign.adapters.talk import answers
+    from retrain.adapters.provenance import provenance
+    from retrain.adapters.talk import answers
 
     source = provenance(directory, base)
     if source.record is None:
@@ -118,9 +118,9 @@ def export(
         raise UsageError("say what to write: --merge for a full model, or --rank-pad RANK for an adapter")
     if rank_pad is not None and dtype is not Dtype.stored:
         raise UsageError("--dtype is the merged model's: type --merge, or leave it out")
-    from retrain.campaign.adapters.export import merge as merge_adapter
-    from retrain.campaign.adapters.export import pad_rank
-    from retrain.campaign.adapters.provenance import provenance
+    from retrain.adapters.export import merge as merge_adapter
+    from retrain.adapters.export import pad_rank
+    from retrain.adapters.provenance import provenance
 
     source = provenance(directory, base)
     if rank_pad is None:

@@ -25,9 +25,10 @@ from retrain.errors import listed, plural
 
 if TYPE_CHECKING:
     from retrain.campaign.planning.estimate import Device, Memory, Work
-    from retrain.campaign.planning.plan import Plan, RunSpec
+    from retrain.campaign.planning.plan import Plan
     from retrain.commands.problems import Problems
     from retrain.config import Config
+    from retrain.config.runs import RunSpec
     from retrain.models.layers import Architecture
 
 CONDITION_COLUMNS = (
@@ -115,9 +116,9 @@ def print_problems(plan: Plan) -> Problems:
 
 
 def condition_row(spec: RunSpec, first: RunSpec) -> tuple[str, str, str, str]:
-    from retrain.campaign.planning.changes import differences
     from retrain.commands.formulas import advantage_words, credit_words
     from retrain.config.campaign import condition_name
+    from retrain.config.runs import differences
 
     changed = [
         f"{key.removeprefix('algorithm.')} = {value}"
@@ -148,7 +149,7 @@ def print_sets(config: Config, problems: Problems) -> None:
 
 
 def print_design(specs: list[RunSpec], pilot: Path | None, detect: float | None) -> None:
-    from retrain.campaign.judging.design import verdict_lines, warnings_of
+    from retrain.verdicts.design import verdict_lines, warnings_of
 
     for name, lines in (("verdict", verdict_lines(specs, pilot, detect)), ("careful", warnings_of(specs))):
         for i, line in enumerate(lines):
@@ -354,8 +355,8 @@ def memory_words(
 
 def time_words(plan: Plan, works: Sequence[Work], device: Device, cohorts: int, workers: int) -> str:
     """Return the duration of all runs, estimated from earlier runs of this model on this machine."""
-    from retrain.campaign.judging.pace import recorded_pace
     from retrain.campaign.planning.estimate import sampled_evaluations
+    from retrain.campaign.planning.pace import recorded_pace
 
     config = plan.specs[0].config
     places = dict.fromkeys([plan.directory.parent, Path("logs")])

@@ -31,7 +31,7 @@ def report(
     ] = None,
 ) -> None:
     """Write the report of a campaign or run as one HTML file, from its files; also of one that is not finished."""
-    from retrain.campaign.judging.report import write_report
+    from retrain.verdicts.report import write_report
 
     require_directory(directory)
     print(write_report(directory, out))
@@ -62,7 +62,7 @@ def compare(
 
     Runs of several directories are pooled by condition. Only finished runs count; all others are named.
     """
-    from retrain.campaign.judging.pooling import compare_directories
+    from retrain.verdicts.pooling import compare_directories
 
     for directory in directories:
         require_directory(directory)

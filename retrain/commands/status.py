@@ -49,7 +49,7 @@ def status(
         from rich.console import Console
         from rich.text import Text
 
-        from retrain.records.console import status_view
+        from retrain.commands.console import status_view
 
         console = Console()
         for report in reports:
@@ -64,8 +64,8 @@ def status(
 
 def follow(directory: Path, as_json: bool, plain: bool, verbose: bool) -> None:
     """Tell what happens until every run has ended; Ctrl-C is the ordinary way to leave earlier (exit status 0)."""
-    from retrain.records.console import make_console
-    from retrain.records.follow import Follower, JsonLines
+    from retrain.commands.console import make_console
+    from retrain.commands.follow import Follower, JsonLines
 
     observer = JsonLines(sys.stdout) if as_json else make_console(plain=plain, verbose=verbose)
     follower = Follower(directory, observer)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 def finish(plain: bool, work: Callable[[Observer], Outcome], verbose: bool = False) -> None:
     """Do the work under a console, print how it ended, exit with its status."""
     from retrain.campaign.running.session import ENDINGS
-    from retrain.records.console import lasting_streams, make_console
+    from retrain.commands.console import lasting_streams, make_console
     from retrain.records.trackers import wandb_upload_command
 
     started = time.time()
@@ -213,7 +213,7 @@ def squeeze(
     as_json: AsJson = False,
 ) -> None:
     """Tell which LoRA rank the trained adapter needs, compress it when --to is given, and train it on there."""
-    from retrain.campaign.adapters.squeeze import squeeze as squeeze_directory
+    from retrain.adapters.squeeze import squeeze as squeeze_directory
 
     require_directory(directory)
     if pattern and (to is None or steps is not None):
@@ -221,7 +221,7 @@ def squeeze(
     if steps is not None:
         if to is None or as_json:
             raise UsageError("--continue trains at the rank of --to and prints as it trains: type --to RANK, no --json")
-        from retrain.campaign.adapters.continuing import continued_plan
+        from retrain.campaign.planning.continuing import continued_plan
         from retrain.campaign.planning.references import check
         from retrain.campaign.running.controller import execute
 

@@ -14,6 +14,7 @@ from retrain.config.modes import condition_label
 
 RULE_KEYS = ("test", "sequential", "futility", "race", "prior_spread", "prior_freedom")
 """Keys that say by what rule conditions are compared, beside metric, margin, seeds and conditions."""
+DECIDING_KEYS = ("primary_metric", "equivalence_margin", *RULE_KEYS)
 
 
 def _distinct(seeds: list[int]) -> list[int]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from retrain.campaign.models import Bases
 from retrain.campaign.planning.plan import Plan
 from retrain.config import Config, load, parse_dict
 from retrain.doctor.results import FAIL, PASS, Result
@@ -18,6 +17,7 @@ from retrain.errors import RetrainError, UsageError
 from retrain.models.directory import local_directory
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes
+from retrain.training.bases import Bases
 
 PATIENCE_S = 20.0  # Seconds that a server may be unreachable during a check
 

@@ -19,7 +19,6 @@ import torch
 
 from retrain.algorithms import grpo
 from retrain.algorithms.losses import PPO
-from retrain.campaign.models import Bases
 from retrain.campaign.planning.plan import Plan
 from retrain.config import Config, load, parse_dict
 from retrain.config.tasks import Data
@@ -38,6 +37,7 @@ from retrain.policy.objective import Objective, PolicyTerm
 from retrain.rng import generator
 from retrain.threads import Workers
 from retrain.tokenizer import ByteTokenizer
+from retrain.training.bases import Bases
 from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest, TrainBatch
 
 LAYERS = 4  # Layers of a model of random weights: all do the same, and errors grow visibly over four

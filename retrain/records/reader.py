@@ -141,6 +141,13 @@ def read_plan_file(directory: Path) -> Row:
     return content
 
 
+def planned_configs(directory: Path) -> dict[str, Row]:
+    """The resolved configurations of the directory's runs by run id; empty before the first start."""
+    if not (directory / layout.PLAN).is_file():
+        return {}
+    return {run["run_id"]: run["config"] for run in read_plan_file(directory)["runs"]}
+
+
 def is_run_id(value: object) -> bool:
     """Return whether this is a plain name, not a path that could lead elsewhere."""
     return isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9_+~=.\-]+", value) is not None and value[0] != "."

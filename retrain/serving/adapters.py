@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from retrain.campaign.adapters.export import uniform
+from retrain.adapters.export import uniform
 from retrain.errors import ModelError
 from retrain.policy.adapter_io import AdapterFile
 from retrain.policy.base import BaseModel

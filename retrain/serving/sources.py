@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from retrain.campaign.adapters.provenance import provenance
-from retrain.campaign.adapters.squeeze import find_adapter
+from retrain.adapters.provenance import provenance
+from retrain.adapters.squeeze import find_adapter
 from retrain.config import Config, load, parse_dict
 from retrain.errors import UsageError
 from retrain.models.directory import bundled_name

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from retrain.campaign.judging.pooling import compare_directories
 from retrain.errors import RetrainError
 from retrain.files import stamp_of
 from retrain.records.reader import read_object
@@ -24,6 +23,7 @@ from retrain.ui.metrics import watched
 from retrain.ui.numbers import own_seconds
 from retrain.ui.power import power_of
 from retrain.ui.sources import Home, Run
+from retrain.verdicts.pooling import compare_directories
 
 ALONE = "one run of a campaign compares nothing: open its campaign"
 FOREIGN = "these files declare no conditions and no metric that decides: curves are shown, and nothing is tested"

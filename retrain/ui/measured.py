@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from retrain.campaign.judging.results import SECTIONS, Measure, RunResult, read_run
 from retrain.records.reader import RunReader
 from retrain.records.schema.layout import METRICS
 from retrain.ui.library import Library
 from retrain.ui.numbers import Numbers, own_seconds, steps_of
 from retrain.ui.sources import Run
+from retrain.verdicts.results import SECTIONS, Measure, RunResult, read_run
 
 WHOLE_BYTES = 2 << 20
 """Bytes of ``metrics.jsonl`` up to which a run is compared from its rows, exactly as ``retrain compare`` does."""

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from retrain.campaign.judging.results import OWN_SPANS, SHARED_SPANS
 from retrain.errors import StorageError
 from retrain.files import stamp_of
 from retrain.records.columns import BLOCK, Columns, ColumnWriter
 from retrain.records.reader import Tail, last_row
 from retrain.records.schema.layout import COLUMNS, EVALS, LOCK, METRICS
 from retrain.ui.answers import Refusal
+from retrain.verdicts.results import OWN_SPANS, SHARED_SPANS
 
 AXES = ("step", "tokens", "device", "wall")
 """What a chart may have from left to right; ``device`` and ``wall`` in seconds. Runs that do not record their wall

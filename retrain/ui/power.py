@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from retrain.campaign.judging.design import POWER, spread_of
-from retrain.campaign.judging.pooling import Reader, read_source
-from retrain.campaign.judging.results import Measure
-from retrain.campaign.judging.rule import rule_of
-from retrain.campaign.judging.words import amount
 from retrain.campaign.planning.manifest import read_plan
 from retrain.maths.power import seeds_needed, spread_limit
 from retrain.ui.sources import Home
+from retrain.verdicts.design import POWER, spread_of
+from retrain.verdicts.pooling import Reader, read_source
+from retrain.verdicts.results import Measure
+from retrain.verdicts.rule import rule_of
+from retrain.verdicts.words import amount
 
 
 def power_of(home: Home, comparison: Mapping[str, Any], read: Reader) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import pytest
 from helpers.records import context, evaluation, group, step
 from rich.console import Console
 
-from retrain.records.console import Board, LiveConsole, PlainConsole, board_view, make_console
+from retrain.commands.console import Board, LiveConsole, PlainConsole, board_view, make_console
 from retrain.records.measure import measure_step
 from retrain.records.schema.rows import START
 from retrain.records.scores import eval_row

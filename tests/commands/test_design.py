@@ -8,14 +8,14 @@ from helpers.models import campaign_head
 from helpers.records import BASE, campaign, shifted
 from typer.testing import CliRunner
 
-from retrain.campaign.judging.design import factors, pilot_spread, verdict_lines, warnings_of
-from retrain.campaign.judging.results import Measure
 from retrain.campaign.planning.plan import plan
 from retrain.cli import app
 from retrain.config import parse_dict
 from retrain.errors import UsageError
 from retrain.maths.power import detectable, seeds_needed, spread_limit
 from retrain.maths.rules import Rule
+from retrain.verdicts.design import factors, pilot_spread, verdict_lines, warnings_of
+from retrain.verdicts.results import Measure
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from retrain.campaign.running.session import StopRequest
-from retrain.records.console import PlainConsole
+from retrain.commands.console import PlainConsole
 from retrain.records.observer import NullObserver
 
 
@@ -38,7 +38,7 @@ def test_a_hangup_that_is_ignored_stays_ignored():
 def test_a_stream_without_a_reader_loses_what_is_written_and_fails_nobody():
     code = """
 import sys
-from retrain.records.console import lasting_streams
+from retrain.commands.console import lasting_streams
 with lasting_streams():
     sys.stdin.read()  # until the reader of our output is gone
     print("to nobody", flush=True)

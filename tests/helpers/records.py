@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from retrain.campaign.judging.pooling import conclude
-from retrain.campaign.judging.results import METRIC
-from retrain.campaign.judging.sequential import Looks
 from retrain.campaign.planning.manifest import Manifest, freeze
 from retrain.campaign.planning.plan import plan
+from retrain.campaign.running.sequential import Looks
 from retrain.config import Config, load, parse_dict
 from retrain.files import append_jsonl, write_json
 from retrain.records.context import RunContext
@@ -31,6 +29,8 @@ from retrain.types import (
     StepRecord,
     single_turn,
 )
+from retrain.verdicts.pooling import conclude
+from retrain.verdicts.results import METRIC
 
 from .models import campaign_head
 

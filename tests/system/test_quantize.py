@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
-from retrain.campaign.adapters.provenance import provenance
+from retrain.adapters.provenance import provenance
 from retrain.campaign.planning.estimate import base_bytes
 from retrain.campaign.running.controller import launch
 from retrain.cli import app

@@ -21,12 +21,11 @@ from programs import fsdp_rank
 from safetensors.torch import load_file, save_file
 
 from retrain.algorithms import load_modes, objective_of
-from retrain.campaign.models import Bases
-from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.running.assemble import load_on_all_ranks
 from retrain.campaign.running.following import Desk
 from retrain.campaign.running.team import Team
 from retrain.config import parse_dict
+from retrain.config.runs import RunSpec
 from retrain.engines.local import LocalEngine
 from retrain.engines.shared import DecodeTask, SharedEngine
 from retrain.engines.slots import LaneRequest, SampleIndex
@@ -36,6 +35,7 @@ from retrain.policy.base import load_base
 from retrain.policy.local import LocalPolicy, LocalSnapshot
 from retrain.policy.ranks import Answers, Ranks
 from retrain.threads import Workers
+from retrain.training.bases import Bases
 from retrain.types import PolicyRef, TrainBatch, Want
 
 TEXTS = ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file as load_tensors
 
-from retrain.campaign.adapters.talk import lane_adapter
+from retrain.adapters.talk import lane_adapter
 from retrain.engines.local import LocalEngine
 from retrain.files import read_jsonl
 from retrain.plugins import load_file

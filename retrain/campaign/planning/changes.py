@@ -7,14 +7,11 @@ that of plug-ins, package versions, the base model's weights and tokenizer, the 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.planning.plan import RunSpec
-from retrain.config import Config
-from retrain.config.campaign import Campaign
-from retrain.config.root import defines_run, flat
+from retrain.config.root import flat
+from retrain.config.runs import RunSpec, differences
 from retrain.errors import UsageError
 from retrain.records.environment import code_version, module_hashes, package_versions
 from retrain.records.reader import RunReader
@@ -53,27 +50,6 @@ class Approval:
         self.accepted += new
         for line in new:
             self.tell(f"changed since the last start: {line}")
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    """The default of every dotted key, also of sections that a file without them does not have."""
-    return dict(flat(Config(campaign=Campaign()).to_dict()))
-
-
-def differences(
-    old: Mapping[str, Any], new: Mapping[str, Any], matters: Callable[[str], bool] = defines_run
-) -> dict[str, tuple[Any, Any]]:
-    """(old, new) by dotted key, for every key that matters and differs. Unset and empty are the same, and a key that a
-    record does not have, because there was none when it was made, has its default."""
-    before, now = dict(flat(old)), dict(flat(new))
-    pairs = {
-        key: (before.get(key, _defaults().get(key)), now.get(key, _defaults().get(key)))
-        for key in {**before, **now}
-        if matters(key)
-    }
-    empty = (None, [], {})
-    return {key: (a, b) for key, (a, b) in pairs.items() if a != b and not (a in empty and b in empty)}
 
 
 def line(name: str, old: Any, new: Any) -> str:

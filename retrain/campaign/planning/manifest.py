@@ -14,15 +14,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from retrain.campaign.planning.plan import Plan, RunSpec, run_directory
+from retrain.campaign.planning.plan import Plan
 from retrain.config import parse_dict
-from retrain.config.campaign import RULE_KEYS, Campaign
+from retrain.config.campaign import DECIDING_KEYS, Campaign
 from retrain.config.root import defines_run, flat
+from retrain.config.runs import RunSpec, run_directory
 from retrain.errors import UsageError, plural
 from retrain.files import dumps, write_json, write_text
 from retrain.ownership import MARK
 from retrain.records.observer import NullObserver, Observer, SpecLike
-from retrain.records.reader import RunReader, read_manifest, read_plan_file
+from retrain.records.reader import RunReader, planned_configs, read_manifest, read_plan_file
 from retrain.records.schema.base import Values
 from retrain.records.schema.campaign import CampaignManifest, RunEntry
 from retrain.records.schema.layout import FINAL, LOG, MANIFEST, METRICS, PLAN
@@ -35,9 +36,6 @@ HOW = (
 """Keys that say how the runs of a campaign are carried out, not which there are."""
 CONCLUSIONS = ("comparison", "squeeze", "squeezes", "report")
 """Facts of a campaign that hold only until one of its runs goes on."""
-
-
-KEYS = ("primary_metric", "equivalence_margin", *RULE_KEYS)  # Keys of [campaign] that say how the comparison is decided
 
 
 def fingerprint(spec: RunSpec) -> str:
@@ -104,11 +102,11 @@ def _entries_without_manifest(directory: Path, specs: Sequence[RunSpec]) -> dict
 
 
 def declaration(specs: Sequence[RunSpec]) -> dict[str, Any]:
-    """What these runs declare: the ``KEYS``, ``baseline``, ``conditions`` (labels), ``seeds`` and ``max_steps`` by
-    label."""
+    """Return what these runs declare: the ``DECIDING_KEYS``, ``baseline``, ``conditions`` (labels), ``seeds`` and
+    ``max_steps`` by label."""
     campaign = specs[0].config.campaign
     steps = {spec.label: spec.config.training.max_steps for spec in specs}
-    return {key: getattr(campaign, key) for key in KEYS} | {
+    return {key: getattr(campaign, key) for key in DECIDING_KEYS} | {
         "baseline": specs[0].label,
         "conditions": list(steps),
         "seeds": list(dict.fromkeys(spec.seed for spec in specs)),
@@ -136,7 +134,7 @@ def _planned(before: Sequence[Mapping[str, Any]], configs: Mapping[str, Mapping[
     defaults = Campaign()
     campaign = next((config.get("campaign") or {} for config in configs.values()), {})
     steps = {run["label"]: run["max_steps"] for run in before if run.get("max_steps") is not None}
-    return {key: campaign.get(key, getattr(defaults, key)) for key in KEYS if configs} | {
+    return {key: campaign.get(key, getattr(defaults, key)) for key in DECIDING_KEYS if configs} | {
         "baseline": before[0]["label"],
         "conditions": list(dict.fromkeys(run["label"] for run in before)),
         "seeds": list(dict.fromkeys(run["seed"] for run in before)),
@@ -319,13 +317,6 @@ def write_plan(plan: Plan) -> None:
         file = {"file": path.name, "folder": str(path.resolve().parent), "toml": plan.source.text}
     runs = [spec.to_json() for spec in plan.specs]
     write_json(plan.directory / PLAN, {"format": 1, **file, "runs": runs})
-
-
-def planned_configs(directory: Path) -> dict[str, dict[str, Any]]:
-    """The resolved configurations of the directory's runs by run id; empty before the first start."""
-    if not (directory / PLAN).is_file():
-        return {}
-    return {run["run_id"]: run["config"] for run in read_plan_file(directory)["runs"]}
 
 
 def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:

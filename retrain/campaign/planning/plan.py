@@ -8,19 +8,18 @@ is stopped half-way has complete pairs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from retrain.config import Campaign, Condition, Config, Loaded, parse_dict
+from retrain.config import Condition, Config, Loaded, parse_dict
 from retrain.config.base import Role
-from retrain.config.campaign import condition_name
 from retrain.config.checking import assemble
-from retrain.config.learning_rules import lambda_stays_zero
 from retrain.config.modes import condition_label
 from retrain.config.root import keys, role_of, value_at, without_unused
+from retrain.config.runs import RunSpec, seeds_together
 from retrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,46 +28,6 @@ if TYPE_CHECKING:
 
 CPU_LANES, GPU_LANES = 10, 8
 """Most runs of a cohort with ``lanes = "auto"``: shared decoding gains little beyond (``benchmarks/decode.py``)."""
-
-LOOK_SEEDS = 2
-"""Seeds that train together when a rule may stop conditions: larger cohorts finish before anything can be stopped.
-A race, which stops most of them, goes seed by seed."""
-
-
-@dataclass(frozen=True)
-class RunSpec:
-    """One run to be done, with its fields in the order of ``plan.json``.
-
-    ``run_id`` is ``<label>_s<seed>``, unique in the campaign and safe as a directory name. ``config`` is resolved:
-    the condition's overrides are applied, keys without effect have their defaults, and values that follow others
-    are filled in. ``overrides`` are the condition's, by dotted key. Planning ``config`` again gives this run.
-    """
-
-    run_id: str
-    label: str
-    seed: int
-    condition_index: int
-    overrides: dict[str, Any]
-    is_campaign: bool
-    config: Config
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], config: Config | None = None) -> RunSpec:
-        """The run that ``to_json`` wrote, with another configuration where one is given."""
-        given = {each.name: data[each.name] for each in fields(cls)}
-        return cls(**{**given, "config": config or parse_dict(data["config"])})
-
-    def to_json(self) -> dict[str, Any]:
-        """The run as plain data, as ``plan.json`` has it."""
-        return vars(self) | {"config": self.config.to_dict()}
-
-    @property
-    def export(self) -> Path | None:
-        """The user's directory that also receives the final adapter ([backend] adapter_path)."""
-        path = self.config.backend.adapter_path
-        if path is None:
-            return None
-        return Path(path) / self.run_id if self.is_campaign else Path(path)
 
 
 @dataclass(frozen=True)
@@ -99,15 +58,6 @@ class Plan:
         directory = Path(out or loaded.config.logging.log_dir or f"logs/{loaded.path.stem}")
         name = loaded.config.campaign.name or loaded.path.stem
         return cls(plan(loaded), directory, loaded.path.parent, name, loaded)
-
-
-def run_directory(directory: Path, spec: RunSpec) -> Path:
-    """Where a run's files are: ``runs/<run_id>`` in a campaign, the directory itself for a single run."""
-    return directory / "runs" / spec.run_id if spec.is_campaign else directory
-
-
-def run_place(spec: RunSpec) -> str:
-    return run_directory(Path(), spec).as_posix()
 
 
 def plan(source: Loaded | Config) -> list[RunSpec]:
@@ -195,11 +145,6 @@ def lane_count(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> int:
     return min(share, most // conditions) * conditions if conditions <= most else most
 
 
-def seeds_together(campaign: Campaign) -> int:
-    """Whole seeds that train in one cohort under a rule that may stop conditions, unless ``lanes`` says otherwise."""
-    return 1 if campaign.race else LOOK_SEEDS
-
-
 def smaller_cohorts(group: Sequence[RunSpec], fitting: int, reason: str) -> list[list[RunSpec]]:
     """The runs of a cohort in cohorts of which each fits into memory, whole seeds together where possible, so that
     pairs share batches. ``fitting`` runs fit together, and ``reason`` says why no more.
@@ -223,16 +168,3 @@ def cut(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1, lanes: int | Non
     lanes = lanes or lane_count(specs, on_gpu, slots)
     whole = slots == 1 or specs[0].config.campaign.lanes != "auto" or lanes >= len({spec.label for spec in specs})
     return cohorts(specs, lanes, across_seeds=whole)
-
-
-def without_sepa(specs: Sequence[RunSpec]) -> list[str]:
-    """Conditions named gtpo_sepa whose runs are too short for SEPA to begin, and what they equal."""
-    notes = []
-    for spec in {spec.label: spec for spec in specs}.values():
-        if lambda_stays_zero(spec.config):
-            steps = spec.config.training.max_steps
-            notes.append(
-                f"{condition_name(spec.label)} trains with λ = 0 in all of its {steps} steps: it is gtpo under another "
-                "name, and says nothing about SEPA"
-            )
-    return notes

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from retrain.campaign.planning.plan import Plan, RunSpec, run_directory, run_place
+from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.teaching import teacher_fault
 from retrain.config import Config, Loaded
 from retrain.config.base import is_plugin
@@ -20,6 +20,7 @@ from retrain.config.evaluation import trackers
 from retrain.config.modes import Need, mode_of
 from retrain.config.problems import Mistake, path_of
 from retrain.config.root import value_at
+from retrain.config.runs import RunSpec, run_directory, run_place
 from retrain.config.tasks import Data, Grader
 from retrain.data import Dataset, load_data
 from retrain.data.sources import directory_of, on_hub
@@ -33,7 +34,7 @@ from retrain.models.layers import SMALL_MODEL_BYTES, architecture_of, dense_laye
 from retrain.ownership import ELSEWHERE, Owner, check_claim, check_publish, owner_of, refuse_links
 from retrain.plugins import check_backend_class, load_function, plugin_ranges
 from retrain.records.reader import read_manifest
-from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MANIFEST, STATE
+from retrain.records.schema.layout import ADAPTER_FILES, MANIFEST, STATE
 
 KEYS = (
     "algorithm.advantage_mode",
@@ -46,7 +47,6 @@ KEYS = (
 """Keys that name code which runs in the training process."""
 SOURCES = ("data.source", "data.eval_source")
 SET_SOURCE = "evaluation.sets.{}.source"
-ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 CHECKPOINT_FILES = (*ADAPTER_FILES, MANIFEST, "optimizer.safetensors", STATE)
 AWAY = "move it away, or " + ELSEWHERE
 NOBODY = Owner("")

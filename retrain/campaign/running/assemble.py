@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from retrain.algorithms import load_detector, load_modes
-from retrain.campaign.models import Bases, CohortModel, local_model, plugin_model
-from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.running.protocol import CohortJob, Guard, allow_all
 from retrain.campaign.running.run_builder import RunBuilder, check_recorded_facts, find_resume_points, renderer_of
 from retrain.campaign.running.teachers import teachers_of
 from retrain.config import Config
+from retrain.config.runs import RunSpec
 from retrain.data import Dataset
 from retrain.data.dataset import longest_prompt
 from retrain.device import available_memory, resolve_device
@@ -36,6 +35,7 @@ from retrain.records.observer import Observer
 from retrain.rewards import Grader, build_grader
 from retrain.rollouts.pressure import Pressure, decode_work
 from retrain.threads import Workers
+from retrain.training.bases import Bases, CohortModel, local_model, plugin_model
 from retrain.training.evaluation import Evaluator
 from retrain.training.loop import Cohort
 from retrain.training.run import Run

@@ -12,19 +12,17 @@ from pathlib import Path
 from signal import SIGINT
 from typing import Any
 
-from retrain.campaign.judging.sequential import SETTLED, Looks
 from retrain.campaign.planning.changes import Approval, settings_changes, version_changes
 from retrain.campaign.planning.manifest import (
     MANIFEST,
     CampaignObserver,
     Manifest,
     freeze,
-    planned_configs,
     read_plan,
     recorded_entries,
     write_plan,
 )
-from retrain.campaign.planning.plan import Plan, RunSpec, cut, lane_count, run_directory, smaller_cohorts, without_sepa
+from retrain.campaign.planning.plan import Plan, cut, lane_count, smaller_cohorts
 from retrain.campaign.planning.references import check, require_packages
 from retrain.campaign.running.executors import EXECUTORS
 from retrain.campaign.running.in_process import InProcess, Sequential
@@ -40,6 +38,7 @@ from retrain.campaign.running.protocol import (
     report,
 )
 from retrain.campaign.running.scheduler import Scheduler, Work
+from retrain.campaign.running.sequential import SETTLED, Looks
 from retrain.campaign.running.session import (
     ENDINGS,
     DirectoryLock,
@@ -50,15 +49,17 @@ from retrain.campaign.running.session import (
 from retrain.campaign.running.team import Team
 from retrain.config import Loaded
 from retrain.config.evaluation import HELDOUT, PART
+from retrain.config.runs import RunSpec, run_directory
 from retrain.device import torchrun_rank
 from retrain.errors import DeviceLost, RetrainError, ServerFailed, StorageError, UsageError, WorkersLost, plural
 from retrain.files import write_json
 from retrain.ownership import remove_leftovers
 from retrain.records.environment import SystemInfo, run_facts
 from retrain.records.observer import Observer
-from retrain.records.reader import RunReader
+from retrain.records.reader import RunReader, planned_configs
 from retrain.records.schema.campaign import ENDED
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, METRICS, REPORT
+from retrain.verdicts.design import without_sepa
 
 
 @dataclass
@@ -293,7 +294,7 @@ class Controller:
                 return self._interrupted(todo, saved=not self.scheduler.lost_steps)
         states = {run["state"] for run in manifest.content["runs"]}
         if len(specs) > 1 and "done" in states:
-            from retrain.campaign.judging.pooling import conclude
+            from retrain.verdicts.pooling import conclude
 
             manifest.files.flush()  # read from there, as by everybody later
             manifest.note(comparison=conclude(self.directory))
@@ -482,7 +483,7 @@ def _evaluations(directory: Path) -> dict[str, dict[str, Any]]:
 
 def _report(manifest: Manifest, observer: Observer) -> None:
     """Write ``report.html``. A fault here costs the report, not the campaign: it can be made again at any time."""
-    from retrain.campaign.judging.report import write_report
+    from retrain.verdicts.report import write_report
 
     try:
         manifest.files.flush()

@@ -9,10 +9,9 @@ import torch
 
 from retrain.algorithms import load_modes
 from retrain.algorithms.losses.plugin import PluginLoss
-from retrain.campaign.models import Bases
-from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.running.assemble import lane_bytes, use_deterministic, workers_of
 from retrain.config.base import is_plugin
+from retrain.config.runs import RunSpec
 from retrain.device import is_out_of_memory
 from retrain.engines.local import LocalEngine
 from retrain.engines.shared import DecodeTask
@@ -26,6 +25,7 @@ from retrain.policy.ranks import ANSWER_SECONDS
 from retrain.policy.shares import Packed, PassesAsked, ScoresAsked
 from retrain.policy.update import MicroBatchResult
 from retrain.threads import Workers
+from retrain.training.bases import Bases
 from retrain.types import Action, PolicyRef
 
 

@@ -8,16 +8,16 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING
 
-from retrain.campaign.planning.plan import run_directory
 from retrain.campaign.running.protocol import CohortJob, Guard, Job, JobEnded, JobObserver, SqueezeJob, allow_all
 from retrain.campaign.running.scheduler import Work
+from retrain.config.runs import run_directory
 from retrain.device import failure_text, is_out_of_memory, lost
 from retrain.errors import DeviceLost, Interrupted, LeaseLost, RetrainError, ServerFailed, StorageError
 
 if TYPE_CHECKING:
-    from retrain.campaign.models import Bases
     from retrain.campaign.running.team import Team
     from retrain.engines.server.fleet import Fleet
+    from retrain.training.bases import Bases
     from retrain.training.loop import Cohort
 
 
@@ -93,7 +93,7 @@ class InProcess:
 
     def _squeeze(self, job: SqueezeJob, observer: JobObserver) -> JobEnded:
         """What rank would have been enough. A fault here costs the analysis, not the runs."""
-        from retrain.campaign.adapters.squeeze import squeeze_after_run
+        from retrain.adapters.squeeze import squeeze_after_run
 
         spec, warn = job.run, partial(observer.message, level="warning")
         self.guard(run_directory(job.directory, spec))()
@@ -109,7 +109,7 @@ class InProcess:
         return JobEnded()
 
     def _own_bases(self) -> Bases:
-        from retrain.campaign.models import Bases
+        from retrain.training.bases import Bases
 
         if self._bases is None:
             self._bases = Bases(ranks=None if self.team is None else self.team.ranks(), servers=self.servers)

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from retrain.campaign.planning.plan import Plan, RunSpec
+from retrain.campaign.planning.plan import Plan
+from retrain.config.runs import RunSpec
 from retrain.environments.build import Longest
 from retrain.records.observer import Observer
 

@@ -12,13 +12,12 @@ from typing import Any
 from retrain.algorithms import Modes, build_algorithm, objective_of
 from retrain.algorithms.credit.planning_tokens import Detector
 from retrain.algorithms.distillation import Context
-from retrain.campaign.models import CohortModel
 from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, world_changes
-from retrain.campaign.planning.plan import RunSpec, run_directory, run_place
 from retrain.campaign.planning.references import is_source, named_code
 from retrain.campaign.running.protocol import CohortJob, Guard
 from retrain.config import Config
 from retrain.config.modes import Need
+from retrain.config.runs import RunSpec, run_directory, run_place
 from retrain.data import Dataset, content_hash
 from retrain.data.dataset import column_values
 from retrain.data.prompts import Renderer
@@ -39,6 +38,7 @@ from retrain.records.schema.layout import CONFIG
 from retrain.rewards import Grader
 from retrain.rewards.base import AUDIT
 from retrain.rollouts.collect import RecentWeights
+from retrain.training.bases import CohortModel
 from retrain.training.checkpoints import Checkpoints, common_step
 from retrain.training.recovery import continue_from, resume
 from retrain.training.run import DataCursor, RolloutRequests, Run

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from retrain.campaign.planning.plan import RunSpec, run_directory
+from retrain.config.runs import RunSpec, run_directory
 from retrain.device import torchrun_rank
 from retrain.errors import LeaseLost, NotReadable, RetrainError, StorageError, UsageError, listed, plural
 from retrain.files import dumps, prepare_directory, read_json_if_present, stamp_of, write_bytes, write_json, writing

@@ -7,16 +7,16 @@ from pathlib import Path
 import torch
 
 from retrain.algorithms.distillation import AdapterTeacher, BaseTeacher, ModelTeacher, PolicyTeacher, Teacher
-from retrain.campaign.models import Bases
-from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.planning.teaching import Place, place_of, recorded_base, vocabulary_fault
 from retrain.config import Config
+from retrain.config.runs import RunSpec
 from retrain.engines.server.teacher import ServerTeacher, server_teacher
 from retrain.errors import ModelError, UsageError
 from retrain.policy.adapter_io import read_adapter
 from retrain.policy.base import BaseModel, MemoryPlan
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
+from retrain.training.bases import Bases
 
 
 def teachers_of(

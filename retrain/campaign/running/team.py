@@ -230,9 +230,9 @@ def follow_started(rank: int, count: int, port: int) -> None:
 
 def _follow(rank: int, sharing: int) -> int:
     """Do what rank 0 asks; ``sharing`` ranks divide up the memory of a CPU that this process plans with."""
-    from retrain.campaign.models import Bases
     from retrain.campaign.running.following import Desk
     from retrain.policy.ranks import follow, leave
+    from retrain.training.bases import Bases
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # rank 0 says when it ends

@@ -16,12 +16,13 @@ from tempfile import TemporaryDirectory
 from textwrap import indent
 from typing import Any
 
-from retrain.campaign.adapters.talk import answer, as_read
-from retrain.campaign.planning.plan import Plan, RunSpec
+from retrain.adapters.talk import answer, as_read
+from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.assemble import DoesNotFit, assemble
 from retrain.campaign.running.protocol import CohortJob
 from retrain.config import parse_dict
 from retrain.config.campaign import condition_name, find_label
+from retrain.config.runs import RunSpec
 from retrain.data.prompts import conversation
 from retrain.environments.build import SingleTurn
 from retrain.errors import UsageError

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.planning.plan import RunSpec, run_directory, run_place
 from retrain.campaign.running.in_process import InProcess
 from retrain.campaign.running.protocol import (
     CohortJob,
@@ -38,6 +37,7 @@ from retrain.campaign.running.protocol import (
 )
 from retrain.campaign.running.session import DirectoryLock, wait_for_writers
 from retrain.campaign.running.team import Team
+from retrain.config.runs import RunSpec, run_directory, run_place
 from retrain.engines.server.fleet import Told
 from retrain.errors import DeviceLost, NotOurs, RetrainError, UsageError
 from retrain.ownership import claim, remove_leftovers

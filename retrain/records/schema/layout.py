@@ -25,6 +25,7 @@ SPANS, TIMELINE = "timing_spans.jsonl", "timeline.html"
 NOTES, LOG, CHECKPOINTS = "notes.jsonl", "run.log", "checkpoints.jsonl"
 FINAL = "final"
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 STATE = "state.json"  # Of a checkpoint
 
 

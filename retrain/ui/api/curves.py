@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 from starlette.routing import Route
 
-from retrain.campaign.judging.evidence import curve, window_of
-from retrain.campaign.judging.results import Measure
 from retrain.config.evaluation import PART
 from retrain.ui.answers import Query, Refusal, json_route, plain
 from retrain.ui.decimation import MOST_POINTS, extremes, moving_average
@@ -21,6 +19,8 @@ from retrain.ui.measured import ColumnRun, points_of
 from retrain.ui.metrics import about
 from retrain.ui.numbers import AXES, UNPLACED, xs_of
 from retrain.ui.sources import Home, Run
+from retrain.verdicts.evidence import curve, window_of
+from retrain.verdicts.results import Measure
 
 GRID = 160  # Steps at which a long mean and its band are made
 Window = tuple[float, float]  # The part of the x axis that is asked for, both ends included

@@ -2,8 +2,8 @@ import pytest
 import torch
 from helpers.lanes import local_policy, save_adapter, trained
 
-from retrain.campaign.adapters.provenance import provenance
-from retrain.campaign.adapters.squeeze import compress_adapter
+from retrain.adapters.provenance import provenance
+from retrain.adapters.squeeze import compress_adapter
 from retrain.errors import ModelError
 from retrain.files import read_json, write_json
 from retrain.policy.adapter_io import read_adapter

@@ -9,7 +9,7 @@ from helpers.models import TINY_RUN, qwen3_directory, train_quietly
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from retrain.campaign.adapters import export as exporting
+from retrain.adapters import export as exporting
 from retrain.cli import app
 from retrain.files import read_json, write_json
 from retrain.policy.adapter_io import AdapterFile

@@ -2,7 +2,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from retrain.campaign.adapters.squeeze import analyse_adapter, compress_adapter
+from retrain.adapters.squeeze import analyse_adapter, compress_adapter
 from retrain.config.evaluation import Squeeze
 from retrain.errors import ModelError, UsageError
 from retrain.files import read_json, write_json

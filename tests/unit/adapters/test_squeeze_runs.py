@@ -10,10 +10,8 @@ from helpers.records import config
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from retrain.campaign.adapters.squeeze import compress_adapter
-from retrain.campaign.adapters.verify import enough, verdict, verify_ranks
-from retrain.campaign.judging.report import write_report
-from retrain.campaign.models import Bases
+from retrain.adapters.squeeze import compress_adapter
+from retrain.adapters.verify import enough, verdict, verify_ranks
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
@@ -23,6 +21,8 @@ from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.policy.adapter_io import read_adapter
 from retrain.records.observer import NullObserver
+from retrain.training.bases import Bases
+from retrain.verdicts.report import write_report
 
 CONDITIONS = """[campaign]
 seeds = [1]

@@ -9,8 +9,7 @@ import torch
 from helpers.campaigns import campaign
 from typer.testing import CliRunner
 
-from retrain.campaign.adapters.squeeze import compress_adapter, squeeze
-from retrain.campaign.judging.report import write_report
+from retrain.adapters.squeeze import compress_adapter, squeeze
 from retrain.campaign.running.controller import launch, resume
 from retrain.campaign.running.session import machine
 from retrain.cli import app
@@ -41,6 +40,7 @@ from retrain.training.checkpoints import (
     prune,
     write_checkpoint,
 )
+from retrain.verdicts.report import write_report
 
 THEIRS = "not of retrain"
 GOLDEN = Path(__file__).parents[2] / "golden" / "campaign_directory.txt"

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from pydantic import Field, create_model
 
-from retrain.campaign.planning.changes import differences
 from retrain.campaign.planning.manifest import fingerprint
 from retrain.campaign.planning.plan import plan
 from retrain.config import Config, load, parse_dict
+from retrain.config.runs import differences
 from retrain.errors import ConfigError
 
 STANDARD = ["grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa"]

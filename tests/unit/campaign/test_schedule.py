@@ -6,9 +6,6 @@ from helpers.campaigns import campaign
 from helpers.models import Messages
 from typer.testing import CliRunner
 
-from retrain.campaign.judging.pooling import compare_directories
-from retrain.campaign.judging.report import write_report
-from retrain.campaign.judging.results import METRIC, Measure, RunResult
 from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.config import load, parse_dict
@@ -16,6 +13,9 @@ from retrain.config.evaluation import whole_evaluations
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.records.observer import NullObserver
+from retrain.verdicts.pooling import compare_directories
+from retrain.verdicts.report import write_report
+from retrain.verdicts.results import METRIC, Measure, RunResult
 
 PART = "heldout~part"
 SETS = ("evaluation.schedule=verdict", "evaluation.problems=17", "evaluation.samples=2", "training.eval_every=3")

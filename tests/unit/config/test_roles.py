@@ -1,11 +1,12 @@
 import pytest
 
-from retrain.campaign.judging.pooling import tells_apart
-from retrain.campaign.planning.plan import RunSpec, base_key
+from retrain.campaign.planning.plan import base_key
 from retrain.config import parse_dict
 from retrain.config.base import Role
 from retrain.config.checking import why_fixed
 from retrain.config.root import defines_run, keys, role_of
+from retrain.config.runs import RunSpec
+from retrain.verdicts.pooling import tells_apart
 
 
 def test_every_key_has_a_role():

@@ -8,7 +8,6 @@ from helpers.campaigns import REWARDS
 from helpers.models import Messages, campaign_head, word_tokenizer
 from typer.testing import CliRunner
 
-from retrain.campaign import models
 from retrain.campaign.running.controller import launch
 from retrain.cli import app
 from retrain.config import load
@@ -18,6 +17,7 @@ from retrain.data import Dataset, content_hash
 from retrain.data.dataset import Room, fitting
 from retrain.data.prompts import render
 from retrain.errors import DataError
+from retrain.training import bases as models
 from retrain.types import Problem
 
 TRAIN = """

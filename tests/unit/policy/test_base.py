@@ -6,14 +6,14 @@ import torch
 from helpers.lanes import publish, requests, rollout, sample, trained, update
 from helpers.models import qwen3_directory, toy_base
 
-from retrain.campaign import models
-from retrain.campaign.models import Bases
 from retrain.config import parse_dict
 from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError, RunFailed
 from retrain.files import read_json, write_json
 from retrain.policy.base import load_base, load_weights
 from retrain.policy.lora import LaneLinear, Lanes
+from retrain.training import bases as models
+from retrain.training.bases import Bases
 
 
 def sample_and_update(lanes: Lanes, engine: LocalEngine | None = None) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from helpers.records import context, evaluation, group, step
 
+from retrain.commands.follow import Follower, JsonLines
 from retrain.files import write_json
-from retrain.records.follow import Follower, JsonLines
 from retrain.records.reader import Tail
 from retrain.records.recorder import RunRecorder
 from retrain.records.status import read_status

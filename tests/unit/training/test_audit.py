@@ -7,19 +7,19 @@ from helpers.campaigns import StopAfter, campaign, contents
 from helpers.models import campaign_head, config_errors
 from helpers.servers import CAPITAL, judging, says  # noqa: F401  a fixture
 
-from retrain.campaign.judging.audited import audited
-from retrain.campaign.judging.pooling import conclude, tells_apart
-from retrain.campaign.judging.report import write_report
-from retrain.campaign.judging.results import RunResult
-from retrain.campaign.planning.changes import differences
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load, parse_dict
+from retrain.config.runs import differences
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.records.observer import NullObserver
 from retrain.rewards import Grader, build_grader
+from retrain.verdicts.audited import audited
+from retrain.verdicts.pooling import conclude, tells_apart
+from retrain.verdicts.report import write_report
+from retrain.verdicts.results import RunResult
 
 
 def graders(audit: dict[str, Any]) -> Grader:

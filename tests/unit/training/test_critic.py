@@ -26,8 +26,8 @@ from helpers.models import Messages
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from retrain.adapters.squeeze import squeeze
 from retrain.algorithms import objective_of
-from retrain.campaign.adapters.squeeze import squeeze
 from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
 from retrain.errors import CheckpointError, ModelError, NonFinite

@@ -6,8 +6,6 @@ from helpers.campaigns import campaign, toy_world
 from helpers.models import Messages
 from typer.testing import CliRunner
 
-from retrain.campaign.judging.pooling import compare_directories
-from retrain.campaign.judging.report import write_report
 from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.config import load
@@ -15,6 +13,8 @@ from retrain.data.dataset import Wanted, load_data
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.records.observer import NullObserver
+from retrain.verdicts.pooling import compare_directories
+from retrain.verdicts.report import write_report
 
 SETS = """
 [[evaluation.sets]]

@@ -111,7 +111,7 @@ def test_interrupted_equals_uninterrupted_also_beside_the_update(whole, tmp_path
     trained(campaign(tmp_path, model, steps=5), out, *KILLED, observer=StopAfter(2))
     assert {len(rows) for rows in rows_of(out).values()} == {1}
     if beside:
-        monkeypatch.setattr("retrain.campaign.models.LocalEngine", Beside)
+        monkeypatch.setattr("retrain.training.bases.LocalEngine", Beside)
     else:
         assert resume(out, StopAfter(6)).exit_status == 130
     assert resume(out, NullObserver()).exit_status == 0

@@ -30,13 +30,12 @@ from typer.testing import CliRunner
 
 from retrain.algorithms import objective_of
 from retrain.algorithms.distillation import AdapterTeacher, BaseTeacher, Context, ModelTeacher, PolicyTeacher, taught
-from retrain.campaign.models import Bases
-from retrain.campaign.planning.plan import RunSpec
 from retrain.campaign.planning.teaching import place_of
 from retrain.campaign.running.controller import launch, resume
 from retrain.campaign.running.teachers import teachers_of
 from retrain.cli import app
 from retrain.config import load, parse_dict
+from retrain.config.runs import RunSpec
 from retrain.data.prompts import Renderer
 from retrain.errors import ConfigError, ModelError, RunFailed, UsageError
 from retrain.files import read_json, read_jsonl, write_json
@@ -49,6 +48,7 @@ from retrain.policy.lora import Lanes
 from retrain.policy.packing import with_prompt
 from retrain.policy.update import without_advantages
 from retrain.records.observer import NullObserver
+from retrain.training.bases import Bases
 from retrain.types import (
     Action,
     CreditedBatch,

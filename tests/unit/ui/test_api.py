@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 from helpers.pages import LABELS, OTHER, RUN, campaign, client_of, evaluation, get, row
 
-from retrain.campaign.judging.evidence import curve, read_campaign, smoothed
-from retrain.campaign.judging.pooling import compare_directories
 from retrain.config.campaign import condition_name
 from retrain.files import append_jsonl, jsonable, read_jsonl
+from retrain.verdicts.evidence import curve, read_campaign, smoothed
+from retrain.verdicts.pooling import compare_directories
 
 
 def rewritten(path, rows):

@@ -7,15 +7,15 @@ from helpers.records import BASE, campaign, shifted
 from scipy import stats
 from typer.testing import CliRunner
 
-from retrain.campaign.judging.pooling import compare_directories, conclude
-from retrain.campaign.judging.results import Measure, area_under
-from retrain.campaign.judging.words import probability
 from retrain.cli import app
 from retrain.config import parse_dict
 from retrain.errors import UsageError
 from retrain.files import read_json, write_json
 from retrain.maths.family import sign_flip_interval
 from retrain.maths.statistics import holm, sign_flip_p
+from retrain.verdicts.pooling import compare_directories, conclude
+from retrain.verdicts.results import Measure, area_under
+from retrain.verdicts.words import probability
 
 
 def invoke(*arguments: str | Path):

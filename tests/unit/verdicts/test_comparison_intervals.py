@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrain.campaign.judging.comparison import compare_runs
-from retrain.campaign.judging.results import METRIC, Measure, RunResult
 from retrain.files import append_jsonl
 from retrain.maths.crossed import new_problems_interval
 from retrain.maths.sequential import sequential_looks
 from retrain.maths.statistics import tost_p
+from retrain.verdicts.comparison import compare_runs
+from retrain.verdicts.results import METRIC, Measure, RunResult
 
 PASS = "eval/heldout/pass@4"
 OF_AUC = (0.25**2 + 0.375**2 + 0.25**2 + 0.125**2) ** 0.5 / 512

@@ -5,10 +5,10 @@ import pytest
 from helpers.records import BASE, Played, campaign, shifted
 from typer.testing import CliRunner
 
-from retrain.campaign.judging.pooling import compare_directories
 from retrain.cli import app
 from retrain.files import read_json, write_json
 from retrain.maths.statistics import sign_flip_p
+from retrain.verdicts.pooling import compare_directories
 
 EIGHT = list(range(1, 9))
 PENDING = {f"{label}_s{seed}": "pending" for label in "ab" for seed in (7, 8)}

@@ -5,8 +5,6 @@ import numpy as np
 import pytest
 from helpers.records import BASE, DR_GRPO, EIGHT, GRPO, RLOO, Played, campaign, shifted
 
-from retrain.campaign.judging.pooling import compare_directories
-from retrain.campaign.judging.rule import FUTILITY
 from retrain.config import parse_dict
 from retrain.config.campaign import seeds_for_verdict
 from retrain.errors import ConfigError, UsageError
@@ -15,6 +13,8 @@ from retrain.maths.normal import additive_fit, step_down
 from retrain.maths.permutation import closed_permutation
 from retrain.maths.rules import Rule
 from retrain.maths.statistics import sign_flip_p
+from retrain.verdicts.pooling import compare_directories
+from retrain.verdicts.rule import FUTILITY
 
 THREE = [GRPO, RLOO, DR_GRPO]
 MODES = [{"advantage_mode": mode, "transform_mode": "none"} for mode in ("grpo", "rloo", "maxrl", "dr_grpo")]

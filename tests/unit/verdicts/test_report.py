@@ -8,13 +8,13 @@ import pytest
 from helpers.records import HOSTILE, MARKER
 from typer.testing import CliRunner
 
-from retrain.campaign.judging.pooling import conclude
-from retrain.campaign.judging.report import write_report
 from retrain.campaign.planning.manifest import Manifest, write_plan
 from retrain.campaign.planning.plan import Plan
 from retrain.cli import app
 from retrain.config import load
 from retrain.files import append_jsonl
+from retrain.verdicts.pooling import conclude
+from retrain.verdicts.report import write_report
 
 CONDITION = '[[campaign.conditions]]\nadvantage_mode = "{}"\ntransform_mode = "none"\n'
 

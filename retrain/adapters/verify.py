@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from retrain.campaign.planning.plan import RunSpec
 from retrain.config import Config
 from retrain.config.evaluation import HeldOut
+from retrain.config.runs import RunSpec
 from retrain.data.dataset import content_hash
 from retrain.environments.build import Longest, askable, data_of
 from retrain.errors import UsageError, plural
@@ -33,7 +33,7 @@ from retrain.records.text import percent, points
 from retrain.types import Problem
 
 if TYPE_CHECKING:
-    from retrain.campaign.models import Bases
+    from retrain.training.bases import Bases
 
 TOLERANCE = 0.02  # Largest loss of accuracy that is called small
 

@@ -14,21 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from retrain.campaign.judging.audited import audited
-from retrain.campaign.judging.declaration import DECLARED, EXPLORATORY, INTERIM, P_VALUES, Standing
-from retrain.campaign.judging.intervals import alone, hold_equivalence, possible, put_intervals
-from retrain.campaign.judging.results import (
-    Measure,
-    RunResult,
-    finished_of,
-    first_set,
-    last3_notes,
-    require_measure,
-    values_of,
-)
-from retrain.campaign.judging.rule import declared_by, judge, overlay, varied_by
-from retrain.campaign.judging.rule import words as rule_words
-from retrain.campaign.judging.words import missing_words, sentence, verdict
 from retrain.config.campaign import condition_name, find_label
 from retrain.errors import UsageError, plural
 from retrain.maths.intervals import iqm_interval, mean_interval
@@ -47,6 +32,13 @@ from retrain.records.notes import is_graded
 from retrain.records.schema.base import Row
 from retrain.records.schema.comparison import Comparison, ConditionSummary, SecondaryComparison
 from retrain.rewards.base import AUDIT
+from retrain.verdicts.audited import audited
+from retrain.verdicts.declaration import DECLARED, EXPLORATORY, INTERIM, P_VALUES, Standing
+from retrain.verdicts.intervals import alone, hold_equivalence, possible, put_intervals
+from retrain.verdicts.results import Measure, RunResult, finished_of, first_set, last3_notes, require_measure, values_of
+from retrain.verdicts.rule import declared_by, judge, overlay, varied_by
+from retrain.verdicts.rule import words as rule_words
+from retrain.verdicts.words import missing_words, sentence, verdict
 
 MIN_BOOTSTRAP_SEEDS = 8
 """Below it even the expanded bootstrap is too narrow: 77 to 94 % instead of 95 % at 5 (benchmarks/calibration.py)."""

@@ -8,9 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from retrain.campaign.planning.plan import RunSpec, run_directory
-from retrain.campaign.planning.references import ADAPTER_FILES
 from retrain.config.evaluation import Squeeze
+from retrain.config.runs import RunSpec, run_directory
 from retrain.environments.build import Longest
 from retrain.errors import UsageError
 from retrain.files import ASIDE, aside_of, prepare_directory, write_json
@@ -18,12 +17,20 @@ from retrain.ownership import Owner, check_publish, install, owner_of, publish
 from retrain.records.context import RunContext
 from retrain.records.reader import RunReader, read_manifest
 from retrain.records.reporter import FINISH_SECONDS
-from retrain.records.schema.layout import ADAPTER_WEIGHTS, ANALYSIS, CONFIG, FINAL, MANIFEST, VERIFICATION
+from retrain.records.schema.layout import (
+    ADAPTER_FILES,
+    ADAPTER_WEIGHTS,
+    ANALYSIS,
+    CONFIG,
+    FINAL,
+    MANIFEST,
+    VERIFICATION,
+)
 from retrain.records.trackers import Warn, log_squeeze_analysis
 from retrain.records.writer import Thread
 
 if TYPE_CHECKING:
-    from retrain.campaign.models import Bases
+    from retrain.training.bases import Bases
 
 
 def find_adapter(directory: Path) -> Path:
@@ -100,7 +107,7 @@ def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False)
     everywhere. Raises UsageError above the source rank, ModelError for what is more than a LoRA adapter, NotOurs when
     ``out`` holds an adapter that was not compressed from this one.
     """
-    from retrain.campaign.adapters.streaming import write_streamed
+    from retrain.adapters.streaming import write_streamed
     from retrain.maths.squeeze import rank_pattern
     from retrain.policy.adapter_io import AdapterFile
 
@@ -173,7 +180,7 @@ def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pat
 
 def _known_verification(adapter: Path) -> dict[str, Any] | None:
     """The verification of an adapter in its run's directory or its campaign's, None without one."""
-    from retrain.campaign.adapters.verify import read_verification
+    from retrain.adapters.verify import read_verification
 
     run = adapter.absolute().parent
     for home in (run / "squeeze", run.parent.parent / "squeeze"):  # of logs/<campaign>/runs/<run>/final
@@ -246,7 +253,7 @@ def _verified(
 ) -> dict[str, Any]:
     """Held-out accuracy of the adapter compressed to each of these ranks, in ``verification.json`` of ``home``; what is
     there already of this very adapter is read."""
-    from retrain.campaign.adapters.verify import read_verification, verify_ranks
+    from retrain.adapters.verify import read_verification, verify_ranks
 
     out = home / VERIFICATION
     known = read_verification(out, adapter)

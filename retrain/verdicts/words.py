@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from retrain.campaign.judging.declaration import EXPLORATORY, INTERIM
-from retrain.campaign.judging.results import Measure
 from retrain.config.campaign import condition_name
 from retrain.errors import listed, plural
 from retrain.records.text import minus, points
+from retrain.verdicts.declaration import EXPLORATORY, INTERIM
+from retrain.verdicts.results import Measure
 
 SIGNIFICANT = 0.05
 VARIED = {

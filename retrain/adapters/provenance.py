@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrain.campaign.adapters.squeeze import find_adapter
+from retrain.adapters.squeeze import find_adapter
 from retrain.config import Config, parse_dict
 from retrain.config.legacy import without_removed
 from retrain.errors import ConfigError, ModelError, UsageError

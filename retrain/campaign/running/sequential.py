@@ -24,17 +24,17 @@ from typing import Any
 
 import numpy as np
 
-from retrain.campaign.judging.results import Measure, read_run
-from retrain.campaign.judging.rule import rule_of
-from retrain.campaign.judging.words import SIGNIFICANT, p_words
 from retrain.campaign.planning.manifest import Manifest, declaration
-from retrain.campaign.planning.plan import RunSpec
 from retrain.config.campaign import RULE_KEYS
+from retrain.config.runs import RunSpec
 from retrain.errors import UsageError
 from retrain.maths.boundaries import boundaries
 from retrain.maths.deciding import Decision, Left, decide_look
 from retrain.maths.rules import Rule
 from retrain.records.observer import Observer
+from retrain.verdicts.results import Measure, read_run
+from retrain.verdicts.rule import rule_of
+from retrain.verdicts.words import SIGNIFICANT, p_words
 
 SETTLED = ("done", "failed", "stopped")
 FIXED = (*RULE_KEYS, "primary_metric", "seeds", "baseline", "conditions")

@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from retrain.campaign.judging.audited import audited
-from retrain.campaign.judging.evidence import (
+from retrain.config.evaluation import PART_EVERY
+from retrain.records import charts
+from retrain.records.charts import Series
+from retrain.records.schema.layout import LOG, METRICS
+from retrain.records.tables import accuracy_name, short_metric, squeeze_cells, squeeze_columns, squeeze_words
+from retrain.records.text import escape, points, short
+from retrain.rewards.base import AUDIT
+from retrain.verdicts.audited import audited
+from retrain.verdicts.evidence import (
     MIN_BAND_SEEDS,
     Campaign,
     Completion,
@@ -20,15 +27,8 @@ from retrain.campaign.judging.evidence import (
     twins,
     window_of,
 )
-from retrain.campaign.judging.results import Measure
-from retrain.campaign.judging.words import brackets, difference_words, new_problems, number, probability
-from retrain.config.evaluation import PART_EVERY
-from retrain.records import charts
-from retrain.records.charts import Series
-from retrain.records.schema.layout import LOG, METRICS
-from retrain.records.tables import accuracy_name, short_metric, squeeze_cells, squeeze_columns, squeeze_words
-from retrain.records.text import escape, points, short
-from retrain.rewards.base import AUDIT
+from retrain.verdicts.results import Measure
+from retrain.verdicts.words import brackets, difference_words, new_problems, number, probability
 
 TWINS = 8  # Prompts shown for each comparison
 OPEN_TWINS = 2  # Of these, the prompts that are unfolded initially and in print

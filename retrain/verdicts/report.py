@@ -10,9 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.judging.declaration import EXPLORATORY, INTERIM
-from retrain.campaign.judging.evidence import MIN_BAND_SEEDS, Campaign, read_campaign
-from retrain.campaign.judging.report_sections import (
+from retrain.errors import NotOurs, StorageError, UsageError, plural
+from retrain.files import write_text
+from retrain.ownership import owner_of
+from retrain.records import charts
+from retrain.records.charts import Row
+from retrain.records.html import asset, generator, page
+from retrain.records.schema.layout import REPORT
+from retrain.records.text import duration, escape, short
+from retrain.verdicts.declaration import EXPLORATORY, INTERIM
+from retrain.verdicts.evidence import MIN_BAND_SEEDS, Campaign, read_campaign
+from retrain.verdicts.report_sections import (
     audit_section,
     curves_section,
     distributions_section,
@@ -26,15 +34,7 @@ from retrain.campaign.judging.report_sections import (
     squeeze_section,
     title_of,
 )
-from retrain.campaign.judging.words import amount, new_problems, p_words
-from retrain.errors import NotOurs, StorageError, UsageError, plural
-from retrain.files import write_text
-from retrain.ownership import owner_of
-from retrain.records import charts
-from retrain.records.charts import Row
-from retrain.records.html import asset, generator, page
-from retrain.records.schema.layout import REPORT
-from retrain.records.text import duration, escape, short
+from retrain.verdicts.words import amount, new_problems, p_words
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:

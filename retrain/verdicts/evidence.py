@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.judging.pooling import compare_directories, read_source
-from retrain.campaign.judging.results import Measure, RunResult, first_set
-from retrain.campaign.planning.manifest import planned_configs
 from retrain.config.campaign import condition_name, with_condition_names
 from retrain.config.evaluation import HELDOUT, PART
 from retrain.config.root import flat
 from retrain.maths.statistics import cluster_interval
 from retrain.records.charts import Series
-from retrain.records.reader import RunReader, read_manifest
+from retrain.records.reader import RunReader, planned_configs, read_manifest
+from retrain.verdicts.pooling import compare_directories, read_source
+from retrain.verdicts.results import Measure, RunResult, first_set
 
 Point = tuple[float, float]
 Completion = dict[str, Any]

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.planning.changes import differences
 from retrain.config import Config
 from retrain.config.root import defines_run
+from retrain.config.runs import differences
 from retrain.device import nvidia_gpus
 from retrain.errors import RetrainError
 from retrain.records.environment import processor, usable_cpus

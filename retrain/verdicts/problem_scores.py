@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from retrain.campaign.judging.results import Measure, RunResult
 from retrain.maths.statistics import majority, pass_at_k
 from retrain.records.reader import RunReader
+from retrain.verdicts.results import Measure, RunResult
 
 Row = dict[str, Any]
 SAME = 1e-6  # Rounding tolerance between the mean over problems and the run's recorded value

@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from retrain.campaign.judging.results import Measure
-from retrain.campaign.judging.words import amount, direction
 from retrain.config.campaign import RULE_KEYS, condition_name
 from retrain.errors import plural
 from retrain.maths.deciding import decide
 from retrain.maths.permutation import MOST_COMPARISONS
 from retrain.maths.rules import FUTILE, Rule
 from retrain.maths.statistics import pairs_for_verdict
+from retrain.verdicts.results import Measure
+from retrain.verdicts.words import amount, direction
 
 FILLED = ("p_value", "p_holm", "p_exact", "difference_tested", "test", "pairs_needed", "stop_reason")
 NO_VERDICT = "no difference shown"

@@ -3,12 +3,13 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from retrain.campaign.adapters.squeeze import compress_adapter, find_adapter
+from retrain.adapters.squeeze import compress_adapter, find_adapter
 from retrain.campaign.planning.manifest import read_plan
-from retrain.campaign.planning.plan import Plan, run_directory
+from retrain.campaign.planning.plan import Plan
 from retrain.config import Loaded, parse_dict
 from retrain.config.checking import Places
 from retrain.config.describe import document
+from retrain.config.runs import run_directory
 from retrain.errors import UsageError
 from retrain.files import read_json
 from retrain.records.schema.layout import ADAPTER_CONFIG, CONFIG, PLAN

@@ -11,17 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.campaign.judging.pooling import read_source
-from retrain.campaign.judging.results import Measure, RunResult, require_measure, values_of
-from retrain.campaign.judging.rule import rule_of, table_of
-from retrain.campaign.planning.plan import RunSpec, seeds_together, without_sepa
 from retrain.config.campaign import condition_name
+from retrain.config.learning_rules import lambda_stays_zero
 from retrain.config.modes import advantage_of
 from retrain.config.root import unused
+from retrain.config.runs import RunSpec, seeds_together
 from retrain.errors import UsageError
 from retrain.maths.normal import additive_fit
 from retrain.maths.power import detectable, outlook, seeds_needed, spread_interval, spread_limit
 from retrain.maths.rules import Rule
+from retrain.verdicts.pooling import read_source
+from retrain.verdicts.results import Measure, RunResult, require_measure, values_of
+from retrain.verdicts.rule import rule_of, table_of
 
 ASSUMED_SPREAD = 0.04
 """Standard deviation of a paired difference of held-out accuracy where no pilot measured it: 4 points."""
@@ -213,3 +214,16 @@ def _scales(conditions: Sequence[RunSpec]) -> list[str]:
         f"and share lr = {next(iter(rates)):g}: AdamW divides a constant factor out, grad_clip_norm and the weight of "
         "a prompt do not; a rate tuned for one may decide the comparison"
     ]
+
+
+def without_sepa(specs: Sequence[RunSpec]) -> list[str]:
+    """Conditions named gtpo_sepa whose runs are too short for SEPA to begin, and what they equal."""
+    notes = []
+    for spec in {spec.label: spec for spec in specs}.values():
+        if lambda_stays_zero(spec.config):
+            steps = spec.config.training.max_steps
+            notes.append(
+                f"{condition_name(spec.label)} trains with λ = 0 in all of its {steps} steps: it is gtpo under another "
+                "name, and says nothing about SEPA"
+            )
+    return notes

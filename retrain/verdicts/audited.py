@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from retrain.campaign.judging.results import RunResult
 from retrain.config.campaign import condition_name
 from retrain.errors import plural
 from retrain.maths.statistics import paired_comparison
 from retrain.records.text import minus
 from retrain.rewards.base import AUDIT
+from retrain.verdicts.results import RunResult
 
 Standing = Literal["hacked", "together", "apart", "unpaid", "cannot tell"]
 

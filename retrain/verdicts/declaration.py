@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from retrain.campaign.judging.results import Measure, RunResult
 from retrain.config.campaign import condition_name
 from retrain.errors import listed, plural
+from retrain.verdicts.results import Measure, RunResult
 
 DECLARED, INTERIM, EXPLORATORY = "declared", "interim", "exploratory"
 P_VALUES = ("p_value", "p_holm", "p_exact", "equivalence_p", "equivalence_p_holm")

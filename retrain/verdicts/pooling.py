@@ -10,19 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.judging.comparison import compare_runs
-from retrain.campaign.judging.declaration import pooled, standing
-from retrain.campaign.judging.results import Measure, RunResult, first_set, read_run, require_evaluations
-from retrain.campaign.planning.changes import differences
-from retrain.campaign.planning.manifest import KEYS, planned_configs
 from retrain.config.base import Role
-from retrain.config.campaign import condition_name, find_label
+from retrain.config.campaign import DECIDING_KEYS, condition_name, find_label
 from retrain.config.evaluation import HELDOUT
 from retrain.config.root import role_of
+from retrain.config.runs import differences
 from retrain.errors import UsageError, listed
 from retrain.files import write_json
-from retrain.records.reader import read_manifest
+from retrain.records.reader import planned_configs, read_manifest
 from retrain.records.schema.layout import COMPARISON, MANIFEST
+from retrain.verdicts.comparison import compare_runs
+from retrain.verdicts.declaration import pooled, standing
+from retrain.verdicts.results import Measure, RunResult, first_set, read_run, require_evaluations
 
 MAY_DIFFER = Role.RECORDS | Role.SPEED | Role.NAMES
 """In what runs of one condition may differ, whatever else it decides: replicates have seeds of their own."""
@@ -110,7 +109,7 @@ def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Sou
     runs = [read(directory, entry) for entry in manifest["runs"]]
     # Before there was a record of it, the settings of the first run are what was declared.
     campaign = next((own for run in runs if (own := run.config.get("campaign")) is not None), {})
-    declared = {key: campaign[key] for key in KEYS if key in campaign} | (manifest.get("declared") or {})
+    declared = {key: campaign[key] for key in DECIDING_KEYS if key in campaign} | (manifest.get("declared") or {})
     labels = dict.fromkeys(run.label for run in runs)
     first = [label for label in [declared.get("baseline")] if label in labels]
     looks = manifest.get("sequential")
@@ -133,7 +132,7 @@ def _changed(directory: Path, declared: Mapping[str, Any]) -> list[str]:
     return [
         f"[campaign] {key} was declared as {_said(declared[key])} and is {_said(now[key])} in the file now: what was "
         "declared decides."
-        for key in KEYS
+        for key in DECIDING_KEYS
         if key in declared and key in now and declared[key] != now[key]
     ]
 

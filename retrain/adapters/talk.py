@@ -7,8 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from retrain.campaign.adapters.export import uniform
-from retrain.campaign.adapters.provenance import Provenance
+from retrain.adapters.export import uniform
+from retrain.adapters.provenance import Provenance
 from retrain.config import Config
 from retrain.config.evaluation import HELDOUT, EvaluationSet
 from retrain.data.prompts import render

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from retrain.campaign.adapters.provenance import Provenance
-from retrain.campaign.adapters.streaming import write_streamed
+from retrain.adapters.provenance import Provenance
+from retrain.adapters.streaming import write_streamed
 from retrain.errors import ModelError, StorageError, UsageError
 from retrain.files import aside_of, prepare_directory, publish_directory, writing
 from retrain.policy.adapter_io import AdapterFile, Pair, padded

@@ -13,8 +13,8 @@ from typing import Any, Self, TypeVar
 import torch
 
 from retrain.algorithms.distillation import Teacher
-from retrain.campaign.planning.plan import RunSpec
 from retrain.config import Config
+from retrain.config.runs import RunSpec
 from retrain.device import bfloat16_advice, described, gpu_facts, update_advice
 from retrain.engines.local import LocalEngine
 from retrain.engines.plugin import PluginEngine

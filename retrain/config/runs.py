@@ -1,0 +1,88 @@
+"""One planned run: its resolved configuration, where its files are, and in what two configurations differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from retrain.config.campaign import Campaign
+from retrain.config.loading import parse_dict
+from retrain.config.root import Config, defines_run, flat
+
+LOOK_SEEDS = 2
+"""Seeds that train together when a rule may stop conditions: larger cohorts finish before anything can be stopped.
+A race, which stops most of them, goes seed by seed."""
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run to be done, with its fields in the order of ``plan.json``.
+
+    ``run_id`` is ``<label>_s<seed>``, unique in the campaign and safe as a directory name. ``config`` is resolved:
+    the condition's overrides are applied, keys without effect have their defaults, and values that follow others
+    are filled in. ``overrides`` are the condition's, by dotted key. Planning ``config`` again gives this run.
+    """
+
+    run_id: str
+    label: str
+    seed: int
+    condition_index: int
+    overrides: dict[str, Any]
+    is_campaign: bool
+    config: Config
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], config: Config | None = None) -> RunSpec:
+        """The run that ``to_json`` wrote, with another configuration where one is given."""
+        given = {each.name: data[each.name] for each in fields(cls)}
+        return cls(**{**given, "config": config or parse_dict(data["config"])})
+
+    def to_json(self) -> dict[str, Any]:
+        """The run as plain data, as ``plan.json`` has it."""
+        return vars(self) | {"config": self.config.to_dict()}
+
+    @property
+    def export(self) -> Path | None:
+        """The user's directory that also receives the final adapter ([backend] adapter_path)."""
+        path = self.config.backend.adapter_path
+        if path is None:
+            return None
+        return Path(path) / self.run_id if self.is_campaign else Path(path)
+
+
+def run_directory(directory: Path, spec: RunSpec) -> Path:
+    """Where a run's files are: ``runs/<run_id>`` in a campaign, the directory itself for a single run."""
+    return directory / "runs" / spec.run_id if spec.is_campaign else directory
+
+
+def run_place(spec: RunSpec) -> str:
+    return run_directory(Path(), spec).as_posix()
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """The default of every dotted key, also of sections that a file without them does not have."""
+    return dict(flat(Config(campaign=Campaign()).to_dict()))
+
+
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], matters: Callable[[str], bool] = defines_run
+) -> dict[str, tuple[Any, Any]]:
+    """(old, new) by dotted key, for every key that matters and differs. Unset and empty are the same, and a key that a
+    record does not have, because there was none when it was made, has its default."""
+    before, now = dict(flat(old)), dict(flat(new))
+    pairs = {
+        key: (before.get(key, _defaults().get(key)), now.get(key, _defaults().get(key)))
+        for key in {**before, **now}
+        if matters(key)
+    }
+    empty = (None, [], {})
+    return {key: (a, b) for key, (a, b) in pairs.items() if a != b and not (a in empty and b in empty)}
+
+
+def seeds_together(campaign: Campaign) -> int:
+    """Whole seeds that train in one cohort under a rule that may stop conditions, unless ``lanes`` says otherwise."""
+    return 1 if campaign.race else LOOK_SEEDS
