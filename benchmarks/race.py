@@ -34,9 +34,9 @@ from retrain.config import load
 from retrain.files import read_json, write_json
 from retrain.maths.power import power
 from retrain.maths.rules import Rule
+from retrain.verdicts.declared_rule import rule_of
 from retrain.verdicts.pooling import compare_directories
 from retrain.verdicts.results import Measure
-from retrain.verdicts.rule import rule_of
 
 HERE = Path(__file__).resolve().parent
 STEPS, PROMPTS, RATE, LOWER, SEEDS = 16, 6, 2e-3, 1.6e-3, 10

@@ -7,10 +7,10 @@ from typing import Any
 from retrain.campaign.planning.manifest import read_plan
 from retrain.maths.power import seeds_needed, spread_limit
 from retrain.ui.sources import Home
+from retrain.verdicts.declared_rule import rule_of
 from retrain.verdicts.design import POWER, spread_of
 from retrain.verdicts.pooling import Reader, read_source
 from retrain.verdicts.results import Measure
-from retrain.verdicts.rule import rule_of
 from retrain.verdicts.words import amount
 
 

@@ -34,10 +34,10 @@ from retrain.records.schema.comparison import Comparison, ConditionSummary, Seco
 from retrain.rewards.base import AUDIT
 from retrain.verdicts.audited import audited
 from retrain.verdicts.declaration import DECLARED, EXPLORATORY, INTERIM, P_VALUES, Standing
+from retrain.verdicts.declared_rule import declared_by, judge, overlay, varied_by
+from retrain.verdicts.declared_rule import words as rule_words
 from retrain.verdicts.intervals import alone, hold_equivalence, possible, put_intervals
 from retrain.verdicts.results import Measure, RunResult, finished_of, first_set, last3_notes, require_measure, values_of
-from retrain.verdicts.rule import declared_by, judge, overlay, varied_by
-from retrain.verdicts.rule import words as rule_words
 from retrain.verdicts.words import missing_words, sentence, verdict
 
 MIN_BOOTSTRAP_SEEDS = 8

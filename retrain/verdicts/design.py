@@ -20,9 +20,9 @@ from retrain.errors import UsageError
 from retrain.maths.normal import additive_fit
 from retrain.maths.power import detectable, outlook, seeds_needed, spread_interval, spread_limit
 from retrain.maths.rules import Rule
+from retrain.verdicts.declared_rule import rule_of, table_of
 from retrain.verdicts.pooling import read_source
 from retrain.verdicts.results import Measure, RunResult, require_measure, values_of
-from retrain.verdicts.rule import rule_of, table_of
 
 ASSUMED_SPREAD = 0.04
 """Standard deviation of a paired difference of held-out accuracy where no pilot measured it: 4 points."""

@@ -16,9 +16,9 @@ from retrain.maths.crossed import new_problems_interval
 from retrain.maths.family import simultaneous_intervals, t_interval
 from retrain.maths.statistics import Interval, holm
 from retrain.maths.stopped import stopped_interval
+from retrain.verdicts.declared_rule import table_of
 from retrain.verdicts.problem_scores import problem_scores
 from retrain.verdicts.results import Measure, RunResult, finished_of, values_of
-from retrain.verdicts.rule import table_of
 from retrain.verdicts.words import SIGNIFICANT, amount
 
 DIRECTIONS = ("better", "worse", "higher", "lower")  # First words of verdicts that there is a difference

@@ -1,194 +1,276 @@
-"""The declared rule in a comparison: p-values, which test spoke, collapsed runs, and what the looks decided.
+"""The rule that decides every verdict: sign flips of whole seeds, all conditions together.
 
-``maths.deciding`` does the mathematics; here it meets the conditions of ``comparison``. Of each condition compared with
-the baseline are filled in:
+Hypothesis of an interval: the cut differences of a condition to the baseline balance about the supposed difference, so
+that flipping the signs of a seed's differences changes nothing. A family of one has exact error rates whenever the
+differences are symmetric. In larger families the other conditions are centred by estimates, so that the level is
+measured and not proved; the maximum over conditions holds the family-wise error at 5 % for all conditions and analyses.
 
-    p_value     two-sided, of the declared test alone; with looks the stage-wise one of where the condition left
-    p_holm      adjusted for the family: Holm, step-down Dunnett or closed permutation, as the test has it
-    p_exact     of the sign flips of these pairs, uncorrected, beside any test
-    difference_tested   what this test estimates the difference by: the mean of the pairs, but of the normal test the
-                fit of seed + condition, which also knows runs without a partner; a verdict's direction is its sign
-    test        which test spoke: the declared one, or "exact" where a collapsed run handed over to it
-    pairs_needed    pairs without which this test can decide nothing
-    collapsed   [{seed, gap}] runs of this condition far below what seed and condition let expect, see maths.collapse
-    stop_reason "decided", "futility", "planned end" or null, with looks
+Differences come as float64 [conditions, seeds] in the declared order of seeds, NaN where a run is missing.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from retrain.config.campaign import RULE_KEYS, condition_name
-from retrain.errors import plural
-from retrain.maths.deciding import decide
-from retrain.maths.permutation import MOST_COMPARISONS
-from retrain.maths.rules import FUTILE, Rule
-from retrain.maths.statistics import pairs_for_verdict
-from retrain.verdicts.results import Measure
-from retrain.verdicts.words import amount, direction
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+Ints = NDArray[np.intp]
 
-FILLED = ("p_value", "p_holm", "p_exact", "difference_tested", "test", "pairs_needed", "stop_reason")
-NO_VERDICT = "no difference shown"
-FUTILITY = "no difference shown (stopped for futility)"
+ALPHA = 0.05
+INTERIM_ALPHA = ALPHA / 3
+FEWEST_PAIRS = 6  # 1 of 2^5 patterns is below ALPHA
+FEWEST_INTERIM_SEEDS = 7  # 1 of 2^6 patterns is below INTERIM_ALPHA
 
-Values = Mapping[str, Mapping[Any, float]]  # Results by condition and pair of seeds
+CUT = 1.5
+ZERO = 1e-9  # Differences and statistics closer than this are the same
+MOST_ENUMERATED_SEEDS = 16
+SAMPLED_PATTERNS = 20_000
+SCAN_STEPS, HALVINGS = 64, 50
+OUTLIER_MEDIANS, OUTLIER_MARGINS = 5, 2
+
+Outcome = Literal["higher", "lower", "alike", "not shown", "cannot tell"]
 
 
-def rule_of(declared: Mapping[str, Any], family: int, planned: int, measure: Measure, *, looks: bool = True) -> Rule:
-    """The rule that these keys of [campaign] declare; missing ones are the defaults.
+@dataclass(frozen=True)
+class Analysis:
+    """One condition against the baseline at one analysis. Without pairs the numbers are None."""
 
-    Without ``looks`` it is what decides when nothing was looked at before. What cannot hold for this family (an earlier
-    spread of one difference, closed permutation of seven) is left out: the configuration refuses it, but directories
-    that are put together may come to it.
+    seeds: int
+    """Seeds of the analysis, with the missing ones."""
+    pairs: int
+    """Pairs that are there."""
+    is_final: bool
+    """True for the analysis at the planned end."""
+    typical: float | None
+    """Typical difference: the value about which the cut differences balance."""
+    mean: float | None
+    """Mean difference."""
+    p: float
+    """p at a difference of 0, corrected for all conditions and analyses."""
+    low: float | None
+    """Lower end of the simultaneous 95 % interval of the typical difference; None where nothing can be excluded."""
+    high: float | None
+    """Upper end."""
+    outliers: tuple[int, ...]
+    """Places of the outlier seeds in the declared order."""
+    outcome: Outcome | None
+    """None at an interim analysis that decides nothing."""
+
+    @property
+    def is_decided(self) -> bool:
+        return self.outcome in ("higher", "lower")
+
+
+@dataclass(frozen=True)
+class Patterns:
+    """Sign patterns of one analysis, and the largest statistic of the other conditions under each of them."""
+
+    signs: Floats
+    """float64 [patterns, seeds], the observed pattern (all +) first."""
+    values: Floats
+    """float64 [conditions, seeds]."""
+    others: Floats
+    """float64 [conditions, patterns]: for each condition the maximum over all others, about their typical
+    differences. It does not depend on the supposed difference of the condition itself."""
+
+    def own(self, conditions: Ints, supposed: Floats) -> tuple[Floats, Floats]:
+        """Return |Σ s c| / √Σ c² of each pattern, float64 [rows, patterns], and of the observed one, [rows]."""
+        statistics = flipped(self.values[conditions] - supposed[:, None], self.signs)
+        return statistics, statistics[:, 0]
+
+    def stopped(self, conditions: Ints, supposed: Floats) -> Flags:
+        """Return the patterns that would stop at this interim analysis, bool [rows, patterns]."""
+        largest = np.maximum(self.own(conditions, supposed)[0], self.others[conditions])
+        place = largest.shape[1] - 1 - int(INTERIM_ALPHA * largest.shape[1])
+        threshold = np.partition(largest, place, axis=1)[:, place, None]
+        return largest > threshold + ZERO
+
+
+@dataclass(frozen=True)
+class Test:
+    """The test of supposed differences at one analysis: its patterns, and those of the interim analysis before it."""
+
+    patterns: Patterns
+    earlier: Patterns | None
+    budget: float
+
+    def p(self, conditions: Ints, supposed: Floats) -> Floats:
+        """Return p of the supposed difference of a condition, float64 [rows]; rows are (condition, difference)."""
+        own, observed = self.patterns.own(conditions, supposed)
+        bound = (observed - ZERO)[:, None]
+        counted = (own >= bound) | (self.patterns.others[conditions] >= bound)
+        if self.earlier is not None:
+            stopped = self.earlier.stopped(conditions, supposed)
+            counted |= np.tile(stopped, (1, counted.shape[1] // stopped.shape[1]))
+        return np.count_nonzero(counted, axis=1) / counted.shape[1]
+
+    def excluded(self, conditions: Ints, supposed: Floats) -> Flags:
+        return self.p(conditions, supposed) <= self.budget
+
+
+def interim_seeds(planned: int) -> int | None:
+    """Return the seeds at which the interim analysis takes place; None where there is none (below 8 seeds)."""
+    seeds = max(FEWEST_INTERIM_SEEDS, -(-planned // 2))
+    return seeds if seeds < planned else None
+
+
+def judge(differences: Floats, interim: Floats | None = None, margin: float | None = None) -> list[Analysis]:
+    """Return for each condition the analysis that decides: the interim one where it found a difference, else the last.
+
+    ``differences`` has all planned seeds; ``interim`` what the interim analysis saw of the first of them, None where
+    there was none. A condition that was stopped stays in the reference of the others with the seeds that it has.
     """
-    test, sequential = declared.get("test", "exact"), declared.get("sequential", "off") if looks else "off"
-    if test == "permutation" and family > MOST_COMPARISONS:
-        test = "exact"
-    futility = declared.get("futility", False)
-    stops = sequential not in ("off", "always_valid")
-    spread = float(declared.get("prior_spread") or 0.0) if test == "normal" and family == 1 else 0.0
-    return Rule(
-        test=test,
-        family=max(family, 1),
-        planned=max(planned, 1),
-        looks=sequential,
-        futility=(FUTILE if futility is True else float(futility)) if futility and stops else None,
-        race=bool(declared.get("race", False)) and stops,
-        upward=measure.higher_is_better,
-        prior_spread=spread,
-        prior_freedom=float(declared.get("prior_freedom", 4)) if spread and sequential == "off" else 0.0,
-    )
+    if not differences.size:
+        return [_without_pairs(differences.shape[1]) for _ in differences]
+    planned = differences.shape[1]
+    earlier = None if interim is None else _patterns(interim, planned)
+    last = _analyses(Test(_patterns(differences, planned), earlier, ALPHA), margin, is_final=True)
+    if interim is None:
+        return last
+    early = interim_analysis(interim, planned, margin)
+    return [one if one.is_decided else other for one, other in zip(early, last, strict=True)]
 
 
-def declared_by(runs: Sequence[Any]) -> dict[str, Any]:
-    """The keys of the rule as the first run with a record of its settings has them."""
-    campaign = next((own for run in runs if (own := run.config.get("campaign"))), {})
-    return {key: campaign[key] for key in RULE_KEYS if key in campaign}
+def interim_analysis(differences: Floats, planned: int, margin: float | None = None) -> list[Analysis]:
+    """Analyse the seeds of the interim analysis of a plan of so many seeds."""
+    return _analyses(Test(_patterns(differences, planned), None, INTERIM_ALPHA), margin, is_final=False)
 
 
-def varied_by(runs: Sequence[Any]) -> str:
-    """What the seeds of a condition differ in (`[campaign] vary`), as the first run with a record of its settings has
-    it."""
-    return str(next((own for run in runs if (own := run.config.get("campaign"))), {}).get("vary", "all"))
+def typical_differences(values: Floats) -> Floats:
+    """Return the winsorised location of each row, float64 [rows]; NaN for a row without values."""
+    low, high = _range(values)
+    for _ in range(60):
+        middle = (low + high) / 2
+        goes_up = cut(values - middle[:, None]).sum(axis=1) > 0
+        low, high = np.where(goes_up, middle, low), np.where(goes_up, high, middle)
+    return (low + high) / 2
 
 
-def table_of(labels: Sequence[str], results: Values) -> tuple[np.ndarray, list[Any]]:
-    """[seeds, conditions] with NaN for what is missing, and the pair of each row, in their order."""
-    pairs = sorted({pair for label in labels for pair in results[label]})
-    rows = [[results[label].get(pair, np.nan) for label in labels] for pair in pairs]
-    return np.array(rows, dtype=np.float64).reshape(len(pairs), len(labels)), pairs
+def cut(values: Floats) -> Floats:
+    """Return the rows pulled in to ±1.5 medians of their sizes; sizes of 0 do not count, missing values become 0."""
+    sizes = np.where(np.abs(values) > ZERO, np.abs(values), np.inf)
+    sizes.sort(axis=1)
+    count = np.isfinite(sizes).sum(axis=1, keepdims=True)
+    lower, upper = (np.take_along_axis(sizes, place, axis=1) for place in (np.maximum(count - 1, 0) // 2, count // 2))
+    limit = CUT * (lower + upper) / 2
+    return np.nan_to_num(np.clip(values, -limit, limit)) * (count > 0)
 
 
-def judge(
-    conditions: Sequence[dict[str, Any]],
-    results: Values,
-    declared: Mapping[str, Any],
-    measure: Measure,
-    resolution: float,
-) -> None:
-    """Fill the p-values and collapses into the conditions, the first of which is the baseline."""
-    labels = [condition["label"] for condition in conditions]
-    for condition in conditions:
-        condition |= dict.fromkeys(FILLED) | {"collapsed": []}
-    if len(labels) < 2:
-        return
-    table, pairs = table_of(labels, results)
-    rule = rule_of(declared, len(labels) - 1, len(pairs), measure, looks=False)
-    decisions = decide(table, rule, resolution)
-    for run in decisions.collapses:
-        conditions[run.condition]["collapsed"].append({"seed": pairs[run.seed][1], "gap": run.gap})
-    for condition, found in zip(conditions[1:], decisions.comparisons, strict=True):
-        exact = found.by == "exact"
-        condition |= {
-            "p_value": found.p,
-            "p_holm": found.p_adjusted,
-            "p_exact": found.p_exact,
-            "difference_tested": found.tested,
-            "test": found.by,
-            "pairs_needed": pairs_for_verdict(rule.family) if exact else rule.fewest,
-        }
+def flipped(values: Floats, signs: Floats) -> Floats:
+    """Return |Σ s c| / √Σ c² with c = cut(values), float64 [rows, patterns]; 0 for a row of zeros."""
+    pulled = cut(values)
+    length = np.sqrt((pulled**2).sum(axis=1, keepdims=True))
+    statistics = np.abs(pulled @ signs.T)
+    statistics /= np.where(length > 0, length, 1.0)
+    return statistics
 
 
-def overlay(conditions: Sequence[dict[str, Any]], record: Mapping[str, Any], measure: Measure) -> None:
-    """Put what the looks decided, the manifest's record, into a comparison's conditions (all but the first).
-
-    The p-value of one look at the end is not valid after several looks; the stage-wise one is.
-    """
-    for condition in conditions:
-        own = record["conditions"].get(condition["label"])
-        if own is None:
-            continue
-        looks, left = own["looks"], own["stopped_after"] is not None
-        always = record["rule"] == "always_valid"
-        ended = left or always or len(own["differences"]) == record["planned"]
-        last = looks[-1] if looks and ended else None
-        size = len(record["conditions"])
-        reason = own.get("stop_reason") or ("decided" if left else "planned end" if ended and not always else None)
-        condition["p_value"] = last["p"] if last else None
-        condition["p_holm"] = _adjusted(last, size) if last else None
-        if last:
-            condition["difference_tested"] = last.get("tested", last["mean"])
-        condition["test"] = last.get("by", "exact") if last else record.get("test", "exact")
-        condition["stop_reason"] = reason
-        condition["sequential"] = {
-            "rule": record["rule"],
-            "planned": record["planned"],
-            "looks": len(looks),
-            "stopped_after": own["stopped_after"],
-            "spent": looks[-1].get("spent") if looks else 0.0,
-            "level": record["alpha"] / size if record.get("test", "exact") == "exact" else record["alpha"],
-        }
-        if left:  # it took no more pairs than it had then, whatever the whole table would take by now
-            condition["pairs_needed"] = own["stopped_after"]
-        if left and looks:
-            found = direction(condition["difference_tested"], measure)
-            condition["verdict"] = found if reason == "decided" else FUTILITY
-        elif not ended:
-            condition["verdict"] = "cannot tell: the sequential rule has not decided yet"
-        elif condition["pairs"] >= condition["pairs_needed"]:  # of fewer pairs nothing can be said
-            condition["verdict"] = NO_VERDICT
+def outlier_places(differences: Floats, typical: float, margin: float | None) -> tuple[int, ...]:
+    """Return the seeds further from the typical difference than 5 medians of these distances and than 2 margins."""
+    distances = np.abs(differences - typical)
+    bound = max(OUTLIER_MEDIANS * float(np.nanmedian(distances)), OUTLIER_MARGINS * (margin or 0.0)) + ZERO
+    return tuple(np.flatnonzero(distances > bound).tolist())
 
 
-def _adjusted(look: Mapping[str, Any], size: int) -> float | None:
-    """The p of a look, corrected for so many comparisons; None of one that had too few pairs for any."""
-    if "p_adjusted" in look:
-        return look["p_adjusted"]
-    return None if look["p"] is None else min(1.0, look["p"] * size)
+def _range(values: Floats) -> tuple[Floats, Floats]:
+    missing = np.isnan(values)
+    low, high = np.where(missing, np.inf, values).min(axis=1), np.where(missing, -np.inf, values).max(axis=1)
+    return tuple(np.where(missing.all(axis=1), np.nan, end) for end in (low, high))
 
 
-def words(condition: Mapping[str, Any], baseline: Mapping[str, Any], measure: Measure) -> str:
-    """What the looks did and which runs collapsed, as sentences after the finding; "" when neither."""
-    return _looks_words(condition) + _collapse_words(condition, baseline, measure)
+def _patterns(values: Floats, planned: int) -> Patterns:
+    seeds = values.shape[1]
+    signs = _enumerated(seeds) if planned <= MOST_ENUMERATED_SEEDS else _sampled(planned)[:, :seeds]
+    statistics = flipped(values - typical_differences(values)[:, None], signs)
+    others = [np.delete(statistics, row, axis=0).max(axis=0, initial=0.0) for row in range(len(values))]
+    return Patterns(signs, values, np.stack(others))
 
 
-def _looks_words(condition: Mapping[str, Any]) -> str:
-    facts = condition.get("sequential")
-    if not facts:
-        return ""
-    after, planned = facts["stopped_after"], facts["planned"]
-    if facts["rule"] == "always_valid":
-        what = f"decided after {plural(after, 'pair')}" if after is not None else "not decided; seeds may be added"
-        return f" Always-valid rule: {what}."
-    spent = f", {facts['spent']:.2g} of {facts['level']:.3g} spent" if facts["spent"] is not None else ""
-    if condition.get("stop_reason") == "futility":
-        return (
-            f" Stopped after {after} of {planned} pairs: a difference was unlikely to show at the end, which does not "
-            "make the conditions equivalent."
+@cache
+def _enumerated(seeds: int) -> Floats:
+    """Return all patterns with a first sign of +, float64 [2^(seeds - 1), seeds]. Those of fewer seeds, repeated, are
+    the beginnings of those of more seeds."""
+    bits = np.arange(2 ** (seeds - 1))[:, None] >> np.arange(seeds - 1)[None, :] & 1
+    return np.concatenate([np.ones((len(bits), 1)), 1.0 - 2.0 * bits], axis=1)
+
+
+@cache
+def _sampled(seeds: int) -> Floats:
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(SAMPLED_PATTERNS, seeds))
+    signs[0] = 1.0
+    return signs
+
+
+def _without_pairs(seeds: int, *, is_final: bool = True) -> Analysis:
+    return Analysis(seeds, 0, is_final, None, None, 1.0, None, None, (), "cannot tell" if is_final else None)
+
+
+def _analyses(test: Test, margin: float | None, *, is_final: bool) -> list[Analysis]:
+    values = test.patterns.values
+    analyses = [_without_pairs(values.shape[1], is_final=is_final) for _ in values]
+    rows = np.flatnonzero(~np.isnan(values).all(axis=1))
+    typical = typical_differences(values[rows])
+    p = test.p(rows, np.zeros(len(rows)))
+    ends = _ends(test, np.concatenate([rows, rows]), np.repeat([-1.0, 1.0], len(rows)), np.tile(typical, 2))
+    low, high = ends[: len(rows)], ends[len(rows) :]
+    for place, row in enumerate(rows):
+        has_ends = not np.isnan(low[place] + high[place])
+        analysis = Analysis(
+            seeds=values.shape[1],
+            pairs=int((~np.isnan(values[row])).sum()),
+            is_final=is_final,
+            typical=float(typical[place]),
+            mean=float(np.nanmean(values[row])),
+            p=float(p[place]),
+            low=float(low[place]) if has_ends else None,
+            high=float(high[place]) if has_ends else None,
+            outliers=outlier_places(values[row], float(typical[place]), margin),
+            outcome=None,
         )
-    if after is not None:
-        return f" Stopped after {after} of {planned} pairs by the sequential rule{spent}."
-    return f" Sequential rule: not stopped in {facts['looks']} looks{spent}."
+        analyses[row] = replace(analysis, outcome=_outcome(analysis, test.budget, margin))
+    return analyses
 
 
-def _collapse_words(condition: Mapping[str, Any], baseline: Mapping[str, Any], measure: Measure) -> str:
-    fallen = [
-        f"{condition_name(each['label'])} of seed {run['seed']} collapsed "
-        f"({amount(run['gap'], measure)} below what its seed lets expect)"
-        for each in (condition, baseline)
-        for run in each.get("collapsed", [])
-    ]
-    if not fallen:
-        return ""
-    decides = " The exact test decides." if condition.get("test") == "exact" else ""
-    return f" This speaks of typical runs, not of the mean: {', '.join(fallen)}.{decides}"
+def _outcome(analysis: Analysis, budget: float, margin: float | None) -> Outcome | None:
+    typical, mean, low, high = analysis.typical, analysis.mean, analysis.low, analysis.high
+    if typical is None or mean is None:
+        return "cannot tell"
+    if analysis.p <= budget and typical * mean > 0:
+        return "higher" if typical > 0 else "lower"
+    if not analysis.is_final:
+        return None
+    if analysis.p <= budget or analysis.pairs < FEWEST_PAIRS:
+        return "cannot tell"
+    if margin is None or low is None or high is None or analysis.outliers:
+        return "not shown"
+    return "alike" if -margin <= low and high <= margin else "not shown"
+
+
+def _ends(test: Test, rows: Ints, sides: Floats, typical: Floats) -> Floats:
+    """Return the outermost difference on one side (-1 or 1) of the typical one that is not excluded, float64 [rows];
+    NaN where none is excluded. p is not monotone, so these steps define the end."""
+    low, high = _range(test.patterns.values[rows])
+    reach = sides * 3 * (high - low + 0.001)
+    start = typical + reach
+    inside = ~test.excluded(rows, start)
+    start[inside] += 9 * reach[inside]
+    bounded = test.excluded(rows, start)
+    outer, inner = start.copy(), typical.copy()
+    scanned = bounded.copy()
+    for step in range(1, SCAN_STEPS):
+        active = np.flatnonzero(scanned)
+        if not len(active):
+            break
+        supposed = start[active] + (typical[active] - start[active]) * step / SCAN_STEPS
+        excluded = test.excluded(rows[active], supposed)
+        outer[active[excluded]] = supposed[excluded]
+        inner[active[~excluded]] = supposed[~excluded]
+        scanned[active[~excluded]] = False
+    for _ in range(HALVINGS):
+        middle = (outer + inner) / 2
+        excluded = test.excluded(rows, middle)
+        outer, inner = np.where(excluded, middle, outer), np.where(excluded, inner, middle)
+    return np.where(bounded, inner, np.nan)

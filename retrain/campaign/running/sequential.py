@@ -32,8 +32,8 @@ from retrain.maths.boundaries import boundaries
 from retrain.maths.deciding import Decision, Left, decide_look
 from retrain.maths.rules import Rule
 from retrain.records.observer import Observer
+from retrain.verdicts.declared_rule import rule_of
 from retrain.verdicts.results import Measure, read_run
-from retrain.verdicts.rule import rule_of
 from retrain.verdicts.words import SIGNIFICANT, p_words
 
 SETTLED = ("done", "failed", "stopped")

@@ -13,8 +13,8 @@ from retrain.maths.normal import additive_fit, step_down
 from retrain.maths.permutation import closed_permutation
 from retrain.maths.rules import Rule
 from retrain.maths.statistics import sign_flip_p
+from retrain.verdicts.declared_rule import FUTILITY
 from retrain.verdicts.pooling import compare_directories
-from retrain.verdicts.rule import FUTILITY
 
 THREE = [GRPO, RLOO, DR_GRPO]
 MODES = [{"advantage_mode": mode, "transform_mode": "none"} for mode in ("grpo", "rloo", "maxrl", "dr_grpo")]

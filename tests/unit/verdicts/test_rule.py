@@ -1,0 +1,203 @@
+"""The rule against worked examples, and against a version that goes through all patterns in plain Python."""
+
+import math
+from fractions import Fraction
+from itertools import product
+from operator import mul
+
+import numpy as np
+import pytest
+
+from retrain.verdicts.rule import Analysis, interim_analysis, interim_seeds, judge
+
+MISSING = math.nan
+B = np.array(
+    [
+        [0.050, 0.042, 0.061, 0.038, 0.055, 0.047, 0.052, MISSING],
+        [0.021, -0.008, 0.015, 0.030, -0.004, 0.012, 0.019, 0.026],
+        [0.010, -0.012, 0.004, -0.190, 0.008, -0.006, 0.002, -0.011],
+    ]
+)
+C = np.array(
+    [
+        [0.005, -0.010, 0, 0.010, -0.005, 0.005, 0, -0.005, 0.010, -0.010],
+        [-0.020, -0.015, MISSING, -0.025, -0.010, -0.030, -0.015, -0.020, 0.005, -0.025],
+    ]
+)
+D = np.array([[0.020, 0.030, 0.025, 0.015, 0.035, 0.022, 0.028, 0.019, -0.200, 0.031]])
+
+
+def says(analysis: Analysis, p: str, ends: tuple[float, float] | None, outcome: str | None) -> None:
+    assert Fraction(analysis.p) == Fraction(p)
+    assert analysis.outcome == outcome
+    if ends is None:
+        assert analysis.low is analysis.high is None
+    else:
+        assert (analysis.low, analysis.high) == pytest.approx(ends, abs=1e-6)
+
+
+def test_six_pairs_on_one_side_are_better() -> None:
+    (found,) = judge(np.array([[0.031, 0.012, 0.024, 0.040, 0.018, 0.027]]))
+    says(found, "1/32", (0.012, 0.040), "higher")
+    assert found.typical == pytest.approx(0.025, abs=1e-6)
+    assert found.mean == pytest.approx(0.025333, abs=1e-6)
+
+
+def test_three_conditions_one_of_them_stopped() -> None:
+    first, second, third = interim_analysis(B[:, :7], 8, 0.03)
+    says(first, "1/64", (0.033930, 0.063901), "higher")
+    says(second, "11/64", (-0.016622, 0.033968), None)
+    says(third, "63/64", (-0.190000, 0.010805), None)
+    first, second, third = judge(B, B[:, :7], 0.03)
+    assert not first.is_final
+    assert first.pairs == 7
+    says(second, "3/32", (-0.004000, 0.027211), "alike")
+    assert second.typical == pytest.approx(0.0165, abs=1e-6)
+    says(third, "115/128", (-0.111242, 0.009006), "not shown")
+    assert (third.typical, third.mean) == pytest.approx((-0.002618, -0.024375), abs=1e-6)
+    assert third.outliers == (3,)
+
+
+def test_a_family_of_one_has_smaller_p() -> None:
+    assert Fraction(interim_analysis(B[1:2, :7], 8)[0].p) == Fraction(5, 64)
+    assert Fraction(judge(B[1:2], B[1:2, :7])[0].p) == Fraction(6, 128)
+    assert Fraction(judge(C[1:], C[1:, :7])[0].p) == Fraction(4, 512)
+
+
+def test_missing_pair() -> None:
+    first, second = interim_analysis(C[:, :7], 10, 0.02)
+    says(first, "31/32", (-0.010000, 0.010000), None)
+    says(second, "3/64", None, None)
+    assert second.pairs == 6
+    first, second = judge(C, C[:, :7], 0.02)
+    says(first, "1", (-0.006943, 0.006943), "alike")
+    says(second, "15/512", (-0.025874, -0.006440), "lower")
+    assert (second.typical, second.mean) == pytest.approx((-0.018571, -0.017222), abs=1e-6)
+    assert second.pairs == 9
+
+
+def test_a_stopped_condition_does_not_see_later_seeds() -> None:
+    (found,) = judge(D, D[:, :7])
+    says(found, "1/64", (0.015, 0.035), "higher")
+    assert found.outliers == ()
+    (at_the_end,) = judge(D)
+    assert at_the_end.outliers == (8,)
+
+
+def test_the_mean_on_the_other_side_gives_no_verdict() -> None:
+    (found,) = judge(np.array([[0.02, 0.03, 0.025, 0.015, 0.035, 0.022, 0.028, 0.019, -0.4, 0.031]]))
+    assert found.p <= 0.05
+    assert found.typical is not None
+    assert found.mean is not None
+    assert found.typical > 0 > found.mean
+    assert found.outcome == "cannot tell"
+
+
+@pytest.mark.parametrize("pairs", [0, 1, 5])
+def test_fewer_than_six_pairs_cannot_tell(pairs: int) -> None:
+    row = np.full(10, MISSING)
+    row[:pairs] = np.linspace(0.02, 0.03, pairs)
+    (found,) = judge(row[None], row[None, :7])
+    assert (found.pairs, found.outcome, found.low) == (pairs, "cannot tell", None)
+
+
+def test_the_interim_analysis_lies_at_half_of_the_seeds() -> None:
+    assert [interim_seeds(n) for n in (2, 7, 8, 10, 14, 15, 16, 20)] == [None, None, 7, 7, 7, 8, 8, 10]
+
+
+def test_sampled_patterns_agree_with_enumerated_ones() -> None:
+    row = np.random.default_rng(3).normal(0.5, 1.0, (1, 16))
+    (enumerated,) = judge(row)
+    wide = np.concatenate([row, np.full((1, 4), MISSING)], axis=1)
+    (sampled,) = judge(wide)
+    assert sampled.p == pytest.approx(enumerated.p, abs=0.005)
+
+
+# A second version, without arrays
+
+
+def pulled(values: list[float]) -> list[float]:
+    sizes = sorted(abs(v) for v in values if abs(v) > 1e-9)
+    if not sizes:
+        return [0.0] * len(values)
+    limit = 1.5 * (sizes[(len(sizes) - 1) // 2] + sizes[len(sizes) // 2]) / 2
+    return [max(-limit, min(limit, v)) for v in values]
+
+
+def cut_row(row: list[float], supposed: float) -> list[float]:
+    """Cut differences in units of their length, 0 for what is missing."""
+    values = iter(pulled([v - supposed for v in row if not math.isnan(v)]))
+    whole = [0.0 if math.isnan(v) else next(values) for v in row]
+    length = math.sqrt(sum(v * v for v in whole))
+    return [v / length for v in whole] if length else whole
+
+
+def statistic(cut: list[float], signs: tuple[int, ...]) -> float:
+    return abs(sum(map(mul, cut, signs)))
+
+
+def location(row: list[float]) -> float:
+    values = [v for v in row if not math.isnan(v)]
+    low, high = min(values), max(values)
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(pulled([v - middle for v in values])) > 0:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+class BruteForce:
+    """p over all 2^n patterns, with both signs of the first seed."""
+
+    def __init__(self, rows: list[list[float]], j: int, interim: int | None):
+        self.row, self.interim = rows[j], interim
+        others = [row for place, row in enumerate(rows) if place != j]
+        self.at_the_end = self._reference(others, len(self.row))
+        self.at_first = self._reference(others, interim) if interim else {}
+
+    def _reference(self, others: list[list[float]], seeds: int) -> dict[tuple[int, ...], float]:
+        seen = [row[:seeds] for row in others]
+        cuts = [cut_row(row, location(row)) for row in seen if not all(map(math.isnan, row))]
+        patterns = product((1, -1), repeat=seeds)
+        return {signs: max([0.0, *(statistic(cut, signs) for cut in cuts)]) for signs in patterns}
+
+    def p(self, supposed: float) -> float:
+        stopped = set()
+        if self.interim:
+            own = cut_row(self.row[: self.interim], supposed)
+            values = {signs: max(statistic(own, signs), other) for signs, other in self.at_first.items()}
+            pairs = len(values) // 2
+            threshold = sorted(values.values(), reverse=True)[2 * math.floor(0.05 / 3 * pairs)]
+            stopped = {signs for signs in values if values[signs] > threshold + 1e-9}
+        own = cut_row(self.row, supposed)
+        bound = abs(sum(own)) - 1e-9
+        counted = sum(
+            signs[: self.interim] in stopped or other >= bound or statistic(own, signs) >= bound
+            for signs, other in self.at_the_end.items()
+        )
+        return counted / len(self.at_the_end)
+
+
+@pytest.mark.parametrize("n", [5, 6, 7, 8, 9])
+def test_agrees_with_all_patterns_in_plain_python(n: int) -> None:
+    """500 data sets, k = 1 to 3, with ties and missing runs, with and without the interim analysis."""
+    rng = np.random.default_rng(n)
+    ends = 0
+    for case in range({9: 40, 8: 90, 7: 120}.get(n, 125)):
+        values = rng.normal(rng.choice([0.0, 1.0, 2.0]), 1.0, (int(rng.integers(1, 4)), n))
+        values = np.round(values * 2) / 2 if case % 3 == 0 else values
+        values[rng.random(values.shape) < 0.1] = MISSING
+        interim = interim_seeds(n) if case % 2 else None
+        for j, found in enumerate(judge(values, None if interim is None else values[:, :interim])):
+            if found.typical is None or not found.is_final:
+                continue
+            assert found.typical == pytest.approx(location(values[j].tolist()), abs=1e-12)
+            reference = BruteForce(values.tolist(), j, interim)
+            assert found.p == reference.p(0.0)
+            if case % 5 == 0 and found.low is not None and found.high is not None:
+                ends += 1
+                for end, outside in ((found.low, -1e-6), (found.high, 1e-6)):
+                    assert reference.p(end - outside) > 0.05 >= reference.p(end + outside)
+    assert ends or n == 5
