@@ -81,7 +81,7 @@ def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | Non
     problems = print_problems(plan)
     print(f"seeds         {' '.join(map(str, seeds))}")
     print_sets(specs[0].config, problems)
-    print_design(specs, pilot, detect)
+    print_design(plan, pilot, detect)
     works = [work_of(spec.config, problems.prompt_tokens, problems.sizes) for spec in specs]
     print_work(specs, works, problems)
     print_costs(plan, works, problems.prompt_tokens)
@@ -148,10 +148,11 @@ def print_sets(config: Config, problems: Problems) -> None:
         print(f"{'' if i else 'held out':<14}{line}")
 
 
-def print_design(specs: list[RunSpec], pilot: Path | None, detect: float | None) -> None:
+def print_design(plan: Plan, pilot: Path | None, detect: float | None) -> None:
     from retrain.verdicts.design import verdict_lines, warnings_of
 
-    for name, lines in (("verdict", verdict_lines(specs, pilot, detect)), ("careful", warnings_of(specs))):
+    verdicts = verdict_lines(plan.specs, pilot, detect, plan.directory)
+    for name, lines in (("verdict", verdicts), ("careful", warnings_of(plan.specs))):
         for i, line in enumerate(lines):
             print(f"{'' if i and name == 'verdict' else name:<14}{line}")
 
@@ -221,14 +222,14 @@ def print_squeeze_plan(config: Config, problems: Problems) -> None:
 
 def print_costs(plan: Plan, works: list[Work], prompt_tokens: int | None) -> None:
     """Print model size, memory of the largest cohort, idle devices and, if earlier runs recorded one, the duration."""
-    from retrain.campaign.planning.plan import cut
+    from retrain.campaign.planning.plan import cut, seeds_before_interim
     from retrain.models.layers import architecture_of
 
     specs = plan.specs
     config = specs[0].config
     device, gpus = device_of(config)
     workers = workers_of(config, gpus)
-    groups = cut(specs, device.kind == "gpu", workers)
+    groups = cut(specs, device.kind == "gpu", workers, first=seeds_before_interim(specs))
     architecture = architecture_of(config.model.model, config.model.revision)
     if architecture is None:
         print(

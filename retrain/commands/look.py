@@ -16,9 +16,12 @@ def check(file: ConfigFile, sets: Sets = None) -> None:
     """Check a file: one line for each mistake, with the line to type instead; exit status 2 if there is any."""
     from retrain.campaign.planning.plan import Plan
     from retrain.campaign.planning.references import check as examine
+    from retrain.verdicts.design import verdict_lines
 
     plan = examine(Plan.of(read(file, sets)), places=False)
     print(f"{file}: fine, {plural(len(plan.specs), 'run')}")
+    for line in verdict_lines(plan.specs, None, None, plan.directory):
+        print(f"  {line}")
 
 
 def report(

@@ -1,20 +1,21 @@
 """[campaign] and [[campaign.conditions]]: what is compared, over which seeds."""
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import count
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from retrain.config.algorithm import AdvantageMode, TransformMode
 from retrain.config.base import Count, Finding, Natural, OptionalText, Role, Section, Seed, fault
 from retrain.config.modes import condition_label
 
-RULE_KEYS = ("test", "sequential", "futility", "race", "prior_spread", "prior_freedom")
-"""Keys that say by what rule conditions are compared, beside metric, margin, seeds and conditions."""
-DECIDING_KEYS = ("primary_metric", "equivalence_margin", *RULE_KEYS)
+DECIDING_KEYS = ("primary_metric", "equivalence_margin", "sequential")
+"""Keys that say what is compared by which rule, beside seeds and conditions."""
+FEWEST_SEEDS, FEWEST_INTERIM_SEEDS, SUGGESTED_SEEDS = 6, 8, 10
+"""Seeds that a verdict needs, seeds from which there is an interim analysis, and what to plan."""
+MOST_COMPARISONS = 8
+"""Comparisons with the baseline up to which the error of the rule was simulated."""
 
 
 def _distinct(seeds: list[int]) -> list[int]:
@@ -32,6 +33,12 @@ def _measure(text: str) -> str:
             'primary_metric = "final"',
         )
     return text
+
+
+def _interim(value: object) -> object:
+    if value in ("linear", "pocock", "obrien_fleming", "square", "always_valid"):
+        raise fault(f'is "{value}": there is one interim analysis, and no rule to choose', 'sequential = "on"')
+    return value
 
 
 def _gpu_share(value: float) -> float:
@@ -154,29 +161,11 @@ class Campaign(Section):
     rate of training."""
     equivalence_margin: Annotated[float, Field(gt=0)] | None = None
     """Differences smaller than this do not matter, in the unit of the metric (0.02 is 2 points of accuracy). With it,
-    the comparison can conclude that there is no difference that matters; unset, it never does."""
-    test: Literal["exact", "normal", "permutation"] = "exact"
-    """What decides: `exact` sign flips of the paired differences with Holm's correction, `normal` t by the residual
-    that all conditions share with step-down Dunnett (fewer seeds; a collapsed run hands over to the exact test), or
-    closed `permutation` within seeds (a family steps down without any distribution; no looks)."""
-    sequential: Literal["off", "linear", "pocock", "obrien_fleming", "square", "always_valid"] = "off"
-    """Stop a condition early when it is decided: a look after every whole seed by the declared test, which spends its
-    error of 5 % over the looks, evenly (`linear`), earlier (`pocock`), mostly at the end (`obrien_fleming`) or as the
-    square of the share of seeds (`square`). Up to 20 seeds; two seeds train at a time unless `lanes` says otherwise.
-    `always_valid` plans no number: seeds may be added whenever you like, for 30 to 90 % more of them."""
-    futility: bool | Annotated[float, Field(gt=0, lt=1)] = False
-    """Stop a condition, from half of the seeds on, whose chance of showing a difference at the end is below this;
-    `true` is 0.2. Needs looks. "Stopped for futility" says nothing about equivalence."""
-    race: bool = False
-    """With looks: a condition leaves from the second seed on when its chance of beating the baseline at the end is
-    below `futility` (0.2 when that is off); one seed trains at a time unless `lanes` says otherwise. Error stays
-    below 5 %; what is lost is the power to call a condition worse."""
-    prior_spread: Annotated[float, Field(ge=0)] = 0.0
-    """Standard deviation of a paired difference in earlier campaigns, in the unit of the metric (0.04 is 4 points of
-    accuracy), for `test = "normal"` with two conditions and no looks; 0 is none. The spread that decides is never
-    below the observed one."""
-    prior_freedom: Annotated[int, Field(ge=1, le=8)] = 4
-    """How many degrees of freedom `prior_spread` counts for: pairs it was measured with less one."""
+    the comparison can conclude that typical runs are alike within it; unset, it never does."""
+    sequential: Annotated[Literal["on", "off"], BeforeValidator(_interim)] = "on"
+    """Analyse once before the end: after half of the seeds, seven at least, a condition that is better or worse trains
+    no further. Needs 8 seeds; with fewer it changes nothing. No seed after the interim analysis begins before it,
+    unless `lanes` is a number."""
     allow_confounded: bool = False
     """Permit settings that let conditions differ in more than what is compared."""
     conditions: Annotated[list[Condition], Field(min_length=1)] = Field(default_factory=_standard)
@@ -186,27 +175,6 @@ class Campaign(Section):
     def workers_per_gpu(self) -> int:
         """How many workers share a GPU, where there are several processes; 1 where each has one or more to itself."""
         return max(1, int(1 / self.gpus_per_cohort + 1e-9))
-
-
-def seeds_for_verdict(others: int, test: str = "exact") -> int:
-    """Fewest seeds with which this test can reach p = 0.05 when so many conditions are compared with the baseline.
-
-    For exact sign flips others · 2^−(n−1) ≤ 0.05, Holm's correction for the first of them; a closed permutation test
-    tests each condition alone as well, without a correction; the normal test begins at three.
-    """
-    if test == "normal":
-        return NORMAL_FEWEST
-    return 1 + math.ceil(math.log2((1 if test == "permutation" else others) / 0.05))
-
-
-def seeds_suggested(others: int, test: str = "exact") -> int:
-    """What to plan: one more than the fewest, with which a difference is found only if every pair shows it; five for
-    the normal test."""
-    return 5 if test == "normal" else seeds_for_verdict(others, test) + 1
-
-
-NORMAL_FEWEST = 3
-"""Seeds with which the normal test begins."""
 
 
 def _worker_findings(campaign: Campaign) -> Iterator[Finding]:
@@ -225,109 +193,20 @@ def _worker_findings(campaign: Campaign) -> Iterator[Finding]:
 def campaign_rules(campaign: Campaign, is_run: bool) -> Iterator[Finding]:
     """What a comparison needs. ``is_run``: this is one resolved run of a campaign, which compares nothing itself."""
     if not is_run:
-        yield from sequential_rules(campaign)
-        yield from test_rules(campaign)
         yield from _worker_findings(campaign)
-    others, seeds = len(campaign.conditions) - 1, len(campaign.seeds)
-    needed = seeds_for_verdict(others, campaign.test) if others else 0
-    if seeds < needed:
-        suggested = seeds_suggested(others, campaign.test)
-        room = f", or {suggested} if one pair may disagree" if suggested > needed else ""
+    comparisons, seeds = len(campaign.conditions) - 1, len(campaign.seeds)
+    if comparisons and seeds < FEWEST_SEEDS:
         yield Finding(
             ("campaign.seeds",),
-            f"has {seeds}: too few for a verdict between {'two' if others == 1 else others + 1} conditions, "
-            f"which takes at least {needed}{room}; type",
-            f"seeds = {list(range(1, suggested + 1))}",
+            f"has {seeds}: too few for a verdict, which takes {FEWEST_SEEDS} at least; type",
+            f"seeds = {list(range(1, SUGGESTED_SEEDS + 1))}",
             warning=True,
         )
-    elif campaign.test == "normal" and others > 0 and seeds < (exact := seeds_for_verdict(others)):
+    if comparisons > MOST_COMPARISONS:
         yield Finding(
-            ("campaign.seeds", "campaign.test"),
-            f"has {seeds}: should a run collapse, the exact test decides, which takes {exact} for "
-            f"{'one comparison' if others == 1 else f'{others} comparisons'}; to be able to tell then too, type",
-            f"seeds = {list(range(1, exact + 1))}",
+            ("campaign.conditions",),
+            f"are {comparisons + 1}: {comparisons} comparisons share one error of 5 %, which was simulated up to "
+            f"{MOST_COMPARISONS}, and little power is left for each; split the question into",
+            "campaigns with a baseline and up to 8 conditions each",
             warning=True,
-        )
-
-
-PERMUTED_MOST = 6
-"""Comparisons of which a closed permutation test goes through all sets."""
-
-
-def test_rules(campaign: Campaign) -> Iterator[Finding]:
-    others = len(campaign.conditions) - 1
-    if campaign.test == "permutation" and others > PERMUTED_MOST:
-        yield Finding(
-            ("campaign.test", "campaign.conditions"),
-            f'is "permutation" with {others + 1} conditions: it goes through all sets of up to {PERMUTED_MOST} beside '
-            "the baseline",
-            'test = "exact"',
-        )
-    if campaign.prior_spread and (campaign.test != "normal" or others != 1 or campaign.sequential != "off"):
-        yield Finding(
-            ("campaign.prior_spread", "campaign.test"),
-            'is set: an earlier spread counts for test = "normal" with two conditions and sequential = "off" only',
-            "prior_spread = 0.0",
-        )
-    looks = campaign.sequential not in ("off", "always_valid")
-    for key in ("futility", "race"):
-        if getattr(campaign, key) and not looks:
-            yield Finding(
-                (f"campaign.{key}", "campaign.sequential"),
-                f'is on with sequential = "{campaign.sequential}": it stops conditions at looks at a planned number '
-                "of seeds",
-                'sequential = "obrien_fleming"',
-            )
-    if campaign.race and others < 2:
-        yield Finding(
-            ("campaign.race", "campaign.conditions"),
-            f"is on with {others + 1} condition{'s' if others else ''}: a race is among several beside the baseline; "
-            "futility ends a comparison of two",
-            "race = false",
-        )
-
-
-SEQUENTIAL_MOST = 20
-"""Seeds that the exact sequential test goes through all sign patterns of."""
-
-
-def sequential_rules(campaign: Campaign) -> Iterator[Finding]:
-    """A stopping rule needs something to decide and enough seeds to decide it with."""
-    others, seeds = len(campaign.conditions) - 1, len(campaign.seeds)
-    if campaign.sequential == "off":
-        return
-    if others < 1:
-        yield Finding(
-            ("campaign.sequential", "campaign.conditions"),
-            "is on, and there is one condition: nothing is compared that could be decided",
-            'sequential = "off"',
-        )
-        return
-    if campaign.test == "permutation" or (campaign.test == "normal" and campaign.sequential == "always_valid"):
-        what = "signs" if campaign.sequential == "always_valid" else "the exact or the normal test"
-        yield Finding(
-            ("campaign.sequential", "campaign.test"),
-            f'is "{campaign.sequential}" with test = "{campaign.test}": it looks by {what} only',
-            'test = "exact"',
-        )
-        return
-    if campaign.sequential == "always_valid":
-        return
-    # With n of n + 1 seeds the even rule may have spent n/(n + 1) of the error; the other rules need as many.
-    first = next(n for n in count(1) if others * 2.0 ** -(n - 1) <= 0.05 * n / (n + 1))
-    if campaign.test == "normal":
-        first = NORMAL_FEWEST
-    if not first < seeds <= SEQUENTIAL_MOST:
-        yield Finding(
-            ("campaign.sequential", "campaign.seeds"),
-            f"is on with {seeds} seeds: it can decide after {first} at the earliest, so that it takes {first + 1} to "
-            f"{SEQUENTIAL_MOST} to stop early",
-            f"seeds = {list(range(1, first + 3))}",
-        )
-    if campaign.lanes != "auto" and campaign.lanes >= (others + 1) * seeds:
-        yield Finding(
-            ("campaign.sequential", "campaign.lanes"),
-            f"is on and lanes = {campaign.lanes} trains all {(others + 1) * seeds} runs at once: nothing could be "
-            "stopped",
-            'lanes = "auto"',
         )

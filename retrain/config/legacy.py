@@ -18,7 +18,19 @@ class Removed(NamedTuple):
 _NO_GRAMS = ("files of mined phrases are no longer read", '[logging] strategic_grams = ["let me check"]')
 NO_SEMANTIC = ("planning tokens are no longer found by sentence embeddings", '[planning] detector = "module:function"')
 
+_ONE_RULE = ("one rule decides every verdict, without a choice of tests", "remove the line")
+_NO_STOPPING_UNDECIDED = (
+    "stopping conditions that are undecided raises the error of the others",
+    'remove the line; sequential = "on" stops what is decided',
+)
+_NO_PRIOR = ("the rule assumes no spread", "remove the line")
+
 REMOVED: dict[str, Removed] = {
+    "campaign.test": Removed(*_ONE_RULE, "exact"),
+    "campaign.futility": Removed(*_NO_STOPPING_UNDECIDED, False),
+    "campaign.race": Removed(*_NO_STOPPING_UNDECIDED, False),
+    "campaign.prior_spread": Removed(*_NO_PRIOR, 0.0),
+    "campaign.prior_freedom": Removed(*_NO_PRIOR, 4),
     "planning.grams": Removed(*_NO_GRAMS),
     "planning.model": Removed(*NO_SEMANTIC, "all-MiniLM-L6-v2"),
     "planning.threshold": Removed(*NO_SEMANTIC, 0.02),
@@ -107,9 +119,13 @@ def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
             if not kept[section]:  # an empty table in a condition is a mistake
                 del kept[section]
     campaign = kept.get("campaign")
-    if isinstance(campaign, dict) and isinstance(rows := campaign.get("conditions"), list):
-        rows = [without_removed(row) if isinstance(row, dict) else row for row in rows]
-        kept["campaign"] = {**campaign, "conditions": rows}
+    if isinstance(campaign, dict):
+        campaign = {**campaign}
+        if "sequential" in campaign and campaign["sequential"] != "off":
+            campaign["sequential"] = "on"  # any stopping rule of earlier versions
+        if isinstance(rows := campaign.get("conditions"), list):
+            campaign["conditions"] = [without_removed(row) if isinstance(row, dict) else row for row in rows]
+        kept["campaign"] = campaign
     return kept
 
 

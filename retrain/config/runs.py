@@ -12,10 +12,6 @@ from retrain.config.campaign import Campaign
 from retrain.config.loading import parse_dict
 from retrain.config.root import Config, defines_run, flat
 
-LOOK_SEEDS = 2
-"""Seeds that train together when a rule may stop conditions: larger cohorts finish before anything can be stopped.
-A race, which stops most of them, goes seed by seed."""
-
 
 @dataclass(frozen=True)
 class RunSpec:
@@ -81,8 +77,3 @@ def differences(
     }
     empty = (None, [], {})
     return {key: (a, b) for key, (a, b) in pairs.items() if a != b and not (a in empty and b in empty)}
-
-
-def seeds_together(campaign: Campaign) -> int:
-    """Whole seeds that train in one cohort under a rule that may stop conditions, unless ``lanes`` says otherwise."""
-    return 1 if campaign.race else LOOK_SEEDS

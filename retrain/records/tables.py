@@ -66,10 +66,11 @@ def comparison_table(report: Values, width: int = WIDE) -> ResultTable:
     for condition in report["conditions"]:
         texts = map(Text, comparison_cells(condition, report["baseline"], report["share"]))
         cells: dict[str, Text] = dict(zip(COMPARISON_COLUMNS, texts, strict=True))
-        cells["verdict"].stylize("green" if condition["verdict"].startswith("better") else "")
+        cells["verdict"].stylize("green" if condition["verdict"].endswith("better") else "")
         rows.append([cells[heading] for heading in headings])
     lines = [Text(visible(condition["sentence"])) for condition in report["conditions"] if condition["sentence"]]
-    lines += [Text(line, style="dim") for line in (_costs(report), visible(report["note"])) if line]
+    below = (_costs(report), visible(report["note"]), visible(report["follow_up"]))
+    lines += [Text(line, style="dim") for line in below if line]
     gap = 2 if width >= WIDE else 1
     return ResultTable(comparison_title(report), headings, rows, ("condition", "verdict"), lines, gap)
 
@@ -93,7 +94,7 @@ def comparison_title(report: Values) -> str:
 def comparison_cells(condition: Values, baseline: str, share: bool) -> list[str]:
     """Return a row of the comparison; ``share``: the metric lies in [0, 1] and is shown in per cent."""
     seeds, finished = len(condition["seeds"]), len(condition["finished"])
-    ends, p_value = condition["interval"], condition["p_holm"]
+    ends, p_value = condition["interval"], condition["p_value"]
     levels, difference = _levels_and_difference(condition, baseline, share)
     return [
         visible(condition_name(condition["label"])),
@@ -120,10 +121,10 @@ def secondary_rows(report: Values) -> list[list[str]]:
 
 
 def _levels_and_difference(condition: Values, baseline: str, share: bool) -> tuple[str, str]:
-    """Return before → after, and the difference to the baseline with its interval, in points if the metric is a
+    """Return before → after, and the typical difference to the baseline with its interval, in points if the metric is a
     share."""
     level, amount = (rate, points) if share else (plain_number, plain_number)
-    difference = amount(condition["difference"])
+    difference = amount(condition["typical_difference"])
     if condition["difference_interval"]:
         low, high = condition["difference_interval"]
         difference += f" [{amount(low)}, {amount(high)}]"

@@ -30,7 +30,7 @@ FOREIGN = "these files declare no conditions and no metric that decides: curves 
 ODD = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, ArithmeticError)
 """What reading files of any content may raise."""
 READ = (CONFIG, EVALS)  # Files of a run that a comparison reads
-DECLARED = ("sequential", "declared", "notes")  # Entries of a manifest that it reads
+DECLARED = ("interim", "declared", "notes")  # Entries of a manifest that it reads
 Signature = tuple[Any, ...]
 
 
@@ -93,7 +93,7 @@ class Findings:
             return kept.comparison
         if home.source.name == "retrain" and home.state in ("done", "failed", "stopped"):
             found = read_object(self._library.places.file(home.path, COMPARISON))
-            return found if found.get("format") == 2 else None
+            return found if found.get("format") == 3 else None
         return None
 
     def version(self, home: Home) -> int:
@@ -198,7 +198,7 @@ class Findings:
             why = f"its files cannot be compared as they are: {type(error).__name__}"
             return Found(signature, None, why)
         try:
-            power = power_of(home, found, read)
+            power = power_of(home, found)
         except (RetrainError, *ODD):
             power = []  # no spread yet, or a plan that this release does not read
         return Found(signature, found, None, power)
@@ -209,15 +209,15 @@ def verdict_of(comparison: Mapping[str, Any] | None) -> dict[str, Any] | None:
     difference is largest."""
     if not comparison:
         return None
-    others = [one for one in comparison["conditions"][1:] if one.get("difference") is not None]
+    others = [one for one in comparison["conditions"][1:] if one.get("typical_difference") is not None]
     if not others:
         return None
-    one = max(others, key=lambda each: abs(each["difference"]))
+    one = max(others, key=lambda each: abs(each["typical_difference"]))
     low, high = one.get("difference_interval") or (None, None)
     standing = one.get("standing")
     return {
         "label": one["label"], "word": one["verdict"], "sentence": one["sentence"],
         "standing": standing if standing in ("interim", "exploratory") else None,
-        "difference": one["difference"], "low": low, "high": high,
+        "difference": one["typical_difference"], "low": low, "high": high,
         "margin": comparison.get("margin"), "share": bool(comparison.get("share")), "baseline": comparison["baseline"],
     }  # fmt: skip

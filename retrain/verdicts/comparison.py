@@ -3,52 +3,54 @@
 The seed is the replicate: completions are never pooled over seeds. Conditions are paired by seed, because the same
 seed has the same adapter, the same order of problems and the same random numbers. What decides is declared before
 (`[campaign] primary_metric`); everything else is shown without a verdict. Failed and missing runs are named.
-
-``records.schema.comparison`` declares what is found, as ``comparison.json`` holds it.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from retrain.config.campaign import condition_name, find_label
 from retrain.errors import UsageError, plural
 from retrain.maths.intervals import iqm_interval, mean_interval
-from retrain.maths.statistics import (
-    Interval,
-    bootstrap_ci,
-    holm,
-    iqm,
-    paired_bootstrap_ci,
-    paired_comparison,
-    pairs_for_verdict,
-    probability_of_improvement,
-    tost_p,
-)
+from retrain.maths.statistics import Interval, bootstrap_ci, iqm, paired_bootstrap_ci, probability_of_improvement
 from retrain.records.notes import is_graded
 from retrain.records.schema.base import Row
-from retrain.records.schema.comparison import Comparison, ConditionSummary, SecondaryComparison
+from retrain.records.schema.campaign import ENDED
+from retrain.records.schema.comparison import (
+    Bounds,
+    Comparison,
+    ConditionComparison,
+    ConditionSummary,
+    MissingRun,
+    OutlierSeed,
+    SecondaryComparison,
+)
 from retrain.rewards.base import AUDIT
 from retrain.verdicts.audited import audited
-from retrain.verdicts.declaration import DECLARED, EXPLORATORY, INTERIM, P_VALUES, Standing
-from retrain.verdicts.declared_rule import declared_by, judge, overlay, varied_by
-from retrain.verdicts.declared_rule import words as rule_words
-from retrain.verdicts.intervals import alone, hold_equivalence, possible, put_intervals
-from retrain.verdicts.results import Measure, RunResult, finished_of, first_set, last3_notes, require_measure, values_of
+from retrain.verdicts.declaration import DECLARED, EXPLORATORY, INTERIM, DeclaredRule, Standing
+from retrain.verdicts.follow_up import follow_up
+from retrain.verdicts.problem_scores import ProblemScores
+from retrain.verdicts.results import (
+    Measure,
+    Pair,
+    RunResult,
+    finished_of,
+    first_set,
+    last3_notes,
+    require_measure,
+    values_of,
+)
+from retrain.verdicts.rule import ALPHA, FEWEST_PAIRS, Analysis, interim_seeds, judge, outlier_places
 from retrain.verdicts.words import missing_words, sentence, verdict
 
 MIN_BOOTSTRAP_SEEDS = 8
-"""Below it even the expanded bootstrap is too narrow: 77 to 94 % instead of 95 % at 5 (benchmarks/calibration.py)."""
+"""Below it even the expanded bootstrap is too narrow: it held in 77 to 94 % of cases instead of 95 % at 5 seeds."""
 SECONDARY = ("final", "auc", "last3")
-PAIRED = (
-    "difference", "difference_interval", "difference_t", "difference_new_problems", "difference_adjusted",
-    "differences", "paired_seeds", "iqm_difference", "probability_of_improvement",
-    "pairs", "smallest_p", "equivalence_p", "equivalence_p_holm",
-)  # fmt: skip
-"""Of a condition, what comes from its pairs with the baseline."""
+Floats = NDArray[np.float64]
 
 
 def compare_runs(
@@ -59,16 +61,14 @@ def compare_runs(
     baseline: str | None = None,
     margin: float | None = None,
     warnings: Sequence[str] = (),
-    sequential: Mapping[str, Any] | None = None,
+    rule: DeclaredRule | None = None,
     standing: Standing | None = None,
-    rule: Mapping[str, Any] | None = None,
 ) -> Row:
     """Return the ``Comparison`` of conditions over seeds as a JSON object.
 
     ``metric`` as ``Measure.parse`` reads it; unset is held-out accuracy after the last update, and the correct rate
-    of training where nothing was held out. ``margin`` is what the campaign declared, ``sequential`` the manifest's
-    record of its stopping rule, ``rule`` the keys of [campaign] that make the rule (unset: as the first run has them),
-    ``standing`` whether verdicts may be given (unset: all that is planned was declared).
+    of training where nothing was held out. ``margin`` and ``rule`` are what the campaign declared, ``standing`` whether
+    verdicts may be given (unset: all that is planned was declared).
     Raises UsageError for an unknown metric or baseline.
     """
     first = (find_label(baseline, labels) or baseline) if baseline else labels[0]
@@ -80,101 +80,275 @@ def compare_runs(
     if metric is None and not held_out and any(run.rows for run in runs):
         measure = Measure("final", "correct_rate")
     require_measure(measure, runs)
-    conditions = [_condition(label, [run for run in runs if run.label == label], measure) for label in order]
-    results = {label: values_of(label, runs, measure) for label in order}
-    declared = declared_by(runs) if rule is None else rule
-    judge(conditions, results, declared, measure, _resolution(runs, measure))
-    _test(conditions, runs, measure, margin)
-    if sequential and first == labels[0] and measure.name == sequential["metric"]:
-        overlay(conditions[1:], sequential, measure)
-        hold_equivalence(conditions[1:], sequential, measure, margin)
-    else:
-        sequential = None
-    conditions[0]["verdict"] = "baseline"
-    for condition in conditions[1:]:
-        (standing or Standing()).judge(condition, runs, first)
-        condition["verdict"] = verdict(condition, measure, margin)
-        if condition["pairs"] < condition["pairs_needed"]:
-            condition |= dict.fromkeys(P_VALUES)
-    put_intervals(conditions, runs, measure, resolution=_resolution(runs, measure), sequential=sequential)
-    for condition in conditions[1:]:
-        condition["sentence"] = sentence(condition, first, measure, len(conditions) - 1, varied_by(runs))
-        condition["sentence"] += rule_words(condition, conditions[0], measure)
-    interim = {condition["label"] for condition in conditions[1:] if condition["standing"] == INTERIM}
-    standings = {condition["standing"] for condition in conditions[1:]}
-    failed = [run.run_id for run in runs if run.state == "failed"]
-    notes = [*warnings, *_warnings(conditions, measure, held_out or metric is not None), *_graded(runs, measure)]
+    rule, standing = rule or DeclaredRule(), standing or Standing()
+    paired = _PairedRuns.of(runs, order, measure)
+    analyses = paired.analyses(rule, standing.added, margin)
+    compared = _Compared(paired, rule, standing, margin)
+    base = compared.baseline(first)
+    others = [compared.condition(label, base, found) for label, found in zip(order[1:], analyses, strict=True)]
+    conditions = [base, *others]
+    missing = [run for condition in conditions for run in condition.missing]
+    standings = {condition.standing for condition in others}
+    interim = {condition.label for condition in others if condition.standing == INTERIM}
+    notes = [*warnings, *_warnings(others, measure, held_out or metric is not None), *_graded(runs, measure)]
+    if rule.earlier:
+        notes.append(f"Declared under the rule of {rule.earlier}; judged by the present rule.")
     notes += last3_notes(measure, runs)
     notes += [f"{each.sentence}." for each in audited(runs, order) if each.standing == "hacked"]
-    needed = [condition["pairs_needed"] for condition in conditions[1:]]
-    return Comparison(
-        format=2,
-        metric=measure.key,
-        summary=measure.summary,
-        share=measure.is_share,
-        baseline=first,
-        family=order[1:],
-        margin=margin,
-        pairs_needed=max(needed, default=pairs_for_verdict()),
-        conditions=conditions,
-        secondary=[_secondary(runs, order, other, interim) for other in _others(measure, runs)],
-        standing=next((one for one in (EXPLORATORY, INTERIM) if one in standings), DECLARED),
-        failed=failed,
-        warnings=notes,
-        note=" ".join([*notes, *missing_words(conditions)]),
-    ).to_row()
+    return asdict(
+        Comparison(
+            format=3,
+            metric=measure.key,
+            summary=measure.summary,
+            share=measure.is_share,
+            baseline=first,
+            family=order[1:],
+            margin=margin,
+            pairs_needed=FEWEST_PAIRS,
+            conditions=conditions,
+            secondary=[_secondary(runs, order, other, interim) for other in _others(measure, runs)],
+            standing=next((one for one in (EXPLORATORY, INTERIM) if one in standings), DECLARED),
+            failed=[run.run_id for run in runs if run.state == "failed"],
+            warnings=notes,
+            note=" ".join([*notes, *missing_words(missing)]),
+            follow_up=follow_up(others, paired.seeds, margin, measure),
+        )
+    )
 
 
-def _condition(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[str, Any]:
-    results = finished_of(label, runs, measure)
-    finished, after = [run for run, _ in results.values()], [value for _, value in results.values()]
-    before = [value for run in finished if (value := run.before(measure)) is not None]
-    no_value = f"its files have no {measure.name}"
-    runs = sorted(runs, key=lambda run: run.pair)
-    missing = [
-        {
-            "run_id": run.run_id,
-            "seed": run.seed,
-            "state": run.state,
-            "reason": run.reason or (no_value if run.done else None),
-        }
-        for run in runs
-        if run.pair not in results
+@dataclass(frozen=True)
+class _PairedRuns:
+    """The runs of all conditions under one measure, paired by seed; the baseline comes first."""
+
+    runs: Sequence[RunResult]
+    labels: Sequence[str]
+    measure: Measure
+    pairs: Sequence[Pair]
+    """All planned pairs, in the declared order."""
+    differences: Floats
+    """float64 [conditions - 1, pairs], NaN where a run has no value."""
+
+    @classmethod
+    def of(cls, runs: Sequence[RunResult], labels: Sequence[str], measure: Measure) -> "_PairedRuns":
+        pairs = list(dict.fromkeys(run.pair for run in runs))
+        results = [values_of(label, runs, measure) for label in labels]
+        values = np.array([[own.get(pair, np.nan) for pair in pairs] for own in results], dtype=np.float64)
+        return cls(runs, labels, measure, pairs, values[1:] - values[:1])
+
+    @property
+    def seeds(self) -> list[int]:
+        return [seed for _, seed in self.pairs]
+
+    def analyses(self, rule: DeclaredRule, added: Collection[str], margin: float | None) -> list[Analysis]:
+        """Judge the declared conditions as one family, and those that were added together with them."""
+        seen = self._seen_at_interim(rule)
+        found = judge(self.differences, seen, margin)
+        declared = [place for place, label in enumerate(self.labels[1:]) if label not in added]
+        if 0 < len(declared) < len(found):
+            of_declared = judge(self.differences[declared], None if seen is None else seen[declared], margin)
+            for place, analysis in zip(declared, of_declared, strict=True):
+                found[place] = analysis
+        return found
+
+    def _seen_at_interim(self, rule: DeclaredRule) -> Floats | None:
+        """Return the differences that the interim analysis saw, float64 [conditions - 1, its seeds]: as recorded, else
+        those of the first seeds once all their runs have ended; None without an interim analysis."""
+        record, planned = rule.interim, interim_seeds(len(self.pairs))
+        if record is not None and (record.metric, record.baseline) == (self.measure.name, self.labels[0]):
+            nothing = [None] * len(record.seeds)
+            rows = [record.differences.get(label, nothing) for label in self.labels[1:]]
+            return np.array(rows, dtype=np.float64)
+        if record is not None or not rule.has_interim_analysis or planned is None:
+            return None
+        first = set(self.pairs[:planned])
+        if any(run.state not in ENDED for run in self.runs if run.pair in first):
+            return None
+        return self.differences[:, :planned]
+
+
+class _Compared:
+    """Builds the conditions of a comparison."""
+
+    def __init__(self, paired: _PairedRuns, rule: DeclaredRule, standing: Standing, margin: float | None):
+        self.paired, self.rule, self.standing, self.margin = paired, rule, standing, margin
+        self.measure, self.comparisons = paired.measure, len(paired.labels) - 1
+        self.scores = ProblemScores(paired.runs, paired.measure)
+
+    def baseline(self, label: str) -> ConditionComparison:
+        return replace(self._level(label), verdict="baseline")
+
+    def condition(self, label: str, baseline: ConditionComparison, analysis: Analysis) -> ConditionComparison:
+        runs, measure = self.paired.runs, self.measure
+        condition = self._level(label)
+        is_decided = not analysis.is_final
+        standing = self.standing.of(label, baseline.label, runs, is_decided=is_decided)
+        pairs = _pairs(label, baseline.label, runs, measure)
+        has_p = len(pairs) >= FEWEST_PAIRS and standing.name != INTERIM
+        condition = replace(
+            condition,
+            pairs=len(pairs),
+            paired_seeds=[seed for seed, _, _ in pairs],
+            pairs_needed=FEWEST_PAIRS,
+            p_value=analysis.p if has_p else None,
+            decided_after=analysis.pairs if is_decided else None,
+            standing=standing.name,
+            standing_reasons=standing.reasons,
+            pairs_planned=standing.pairs_planned,
+        )
+        if condition.seconds_per_run is not None and baseline.seconds_per_run:
+            condition = replace(condition, cost_ratio=condition.seconds_per_run / baseline.seconds_per_run)
+        if pairs:
+            condition = self._differences(condition, baseline, pairs, analysis)
+        if analysis.outcome == "alike" and self.margin is not None:
+            rate = 1 - (ALPHA / (self.comparisons + 1)) ** (1 / analysis.pairs)
+            condition = replace(
+                condition,
+                unseen_collapse_rate=rate,
+                mean_difference_bound=_mean_bound(condition, baseline, self.margin, rate),
+            )
+        condition = replace(condition, verdict=verdict(condition, analysis.outcome, measure))
+        words = sentence(
+            condition, baseline, measure, comparisons=self.comparisons, margin=self.margin, varied=varied_by(runs)
+        )
+        return replace(condition, sentence=words)
+
+    def _differences(
+        self,
+        condition: ConditionComparison,
+        baseline: ConditionComparison,
+        pairs: Sequence[tuple[int, float, float]],
+        analysis: Analysis,
+    ) -> ConditionComparison:
+        measure, resolution = self.measure, _resolution(self.paired.runs, self.measure)
+        values, of_baseline = (np.array([pair[place] for pair in pairs]) for place in (1, 2))
+        differences = values - of_baseline
+        typical = analysis.typical if analysis.typical is not None else float(np.mean(differences))
+        improvement = paired_bootstrap_ci(
+            values, of_baseline, np.random.default_rng(0), probability_of_improvement, resamples=2_000
+        )
+        ends = _ends_of(analysis, measure)
+        level = 1.0 - ALPHA / self.comparisons
+        wider = self.scores.new_problems_interval(condition.label, baseline.label, level, resolution)
+        outliers = outlier_places(differences, typical, self.margin)
+        return replace(
+            condition,
+            difference=float(np.mean(differences)),
+            typical_difference=typical,
+            difference_interval=ends,
+            difference_new_problems=None if wider is None else _bounds(_around(possible(wider, measure), ends)),
+            differences=differences.tolist(),
+            iqm_difference=_iqm(differences, measure, resolution),
+            probability_of_improvement=_bootstrapped(improvement, len(pairs)),
+            outlier_seeds=[OutlierSeed(pairs[place][0], float(differences[place]) - typical) for place in outliers],
+        )
+
+    def _level(self, label: str) -> ConditionComparison:
+        """Return what a condition has without a partner."""
+        measure = self.measure
+        runs = sorted((run for run in self.paired.runs if run.label == label), key=lambda run: run.pair)
+        results = finished_of(label, runs, measure)
+        finished, after = [run for run, _ in results.values()], [value for _, value in results.values()]
+        before = [value for run in finished if (value := run.before(measure)) is not None]
+        no_value = f"its files have no {measure.name}"
+        mean, interval = _mean_with_interval(after, finished, measure)
+        return ConditionComparison(
+            label=label,
+            finished=[run.seed for run in finished],
+            after_values=after,
+            before=_mean(before),
+            after_mean=mean,
+            interval=interval,
+            difference=None,
+            typical_difference=None,
+            difference_interval=None,
+            pairs=0,
+            p_value=None,
+            seeds=[run.seed for run in runs],
+            iqm=_iqm(after, measure, _resolution(finished, measure), level=True) if after else None,
+            mean_bootstrap=_bootstrap(after, np.mean),
+            iqm_bootstrap=_bootstrap(after, iqm),
+            difference_new_problems=None,
+            differences=[],
+            paired_seeds=[],
+            iqm_difference=None,
+            probability_of_improvement=None,
+            outlier_seeds=[],
+            pairs_needed=None,
+            decided_after=None,
+            unseen_collapse_rate=None,
+            mean_difference_bound=None,
+            missing=[
+                MissingRun(run.run_id, run.seed, run.state, run.reason or (no_value if run.done else None))
+                for run in runs
+                if run.pair not in results
+            ],
+            failed=sum(run.state == "failed" for run in runs),
+            tokens=sum(run.tokens for run in runs),
+            seconds=sum(run.device_seconds for run in runs),
+            tokens_per_run=_mean([run.tokens for run in finished]),
+            seconds_per_run=_mean([run.device_seconds for run in finished]),
+            cost_ratio=None,
+            held_out=any(run.evaluations for run in runs),
+        )
+
+
+def varied_by(runs: Sequence[RunResult]) -> str:
+    """What the seeds of a condition differ in (`[campaign] vary`), as the first run with a record of its settings has
+    it."""
+    return str(next((own for run in runs if (own := run.config.get("campaign"))), {}).get("vary", "all"))
+
+
+def possible(interval: Interval, measure: Measure, *, level: bool = False) -> Interval:
+    """An interval within what the measure can be: of shares, differences within [−1, 1] and levels within [0, 1]."""
+    if not measure.is_share or interval.low is None or interval.high is None:
+        return interval
+    least = 0.0 if level else -1.0
+    return Interval(interval.estimate, max(interval.low, least), min(interval.high, 1.0))
+
+
+def _mean_bound(
+    condition: ConditionComparison, baseline: ConditionComparison, margin: float, rate: float
+) -> float | None:
+    """Return how far the means differ at most where typical runs lie within the margin and this rate of runs, of
+    either condition, collapses to the untrained model; None where that is not known."""
+    gains = [
+        each.after_mean - each.before
+        for each in (condition, baseline)
+        if each.after_mean is not None and each.before is not None
     ]
-    return {
-        "label": label,
-        "seeds": [run.seed for run in runs],
-        "finished": [run.seed for run in finished],
-        "before": _mean(before),
-        **_level(after, finished, measure),
-        "after_values": after,
-        "iqm": _iqm(after, measure, _resolution(finished, measure), level=True) if after else None,
-        "mean_bootstrap": _bootstrap(after, np.mean),
-        "iqm_bootstrap": _bootstrap(after, iqm),
-        **dict.fromkeys(PAIRED),
-        **{"differences": [], "paired_seeds": [], "pairs": 0},
-        "verdict": "",
-        "sentence": "",
-        "missing": missing,
-        "failed": sum(run.state == "failed" for run in runs),
-        "tokens": sum(run.tokens for run in runs),
-        "seconds": sum(run.device_seconds for run in runs),
-        "tokens_per_run": _mean([run.tokens for run in finished]),
-        "seconds_per_run": _mean([run.device_seconds for run in finished]),
-        "cost_ratio": None,
-        "held_out": any(run.evaluations for run in runs),
-    }
+    return margin + rate * max(0.0, *gains) if gains else None
+
+
+def _ends_of(analysis: Analysis, measure: Measure) -> list[float] | None:
+    if analysis.typical is None or analysis.low is None or analysis.high is None:
+        return None
+    within = possible(Interval(analysis.typical, analysis.low, analysis.high), measure)
+    return None if within.low is None or within.high is None else [within.low, within.high]
+
+
+def _around(wider: Interval, ends: Sequence[float] | None) -> Interval:
+    """What holds for more populations holds for fewer: never narrower than the interval for these problems."""
+    if wider.low is None or wider.high is None or ends is None:
+        return wider
+    return Interval(wider.estimate, min(wider.low, ends[0]), max(wider.high, ends[1]))
+
+
+def _bounds(interval: Interval) -> Bounds:
+    return Bounds(interval.estimate, interval.low, interval.high)
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def _level(values: Sequence[float], runs: Sequence[RunResult], measure: Measure) -> dict[str, Any]:
+def _mean_with_interval(
+    values: Sequence[float], runs: Sequence[RunResult], measure: Measure
+) -> tuple[float | None, list[float] | None]:
     if not values:
-        return {"after_mean": None, "interval": None}
-    own = mean_interval(values, share=measure.is_share, resolution=_resolution(runs, measure))
-    return {"after_mean": own.estimate, "interval": [own.low, own.high] if own.low is not None else None}
+        return None, None
+    found = mean_interval(values, share=measure.is_share, resolution=_resolution(runs, measure))
+    ends = None if found.low is None or found.high is None else [found.low, found.high]
+    return found.estimate, ends
 
 
 def _resolution(runs: Sequence[RunResult], measure: Measure) -> float:
@@ -182,61 +356,26 @@ def _resolution(runs: Sequence[RunResult], measure: Measure) -> float:
     return max((run.resolution(measure) for run in runs), default=0.0)
 
 
-def _ends(interval: Interval, pairs: int) -> dict[str, float | None]:
+def _bootstrapped(interval: Interval, pairs: int) -> Bounds:
     enough = pairs >= MIN_BOOTSTRAP_SEEDS
-    low, high = (interval.low, interval.high) if enough else (None, None)
-    return {"estimate": interval.estimate, "low": low, "high": high}
+    return Bounds(interval.estimate, *((interval.low, interval.high) if enough else (None, None)))
 
 
-def _bootstrap(values: Sequence[float], statistic: Any) -> dict[str, float | None] | None:
+def _bootstrap(values: Sequence[float], statistic: Callable[..., Any]) -> Bounds | None:
     if not values:
         return None
-    return _ends(bootstrap_ci(values, np.random.default_rng(0), statistic=statistic, expanded=True), len(values))
+    interval = bootstrap_ci(values, np.random.default_rng(0), statistic=statistic, expanded=True)
+    return _bootstrapped(interval, len(values))
 
 
-def _paired(label: str, baseline: str, runs: Sequence[RunResult], measure: Measure) -> list[tuple[int, float, float]]:
+def _iqm(values: Sequence[float] | Floats, measure: Measure, resolution: float, *, level: bool = False) -> Bounds:
+    return _bounds(possible(iqm_interval(values, resolution=resolution), measure, level=level))
+
+
+def _pairs(label: str, baseline: str, runs: Sequence[RunResult], measure: Measure) -> list[tuple[int, float, float]]:
     """(seed, value, baseline's value) of every pair of finished runs."""
     mine, base = (finished_of(each, runs, measure) for each in (label, baseline))
     return [(run.seed, value, base[pair][1]) for pair, (run, value) in mine.items() if pair in base]
-
-
-def _test(conditions: list[dict[str, Any]], runs: Sequence[RunResult], measure: Measure, margin: float | None) -> None:
-    """Fill in every paired difference to the first condition, and equivalence with Holm over all, tested or not."""
-    baseline, others = conditions[0], conditions[1:]
-    for condition in others:
-        pairs = _paired(condition["label"], baseline["label"], runs, measure)
-        condition |= {"pairs": len(pairs), "paired_seeds": [seed for seed, _, _ in pairs]}
-        if condition["seconds_per_run"] is not None and baseline["seconds_per_run"]:
-            condition["cost_ratio"] = condition["seconds_per_run"] / baseline["seconds_per_run"]
-        if pairs:
-            values = [a for _, a, _ in pairs], [b for _, _, b in pairs]
-            condition |= _against(*values, measure, _resolution(runs, measure))
-            if margin is not None and len(pairs) >= condition["pairs_needed"]:
-                differences = np.asarray(condition["differences"])
-                condition["equivalence_p"] = tost_p(differences, margin, _resolution(runs, measure))
-    # What could not be tested still belongs to the family.
-    values = [1.0 if condition["equivalence_p"] is None else condition["equivalence_p"] for condition in others]
-    for condition, adjusted in zip(others, holm(values), strict=True):
-        if condition["equivalence_p"] is not None:
-            condition["equivalence_p_holm"] = float(adjusted)
-
-
-def _against(mine: Sequence[float], base: Sequence[float], measure: Measure, resolution: float) -> dict[str, Any]:
-    a, b = np.asarray(mine), np.asarray(base)
-    paired = paired_comparison(a, b, resolution=resolution)
-    return {
-        "difference": paired.mean,
-        "differences": (a - b).tolist(),
-        "smallest_p": paired.smallest_p,
-        "iqm_difference": _iqm(a - b, measure, resolution),
-        "probability_of_improvement": _ends(
-            paired_bootstrap_ci(a, b, np.random.default_rng(0), probability_of_improvement, resamples=2_000), len(a)
-        ),
-    }
-
-
-def _iqm(values: Any, measure: Measure, resolution: float, *, level: bool = False) -> dict[str, float | None]:
-    return asdict(possible(iqm_interval(values, resolution=resolution), measure, level=level))
 
 
 def _others(primary: Measure, runs: Sequence[RunResult]) -> list[Measure]:
@@ -257,29 +396,34 @@ def _others(primary: Measure, runs: Sequence[RunResult]) -> list[Measure]:
     return [other for other in wanted if other != primary and any(run.value(other) is not None for run in runs)]
 
 
-def _secondary(runs: Sequence[RunResult], order: Sequence[str], measure: Measure, interim: Collection[str]) -> Row:
-    """One further measure: differences with intervals, no verdict; without p where a condition is interim."""
-    rows = []
-    for label in order:
+def _secondary(
+    runs: Sequence[RunResult], order: Sequence[str], measure: Measure, interim: Collection[str]
+) -> SecondaryComparison:
+    """One further measure: each condition alone against the baseline; without p where a condition is interim."""
+    paired = _PairedRuns.of(runs, order, measure)
+    summaries = []
+    for place, label in enumerate(order):
         results = finished_of(label, runs, measure).values()
         finished, values = [run for run, _ in results], [value for _, value in results]
-        before = [value for run in finished if (value := run.before(measure)) is not None]
-        pairs = _paired(label, order[0], runs, measure) if label != order[0] else []
-        paired = paired_comparison([a for _, a, _ in pairs], [b for _, _, b in pairs]) if pairs else None
-        gains = [a - b for _, a, b in pairs]
-        summary = ConditionSummary(
-            label=label,
-            finished=[run.seed for run in finished],
-            after_values=values,
-            before=_mean(before),
-            **_level(values, finished, measure),
-            difference=paired.mean if paired else None,
-            difference_interval=alone(gains, measure, _resolution(finished, measure)) if pairs else None,
-            pairs=len(pairs),
-            p_value=paired.p if paired and paired.verdict_possible and label not in interim else None,
+        mean, interval = _mean_with_interval(values, finished, measure)
+        analysis = judge(paired.differences[place - 1 : place])[0] if place else None
+        has_p = analysis is not None and analysis.pairs >= FEWEST_PAIRS and label not in interim
+        summaries.append(
+            ConditionSummary(
+                label=label,
+                finished=[run.seed for run in finished],
+                after_values=values,
+                before=_mean([value for run in finished if (value := run.before(measure)) is not None]),
+                after_mean=mean,
+                interval=interval,
+                difference=analysis.mean if analysis else None,
+                typical_difference=analysis.typical if analysis else None,
+                difference_interval=_ends_of(analysis, measure) if analysis else None,
+                pairs=analysis.pairs if analysis else 0,
+                p_value=analysis.p if analysis and has_p else None,
+            )
         )
-        rows.append(summary.to_row())
-    return SecondaryComparison(measure.key, measure.summary, measure.is_share, rows).to_row()
+    return SecondaryComparison(measure.key, measure.summary, measure.is_share, summaries)
 
 
 def _graded(runs: Sequence[RunResult], measure: Measure) -> list[str]:
@@ -294,21 +438,14 @@ def _graded(runs: Sequence[RunResult], measure: Measure) -> list[str]:
     ]
 
 
-def _warnings(conditions: Sequence[dict[str, Any]], measure: Measure, held_out: bool) -> list[str]:
+def _warnings(others: Sequence[ConditionComparison], measure: Measure, held_out: bool) -> list[str]:
     notes = []
     if not held_out and not measure.is_held_out:
         notes.append("No held-out evaluation was asked for ([evaluation] problems = 0); training rewards are compared.")
-    family = len(conditions) - 1
-    pairs = max((condition["pairs"] for condition in conditions[1:]), default=0)
-    needed = max((condition["pairs_needed"] for condition in conditions[1:]), default=0)
-    exact = any(condition["test"] == "exact" for condition in conditions[1:])
-    if 0 < pairs < needed and not exact:
-        notes.append(f"{plural(pairs, 'paired seed')}: a verdict needs {needed} or more.")
-    elif 0 < pairs < needed:
-        least = min(1.0, family * 2.0 ** -(pairs - 1))
-        over = f" after correction for {family} comparisons" if family > 1 else ""
+    pairs = max((condition.pairs for condition in others), default=0)
+    if 0 < pairs < FEWEST_PAIRS:
         notes.append(
             f"With {plural(pairs, 'paired seed')} the smallest p-value any difference can reach is "
-            f"{least:.3g}{over}: a verdict needs {needed} or more."
+            f"{2.0 ** (1 - pairs):.3g}: a verdict needs {FEWEST_PAIRS} or more."
         )
     return notes

@@ -1,6 +1,6 @@
 """What a campaign declared before it began, kept so that nothing seen later can bend it.
 
-A verdict is given of what was declared: this metric, test, margin and rule of looks, these seeds and conditions, this
+A verdict is given of what was declared: this metric, margin and interim analysis, these seeds and conditions, this
 baseline, this many steps. ``freeze`` keeps them in the manifest when the first run begins; a changed file changes none
 of them afterwards. What is looked at otherwise has a standing of its own:
 
@@ -10,45 +10,73 @@ of them afterwards. What is looked at otherwise has a standing of its own:
     exploratory   something was chosen after results were there (seeds or conditions added, other steps, another metric
                   or baseline, campaigns put together): p is shown as if it had been declared, and no verdict
 
-Under ``[campaign] sequential`` a look before the end is part of the plan: what it has decided is decided. With
-``"always_valid"`` seeds may be added at any time.
+The interim analysis is part of the plan: what it has decided is decided.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from retrain.config.campaign import condition_name
 from retrain.errors import listed, plural
+from retrain.records.schema.campaign import ENDED, InterimAnalysis
 from retrain.verdicts.results import Measure, RunResult
 
 DECLARED, INTERIM, EXPLORATORY = "declared", "interim", "exploratory"
-P_VALUES = ("p_value", "p_holm", "p_exact", "equivalence_p", "equivalence_p_holm")
-"""Of a compared condition: what an interim look and too few pairs do not give."""
-ENDED = ("done", "failed", "stopped")
+EARLIER_RULE_KEYS = ("test", "futility", "race", "prior_spread", "prior_freedom")
+"""Keys of [campaign] that chose a rule in earlier versions; a declaration that has them was made under such a rule."""
+
+
+@dataclass(frozen=True)
+class DeclaredRule:
+    """What a campaign declared of the rule, and what its interim analysis saw."""
+
+    has_interim_analysis: bool = False
+    interim: InterimAnalysis | None = None
+    earlier: str = ""
+    """The rule of an earlier version under which it was declared, in words."""
+
+    @classmethod
+    def of(cls, declared: Mapping[str, Any], interim: Mapping[str, Any] | None) -> "DeclaredRule":
+        has_interim_analysis = declared.get("sequential", "off") != "off"
+        record = InterimAnalysis.from_row(interim) if interim and has_interim_analysis else None
+        return cls(has_interim_analysis, record, _earlier_rule(declared))
+
+
+def _earlier_rule(declared: Mapping[str, Any]) -> str:
+    if not set(EARLIER_RULE_KEYS) & set(declared):
+        return ""
+    words = [f'test = "{declared.get("test", "exact")}"', f'sequential = "{declared.get("sequential", "off")}"']
+    words += [f"{key} = {declared[key]}".lower() for key in ("futility", "race", "prior_spread") if declared.get(key)]
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+@dataclass(frozen=True)
+class ConditionStanding:
+    """Whether one condition gets a verdict, why not, and how many pairs were declared."""
+
+    name: str
+    reasons: list[str]
+    pairs_planned: int
 
 
 @dataclass(frozen=True)
 class Standing:
     """Whether verdicts may be given. ``reasons`` make every finding exploratory, ``of_condition`` single ones;
-    ``seeds`` are the declared ones, None where nothing says which."""
+    ``seeds`` are the declared ones, None where nothing says which; ``added`` are conditions that were not declared."""
 
     reasons: tuple[str, ...] = ()
     of_condition: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     seeds: frozenset[int] | None = None
+    added: Collection[str] = ()
 
-    def judge(self, condition: dict[str, Any], runs: Sequence[RunResult], baseline: str) -> None:
-        """Write ``standing``, ``standing_reasons`` and the number of declared ``pairs_planned`` into a compared
-        condition, and take the p-values out of an interim one."""
-        own = [run for run in runs if run.label in (condition["label"], baseline) and self._counts(run)]
-        open_seeds = {run.seed for run in own if run.state not in ENDED}
-        reasons = (*self.reasons, *self.of_condition.get(condition["label"], ()), *self.of_condition.get(baseline, ()))
-        decided = bool((condition.get("sequential") or {}).get("stopped_after"))
-        standing = EXPLORATORY if reasons else INTERIM if open_seeds and not decided else DECLARED
-        condition["standing"], condition["standing_reasons"] = standing, list(dict.fromkeys(reasons))
-        condition["pairs_planned"] = len({run.seed for run in own})
-        if standing == INTERIM:
-            condition |= dict.fromkeys(P_VALUES)
+    def of(self, label: str, baseline: str, runs: Sequence[RunResult], *, is_decided: bool) -> ConditionStanding:
+        """Return the standing of a compared condition; ``is_decided``: by the interim analysis."""
+        both = [run for run in runs if run.label in (label, baseline) and self._counts(run)]
+        open_seeds = {run.seed for run in both if run.state not in ENDED}
+        reasons = (*self.reasons, *self.of_condition.get(label, ()), *self.of_condition.get(baseline, ()))
+        name = EXPLORATORY if reasons else INTERIM if open_seeds and not is_decided else DECLARED
+        return ConditionStanding(name, list(dict.fromkeys(reasons)), len({run.seed for run in both}))
 
     def _counts(self, run: RunResult) -> bool:
         return self.seeds is None or run.seed in self.seeds
@@ -70,10 +98,16 @@ def standing(
         reasons.append(f"the baseline declared was {first['baseline']}")
     seeds = first.get("seeds")
     added = sorted({run.seed for run in runs} - set(seeds or [run.seed for run in runs]))
-    if added and first.get("sequential") != "always_valid":
+    if added:
         reasons.append(f"{plural(len(added), 'seed')} {'was' if len(added) == 1 else 'were'} added: "
                        f"{listed([str(seed) for seed in added], 8)}")  # fmt: skip
-    return Standing(tuple(reasons), _of_conditions(first, runs), None if seeds is None else frozenset(seeds))
+    labels = {run.label for run in runs}
+    return Standing(
+        tuple(reasons),
+        _of_conditions(first, runs),
+        None if seeds is None else frozenset(seeds),
+        labels - set(first.get("conditions", labels)),
+    )
 
 
 def pooled(count: int) -> Standing:

@@ -1,32 +1,26 @@
 """Before anything is trained: what a campaign can find out, and where its design misleads.
 
-Everything comes from the plan and, where there is one, from a pilot's runs. The spread that matters is that of the
-paired differences between conditions: common seeds, problems and random numbers are already taken out of it.
+Everything comes from the plan, the table of the rule's power and, where there is one, an earlier campaign. The spread
+that matters is that of the paired differences between conditions: common seeds, problems and random numbers are already
+taken out of it.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from retrain.config.campaign import condition_name
 from retrain.config.learning_rules import lambda_stays_zero
 from retrain.config.modes import advantage_of
 from retrain.config.root import unused
-from retrain.config.runs import RunSpec, seeds_together
-from retrain.errors import UsageError
-from retrain.maths.normal import additive_fit
-from retrain.maths.power import detectable, outlook, seeds_needed, spread_interval, spread_limit
-from retrain.maths.rules import Rule
-from retrain.verdicts.declared_rule import rule_of, table_of
+from retrain.config.runs import RunSpec
+from retrain.errors import UsageError, plural
+from retrain.records.schema.layout import MANIFEST
+from retrain.verdicts.follow_up import pair_spread
+from retrain.verdicts.planning import EFFECTS, PLANNED_SEEDS, WANTED_POWER, power, seeds_needed
 from retrain.verdicts.pooling import read_source
 from retrain.verdicts.results import Measure, RunResult, require_measure, values_of
-
-ASSUMED_SPREAD = 0.04
-"""Standard deviation of a paired difference of held-out accuracy where no pilot measured it: 4 points."""
-POWER = 0.8
+from retrain.verdicts.rule import FEWEST_INTERIM_SEEDS, FEWEST_PAIRS, interim_seeds
 
 
 @dataclass(frozen=True)
@@ -34,132 +28,98 @@ class Spread:
     """Standard deviation of paired differences, and where it is from."""
 
     value: float
-    freedom: int
     source: str
 
 
 def pilot_spread(directory: Path, measure: Measure) -> Spread:
-    """The spread that a pilot's finished runs show: pooled over its conditions; between runs when it has only one.
+    """The spread that a campaign's finished runs show: of the paired differences, pooled over its conditions.
 
-    Raises UsageError when the pilot has fewer than two seeds.
+    Raises UsageError where there are no two pairs of seeds.
     """
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
-    return spread_of(read_source(directory).runs, measure, str(directory))
+    source = read_source(directory)
+    require_measure(measure, source.runs)
+    spread, pairs = _spread_of(source.runs, source.labels, measure)
+    if spread is None:
+        raise UsageError(f"{directory} does not show a spread: it needs finished runs of two conditions and two seeds")
+    return Spread(spread, f"{plural(pairs, 'pair')} of {directory}")
 
 
-def spread_of(runs: Sequence[RunResult], measure: Measure, directory: str) -> Spread:
-    """The same of runs that were read already, from ``directory``."""
-    require_measure(measure, runs)
-    results = {label: values_of(label, runs, measure) for label in dict.fromkeys(run.label for run in runs)}
-    table, _ = table_of(list(results), results)
-    # A difference of two runs has twice the variance of what the seed leaves of one.
-    fit = additive_fit(table[None])
-    if freedom := int(fit.freedom[0]):
-        count = int((~np.isnan(table)).sum())
-        source = f"residual of {count} runs of {directory} beside seed and condition"
-        return Spread(math.sqrt(2.0) * float(fit.spread[0]), freedom, source)
-    groups = [list(values.values()) for values in results.values() if len(values) > 1]
-    if not groups:
-        raise UsageError(f"{directory} does not show a spread: it needs finished runs of two seeds or more")
-    freedom = sum(len(values) - 1 for values in groups)
-    squares = sum(float(((np.asarray(values) - np.mean(values)) ** 2).sum()) for values in groups)
-    count = sum(len(values) for values in groups)
-    what = f"{count} unpaired runs (pairs may do better) of {directory}"
-    return Spread(math.sqrt(2.0 * squares / freedom), freedom, what)
+def _spread_of(runs: Sequence[RunResult], labels: Sequence[str], measure: Measure) -> tuple[float | None, int]:
+    base, *others = (values_of(label, runs, measure) for label in labels)
+    differences = [[value - base[pair] for pair, value in values.items() if pair in base] for values in others]
+    return pair_spread(differences), sum(map(len, differences))
 
 
-def verdict_lines(specs: Sequence[RunSpec], pilot: Path | None, wanted: float | None) -> list[str]:
-    """What the planned seeds can detect, and how many a wanted difference needs; empty without a comparison.
+def verdict_lines(
+    specs: Sequence[RunSpec], pilot: Path | None, wanted: float | None, directory: Path | None = None
+) -> list[str]:
+    """What the planned seeds can find; empty without a comparison.
 
-    ``wanted`` is in points for shares and in the metric's unit otherwise.
+    ``wanted`` is in points for shares and in the metric's unit otherwise. The spread comes from ``pilot``, else from an
+    earlier campaign in the plan's ``directory``.
     """
-    family = len({spec.label for spec in specs}) - 1
+    comparisons = len({spec.label for spec in specs}) - 1
     campaign = specs[0].config.campaign
     measure = Measure.parse(campaign.primary_metric, *specs[0].config.evaluation.names[:1])
-    if family < 1 or (measure.is_held_out and specs[0].config.evaluation.problems == 0 and pilot is None):
+    if comparisons < 1 or (measure.is_held_out and specs[0].config.evaluation.problems == 0 and pilot is None):
         return []
     seeds = len({spec.seed for spec in specs})
     unit, scale = (" points", 100.0) if measure.is_share else ("", 1.0)
-    if pilot is not None:
-        spread = pilot_spread(pilot, measure)
-    elif measure.is_share:
-        spread = Spread(ASSUMED_SPREAD, 0, "assumed; --pilot DIR takes it from runs that are done")
-    else:
-        return [f"{measure.name}, {seeds} pairs of seeds; --pilot DIR tells what they can detect"]
-    rule = rule_of(campaign.model_dump(), family, seeds, measure)
-    lines = [
-        f"{measure.name}, {seeds} pairs of seeds{_rule_words(rule)}; a difference's standard deviation is "
-        f"{scale * spread.value:.2g}{unit} ({spread.source})"
-    ]
-    if spread.value == 0.0:
-        return [*lines, "the pilot's differences are all the same: it cannot tell how much seeds vary"]
-    plan_with = spread.value
-    if spread.freedom:
-        low, high = (scale * end for end in spread_interval(spread.value, spread.freedom))
-        plan_with = spread_limit(spread.value, spread.freedom)
-        lines[0] += f", 90 % sure to be {low:.2g} to {high:.2g}"
-        lines.append(f"planned with {scale * plan_with:.2g}{unit}, which it is below with 80 % probability")
-    if rule.looks == "always_valid":
-        fixed = replace(rule, looks="off")
-        return [
-            *lines,
-            *_seeds_lines(fixed, plan_with, wanted, scale, unit),
-            "adding seeds at will takes 30 to 90 % more",
-        ]
-    effect = detectable(rule, POWER)
-    if seeds < rule.fewest:
-        lines.append(f"no verdict is possible: with {family + 1} conditions it needs {rule.fewest} seeds or more")
-    elif effect is None:
-        lines.append(f"no difference is detected with {100 * POWER:.0f} % probability, however large")
-    else:
-        lines.append(f"detected with {100 * POWER:.0f} % probability: {scale * effect * plan_with:.2g}{unit} or more")
-    target = wanted / scale / plan_with if wanted is not None else effect
-    if target is not None and seeds >= rule.fewest:
-        lines.append(_cost(rule, target, scale * target * plan_with, unit, _together(specs, family + 1)))
-    return [*lines, *_seeds_lines(rule, plan_with, wanted, scale, unit)]
-
-
-def _rule_words(rule: Rule) -> str:
-    """The test and how a family is corrected, with the looks, as words after the number of pairs."""
-    tests = {"exact": "exact test", "normal": "normal test", "permutation": "closed permutation"}
-    words = f", {tests[rule.test]}"
-    if rule.family > 1:
-        words += f", p corrected for {rule.family} comparisons"
-    if rule.prior_freedom:
-        words += ", moderated by an earlier spread"
-    if rule.looks != "off":
-        words += f", looks ({rule.looks})" + (", a race" if rule.race else ", with futility" if rule.chance else "")
-    return words
-
-
-def _together(specs: Sequence[RunSpec], conditions: int) -> int:
-    campaign = specs[0].config.campaign
-    return seeds_together(campaign) if campaign.lanes == "auto" else max(1, -(-int(campaign.lanes) // conditions))
-
-
-def _cost(rule: Rule, effect: float, shown: float, unit: str, together: int) -> str:
-    found = outlook(rule, effect, together)
-    planned = rule.planned * (rule.family + 1)
-    text = f"if one condition differs by {shown:.2g}{unit}: found with {100 * found.power:.0f} % probability"
-    if rule.looks == "off":
-        return f"{text}, after all {planned} runs"
-    return (
-        f"{text}, after {found.runs_different:.0f} of {planned} runs on average; after {found.runs_alike:.0f} if all "
-        "are alike"
+    spread = pilot_spread(pilot, measure) if pilot is not None else _earlier_spread(directory, measure)
+    head = f"{measure.name}, {plural(seeds, 'pair')} of seeds, {plural(comparisons, 'comparison')}"
+    interim = interim_seeds(seeds) if campaign.sequential == "on" else None
+    lines = [f"{head}, {f'interim analysis after {interim} seeds' if interim else 'no interim analysis'}"]
+    lines.append(
+        f"a verdict needs {FEWEST_PAIRS} seeds or more, {FEWEST_INTERIM_SEEDS} at an interim analysis"
+        + (f": {seeds} cannot decide" if seeds < FEWEST_PAIRS else "")
     )
-
-
-def _seeds_lines(rule: Rule, spread: float, wanted: float | None, scale: float, unit: str) -> list[str]:
-    """How many seeds the wanted difference, or two usual ones, would need."""
-    if rule.test == "permutation":
-        rule = replace(rule, test="exact")  # a bound: the step-down of exact tests needs no fewer
-    lines = []
-    for target in [wanted / scale] if wanted is not None else [spread / 2.0, spread]:
-        needed = seeds_needed(rule, target / spread, POWER)
-        most = "more than 10,000" if rule.looks == "off" else "more than 20"
-        lines.append(f"a difference of {scale * target:.2g}{unit} needs {most if needed is None else needed} seeds")
+    if spread is None:
+        lines.append("pair spread unknown: --pilot DIR takes it from runs that are done")
+    else:
+        lines.append(f"pair spread (standard deviation of a paired difference) {scale * spread.value:.2g}{unit}: "
+                     f"{spread.source}")  # fmt: skip
+    target = wanted / scale if wanted is not None else campaign.equivalence_margin
+    lines += _power_lines(seeds, comparisons, spread, target, scale, unit)
+    if seeds != PLANNED_SEEDS:
+        found = [f"{100 * power(PLANNED_SEEDS, comparisons, effect):.0f}" for effect in EFFECTS[:3]]
+        lines.append(
+            f"proposed: {PLANNED_SEEDS} seeds with the interim analysis, which find 1, 1.5 and 2 pair spreads with "
+            f"{', '.join(found[:2])} and {found[2]} % probability"
+        )
     return lines
+
+
+def _earlier_spread(directory: Path | None, measure: Measure) -> Spread | None:
+    if directory is None or not (directory / MANIFEST).is_file():
+        return None
+    try:
+        return pilot_spread(directory, measure)
+    except UsageError:
+        return None  # hardly begun, or begun with another metric
+
+
+def _power_lines(
+    seeds: int, comparisons: int, spread: Spread | None, target: float | None, scale: float, unit: str
+) -> list[str]:
+    """The power at the wanted or declared difference, or, where no spread says how large that is, by pair spreads."""
+    if spread is not None and not spread.value:
+        return ["these differences are all the same: they cannot tell how much seeds vary"]
+    if spread is None or target is None:
+        found = [f"{100 * power(seeds, comparisons, effect):.0f}" for effect in EFFECTS]
+        sizes = ", ".join(f"{effect:g}" if spread is None else f"{scale * effect * spread.value:.2g}{unit}"
+                          for effect in EFFECTS)  # fmt: skip
+        what = f"{sizes} pair spreads" if spread is None else sizes
+        return [f"one condition that differs by {what} is found with {', '.join(found)} % probability"]
+    effect = target / spread.value
+    share = 100 * power(seeds, comparisons, effect)
+    needed = seeds_needed(comparisons, effect)
+    enough = "more than 10,000" if needed is None else str(needed)
+    return [
+        f"a difference of {scale * target:.2g}{unit} is found with {share:.0f} % probability; for "
+        f"{100 * WANTED_POWER:.0f} % it takes {enough} seeds"
+    ]
 
 
 def warnings_of(specs: Sequence[RunSpec]) -> list[str]:

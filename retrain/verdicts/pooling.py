@@ -20,7 +20,7 @@ from retrain.files import write_json
 from retrain.records.reader import planned_configs, read_manifest
 from retrain.records.schema.layout import COMPARISON, MANIFEST
 from retrain.verdicts.comparison import compare_runs
-from retrain.verdicts.declaration import pooled, standing
+from retrain.verdicts.declaration import EARLIER_RULE_KEYS, DeclaredRule, pooled, standing
 from retrain.verdicts.results import Measure, RunResult, first_set, read_run, require_evaluations
 
 MAY_DIFFER = Role.RECORDS | Role.SPEED | Role.NAMES
@@ -34,7 +34,7 @@ Reader = Callable[[Path, Mapping[str, Any]], RunResult]
 @dataclass(frozen=True)
 class Source:
     """One directory: its runs in their order, its labels with the baseline first, what it declared and what its file
-    says otherwise since, what else a reader must know, and the looks of the declared rule."""
+    says otherwise since, what else a reader must know, and the rule that it declared."""
 
     name: str
     runs: list[RunResult]
@@ -42,7 +42,7 @@ class Source:
     declared: dict[str, Any]
     changed: list[str]
     notes: list[str]
-    looks: dict[str, Any] | None
+    rule: DeclaredRule
 
 
 def compare_directories(
@@ -82,9 +82,7 @@ def compare_directories(
         baseline=first,
         margin=_margin(sources) if asked.key == measure.key else None,
         warnings=warnings,
-        rule=declared or None,
-        # Looks of several campaigns were not planned together: only a campaign's own rule holds, for it alone.
-        sequential=sources[0].looks if alone else None,
+        rule=_rule(sources, measure == asked and first == labels[0]),
         standing=standing(declared, runs, measure, asked, first) if alone else pooled(len(sources)),
     )
     return comparison | {"declared": declared, "directories": [str(path) for path in directories]}
@@ -109,12 +107,10 @@ def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Sou
     runs = [read(directory, entry) for entry in manifest["runs"]]
     # Before there was a record of it, the settings of the first run are what was declared.
     campaign = next((own for run in runs if (own := run.config.get("campaign")) is not None), {})
-    declared = {key: campaign[key] for key in DECIDING_KEYS if key in campaign} | (manifest.get("declared") or {})
+    keys = (*DECIDING_KEYS, *EARLIER_RULE_KEYS)
+    declared = {key: campaign[key] for key in keys if key in campaign} | (manifest.get("declared") or {})
     labels = dict.fromkeys(run.label for run in runs)
     first = [label for label in [declared.get("baseline")] if label in labels]
-    looks = manifest.get("sequential")
-    if looks and declared.get("sequential", looks["rule"]) != looks["rule"]:
-        looks = None  # of a rule that was not declared
     return Source(
         name or directory.name,
         runs,
@@ -122,7 +118,7 @@ def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Sou
         declared,
         _changed(directory, declared),
         manifest.get("notes") or [],
-        looks,
+        DeclaredRule.of(declared, manifest.get("interim")),
     )
 
 
@@ -133,12 +129,23 @@ def _changed(directory: Path, declared: Mapping[str, Any]) -> list[str]:
         f"[campaign] {key} was declared as {_said(declared[key])} and is {_said(now[key])} in the file now: what was "
         "declared decides."
         for key in DECIDING_KEYS
-        if key in declared and key in now and declared[key] != now[key]
+        if key in declared and key in now and _present(key, declared[key]) != _present(key, now[key])
     ]
+
+
+def _present(key: str, value: object) -> object:
+    """Return what a declared value means now: the stopping rules of earlier versions all mean the interim analysis."""
+    return "on" if key == "sequential" and value != "off" else value
 
 
 def _said(value: Any) -> str:
     return "unset" if value is None else str(value)
+
+
+def _rule(sources: Sequence[Source], as_declared: bool) -> DeclaredRule:
+    """Return the rule of a comparison. The interim analysis counts for its own campaign, metric and baseline alone."""
+    earlier = next((source.rule.earlier for source in sources if source.rule.earlier), "")
+    return sources[0].rule if len(sources) == 1 and as_declared else DeclaredRule(earlier=earlier)
 
 
 def _names(directories: Sequence[Path]) -> list[str]:

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from retrain.maths.statistics import majority, pass_at_k
+from retrain.maths.crossed import new_problems_interval
+from retrain.maths.statistics import Interval, majority, pass_at_k
 from retrain.records.reader import RunReader
-from retrain.verdicts.results import Measure, RunResult
+from retrain.verdicts.results import Measure, Pair, RunResult, finished_of
 
 Row = dict[str, Any]
 SAME = 1e-6  # Rounding tolerance between the mean over problems and the run's recorded value
@@ -58,3 +59,37 @@ def _score(rows: Sequence[Row], metric: str) -> float:
             return float(np.mean([row["num_tokens"] for row in rows]))
         case _:
             return math.nan
+
+
+class ProblemScores:
+    """The scores of all runs' problems, read once for each run and only where asked for."""
+
+    def __init__(self, runs: Sequence[RunResult], measure: Measure):
+        self._runs, self.measure = runs, measure
+        self._finished: dict[str, dict[Pair, RunResult]] = {}
+        self._scores: dict[int, dict[str, float] | None] = {}
+
+    def new_problems_interval(self, label: str, baseline: str, level: float, resolution: float) -> Interval | None:
+        """The interval of a difference for other seeds on new problems; None with fewer than two pairs, and where a
+        pair's files do not have the same problems."""
+        if not self.measure.is_held_out:
+            return None
+        mine, base = self._finished_of(label), self._finished_of(baseline)
+        rows = []
+        for pair in (pair for pair in mine if pair in base):
+            a, b = self._of(mine[pair]), self._of(base[pair])
+            if a is None or b is None or set(a) != set(b) or (rows and len(a) != len(rows[0])):
+                return None
+            rows.append([[a[problem], b[problem]] for problem in sorted(a)])
+        return new_problems_interval(np.array(rows), level, resolution) if len(rows) > 1 else None
+
+    def _finished_of(self, label: str) -> dict[Pair, RunResult]:
+        if label not in self._finished:
+            results = finished_of(label, self._runs, self.measure)
+            self._finished[label] = {pair: run for pair, (run, _) in results.items()}
+        return self._finished[label]
+
+    def _of(self, run: RunResult) -> dict[str, float] | None:
+        if id(run) not in self._scores:
+            self._scores[id(run)] = problem_scores(run, self.measure)
+        return self._scores[id(run)]

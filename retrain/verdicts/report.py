@@ -132,6 +132,8 @@ def _verdicts(campaign: Campaign) -> str:
     body = f"<ul class='verdicts'>{''.join(items)}</ul>"
     if comparison["note"]:
         body += f"<p class='warn'>{escape(comparison['note'])}</p>"
+    if comparison["follow_up"]:
+        body += f"<p class='muted'>{escape(comparison['follow_up'])}</p>"
     unit = "points" if comparison["share"] else ""
     rows = [
         Row(
@@ -139,9 +141,9 @@ def _verdicts(campaign: Campaign) -> str:
             place,
             [(d, f"seed {s}: {amount(d, measure, sign=True)}")
              for s, d in zip(condition["paired_seeds"], condition["differences"], strict=True)],
-            condition["difference"],
+            condition["typical_difference"],
             condition["difference_interval"] if condition["pairs"] >= MIN_BAND_SEEDS else None,
-            "" if condition["p_holm"] is None else p_words(condition["p_holm"]),
+            "" if condition["p_value"] is None else p_words(condition["p_value"]),
             new_problems(condition, measure) if condition["pairs"] >= MIN_BAND_SEEDS else None,
         )
         for place, condition in enumerate(others, start=1)
@@ -163,13 +165,15 @@ def _verdicts(campaign: Campaign) -> str:
 def _verdict_item(condition: dict[str, Any], baseline: str) -> str:
     verdict = condition["verdict"]
     unclear = dict.fromkeys(("cannot", INTERIM, EXPLORATORY), "unclear")
-    css = ({"better": "up", "worse": "down"} | unclear).get(verdict.split()[0].rstrip(",:"), "")
+    word = verdict.removeprefix("typical runs ").split()[0].rstrip(":")
+    css = ({"better": "up", "worse": "down"} | unclear).get(word, "")
     head = f"{condition['label']} against {baseline}: {verdict[0].upper()}{verdict[1:]}"
     return f'<li class="{css}"><b>{escape(head)}</b>{escape(condition["sentence"])}</li>'
 
 
 def _difference_words(comparison: dict[str, Any], rows: Sequence[Row]) -> str:
-    words = f"each dot one pair of seeds; line: mean; {interval_words('bar', any(row.interval for row in rows))}"
+    bars = interval_words("bar", any(row.interval for row in rows))
+    words = f"each dot one pair of seeds; line: typical difference; {bars}"
     words += "; thin line: the same on new problems" if any(row.wider for row in rows) else ""
     return words + ("; grey: differences that do not matter" if comparison["margin"] else "")
 

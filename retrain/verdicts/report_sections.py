@@ -3,7 +3,6 @@
 Each takes the campaign and returns HTML, "" where there is nothing to show. Text from files and models is escaped.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -28,7 +27,7 @@ from retrain.verdicts.evidence import (
     window_of,
 )
 from retrain.verdicts.results import Measure
-from retrain.verdicts.words import brackets, difference_words, new_problems, number, probability
+from retrain.verdicts.words import brackets, difference_words, level_brackets, new_problems, number, probability
 
 TWINS = 8  # Prompts shown for each comparison
 OPEN_TWINS = 2  # Of these, the prompts that are unfolded initially and in print
@@ -65,7 +64,7 @@ def title_of(measure: Measure) -> str:
 def level_words(condition: dict[str, Any], measure: Measure) -> str:
     """Mean after training with its interval, as text."""
     unit = "%" if measure.is_share else ""
-    return f"{number(condition['after_mean'], measure)}{unit}" + brackets(condition["interval"], measure)
+    return f"{number(condition['after_mean'], measure)}{unit}" + level_brackets(condition["interval"], measure)
 
 
 def table_of(head: tuple[str, ...], rows: list[list[str]], css: str = "") -> str:
@@ -217,13 +216,14 @@ def _outcome(row: Completion) -> str:
 def results_section(campaign: Campaign) -> str:
     """Primary metric with costs, then the secondary ones (tags among them)."""
     comparison, measure = campaign.comparison, campaign.measure
-    head = ("condition", "finished", "before", "after", "IQM", "difference", "p", "smallest p", "P(better)",
-            "tokens / run", "s / run")  # fmt: skip
+    head = ("condition", "finished", "before", "after", "IQM", "typical difference", "p", "mean difference",
+            "P(better)", "tokens / run", "s / run")  # fmt: skip
     rows = [_result_row(condition, index, measure) for index, condition in enumerate(comparison["conditions"])]
     body = f"<h3>{escape(title_of(measure))}</h3>" + table_of(head, rows, "tight")
     words = (
-        "Intervals are 95 %: of a condition over seeds; of differences over other seeds on these problems, all of them "
-        f"at once, and in grey over other seeds and other problems like these. {_test_words(comparison['conditions'])}"
+        "Intervals are 95 %: of a condition over seeds; of typical differences over other seeds on these problems, "
+        "for all conditions and analyses together, and in grey over other seeds and other problems like these. p: sign "
+        "flips of whole seeds, corrected for all conditions and analyses."
     )
     body += f"<p class='muted'>{words}</p>"
     if comparison.get("secondary"):
@@ -233,21 +233,6 @@ def results_section(campaign: Campaign) -> str:
         body += "<h3>Secondary metrics and tags</h3>" + table_of(head, rows, "tight")
         body += "<p class='muted'>No verdicts here: many numbers, none declared before, none corrected.</p>"
     return body
-
-
-TESTS = {
-    "exact": "exact sign-flip test, corrected for the number of conditions (Holm)",
-    "normal": "t by the residual that all conditions share, corrected for their number (Dunnett, stepping down)",
-    "permutation": "closed permutation within seeds",
-}
-
-
-def _test_words(conditions: Sequence[dict[str, Any]]) -> str:
-    used = dict.fromkeys(TESTS[test] for each in conditions[1:] if (test := each.get("test")) in TESTS)
-    looks = "; with looks, the probability of so clear an end or an earlier one" * any(
-        each.get("sequential") for each in conditions[1:]
-    )
-    return f"p: {'; or '.join(used)}{looks}." if used else ""
 
 
 def _result_row(condition: dict[str, Any], index: int, measure: Measure) -> list[str]:
@@ -260,7 +245,7 @@ def _result_row(condition: dict[str, Any], index: int, measure: Measure) -> list
     difference = "baseline" if index == 0 else "–"
     if condition["difference"] is not None:
         difference = difference_words(condition, measure)
-    p, wider = condition["p_holm"], new_problems(condition, measure)
+    p, wider = condition["p_value"], new_problems(condition, measure)
     return [
         f"<span class='key whole' style='--series:{charts.colour(index)}'>{_breaking(condition['label'])}</span>",
         f"{len(condition['finished'])} of {len(condition['seeds'])}",
@@ -270,7 +255,7 @@ def _result_row(condition: dict[str, Any], index: int, measure: Measure) -> list
         cell(difference)
         + (f" <span class='whole muted'>{escape(brackets(wider, measure)[1:])}</span>" if wider else ""),
         "–" if p is None else probability(p),
-        shown(condition["smallest_p"], "{:.3g}"),
+        "–" if condition["difference"] is None else number(condition["difference"], measure, sign=True),
         shown(better.get("estimate"), "{:.2f}"),
         "–" if condition["tokens_per_run"] is None else short(condition["tokens_per_run"]),
         shown(condition["seconds_per_run"], "{:.0f}"),

@@ -178,7 +178,8 @@ def outlier_places(differences: Floats, typical: float, margin: float | None) ->
 def _range(values: Floats) -> tuple[Floats, Floats]:
     missing = np.isnan(values)
     low, high = np.where(missing, np.inf, values).min(axis=1), np.where(missing, -np.inf, values).max(axis=1)
-    return tuple(np.where(missing.all(axis=1), np.nan, end) for end in (low, high))
+    is_empty = missing.all(axis=1)
+    return np.where(is_empty, np.nan, low), np.where(is_empty, np.nan, high)
 
 
 def _patterns(values: Floats, planned: int) -> Patterns:

@@ -5,11 +5,14 @@ from typing import Any
 
 from retrain.config.campaign import condition_name
 from retrain.errors import listed, plural
-from retrain.records.text import minus, points
+from retrain.records.schema.comparison import ConditionComparison, MissingRun
+from retrain.records.text import minus, percent, points
 from retrain.verdicts.declaration import EXPLORATORY, INTERIM
 from retrain.verdicts.results import Measure
+from retrain.verdicts.rule import FEWEST_PAIRS, Outcome
 
-SIGNIFICANT = 0.05
+ALIKE = "typical runs alike"
+NOT_SHOWN = "no difference shown"
 VARIED = {
     "all": "other seeds",
     "init": "other initial adapters",
@@ -20,28 +23,26 @@ VARIED = {
 NAMED_RUNS = 6  # Missing runs listed by name; the rest are only counted
 
 
-def verdict(condition: Mapping[str, Any], measure: Measure, margin: float | None) -> str:
-    """The finding about one condition, compared with the baseline, in a few words.
-
-    Only what was declared gets a verdict; what a stopping rule has decided stands in the condition already.
-    """
-    pairs, needed = condition["pairs"], condition["pairs_needed"]
-    if condition["standing"] == EXPLORATORY:
+def verdict(condition: ConditionComparison, outcome: Outcome | None, measure: Measure) -> str:
+    """The finding about one condition, compared with the baseline, in a few words. Only what was declared gets a
+    verdict."""
+    pairs, typical = condition.pairs, condition.typical_difference
+    if condition.standing == EXPLORATORY:
         return EXPLORATORY
-    if condition["standing"] == INTERIM:
-        return f"{INTERIM}: {pairs} of {plural(condition['pairs_planned'], 'pair')}"
-    if condition["verdict"]:
-        return condition["verdict"]
-    if pairs == 0:
+    if condition.standing == INTERIM:
+        return f"{INTERIM}: {pairs} of {plural(condition.pairs_planned or 0, 'pair')}"
+    if typical is None:
         return "cannot tell: no pair of finished runs"
-    if pairs < needed:
-        return f"cannot tell: {plural(pairs, 'pair')} of seeds, {needed} needed"
-    different = condition["p_holm"] <= SIGNIFICANT
-    small = condition["equivalence_p_holm"] is not None and condition["equivalence_p_holm"] <= SIGNIFICANT
-    within = f"beyond {amount(margin or 0.0, measure)}"
-    if different:
-        return direction(condition["difference_tested"], measure) + (f", though not {within}" if small else "")
-    return f"no difference {within}" if small else "no difference shown"
+    if outcome in ("higher", "lower"):
+        against = any(each.distance * typical < 0 for each in condition.outlier_seeds)
+        return f"typical runs {direction(typical, measure)}" if against else direction(typical, measure)
+    if outcome == "alike":
+        return ALIKE
+    if outcome == "not shown":
+        return NOT_SHOWN
+    if pairs < FEWEST_PAIRS:
+        return f"cannot tell: {plural(pairs, 'pair')} of seeds, {FEWEST_PAIRS} needed"
+    return "cannot tell: mean and typical difference disagree"
 
 
 def direction(difference: float, measure: Measure) -> str:
@@ -51,38 +52,68 @@ def direction(difference: float, measure: Measure) -> str:
     return "higher" if difference > 0 else "lower"
 
 
-def sentence(condition: Mapping[str, Any], baseline: str, measure: Measure, family: int, varied: str = "all") -> str:
-    """Difference, interval, p, pairs, verdict with the population it speaks of, what remains possible, and the cost, in
-    one sentence. ``varied`` is `[campaign] vary`."""
-    start = f"{condition_name(condition['label'])} − {condition_name(baseline)}: "
-    pairs = condition["pairs"]
-    if not pairs:
-        return f"{start}{condition['verdict']}."
-    text = difference_words(condition, measure)
-    if wider := new_problems(condition, measure):
-        text += f" (on new problems too{brackets(wider, measure)})"
-    if condition["p_holm"] is not None:
-        text += f", {p_words(condition['p_holm'])}"
-        text += f" (corrected for {family} comparisons)" if family > 1 else ""
-    cost = condition["cost_ratio"]
-    text += f", {_finding(condition, measure, varied)}"
-    text += f"; {cost:.2f} times the device time per run" if cost is not None else ""
-    return f"{start}{text}."
+def sentence(
+    condition: ConditionComparison,
+    baseline: ConditionComparison,
+    measure: Measure,
+    *,
+    comparisons: int,
+    margin: float | None,
+    varied: str = "all",
+) -> str:
+    """Differences, interval, p, pairs, verdict with the population it speaks of, what remains possible, and the cost,
+    in one sentence. ``varied`` is `[campaign] vary`."""
+    start = f"{condition_name(condition.label)} − {condition_name(baseline.label)}: "
+    typical, mean = condition.typical_difference, condition.difference
+    if typical is None or mean is None:
+        return f"{start}{condition.verdict}."
+    text = f"{amount(typical, measure, sign=True)} typically{brackets(condition.difference_interval, measure)}"
+    text += f" (mean {number(mean, measure, sign=True)})"
+    wider = condition.difference_new_problems
+    if wider is not None and (ends := wider_ends(vars(wider), condition.difference_interval, measure)):
+        text += f" (on new problems too{brackets(ends, measure)})"
+    if condition.p_value is not None:
+        text += f", {p_words(condition.p_value)}"
+        text += f" (corrected for {comparisons} comparisons)" if comparisons > 1 else ""
+    parts = [f"{text}, {_finding(condition, measure, margin, varied)}", *_qualifications(condition, baseline, measure)]
+    if condition.cost_ratio is not None:
+        parts.append(f"{condition.cost_ratio:.2f} times the device time per run")
+    return f"{start}{'; '.join(parts)}."
 
 
-def _finding(condition: Mapping[str, Any], measure: Measure, varied: str) -> str:
-    pairs, found = plural(condition["pairs"], "pair"), condition["verdict"]
-    if condition["standing"] == INTERIM:
-        return f"{condition['pairs']} of {plural(condition['pairs_planned'], 'pair')}: interim, no verdict yet"
-    if condition["standing"] == EXPLORATORY:
-        return f"{pairs}: exploratory, no verdict ({'; '.join(condition['standing_reasons'])})"
-    if found.startswith("cannot tell"):
-        needed = condition["pairs_needed"]
-        return f"{pairs}: cannot tell, {needed} are needed" if "sequential" not in condition else f"{pairs}: {found}"
-    open_yet, alike = remaining(condition, measure), condition.get("equivalence_p_holm")
-    if alike is not None and alike <= SIGNIFICANT:  # said, since the 95 % interval may reach beyond the margin
-        found += f", equivalence {p_words(alike)}"
-    return f"{pairs}: {found} ({population(measure, varied)})" + (f"; {open_yet}" if open_yet else "")
+def _finding(condition: ConditionComparison, measure: Measure, margin: float | None, varied: str) -> str:
+    pairs = plural(condition.pairs, "pair")
+    if condition.standing == INTERIM:
+        return f"{condition.pairs} of {plural(condition.pairs_planned or 0, 'pair')}: interim, no verdict yet"
+    if condition.standing == EXPLORATORY:
+        return f"{pairs}: exploratory, no verdict ({'; '.join(condition.standing_reasons)})"
+    if condition.pairs < FEWEST_PAIRS:
+        return f"{pairs}: cannot tell, {FEWEST_PAIRS} are needed"
+    within = f" within {amount(margin or 0.0, measure)}" if condition.verdict == ALIKE else ""
+    return f"{pairs}: {condition.verdict}{within} ({population(measure, varied)})"
+
+
+def _qualifications(condition: ConditionComparison, baseline: ConditionComparison, measure: Measure) -> list[str]:
+    """Outlier seeds, what stays open, and what was not seen."""
+    parts = [
+        f"seed {each.seed} {'fell' if each.distance < 0 else 'rose'} by {amount(abs(each.distance), measure)}"
+        for each in condition.outlier_seeds
+    ]
+    ends = condition.difference_interval
+    if condition.verdict == NOT_SHOWN and ends:
+        parts.append(f"up to {amount(max(abs(end) for end in ends), measure)} stay open")
+    if condition.verdict == ALIKE and condition.unseen_collapse_rate is not None:
+        parts.append(f"none of {len(condition.finished)} + {len(baseline.finished)} runs is an outlier")
+        unseen = f"collapses in up to {percent(condition.unseen_collapse_rate)} of runs would have gone unseen"
+        bound = condition.mean_difference_bound
+        if bound is not None:
+            unseen += f", so that the means differ by at most {amount(bound, measure)}"
+        parts.append(unseen)
+    if condition.decided_after is not None:
+        parts.append(f"decided after {condition.decided_after} of {plural(condition.pairs_planned or 0, 'pair')}")
+        if condition.pairs <= condition.decided_after:
+            parts.append("later seeds were not trained")
+    return parts
 
 
 def population(measure: Measure, varied: str = "all") -> str:
@@ -92,31 +123,34 @@ def population(measure: Measure, varied: str = "all") -> str:
 
 
 def difference_words(condition: Mapping[str, Any], measure: Measure) -> str:
-    """The difference with its unit and its interval, as far as there is one."""
-    return amount(condition["difference"], measure, sign=True) + brackets(condition["difference_interval"], measure)
+    """The typical difference of a condition (as JSON) with its unit and its interval, as far as there is one."""
+    return amount(condition["typical_difference"], measure, sign=True) + brackets(
+        condition["difference_interval"], measure
+    )
 
 
 def new_problems(condition: Mapping[str, Any], measure: Measure) -> list[float] | None:
-    """The ends of the interval of a difference that holds for new problems too; None without one, as in comparisons of
-    earlier releases, and where it reads as the one for these problems does."""
-    own = condition.get("difference_new_problems")
-    if not own or own["low"] is None:
+    """As ``wider_ends``, of a condition as JSON."""
+    return wider_ends(condition.get("difference_new_problems"), condition["difference_interval"], measure)
+
+
+def wider_ends(bounds: Mapping[str, Any] | None, ends: Sequence[float] | None, measure: Measure) -> list[float] | None:
+    """The ends of the interval of a difference that holds for new problems too; None without one, and where it reads as
+    the one for these problems does."""
+    if not bounds or bounds["low"] is None:
         return None
-    ends = [own["low"], own["high"]]
-    return None if brackets(ends, measure) == brackets(condition["difference_interval"], measure) else ends
+    wider = [bounds["low"], bounds["high"]]
+    return None if brackets(wider, measure) == brackets(ends, measure) else wider
 
 
 def brackets(ends: Sequence[float] | None, measure: Measure) -> str:
     """An interval behind its estimate; "" where there is none."""
+    return f" [{', '.join(number(end, measure, sign=True) for end in ends)}]" if ends else ""
+
+
+def level_brackets(ends: Sequence[float] | None, measure: Measure) -> str:
+    """The same behind a level, which needs no sign."""
     return f" [{', '.join(number(end, measure) for end in ends)}]" if ends else ""
-
-
-def remaining(condition: Mapping[str, Any], measure: Measure) -> str:
-    """Without a difference shown: what the 95 % interval leaves open, in either direction; else ""."""
-    ends = condition["difference_interval"]
-    if not ends or condition["verdict"] != "no difference shown":
-        return ""
-    return f"the interval leaves {amount(max(abs(end) for end in ends), measure)} open"
 
 
 def number(value: float, measure: Measure, *, sign: bool = False) -> str:
@@ -138,20 +172,19 @@ def p_words(p: float) -> str:
     return f"p {said}" if said.startswith("<") else f"p = {said}"
 
 
-def missing_words(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
+def missing_words(missing: Sequence[MissingRun]) -> list[str]:
     """Which runs are in no mean, and why: failed ones and those that have not finished are told apart."""
-    missing = [run for condition in conditions for run in condition["missing"]]
     notes = []
     for kind, runs in (
-        ("failed", [run for run in missing if run["state"] == "failed"]),
-        ("unfinished", [run for run in missing if run["state"] not in ("failed", "done", "stopped")]),
-        ("stopped (sequential rule)", [run for run in missing if run["state"] == "stopped"]),
-        ("finished without a value", [run for run in missing if run["state"] == "done"]),
+        ("failed", [run for run in missing if run.state == "failed"]),
+        ("unfinished", [run for run in missing if run.state not in ("failed", "done", "stopped")]),
+        ("stopped (interim analysis)", [run for run in missing if run.state == "stopped"]),
+        ("finished without a value", [run for run in missing if run.state == "done"]),
     ):
         if runs:
-            names = listed([run["run_id"] for run in runs], NAMED_RUNS)
+            names = listed([run.run_id for run in runs], NAMED_RUNS)
             are = "is" if len(runs) == 1 else "are"
             notes.append(f"{plural(len(runs), f'{kind} run')} {are} not in the means: {names}.")
-    if any(run["state"] == "failed" for run in missing):
+    if any(run.state == "failed" for run in missing):
         notes.append("If runs fail because of what is compared, the means of the others flatter their condition.")
     return notes

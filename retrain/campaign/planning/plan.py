@@ -8,7 +8,7 @@ is stopped half-way has complete pairs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +19,9 @@ from retrain.config.base import Role
 from retrain.config.checking import assemble
 from retrain.config.modes import condition_label
 from retrain.config.root import keys, role_of, value_at, without_unused
-from retrain.config.runs import RunSpec, seeds_together
+from retrain.config.runs import RunSpec
 from retrain.errors import UsageError
+from retrain.verdicts.rule import interim_seeds
 
 if TYPE_CHECKING:
     from retrain.environments.build import Longest
@@ -129,6 +130,14 @@ def base_key(spec: RunSpec) -> str:
     return repr((sampled, spec.config.held_out))
 
 
+def seeds_before_interim(specs: Sequence[RunSpec]) -> list[int]:
+    """Return the seeds of a plan that train before its interim analysis, empty without one; with a number of lanes,
+    cohorts are cut without regard to it."""
+    campaign, seeds = specs[0].config.campaign, list(dict.fromkeys(spec.seed for spec in specs))
+    count = interim_seeds(len(seeds)) if len({spec.label for spec in specs}) > 1 else None
+    return seeds[:count] if count and campaign.sequential == "on" and campaign.lanes == "auto" else []
+
+
 def lane_count(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> int:
     """How many runs step together; ``auto`` keeps whole seeds together, so that pairs share their batches, and makes as
     many cohorts as there are ``slots`` to train them side by side: of fewer seeds each, and where there are not even as
@@ -136,12 +145,11 @@ def lane_count(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> int:
     asked, conditions = specs[0].config.campaign.lanes, len({spec.label for spec in specs})
     if asked != "auto":
         return int(asked)
-    most, seeds = GPU_LANES if on_gpu else CPU_LANES, len({spec.seed for spec in specs})
+    most = GPU_LANES if on_gpu else CPU_LANES
+    seeds = len(seeds_before_interim(specs)) or len({spec.seed for spec in specs})
     if seeds < slots:
         return min(most, -(-conditions // (slots // seeds)))
     share = -(-seeds // slots) if slots > 1 else most  # whole seeds of a slot
-    if specs[0].config.campaign.sequential != "off":
-        return min(share, seeds_together(specs[0].config.campaign)) * conditions
     return min(share, most // conditions) * conditions if conditions <= most else most
 
 
@@ -161,10 +169,14 @@ def smaller_cohorts(group: Sequence[RunSpec], fitting: int, reason: str) -> list
     return [list(group[i : i + count]) for i in range(0, len(group), count)]
 
 
-def cut(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1, lanes: int | None = None) -> list[list[RunSpec]]:
-    """These runs in cohorts, for so many ``slots``; ``lanes`` where it is known how many fit together."""
+def cut(
+    specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1, lanes: int | None = None, first: Collection[int] = ()
+) -> list[list[RunSpec]]:
+    """These runs in cohorts, for so many ``slots``; ``lanes`` where it is known how many fit together. No cohort has
+    both seeds before the interim analysis, ``first``, and later ones."""
     if not specs:
         return []
     lanes = lanes or lane_count(specs, on_gpu, slots)
     whole = slots == 1 or specs[0].config.campaign.lanes != "auto" or lanes >= len({spec.label for spec in specs})
-    return cohorts(specs, lanes, across_seeds=whole)
+    parts = [[spec for spec in specs if (spec.seed in first) == before] for before in (True, False)]
+    return [group for part in parts for group in cohorts(part, lanes, across_seeds=whole)]

@@ -22,10 +22,11 @@ from retrain.campaign.planning.manifest import (
     recorded_entries,
     write_plan,
 )
-from retrain.campaign.planning.plan import Plan, cut, lane_count, smaller_cohorts
+from retrain.campaign.planning.plan import Plan, cut, lane_count, seeds_before_interim, smaller_cohorts
 from retrain.campaign.planning.references import check, require_packages
 from retrain.campaign.running.executors import EXECUTORS
 from retrain.campaign.running.in_process import InProcess, Sequential
+from retrain.campaign.running.interim import InterimMonitor, interim_seeds_of
 from retrain.campaign.running.mirror import Mirror, uploading
 from retrain.campaign.running.protocol import (
     CohortJob,
@@ -38,7 +39,6 @@ from retrain.campaign.running.protocol import (
     report,
 )
 from retrain.campaign.running.scheduler import Scheduler, Work
-from retrain.campaign.running.sequential import SETTLED, Looks
 from retrain.campaign.running.session import (
     ENDINGS,
     DirectoryLock,
@@ -181,7 +181,7 @@ class Campaign:
 
 @dataclass(eq=False)
 class CohortWork:
-    """Runs that train together. What is left of them is asked when their turn has come: the sequential rule may have
+    """Runs that train together. What is left of them is asked when their turn has come: the interim analysis may have
     stopped some, and a process that died has finished others.
 
     ``again``: all of them had failed, and each goes on from its own newest checkpoint.
@@ -261,8 +261,7 @@ class Controller:
         self.approval, self.executor = approval, executor
         self.specs, self.directory = plan.specs, manifest.directory
         self.stop = StopRequest(lock)
-        rules = {manifest.content["declared"]["sequential"], plan.specs[0].config.campaign.sequential}
-        self.looks = None if rules == {"off"} else Looks(manifest, plan.specs, observer)
+        self.interim = InterimMonitor(manifest, plan.specs, observer)
         self._analysed = [spec for spec in plan.specs if spec.config.squeeze.enabled]
         self._squeezed: dict[str, RunSpec] = {}
         """Whose analysis this process has tried, by place; one that fails is not tried again."""
@@ -281,8 +280,7 @@ class Controller:
         settled = ("done", "stopped") if retry_failed else ("done", "failed", "stopped")
         if planned := [spec for spec in specs if manifest.run(spec.run_id)["state"] not in settled]:
             observer.plan(planned)
-        if self.looks is not None:
-            self.looks.look()  # killed between the last run of a seed and the look at it
+        self.interim.update()  # killed between the last run of the interim analysis and the analysis
         todo = [spec for spec in planned if manifest.run(spec.run_id)["state"] not in settled]
         self._announce(todo, retry_failed)
         with closing(self.executor), self.stop.listening(observer):
@@ -339,11 +337,12 @@ class Controller:
         manifest.files.flush()  # what is trained is decided, also for a process that continues after a kill
         return [work for work in works if work.left()]
 
-    def _train(self, works: Sequence[Work]) -> bool:
+    def _train(self, works: Sequence[CohortWork]) -> bool:
         """Do all of these, and the analyses that are due; False when stopped before."""
         try:
             # Without cohorts: killed after the last run and before its analysis.
-            return self.scheduler.carry_out(works) and self.scheduler.carry_out(self._squeezes())
+            parts = [*self._around_interim(works), self._squeezes]
+            return all(self.scheduler.carry_out(part()) for part in parts)
         except (StorageError, DeviceLost, ServerFailed, WorkersLost) as error:
             for entry in self.manifest.content["runs"]:
                 if entry["state"] == "running":
@@ -354,6 +353,14 @@ class Controller:
                 f"{self.directory}"
             ) from error
 
+    def _around_interim(self, works: Sequence[CohortWork]) -> list[Callable[[], Sequence[Work]]]:
+        """Return the cohorts before the interim analysis and those after it, which begin once it has been made."""
+        first = set(interim_seeds_of(self.manifest))
+        if not first or self.specs[0].config.campaign.lanes != "auto":
+            return [lambda: works]
+        before = [work for work in works if any(spec.seed in first for spec in work.specs)]
+        return [lambda: before, lambda: [work for work in works if work not in before]]
+
     def _after(self, work: Work, end: JobEnded) -> list[Work]:
         if not isinstance(work, CohortWork):
             return []
@@ -361,14 +368,14 @@ class Controller:
         if end.status == "changed":
             self.approval(self.directory, end.changes)
         if end.status in ("changed", "stopped"):
-            more = [work]  # a look may have had it stopped, and then says what becomes of the rest
+            more = [work]  # the interim analysis may have had it stopped, and then says what becomes of the rest
         if end.status == "too_large":
             more = self._in_parts(work, end)
-        return [*more, *self._look_after()]
+        return [*more, *self._after_interim()]
 
-    def _look_after(self) -> list[Work]:
-        if self.looks is not None and (unwanted := self.looks.look(self.scheduler.names_under_way)):
-            ended = {run["run_id"] for run in self.manifest.content["runs"] if run["state"] in SETTLED}
+    def _after_interim(self) -> list[Work]:
+        if unwanted := self.interim.update(self.scheduler.names_under_way):
+            ended = {run["run_id"] for run in self.manifest.content["runs"] if run["state"] in ENDED}
             nobodys = unwanted | ended
             self.scheduler.stop_where(lambda names: names <= nobodys)
         return self._squeezes()
@@ -432,7 +439,7 @@ def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool, 
     lanes = manifest.content.get("lanes") if specs[0].config.campaign.lanes == "auto" else None
     if lanes is None or manifest.content.get("slots", 1) != slots:
         lanes = lane_count(specs if slots == 1 else rest or specs, on_gpu, slots)
-    planned += cut(rest, on_gpu, slots, lanes)
+    planned += cut(rest, on_gpu, slots, lanes, seeds_before_interim(specs))
     manifest.content.pop("slots", None)
     facts = {"slots": slots} if slots > 1 else {}
     manifest.note(lanes=lanes, cohorts=[[spec.run_id for spec in group] for group in planned], **facts)

@@ -41,6 +41,24 @@ class RunEntry(Record):
 
 
 @dataclass(frozen=True)
+class InterimAnalysis(Record):
+    """The interim analysis of a campaign."""
+
+    metric: str
+    """Name of the measure that decides, `summary:key`."""
+    seeds: list[int]
+    """The seeds that it saw, in the declared order."""
+    baseline: str
+    """Label of the baseline."""
+    differences: dict[str, list[float | None]]
+    """Of each condition, the paired difference of every seed; null where a run has no value."""
+    p: dict[str, float]
+    """Of each condition, p of no typical difference, corrected for all conditions and analyses."""
+    decided: list[str]
+    """Labels of the conditions that are better or worse; their later seeds are `stopped`."""
+
+
+@dataclass(frozen=True)
 class CampaignManifest(Record):
     """The runs of a directory, and what is known of all of them together."""
 
@@ -68,13 +86,8 @@ class CampaignManifest(Record):
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     """For every run that has begun, the bytes of a decode batch (`decode_bytes`) and the tokens of a micro-batch
     (`micro_batch_tokens`) with which it last started; a resume takes them from the checkpoint."""
-    sequential: Row | None = None
-    """With `[campaign] sequential`, what the rule saw at each look: `rule`, `test`, `futility`, `race`, `alpha`,
-    `metric`, `resolution` (the step of its scale), `planned` pairs, `seeds`, `labels` (the baseline first), `values`
-    (what the normal test looked at, by seed and condition), and for each condition its `differences` by seed in the
-    order in which they were looked at, its `looks` (`pairs`, `mean`, `tested`, `p`, `p_adjusted` for the family, `by`
-    which test, `spent`, `stop`; of the exact test also `allowed` and `tail`), `stopped_after` and `stop_reason`. Runs
-    that a decision made unnecessary are `stopped`, with the reason."""
+    interim: Row | None = None
+    """What the interim analysis saw and decided, written before it stops anything."""  # InterimAnalysis
     comparison: Row | None = None
     """The same as in `comparison.json`."""
     squeeze: Row | None = None
@@ -84,7 +97,7 @@ class CampaignManifest(Record):
     report: str | None = None
     """File name of the report, once it is written."""
     omitted_if_empty = (
-        "updated", "declared", "notes", "lanes", "slots", "cohorts", "memory", "sequential", "comparison", "squeeze",
+        "updated", "declared", "notes", "lanes", "slots", "cohorts", "memory", "interim", "comparison", "squeeze",
         "squeezes", "report",
     )  # fmt: skip
 

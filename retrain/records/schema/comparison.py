@@ -20,6 +20,30 @@ class Bounds(Record):
 
 
 @dataclass(frozen=True)
+class MissingRun(Record):
+    """A run without a value."""
+
+    run_id: str
+    """Name of the run."""
+    seed: int
+    """Its seed."""
+    state: str
+    """Its state in the manifest."""
+    reason: str | None
+    """Why it has no value."""
+
+
+@dataclass(frozen=True)
+class OutlierSeed(Record):
+    """A seed whose difference is far from the typical one."""
+
+    seed: int
+    """The seed."""
+    distance: float
+    """Its difference minus the typical difference."""
+
+
+@dataclass(frozen=True)
 class ConditionSummary(Record):
     """One condition under a further measure, without a verdict."""
 
@@ -37,13 +61,16 @@ class ConditionSummary(Record):
     """Its 95 % interval over seeds: score interval for shares, t for others."""
     difference: float | None
     """Mean paired difference to the baseline."""
+    typical_difference: float | None
+    """Typical paired difference: the value about which the differences balance, large ones cut."""
     difference_interval: list[float] | None
-    """Its 95 % interval for other seeds and these problems; of a family simultaneous, and in agreement with the
-    test."""
+    """95 % interval of the typical difference for other seeds and these problems, for all conditions and analyses
+    together; null where nothing can be excluded."""
     pairs: int
     """Pairs of seeds with the baseline."""
     p_value: float | None
-    """p of the declared test; null where there are too few pairs for a verdict."""
+    """p of no typical difference, corrected for all conditions and analyses; null where there are too few pairs for a
+    verdict."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +85,8 @@ class ConditionComparison(ConditionSummary):
     """Mean with an expanded bootstrap interval over seeds, null below 8 seeds."""
     iqm_bootstrap: Bounds | None
     """Interquartile mean with the same interval."""
-    difference_t: list[float] | None
-    """t interval of this difference alone."""
     difference_new_problems: Bounds | None
     """Difference with its interval for other seeds and new problems; null without the evaluations' completions."""
-    difference_adjusted: Bounds | None
-    """With `[campaign] sequential`, the difference corrected for the looks."""
     differences: list[float]
     """Difference of each pair."""
     paired_seeds: list[int]
@@ -72,32 +95,19 @@ class ConditionComparison(ConditionSummary):
     """Interquartile mean of the differences."""
     probability_of_improvement: Bounds | None
     """Probability that a run of this condition has a larger value than one of the baseline."""
-    smallest_p: float | None
-    """Smallest p that so many pairs can reach."""
-    p_holm: float | None
-    """p of the declared test, corrected for the family by it."""
-    p_exact: float | None
-    """p of the sign flips, beside any test."""
-    difference_tested: float | None
-    """The estimate that the test is of: for the normal test that of the fit of seed + condition."""
-    equivalence_p: float | None
-    """p of the two one-sided tests against the margin."""
-    equivalence_p_holm: float | None
-    """The same, corrected for the family."""
-    test: str | None
-    """The test that decided."""
+    outlier_seeds: list[OutlierSeed]
+    """Seeds that are no typical ones."""
     pairs_needed: int | None
-    """Pairs that it needs for a verdict."""
-    collapsed: list[Row]
-    """`seed` and `gap` of the runs far below what seed and condition let expect."""
-    stop_reason: str | None
-    """With looks: `decided`, `futility` or `planned end`."""
-    verdict: str
-    """The verdict in short; `baseline` for the baseline."""
-    sentence: str
-    """The verdict in a sentence."""
-    missing: list[Row]
-    """`run_id`, `seed`, `state` and `reason` of every run without a value."""
+    """Pairs that a verdict needs."""
+    decided_after: int | None
+    """Pairs of the interim analysis that found a difference; null where the planned end decides."""
+    unseen_collapse_rate: float | None
+    """For "typical runs alike": the rate of collapse that these runs leave open."""
+    mean_difference_bound: float | None
+    """For "typical runs alike": how far the means differ at most if runs collapse to the untrained model at this
+    rate."""
+    missing: list[MissingRun]
+    """Every run without a value."""
     failed: int
     """Failed runs."""
     tokens: int
@@ -112,14 +122,16 @@ class ConditionComparison(ConditionSummary):
     """Device time of a run relative to the baseline's."""
     held_out: bool
     """True if its runs were evaluated on held-out problems."""
+    verdict: str = ""
+    """The verdict in short; `baseline` for the baseline."""
+    sentence: str = ""
+    """The verdict in a sentence."""
     standing: str = ""
     """`declared`, `interim` or `exploratory`; none of the baseline."""
     standing_reasons: list[str] = field(default_factory=list)
     """Why it is not `declared`."""
     pairs_planned: int | None = None
     """Pairs of seeds that were declared."""
-    sequential: Row | None = None
-    """With `[campaign] sequential`, the state of the rule."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +145,8 @@ class SecondaryComparison(Record):
     """`final`, `last3` or `auc`."""
     share: bool
     """True if the metric lies in [0, 1]."""
-    conditions: list[Row]
-    """The conditions, the baseline first."""  # ConditionSummary
+    conditions: list[ConditionSummary]
+    """The conditions, the baseline first."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +154,7 @@ class Comparison(Record):
     """Every condition against the baseline, paired by seed."""
 
     format: int
-    """Version of the format: 2."""
+    """Version of the format: 3."""
     metric: str
     """Key of the metric that decides."""
     summary: str
@@ -157,10 +169,10 @@ class Comparison(Record):
     """Equivalence margin."""
     pairs_needed: int
     """Pairs of seeds that a verdict needs."""
-    conditions: list[Row]
-    """The conditions, the baseline first."""  # ConditionComparison
-    secondary: list[Row]
-    """Further measures, without verdicts."""  # SecondaryComparison
+    conditions: list[ConditionComparison]
+    """The conditions, the baseline first."""
+    secondary: list[SecondaryComparison]
+    """Further measures, without verdicts."""
     standing: str
     """`declared`, `interim` or `exploratory` ([what that means](verdicts.md#not-to-be-bent))."""
     failed: list[str]
@@ -169,5 +181,7 @@ class Comparison(Record):
     """Warnings to a reader of the verdict."""
     note: str
     """The warnings and what is missing, in one text."""
+    follow_up: str = ""
+    """After "no difference shown": the command of a new campaign with fresh seeds, and its power."""
     declared: Row = field(default_factory=dict)
     """The same as in `manifest.json`."""
