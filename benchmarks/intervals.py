@@ -1,22 +1,15 @@
-"""Do the intervals of a verdict hold what they promise? Every rule beside the one that it took the place of.
+"""Do the intervals of evaluations hold what they promise?
 
-    python benchmarks/intervals.py [--simulations 4000] [--only family kept scores problems stopped equivalence]
+    python benchmarks/intervals.py [--simulations 4000] [--only kept scores problems]
 
-- ``family``: how often the intervals of four differences to a baseline contain the truth *all at once*, and how wide
-  they are: Student's t for each alone, t at level α/4, the sign-flip test inverted at α/4 (what campaigns with the
-  exact test have), the pooled spread with Dunnett's quantile (what those with ``test = "normal"`` have); and the
-  sign-flip intervals cut at 0 where Holm's test shows a difference, at the worst place for that.
 - ``kept``: how often a compressed adapter that loses exactly 2 points is called good enough, by Tango's score interval
   and by that of Agresti and Min, with whole problems lost, gains beside losses, single samples lost.
 - ``scores``: coverage and width of the interval of pass@k within one evaluation, from the spread of the problems and as
   if every problem were right or wrong.
 - ``problems``: how often the interval for new problems misses, and how often the one over seeds covers when it is read
   as if it were that.
-- ``stopped``: how often mean and median-unbiased estimate lie above the truth after looks (½ is unbiased), and how
-  often their intervals cover.
-- ``equivalence``: how often a difference as large as the margin is called none beyond it, with looks and without.
 
-Coverage and errors in per cent; differences are in units of one pair's standard deviation unless points are named.
+Coverage and errors in per cent.
 """
 
 import argparse
@@ -27,20 +20,9 @@ import numpy as np
 
 from retrain.maths.bounded import smallest_room
 from retrain.maths.crossed import new_problems_interval
-from retrain.maths.family import simultaneous_intervals, t_interval
-from retrain.maths.sequential import sequential_looks
-from retrain.maths.statistics import Interval, _t_quantile, accuracy_interval, holm, pass_at_k, sign_flip_p, tost_p
-from retrain.maths.stopped import stopped_interval
+from retrain.maths.statistics import Interval, _t_quantile, accuracy_interval, paired_interval, pass_at_k
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
-FAMILY = 4
-SPREADS: dict[str, Draw] = {
-    "normal": lambda r, size: r.normal(size=size),
-    "t, 3 degrees": lambda r, size: r.standard_t(3, size=size),
-    "one condition 3 times as wide": lambda r, size: r.normal(size=size) * np.array([1, 1, 1, 1, 3]),
-    "baseline 3 times as wide": lambda r, size: r.normal(size=size) * np.array([3, 1, 1, 1, 1]),
-    "10 % collapse by 5": lambda r, size: r.normal(size=size) - 5.0 * (r.random(size) < 0.1),
-}
 
 
 def ends(interval: Interval | None) -> tuple[float, float]:
@@ -54,52 +36,6 @@ def covers(interval: Interval | None, truth: float) -> bool:
     """Whether there is an interval and it contains the truth."""
     low, high = ends(interval)
     return low - 1e-12 <= truth <= high + 1e-12
-
-
-def family(count: int) -> Iterator[str]:
-    """Joint coverage and mean width."""
-    yield f"{'spread':<30} seeds  " + "".join(f"{name:>18}" for name in ("t alone", "t, α/4", "sign flips", "pooled"))
-    for name, draw in SPREADS.items():
-        for seeds in (5, 7, 8, 9):
-            random = np.random.default_rng(seeds)
-            hits, widths, tables = np.zeros(4), np.zeros(4), draw(random, (count, seeds, FAMILY + 1))
-            for x in tables:
-                d = x[:, 1:] - x[:, :1]
-                rules = [
-                    [t_interval(each) for each in d.T],
-                    [t_interval(each, 1 - 0.05 / FAMILY) for each in d.T],
-                    simultaneous_intervals(x, "exact"),
-                    simultaneous_intervals(x, "normal"),
-                ]
-                hits += [all(covers(each, 0.0) for each in rule) for rule in rules]
-                widths += [np.mean([each.high - each.low for each in rule if each]) for rule in rules]
-            cells = [
-                f"{100 * hit / count:>10.1f} {width / count:>6.2f} " for hit, width in zip(hits, widths, strict=True)
-            ]
-            yield f"{name:<30}{seeds:>6}  " + "".join(cells)
-    yield "with fewer than 8 seeds sign flips reach no p = 0.05/4: the t at α/4 takes their place"
-    yield from _cut(count)
-
-
-def _cut(count: int) -> Iterator[str]:
-    """Where one difference is a hair below 0 and the others are shown by Holm's test: its interval may be cut."""
-    random, missed, uncut = np.random.default_rng(0), 0, 0
-    truth = np.array([0.0, -1e-6, 8.0, 8.0, 8.0])
-    for x in random.normal(size=(count, 9, FAMILY + 1)) + truth:
-        d = x[:, 1:] - x[:, :1]
-        shown = holm([sign_flip_p(each) for each in d.T]) <= 0.05
-        for j, (own, each) in enumerate(zip(simultaneous_intervals(x, "exact"), d.T, strict=True)):
-            low, high = ends(own)
-            if shown[j]:
-                low, high = (max(low, 0.0), high) if each.mean() > 0 else (low, min(high, 0.0))
-            if not low <= truth[j + 1] <= high:
-                missed += 1
-                break
-        uncut += all(covers(own, t) for own, t in zip(simultaneous_intervals(x, "exact"), truth[1:], strict=True))
-    yield (
-        f"one of four a hair below 0, three far above, 9 seeds: all covered {100 * (1 - missed / count):.1f} with "
-        f"cuts, {100 * uncut / count:.1f} without"
-    )
 
 
 def _lows(gains: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndarray]:
@@ -178,46 +114,12 @@ def problems(count: int) -> Iterator[str]:
                 rate = rate + np.stack([effect, -effect], axis=1) + cell * random.normal(size=(seeds, count_p, 2))
                 score = random.binomial(samples, np.clip(rate, 0.0, 1.0)) / samples
                 missed += not covers(new_problems_interval(score), 0.0)
-                read += covers(t_interval((score[:, :, 0] - score[:, :, 1]).mean(axis=1)), 0.0)
+                read += covers(paired_interval(*score.mean(axis=1).T), 0.0)
             words = f"{seeds:>5}{count_p:>9}{samples:>8}" + "".join(f"{each:>8}" for each in spreads)
             yield f"{words:<48}{100 * missed / count:>20.1f}{100 * read / count:>20.1f}"
 
 
-def stopped(count: int) -> Iterator[str]:
-    """Eight planned pairs, normal differences of spread 1, the real rule."""
-    yield f"{'rule':<16}{'truth':>6}{'early':>8}{'mean: above, covers':>24}{'adjusted: above, covers':>26}"
-    for rule in ("linear", "obrien_fleming"):
-        for truth in (0.0, 0.5, 1.0, 1.5, 2.5):
-            random, rows = np.random.default_rng(1), []
-            for d in random.normal(truth, 1.0, (count // 8, 8)):
-                looks = sequential_looks(d, 8, spending=rule)
-                seen = d[: looks[-1].pairs]
-                spread, spent = float(seen.std(ddof=1)), [round(each.spent, 3) for each in looks]
-                own = stopped_interval(float(seen.mean()), spread, spent, len(seen) - 1)
-                rows.append((
-                    len(seen) < 8, seen.mean() > truth, covers(t_interval(seen), truth), own.estimate > truth,
-                    covers(own, truth),
-                ))  # fmt: skip
-            early, above, cover, own_above, own_cover = 100 * np.mean(rows, axis=0)
-            cells = f"{early:>8.0f}{above:>14.1f}{cover:>10.1f}{own_above:>16.1f}{own_cover:>10.1f}"
-            yield f"{rule:<16}{truth:>6.1f}{cells}"
-
-
-def equivalence(count: int) -> Iterator[str]:
-    """A difference as large as the margin, or none: how often it is called none beyond the margin."""
-    yield f"{'seeds':>5}{'margin':>8}{'truth':>8}{'without looks':>16}{'with looks, at the end':>24}"
-    for seeds in (8, 12):
-        for margin, truth in ((0.8, 0.8), (1.2, 1.2), (1.2, 0.0)):
-            random, plain, looked = np.random.default_rng(seeds), 0, 0
-            for d in random.normal(truth, 1.0, (count // 2, seeds)):
-                small = tost_p(d, margin) <= 0.05
-                plain += small
-                looked += small and not sequential_looks(d, seeds)[-1].stop
-            rates = f"{200 * plain / count:>16.1f}{200 * looked / count:>24.1f}"
-            yield f"{seeds:>5}{margin:>8.1f}{truth:>8.1f}{rates}"
-
-
-PARTS = {each.__name__: each for each in (family, kept, scores, problems, stopped, equivalence)}
+PARTS = {each.__name__: each for each in (kept, scores, problems)}
 
 
 def main() -> None:

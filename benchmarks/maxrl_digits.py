@@ -31,7 +31,7 @@ from torch import Tensor
 
 from retrain.algorithms import GROUP_ADVANTAGES
 from retrain.files import write_json
-from retrain.maths.statistics import cluster_interval, paired_comparison
+from retrain.maths.statistics import cluster_interval, paired_interval
 from retrain.rng import torch_seed
 
 CLASSES, DIGITS = 200, 10
@@ -189,7 +189,7 @@ def compare(rows: Sequence[dict]) -> list[dict]:
     values = {(row["optimizer"], row["samples"], row["method"]): row["by_seed"] for row in rows}
     return [
         {"optimizer": optimizer, "samples": n, "better": a, "than": b}
-        | asdict(paired_comparison(values[optimizer, n, a], values[optimizer, n, b]))
+        | asdict(paired_interval(values[optimizer, n, a], values[optimizer, n, b]))
         for optimizer, n in dict.fromkeys((optimizer, n) for optimizer, n, _ in values if n)
         for a, b in combinations(METHODS, 2)
     ]

@@ -1,10 +1,8 @@
 """Intervals over seeds that hold what they promise with five to sixteen of them: numpy in, plain numbers out.
 
 Resampling does not work here: the percentile bootstrap of a mean covers 84 % instead of 95 % with five seeds, because
-resamples of five values are too narrow by √(4/5) and know nothing of the t distribution's tails. What is used instead,
-and how often each contains the truth, is measured by ``benchmarks/calibration.py``:
+resamples of five values are too narrow by √(4/5) and know nothing of the t distribution's tails. What is used instead:
 
-- differences between conditions (symmetric when the conditions are alike): the t interval of ``paired_comparison``;
 - levels of a condition, ``mean_interval``: t, and for shares Wilson's score interval with the variance of the seeds;
 - interquartile means, ``iqm_interval``: Tukey and McLaughlin's trimmed t, with the quantile that normal seeds need.
 """

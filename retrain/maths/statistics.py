@@ -13,7 +13,6 @@ import numpy as np
 
 from retrain.maths.arrays import Doubles_S, Table, Values
 
-EXACT_SIGN_FLIP_PAIRS = 40
 EQUAL_SHARE = 1e-8
 """Values whose range is no more than this share of the largest are equal: their difference is rounding."""
 
@@ -263,100 +262,16 @@ def _pairs(a: Values, b: Values) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
-def smallest_p(pairs: int) -> float:
-    """The smallest two-sided p that the exact sign-flip test can reach with that many pairs: 2^−(n−1), at most 1."""
-    return min(2.0 ** -(pairs - 1), 1.0)
-
-
-def pairs_for_verdict(family: int = 1, alpha: float = 0.05) -> int:
-    """Fewest pairs with which a member of a family of that size can reach ``alpha`` after Holm's correction."""
-    if family < 1 or not 0.0 < alpha < 1.0:
-        raise ValueError(f"a family has at least one test and alpha lies between 0 and 1: got {family} and {alpha}")
-    return 1 + math.ceil(math.log2(family / alpha))
-
-
-def _half_sums(differences: np.ndarray) -> np.ndarray:
-    sums = np.zeros(1)
-    for d in differences:
-        sums = np.concatenate([sums - d, sums + d])
-    return np.sort(sums)
-
-
-def sign_flip_p(differences: Values) -> float:
-    """Exact two-sided sign-flip (permutation) p-value of paired differences, up to 40 pairs.
-
-    The share of the 2^n sign patterns whose |Σ ±d| reaches the observed one (relative tolerance 1e-9), counted
-    exactly by joining the sorted sums of two halves. Raises ValueError for no pair, more than 40, or NaN.
-    """
-    d = _vector(differences, "differences")
-    n = len(d)
-    if not 1 <= n <= EXACT_SIGN_FLIP_PAIRS:
-        raise ValueError(f"the exact sign-flip test takes 1 to {EXACT_SIGN_FLIP_PAIRS} pairs: got {n}")
-    scale = float(np.abs(d).max())
-    if scale == 0.0:
-        return 1.0
-    d = d / scale
-    observed = abs(float(d.sum())) - 1e-9 * float(np.abs(d).sum())
-    if observed <= 0.0:
-        return 1.0
-    left, right = _half_sums(d[: n // 2]), _half_sums(d[n // 2 :])
-    at_least = len(right) - np.searchsorted(right, observed - left, side="left")
-    return min(2.0 * float(at_least.sum()) / 2.0**n, 1.0)
-
-
-def sampled_sign_flip_p(differences: Values, patterns: int = 100_000) -> float:
-    """The same for any number of pairs, from random sign patterns (always the same ones): (hits + 1)/(patterns + 1).
-
-    Counting the observed pattern keeps the test valid (Phipson and Smyth 2010).
-    """
-    d = _vector(differences, "differences")
-    observed = abs(float(d.sum())) - 1e-9 * float(np.abs(d).sum())
-    draw, hits, block = np.random.default_rng(0), 0, 10_000
-    for start in range(0, patterns, block):
-        signs = draw.integers(0, 2, (min(block, patterns - start), len(d)), dtype=np.int8) * 2 - 1
-        hits += int((np.abs(signs @ d) >= observed).sum())
-    return (hits + 1) / (patterns + 1)
-
-
-@dataclass(frozen=True)
-class PairedComparison:
-    """Differences a − b over paired seeds.
-
-    ``low``/``high`` are the t interval of the mean difference (None with one pair), ``p`` the exact sign-flip value
-    (sampled beyond 40 pairs), ``smallest_p`` the least it could have been, ``verdict_possible`` whether that is at
-    most 0.05.
-    """
-
-    pairs: int
-    mean: float
-    low: float | None
-    high: float | None
-    p: float
-    smallest_p: float
-    verdict_possible: bool
-
-
-def paired_comparison(a: Values, b: Values, level: float = 0.95, resolution: float = 0.0) -> PairedComparison:
-    """Compare two conditions over the same seeds, in the same order; ``resolution`` is that of their results, see
-    ``difference_error``. Raises ValueError for lists that do not pair."""
+def paired_interval(a: Values, b: Values, level: float = 0.95) -> Interval:
+    """Return the mean of the differences a − b of paired results with Student's t interval; ends are None with one
+    pair. Raises ValueError for lists that do not pair."""
     x, y = _pairs(a, b)
     d = x - y
     n, mean = len(d), float(d.mean())
-    low = high = None
-    if n > 1:
-        reach = _t_quantile(level, n - 1) * difference_error(d, resolution)
-        low, high = mean - reach, mean + reach
-    p = sign_flip_p(d) if n <= EXACT_SIGN_FLIP_PAIRS else sampled_sign_flip_p(d)
-    return PairedComparison(n, mean, low, high, p, smallest_p(n), n >= pairs_for_verdict())
-
-
-def difference_error(differences: Doubles_S, resolution: float = 0.0) -> float:
-    """Standard error of the mean of two or more paired differences.
-
-    Results on a scale with steps of ``resolution``, 1/(problems × samples) for an accuracy, are known up to rounding:
-    differences vary by step/√6 at least, that of two rounded numbers, so that equal ones prove no more than they can.
-    """
-    return max(float(differences.std(ddof=1)), resolution / math.sqrt(6.0)) / math.sqrt(len(differences))
+    if n < 2:
+        return Interval(mean, None, None)
+    reach = _t_quantile(level, n - 1) * float(d.std(ddof=1)) / math.sqrt(n)
+    return Interval(mean, mean - reach, mean + reach)
 
 
 def probability_of_improvement(a: Table | Sequence[float], b: Table | Sequence[float]) -> Table | float:
@@ -371,33 +286,3 @@ def probability_of_improvement(a: Table | Sequence[float], b: Table | Sequence[f
     ranks = rankdata(np.concatenate([a, b], axis=-1), axis=-1)[..., :m]
     share = (ranks.sum(axis=-1) - m * (m + 1) / 2) / (m * n)
     return float(share) if share.ndim == 0 else share
-
-
-def holm(p_values: Values) -> Doubles_S:
-    """Holm's step-down adjusted p-values of a family, in the order given, at most 1."""
-    p = _vector(p_values, "p-values")
-    if ((p < 0.0) | (p > 1.0)).any():
-        raise ValueError("p-values must lie in [0, 1]")
-    order = np.argsort(p, kind="stable")
-    stepped = np.maximum.accumulate(p[order] * (len(p) - np.arange(len(p)))) if len(p) else p
-    adjusted = np.empty_like(p)
-    adjusted[order] = np.minimum(stepped, 1.0)
-    return adjusted
-
-
-def tost_p(differences: Values, margin: float, resolution: float = 0.0) -> float:
-    """p-value of equivalence: the larger of two one-sided t tests that the mean difference lies within ±margin.
-
-    Small p says "no difference larger than margin"; ``resolution`` as in ``difference_error``. Raises ValueError for
-    fewer than 2 pairs or margin ≤ 0.
-    """
-    from scipy.special import stdtr
-
-    d = _vector(differences, "differences")
-    if len(d) < 2 or not margin > 0.0:
-        raise ValueError(f"equivalence needs at least 2 pairs and a margin > 0: got {len(d)} and {margin}")
-    mean, error = float(d.mean()), difference_error(d, resolution)
-    if error == 0.0:
-        return 0.0 if abs(mean) < margin else 1.0
-    freedom = len(d) - 1
-    return max(float(stdtr(freedom, (mean - margin) / error)), float(stdtr(freedom, -(mean + margin) / error)))

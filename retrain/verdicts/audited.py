@@ -10,7 +10,7 @@ from typing import Literal
 
 from retrain.config.campaign import condition_name
 from retrain.errors import plural
-from retrain.maths.statistics import paired_comparison
+from retrain.maths.statistics import paired_interval
 from retrain.records.text import minus
 from retrain.rewards.base import AUDIT
 from retrain.verdicts.results import RunResult
@@ -98,8 +98,8 @@ def _of(label: str, name: str, runs: Sequence[RunResult]) -> Audited | None:
     def changed(k: int) -> Change:
         after = [pair[k][own[-1]] for pair, own in zip(both, steps, strict=True)]
         before = [pair[k][own[0]] for pair, own in zip(both, steps, strict=True)]
-        paired = paired_comparison(after, before)
-        return Change(paired.mean, paired.low, paired.high)
+        paired = paired_interval(after, before)
+        return Change(paired.estimate, paired.low, paired.high)
 
     common = sorted(set.intersection(*map(set, steps)))
     means = [[sum(pair[k][step] for pair in both) / len(both) for step in common] for k in (0, 1)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 
 from retrain.campaign.planning.manifest import Manifest, freeze
 from retrain.campaign.planning.plan import plan
-from retrain.campaign.running.sequential import Looks
+from retrain.campaign.running.interim import InterimMonitor
 from retrain.config import Config, load, parse_dict
 from retrain.files import append_jsonl, write_json
 from retrain.records.context import RunContext
@@ -177,14 +177,14 @@ def shifted(by: float, noise: float = 0.004) -> list[float | None]:
     return [value + by + noise * (-1) ** i for i, value in enumerate(BASE)]
 
 
-# Campaigns under a sequential rule whose runs are put on the disk instead of trained
+# Campaigns whose runs are put on the disk instead of trained
 
 EIGHT = list(range(1, 9))
 GRPO, RLOO, DR_GRPO = ("grpo", "none"), ("rloo", "none"), ("dr_grpo", "none")
 
 
 def configuration(
-    tmp_path: Path, conditions=(GRPO, RLOO), rule="linear", seeds: list[int] = EIGHT, rest="", **keys
+    tmp_path: Path, conditions=(GRPO, RLOO), rule="on", seeds: list[int] = EIGHT, rest="", **keys
 ) -> Path:
     path = tmp_path / "rule.toml"
     tmp_path.mkdir(exist_ok=True)
@@ -229,9 +229,10 @@ class Played:
         append_jsonl(self.manifest.directory / "runs" / spec.run_id / "evals.jsonl", [row])
         self.manifest.update(spec.run_id, state="done", step=1)
 
-    def look(self) -> dict:
-        Looks(self.manifest, self.specs, NullObserver()).look()
-        return self.manifest.content["sequential"]["conditions"]["rloo+none"]
+    def analyse(self, under_way: Container[str] = ()) -> dict[str, Any] | None:
+        """Make the interim analysis if it is due; what it saw, None before."""
+        InterimMonitor(self.manifest, self.specs, NullObserver()).update(under_way)
+        return self.manifest.content.get("interim")
 
     def states(self, label: str = "") -> list[str]:
         return [run["state"] for run in self.manifest.content["runs"] if run["label"].startswith(label)]

@@ -120,27 +120,6 @@ def test_the_limit_is_the_same_model_and_the_same_gradient(benchmark, models):
 # -- verdicts ---------------------------------------------------------------------------------------------------------
 
 
-def test_sample_sizes_are_those_of_the_textbook(benchmark):
-    cost = benchmark("verdict_cost")
-    assert cost.unpaired_runs(1.0, 1.0) == 34  # Cohen: 17 in each group for d = 1
-    assert cost.unpaired_runs(0.5, 1.0) == 128
-    assert cost.t_test_pairs(1.0) == 10
-    planned, different, alike = cost.rule_runs(2.0)
-    assert 4 <= planned <= 6
-    assert alike < different <= 2 * planned
-
-
-def test_the_calibration_sees_a_broken_interval(benchmark):
-    calibration = benchmark("calibration")
-    draw, step = calibration.SPREADS["normal"]
-    found = calibration.coverage(draw, step, 5, (400, 60), np.random.default_rng(0))
-    assert found["level_percentile"] < 0.92 < found["level"]
-    rates = calibration.false_positives(draw, 8, 200, np.random.default_rng(0))
-    assert rates["declared"] <= 0.10
-    assert rates["declared_in_family"] <= 0.10
-    assert 6 <= rates["pairs_used"] <= 8
-
-
 def test_the_factor_in_seeds_is_that_of_what_varies(benchmark):
     """Policies that jump about from evaluation to evaluation: three of them average it out. Where they only differ by
     seed, and answers are all that varies besides, the last three are worth what one evaluation is."""

@@ -9,9 +9,7 @@ from scipy import stats
 from retrain.maths.bounded import bounded_mean_interval, same_problems_interval, smallest_room
 from retrain.maths.crossed import new_problems_interval
 from retrain.maths.intervals import SIMULATED_SEEDS, iqm_interval, mean_interval
-from retrain.maths.sequential import sequential_looks
 from retrain.maths.statistics import accuracy_interval
-from retrain.maths.stopped import stopped_interval
 
 Z = stats.norm.ppf(0.975)
 
@@ -166,34 +164,3 @@ def test_problems_that_do_not_differ_leave_the_interval_over_seeds():
     same = new_problems_interval(np.zeros((5, 30, 2)), resolution=1 / 30)
     assert same.high == pytest.approx(stats.t.ppf(0.975, 4) / 30 / 30**0.5)
     assert new_problems_interval(np.zeros((1, 30, 2))).low is None
-
-
-# After a rule has stopped
-
-
-def test_after_a_stop_it_scales_mirrors_and_is_the_t_interval_without_looks():
-    plain = stopped_interval(0.3, 0.8, [0.0] * 8, 7)
-    reach = stats.t.ppf(0.975, 7) * 0.8 / 8**0.5
-    assert (plain.estimate, plain.low, plain.high) == pytest.approx((0.3, 0.3 - reach, 0.3 + reach), abs=0.02)
-    spent = [0.0] * 5 + [0.03, 0.04]
-    found, mirrored = stopped_interval(1.2, 1.0, spent, 6), stopped_interval(-0.12, 0.1, spent, 6)
-    assert (mirrored.estimate, *ends(mirrored)) == pytest.approx(
-        (-found.estimate / 10, -found.high / 10, -found.low / 10)
-    )
-    assert found.estimate < 1.2  # it went on where a larger difference would have stopped
-
-
-def test_the_estimate_is_nearly_median_unbiased_and_more_cautious_than_the_mean():
-    random = np.random.default_rng(0)
-    means, found = [], []
-    for _ in range(150):
-        d = random.normal(0.5, 1.0, 8)
-        looks = sequential_looks(d, 8)
-        seen = d[: looks[-1].pairs]
-        means.append(seen.mean())
-        spent = [round(look.spent, 3) for look in looks]
-        found.append(stopped_interval(seen.mean(), seen.std(ddof=1), spent, len(seen) - 1))
-    estimates = [each.estimate for each in found]
-    assert 0.40 < np.mean(np.array(estimates) > 0.5) <= np.mean(np.array(means) > 0.5) < 0.64
-    assert np.mean(estimates) < np.mean(means)
-    assert coverage(found, 0.5) > 0.91
