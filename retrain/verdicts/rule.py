@@ -274,4 +274,6 @@ def _ends(test: Test, rows: Ints, sides: Floats, typical: Floats) -> Floats:
         middle = (outer + inner) / 2
         excluded = test.excluded(rows, middle)
         outer, inner = np.where(excluded, middle, outer), np.where(excluded, inner, middle)
+    # Differences below ZERO count as 0, so that equal differences leave an interval of that width.
+    inner = np.where(np.abs(inner - typical) <= 2 * ZERO, typical, inner)
     return np.where(bounded, inner, np.nan)
