@@ -3,8 +3,8 @@
     python benchmarks/controller.py [--runs 1250 2500 5000 10000] [--workers 1000] [--shape seeds|conditions]
 
 Every run starts, reports some steps and two evaluations, and ends; its files are written as a run writes them, but for
-the numbers, which are random. Everything else is the product: planning, the scheduler, the manifest on the disk, a look
-after every cohort, the comparison and the report at the end, and one printed line per event (to /dev/null). Each number
+the numbers, which are random. Everything else is the product: planning, the scheduler, the manifest on the disk, the
+interim analysis, the comparison and the report at the end, and one printed line per event (to /dev/null). Each number
 of runs is measured in a process of its own.
 
 Times are processor time of the thread in question, so that what else the machine does hardly counts; that of the stub
@@ -34,6 +34,7 @@ from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running import controller
+from retrain.campaign.running.interim import InterimMonitor
 from retrain.campaign.running.protocol import (
     CohortJob,
     Evaluated,
@@ -45,7 +46,6 @@ from retrain.campaign.running.protocol import (
     RunStarted,
     StepDone,
 )
-from retrain.campaign.running.sequential import Looks
 from retrain.commands.console import PlainConsole
 from retrain.config import load
 from retrain.files import dumps
@@ -53,7 +53,7 @@ from retrain.verdicts import pooling, report
 
 CONDITIONS = (("grpo", "none"), ("rloo", "none"), ("dr_grpo", "none"), ("maxrl", "none"), ("maxrl", "gtpo"))
 SEEDS = 20
-"""Of ``--shape conditions``: the most with which conditions may be stopped early at planned looks."""
+"""Of ``--shape conditions``."""
 STEPS, PROBLEMS = 10, 200
 
 
@@ -147,15 +147,15 @@ class StubWorkers:
 def campaign(path: Path, runs: int, shape: str) -> None:
     """A file of so many runs: five conditions with ever more seeds, or twenty seeds with ever more conditions."""
     if shape == "seeds":
-        seeds, rule = runs // len(CONDITIONS), "always_valid"
+        seeds = runs // len(CONDITIONS)
         modes = [f'advantage_mode = "{a}"\ntransform_mode = "{t}"' for a, t in CONDITIONS]
     else:
-        seeds, rule = SEEDS, "linear"
+        seeds = SEEDS
         modes = [f'advantage_mode = "grpo"\ntransform_mode = "none"\nlr = {1e-6 * (i + 1):.3g}'
                  for i in range(runs // SEEDS)]  # fmt: skip
     conditions = "".join(f"[[campaign.conditions]]\n{text}\n" for text in modes)
     path.write_text(
-        f'[campaign]\nseeds = {list(range(1, seeds + 1))}\nmax_steps = {STEPS}\nsequential = "{rule}"\n{conditions}'
+        f"[campaign]\nseeds = {list(range(1, seeds + 1))}\nmax_steps = {STEPS}\n{conditions}"
         f"[evaluation]\nproblems = {PROBLEMS}\n[squeeze]\nenabled = false\n"
     )
 
@@ -178,7 +178,7 @@ def timed(home: Any, name: str, times: dict[str, list[float]]) -> None:
 def measure(runs: int, slots: int, shape: str, folder: Path) -> dict[str, float]:
     """Carry one campaign out; what its parts cost."""
     times: dict[str, list[float]] = defaultdict(list)
-    for home, name in ((Looks, "look"), (controller, "planned_cohorts"), (pooling, "conclude"),
+    for home, name in ((InterimMonitor, "update"), (controller, "planned_cohorts"), (pooling, "conclude"),
                        (report, "write_report"), (Manifest, "_replace")):  # fmt: skip
         timed(home, name, times)
     file = folder / "large.toml"
@@ -202,7 +202,7 @@ def measure(runs: int, slots: int, shape: str, folder: Path) -> dict[str, float]
         "events per s": len(heard) / sum(heard),
         "event of a run, µs": 1e6 * statistics.mean(single),
         "end of a cohort, ms": 1e3 * statistics.mean(workers.took["JobEnded"]),
-        "look, ms": 1e3 * statistics.mean(times["look"]),
+        "interim analysis, ms": 1e3 * statistics.mean(times["update"]),
         "manifest, writes": len(times["_replace"]),
         "manifest, ms per write": 1e3 * statistics.mean(times["_replace"]),
         "manifest, MB": (folder / "out/manifest.json").stat().st_size / 1e6,

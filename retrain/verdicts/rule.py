@@ -9,7 +9,7 @@ Differences come as float64 [conditions, seeds] in the declared order of seeds, 
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -190,7 +190,7 @@ def _patterns(values: Floats, planned: int) -> Patterns:
     return Patterns(signs, values, np.stack(others))
 
 
-@cache
+@lru_cache(maxsize=8)
 def _enumerated(seeds: int) -> Floats:
     """Return all patterns with a first sign of +, float64 [2^(seeds - 1), seeds]. Those of fewer seeds, repeated, are
     the beginnings of those of more seeds."""
@@ -198,7 +198,7 @@ def _enumerated(seeds: int) -> Floats:
     return np.concatenate([np.ones((len(bits), 1)), 1.0 - 2.0 * bits], axis=1)
 
 
-@cache
+@lru_cache(maxsize=1)
 def _sampled(seeds: int) -> Floats:
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(SAMPLED_PATTERNS, seeds))
     signs[0] = 1.0

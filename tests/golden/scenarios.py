@@ -353,7 +353,7 @@ def campaign(session: Session) -> None:
 @scenario
 def interim_analysis(session: Session) -> None:
     runs: list[tuple[str, str, dict[str, Any]]] = [("grpo", "none", {}), ("grpo", "none", {"lr": 0.5})]
-    keys = {"test": "normal", "sequential": "pocock", "equivalence_margin": 0.2, "futility": True}
+    keys = {"equivalence_margin": 0.2}
     train(session, conditions(*runs, seeds=tuple(range(1, 9)), max_steps=1, **keys) + BASE + QUIET)
     session.run("compare", "out", "--json")
 

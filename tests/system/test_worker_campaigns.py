@@ -176,25 +176,24 @@ def test_a_second_interrupt_ends_at_once(tmp_path, world):
     assert time.monotonic() - begin < 300
 
 
-def test_early_stopping_decides_the_same_in_workers(tmp_path, world):
-    """A difference that every seed shows (of the learning rate, so that it is surely there) is decided after six of
-    eight seeds; the others are stopped, in whatever worker they are."""
-    sets = ["campaign.seeds=[1,2,3,4,5,6,7,8]", "campaign.sequential=linear", "campaign.primary_metric=final:optim/lr"]
+def test_the_interim_analysis_decides_the_same_in_workers(tmp_path, world):
+    """A difference that every seed shows (of the learning rate, so that it is surely there) is decided after seven
+    of eight seeds; the others are stopped, in whatever worker they are."""
+    sets = ["campaign.seeds=[1,2,3,4,5,6,7,8]", "campaign.primary_metric=final:optim/lr"]
     sets += ["evaluation.problems=0", "training.eval_every=0"]
     for name, executor in (("here", []), ("there", PROCESSES)):
         plan = planned(world, tmp_path / name, [*sets, *executor], steps=2, condition="lr = 0.02")
         assert execute(plan, NullObserver()).exit_status == 0
     here, there = (read_json(tmp_path / name / "manifest.json") for name in ("here", "there"))
-    assert there["sequential"] == here["sequential"]
-    (looked,) = there["sequential"]["conditions"].values()
-    assert (looked["stopped_after"], len(looked["differences"])) == (6, 6)
-    assert states(tmp_path / "there") == states(tmp_path / "here") == ["done"] * 12 + ["stopped"] * 4
+    assert there["interim"] == here["interim"]
+    assert (there["interim"]["seeds"], len(there["interim"]["decided"])) == ([1, 2, 3, 4, 5, 6, 7], 1)
+    assert states(tmp_path / "there") == states(tmp_path / "here") == ["done"] * 14 + ["stopped"] * 2
     done = [run["run_id"] for run in there["runs"] if run["state"] == "done"]
     found, expected = (
         {name: data for name, data in contents(tmp_path / place).items() if any(f"{run}/" in name for run in done)}
         for place in ("there", "here")
     )
-    assert differing(found, expected, runs=12) == []
+    assert differing(found, expected, runs=14) == []
 
 
 @pytest.mark.parametrize("command", ["scancel --signal=USR1", "scontrol requeue"])

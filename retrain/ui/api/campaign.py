@@ -40,7 +40,15 @@ def routes(library: Library, findings: Findings) -> list[Route]:
 
 def costs_of(comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What a finished run of every condition cost, and what it gained."""
-    keys = ("label", "seconds_per_run", "tokens_per_run", "cost_ratio", "difference", "difference_interval")
+    keys = (
+        "label",
+        "seconds_per_run",
+        "tokens_per_run",
+        "cost_ratio",
+        "difference",
+        "typical_difference",
+        "difference_interval",
+    )
     return [{key: condition.get(key) for key in keys} for condition in comparison["conditions"]]
 
 

@@ -9,9 +9,10 @@ export function isOpen(word) {
 }
 
 export function classOf(word) {
-  if (/^better/.test(word || "")) return "up";
-  if (/^worse/.test(word || "")) return "down";
-  if (/^(no difference beyond|higher|lower)/.test(word || "")) return "same";
+  const short = (word || "").replace(/^typical runs /, "");
+  if (/^better/.test(short)) return "up";
+  if (/^worse/.test(short)) return "down";
+  if (/^(alike|higher|lower)/.test(short)) return "same";
   return "unclear";
 }
 

@@ -151,7 +151,7 @@ def test_warnings(tmp_path):
         "[training]\nmax_steps = 60\ngroup_size = 2\nlr = 1e-3\n" + conditions("", "lr = 1e-3")
     )
     expected = [
-        "c.toml:2  campaign.seeds  has 2: too few for a verdict between two conditions, which takes at least 6",
+        "c.toml:2  campaign.seeds  has 2: too few for a verdict, which takes 6 at least",
         "c.toml:3  sepa.steps  is 100: in 50 steps λ gets to 0.48 at most",
         "c.toml:5  algorithm.advantage_mode  has no effect in a campaign",
         "c.toml:7  training.max_steps  is 60, which [campaign] max_steps = 50 replaces",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from helpers.models import campaign_head
 
-from retrain.campaign.planning.plan import cut, plan
+from retrain.campaign.planning.plan import cut, plan, seeds_before_interim
 from retrain.campaign.running.in_process import Sequential
 from retrain.campaign.running.protocol import JobEnded, Message, Tick
 from retrain.campaign.running.scheduler import Scheduler
@@ -157,18 +157,21 @@ FIVE = [("grpo", "none"), ("maxrl", "none"), ("rloo", "none"), ("maxrl", "gtpo")
 
 
 @pytest.mark.parametrize(("conditions", "seeds", "slots", "keys", "sizes"), [
-    (5, 8, 1, {}, [10] * 4),
+    (5, 8, 1, {}, [10, 10, 10, 5, 5]),  # no cohort has seeds on both sides of the interim analysis
+    (5, 8, 1, {"sequential": "off"}, [10] * 4),
     (5, 8, 8, {}, [5] * 8),  # as many cohorts as slots, of whole seeds
-    (5, 8, 3, {}, [10] * 4),  # three seeds would be more than share a base
-    (2, 8, 3, {}, [6, 6, 4]),
+    (5, 8, 3, {}, [10, 10, 10, 5, 5]),  # three seeds would be more than share a base
+    (2, 8, 3, {}, [6, 6, 2, 2]),
     (5, 3, 8, {}, [3, 2] * 3),  # fewer seeds than slots: equal parts of each
     (3, 2, 8, {"lanes": 2}, [2, 2, 2]),
-    (2, 8, 1, {"sequential": "linear"}, [4] * 4),
+    (2, 8, 1, {"lanes": 6}, [6, 6, 4]),
+    (2, 16, 1, {}, [10, 6, 10, 6]),
 ])  # fmt: skip
 def test_cohorts_are_cut_to_fill_the_slots(tmp_path, conditions, seeds, slots, keys, sizes):
     path = tmp_path / "cut.toml"
     path.write_text(campaign_head(*FIVE[:conditions], seeds=list(range(seeds)), max_steps=1, **keys))
-    groups = cut(plan(load(path)), False, slots)
+    specs = plan(load(path))
+    groups = cut(specs, False, slots, first=seeds_before_interim(specs))
     assert [len(group) for group in groups] == sizes
     if len(groups[0]) < conditions and not keys:
         assert all(len({spec.seed for spec in group}) == 1 for group in groups)

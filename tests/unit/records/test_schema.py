@@ -14,11 +14,12 @@ from retrain.records.reader import RunReader, homes_of_runs, read_manifest, run_
 from retrain.records.schema.base import Record, Row
 from retrain.records.schema.campaign import CampaignManifest, CheckpointFiles, RunEntry
 from retrain.records.schema.comparison import Comparison, ConditionComparison, ConditionSummary, SecondaryComparison
-from retrain.records.schema.layout import CAMPAIGN_FILES, COMPARISON, MANIFEST, METRICS, RUN_FILES, STATE, SUMMARIES
+from retrain.records.schema.layout import CAMPAIGN_FILES, MANIFEST, METRICS, RUN_FILES, STATE, SUMMARIES
 from retrain.records.schema.rows import RecorderState, TrajectorySummary
 from retrain.records.status import read_status
 from retrain.records.timeline import steps_of
 from retrain.ui.iterations import Index, rollouts_of
+from retrain.verdicts.pooling import conclude
 
 ARCHIVE = Path(__file__).parent / "data" / "version_0.4.tar.xz"
 OPEN = ("eval/", "exec_", "plan_")  # Beginnings of keys that the catalogue describes
@@ -61,7 +62,7 @@ def test_every_row_is_as_declared(recorded):
         manifest = read_json(home / MANIFEST)
         check([manifest], CampaignManifest)
         check(manifest["runs"], RunEntry)
-    comparison = read_json(recorded / "campaign" / COMPARISON)
+    comparison = conclude(recorded / "campaign")
     check([comparison], Comparison)
     check(comparison["conditions"], ConditionComparison)
     check(comparison["secondary"], SecondaryComparison)

@@ -41,7 +41,7 @@ def test_a_new_comparison_is_told_and_made_when_its_files_change(library, tmp_pa
     run_changes = next(each for each in found if each["place"] == "one/runs/grpo+none_s1")
     assert "evals" in run_changes["what"]
     manifest = read_json(tmp_path / "one/manifest.json")
-    for key, value in (("sequential", {"rule": "looks"}), ("declared", {"margin": 0.1}), ("notes", ["repeated"])):
+    for key, value in (("interim", {"seeds": [1]}), ("declared", {"margin": 0.1}), ("notes", ["repeated"])):
         before = findings.signature(library.home("one"))
         write_json(tmp_path / "one/manifest.json", manifest := manifest | {key: value})
         assert findings.signature(library.home("one")) != before

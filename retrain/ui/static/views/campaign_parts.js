@@ -27,7 +27,8 @@ export function verdicts(body) {
     warnings.length || comparison.note ? el("details", {class: "weak"},
       el("summary", null, `${plural(Math.max(1, warnings.length), "thing")} that a reader must know`),
       warnings.map((text) => el("p", null, text)),
-      comparison.note ? el("p", null, warnings.reduce((text, each) => text.replace(each, ""), comparison.note).trim()) : null) : null);
+      comparison.note ? el("p", null, warnings.reduce((text, each) => text.replace(each, ""), comparison.note).trim()) : null) : null,
+    comparison.follow_up ? el("p", {class: "muted"}, comparison.follow_up) : null);
 }
 
 export function forests(body) {
@@ -40,21 +41,21 @@ export function forests(body) {
     values: each.after_values.map((value, i) => ({value, hint: `seed ${each.finished[i]}: ${amount(value, comparison.share)}`})),
     note: `${each.after_mean === null ? "–" : amount(each.after_mean, comparison.share)} · ${each.finished.length} of ${plural(each.seeds.length, "seed")}`,
   }));
-  const apart = conditions.map((each, index) => ({each, index})).slice(1).filter(({each}) => each.difference !== null);
+  const apart = conditions.map((each, index) => ({each, index})).slice(1).filter(({each}) => each.typical_difference !== null);
   const rows = apart.map(({each, index}) => ({
-    name: each.label, index, centre: each.difference, interval: each.difference_interval, open: isOpen(each.verdict),
+    name: each.label, index, centre: each.typical_difference, interval: each.difference_interval, open: isOpen(each.verdict),
     wider: each.difference_new_problems && each.difference_new_problems.low !== null ? [each.difference_new_problems.low, each.difference_new_problems.high] : null,
     values: each.differences.map((value, i) => ({value, hint: `seed ${each.paired_seeds[i]}: ${difference(value, comparison.share)}`})),
-    note: `${difference(each.difference, comparison.share)} · ${plural(each.pairs, "pair")}`,
+    note: `${difference(each.typical_difference, comparison.share)} typically · ${plural(each.pairs, "pair")}`,
   }));
   const baseline = comparison.baseline, words = `${metricWords(comparison)}; a mark for each seed, bar: 95 % interval`;
   const ends = (interval) => interval || [null, null];
   const levelTable = () => table(["condition", "seed", comparison.metric, "mean", "mean low", "mean high"],
     conditions.flatMap((each) => each.after_values.map((value, i) => [each.label, each.finished[i], value, each.after_mean, ...ends(each.interval)])));
-  const apartTable = () => table(["condition", "baseline", "seed", "difference", "mean", "mean low", "mean high", "new problems low", "new problems high", "margin", "verdict"],
-    apart.flatMap(({each}, k) => each.differences.map((value, i) => [each.label, baseline, each.paired_seeds[i], value, each.difference, ...ends(each.difference_interval), ...ends(rows[k].wider), comparison.margin, each.verdict])));
+  const apartTable = () => table(["condition", "baseline", "seed", "difference", "mean", "typical", "typical low", "typical high", "new problems low", "new problems high", "margin", "verdict"],
+    apart.flatMap(({each}, k) => each.differences.map((value, i) => [each.label, baseline, each.paired_seeds[i], value, each.difference, each.typical_difference, ...ends(each.difference_interval), ...ends(rows[k].wider), comparison.margin, each.verdict])));
   const result = el("h2", null, "Result", el("small", null, words)), paired = el("h2", null, `Paired difference to ${baseline}`,
-    el("small", null, `the same seed in both${comparison.margin ? "; grey: what does not matter" : ""}${rows.some((row) => row.open) ? "; hatched: cannot tell yet" : ""}${rows.some((row) => row.wider) ? "; thin: new problems" : ""}`));
+    el("small", null, `the same seed in both; line: typical difference${comparison.margin ? "; grey: what does not matter" : ""}${rows.some((row) => row.open) ? "; hatched: cannot tell yet" : ""}${rows.some((row) => row.wider) ? "; thin: new problems" : ""}`));
   return el("div", {class: "two"},
     figureCard(result, `${comparison.metric} by condition`,
       forest(levels, {label: `${metricWords(comparison)} by condition: ${levels.map((row) => `${row.name} ${row.note}`).join("; ")}`, xTitle: comparison.metric, unit}), levelTable),
@@ -65,23 +66,23 @@ export function forests(body) {
 
 export function costs(body) {
   const {comparison, cost} = body;
-  const known = (cost || []).map((each, index) => ({...each, index})).filter((each) => each.seconds_per_run && (each.index === 0 || each.difference !== null));
+  const known = (cost || []).map((each, index) => ({...each, index})).filter((each) => each.seconds_per_run && (each.index === 0 || each.typical_difference !== null));
   if (known.length < 2 || !comparison) return null;
   const points = known.map((each) => {
     const condition = comparison.conditions.find((one) => one.label === each.label) || {};
-    return {name: each.label, index: each.index, x: each.seconds_per_run, y: each.index === 0 ? 0 : each.difference, interval: condition.difference_interval || null,
-      hint: `${each.label}: ${duration(each.seconds_per_run)}, ${count(each.tokens_per_run)} tokens per run, ${difference(each.difference, comparison.share)}`};
+    return {name: each.label, index: each.index, x: each.seconds_per_run, y: each.index === 0 ? 0 : each.typical_difference, interval: condition.difference_interval || null,
+      hint: `${each.label}: ${duration(each.seconds_per_run)}, ${count(each.tokens_per_run)} tokens per run, ${difference(each.typical_difference, comparison.share)}`};
   });
   const heading = el("h2", null, "Cost against gain", el("small", null, "up: better than the baseline; right: dearer"));
-  const costTable = () => table(["condition", "seconds per run", "tokens per run", "difference", "difference low", "difference high"],
-    known.map((each, k) => [each.label, each.seconds_per_run, each.tokens_per_run, each.difference, ...(points[k].interval || [null, null])]));
+  const costTable = () => table(["condition", "seconds per run", "tokens per run", "typical difference", "difference low", "difference high"],
+    known.map((each, k) => [each.label, each.seconds_per_run, each.tokens_per_run, each.typical_difference, ...(points[k].interval || [null, null])]));
   const chart = gain(points, {label: `difference to the baseline by device time per run: ${points.map((each) => each.hint).join("; ")}`, xTitle: "device time per run",
       xText: (value) => value === 0 ? "0" : duration(value), yTitle: comparison.share ? "points" : "difference", unit: comparison.share ? "points" : ""});
   return figureCard(heading, `cost against gain ${comparison.metric}`, chart, costTable,
     el("div", {class: "scroll"}, el("table", {class: "tight"}, el("thead", null, el("tr", null, el("th", {scope: "col"}, "condition"),
-      ["time / run", "tokens / run", "difference"].map((text) => el("th", {scope: "col", class: "number"}, text)))),
+      ["time / run", "tokens / run", "typical difference"].map((text) => el("th", {scope: "col", class: "number"}, text)))),
     el("tbody", null, known.map((each) => el("tr", null, el("td", null, name(each.label, each.index)), el("td", {class: "number"}, duration(each.seconds_per_run)),
-      el("td", {class: "number"}, count(each.tokens_per_run)), el("td", {class: "number"}, each.index === 0 ? "baseline" : difference(each.difference, comparison.share))))))));
+      el("td", {class: "number"}, count(each.tokens_per_run)), el("td", {class: "number"}, each.index === 0 ? "baseline" : difference(each.typical_difference, comparison.share))))))));
 }
 
 export function seeds(body) {
@@ -91,7 +92,7 @@ export function seeds(body) {
   return el("section", {class: "card"}, el("h2", null, "How many more seeds?"),
     lines.map((each) => el("div", null, [].concat(each.line).map((text) => el("p", null, text)),
       each.toml ? el("div", {class: "toml"}, el("pre", {tabindex: "0"}, each.toml), button("Copy", () => copy(each.toml, "TOML copied"))) : null)),
-    el("p", {class: "muted small"}, "Decide before looking further: seeds that are added because of a result make it look surer than it is, unless a stopping rule was declared ([campaign] sequential)."));
+    el("p", {class: "muted small"}, "Declare them as a new campaign: seeds that are added because of a result make it look surer than it is."));
 }
 
 export function runsTable(body) {

@@ -24,7 +24,7 @@ function verdictCell(summary, most) {
   const verdict = summary.verdict;
   if (!verdict) return [el("td", {class: "verdict muted"}, summary.kind === "campaign" ? "no comparison yet" : "a single run"), el("td", {class: "bars"})];
   const unit = verdict.share ? " points" : "";
-  const numbers = Number.isFinite(verdict.low) ? ` [${difference(verdict.low, verdict.share).replace("+", "")}, ${difference(verdict.high, verdict.share).replace("+", "")}]` : "";
+  const numbers = Number.isFinite(verdict.low) ? ` [${difference(verdict.low, verdict.share)}, ${difference(verdict.high, verdict.share)}]` : "";
   return [
     el("td", {class: `verdict ${classOf(verdict.word)}`}, el("b", null, verdict.word), el("span", {class: "sentence"}, verdict.sentence)),
     el("td", {class: "bars"}, bar(verdict, verdict.share ? most.share : reach([verdict])),
@@ -98,7 +98,7 @@ export function campaigns(root, state, frame) {
     const scroll = document.activeElement && list.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
     put(list, reading && reading.done < reading.of ? loading(`Reading ${reading.done} of ${reading.of} directories …`) : null,
       el("table", {class: "campaigns"}, el("thead", null, el("tr", null,
-        ["campaign", "verdict", "difference, 95 %"].map((text) => el("th", {scope: "col"}, text)),
+        ["campaign", "verdict", "typical difference, 95 %"].map((text) => el("th", {scope: "col"}, text)),
         ["seeds", "steps", "device time", "changed"].map((text) => el("th", {scope: "col", class: "number"}, text)))),
       el("tbody", null, rows.map((each) => row(each, most)))));
     if (scroll) { const again = [...list.querySelectorAll("a.open")].find((each) => each.getAttribute("href") === scroll); if (again) again.focus({preventScroll: true}); }
