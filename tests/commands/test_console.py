@@ -153,7 +153,7 @@ def printed(renderable, width: int) -> str:
 
 def condition(label: str, **values: Any) -> dict[str, Any]:
     """A row of a comparison of which nothing is known but the given values."""
-    nothing = dict.fromkeys(("after_mean", "interval", "difference", "difference_interval", "p_holm"))
+    nothing = dict.fromkeys(("after_mean", "interval", "typical_difference", "difference_interval", "p_value"))
     given = {"label": label, "seeds": [1, 2], "finished": [1, 2], "before": 0.5, "verdict": "", "sentence": ""}
     return nothing | given | {"tokens": 1000, "seconds": 60.0} | values
 
@@ -165,11 +165,12 @@ COMPARISON = {
     "share": True,
     "conditions": [
         condition("grpo+none", after_mean=0.7, interval=[0.65, 0.75]),
-        condition("maxrl+gtpo_hicra[red]", difference=0.123, difference_interval=[-0.01, 0.256], p_holm=0.5,
+        condition("maxrl+gtpo_hicra[red]", typical_difference=0.123, difference_interval=[-0.01, 0.256], p_value=0.5,
                   finished=[2], verdict="2 pairs: no verdict possible", sentence="With 2 pairs no verdict is possible.",
                   tokens=2000, seconds=61.0),
     ],
     "note": "Fewer than 6 pairs.",
+    "follow_up": "To follow up, declare a new campaign.",
 }  # fmt: skip
 
 
@@ -177,7 +178,7 @@ def test_the_comparison():
     plain = comparison_table(COMPARISON).text()
     for text in (printed(comparison_table(COMPARISON, 120).rich(), 120), plain):
         for part in ("maxrl+gtpo_hicra[red]", "+12.3 [−1.0, +25.6]", "1/2", "65 to 75%", "50.0% → 70.0%",
-                     "no verdict possible", "Fewer than 6 pairs.", "3.0k tokens, 2:01"):  # fmt: skip
+                     "no verdict possible", "Fewer than 6 pairs.", "To follow up", "3.0k tokens, 2:01"):  # fmt: skip
             assert part in text
     medium = printed(comparison_table(COMPARISON, 80).rich(), 80)
     assert "+12.3 [−1.0, +25.6]" in medium
