@@ -87,13 +87,10 @@ def compare_runs(
     base = compared.baseline(first)
     others = [compared.condition(label, base, found) for label, found in zip(order[1:], analyses, strict=True)]
     conditions = [base, *others]
-    missing = [run for condition in conditions for run in condition.missing]
     standings = {condition.standing for condition in others}
     interim = {condition.label for condition in others if condition.standing == INTERIM}
     notes = [*warnings, *_warnings(others, measure, held_out or metric is not None), *_graded(runs, measure)]
-    if rule.earlier:
-        notes.append(f"Declared under the rule of {rule.earlier}; judged by the present rule.")
-    notes += last3_notes(measure, runs)
+    notes += [*_rule_notes(rule), *last3_notes(measure, runs)]
     notes += [f"{each.sentence}." for each in audited(runs, order) if each.standing == "hacked"]
     return asdict(
         Comparison(
@@ -110,7 +107,7 @@ def compare_runs(
             standing=next((one for one in (EXPLORATORY, INTERIM) if one in standings), DECLARED),
             failed=[run.run_id for run in runs if run.state == "failed"],
             warnings=notes,
-            note=" ".join([*notes, *missing_words(missing)]),
+            note=" ".join([*notes, *missing_words([run for each in conditions for run in each.missing])]),
             follow_up=follow_up(others, paired.seeds, margin, measure),
         )
     )
@@ -436,6 +433,10 @@ def _graded(runs: Sequence[RunResult], measure: Measure) -> list[str]:
         "The reward has values other than 0 and 1, and what decides here counts an answer as correct or not: "
         f'primary_metric = "{other}" sees the whole reward.'
     ]
+
+
+def _rule_notes(rule: DeclaredRule) -> list[str]:
+    return [f"Declared under the rule of {rule.earlier}; judged by the present rule."] if rule.earlier else []
 
 
 def _warnings(others: Sequence[ConditionComparison], measure: Measure, held_out: bool) -> list[str]:

@@ -76,21 +76,20 @@ class Patterns:
     """float64 [conditions, patterns]: for each condition the maximum over all others, about their typical
     differences. It does not depend on the supposed difference of the condition itself."""
 
-    def own(self, conditions: Ints, supposed: Floats) -> tuple[Floats, Floats]:
-        """Return |Σ s c| / √Σ c² of each pattern, float64 [rows, patterns], and of the observed one, [rows]."""
-        statistics = flipped(self.values[conditions] - supposed[:, None], self.signs)
-        return statistics, statistics[:, 0]
+    def statistics(self, conditions: Ints, supposed: Floats) -> Floats:
+        """Return |Σ s c| / √Σ c² of each pattern, float64 [rows, patterns]; rows are (condition, difference)."""
+        return flipped(self.values[conditions] - supposed[:, None], self.signs)
 
     def stopped(self, conditions: Ints, supposed: Floats) -> Flags:
         """Return the patterns that would stop at this interim analysis, bool [rows, patterns]."""
-        largest = np.maximum(self.own(conditions, supposed)[0], self.others[conditions])
+        largest = np.maximum(self.statistics(conditions, supposed), self.others[conditions])
         place = largest.shape[1] - 1 - int(INTERIM_ALPHA * largest.shape[1])
         threshold = np.partition(largest, place, axis=1)[:, place, None]
         return largest > threshold + ZERO
 
 
 @dataclass(frozen=True)
-class Test:
+class SignFlipTest:
     """The test of supposed differences at one analysis: its patterns, and those of the interim analysis before it."""
 
     patterns: Patterns
@@ -98,10 +97,10 @@ class Test:
     budget: float
 
     def p(self, conditions: Ints, supposed: Floats) -> Floats:
-        """Return p of the supposed difference of a condition, float64 [rows]; rows are (condition, difference)."""
-        own, observed = self.patterns.own(conditions, supposed)
-        bound = (observed - ZERO)[:, None]
-        counted = (own >= bound) | (self.patterns.others[conditions] >= bound)
+        """Return p of the supposed differences, float64 [rows]; rows are (condition, difference)."""
+        statistics = self.patterns.statistics(conditions, supposed)
+        bound = statistics[:, :1] - ZERO
+        counted = (statistics >= bound) | (self.patterns.others[conditions] >= bound)
         if self.earlier is not None:
             stopped = self.earlier.stopped(conditions, supposed)
             counted |= np.tile(stopped, (1, counted.shape[1] // stopped.shape[1]))
@@ -127,7 +126,7 @@ def judge(differences: Floats, interim: Floats | None = None, margin: float | No
         return [_without_pairs(differences.shape[1]) for _ in differences]
     planned = differences.shape[1]
     earlier = None if interim is None else _patterns(interim, planned)
-    last = _analyses(Test(_patterns(differences, planned), earlier, ALPHA), margin, is_final=True)
+    last = _analyses(SignFlipTest(_patterns(differences, planned), earlier, ALPHA), margin, is_final=True)
     if interim is None:
         return last
     early = interim_analysis(interim, planned, margin)
@@ -136,7 +135,7 @@ def judge(differences: Floats, interim: Floats | None = None, margin: float | No
 
 def interim_analysis(differences: Floats, planned: int, margin: float | None = None) -> list[Analysis]:
     """Analyse the seeds of the interim analysis of a plan of so many seeds."""
-    return _analyses(Test(_patterns(differences, planned), None, INTERIM_ALPHA), margin, is_final=False)
+    return _analyses(SignFlipTest(_patterns(differences, planned), None, INTERIM_ALPHA), margin, is_final=False)
 
 
 def typical_differences(values: Floats) -> Floats:
@@ -209,7 +208,7 @@ def _without_pairs(seeds: int, *, is_final: bool = True) -> Analysis:
     return Analysis(seeds, 0, is_final, None, None, 1.0, None, None, (), "cannot tell" if is_final else None)
 
 
-def _analyses(test: Test, margin: float | None, *, is_final: bool) -> list[Analysis]:
+def _analyses(test: SignFlipTest, margin: float | None, *, is_final: bool) -> list[Analysis]:
     values = test.patterns.values
     analyses = [_without_pairs(values.shape[1], is_final=is_final) for _ in values]
     rows = np.flatnonzero(~np.isnan(values).all(axis=1))
@@ -250,7 +249,7 @@ def _outcome(analysis: Analysis, budget: float, margin: float | None) -> Outcome
     return "alike" if -margin <= low and high <= margin else "not shown"
 
 
-def _ends(test: Test, rows: Ints, sides: Floats, typical: Floats) -> Floats:
+def _ends(test: SignFlipTest, rows: Ints, sides: Floats, typical: Floats) -> Floats:
     """Return the outermost difference on one side (-1 or 1) of the typical one that is not excluded, float64 [rows];
     NaN where none is excluded. p is not monotone, so these steps define the end."""
     low, high = _range(test.patterns.values[rows])

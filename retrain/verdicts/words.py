@@ -24,7 +24,7 @@ NAMED_RUNS = 6  # Missing runs listed by name; the rest are only counted
 
 
 def verdict(condition: ConditionComparison, outcome: Outcome | None, measure: Measure) -> str:
-    """The finding about one condition, compared with the baseline, in a few words. Only what was declared gets a
+    """Return the finding about one condition, compared with the baseline, in a few words. Only what was declared gets a
     verdict."""
     pairs, typical = condition.pairs, condition.typical_difference
     if condition.standing == EXPLORATORY:
@@ -46,7 +46,7 @@ def verdict(condition: ConditionComparison, outcome: Outcome | None, measure: Me
 
 
 def direction(difference: float, measure: Measure) -> str:
-    """Whether a difference is for the better; of a metric that is no merit, only that it is higher or lower."""
+    """Return whether a difference is for the better; of a metric that is no merit, only that it is higher or lower."""
     if measure.higher_is_better:
         return "better" if difference > 0 else "worse"
     return "higher" if difference > 0 else "lower"
@@ -61,8 +61,8 @@ def sentence(
     margin: float | None,
     varied: str = "all",
 ) -> str:
-    """Differences, interval, p, pairs, verdict with the population it speaks of, what remains possible, and the cost,
-    in one sentence. ``varied`` is `[campaign] vary`."""
+    """Return differences, interval, p, pairs, verdict with its population, what stays open, and the cost, in one
+    sentence. ``varied`` is `[campaign] vary`."""
     start = f"{condition_name(condition.label)} − {condition_name(baseline.label)}: "
     typical, mean = condition.typical_difference, condition.difference
     if typical is None or mean is None:
@@ -94,7 +94,7 @@ def _finding(condition: ConditionComparison, measure: Measure, margin: float | N
 
 
 def _qualifications(condition: ConditionComparison, baseline: ConditionComparison, measure: Measure) -> list[str]:
-    """Outlier seeds, what stays open, and what was not seen."""
+    """Name outlier seeds, what stays open, and what was not seen."""
     parts = [
         f"seed {each.seed} {'fell' if each.distance < 0 else 'rose'} by {amount(abs(each.distance), measure)}"
         for each in condition.outlier_seeds
@@ -117,26 +117,26 @@ def _qualifications(condition: ConditionComparison, baseline: ConditionCompariso
 
 
 def population(measure: Measure, varied: str = "all") -> str:
-    """Of what a verdict over seeds speaks: p and the interval beside it know how seeds vary, in what `[campaign] vary`
-    lets them, and not how problems do."""
+    """Return of what a verdict over seeds speaks: p and the interval beside it know how seeds vary, in what `[campaign]
+    vary` lets them, and not how problems do."""
     return f"{VARIED[varied]}, these problems" if measure.is_held_out else VARIED[varied]
 
 
 def difference_words(condition: Mapping[str, Any], measure: Measure) -> str:
-    """The typical difference of a condition (as JSON) with its unit and its interval, as far as there is one."""
+    """Return the typical difference of a condition (as JSON) with its unit and its interval, as far as there is one."""
     return amount(condition["typical_difference"], measure, sign=True) + brackets(
         condition["difference_interval"], measure
     )
 
 
 def new_problems(condition: Mapping[str, Any], measure: Measure) -> list[float] | None:
-    """As ``wider_ends``, of a condition as JSON."""
+    """Return ``wider_ends`` of a condition as JSON."""
     return wider_ends(condition.get("difference_new_problems"), condition["difference_interval"], measure)
 
 
 def wider_ends(bounds: Mapping[str, Any] | None, ends: Sequence[float] | None, measure: Measure) -> list[float] | None:
-    """The ends of the interval of a difference that holds for new problems too; None without one, and where it reads as
-    the one for these problems does."""
+    """Return the interval of a difference that holds for new problems too; None without one, and where it reads as the
+    one for these problems does."""
     if not bounds or bounds["low"] is None:
         return None
     wider = [bounds["low"], bounds["high"]]
@@ -144,12 +144,12 @@ def wider_ends(bounds: Mapping[str, Any] | None, ends: Sequence[float] | None, m
 
 
 def brackets(ends: Sequence[float] | None, measure: Measure) -> str:
-    """An interval behind its estimate; "" where there is none."""
+    """Return an interval behind its estimate; "" where there is none."""
     return f" [{', '.join(number(end, measure, sign=True) for end in ends)}]" if ends else ""
 
 
 def level_brackets(ends: Sequence[float] | None, measure: Measure) -> str:
-    """The same behind a level, which needs no sign."""
+    """Return the same behind a level, which needs no sign."""
     return f" [{', '.join(number(end, measure) for end in ends)}]" if ends else ""
 
 
@@ -173,7 +173,7 @@ def p_words(p: float) -> str:
 
 
 def missing_words(missing: Sequence[MissingRun]) -> list[str]:
-    """Which runs are in no mean, and why: failed ones and those that have not finished are told apart."""
+    """Name the runs that are in no mean, and why: failed ones and those that have not finished are told apart."""
     notes = []
     for kind, runs in (
         ("failed", [run for run in missing if run.state == "failed"]),

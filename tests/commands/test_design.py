@@ -119,7 +119,7 @@ def test_check_and_explain_say_it(tmp_path):
     for command in ("explain", "check"):
         result = run(command, file)
         assert result.exit_code == 0
-        assert "final:eval/heldout/correct_rate, 8 pairs of seeds, 4 comparisons" in result.stdout
+        assert "final:eval/heldout/correct_rate, 10 pairs of seeds, 4 comparisons" in result.stdout
         assert "a verdict needs 6 seeds or more, 7 at an interim analysis" in result.stdout
     assert "careful" in run("explain", file).stdout
     pilot = campaign(tmp_path, {"a": list(BASE), "b": shifted(0.02)})

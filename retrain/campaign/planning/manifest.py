@@ -131,7 +131,7 @@ def freeze(
 
 def _planned(before: Sequence[Mapping[str, Any]], configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What the runs of an earlier start declared; keys that there were not then have their defaults."""
-    defaults = Campaign()
+    defaults = Campaign(sequential="off")  # the oldest records know no analysis before the end
     campaign = next((config.get("campaign") or {} for config in configs.values()), {})
     steps = {run["label"]: run["max_steps"] for run in before if run.get("max_steps") is not None}
     return {key: campaign.get(key, getattr(defaults, key)) for key in DECIDING_KEYS if configs} | {
