@@ -11,7 +11,7 @@ from retrain.config.algorithm import POLICY
 from retrain.errors import ModelError
 from retrain.files import search_folders
 from retrain.models.directory import find_file, light_tokenizer, local_directory, model_fault
-from retrain.records.reader import read_object
+from retrain.records.reader import RunReader, read_object
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL
 
 BASE = "base"  # Teacher name that stands for the frozen base model
@@ -54,7 +54,7 @@ def place_of(config: Config, folder: Path) -> Place:
 
 def _adapter_in(directory: Path) -> Path | None:
     """The adapter of a run's directory, its ``final/`` or else its newest checkpoint, or of an adapter directory."""
-    checkpoints = sorted((directory / "checkpoints").glob("step_*"), reverse=True)
+    checkpoints = reversed(RunReader(directory).checkpoint_directories())
     places = (directory, directory / "final", *checkpoints)
     return next((path for path in places if (path / ADAPTER_WEIGHTS).is_file()), None)
 
