@@ -12,7 +12,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -223,6 +223,11 @@ def verification_files(directory: Path) -> list[Path]:
     return [home / layout.VERIFICATION, *sorted(home.glob(f"*/{layout.VERIFICATION}"))]
 
 
+def final_adapters(directory: Path) -> list[Path]:
+    """Return the adapters that the runs of a campaign have ended with, by run id."""
+    return sorted(path.parent for path in directory.glob(f"runs/*/{layout.FINAL}/{layout.ADAPTER_WEIGHTS}"))
+
+
 def homes_of_runs(directory: Path) -> list[Path]:
     """Return ``directory`` itself when it is a run or a campaign, else those of its subdirectories that are."""
 
@@ -354,7 +359,11 @@ class Tail:
         """Return whether the file has been cut or replaced since the last call, and the new rows in order without
         damaged ones, which ``resume`` names by their numbers."""
         replaced, lines = self.lines()
-        return replaced, _whole_rows(lines)
+        rows = []
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError):
+                rows.append(parse_row(line))
+        return replaced, rows
 
     def lines(self) -> tuple[bool, list[bytes]]:
         """Return the new lines without blank ones and line ends."""
@@ -393,14 +402,6 @@ def parse_row(line: bytes) -> Row:
     return row
 
 
-def _whole_rows(lines: Iterable[bytes]) -> list[Row]:
-    rows = []
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            rows.append(parse_row(line))
-    return rows
-
-
 class LineIndex:
     """Offsets of the whole lines of a growing file, found again when the file is another one."""
 
@@ -422,12 +423,7 @@ class LineIndex:
         """Return the objects in these lines without damaged ones."""
         with self._lock:
             begins = self._begins[start : end + 1]
-        if len(begins) < 2:
-            return []
-        with open(self.path, "rb") as file:
-            file.seek(begins[0])
-            text = file.read(begins[-1] - begins[0])
-        return _whole_rows(text.split(b"\n"))
+        return [row for _, row in json_lines(self.path, begins[0], begins[-1])] if len(begins) > 1 else []
 
 
 def json_lines(path: Path | None, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Row]]:
