@@ -166,7 +166,7 @@ def read_plan_file(directory: Path) -> Row:
 
 
 def planned_configs(directory: Path) -> dict[str, Row]:
-    """The resolved configurations of the directory's runs by run id; empty before the first start."""
+    """Return the resolved configurations of the directory's runs by run id; empty before the first start."""
     if not (directory / layout.PLAN).is_file():
         return {}
     return {run["run_id"]: run["config"] for run in read_plan_file(directory)["runs"]}

@@ -139,7 +139,7 @@ class Index:
         return known[split, number]
 
     def _listed(self) -> dict[tuple[str, int], Iteration]:
-        """From the names of files, for runs that keep no index."""
+        """Return the iterations that the names of files tell, for runs that keep no index."""
         files = RunReader(self.run).summary_files()
         return {(split, step): Iteration(split, step, name.removesuffix(SUMMARIES)) for split, step, name in files}
 
