@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
-import retrain.campaign.running.raycluster as raycluster
-import retrain.campaign.running.rayconnect as rayconnect
-import retrain.campaign.running.spawning as spawning
-from retrain.campaign.running.protocol import CohortJob, JobEnded, Message, StepDone, Tick
 from retrain.campaign.running.slurm_task import Pace
+
+import retrain.campaign.executors.ray as raycluster
+import retrain.campaign.executors.ray_connection as rayconnect
+import retrain.campaign.running.launching as spawning
+from retrain.campaign.running.protocol import CohortJob, JobEnded, Message, StepDone, Tick
 from retrain.campaign.running.workers import Workers
 from retrain.environments.build import Longest
 from retrain.files import read_json, read_jsonl

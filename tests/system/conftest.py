@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-import retrain.campaign.running.raycluster as raycluster
-import retrain.campaign.running.slurm as slurm
-import retrain.campaign.running.spawning as spawning
+import retrain.campaign.executors.ray as raycluster
+import retrain.campaign.executors.slurm as slurm
+import retrain.campaign.running.launching as spawning
 import retrain.campaign.running.workers as waiting
+from retrain.campaign.executors.local import Slot, processes
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.processes import Slot, processes
 from retrain.campaign.running.session import DirectoryLock
 from retrain.campaign.running.workers import Workers
 from retrain.config import load, parse_dict

@@ -5,9 +5,9 @@ import psutil
 import pytest
 from helpers.campaigns import Heard, campaign, toy_world
 
-from retrain.campaign.running.controller import launch
+from retrain.campaign.controller import launch
+from retrain.campaign.executors.ray import slots_in
 from retrain.campaign.running.protocol import JobStarted, StepDone
-from retrain.campaign.running.raycluster import slots_in
 from retrain.config import load, parse_dict
 from retrain.errors import UsageError
 from retrain.files import read_json, write_json

@@ -4,13 +4,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-
-import retrain.campaign.running.slurm as slurm
-from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.controller import executor_of
 from retrain.campaign.running.exchange import newest
+
+import retrain.campaign.executors.slurm as slurm
+from retrain.campaign.controller import executor_of
+from retrain.campaign.executors.slurm import Cluster
+from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.protocol import JobStarted, StepDone
-from retrain.campaign.running.slurm import Cluster
 from retrain.campaign.running.workers import Workers
 from retrain.config import load, parse_dict
 from retrain.errors import MissingExtra, UsageError, WorkersLost

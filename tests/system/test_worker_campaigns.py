@@ -13,10 +13,10 @@ import psutil
 import pytest
 from helpers.campaigns import Heard, StopAfter, a_writer, alone, contents, differing, planned, who_writes, writer
 
-import retrain.campaign.running.slurm as slurm
+import retrain.campaign.executors.slurm as slurm
+from retrain.campaign.controller import execute
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.references import check
-from retrain.campaign.running.controller import execute
 from retrain.campaign.running.session import LEASE
 from retrain.files import ASIDE, read_json
 from retrain.ownership import process_start
