@@ -7,10 +7,10 @@ from helpers.models import campaign_head, config_errors
 from typer.testing import CliRunner
 
 from retrain.campaign.controller import executor_of
-from retrain.campaign.executors.local import Slot
 from retrain.campaign.executors.table import slots_of
 from retrain.campaign.planning.manifest import fingerprint, read_plan, write_plan
 from retrain.campaign.planning.plan import Plan
+from retrain.campaign.running.launching import Slot
 from retrain.campaign.running.protocol import JobStarted, StepDone
 from retrain.campaign.running.team import gpus_of
 from retrain.cli import app

@@ -10,6 +10,8 @@ from retrain.campaign.running.protocol import Message, WorkerEnd
 from retrain.campaign.running.tasks import WORKERS
 from retrain.errors import StorageError
 
+END_SECONDS = 5.0
+
 
 class Local:
     """One process for each of ``places``, of the campaign in ``directory``. See ``Executor``."""
@@ -55,8 +57,11 @@ class Local:
             process.wait()
 
     def close(self) -> None:
-        for slot in self._processes:
-            self.kill(slot)
+        for slot, process in self._processes.items():
+            try:
+                process.wait(END_SECONDS)  # they have been told; what has let go of its lease is about to end
+            except subprocess.TimeoutExpired:
+                self.kill(slot)
 
     def _log(self, slot: int) -> Path:
         return self.directory / WORKERS / f"worker_{slot}.log"

@@ -33,6 +33,7 @@ from retrain.ownership import claim
 
 ROOM_SECONDS = 20.0  # Seconds without room for a worker after which the user is notified
 KILL_SECONDS = 20.0  # Seconds to wait for a killed worker before its node counts as lost
+END_SECONDS = 5.0  # Seconds that workers which have let go of their leases may take to end
 NAMESPACE = "retrain"  # Of the names of detached actors
 
 
@@ -183,6 +184,9 @@ class RayExecutor:
         self._remove(slot)
 
     def close(self) -> None:
+        ray, runs = ray_module(), [actor.run for actor in self._actors.values()]
+        with suppress(ray.exceptions.RayError):
+            ray.wait(runs, num_returns=len(runs), timeout=END_SECONDS) if runs else None
         for slot in range(1, self.slots + 1):
             self.kill(slot)
             self._remove(slot)

@@ -158,9 +158,9 @@ class JobEnded:
 
 @dataclass(frozen=True)
 class WorkerFault:
-    """A worker cannot do a job: ``kind`` is the name of the RetrainError, ``text`` its text."""
+    """A worker cannot do a job: ``error`` is the name of the RetrainError, ``text`` its text."""
 
-    kind: str
+    error: str
     text: str
 
 

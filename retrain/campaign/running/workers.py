@@ -285,9 +285,9 @@ class Workers:
             if isinstance(event, WorkerFault):
                 self._take_fault(seat, line["task"], event)
                 return
-            yield event
             if isinstance(event, JobEnded):
                 self._forget(event.job, seat.label)
+            yield event
 
     def _end(self, seat: Seat, end: WorkerEnd) -> Iterator[Event]:
         words = f"{seat.title} ended: {seat.dying}" if seat.dying else f"{seat.title} {end.words}"
@@ -305,7 +305,7 @@ class Workers:
 
     def _take_fault(self, seat: Seat, name: str, fault: WorkerFault) -> None:
         """A worker cannot do its job: on a lost device a new worker may, otherwise the campaign ends."""
-        kind = getattr(retrain.errors, fault.kind, RetrainError)
+        kind = getattr(retrain.errors, fault.error, RetrainError)
         if issubclass(kind, DeviceLost):
             seat.dying = fault.text
             return
