@@ -49,7 +49,7 @@ from retrain.campaign.running.tasks import SERVERS, WORKERS, Tail, Tasks, append
 from retrain.campaign.running.team import Team
 from retrain.config.runs import run_directory, run_place
 from retrain.engines.server.fleet import Told
-from retrain.errors import DeviceLost, NotOurs, RetrainError, UsageError
+from retrain.errors import NotOurs, RetrainError, UsageError
 from retrain.ownership import Owner, owner_of, remove_leftovers
 from retrain.records.observer import NullObserver, SpecLike
 from retrain.records.schema.base import Values
@@ -159,10 +159,9 @@ class Worker:
             task, content = claimed
             try:
                 self._do(trains, task, self._here(job_from_json(content)))
-            except RetrainError as error:
+            except RetrainError as error:  # no fault of a run: the next task would meet it too
                 self.tell(task, WorkerFault(type(error).__name__, str(error)))
-                if isinstance(error, DeviceLost):
-                    return error.exit_status  # nothing on the device can be used by the next task
+                return error.exit_status
         trains.close()
         return 0
 

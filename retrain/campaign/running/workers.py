@@ -40,6 +40,7 @@ from retrain.files import writing
 
 TICK_SECONDS = 0.25  # Seconds between looks at the workers
 PATIENCE_SECONDS = 10.0  # How long workers without a task may take to end before they are killed
+WORDS_SECONDS = 3.0  # How long it may take until somebody says how a worker has ended
 SILENCE_SECONDS = 120.0  # Seconds for which the lease of a worker on another machine may stand still
 
 
@@ -72,6 +73,7 @@ class Seat:
     pid: int = 0
     said: WorkerEnd | None = None
     dying: str = ""
+    missed: float = 0.0  # Since when its lease has been dead
     lease: LeaseWatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +91,7 @@ class Seat:
 
     def follow(self, process: int) -> None:
         """Read the events of this process from now on."""
-        self.process, self.started = process, True
+        self.process, self.started, self.missed = process, True, 0.0
         self.tail, self.said, self.dying = Tail(events_of(self.home, process)), None, ""
         self.lease = LeaseWatch(self.home, SILENCE_SECONDS)
 
@@ -265,11 +267,19 @@ class Workers:
             end = WorkerEnd("was lost with its machine", excused=True)
         if end is None and look is not None:
             end = look
-        if end is None and seat.tail is not None and not seat.lease.is_alive():
-            end = WorkerEnd(f"has said nothing for {SILENCE_SECONDS:g} s")
+        if end is None and seat.tail is not None and self._is_silent(seat):
+            end = WorkerEnd("is gone")
             self._kill(seat)
         if end is not None:
             yield from self._end(seat, end)
+
+    def _is_silent(self, seat: Seat) -> bool:
+        """Whether the lease says that a worker is gone, and nobody who watches it has said how for a while."""
+        if seat.lease.is_alive():
+            seat.missed = 0.0
+            return False
+        seat.missed = seat.missed or time.monotonic()
+        return time.monotonic() - seat.missed > WORDS_SECONDS
 
     def _take(self, seat: Seat, line: dict[str, Any]) -> Iterator[Event]:
         if "up" in line:
