@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -117,16 +117,21 @@ class RayExecutor:
         self._actors: dict[int, Actor] = {}
         self._told = False  # Whether the user was notified that workers wait for room
 
+    @cached_property
+    def owner(self) -> str:
+        """The id in the mark of the campaign's directory."""
+        return claim(self.plan.directory).id
+
     def has_gpu(self) -> bool:
         return self.gpus > 0
 
     def start(self, slots: Sequence[int]) -> None:
-        ray, owner = ray_module(), claim(self.plan.directory)
+        ray = ray_module()
         threads = os.environ.get("OMP_NUM_THREADS") or str(self.cpus)
         memory = min(1.0, self.gpus) if self.gpus else 1.0
         for slot in slots:
             asked = Asked(
-                slot, str(self.plan.directory), str(self.plan.folder), os.getcwd(), owner.id, launching.PROGRAM,
+                slot, str(self.plan.directory), str(self.plan.folder), os.getcwd(), self.owner, launching.PROGRAM,
                 threads, memory,
             )  # fmt: skip
             self._remove(slot)
@@ -201,7 +206,7 @@ class RayExecutor:
             ray.kill(ray.get_actor(self._name(slot), namespace=NAMESPACE))
 
     def _name(self, slot: int) -> str:
-        return f"{claim(self.plan.directory).id}-{slot}"
+        return f"{self.owner}-{slot}"
 
     def _room(self) -> str:
         ray = ray_module()

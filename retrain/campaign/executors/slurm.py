@@ -28,7 +28,7 @@ from retrain.campaign.running import launching
 from retrain.campaign.running.launching import command_of, end_words, with_imports
 from retrain.campaign.running.protocol import Message, WorkerEnd
 from retrain.campaign.running.tasks import WORKERS, home_of, newest
-from retrain.campaign.running.workers import Workers
+from retrain.campaign.running.workers import Workers, has_living_worker
 from retrain.config import Config
 from retrain.config.machine import GPU_OPTIONS
 from retrain.errors import UsageError, plural
@@ -67,6 +67,7 @@ class Slurm:
         self._tasks: dict[int, SlurmTask] = {}
         self._states: dict[str, str] = {}
         self._looked = self._asked = 0.0
+        self._begun = False
         self._notes: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
     def has_gpu(self) -> bool:
@@ -74,9 +75,11 @@ class Slurm:
 
     def start(self, slots: Sequence[int]) -> None:
         """See ``Executor.start``: with the first ones all others too. Raises UsageError when Slurm refuses."""
-        if not self._tasks:
+        if not self._begun:
             self._cancel_leftovers()
-            slots = range(1, self.slots + 1)
+            living = [slot for slot in range(1, self.slots + 1) if slot not in slots]
+            slots, self._begun = [slot for slot in living if not has_living_worker(self._home(slot))] + [*slots], True
+            slots = sorted(slots)
         new = [slot for slot in slots if slot not in self._tasks]
         if not new:
             return
@@ -96,7 +99,7 @@ class Slurm:
             )
         for slot, task in ids.items():
             log = Path(str(self._log(folder)).replace("%A", task.partition("_")[0]).replace("%a", str(slot)))
-            self._tasks[slot] = SlurmTask(task, log, newest(home_of(self.directory, slot)))
+            self._tasks[slot] = SlurmTask(task, log, newest(self._home(slot)))
             if not self.is_slurm:
                 self._tasks[slot].process = self._run_here(script, slot, log)
         self._asked, self._looked = time.monotonic(), 0.0
@@ -113,7 +116,7 @@ class Slurm:
             del self._tasks[slot]
             return WorkerEnd(f"{end_words(status)}; what it printed is in {task.log}", excused=status == 0)
         state = self._state(task.job)
-        begun = newest(home_of(self.directory, slot)) > task.before
+        begun = newest(self._home(slot)) > task.before
         if state not in ENDED:
             return WorkerEnd("waits in the queue again", excused=True) if state in WAITING and begun else None
         del self._tasks[slot]
@@ -130,7 +133,7 @@ class Slurm:
             yield self._notes.get()
         if self._asked and time.monotonic() - self._asked > WAIT_SECONDS:
             self._asked = 0.0
-            running = sum(newest(home_of(self.directory, slot)) > task.before for slot, task in self._tasks.items())
+            running = sum(newest(self._home(slot)) > task.before for slot, task in self._tasks.items())
             if running < len(self._tasks):
                 count = plural(len(self._tasks), "worker")
                 words = f"{count} asked of Slurm, {running} run; the others begin when Slurm has room for them"
@@ -148,14 +151,17 @@ class Slurm:
     def close(self) -> None:
         """See ``Executor.close``: all workers that are needed no more have ended; what waits is cancelled."""
         jobs = [task.job for task in self._tasks.values()]
-        if self.is_slurm and jobs:
-            self._command("scancel", "--state=PENDING", *jobs)
+        if self.is_slurm:
+            self._cancel_leftovers()
         for slot in [*self._tasks]:
             if not self.is_slurm:
                 self.kill(slot)
         if jobs or (self.directory / WORKERS / RECORD).exists():
             with suppress(OSError):
                 self._record(closed=True)
+
+    def _home(self, slot: int) -> Path:
+        return home_of(self.directory, slot)
 
     def _state(self, job: str) -> str:
         """Return what Slurm says of a task now, or said up to ``LOOK_SECONDS`` ago, in one word."""
