@@ -258,18 +258,20 @@ def end_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+NOTICE = {signal.SIGUSR1, signal.SIGUSR2}
+"""Slurm's notice. It may reach every process of the task: it is blocked before any thread begins, so that graders and
+tools, which inherit that, are not ended by it, and heard by one thread."""
+
+
 def listen(worker: Worker, options: Options) -> None:
-    """Handle the signals of a worker. Slurm's SIGUSR1 may reach every process of the task: it is blocked in the main
-    thread, so that graders and tools, which inherit that, are not ended by it, and heard by a thread."""
+    """Handle the signals of a worker."""
     signal.signal(signal.SIGTERM, lambda number, frame: worker.leave())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the controller says what is to be done
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if options.requeue:
-        notice = {signal.SIGUSR1, signal.SIGUSR2}
-        signal.pthread_sigmask(signal.SIG_BLOCK, notice)
 
         def hear() -> None:
-            signal.sigwait(notice)
+            signal.sigwait(NOTICE)
             worker.leave(requeue=True)
 
         threading.Thread(target=hear, name="notice", daemon=True).start()
@@ -280,6 +282,8 @@ def listen(worker: Worker, options: Options) -> None:
 def main(trains: Callable[[Told], Trains] = lambda servers: InProcess(servers=servers)) -> int:
     """Work until nothing is left, in this process; return the exit status."""
     options = Options.parse()
+    if options.requeue:
+        signal.pthread_sigmask(signal.SIG_BLOCK, NOTICE)
     owner = owner_of(options.directory)
     if owner is None:
         print(f"{options.directory} is no directory of a campaign on this machine", file=sys.stderr)

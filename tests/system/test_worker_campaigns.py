@@ -208,7 +208,7 @@ def test_a_worker_that_slurm_preempts_goes_on_from_its_step(tmp_path, world, who
 
     def preempt(spec, count):
         if count == 3:
-            tasks.append(f"4711_{int(heard.workers[spec.run_id][-1].split()[0]) - 1}")
+            tasks.append(f"4711_{heard.workers[spec.run_id][-1].split()[0]}")
             os.system(f"{command} {tasks[0]}")
 
     heard = Heard(preempt)
@@ -219,8 +219,8 @@ def test_a_worker_that_slurm_preempts_goes_on_from_its_step(tmp_path, world, who
     if "USR1" in command:
         assert sum("was told to make room: all is saved" in text for text in heard.messages) == 1
     assert len(standin.calls("sbatch")) == 1
-    asked = {"cluster": "slurm", "jobs": {"1": "4711_0", "2": "4711_1"}, "closed": True}
-    assert read_json(out / "workers/slurm_1/jobs.json") == asked
+    asked = {"jobs": {"1": "4711_1", "2": "4711_2"}, "closed": True}
+    assert read_json(out / "workers/slurm_jobs.json") == asked
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
