@@ -33,7 +33,7 @@ from typing import Any
 from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
-from retrain.campaign.running import controller
+from retrain.campaign import controller
 from retrain.campaign.running.protocol import (
     CohortJob,
     Evaluated,

@@ -100,7 +100,7 @@ class Trial:
     def _act(self, what: str) -> None:
         """Do one of ``acts``."""
         who, _, how = what.partition(", ")
-        workers = processes_of(self.toml.parent, "retrain.campaign.running.worker")
+        workers = processes_of(self.toml.parent, "retrain.campaign.worker")
         worker = self.chance.choice(workers or [0])
         pid = worker if who == "worker" else self.controller.pid
         if what == "trap":

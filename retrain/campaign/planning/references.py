@@ -109,8 +109,6 @@ def absent_packages(config: Config, folder: Path) -> Iterator[tuple[str, Any, st
         elif source != "arithmetic" and (on_hub(source, folder) or directory_of(source, folder)):
             wanted.append((key, source, "datasets"))
     wanted += [(f"{key}.type", "math", "math_verify") for key, grader in config.graders if grader.type == "math"]
-    if config.campaign.executor == "slurm":
-        wanted.append(("campaign.executor", "slurm", "submitit"))
     if config.campaign.executor == "ray":
         wanted.append(("campaign.executor", "ray", "ray"))
     if config.model.quantize == "nf4":
