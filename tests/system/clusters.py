@@ -75,9 +75,10 @@ def texts(events: Iterable[Any]) -> list[str]:
 
 
 class SlurmStandin:
-    """The commands of a Slurm with one machine on PATH; ``close`` ends all that runs there."""
+    """The commands of a Slurm with one machine, in ``environment`` for those who are to find them; ``close`` ends all
+    that runs there."""
 
-    def __init__(self, folder: Path, monkeypatch):
+    def __init__(self, folder: Path):
         self.home, programs = folder / "standin", folder / "bin"
         self.home.mkdir()
         programs.mkdir()
@@ -85,8 +86,7 @@ class SlurmStandin:
             path = programs / name
             path.write_text(f'#!/bin/sh\nexec {sys.executable} {TESTS}/programs/slurm_standin.py {name} "$@"\n')
             path.chmod(path.stat().st_mode | stat.S_IXUSR)
-        monkeypatch.setenv("STANDIN", str(self.home))
-        monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+        self.environment = {"STANDIN": str(self.home), "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
 
     def room(self, tasks: int) -> None:
         """Set how many tasks may run at a time."""

@@ -25,7 +25,9 @@ from tests.system.clusters import STUB, Nodes, SlurmStandin, cluster_of
 @pytest.fixture
 def standin(tmp_path_factory, monkeypatch) -> Iterator[SlurmStandin]:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    played = SlurmStandin(tmp_path_factory.mktemp("slurm"), monkeypatch)
+    played = SlurmStandin(tmp_path_factory.mktemp("slurm"))
+    for name, value in played.environment.items():
+        monkeypatch.setenv(name, value)
     yield played
     played.close()
 
