@@ -30,10 +30,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from retrain.campaign import controller
 from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
-from retrain.campaign.running import controller
 from retrain.campaign.running.interim import InterimMonitor
 from retrain.campaign.running.protocol import (
     CohortJob,

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from retrain.campaign.running.spawning import end_words
+from retrain.campaign.running.launching import end_words
 from retrain.config import Config
 from retrain.device import MEMORY_SHARE, OWN_GPU, memory_share, torchrun_rank
 from retrain.errors import RankLost, UsageError, plural

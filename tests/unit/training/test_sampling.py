@@ -10,7 +10,7 @@ from helpers.campaigns import StopAfter, campaign, toy_world
 from helpers.lanes import made, runs_of
 from helpers.records import group
 
-from retrain.campaign.running.controller import launch, resume
+from retrain.campaign.controller import launch, resume
 from retrain.config import load
 from retrain.config.training import Sampling
 from retrain.engines.local import LocalEngine
