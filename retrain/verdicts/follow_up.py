@@ -20,9 +20,10 @@ def follow_up(
 
     The same file is declared anew with seeds that no run has had: nothing is pooled.
     """
-    if not any(condition.verdict == NOT_SHOWN for condition in others):
+    unanswered = [condition for condition in others if condition.verdict == NOT_SHOWN]
+    if not unanswered:
         return ""
-    spread = pair_spread([condition.differences for condition in others])
+    spread = pair_spread([condition.differences for condition in unanswered])
     effect = 1.5 if margin is None or not spread else margin / spread
     needed = seeds_needed(len(others), effect)
     count = min(max(PLANNED_SEEDS, needed or MOST_FOLLOW_UP_SEEDS), MOST_FOLLOW_UP_SEEDS)
