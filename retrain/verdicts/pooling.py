@@ -13,6 +13,7 @@ from typing import Any
 from retrain.config.base import Role
 from retrain.config.campaign import DECIDING_KEYS, condition_name, find_label
 from retrain.config.evaluation import HELDOUT
+from retrain.config.legacy import without_removed
 from retrain.config.root import role_of
 from retrain.config.runs import differences
 from retrain.errors import UsageError, listed
@@ -210,7 +211,7 @@ def _pool(sources: Sequence[Source]) -> list[str]:
             one = next((run for run in source.runs if run.label == label and run.config), None)
             if one is None:
                 continue
-            own = {**one.config, "rubrics of the data": one.facts.get("rubrics")}
+            own = {**without_removed(one.config), "rubrics of the data": one.facts.get("rubrics")}
             other, settings = first.setdefault(label, (source, own))
             keys = differences(settings, own, tells_apart)
             if other is source or not keys:

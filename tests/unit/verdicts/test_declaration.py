@@ -85,6 +85,15 @@ def test_what_was_declared_under_an_earlier_rule_is_judged_by_this_one_and_says_
     assert "Declared under" not in compare_directories([declared(campaign(tmp_path / "new", TWO))])["note"]
 
 
+def test_runs_of_earlier_versions_are_pooled_with_new_ones(tmp_path):
+    keys = {"test": "normal", "futility": True, "prior_spread": 0.04}
+    earlier = campaign(tmp_path / "earlier", TWO, {"campaign": {"sequential": "linear", **keys}})
+    new = campaign(tmp_path / "new", TWO, {"campaign": {"sequential": "on"}}, seeds=list(range(11, 19)))
+    report = compare_directories([new, earlier])
+    assert [(each["label"], len(each["finished"])) for each in report["conditions"]] == [("a", 16), ("b", 16)]
+    assert "Declared under the rule of test" in report["note"]
+
+
 def test_the_declared_order_and_metric_decide_whatever_the_file_says_now(tmp_path):
     """A file that is changed when results are there moves nothing; the change is told."""
     folder = declared(campaign(tmp_path, TWO), baseline="b", primary_metric="auc", equivalence_margin=0.5)
