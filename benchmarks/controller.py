@@ -1,6 +1,7 @@
 """What a campaign's controller costs by itself: a real one, whose workers train nothing.
 
     python benchmarks/controller.py [--runs 10 100 1000] [--workers 200]
+    python benchmarks/controller.py --idle --workers 4096
 
 Every worker is a thread that claims tasks from the campaign's directory and writes events there. Every run starts,
 reports some steps and two evaluations, and ends; its files are written as a run writes them, but for the numbers, which
@@ -47,6 +48,7 @@ from retrain.campaign.running.protocol import (
     event_to_json,
     job_from_json,
 )
+from retrain.campaign.running.session import BEAT_SECONDS
 from retrain.campaign.running.tasks import Tasks, append, events_of, home_of
 from retrain.campaign.running.workers import Workers
 from retrain.campaign.worker import POLL_SECONDS
@@ -227,6 +229,31 @@ class Counting(PlainConsole):
         super().run_finished(spec, status, message)
 
 
+def idle(slots: int, folder: Path) -> dict[str, float]:
+    """Return what it costs to look once at so many workers that have nothing to say, and what each of them does to the
+    file system by itself."""
+    workers = Workers(StubWorkers(folder, slots), folder)
+    for slot in range(1, slots + 1):
+        home = home_of(folder, slot)
+        home.mkdir(parents=True)
+        append(events_of(home, 1), {"up": f"{slot} stub", "process": 0})
+    workers._begin()
+    for seat in workers._seats.values():
+        seat.follow(1)
+    rounds = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        for seat in workers._seats.values():
+            list(workers._hear(seat))
+        rounds.append(time.perf_counter() - begin)
+    lanes = len(CONDITIONS)
+    return {
+        "look at all workers, ms": 1e3 * statistics.median(rounds[1:]),
+        "directory listings of workers per s": slots / POLL_SECONDS,
+        f"leases replaced per s, {lanes} runs each": slots * (1 + lanes) / BEAT_SECONDS,
+    }
+
+
 def peak() -> float:
     """Most memory of this process so far, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
@@ -243,11 +270,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--workers", type=int, default=200)
+    parser.add_argument("--idle", action="store_true", help="look at workers that have nothing to say instead")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(measure(options.runs[0], options.workers, Path(folder))))
+        return 0
+    if options.idle:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(idle(options.workers, Path(folder))))
         return 0
     found = []
     for runs in options.runs:
