@@ -14,6 +14,7 @@ import pytest
 from helpers.campaigns import Heard, StopAfter, campaign, contents
 from helpers.models import config_errors
 from helpers.servers import StandIn
+from retrain.policy.ranks import Ranks
 
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.plan import Plan
@@ -23,7 +24,6 @@ from retrain.campaign.running.controller import execute, launch
 from retrain.config import load, parse_dict
 from retrain.errors import RetrainError, UsageError
 from retrain.files import read_json, read_jsonl
-from retrain.policy.ranks import Ranks
 from retrain.records.observer import NullObserver
 
 TOML = """
