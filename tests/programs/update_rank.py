@@ -37,12 +37,16 @@ def updated(config, bases, folder, samples):
     batch = TrainBatch(samples, Denominators(tokens, len(samples), action_tokens=tokens), 0, (0, 0), keep_logprobs=True)
     try:
         gradient = policy.gradient(batch, objective)
+        before, policy.budget.checkpointing = policy.budget.checkpointing, True
+        recomputed = policy.gradient(batch, objective)
+        policy.budget.checkpointing = before
         result = policy.update(batch, objective, 0.01)
     except Exception as error:
         return {"error": (type(error).__name__, str(error), list(getattr(error, "__notes__", ())))}
     want = SCORES if policy.critic is not None else SCORES - {Want.VALUES}
     return {
         "gradient": gradient,
+        "recomputed": recomputed,
         "adapter": policy.adapter.flat.detach(),
         "critic": [flat.detach() for flat in policy.critic.weights] if policy.critic is not None else [],
         "metrics": {key: value for key, value in result.metrics.items() if not key.startswith("timing_")},

@@ -140,6 +140,7 @@ def test_one_update_is_that_of_one_process_but_for_the_order_of_sums(one, severa
     expected = one[name]
     for found in (rank[name] for rank in several):
         assert distance(found["gradient"], expected["gradient"]) <= EQUAL
+        assert distance(found["recomputed"], expected["recomputed"]) <= EQUAL  # layers computed twice
         # AdamW divides a gradient by its size, so the rounding of a sum shows where that is near 0: three times as much
         # where memory has run out and the sum has a term for each sequence.
         assert distance(found["adapter"], expected["adapter"]) <= EQUAL * (3 if name == "out of memory" else 1)
@@ -202,7 +203,6 @@ def test_no_rank_ever_holds_the_whole_base(tmp_path):
         assert "not all ranks take part" in each["outside"]
     assert found[0]["logprobs"] == found[1]["logprobs"]
     assert found[0]["gradient"] == found[1]["gradient"]
-    assert found[0]["recomputed"] == found[0]["gradient"]
     assert found[0]["sampled"] == pytest.approx(found[0]["logprobs"], rel=1e-5)
 
 
