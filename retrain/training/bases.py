@@ -23,7 +23,6 @@ from retrain.engines.protocol import Engine
 from retrain.engines.server.build import server_engine
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import Fleet
-from retrain.engines.server.watch import Watch
 from retrain.errors import ModelError
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel, MemoryPlan, ModelFiles, load_base, load_weights, look_at
@@ -33,9 +32,10 @@ from retrain.policy.plugin import PluginPolicy, load_backend
 from retrain.policy.protocol import Policy
 from retrain.policy.update import DistributionTeacher
 from retrain.ranks import RankGroup
-from retrain.rollouts.by_ranks import AbsentEngine
 from retrain.threads import Workers
 from retrain.tokenizer import ByteTokenizer, Tokenizer
+from retrain.training.by_ranks import AbsentEngine
+from retrain.training.watch import Watch
 
 
 @dataclass

@@ -14,11 +14,11 @@ from retrain.engines.protocol import Engine
 from retrain.errors import Interrupted
 from retrain.ranks import RankGroup
 from retrain.records.observer import Observer
-from retrain.rollouts.by_ranks import ServedQueue
 from retrain.rollouts.pressure import Pressure
 from retrain.rollouts.queue import RolloutQueue, SampledStep
 from retrain.rollouts.resample import SelectedGroups
 from retrain.threads import Workers
+from retrain.training.by_ranks import ServedQueue
 from retrain.training.evaluation import CohortEvaluator, Evaluator, first_evaluations
 from retrain.training.recovery import Failures, Saver
 from retrain.training.run import Run

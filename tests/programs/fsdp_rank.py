@@ -117,6 +117,7 @@ def unequal(ranks: RankGroup, model: str) -> dict:
 
         def fail() -> None:
             if ranks.rank == 1:
+                assert base.sharded is not None
                 base.sharded.layer(1)
                 raise RuntimeError("out of memory, says rank 1")
             passes(0, 3)

@@ -43,11 +43,11 @@ from retrain.ranks import RankGroup, agreed, from_first
 from retrain.records.base_evaluations import BaseEvaluations
 from retrain.records.observer import Observer
 from retrain.rewards import Grader, build_grader
-from retrain.rollouts.by_ranks import AbsentEngine, RankCollector
 from retrain.rollouts.collect import collect
 from retrain.rollouts.pressure import Pressure, decode_work
 from retrain.threads import Workers
 from retrain.training.bases import Bases, CohortModel, local_model, plugin_model
+from retrain.training.by_ranks import AbsentEngine, RankCollector
 from retrain.training.evaluation import Evaluator
 from retrain.training.loop import Cohort
 from retrain.training.run import Run

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from retrain.campaign.running.protocol import CohortJob, Job
+from retrain.campaign.running.protocol import Job
 from retrain.campaign.running.spawning import end_words
 from retrain.config import Config
-from retrain.config.runs import RunSpec
-from retrain.device import MEMORY_SHARE, OWN_GPU, failure_text, memory_share, torchrun_rank
-from retrain.errors import DeviceLost, RankLost, UsageError, plural
-from retrain.records.observer import NullObserver
+from retrain.device import MEMORY_SHARE, OWN_GPU, memory_share, torchrun_rank
+from retrain.errors import RankLost, UsageError, plural
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -32,7 +28,7 @@ if TYPE_CHECKING:
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[4]);"
-    "from retrain.campaign.running.team import follow_started; follow_started(*map(int, sys.argv[1:4]))"
+    "from retrain.campaign.running.rank_worker import follow_started; follow_started(*map(int, sys.argv[1:4]))"
 )
 """What a rank that is started here runs: its arguments are rank, ranks, rank 0's port, and where it imports from."""
 HOST = "127.0.0.1"
@@ -106,7 +102,7 @@ class Team:
         self._closed.set()
         ranks, count = self._ranks, int(os.environ["WORLD_SIZE"]) if self.under_torchrun else 1
         if ranks is None and count > 1:
-            ranks = _joined(0, count, "cpu")  # they wait to be told that there is nothing to do
+            ranks = joined(0, count, "cpu")  # they wait to be told that there is nothing to do
         if ranks is not None:
             ranks.end()
             ranks.leave()
@@ -152,7 +148,7 @@ class Team:
             if not self.under_torchrun:
                 torch.set_num_threads(max(1, threads // count))
         store = None if self.under_torchrun else self._start(count)
-        ranks = _joined(0, count, "cpu" if on_cpu else "cuda", store, self._blame)
+        ranks = joined(0, count, "cpu" if on_cpu else "cuda", store, self._blame)
         if self._processes:
             threading.Thread(target=self._watch, args=(ranks,), name="ranks", daemon=True).start()
         return ranks
@@ -219,7 +215,7 @@ class Team:
             os.environ[MEMORY_SHARE] = share
 
 
-def _joined(
+def joined(
     rank: int, count: int, device: str, store: TCPStore | None = None, blame: Callable[[], str] = str
 ) -> RankGroup:
     """Return the connection of this rank, once all have met; ``device`` is the type of rank 0's."""
@@ -229,30 +225,6 @@ def _joined(
     if ranks.from_first("device", lambda: device) == "cuda":
         ranks.use_gpus()
     return ranks
-
-
-def follow_torchrun() -> int:
-    """Be a rank other than 0 that torchrun has started, to the end; return the exit status."""
-    return _follow(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-
-
-def follow_started(rank: int, count: int, port: int) -> None:
-    """Be a rank that rank 0 has started, and end this process."""
-    from torch.distributed import TCPStore
-
-    parent = os.getppid()
-    store = TCPStore(HOST, port, None, False)
-    store.set(f"rank {rank}", "here")
-    threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
-    sys.exit(_follow(rank, count, 1, store))
-
-
-def _end_with(parent: int) -> None:
-    """End this process when rank 0 has ended and it has not noticed, as where it waits for a GPU."""
-    while os.getppid() == parent:
-        time.sleep(WATCH_SECONDS)
-    time.sleep(STUCK_SECONDS)
-    os._exit(RankLost.exit_status)
 
 
 class OtherRank:
@@ -267,55 +239,3 @@ class OtherRank:
     def begin(self, job: Job) -> None: ...
 
     def close(self) -> None: ...
-
-
-class _Unheard(NullObserver):
-    def note(self, facts: Mapping[str, Any]) -> None: ...
-
-
-def _follow(rank: int, count: int, sharing: int, store: TCPStore | None = None) -> int:
-    """Do the jobs of rank 0; ``sharing`` ranks divide up the memory of a CPU that this process plans with."""
-    from retrain.campaign.running.in_process import InProcess
-    from retrain.ranks import RanksEnded
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to stop
-    os.environ[MEMORY_SHARE] = f"{memory_share() / sharing:g}"
-    ranks: RankGroup | None = None
-    try:
-        ranks = _joined(rank, count, "", store)
-        process = InProcess(OtherRank(ranks))
-        while True:
-            job, devices = ranks.from_first("next job", _no_job)
-            ranks.note = ""
-            try:
-                process.do(_on_device(job, devices[rank]), _Unheard(), lambda: False)
-            except DeviceLost:
-                raise
-            except Exception as error:  # raised on rank 0 too, which decides what follows; else they part now
-                ranks.note = f" after {failure_text(error)}"
-    except RanksEnded:
-        return 0
-    except DeviceLost as error:
-        print(f"rank {rank} ends: {error}", file=sys.stderr)
-        return error.exit_status
-    finally:
-        if ranks is not None:
-            ranks.leave()
-
-
-def _no_job() -> tuple[Job, list[str]]:
-    raise NotImplementedError("rank 0 has the jobs")
-
-
-def _on_device(job: Job, device: str) -> Job:
-    """Return the job with the device of this rank."""
-
-    def moved(spec: RunSpec) -> RunSpec:
-        run = spec.to_json()
-        config = {**run["config"], "backend": {**run["config"]["backend"], "devices": device}}
-        return RunSpec.from_json({**run, "config": config})
-
-    if isinstance(job, CohortJob):
-        return replace(job, runs=[moved(spec) for spec in job.runs])
-    return replace(job, run=moved(job.run))
