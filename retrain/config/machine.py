@@ -331,6 +331,9 @@ class Slurm(Section):
     extra: Annotated[dict[str, str | int | bool], AfterValidator(_option_names)] = Field(default_factory=dict)
     """Further options of sbatch by their long names, such as `{ exclude = "node7", gres = "gpu:1" }`; one that asks for
     GPUs stands for the GPU that is asked for otherwise."""
+    template: OptionalText = None
+    """A script of your own for `sbatch`, as a jinja2 template; unset is the one that retrain has
+    (`retrain/campaign/executors/slurm.sh.j2`, which shows the names that it may use)."""
     cluster: Literal["slurm", "local"] = "slurm"
     """`local` starts the tasks on this machine without Slurm, on its CPU, to see that a campaign works in this way."""
 

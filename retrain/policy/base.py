@@ -171,7 +171,6 @@ class ModelFiles:
 def load_base(
     name: str,
     *,
-    revision: str | None = None,
     local_files_only: bool = False,
     trust_remote_code: bool = False,
     devices: str = "auto",
@@ -181,7 +180,7 @@ def load_base(
 
     ``dtype`` as in [inference], or "stored": that of the model's files. Raises ModelError, chained to the cause.
     """
-    return load_weights(_look(name, revision, local_files_only, trust_remote_code), devices, dtype)
+    return load_weights(_look(name, None, local_files_only, trust_remote_code), devices, dtype)
 
 
 def load_weights(files: ModelFiles, devices: str, dtype: str, ranks: RankGroup | None = None) -> BaseModel:

@@ -31,21 +31,12 @@ from retrain.policy.lora import Adapter, Lanes, Step
 from retrain.policy.objective import NotFiniteError, Objective, TeacherTerm, TokenScores, ValueTerm
 from retrain.policy.packing import Budget, Layout, MicroBatch, split_microbatches, update_mode, with_prompt
 from retrain.ranks import RankGroup
+from retrain.records.catalogue import TIMED_PARTS
 from retrain.rng import torch_seed
 from retrain.threads import Workers
 from retrain.types import Sample, TrainBatch, UpdateResult, Want
 
-UPDATE_PHASES = (
-    "forward",
-    "backward",
-    "loss_computation",
-    "compute_kl",
-    "compute_entropy",
-    "data_to_device",
-    "prepare_tensors",
-    "weight_sync_trainer",
-)
-"""Phases of an update that are timed; the catalogue describes each (``timing_<phase>_total``)."""
+UPDATE_PHASES = [part for part in TIMED_PARTS if part != "weight_sync_inference"]
 MIN_SHARED_TOKENS = 512  # Micro-batches are not split below this size to give every process one
 BACKWARD_COST = 3  # A forward and a backward pass, in forward passes
 PROBE_SIZE = 4  # Rollouts on which sampler and trainer are compared in a step without signal: one small forward pass

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from retrain import __version__
 from retrain.config import Config
+from retrain.config.root import flat
 from retrain.device import nvidia_gpus
 from retrain.files import sha256, write_bytes, write_json
 from retrain.models.directory import files_digest, find_file, local_directory
@@ -67,7 +68,7 @@ def run_facts(config: Config, **facts: object) -> Row:
     sections = config.to_dict()
     return {
         **sections,
-        "types": dict(value_types(sections)),
+        "types": {key: "null" if value is None else type(value).__name__ for key, value in flat(sections)},
         "packages": package_versions(),
         "code": code_version(),
         "git": git_state(Path.cwd()),
@@ -121,15 +122,6 @@ def _texts(tree: object, key: str = "") -> Iterator[tuple[str, str]]:
             yield from _texts(value, key)
     elif isinstance(tree, str):
         yield key, tree
-
-
-def value_types(tree: Values, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, type name) of every value in nested mappings."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from value_types(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", "null" if value is None else type(value).__name__
 
 
 @functools.cache

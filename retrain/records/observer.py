@@ -1,15 +1,13 @@
 """Observers of runs: consoles, tests, anything that follows a campaign from inside the process."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
-from retrain.config import Config
 from retrain.records.schema.base import Values
 
 
 class SpecLike(Protocol):
-    """A planned run as observers name it (``campaign.planning.plan.RunSpec``)."""
+    """A run as observers name it: planned (``config.runs.RunSpec``), or found in a directory."""
 
     @property
     def run_id(self) -> str: ...
@@ -19,17 +17,6 @@ class SpecLike(Protocol):
 
     @property
     def seed(self) -> int: ...
-
-
-class RunSpecLike(SpecLike, Protocol):
-    """A planned run as training needs it."""
-
-    @property
-    def config(self) -> Config: ...
-
-    @property
-    def export(self) -> Path | None:
-        """The user's directory that also receives the final adapter."""
 
 
 class Observer(Protocol):

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -31,8 +31,11 @@ from retrain.records.schema.rows import Note
 LAST_BLOCK = 1 << 16  # Bytes read from the end of a file when only its last rows are wanted
 CHUNK = 1 << 22
 LONGEST_LINE = 64 << 20  # Bytes; retrain writes no longer ones
+LOG_BLOCK, LOG_BYTES, LONGEST_LOG_LINE = 1 << 16, 16 << 20, 1 << 20
+"""Bytes of a log that are read at a time, that one search covers, and of the longest line that is searched."""
 MAX_OBJECT_BYTES = 64 << 20  # Bytes of a JSON file that `read_object` reads
 KEPT_OBJECTS = 128
+SUMMARY_FILE = re.compile(r"(train|eval_(.+))_iteration_(\d{6,})" + re.escape(layout.SUMMARIES))
 
 
 class RunReader:
@@ -58,8 +61,12 @@ class RunReader:
         """Return ``environment.json``. Raises OSError where there is none, ValueError where it is no JSON."""
         return read_json(self.directory / layout.ENVIRONMENT)
 
+    def rows(self, name: str) -> list[Row]:
+        """Return the rows of one of the run's JSONL files."""
+        return read_jsonl(self.directory / name)
+
     def metrics(self) -> list[Row]:
-        return read_jsonl(self.directory / layout.METRICS)
+        return self.rows(layout.METRICS)
 
     def iter_metrics(self) -> Iterator[Row]:
         return iter_jsonl(self.directory / layout.METRICS)
@@ -70,11 +77,11 @@ class RunReader:
 
     def evaluations(self, name: str | None = None) -> list[Row]:
         """Return the evaluations of the held-out set ``name``, or of all."""
-        rows = read_jsonl(self.directory / layout.EVALS)
+        rows = self.rows(layout.EVALS)
         return rows if name is None else [row for row in rows if row.get("name") == name]
 
     def generations(self) -> list[Row]:
-        return read_jsonl(self.directory / layout.GENERATIONS)
+        return self.rows(layout.GENERATIONS)
 
     def held_out_completions(self, name: str | None) -> list[Row]:
         """Return the completions of all evaluations of the held-out set ``name``."""
@@ -82,13 +89,30 @@ class RunReader:
 
     def checkpoints(self) -> list[Row]:
         """Return the lines of ``checkpoints.jsonl`` that are objects: other tools have such a file, too."""
-        return [row for row in read_jsonl(self.directory / layout.CHECKPOINTS) if isinstance(row, dict)]
+        return [row for row in self.rows(layout.CHECKPOINTS) if isinstance(row, dict)]
+
+    def checkpoint_directories(self) -> list[Path]:
+        """Return what is named as a checkpoint, whole or not and whoever wrote it, in the order of the names."""
+        return sorted((self.directory / layout.SAVED).glob("step_*"))
+
+    def summary_files(self) -> list[tuple[str, int, str]]:
+        """Return split, iteration and name of each file of summaries, by iteration, then by split."""
+        try:
+            matches = map(SUMMARY_FILE.fullmatch, os.listdir(self.directory))
+        except OSError:
+            return []
+        files = [
+            (layout.TRAIN if match[2] is None else f"eval/{match[2]}", int(match[3]), match[0])
+            for match in matches
+            if match is not None
+        ]
+        return sorted(files, key=lambda file: (file[1], file[0]))
 
     def notes(self) -> list[Note]:
-        return [Note.from_row(row) for row in read_jsonl(self.directory / layout.NOTES)]
+        return [Note.from_row(row) for row in self.rows(layout.NOTES)]
 
     def spans(self) -> list[Row]:
-        return read_jsonl(self.directory / layout.SPANS)
+        return self.rows(layout.SPANS)
 
 
 def last_row(path: Path) -> Row:
@@ -142,7 +166,7 @@ def read_plan_file(directory: Path) -> Row:
 
 
 def planned_configs(directory: Path) -> dict[str, Row]:
-    """The resolved configurations of the directory's runs by run id; empty before the first start."""
+    """Return the resolved configurations of the directory's runs by run id; empty before the first start."""
     if not (directory / layout.PLAN).is_file():
         return {}
     return {run["run_id"]: run["config"] for run in read_plan_file(directory)["runs"]}
@@ -193,6 +217,17 @@ def _entry_from_records(directory: Path, path: Path) -> RunEntry:
     )
 
 
+def verification_files(directory: Path) -> list[Path]:
+    """Return where a run or campaign may have verifications of adapters; those of other conditions come last."""
+    home = directory / layout.SQUEEZE
+    return [home / layout.VERIFICATION, *sorted(home.glob(f"*/{layout.VERIFICATION}"))]
+
+
+def final_adapters(directory: Path) -> list[Path]:
+    """Return the adapters that the runs of a campaign have ended with, by run id."""
+    return sorted(path.parent for path in directory.glob(f"runs/*/{layout.FINAL}/{layout.ADAPTER_WEIGHTS}"))
+
+
 def homes_of_runs(directory: Path) -> list[Path]:
     """Return ``directory`` itself when it is a run or a campaign, else those of its subdirectories that are."""
 
@@ -230,6 +265,51 @@ def _object(path: Path, stamp: Stamp) -> Row:
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def read_text(path: Path | None, characters: int) -> str:
+    """Return the first characters of a text file; "" where there is none."""
+    if path is None:
+        return ""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read(characters)
+
+
+class LogLines(NamedTuple):
+    """Lines of a log, each with the byte at which it begins; ``before``: the byte before which a search continues, None
+    at the beginning of the file."""
+
+    lines: list[tuple[int, str]]
+    before: int | None
+    size: int
+
+
+def log_lines(path: Path, before: int, search: str, most: int) -> LogLines:
+    """Return the last ``most`` lines, in the file's order, that end before byte ``before`` (-1: the end of the file)
+    and contain ``search``, which is lower case."""
+    found: list[tuple[int, str]] = []
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        at = size if before < 0 else min(before, size)
+        rest, least = b"", max(0, at - LOG_BYTES)  # rest: the end of a line whose beginning is not read yet
+        while at > least:
+            start = max(0, at - LOG_BLOCK)
+            file.seek(start)
+            data = file.read(at - start) + rest
+            first = data.find(b"\n") + 1 if start else 0
+            at, position = start, start + len(data)
+            if start and (first == 0 or first == len(data)):
+                rest = data if len(data) < LONGEST_LOG_LINE else b""
+                continue
+            for line in reversed(data[first:].splitlines(keepends=True)):
+                position -= len(line)
+                text = line.decode("utf-8", "replace").rstrip("\r\n")
+                if search in text.lower():
+                    found.append((position, text))
+                    if len(found) == most:
+                        return LogLines(found[::-1], position or None, size)
+            rest = data[:first]
+    return LogLines(found[::-1], at + len(rest) if at else None, size)
 
 
 def whole_lines(file: IO[bytes], begin: int) -> Iterator[tuple[bytes, int]]:
@@ -279,7 +359,11 @@ class Tail:
         """Return whether the file has been cut or replaced since the last call, and the new rows in order without
         damaged ones, which ``resume`` names by their numbers."""
         replaced, lines = self.lines()
-        return replaced, _whole_rows(lines)
+        rows = []
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError):
+                rows.append(parse_row(line))
+        return replaced, rows
 
     def lines(self) -> tuple[bool, list[bytes]]:
         """Return the new lines without blank ones and line ends."""
@@ -318,14 +402,6 @@ def parse_row(line: bytes) -> Row:
     return row
 
 
-def _whole_rows(lines: Iterable[bytes]) -> list[Row]:
-    rows = []
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            rows.append(parse_row(line))
-    return rows
-
-
 class LineIndex:
     """Offsets of the whole lines of a growing file, found again when the file is another one."""
 
@@ -347,12 +423,7 @@ class LineIndex:
         """Return the objects in these lines without damaged ones."""
         with self._lock:
             begins = self._begins[start : end + 1]
-        if len(begins) < 2:
-            return []
-        with open(self.path, "rb") as file:
-            file.seek(begins[0])
-            text = file.read(begins[-1] - begins[0])
-        return _whole_rows(text.split(b"\n"))
+        return [row for _, row in json_lines(self.path, begins[0], begins[-1])] if len(begins) > 1 else []
 
 
 def json_lines(path: Path | None, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Row]]:

@@ -26,7 +26,6 @@ from retrain.records.reader import RunReader
 from retrain.records.reporter import Reporter, make_trackers
 from retrain.records.rollout_page import rollout_page
 from retrain.records.rollouts import (
-    TRAIN,
     Batch,
     TokenText,
     batch_name,
@@ -271,7 +270,7 @@ class RunFiles(RecordFiles):
         ]
         self.append(layout.SPANS, [StepSpans(record.step, spans).to_row()])
         self.append(layout.NOTES, [note.to_row() for note in notes])
-        self._write_rollouts(TRAIN, record.step, record.groups, record.step_start, keeps_tokens, lines)
+        self._write_rollouts(layout.TRAIN, record.step, record.groups, record.step_start, keeps_tokens, lines)
 
     def write_evaluation(self, record: EvalRecord, row: Row, started: float) -> None:
         """Write all files of one evaluation (on the thread)."""
@@ -325,14 +324,14 @@ class RunFiles(RecordFiles):
         done = step + 1 if step > 0 else 0
         for row in reader.iter_metrics():
             if row["step"] >= step:
-                self._remove_rollouts(TRAIN, row["step"])
+                self._remove_rollouts(layout.TRAIN, row["step"])
         for row in reader.evaluations():
             if row["step"] >= done:
                 self._remove_rollouts(f"eval/{row['name']}", row["step"])
         counts = {name: truncate_jsonl(self.directory / name, step) for name in ROW_FILES}
         truncate_jsonl(self.directory / layout.NOTES, step)
         index = self.directory / layout.ITERATIONS
-        keep_rows(index, lambda row: row["iteration"] < (step if row["split"] == TRAIN else done))
+        keep_rows(index, lambda row: row["iteration"] < (step if row["split"] == layout.TRAIN else done))
         self._columns.forget()
         counts |= {name: truncate_jsonl(self.directory / name, done) for name in EVALUATION_FILES}
         truncate_jsonl(self.directory / layout.CHECKPOINTS, done, key="batch")

@@ -40,7 +40,6 @@ LOGTREE_CHARACTERS = 4_000_000
 """All messages of a logtree together: with many samples each gets its share, but at least 2,000 characters."""
 LEAST_CHARACTERS = 2_000
 SCHEMA_VERSION = 1
-TRAIN = "train"
 PROMPT_CHARACTERS = 200  # Of a completion's prompt in ``emergence/``
 COMPLETION_CHARACTERS = 500
 SHOWN = 1000  # Characters of a held-out completion; of a longer one the beginning and the end

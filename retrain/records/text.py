@@ -62,11 +62,11 @@ def points(difference: float | None, digits: int = 1, sign: bool = True) -> str:
     return NOTHING if difference is None else minus(f"{100 * difference:{'+' if sign else ''}.{digits}f}")
 
 
-def interval(bounds: Mapping[str, float | None] | None, digits: int, scale: float = 1.0) -> str:
+def interval(bounds: Mapping[str, float | None] | None, digits: int) -> str:
     """Return an estimate with its ends, where it has any; ``bounds`` is a ``maths.statistics.Interval`` as JSON."""
     if bounds is None:
         return NOTHING
-    estimate, low, high = (None if end is None else scale * end for end in map(bounds.get, ("estimate", "low", "high")))
+    estimate, low, high = map(bounds.get, ("estimate", "low", "high"))
     ends = "" if low is None or high is None else f" [{low:.{digits}f}, {high:.{digits}f}]"
     return minus(f"{number(estimate, digits)}{ends}")
 

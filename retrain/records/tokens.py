@@ -31,8 +31,9 @@ from retrain.errors import CheckpointError
 from retrain.files import dumps, write_bytes
 from retrain.records import kinds
 from retrain.records.kinds import FieldKinds, checked
-from retrain.records.rollouts import TRAIN, Batch, TokenText, advantage_of, batch_name, conversation_of, metrics_of
+from retrain.records.rollouts import Batch, TokenText, advantage_of, batch_name, conversation_of, metrics_of
 from retrain.records.schema.base import Row, Values
+from retrain.records.schema.layout import TRAIN
 from retrain.tensor_file import to_bytes
 from retrain.types import CreditedRollout, Group, Turn
 

@@ -223,11 +223,6 @@ _FINAL_LINE = re.compile(r"^####[ \t]*(.*)$", re.MULTILINE)
 _MINUS_SIGNS = str.maketrans({"−": "-", "–": "-", "﹣": "-", "－": "-"})
 
 
-def has_box(text: str) -> bool:
-    r"""Return whether ``\boxed`` occurs anywhere in ``text``, closed or not."""
-    return _BOX.search(text) is not None
-
-
 def last_boxed(text: str) -> str | None:
     r"""Return the contents of the last ``\boxed{…}`` (or ``\fbox{…}``), braces balanced; "" for an empty box.
 
@@ -321,7 +316,7 @@ def answer_text(completion: str, problem: Problem, strict: bool = True) -> str |
     A box that is never closed is no answer (None), nor is an empty one (""). Not ``strict``: where nothing is marked,
     the last number counts if the reference is a number, the last line if it is not.
     """
-    if has_box(completion):
+    if _BOX.search(completion):
         return last_boxed(completion)
     by_final_line = final_line(str(problem.metadata.get("solution", ""))) is not None
     marked = final_line(completion) if by_final_line else None

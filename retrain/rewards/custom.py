@@ -18,7 +18,7 @@ For charts, a function or its module may declare the ranges of its numbers (``re
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
@@ -155,19 +155,18 @@ def _json(value: object) -> object:
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function of the user's own with the names that it is called with.
+    """A function of the user's own with the names of its arguments; without any it gets (completion, answer).
 
     ``by_batch``: it gets lists. ``takes_any``: it has ``**kwargs``. ``columns`` are the columns of the data that it
-    cannot do without; ``positional``: it gets (completion, answer), whatever its parameters are called.
+    cannot do without.
     """
 
     name: str
     call: Callable[..., object]
     arguments: tuple[str, ...] = ()
+    takes_any: bool = False
     columns: tuple[str, ...] = ()
     by_batch: bool = False
-    takes_any: bool = False
-    positional: bool = False
 
 
 class Scorer:
@@ -243,47 +242,35 @@ def read_signature(name: str, function: Callable[..., object]) -> RewardFunction
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         raise PluginError(f"the parameters of {name!r} cannot be read: wrap it in a function") from None
-    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    read_form = _batch_form if any(p.name in BATCH_ARGUMENTS for p in by_name) else _completion_form
-    return read_form(name, function, parameters, tuple(p.name for p in by_name))
+    by_name = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    read_form = _batch_form if any(argument in BATCH_ARGUMENTS for argument in by_name) else _completion_form
+    return read_form(RewardFunction(name, function, by_name, takes_any), required)
 
 
-def _batch_form(
-    name: str, function: Callable[..., object], parameters: Sequence[inspect.Parameter], names: tuple[str, ...]
-) -> RewardFunction:
-    """Return a function in TRL's form, of which ``names`` are the parameters that can be given by name."""
-    required = _required(parameters)
+def _batch_form(function: RewardFunction, required: Sequence[inspect.Parameter]) -> RewardFunction:
+    """Return a function in TRL's form; its ``arguments`` are all parameters that can be given by name."""
     if absent := next((p.name for p in required if p.name in UNAVAILABLE), None):
         raise PluginError(f"parameter {absent!r} is TRL's trainer's and not available here: give it a default")
     for parameter in required:
-        if parameter.name in ("prompt", "completion") or parameter.name not in names:
+        if parameter.name in ("prompt", "completion") or parameter.name not in function.arguments:
             raise PluginError(f"parameter {parameter.name!r} is unknown; {KNOWN}")
     columns = tuple(p.name for p in required if p.name not in (*BATCH_ARGUMENTS, *LOGGERS))
-    arguments = tuple(argument for argument in names if argument not in UNAVAILABLE)
-    return RewardFunction(name, function, arguments, columns, by_batch=True, takes_any=_takes_any(parameters))
+    arguments = tuple(argument for argument in function.arguments if argument not in UNAVAILABLE)
+    return replace(function, arguments=arguments, columns=columns, by_batch=True)
 
 
-def _completion_form(
-    name: str, function: Callable[..., object], parameters: Sequence[inspect.Parameter], names: tuple[str, ...]
-) -> RewardFunction:
-    """Return a function of one completion, of which ``names`` are the parameters that can be given by name."""
-    required = _required(parameters)
-    unknown = [p.name for p in required if p.name not in ARGUMENTS or p.name not in names]
-    arguments = ARGUMENTS if _takes_any(parameters) else [argument for argument in names if argument in ARGUMENTS]
+def _completion_form(function: RewardFunction, required: Sequence[inspect.Parameter]) -> RewardFunction:
+    """Return a function of one completion; its ``arguments`` are all parameters that can be given by name."""
+    unknown = [p.name for p in required if p.name not in ARGUMENTS or p.name not in function.arguments]
+    arguments = [argument for argument in ARGUMENTS if function.takes_any or argument in function.arguments]
     if arguments and not unknown:
-        return RewardFunction(name, function, tuple(arguments))
+        return replace(function, arguments=tuple(arguments))
     if len(required) == len(unknown) == 2 and all(p.kind in _POSITIONAL for p in required):
-        return RewardFunction(name, function, positional=True)
+        return replace(function, arguments=())
     fault = f"parameter {unknown[0]!r} is unknown" if unknown else "it takes no parameters"
     raise PluginError(f"{fault}; {KNOWN}")
-
-
-def _required(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
-    return [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
-def _takes_any(parameters: Sequence[inspect.Parameter]) -> bool:
-    return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _ranges(functions: Sequence[RewardFunction], loaded: ModuleType) -> dict[str, dict[str, float | bool]]:
@@ -344,11 +331,11 @@ def _started(function: RewardFunction, job: Sequence[GradedCompletion]) -> tuple
         return [_tried(function.call, **_batch_arguments(function, job, logged))], logged
     values = []
     for problem, completion, _ in job:
-        if function.positional:
-            values.append(_tried(function.call, completion, problem.answer))
-        else:
+        if function.arguments:
             arguments = {name: ARGUMENTS[name](problem, completion) for name in function.arguments}
             values.append(_tried(function.call, **arguments))
+        else:
+            values.append(_tried(function.call, completion, problem.answer))
     return values, logged
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from retrain.config.training import Training
 from retrain.errors import CheckpointError, NotReadable, UsageError
-from retrain.files import aside_of, read_json, read_jsonl, sha256, write_bytes, write_json, writing
+from retrain.files import aside_of, read_json, sha256, write_bytes, write_json, writing
 from retrain.ownership import Owner, install, is_whole, owner_of, publish, remove
 from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.records.reader import RunReader, last_row
 from retrain.records.recorder import EVALUATION_FILES, ROW_FILES, RunRecorder
 from retrain.records.schema.campaign import CheckpointFiles
-from retrain.records.schema.layout import MANIFEST, STATE
+from retrain.records.schema.layout import MANIFEST, SAVED, STATE
 from retrain.records.schema.rows import Checkpoint
 from retrain.training.state import RunState
 
@@ -109,7 +109,7 @@ def earlier_directory(checkpoint: Path, step: int) -> Path:
 
 
 def checkpoint_directory(run_directory: Path, step: int) -> Path:
-    return run_directory / "checkpoints" / f"step_{step:06d}"
+    return run_directory / SAVED / f"step_{step:06d}"
 
 
 def checkpoint_directories(run_directory: Path) -> list[Path]:
@@ -117,7 +117,7 @@ def checkpoint_directories(run_directory: Path) -> list[Path]:
 
     Those that others have put there are left out, except in a directory without a mark, where nothing is ever removed.
     """
-    folder = run_directory / "checkpoints"
+    folder = run_directory / SAVED
     try:
         names = sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -160,7 +160,7 @@ def missing_rows(run_directory: Path, step: int) -> list[str]:
 def count_rows(run_directory: Path, name: str, step: int) -> int:
     """Return the number of rows of a record that belong to the first ``step`` steps of its run."""
     end = step + 1 if name in EVALUATION_FILES else step
-    return sum(row.get("step", -1) < end for row in read_jsonl(run_directory / name))
+    return sum(row.get("step", -1) < end for row in RunReader(run_directory).rows(name))
 
 
 @dataclass(frozen=True)

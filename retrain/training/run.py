@@ -12,6 +12,7 @@ from retrain.algorithms import Algorithm
 from retrain.algorithms.algorithm import samples_of, scores_by_rollout
 from retrain.algorithms.distillation import Context, Teacher, taught, teacher_prompts
 from retrain.config import Config
+from retrain.config.runs import RunSpec
 from retrain.config.training import Training
 from retrain.data.prompts import Renderer
 from retrain.device import failure_text, timestamp
@@ -20,7 +21,6 @@ from retrain.environments.protocol import Environment, Limits
 from retrain.errors import RunFailed
 from retrain.files import dumps
 from retrain.policy.protocol import Policy
-from retrain.records.observer import RunSpecLike
 from retrain.records.recorder import RunRecorder
 from retrain.records.schema.base import Row
 from retrain.records.text import without_keys
@@ -266,7 +266,7 @@ class Run:
     ``environments`` holds what it trains in as ``train`` and what it is evaluated in by the held-out set's name.
     """
 
-    spec: RunSpecLike
+    spec: RunSpec
     policy: Policy
     algorithm: Algorithm
     update_plan: UpdatePlan

@@ -5,8 +5,6 @@ what there is. A recorded iteration comes whole out of its file of tokens; of an
 shortened texts of ``emergence/`` remain.
 """
 
-import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +17,9 @@ from retrain.errors import CheckpointError, UsageError
 from retrain.files import Stamp, stamp_of
 from retrain.records import kinds
 from retrain.records.kinds import FieldKinds, checked
-from retrain.records.reader import Tail, json_lines
-from retrain.records.rollouts import TRAIN
+from retrain.records.reader import RunReader, Tail, json_lines
 from retrain.records.schema.base import Row
-from retrain.records.schema.layout import EVALUATIONS, GENERATIONS, ITERATIONS, SUMMARIES
+from retrain.records.schema.layout import EVALUATIONS, GENERATIONS, ITERATIONS, SUMMARIES, TRAIN
 from retrain.records.tokens import TokenFile
 
 TOOL_ERRORS = "tools/tool_errors"
@@ -38,7 +35,6 @@ _ROLLOUT: FieldKinds = {
 }
 _STEP: FieldKinds = {kinds.is_number: "ac_len ob_len", kinds.is_object: "logs"}
 _COUNTS = {"groups": kinds.is_count, "rollouts": kinds.is_count, "correct": kinds.is_count, "reward": kinds.is_number}
-_SUMMARY = re.compile(r"(train|eval_(.+))_iteration_(\d{6,})" + re.escape(SUMMARIES))
 
 
 Find = Callable[[Path, str], Path | None]
@@ -143,18 +139,9 @@ class Index:
         return known[split, number]
 
     def _listed(self) -> dict[tuple[str, int], Iteration]:
-        """From the names of files, for runs that keep no index."""
-        found = []
-        try:
-            names = os.listdir(self.run)
-        except OSError:
-            return {}
-        for file in names:
-            if match := _SUMMARY.fullmatch(file):
-                split = TRAIN if match[2] is None else f"eval/{match[2]}"
-                found.append(Iteration(split, int(match[3]), file.removesuffix(SUMMARIES)))
-        found.sort(key=lambda one: (one.number, one.split))
-        return {(one.split, one.number): one for one in found}
+        """Return the iterations that the names of files tell, for runs that keep no index."""
+        files = RunReader(self.run).summary_files()
+        return {(split, step): Iteration(split, step, name.removesuffix(SUMMARIES)) for split, step, name in files}
 
 
 def _iteration(row: Mapping[str, Any]) -> Iteration | None:

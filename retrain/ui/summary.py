@@ -1,5 +1,6 @@
 """One campaign or run in a few numbers: an entry of the first page."""
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from retrain.ui.findings import Findings, verdict_of
 from retrain.ui.library import Library
 from retrain.ui.sources import Home, Run, touched
 
-_last_notes: dict[Path, tuple[Stamp, dict[str, Any] | None]] = {}
+MOST_NOTES = 4_096  # Runs whose last note is kept
 
 
 def summary_of(library: Library, findings: Findings, home: Home) -> dict[str, Any]:
@@ -52,7 +53,8 @@ def newest_note(library: Library, home: Home) -> dict[str, Any] | None:
     found: list[tuple[bool, float, dict[str, Any]]] = []
     for run in home.runs:
         path = library.file(run, NOTES)
-        note = _last_note(path) if path is not None else None
+        stamp = stamp_of(path)
+        note = _last_note(path, stamp) if path is not None and stamp is not None else None
         if note is not None:
             short = {key: note.get(key) for key in ("level", "step", "text")} | {"run": run.run_id, "place": run.place}
             found.append((note.get("level") == "warning", touched(path) or 0.0, short))
@@ -65,16 +67,9 @@ def notes_of(library: Library, run: Run) -> list[dict[str, Any]]:
     return Tail(path).rows()[1] if path is not None else []
 
 
-def _last_note(path: Path) -> dict[str, Any] | None:
-    """The last warning of the file's last rows, else the last row; read again only where the file changed."""
-    stamp = stamp_of(path)
-    if stamp is None:
-        return None
-    kept = _last_notes.get(path)
-    if kept is not None and kept[0] == stamp:
-        return kept[1]
+@lru_cache(MOST_NOTES)
+def _last_note(path: Path, stamp: Stamp) -> dict[str, Any] | None:
+    """Return the last warning of the file's last rows, else the last row; read again only where the file changed."""
     _, rows = Tail(path, last_only=True).rows()
     warnings = [row for row in rows if row.get("level") == "warning"]
-    note = (warnings or rows)[-1] if rows else None
-    _last_notes[path] = stamp, note
-    return note
+    return (warnings or rows)[-1] if rows else None

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from helpers.campaigns import blocks
 
-from retrain.campaign.running.controller import launch
+from retrain.campaign.controller import launch
 from retrain.config import load
 from retrain.files import read_jsonl
 from retrain.models.directory import bundled_model_path

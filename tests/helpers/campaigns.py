@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from retrain.campaign.controller import execute, launch
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
-from retrain.campaign.running.controller import execute, launch
 from retrain.campaign.running.session import LEASE
 from retrain.config import load
 from retrain.files import append_jsonl, read_json, read_jsonl

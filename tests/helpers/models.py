@@ -110,7 +110,7 @@ def qwen3_directory(path: Path, texts: list[str], *, seed: int = 0, hidden: int 
 def train_quietly(folder: Path, toml: str) -> list[dict]:
     """Train one file without evaluation and squeeze to ``folder``/out, and see that it ends well; the rows of a single
     run's steps, none of a campaign."""
-    from retrain.campaign.running.controller import launch
+    from retrain.campaign.controller import launch
     from retrain.config import load
     from retrain.files import read_jsonl
 

@@ -56,8 +56,9 @@ def sbatch(file: str) -> None:
     with locked():
         job = 4711 + len(list(HOME.glob("script_*")))
         (HOME / f"script_{job}.sh").write_text(text)
-    last = re.match(r"0-(\d+)", options.get("array", ""))
-    tasks = [f"{job}_{index}" for index in range(int(last[1]) + 1)] if last else [str(job)]
+    span = re.fullmatch(r"(\d+)-(\d+)", options["array"])
+    indices = range(int(span[1]), int(span[2]) + 1) if span else options["array"].split(",")
+    tasks = [f"{job}_{index}" for index in indices]
     for task in tasks:
         set_state(task, "PENDING")
         log = options["output"].replace("%A", str(job)).replace("%a", task.partition("_")[2]).replace("%j", str(job))
@@ -132,14 +133,8 @@ def send(task: str, number: int) -> None:
 
 
 def srun(*words: str) -> None:
-    words = words[words.index("--output") :]
-    job, _, index = os.environ["STANDIN_TASK"].partition("_")
-    log = words[1].replace("%A", job).replace("%a", index).replace("%j", job).replace("%t", "0")
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
     (HOME / f"pid_{os.environ['STANDIN_TASK']}").write_text(str(os.getpid()))
-    os.execvp(words[2], words[2:])
+    os.execvp(words[0], words)
 
 
 def scancel(*words: str) -> None:

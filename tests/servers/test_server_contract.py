@@ -18,7 +18,7 @@ from helpers.lanes import in_turns, local_policy, rollout, trained
 from helpers.servers import StandIn, apart, engine_of, ids, publish, requests, weights
 
 from retrain.algorithms.distillation import AdapterTeacher, ModelTeacher
-from retrain.campaign.running.controller import launch, resume
+from retrain.campaign.controller import launch, resume
 from retrain.config import load
 from retrain.engines.server.canary import canary
 from retrain.engines.server.dialects import DIALECTS

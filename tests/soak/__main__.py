@@ -3,12 +3,13 @@
     python -m tests.soak --kills 100 --minutes 30
     python -m tests.soak --kills 100 --minutes 60 --executor processes
     python -m tests.soak --kills 100 --minutes 60 --executor ray
+    python -m tests.soak --kills 100 --minutes 60 --executor slurm
 
 One process trains single runs, campaigns, critics and episodes in turn; or a controller and two workers train a
-campaign of eight runs, and are all killed, in a Ray cluster of three nodes the actors and nodes too. In the end every
-row of every record, the last checkpoints, adapters, states and verdicts have to be equal, time fields aside. What
-happens is drawn from ``--seed``; which moment of training it hits is up to the clock. Prints one JSON line; exit status
-1 at the first difference, with the directories left as they are.
+campaign of eight runs, and are all killed, in a Ray cluster of three nodes the actors and nodes too; Slurm's commands
+are stand-ins on this machine. In the end every row of every record, the last checkpoints, adapters, states and
+verdicts have to be equal, time fields aside. What happens is drawn from ``--seed``; which moment of training it hits is
+up to the clock. Prints one JSON line; exit status 1 at the first difference, with the directories left as they are.
 """
 
 import argparse
@@ -64,7 +65,9 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100, help="stop after so many kills")
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no further campaign after so many minutes")
     parser.add_argument("--seed", type=int, default=0, help="of what is killed where")
-    parser.add_argument("--executor", choices=("inprocess", "processes", "ray"), default="inprocess", help="who trains")
+    parser.add_argument(
+        "--executor", choices=("inprocess", "processes", "ray", "slurm"), default="inprocess", help="who trains"
+    )
     parser.add_argument("--dir", type=Path, default=None, help="where to work; kept when something is wrong")
     options = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -77,6 +80,13 @@ def main() -> int:
             environment = f'ray.runtime_env={{ env_vars = {{ {FOLDER} = "{folder}" }} }}'
             sets = ["campaign.executor=ray", f"ray.address={nodes.address}", environment]
             report = soak(*figures, nodes=nodes, sets=sets)
+    elif options.executor == "slurm":
+        from tests.system.clusters import SlurmStandin
+
+        played = SlurmStandin(folder)
+        os.environ |= played.environment
+        report = soak(*figures, sets=["campaign.executor=slurm", "backend.devices=cpu"])
+        played.close()
     else:
         report = soak(*figures)
     print(json.dumps(report))

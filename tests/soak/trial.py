@@ -25,6 +25,8 @@ ACTS_ON_WORKERS = {
     "trap": 14, "worker": 6, "worker, suspended": 2, "worker, terminated": 2, "controller": 4,
     "controller, suspended": 2, "controller, worker suspended": 3, "controller and worker": 3, "all": 1,
 }  # fmt: skip
+ACTS_ON_SLURM = {act: often for act, often in ACTS_ON_WORKERS.items() if act != "worker, terminated"}
+"""One that is terminated waits for Slurm to end it, which has not been asked to."""
 ACTS_ON_CLUSTER = ACTS_ON_WORKERS | {"actor": 4, "node": 5, "node, suspended": 2}
 SUSPENDED_SECONDS = {"worker": 6.0, "controller": 6.0, "node": 45.0}  # Ray gives a node up after about 20 s
 LIFE_SECONDS, END_SECONDS = 300.0, 15.0  # most of an undisturbed campaign, and of its processes after that
@@ -60,7 +62,9 @@ class Trial:
 
     def run(self) -> None:
         """Train to the end, with about ``most_kills`` on the way."""
-        acts = {"inprocess": ACTS_ON_ONE, "ray": ACTS_ON_CLUSTER}.get(self.executor, ACTS_ON_WORKERS)
+        acts = {"inprocess": ACTS_ON_ONE, "ray": ACTS_ON_CLUSTER, "slurm": ACTS_ON_SLURM}.get(
+            self.executor, ACTS_ON_WORKERS
+        )
         pace = 30.0 if self.executor == "inprocess" else 8.0  # one process usually dies in its trap before
         self._start("train", self.toml, "--out", self.out)
         while not self.wrong:
@@ -100,7 +104,7 @@ class Trial:
     def _act(self, what: str) -> None:
         """Do one of ``acts``."""
         who, _, how = what.partition(", ")
-        workers = processes_of(self.toml.parent, "retrain.campaign.running.worker")
+        workers = processes_of(self.toml.parent, "retrain.campaign.worker")
         worker = self.chance.choice(workers or [0])
         pid = worker if who == "worker" else self.controller.pid
         if what == "trap":

@@ -8,24 +8,22 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-import retrain.campaign.running.raycluster as raycluster
-import retrain.campaign.running.rayconnect as rayconnect
-import retrain.campaign.running.spawning as spawning
+from retrain.campaign.planning.plan import plan
 from retrain.campaign.running.protocol import CohortJob, JobEnded, Message, StepDone, Tick
-from retrain.campaign.running.slurm_task import Pace
 from retrain.campaign.running.workers import Workers
+from retrain.config import parse_dict
 from retrain.environments.build import Longest
 from retrain.files import read_json, read_jsonl
 
 TESTS = Path(__file__).parents[1]
-STUB_BOOT = f"import runpy; runpy.run_path({str(TESTS / 'programs/stubworker.py')!r}, run_name='__main__')"
-"""For ``spawning.BOOT``: workers that train nothing."""
+STUB = (str(TESTS / "programs/stubworker.py"),)
+"""For ``launching.PROGRAM``: workers that train nothing."""
 SERVE = f"{sys.executable} -m retrain serve {{model}} --port {{port}}"
 
 
@@ -40,18 +38,9 @@ def eventually(happens: Callable[[], object], seconds: float = 60.0) -> None:
 # -- workers and their events -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StubRun:
-    """A run that a stub worker does."""
-
-    run_id: str
-
-    def to_json(self) -> dict[str, Any]:
-        return vars(self)
-
-
 def job(directory: Path, *runs: str) -> CohortJob:
-    specs: list[Any] = [StubRun(run) for run in runs]
+    (spec,) = plan(parse_dict({"training": {"max_steps": 3}}))
+    specs = [replace(spec, run_id=run, is_campaign=True) for run in runs]
     return CohortJob(directory, directory.parent, specs, Longest(0, {}))
 
 
@@ -84,18 +73,12 @@ def texts(events: Iterable[Any]) -> list[str]:
 
 # -- Slurm ------------------------------------------------------------------------------------------------------------
 
-FAST = Pace(poll=0.1, beat=0.5, patience=5.0, kill=30.0)
-
 
 class SlurmStandin:
-    """The commands of a Slurm with one machine on PATH; ``close`` ends all that runs there."""
+    """The commands of a Slurm with one machine, in ``environment`` for those who are to find them; ``close`` ends all
+    that runs there."""
 
-    def __init__(self, folder: Path, monkeypatch):
-        import submitit
-
-        watcher = submitit.SlurmJob.watcher  # which remembers the ends of jobs by their ids
-        watcher.clear()
-        watcher._registered.clear()
+    def __init__(self, folder: Path):
         self.home, programs = folder / "standin", folder / "bin"
         self.home.mkdir()
         programs.mkdir()
@@ -103,8 +86,7 @@ class SlurmStandin:
             path = programs / name
             path.write_text(f'#!/bin/sh\nexec {sys.executable} {TESTS}/programs/slurm_standin.py {name} "$@"\n')
             path.chmod(path.stat().st_mode | stat.S_IXUSR)
-        monkeypatch.setenv("STANDIN", str(self.home))
-        monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+        self.environment = {"STANDIN": str(self.home), "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
 
     def room(self, tasks: int) -> None:
         """Set how many tasks may run at a time."""
@@ -135,15 +117,6 @@ class SlurmStandin:
 
 
 # -- Ray --------------------------------------------------------------------------------------------------------------
-
-
-class StubHost(raycluster.Host):
-    """Starts the stub worker; a directory that is not there is not waited for."""
-
-    def __init__(self, seating: raycluster.Seating):
-        spawning.BOOT = STUB_BOOT
-        rayconnect.SHARED_SECONDS = 1.0
-        super().__init__(seating)
 
 
 def _in_time(start: Callable[[], Any]) -> Any:

@@ -1,28 +1,33 @@
 """Fixtures that several files of the system suite share."""
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-import retrain.campaign.running.raycluster as raycluster
-import retrain.campaign.running.slurm as slurm
-import retrain.campaign.running.spawning as spawning
+import retrain.campaign.executors.slurm as slurm
+import retrain.campaign.running.launching as launching
 import retrain.campaign.running.workers as waiting
+from retrain.campaign.executors.local import Local
+from retrain.campaign.executors.ray import ray_workers
+from retrain.campaign.executors.slurm import slurm_workers
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.processes import Slot, processes
+from retrain.campaign.running.launching import Slot
 from retrain.campaign.running.session import DirectoryLock
 from retrain.campaign.running.workers import Workers
-from retrain.config import load, parse_dict
+from retrain.config import load
 from retrain.ownership import claim
-from tests.system.clusters import FAST, STUB_BOOT, Nodes, SlurmStandin, StubHost, cluster_of
+from tests.system.clusters import STUB, Nodes, SlurmStandin, cluster_of
 
 
 @pytest.fixture
 def standin(tmp_path_factory, monkeypatch) -> Iterator[SlurmStandin]:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    played = SlurmStandin(tmp_path_factory.mktemp("slurm"), monkeypatch)
+    played = SlurmStandin(tmp_path_factory.mktemp("slurm"))
+    for name, value in played.environment.items():
+        monkeypatch.setenv(name, value)
     yield played
     played.close()
 
@@ -44,33 +49,34 @@ def out(tmp_path) -> Path:
 def stub_workers(request, tmp_path, out, monkeypatch):
     """Makes executors of workers that train nothing, for the directory ``out``."""
     out.mkdir()
-    monkeypatch.setattr(spawning, "BOOT", STUB_BOOT)
-    monkeypatch.setattr(raycluster, "Host", StubHost)
+    claim(out)
+    monkeypatch.setattr(launching, "PROGRAM", STUB)
     monkeypatch.setattr(waiting, "TICK_SECONDS", 0.05)
     monkeypatch.setattr(slurm, "LOOK_SECONDS", 0.2)
     locked: list[DirectoryLock] = []
+
+    def plan_of(settings: list[str]) -> Plan:
+        (tmp_path / "my campaign.toml").write_text("[campaign]\nseeds = [1]\nmax_steps = 1\n")
+        return Plan.of(load(tmp_path / "my campaign.toml", settings), out)
 
     def on_slurm(count: int, keys: dict) -> Workers:
         if not locked:
             locked.append(stack.enter_context(DirectoryLock(out, beat=0.5)))
         devices = keys.pop("devices", "cpu")
-        sections = {"campaign": {"executor": "slurm", "workers": count, "seeds": [1]}, "backend": {"devices": devices}}
-        cluster = slurm.Cluster(parse_dict(sections | {"slurm": keys}), out, "my campaign", 2, FAST)
-        return Workers(count, devices != "cpu", cluster.start, cluster.finish)
+        settings = [f"slurm.{key}={toml(value)}" for key, value in keys.items()]
+        settings += ["campaign.executor=slurm", f"campaign.workers={count}", f"backend.devices={devices}"]
+        return slurm_workers(plan_of(settings), 2)
 
-    def on_ray(count: int, sets: list[str]) -> Workers:
+    def on_ray(count: int | str, sets: list[str]) -> Workers:
         address = request.getfixturevalue("nodes").address
         settings = ["campaign.executor=ray", f"campaign.workers={count}", f"ray.address={address}", *sets]
-        (tmp_path / "some.toml").write_text("[campaign]\nseeds = [1]\nmax_steps = 1\n")
-        plan = Plan.of(load(tmp_path / "some.toml", settings), out)
-        claim(plan.directory)
-        return raycluster.ray_workers(plan)
+        return ray_workers(plan_of(settings))
 
     with ExitStack() as stack:
 
         def make(executor: str, count: int | str = 2, *sets: str, slot: Slot | None = None, **keys) -> Workers:
             if executor == "processes":
-                made = processes([slot or Slot("cpu", 1)] * int(count), out)
+                made = Workers(Local([slot or Slot("cpu", 1)] * int(count), out), out)
             elif executor == "ray":
                 made = on_ray(count, [*sets])
             else:
@@ -79,3 +85,10 @@ def stub_workers(request, tmp_path, out, monkeypatch):
             return made
 
         yield make
+
+
+def toml(value: object) -> str:
+    """Return a value as ``--set`` takes it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(inner)}" for key, inner in value.items()) + "}"
+    return json.dumps(value)

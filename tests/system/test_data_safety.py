@@ -18,8 +18,8 @@ from helpers.campaigns import campaign
 from helpers.models import TINY_RUN
 from typer.testing import CliRunner
 
+from retrain.campaign.controller import launch, resume
 from retrain.campaign.planning.changes import Approval
-from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.config import load
 from retrain.errors import LeaseLost, RetrainError, UsageError

@@ -8,10 +8,10 @@ import pytest
 from helpers.campaigns import Heard, campaign
 from helpers.records import configuration
 
+from retrain.campaign.controller import execute
 from retrain.campaign.planning.changes import Approval
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
-from retrain.campaign.running.controller import execute
 from retrain.campaign.running.in_process import InProcess
 from retrain.campaign.running.protocol import (
     CohortJob,

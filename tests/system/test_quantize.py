@@ -13,8 +13,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from retrain.adapters.provenance import provenance
+from retrain.campaign.controller import launch
 from retrain.campaign.planning.estimate import base_bytes
-from retrain.campaign.running.controller import launch
 from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.engines.local import LocalEngine

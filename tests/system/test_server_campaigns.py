@@ -9,9 +9,9 @@ from helpers.campaigns import Heard, campaign
 from helpers.models import Messages, qwen3_directory
 from helpers.servers import StandIn
 
+from retrain.campaign.controller import execute, launch, resume
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.references import check
-from retrain.campaign.running.controller import execute, launch, resume
 from retrain.config import load
 from retrain.engines.server import engine as engine_module
 from retrain.errors import ModelError, RetrainError, UsageError

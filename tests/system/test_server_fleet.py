@@ -11,7 +11,7 @@ import pytest
 from helpers.models import config_errors
 from helpers.servers import StandIn, apart, engine_of, publish, requests, served_world, weights
 
-from retrain.campaign.running.executors import slots_of
+from retrain.campaign.executors.table import slots_of
 from retrain.config import parse_dict
 from retrain.engines.server import engine as engine_module
 from retrain.engines.server import launch as launching

@@ -9,7 +9,7 @@ import pytest
 from helpers.campaigns import StopAfter, campaign
 from helpers.servers import StandIn
 
-from retrain.campaign.running.controller import launch, resume
+from retrain.campaign.controller import launch, resume
 from retrain.config import load
 from retrain.files import read_jsonl
 from retrain.records.observer import NullObserver

@@ -16,11 +16,11 @@ from helpers.campaigns import Heard, StopAfter, campaign, contents
 from helpers.models import config_errors
 from helpers.servers import StandIn
 
+from retrain.campaign.controller import execute, launch
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running import team
-from retrain.campaign.running.controller import execute, launch
 from retrain.config import load, parse_dict
 from retrain.errors import RetrainError, UsageError
 from retrain.files import read_json, read_jsonl

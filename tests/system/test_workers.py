@@ -6,11 +6,11 @@ import torch
 from helpers.models import campaign_head, config_errors
 from typer.testing import CliRunner
 
+from retrain.campaign.controller import executor_of
+from retrain.campaign.executors.table import slots_of
 from retrain.campaign.planning.manifest import fingerprint, read_plan, write_plan
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.controller import executor_of
-from retrain.campaign.running.executors import slots_of
-from retrain.campaign.running.processes import Slot
+from retrain.campaign.running.launching import Slot
 from retrain.campaign.running.protocol import JobStarted, StepDone
 from retrain.campaign.running.team import gpus_of
 from retrain.cli import app
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(params=EXECUTORS)
 def executor(request):
-    if request.param != "processes":
-        pytest.importorskip({"ray": "ray"}.get(request.param, "submitit"))
+    if request.param == "ray":
+        pytest.importorskip("ray")
     return request.param
 
 
@@ -122,7 +122,7 @@ def test_a_worker_knows_its_gpu_and_its_share_of_the_cores(out, stub_workers, mo
 @pytest.fixture
 def slots(monkeypatch):
     """The slots of a campaign on a machine with ``gpus`` GPUs and 8 cores."""
-    monkeypatch.setattr("retrain.campaign.running.executors.cores", lambda: 8)
+    monkeypatch.setattr("retrain.campaign.executors.table.cores", lambda: 8)
 
     def slots(gpus: int, devices, workers="auto", ranks=None, **campaign):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)

@@ -15,6 +15,7 @@ from retrain.config.runs import RunSpec, differences
 from retrain.errors import UsageError
 from retrain.records.environment import code_version, module_hashes, package_versions
 from retrain.records.reader import RunReader
+from retrain.records.schema.layout import CONFIG
 
 QUIET_PACKAGES = ("pydantic", "retrain", "rich", "trackio", "typer", "wandb")
 """Packages in which no number of a run is computed; ``retrain`` is compared by its code."""
@@ -62,10 +63,11 @@ def version_changes(run_directory: Path, spec: RunSpec, folder: Path) -> list[st
 
     A run that has checkpoints and no record of what made them differs in an unknown way, which is a line of its own.
     """
-    facts = RunReader(run_directory).intact_config()
+    reader = RunReader(run_directory)
+    facts = reader.intact_config()
     if not facts:
-        begun = any((run_directory / "checkpoints").glob("step_*"))
-        return [f"{run_directory / 'config.json'} is lost: what made the checkpoints is not known"] if begun else []
+        begun = reader.checkpoint_directories()
+        return [f"{run_directory / CONFIG} is lost: what made the checkpoints is not known"] if begun else []
     lines = []
     code, now = facts.get("code") or {}, code_version()
     if code.get("sha256") != now["sha256"]:

@@ -86,7 +86,8 @@ def _entries_without_manifest(directory: Path, specs: Sequence[RunSpec]) -> dict
     entries: dict[str, dict[str, Any]] = {}
     for run in planned:
         place = directory / "runs" / run["run_id"] if run["is_campaign"] else directory
-        has_records = any((place / "checkpoints").glob("step_*")) or any(
+        reader = RunReader(place)
+        has_records = bool(reader.checkpoint_directories()) or any(
             (place / name).is_file() for name in (METRICS, f"{FINAL}/{MARK}")
         )
         entry = RunEntry(
@@ -95,7 +96,7 @@ def _entries_without_manifest(directory: Path, specs: Sequence[RunSpec]) -> dict
             seed=run["seed"],
             max_steps=run["config"]["training"]["max_steps"],
             state="interrupted" if has_records else "pending",
-            step=RunReader(place).last_row().get("step", -1) + 1 if has_records else 0,
+            step=reader.last_row().get("step", -1) + 1 if has_records else 0,
         )
         entries.setdefault(entry.run_id, entry.to_row())
     return entries

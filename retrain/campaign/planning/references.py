@@ -33,7 +33,7 @@ from retrain.models.directory import find_file, model_fault, reward_model_fault
 from retrain.models.layers import SMALL_MODEL_BYTES, architecture_of, dense_layers, target_mistakes
 from retrain.ownership import ELSEWHERE, Owner, check_claim, check_publish, owner_of, refuse_links
 from retrain.plugins import check_backend_class, load_function, plugin_ranges
-from retrain.records.reader import read_manifest
+from retrain.records.reader import RunReader, read_manifest
 from retrain.records.schema.layout import ADAPTER_FILES, MANIFEST, STATE
 
 KEYS = (
@@ -109,8 +109,6 @@ def absent_packages(config: Config, folder: Path) -> Iterator[tuple[str, Any, st
         elif source != "arithmetic" and (on_hub(source, folder) or directory_of(source, folder)):
             wanted.append((key, source, "datasets"))
     wanted += [(f"{key}.type", "math", "math_verify") for key, grader in config.graders if grader.type == "math"]
-    if config.campaign.executor == "slurm":
-        wanted.append(("campaign.executor", "slurm", "submitit"))
     if config.campaign.executor == "ray":
         wanted.append(("campaign.executor", "ray", "ray"))
     if config.model.quantize == "nf4":
@@ -423,13 +421,13 @@ def _check_adapters(folder: Path, spec: RunSpec, owner: Owner) -> None:
     from_backend = spec.config.backend.backend != "local"
     check_publish(folder / "final", () if from_backend else ADAPTER_FILES, owner.at("final"), AWAY)
     newest, others = 0, []
-    for path in (folder / "checkpoints").glob("step_*"):
+    for path in RunReader(folder).checkpoint_directories():
         if path.name[5:].isdecimal():
             if owner_of(path) == owner.at(f"checkpoints/{path.name}"):
                 newest = max(newest, int(path.name[5:]))
             else:
                 others.append(path)
-    for path in sorted(others):
+    for path in others:
         if newest < int(path.name[5:]) <= spec.config.training.max_steps:
             check_publish(path, CHECKPOINT_FILES, owner.at(f"checkpoints/{path.name}"), AWAY)
     if export := spec.export:

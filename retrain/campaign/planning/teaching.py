@@ -11,7 +11,7 @@ from retrain.config.algorithm import POLICY
 from retrain.errors import ModelError
 from retrain.files import search_folders
 from retrain.models.directory import find_file, light_tokenizer, local_directory, model_fault
-from retrain.records.reader import read_object
+from retrain.records.reader import RunReader, final_adapters, read_object
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL
 
 BASE = "base"  # Teacher name that stands for the frozen base model
@@ -43,8 +43,8 @@ def place_of(config: Config, folder: Path) -> Place:
         directory = local_directory(named)
     if directory is not None and (adapter := _adapter_in(directory)):
         return Place("adapter", str(adapter))
-    if directory is not None and (finals := sorted(directory.glob(f"runs/*/{FINAL}/{ADAPTER_WEIGHTS}"))):
-        raise ModelError(f"it is a campaign: give one of its runs, such as {finals[0].parent.parent}")
+    if directory is not None and (finals := final_adapters(directory)):
+        raise ModelError(f"it is a campaign: give one of its runs, such as {finals[0].parent}")
     name = named if directory is None else str(directory)
     if fault := model_fault(name, trust_remote_code=config.model.trust_remote_code):
         either = "" if directory is None else ", nor an adapter"
@@ -54,8 +54,8 @@ def place_of(config: Config, folder: Path) -> Place:
 
 def _adapter_in(directory: Path) -> Path | None:
     """The adapter of a run's directory, its ``final/`` or else its newest checkpoint, or of an adapter directory."""
-    checkpoints = sorted((directory / "checkpoints").glob("step_*"), reverse=True)
-    places = (directory, directory / "final", *checkpoints)
+    checkpoints = reversed(RunReader(directory).checkpoint_directories())
+    places = (directory, directory / FINAL, *checkpoints)
     return next((path for path in places if (path / ADAPTER_WEIGHTS).is_file()), None)
 
 

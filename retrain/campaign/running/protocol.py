@@ -6,7 +6,7 @@ directory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -67,6 +67,11 @@ class SqueezeJob:
 
 
 Job = CohortJob | SqueezeJob
+
+
+def specs_of(job: Job) -> list[RunSpec]:
+    """Return the runs whose directories a job writes."""
+    return [*job.runs] if isinstance(job, CohortJob) else [job.run]
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,15 @@ class JobEnded:
     changes: list[str] = field(default_factory=list)
 
 
-Event = JobStarted | Tick | RunStarted | StepDone | Evaluated | RunEnded | Facts | Message | JobEnded
+@dataclass(frozen=True)
+class WorkerFault:
+    """A worker cannot do a job: ``error`` is the name of the RetrainError, ``text`` its text."""
+
+    error: str
+    text: str
+
+
+Event = JobStarted | Tick | RunStarted | StepDone | Evaluated | RunEnded | Facts | Message | JobEnded | WorkerFault
 
 
 class JobObserver(Observer, Protocol):
@@ -179,7 +192,7 @@ def report(event: Event, observer: JobObserver, specs: Mapping[str, RunSpec]) ->
             observer.note(facts)
         case Message(text, level):
             observer.message(text, level)
-        case JobEnded() | Tick():
+        case JobEnded() | Tick() | WorkerFault():
             pass
 
 
@@ -193,9 +206,8 @@ class Handle(Protocol):
         """Ask for an end after the step that is under way, with everything saved; does not wait."""
 
 
-class Executor(Protocol):
-    """Starts workers and watches them. They write runs' directories, and nothing of the campaign's that the controller
-    writes."""
+class JobRunner(Protocol):
+    """Has jobs done side by side, somewhere else."""
 
     @property
     def slots(self) -> int:
@@ -221,6 +233,47 @@ class Executor(Protocol):
         """Let go of everything; nothing more is submitted."""
 
 
+@dataclass(frozen=True)
+class WorkerEnd:
+    """How a worker's process ended, for people. ``excused``: its machine was taken away, which is not the fault of what
+    it trained. ``final``: no other is started in its slot."""
+
+    words: str
+    excused: bool = False
+    final: bool = False
+
+
+class Executor(Protocol):
+    """Starts ``python -m retrain.campaign.worker`` somewhere and watches whether it lives; the workers themselves find
+    their tasks in the campaign's directory. Slots count from 1."""
+
+    @property
+    def slots(self) -> int:
+        """How many workers there may be."""
+        ...
+
+    def has_gpu(self) -> bool:
+        """Whether they train on GPUs, where the configuration lets them."""
+        ...
+
+    def start(self, slots: Sequence[int]) -> None:
+        """Start workers in these slots, none of which has a living one. Raises StorageError, UsageError."""
+
+    def look(self, slot: int) -> WorkerEnd | None:
+        """Return how the worker of a slot ended, None while it may live. Asked often."""
+        ...
+
+    def notes(self) -> Iterable[Message]:
+        """Return what the user should know, once each."""
+        ...
+
+    def kill(self, slot: int) -> None:
+        """End a worker at once; wait until it has ended where that can be known."""
+
+    def close(self) -> None:
+        """End what still runs, and let go of everything."""
+
+
 def job_to_json(job: Job) -> dict[str, Any]:
     content = vars(job) | {"directory": str(job.directory), "folder": str(job.folder), "longest": asdict(job.longest)}
     if isinstance(job, CohortJob):
@@ -242,7 +295,7 @@ def job_from_json(content: Mapping[str, Any]) -> Job:
 
 _EVENTS = {
     kind.__name__: kind
-    for kind in (JobStarted, Tick, RunStarted, StepDone, Evaluated, RunEnded, Facts, Message, JobEnded)
+    for kind in (JobStarted, RunStarted, StepDone, Evaluated, RunEnded, Facts, Message, JobEnded, WorkerFault)
 }
 
 

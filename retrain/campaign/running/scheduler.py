@@ -1,4 +1,4 @@
-"""Keep an executor busy: as many jobs under way as it has slots, each followed to its end by itself.
+"""Keep an executor busy: as many jobs under way as it has room for, each followed to its end by itself.
 
 What there is to do is given as ``Work``, in the order in which it should begin; whoever gives it decides after each end
 what follows from that. Nothing is known here of runs but their names: two works that touch the same run are not under
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Set
 from contextlib import closing
 from typing import Protocol
 
-from retrain.campaign.running.protocol import Event, Executor, Handle, Job, JobEnded, Message
+from retrain.campaign.running.protocol import Event, Handle, Job, JobEnded, JobRunner, Message
 from retrain.errors import RetrainError
 
 
@@ -35,18 +35,20 @@ class Work(Protocol):
 class Scheduler:
     """Does works with an executor. ``hear`` gets every event; ``after`` says, once a job has ended (not for "died"),
     what has to be done next; ``stopping`` is asked at every event whether to end after the steps under way;
-    ``max_restarts`` is how often the job of one work may die."""
+    ``max_restarts`` is how often the job of one work may die; ``room`` is how many jobs may be under way or wait at the
+    executor, its slots unless given."""
 
     def __init__(
         self,
-        executor: Executor,
+        executor: JobRunner,
         hear: Callable[[Event], None],
         after: Callable[[Work, JobEnded], Iterable[Work]],
         stopping: Callable[[], bool],
         max_restarts: int,
+        room: int | None = None,
     ):
         self.executor, self.hear, self.after, self.stopping = executor, hear, after, stopping
-        self.max_restarts = max_restarts
+        self.max_restarts, self.room = max_restarts, room or executor.slots
         self.lost_steps = False  # Whether a job died while all were asked to stop: not everything has been saved
         self._waiting: deque[Work] = deque()
         self._under_way: dict[str, tuple[Work, Handle]] = {}
@@ -122,7 +124,7 @@ class Scheduler:
         """Begin what may begin, in its order, while there are free slots."""
         if self._fault is not None or (self.stopping() and self._has_training_left()):
             return
-        while len(self._under_way) < self.executor.slots:
+        while len(self._under_way) < self.room:
             work = next((work for work in self._waiting if self._busy.isdisjoint(work.names)), None)
             if work is None:
                 return

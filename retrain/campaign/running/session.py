@@ -152,7 +152,7 @@ class DirectoryLock:
                 f"{self.directory}: wait for it, or use --out"
             )
         self._write()
-        if lease is not None and not _is_here(lease):
+        if lease is not None and not is_here(lease):
             self._ended.wait(self.beat / 5)  # two that take over at once: the later writer wins
         if (lease_of(self.directory) or {}).get("token") != self.token:
             raise UsageError(f"another retrain process has just taken {self.directory}: wait for it, or use --out")
@@ -163,7 +163,7 @@ class DirectoryLock:
                 os.pwrite(self._file, dumps(holder).encode(), 0)
 
     def _alive(self, lease: dict[str, Any]) -> bool:
-        if _is_here(lease):
+        if is_here(lease):
             return _runs_here(lease)
         self.message(
             f"{self.directory} was being written by {lease.get('host')}: watching {self.watch:g} s whether it still is"
@@ -219,7 +219,7 @@ def wait_for_writers(
             count, now = (lease.get("token"), lease.get("count")), time.monotonic()
             if directory not in seen or seen[directory][0] != count:
                 seen[directory] = count, now
-            if _runs_here(lease) if _is_here(lease) else now - seen[directory][1] < watch:
+            if _runs_here(lease) if is_here(lease) else now - seen[directory][1] < watch:
                 writing.append(lease)
         if not writing:
             return
@@ -228,6 +228,29 @@ def wait_for_writers(
             message(f"waiting for {listed(who, 4)} to finish the step of {plural(len(writing), 'run')}")
             told = True
         time.sleep(LOOK_SECONDS)
+
+
+class LeaseWatch:
+    """Whether the process that holds a directory's lease lives: looked for on this machine, else for ``patience``
+    seconds after the lease was last seen to change. No lease counts as one that stands still."""
+
+    def __init__(self, directory: Path, patience: float = WATCH_SECONDS):
+        self.directory, self.patience = directory, patience
+        self._count: object = None
+        self._seen = time.monotonic()
+
+    def is_alive(self) -> bool:
+        now = time.monotonic()
+        try:
+            lease = lease_of(self.directory)
+        except NotReadable:  # a network file system that does not answer at the moment
+            return now - self._seen < self.patience
+        if lease is not None and is_here(lease):
+            return _runs_here(lease)
+        count = None if lease is None else (lease.get("token"), lease.get("count"))
+        if count is not None and count != self._count:
+            self._count, self._seen = count, now
+        return now - self._seen < self.patience
 
 
 def lease_of(directory: Path) -> dict[str, Any] | None:
@@ -242,7 +265,7 @@ def _last_holder(lock: Path) -> dict[str, Any]:
     return holder if isinstance(holder, dict) and "token" in holder else {}
 
 
-def _is_here(lease: dict[str, Any]) -> bool:
+def is_here(lease: dict[str, Any]) -> bool:
     """Whether the owner is a process of this machine, so that it can be looked for."""
     return {key: lease.get(key) for key in ("host", "boot")} == machine()
 

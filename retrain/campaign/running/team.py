@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from retrain.campaign.running.launching import end_words
 from retrain.campaign.running.protocol import Job
-from retrain.campaign.running.spawning import end_words
 from retrain.config import Config
 from retrain.device import MEMORY_SHARE, OWN_GPU, memory_share, torchrun_rank
 from retrain.errors import RankLost, UsageError, plural

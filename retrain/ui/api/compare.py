@@ -2,18 +2,18 @@
 
 import difflib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from starlette.routing import Route
 
 from retrain.config.root import flat
-from retrain.records.reader import read_object
+from retrain.records.reader import read_object, read_text
 from retrain.records.schema.layout import CODE_DIFF, ENVIRONMENT
 from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
 from retrain.ui.sources import Run
 
+MOST_READ = 4 << 20  # Characters of a patch
 MOST_DIFF = 400_000  # Bytes of a patch that are compared; longer ones are only told apart
 MOST_LINES = 4_000
 FACTS = ("types", "packages", "code", "git", "ranges", "built", "base", "data_sizes", "modules", "seeds",
@@ -56,7 +56,7 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]
 
 def code_of(library: Library, a: Run, b: Run, facts: list[dict[str, Any]]) -> dict[str, Any]:
     """Version, revision and the patches of what was not committed, with the lines in which these differ."""
-    texts = [_text(library.file(run, CODE_DIFF)) for run in (a, b)]
+    texts = [read_text(library.file(run, CODE_DIFF), MOST_READ) for run in (a, b)]
     same = texts[0] == texts[1]
     lines: list[str] = []
     if not same and max(map(len, texts)) <= MOST_DIFF:
@@ -95,10 +95,3 @@ def _table(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _without(facts: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if key not in names}
-
-
-def _text(path: Path | None) -> str:
-    if path is None:
-        return ""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        return file.read(4 << 20)

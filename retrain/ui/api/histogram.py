@@ -7,7 +7,7 @@ import numpy as np
 from starlette.routing import Route
 
 from retrain.records.kinds import is_number
-from retrain.records.rollouts import TRAIN
+from retrain.records.schema.layout import TRAIN
 from retrain.ui.answers import Query, Refusal, json_route, plain
 from retrain.ui.histograms import counted, edges_of
 from retrain.ui.iterations import Index, Iteration

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from starlette.routing import Route
 
-from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from retrain.records.reader import RunReader
+from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FINAL, SAVED
 from retrain.ui.adapters import DIRECTIONS, Spectrum, norm, overlap, spectra
 from retrain.ui.answers import Query, json_route, plain
 from retrain.ui.library import Library
@@ -85,16 +86,15 @@ def mean_energy(modules: Mapping[str, Spectrum]) -> np.ndarray:
 def adapters_of(library: Library, run: Run) -> list[tuple[int | None, Path]]:
     """(updates done, directory) of the checkpoints in their order, and of the final adapter; at most a dozen."""
     found: list[tuple[int | None, Path]] = []
-    folder = library.places.folder(run.path, "checkpoints")
-    if folder is not None:
+    if library.places.folder(run.path, SAVED) is not None:
         with suppress(OSError):
-            names = sorted((entry.name for entry in folder.iterdir()), key=_number)
-            found = [(_number(name), path) for name in names
-                     if _number(name) >= 0 and (path := library.places.folder(folder, name))]  # fmt: skip
+            names = sorted((entry.name for entry in RunReader(run.path).checkpoint_directories()), key=_number)
+            paths = [(_number(name), library.places.folder(run.path, f"{SAVED}/{name}")) for name in names]
+            found = [(step, path) for step, path in paths if step >= 0 and path is not None]
     if len(found) > MOST_CHECKPOINTS:
         places = np.unique(np.linspace(0, len(found) - 1, MOST_CHECKPOINTS).astype(int))
         found = [found[place] for place in places]
-    final = library.places.folder(run.path, "final")
+    final = library.places.folder(run.path, FINAL)
     return [*found, (run.step, final)] if final is not None and (not found or found[-1][0] != run.step) else found
 
 

@@ -1,14 +1,12 @@
 """``/api/notes`` and ``/api/log``: remarks over all runs of a place, and the lines of a run's log from its end."""
 
-import os
 import re
-from pathlib import Path
 from typing import Any
 
 from starlette.routing import Route
 
 from retrain.config.legacy import removed_note
-from retrain.records.reader import read_object
+from retrain.records.reader import log_lines, read_object
 from retrain.records.schema.layout import CONFIG, LOG
 from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
@@ -16,9 +14,7 @@ from retrain.ui.sources import Run
 from retrain.ui.summary import notes_of
 
 MOST_NOTES, MOST_LINES = 2_000, 500
-BLOCK = 1 << 16
-MOST_READ = 16 << 20  # Bytes of a log that one search goes through
-MOST_LINE, SHOWN = 1 << 20, 20_000  # Bytes of a line that is searched, and characters of one that is shown
+SHOWN = 20_000  # Characters of a line that are shown
 LEVEL = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (\w+) +")
 
 
@@ -43,7 +39,9 @@ def routes(library: Library) -> list[Route]:
         path = library.file(run, LOG)
         if path is None:
             return {"place": run.place, "lines": [], "before": None, "size": 0}
-        return {"place": run.place} | lines_before(path, before, query.text("search", "").lower())
+        found, before, size = log_lines(path, before, query.text("search", "").lower(), MOST_LINES)
+        lines = [{"byte": at, "text": text[:SHOWN]} | _parts(text) for at, text in found]
+        return {"place": run.place, "lines": lines, "before": before, "size": size}
 
     return [json_route("/api/notes", notes), json_route("/api/log", log)]
 
@@ -55,34 +53,6 @@ def _row(run: Run, note: dict[str, Any]) -> dict[str, Any]:
 
 def _has(row: dict[str, Any], search: str) -> bool:
     return not search or any(search in str(row[key]).lower() for key in ("run", "key", "text", "remedy"))
-
-
-def lines_before(path: Path, before: int, search: str) -> dict[str, Any]:
-    """The last lines that end before byte ``before`` (-1: the end of the file) and hold the text that is searched, in
-    the file's order; ``before`` of the answer goes on from there, null at the beginning."""
-    found: list[dict[str, Any]] = []
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        at = size if before < 0 else min(before, size)
-        rest, least = b"", max(0, at - MOST_READ)  # rest: the end of a line whose beginning is not read yet
-        while at > least:
-            start = max(0, at - BLOCK)
-            file.seek(start)
-            data = file.read(at - start) + rest
-            first = data.find(b"\n") + 1 if start else 0
-            at, position = start, start + len(data)
-            if start and (first == 0 or first == len(data)):
-                rest = data if len(data) < MOST_LINE else b""
-                continue
-            for line in reversed(data[first:].splitlines(keepends=True)):
-                position -= len(line)
-                text = line.decode("utf-8", "replace").rstrip("\r\n")
-                if search in text.lower():
-                    found.append({"byte": position, "text": text[:SHOWN]} | _parts(text))
-                    if len(found) == MOST_LINES:
-                        return {"lines": found[::-1], "before": position or None, "size": size}
-            rest = data[:first]
-    return {"lines": found[::-1], "before": at + len(rest) if at else None, "size": size}
 
 
 def _parts(text: str) -> dict[str, str | None]:

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from retrain.adapters.squeeze import compress_adapter
 from retrain.adapters.verify import enough, verdict, verify_ranks
+from retrain.campaign.controller import launch, resume
 from retrain.campaign.planning.manifest import read_plan
-from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.config import load
 from retrain.environments.build import longest_completions

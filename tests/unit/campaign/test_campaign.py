@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.campaigns import CHANGED, StopAfter, campaign, completions_of, is_timing_key, launch_file, rows_of, runs_of
 
-from retrain.campaign.running.controller import launch, resume
+from retrain.campaign.controller import launch, resume
 from retrain.config import load
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.ownership import claim

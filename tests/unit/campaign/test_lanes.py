@@ -6,10 +6,10 @@ from helpers.campaigns import campaign
 from helpers.lanes import ref, sample
 from helpers.models import toy_base
 
+from retrain.campaign.controller import launch
 from retrain.campaign.planning.plan import plan, smaller_cohorts
 from retrain.campaign.running import assemble as assembling
 from retrain.campaign.running.assemble import DoesNotFit, check_memory
-from retrain.campaign.running.controller import launch
 from retrain.config import load
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.local import LocalEngine

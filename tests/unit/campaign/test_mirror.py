@@ -12,8 +12,8 @@ import pytest
 from helpers.campaigns import StopAfter, contents, differing, planned
 from typer.testing import CliRunner
 
+from retrain.campaign.controller import execute
 from retrain.campaign.planning.manifest import read_plan
-from retrain.campaign.running.controller import execute
 from retrain.campaign.running.mirror import INDEX, Mirror, uploading
 from retrain.campaign.running.session import LEASE
 from retrain.cli import app

@@ -10,7 +10,7 @@ from helpers.campaigns import campaign
 from typer.testing import CliRunner
 
 from retrain.adapters.squeeze import compress_adapter, squeeze
-from retrain.campaign.running.controller import launch, resume
+from retrain.campaign.controller import launch, resume
 from retrain.campaign.running.session import machine
 from retrain.cli import app
 from retrain.config import load

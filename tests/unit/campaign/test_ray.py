@@ -5,7 +5,7 @@ import pytest
 from jsonschema import validate
 from typer.testing import CliRunner
 
-from retrain.campaign.running.raycluster import slots_in
+from retrain.campaign.executors.ray import slots_in
 from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.errors import UsageError

@@ -6,7 +6,7 @@ from helpers.campaigns import campaign
 from helpers.models import Messages
 from typer.testing import CliRunner
 
-from retrain.campaign.running.controller import launch, resume
+from retrain.campaign.controller import launch, resume
 from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.config.evaluation import whole_evaluations

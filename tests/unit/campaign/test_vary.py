@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from helpers.campaigns import campaign
 
+from retrain.campaign.controller import execute
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.controller import execute
 from retrain.config import load
 from retrain.files import read_json, read_jsonl
 from retrain.records.observer import NullObserver

@@ -8,7 +8,7 @@ from helpers.campaigns import REWARDS
 from helpers.models import Messages, campaign_head, word_tokenizer
 from typer.testing import CliRunner
 
-from retrain.campaign.running.controller import launch
+from retrain.campaign.controller import launch
 from retrain.cli import app
 from retrain.config import load
 from retrain.config.evaluation import HELDOUT

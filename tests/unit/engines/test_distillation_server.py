@@ -8,7 +8,7 @@ from helpers.servers import served_world
 from typer.testing import CliRunner
 
 from retrain.algorithms.distillation import ModelTeacher
-from retrain.campaign.running.controller import launch, resume
+from retrain.campaign.controller import launch, resume
 from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.engines.server.dialects import DIALECTS, Faulty, Prompted

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from retrain import device as devices
+from retrain.campaign.controller import launch, resume
 from retrain.campaign.planning.changes import machine_changes
-from retrain.campaign.running.controller import launch, resume
 from retrain.config import load
 from retrain.device import available_memory, build_fault, cpu_build, is_out_of_memory, lost, nvidia_gpus, usable_gpu
 from retrain.engines import dense, slots

@@ -16,7 +16,7 @@ from helpers.models import Messages, toy_base
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from retrain.campaign.running.controller import launch
+from retrain.campaign.controller import launch
 from retrain.config import load
 from retrain.engines import slots
 from retrain.engines.dense import DenseDecoder, KVCache

@@ -11,7 +11,7 @@ from helpers.campaigns import StopAfter
 from helpers.lanes import ALL, NAMES, by_name, critic_campaign, critic_files, last_checkpoint
 from safetensors.torch import load_file
 
-from retrain.campaign.running.controller import launch, resume
+from retrain.campaign.controller import launch, resume
 from retrain.config import load
 from retrain.files import read_json, read_jsonl
 from retrain.policy.local import LocalPolicy

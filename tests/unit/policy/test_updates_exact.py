@@ -6,7 +6,7 @@ import torch
 from helpers.lanes import local_policy, rollout, single_run, totals, trained
 
 from retrain.algorithms import objective_of
-from retrain.campaign.running.controller import launch
+from retrain.campaign.controller import launch
 from retrain.config import load, parse_dict
 from retrain.files import read_jsonl
 from retrain.records.observer import NullObserver

@@ -7,7 +7,8 @@ from safetensors.numpy import load_file
 
 from retrain.errors import CheckpointError
 from retrain.files import read_jsonl
-from retrain.records.rollouts import TRAIN, Batch
+from retrain.records.rollouts import Batch
+from retrain.records.schema.layout import TRAIN
 from retrain.records.tokens import TokenFile, tokens_name, write_tokens
 from retrain.types import Action, CreditedGroup, CreditedRollout, Problem, Prompt, RewardResult, Turn
 

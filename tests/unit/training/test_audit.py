@@ -7,9 +7,9 @@ from helpers.campaigns import StopAfter, campaign, contents
 from helpers.models import campaign_head, config_errors
 from helpers.servers import CAPITAL, judging, says  # noqa: F401  a fixture
 
+from retrain.campaign.controller import launch, resume
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
-from retrain.campaign.running.controller import launch, resume
 from retrain.config import load, parse_dict
 from retrain.config.runs import differences
 from retrain.errors import ConfigError, UsageError

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from retrain.campaign.running.controller import launch
+from retrain.campaign.controller import launch
 from retrain.cli import app
 from retrain.config import load
 from retrain.files import read_jsonl

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from retrain.adapters.squeeze import squeeze
 from retrain.algorithms import objective_of
-from retrain.campaign.running.controller import launch, resume
+from retrain.campaign.controller import launch, resume
 from retrain.config import load
 from retrain.errors import CheckpointError, ModelError, NonFinite
 from retrain.files import read_json, read_jsonl

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from retrain.algorithms import objective_of
 from retrain.algorithms.losses import PPO
+from retrain.campaign.controller import launch
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.controller import launch
 from retrain.cli import app
 from retrain.config import load
 from retrain.errors import CheckpointError, RunFailed, UsageError

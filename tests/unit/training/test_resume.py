@@ -12,8 +12,8 @@ from helpers.models import Messages, campaign_head, qwen3_directory
 from safetensors.torch import load_file, save
 from typer.testing import CliRunner
 
+from retrain.campaign.controller import launch, resume
 from retrain.campaign.planning.changes import Approval
-from retrain.campaign.running.controller import launch, resume
 from retrain.cli import app
 from retrain.config import load
 from retrain.errors import ConfigError, UsageError
@@ -285,7 +285,7 @@ def test_a_model_with_its_own_code_is_refused_unless_asked_for_and_then_logged(h
 def test_lanes_and_cohorts_are_taken_from_the_record(home, tmp_path, monkeypatch):
     path = write_campaign(home, "lanes", campaign_head(("grpo", "none"), seeds=[1, 2, 3], max_steps=1))
     for lanes, steps in ((2, 1), (3, 2)):  # later on a machine with more memory
-        monkeypatch.setattr("retrain.campaign.running.controller.lane_count", lambda *arguments, n=lanes: n)
+        monkeypatch.setattr("retrain.campaign.controller.lane_count", lambda *arguments, n=lanes: n)
         path.write_text(path.read_text().replace("max_steps = 1", f"max_steps = {steps}"))
         assert go(path, tmp_path / "out").exit_status == 0
         manifest = read_json(tmp_path / "out/manifest.json")

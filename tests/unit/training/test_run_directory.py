@@ -6,7 +6,7 @@ import pytest
 from helpers.campaigns import adapter_bytes, runs_of
 from helpers.models import campaign_head, qwen3_directory
 
-from retrain.campaign.running.controller import launch
+from retrain.campaign.controller import launch
 from retrain.config import load
 from retrain.files import read_jsonl
 from retrain.records.catalogue import METRICS

@@ -30,8 +30,8 @@ from typer.testing import CliRunner
 
 from retrain.algorithms import objective_of
 from retrain.algorithms.distillation import AdapterTeacher, BaseTeacher, Context, ModelTeacher, PolicyTeacher, taught
+from retrain.campaign.controller import launch, resume
 from retrain.campaign.planning.teaching import place_of
-from retrain.campaign.running.controller import launch, resume
 from retrain.campaign.running.teachers import teachers_of
 from retrain.cli import app
 from retrain.config import load, parse_dict

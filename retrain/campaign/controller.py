@@ -12,6 +12,7 @@ from pathlib import Path
 from signal import SIGINT
 from typing import Any
 
+from retrain.campaign.executors.table import EXECUTORS
 from retrain.campaign.planning.changes import Approval, settings_changes, version_changes
 from retrain.campaign.planning.manifest import (
     MANIFEST,
@@ -24,15 +25,14 @@ from retrain.campaign.planning.manifest import (
 )
 from retrain.campaign.planning.plan import Plan, cut, lane_count, smaller_cohorts
 from retrain.campaign.planning.references import check, require_packages
-from retrain.campaign.running.executors import EXECUTORS
 from retrain.campaign.running.in_process import InProcess, Sequential
 from retrain.campaign.running.mirror import Mirror, uploading
 from retrain.campaign.running.protocol import (
     CohortJob,
-    Executor,
     Guard,
     JobEnded,
     JobObserver,
+    JobRunner,
     SqueezeJob,
     allow_all,
     report,
@@ -46,7 +46,9 @@ from retrain.campaign.running.session import (
     restored_when_refused,
     wait_for_writers,
 )
+from retrain.campaign.running.tasks import WORKERS
 from retrain.campaign.running.team import Team
+from retrain.campaign.running.workers import Workers, adopts
 from retrain.config import Loaded
 from retrain.config.evaluation import HELDOUT, PART
 from retrain.config.runs import RunSpec, run_directory
@@ -91,7 +93,7 @@ def resume(
 
 def execute(
     plan: Plan, observer: Observer, retry_failed: bool = False, approval: Approval | None = None,
-    executor: Executor | InProcess | None = None,
+    executor: JobRunner | InProcess | None = None,
 ) -> Outcome:  # fmt: skip
     """Train what was planned and checked; a directory that already holds some of it is continued.
 
@@ -107,8 +109,12 @@ def execute(
         if url := plan.specs[0].config.logging.mirror:  # ends last, when the manifest has been written
             stack.enter_context(uploading(Mirror(url, plan.directory), observer.message, lock.lose))
         stack.enter_context(restored_when_refused(plan.directory, plan.specs))
-        if plan.specs[0].is_campaign:
-            wait_for_writers([run_directory(plan.directory, spec) for spec in plan.specs], observer.message)
+        adopting = plan.specs[0].is_campaign and adopts(plan)
+        if plan.specs[0].is_campaign and not adopting:
+            homes = (plan.directory / WORKERS).glob("worker_*/")
+            wait_for_writers([*(run_directory(plan.directory, spec) for spec in plan.specs), *homes], observer.message)
+        if not adopting:
+            remove_leftovers(plan.directory)
         manifest = stack.enter_context(_open(plan, observer, approval, lock.check))
         loaded = plan.source
         if loaded is not None or plan.sets:
@@ -118,7 +124,7 @@ def execute(
         return Controller(plan, manifest, observer, approval, lock, executor).carry_out(retry_failed)
 
 
-def executor_of(plan: Plan, guard: Guard = allow_all) -> Executor | InProcess:
+def executor_of(plan: Plan, guard: Guard = allow_all) -> JobRunner | InProcess:
     """Return the executor that a plan's configuration selects.
 
     ``guard`` checks writes of a run that trains in this process; workers hold leases of their own. Raises UsageError
@@ -157,7 +163,6 @@ def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[]
             asked += version_changes(run_directory(directory, spec), spec, plan.folder)
     if asked:
         approval(directory, asked)
-    remove_leftovers(directory)
     for line in extensions:
         observer.message(f"changed since the last start: {line}")
     manifest = Manifest.open(directory, plan.name, plan.specs, guard)
@@ -255,7 +260,7 @@ class Controller:
 
     def __init__(
         self, plan: Plan, manifest: Manifest, observer: Observer, approval: Approval, lock: DirectoryLock,
-        executor: Executor | InProcess,
+        executor: JobRunner | InProcess,
     ):  # fmt: skip
         self.plan, self.manifest, self.observer = plan, manifest, observer
         self.approval, self.executor = approval, executor
@@ -273,7 +278,9 @@ class Controller:
         else:
             hear = partial(report, observer=recording, specs={spec.run_id: spec for spec in plan.specs})
             restarts = plan.specs[0].config.campaign.max_restarts
-            self.scheduler = Scheduler(executor, hear, self._after, self.stop.is_due, restarts)
+            # Workers go on with what waits without a controller, unless a look may yet say that it need not be trained.
+            room = len(plan.specs) if isinstance(executor, Workers) and self.looks is None else executor.slots
+            self.scheduler = Scheduler(executor, hear, self._after, self.stop.is_due, restarts, room)
 
     def carry_out(self, retry_failed: bool) -> Outcome:
         """Train what is left to do, analyse and compare; how it ended."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from retrain.campaign.executors.ray_connection import last_line, ray_module, sees
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.rayconnect import last_line, ray_module, sees
 from retrain.config import Config
 from retrain.engines.server.fleet import Hear, Tell, named, names_of
 from retrain.engines.server.launch import Launched, Restarts, identity_of

@@ -3,12 +3,13 @@
 import os
 from collections.abc import Callable, Sequence
 
+from retrain.campaign.executors.local import Local
+from retrain.campaign.executors.ray import ray_workers
+from retrain.campaign.executors.slurm import slurm_workers
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.processes import Slot, processes
-from retrain.campaign.running.protocol import Executor
-from retrain.campaign.running.raycluster import ray_workers
-from retrain.campaign.running.slurm import workers_of
+from retrain.campaign.running.launching import Slot
 from retrain.campaign.running.team import gpus_of, visible_gpus
+from retrain.campaign.running.workers import Workers
 from retrain.config import Config
 from retrain.engines.server.fleet import Fleet, Launches, Tell
 from retrain.errors import UsageError, plural
@@ -96,9 +97,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-EXECUTORS: dict[str, Callable[[Plan], Executor]] = {
-    "processes": lambda plan: processes(slots_of(plan.specs[0].config), plan.directory, _fleet(plan)),
+def _local(plan: Plan) -> Workers:
+    return Workers(Local(slots_of(plan.specs[0].config), plan.directory), plan.directory, _fleet(plan))
+
+
+EXECUTORS: dict[str, Callable[[Plan], Workers]] = {
+    "processes": _local,
     "ray": ray_workers,
-    "slurm": lambda plan: workers_of(plan, cores()),
+    "slurm": lambda plan: slurm_workers(plan, cores()),
 }
-"""The executors that start workers, by their names in the file."""
+"""Who starts the workers of a campaign, by the executor's name in the file."""

@@ -1,0 +1,315 @@
+"""The executor of a Ray cluster: Ray places an actor for each worker, and beside the actor runs the worker's process.
+
+The actor computes nothing: on its node it starts the worker's program and watches it. So Ray's own libraries stay out
+of the worker, and Ray's restart is of use: an actor whose node is lost begins elsewhere, and starts another worker
+there. Actors are detached: they outlive a controller that is killed, and end themselves when their worker has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from retrain.campaign.executors.ray_connection import connect, last_line, ray_module, sees
+from retrain.campaign.executors.ray_servers import RayFleet
+from retrain.campaign.planning.plan import Plan
+from retrain.campaign.running import launching
+from retrain.campaign.running.launching import Slot, command_of, end_words
+from retrain.campaign.running.protocol import Message, WorkerEnd
+from retrain.campaign.running.tasks import WORKERS, append, events_of, home_of, newest
+from retrain.campaign.running.workers import Workers
+from retrain.config import Config
+from retrain.errors import UsageError, plural
+from retrain.ownership import claim
+
+ROOM_SECONDS = 20.0  # Seconds without room for a worker after which the user is notified
+KILL_SECONDS = 20.0  # Seconds to wait for a killed worker before its node counts as lost
+END_SECONDS = 5.0  # Seconds that workers which have let go of their leases may take to end
+NAMESPACE = "retrain"  # Of the names of detached actors
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a worker's actor has to know: its ``slot``, the campaign's ``directory`` and ``folder`` (of its file) as the
+    controller has them in its working directory ``cwd``, the directory's ``owner`` (the id in its mark), the
+    ``program`` to start, the worker's ``threads`` and its part of a GPU's ``memory``."""
+
+    slot: int
+    directory: str
+    folder: str
+    cwd: str
+    owner: str
+    program: Sequence[str]
+    threads: str
+    memory: float = 1.0
+
+
+class Host:
+    """Runs a worker's process on this node; what Ray makes an actor of."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.copy = os.getcwd()  # Ray's copy of the campaign file's folder on this node
+
+    def run(self, asked: Asked) -> str:
+        """Start the worker, and wait until it has ended; return why it could not be started, "" else."""
+        ray = ray_module()
+        directory, node = Path(asked.cwd, asked.directory), ray.util.get_node_ip_address()
+        if not sees(directory, asked.owner):
+            return f"node {node} ({socket.gethostname()}) does not see {directory}"
+        folder = Path(asked.cwd, asked.folder)
+        if os.path.isdir(asked.cwd):
+            os.chdir(asked.cwd)
+            directory = Path(asked.directory)
+        gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        device = f"gpu:{','.join(gpus)}" if gpus else "cpu"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if gpus else ""
+        place = Slot(f"{node} {device}", int(asked.threads), visible, asked.memory)
+        more = ["--folder", str(folder if folder.is_dir() else self.copy), "--parent", str(os.getpid())]
+        own = str(Path(ray.__file__).parent)  # copies of packages there are for Ray's own processes
+        path = [entry or os.getcwd() for entry in sys.path if not entry.startswith(own)]
+        environment = place.environment | {"OMP_NUM_THREADS": asked.threads, "PYTHONPATH": os.pathsep.join(path)}
+        home = home_of(directory, asked.slot)
+        log, before = directory / WORKERS / f"worker_{asked.slot}.log", newest(home)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as output:
+            self.process = subprocess.Popen(
+                command_of(asked.program, directory, asked.slot, place.device, *more),
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True,
+            )  # fmt: skip
+        status = self.process.wait()
+        words = end_words(status)
+        if newest(home) > before:
+            append(events_of(home, newest(home)), {"ended": words, "in_order": status == 0})
+            return ""
+        return f"{words}; what it printed is in {log} of node {node}"
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+@dataclass(eq=False)
+class Actor:
+    """A worker's actor: the result of its ``run``, and since when it waits for a place."""
+
+    handle: Any
+    run: Any
+    since: float
+
+
+class RayExecutor:
+    """An actor for each worker, which asks for ``gpus`` and ``cpus``. ``ours``: this executor made the connection, and
+    closes it. See ``Executor``."""
+
+    def __init__(self, plan: Plan, slots: int, gpus: float, cpus: int, ours: bool):
+        self.plan, self.slots, self.gpus, self.cpus, self.ours = plan, slots, gpus, cpus, ours
+        self._actors: dict[int, Actor] = {}
+        self._told = False  # Whether the user was notified that workers wait for room
+
+    @cached_property
+    def owner(self) -> str:
+        """The id in the mark of the campaign's directory."""
+        return claim(self.plan.directory).id
+
+    def has_gpu(self) -> bool:
+        return self.gpus > 0
+
+    def start(self, slots: Sequence[int]) -> None:
+        ray = ray_module()
+        threads = os.environ.get("OMP_NUM_THREADS") or str(self.cpus)
+        memory = min(1.0, self.gpus) if self.gpus else 1.0
+        for slot in slots:
+            asked = Asked(
+                slot, str(self.plan.directory), str(self.plan.folder), os.getcwd(), self.owner, launching.PROGRAM,
+                threads, memory,
+            )  # fmt: skip
+            self._remove(slot)
+            options = {"num_gpus": self.gpus, "num_cpus": self.cpus, "scheduling_strategy": "SPREAD"}
+            detached = {
+                "name": self._name(slot),
+                "namespace": NAMESPACE,
+                "lifetime": "detached",
+                "get_if_exists": False,
+            }
+            restart = {"max_restarts": -1, "max_task_retries": -1, "concurrency_groups": {"end": 1}}
+            handle = ray.remote(**options, **detached, **restart)(Host).remote()
+            self._actors[slot] = Actor(handle, handle.run.remote(asked), time.monotonic())
+
+    def look(self, slot: int) -> WorkerEnd | None:
+        actor = self._actors.get(slot)
+        if actor is None:
+            return None
+        ray = ray_module()
+        try:
+            if not ray.wait([actor.run], timeout=0)[0]:
+                return None
+            fault = ray.get(actor.run)
+        except ray.exceptions.RuntimeEnvSetupError as error:
+            fault = f"could not begin: Ray could not set a node up: {last_line(error)}"
+        except ray.exceptions.RayActorError as error:
+            self._remove(slot)
+            if getattr(error, "actor_init_failed", False):
+                return WorkerEnd(f"could not begin: a node cannot run a worker: {last_line(error)}", final=True)
+            return WorkerEnd("was lost with its Ray actor")
+        self._remove(slot)
+        if fault:
+            return WorkerEnd(f"gets no work: {fault}", final=True)
+        return WorkerEnd("ended", excused=True)
+
+    def notes(self) -> list[Message]:
+        """See ``Executor.notes``: once, that a worker waits for room."""
+        now, ray = time.monotonic(), ray_module()
+        if self._told or not any(now - actor.since > ROOM_SECONDS for actor in self._actors.values()):
+            return []
+        for slot, actor in self._actors.items():
+            home = home_of(self.plan.directory, slot)
+            if now - actor.since > ROOM_SECONDS and not newest(home) and not ray.wait([actor.run], timeout=0)[0]:
+                self._told = True
+                return [Message(f"worker {slot} waits for room in the Ray cluster: {self._room()}", "warning")]
+        return []
+
+    def kill(self, slot: int) -> None:
+        """See ``Executor.kill``; one whose node does not answer is left to the lease that it renews no more."""
+        ray, actor = ray_module(), self._actors.get(slot)
+        if actor is None:
+            return
+        with suppress(ray.exceptions.RayError):
+            ray.get(actor.handle.kill.options(concurrency_group="end").remote(), timeout=KILL_SECONDS)
+        self._remove(slot)
+
+    def close(self) -> None:
+        ray, runs = ray_module(), [actor.run for actor in self._actors.values()]
+        with suppress(ray.exceptions.RayError):
+            ray.wait(runs, num_returns=len(runs), timeout=END_SECONDS) if runs else None
+        for slot in range(1, self.slots + 1):
+            self.kill(slot)
+            self._remove(slot)
+        if self.ours:
+            ray_module().shutdown()
+
+    def _remove(self, slot: int) -> None:
+        """Let go of a slot's actor, also of one that an earlier controller has made."""
+        ray = ray_module()
+        self._actors.pop(slot, None)
+        with suppress(ValueError, ray.exceptions.RayError):
+            ray.kill(ray.get_actor(self._name(slot), namespace=NAMESPACE))
+
+    def _name(self, slot: int) -> str:
+        return f"{self.owner}-{slot}"
+
+    def _room(self) -> str:
+        ray = ray_module()
+        total, free = ray.cluster_resources(), ray.available_resources()
+        kinds = {"GPU": self.gpus, "CPU": self.cpus}
+        asks = " and ".join(_count(count, kind) for kind, count in kinds.items() if count)
+        has = ", ".join(f"{free.get(kind, 0):g} of {plural(int(total.get(kind, 0)), kind)}" for kind in kinds)
+        return f"it asks for {asks}, and of what the cluster has are free: {has}"
+
+
+def ray_workers(plan: Plan) -> Workers:
+    """Return the workers of a plan, placed in the cluster of its configuration. Raises UsageError when there is no such
+    cluster, or nothing in it to train on."""
+    config = plan.specs[0].config
+    ours = not ray_module().is_initialized()
+    if ours:
+        connect(config, plan.folder)
+    try:
+        slots, gpus = slots_in(ray_module().nodes(), config)
+    except UsageError:
+        if ours:
+            ray_module().shutdown()
+        raise
+    executor = RayExecutor(plan, slots, _gpus_asked(config) if gpus else 0, config.ray.cpus, ours)
+    fleet = None
+    if config.inference.launch is not None:
+        fleet = partial(RayFleet, plan, config.ray.server_gpus if gpus else 0.0)
+    return Workers(executor, plan.directory, fleet)
+
+
+def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
+    """How many workers there will be, and whether each has a GPU. ``nodes`` are as Ray lists them."""
+    asked, devices, cpus = config.campaign.workers, config.backend.devices, config.ray.cpus
+    everything = _resources(nodes)
+    gpus = devices == "all" or (devices != "cpu" and any(int(each.get("GPU", 0)) for each in everything))
+    left = _left_by_servers(everything, config) if config.inference.launch is not None else everything
+    if not gpus and config.campaign.gpus_per_cohort != 1:
+        raise UsageError(
+            f"[campaign] gpus_per_cohort = {config.campaign.gpus_per_cohort:g} has no effect: the Ray cluster has no "
+            "GPU; remove the line, or type --set campaign.gpus_per_cohort=1"
+        )
+    if asked != "auto":
+        return asked, gpus
+    if left is None:
+        what = _asked_words(config.ray.server_cpus, config.ray.server_gpus if gpus else 0.0)
+        raise UsageError(
+            f"the Ray cluster has no room for {plural(config.inference.replicas, 'server')} of [inference] launch, "
+            f"each of which asks for {what} ([ray] server_cpus, server_gpus); where nodes come when asked for, "
+            "say how many workers: --workers 4"
+        )
+    count = sum(_room(each, config, gpus) for each in left)
+    if not count and left is not everything and any(_room(each, config, gpus) for each in everything):
+        raise UsageError(
+            f"beside {plural(config.inference.replicas, 'server')} of [inference] launch the Ray cluster has no room "
+            f"for a worker, which asks for {_asked_words(cpus, _gpus_asked(config) if gpus else 0.0)} ([ray] cpus, "
+            "[backend] devices): add a node, or give the servers less ([ray] server_gpus, server_cpus)"
+        )
+    if not count:
+        what = _asked_words(cpus, _gpus_asked(config) if gpus else 0.0)
+        raise UsageError(
+            f"no node of the Ray cluster has {what}, which is what a worker asks for ([ray] cpus, [backend] devices); "
+            "where nodes come when they are asked for, say how many workers: --workers 4"
+        )
+    return count, gpus
+
+
+def _room(node: dict[str, float], config: Config, gpus: bool) -> int:
+    """How many workers fit on what a node has, with GPUs or without."""
+    room = int(node.get("CPU", 0)) // config.ray.cpus
+    if not gpus:
+        return room
+    whole, part = divmod(node.get("GPU", 0.0), 1)
+    on_parts = int(part / _gpus_asked(config) + 1e-9) if config.gpus_per_worker == 1 else 0
+    return min(room, config.campaign.workers_per_gpu * (int(whole) // config.gpus_per_worker) + on_parts)
+
+
+def _left_by_servers(nodes: list[dict[str, float]], config: Config) -> list[dict[str, float]] | None:
+    """What nodes have beside the servers that are to be launched, each where there is most room; None where one of
+    them has none."""
+    left, inference = [dict(node) for node in nodes], config.inference
+    on_gpus = config.backend.devices != "cpu" and any(node.get("GPU", 0) for node in nodes)
+    asks = {"CPU": float(config.ray.server_cpus), "GPU": config.ray.server_gpus if on_gpus else 0.0}
+    for _ in range(inference.replicas):
+        room = [node for node in left if all(node.get(kind, 0) >= count for kind, count in asks.items())]
+        if not room:
+            return None
+        most = max(room, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))
+        for kind, count in asks.items():
+            most[kind] = most.get(kind, 0) - count
+    return left
+
+
+def _gpus_asked(config: Config) -> float:
+    return min(config.campaign.gpus_per_cohort, 1.0) if config.gpus_per_worker == 1 else config.gpus_per_worker
+
+
+def _asked_words(cpus: int, gpus: float) -> str:
+    return f"{plural(cpus, 'CPU')} and {_count(gpus, 'GPU')}" if gpus else plural(cpus, "CPU")
+
+
+def _count(count: float, kind: str) -> str:
+    return f"{count:g} of a {kind}" if count % 1 else plural(int(count), kind)
+
+
+def _resources(nodes: list[dict[str, Any]]) -> list[dict[str, float]]:
+    return [node["Resources"] for node in nodes if node["Alive"]]

@@ -1,0 +1,58 @@
+"""The command of a worker's process, its environment, and how it ended in words."""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from retrain.device import MEMORY_SHARE, OWN_GPU
+
+PROGRAM = ("-m", "retrain.campaign.worker")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a worker computes: ``device`` is "cpu" or GPUs such as "gpu:1" and "gpu:2,3", ``visible`` these as
+    ``CUDA_VISIBLE_DEVICES`` has them, ``threads`` its share of the cores, ``memory`` its part of the
+    device's memory."""
+
+    device: str
+    threads: int
+    visible: str = ""
+    memory: float = 1.0
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a worker has in its environment. A number of threads that the user has set stays."""
+        own = {"OMP_NUM_THREADS": str(self.threads)} | dict(os.environ) | {MEMORY_SHARE: f"{self.memory:g}"}
+        return own | {"CUDA_VISIBLE_DEVICES": self.visible, OWN_GPU: "1"} if self.visible else own
+
+
+def command_of(
+    program: Sequence[str],
+    directory: Path | str,
+    slot: int | str,
+    device: str,
+    *more: str,
+    python: str = sys.executable,
+) -> list[str]:
+    """Return the command line of a worker."""
+    return [python, *program, str(directory), "--slot", str(slot), "--device", device, *more]
+
+
+def with_imports(environment: dict[str, str]) -> dict[str, str]:
+    """Return an environment in which a process imports what this one can, also of modules beside the user's file."""
+    installed = (sys.prefix, sys.base_prefix)
+    own = [path or os.getcwd() for path in sys.path if not path.startswith(installed)]
+    before = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return environment | {"PYTHONPATH": os.pathsep.join(dict.fromkeys([*own, *before])), "PYTHONSAFEPATH": "1"}
+
+
+def end_words(status: int) -> str:
+    """Return how a process ended, by its exit status or, below 0, the signal."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    name = signal.Signals(-status).name if -status in {*signal.Signals} else f"signal {-status}"
+    return f"was ended by {name}" + (", as when memory runs out" if name == "SIGKILL" else "")

@@ -1,0 +1,166 @@
+"""The tasks of a campaign as files, which its workers claim, and the files in which they say what happens.
+
+All of it lies in ``workers/`` of the campaign's directory:
+
+    tasks/<task>.todo               what is to be done, as JSON; written by the controller
+    tasks/<task>.<worker>.claimed   the same once a worker has renamed it; the controller removes it when it has ended
+    tasks/<task>.stop               the task is to end after its step, saved
+    tasks/closed                    there will be no further task
+    servers.jsonl                   addresses of launched servers, and what happened to them
+    worker_<slot>/events_<k>.jsonl  what the k-th process of a slot says
+    worker_<slot>/.lease            renewed by the process that has the slot
+
+Renaming is atomic, also on network file systems. What has appeared is found by listing the folder, because NFS may
+remember a name that was looked up in vain as absent; a file that grows is opened anew for every look, because another
+machine sees what was there when its writer last closed it.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retrain.files import aside_of, read_json, write_json, writing
+
+WORKERS = "workers"
+SERVERS = "servers.jsonl"
+_EVENTS = re.compile(r"events_(\d+)\.jsonl")
+_TASK = re.compile(r"(\d+)\.(todo|stop|(.+)\.claimed)")
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The tasks in ``folder``, ``workers/tasks`` of a campaign's directory."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, directory: Path) -> "Tasks":
+        return cls(directory / WORKERS / "tasks")
+
+    def open(self) -> int:
+        """Make the folder ready for a new controller: withdraw what waits. Return the highest number used."""
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "closed").unlink(missing_ok=True)
+        for number, kind, _ in self._listed():
+            if kind == "todo":
+                self.withdraw(number)
+        return max((int(number) for number, _, _ in self._listed()), default=0)
+
+    def publish(self, task: str, content: Mapping[str, Any]) -> None:
+        write_json(self.folder / f"{task}.todo", content)
+
+    def withdraw(self, task: str) -> bool:
+        """Take back a task that nobody has claimed; return whether that was so."""
+        aside = aside_of(self.folder / task)
+        try:
+            os.rename(self.folder / f"{task}.todo", aside)
+        except FileNotFoundError:
+            return False
+        aside.unlink()
+        return True
+
+    def claim(self, worker: str) -> tuple[str, dict[str, Any]] | None:
+        """Claim the first task that waits, for ``worker``; return its number and content."""
+        for number, kind, _ in self._listed():
+            if kind != "todo":
+                continue
+            claimed = self.folder / f"{number}.{worker}.claimed"
+            with suppress(FileNotFoundError):
+                os.rename(self.folder / f"{number}.todo", claimed)
+            if claimed.exists():  # NFS may say that a rename failed which it has done
+                return number, read_json(claimed)
+        return None
+
+    def claims(self) -> dict[str, str]:
+        """Return the worker of each task that has been claimed and has not ended."""
+        return {number: worker for number, kind, worker in self._listed() if kind.endswith(".claimed")}
+
+    def content(self, task: str, worker: str) -> dict[str, Any]:
+        return read_json(self.folder / f"{task}.{worker}.claimed")
+
+    def stop(self, task: str) -> None:
+        with writing(self.folder):
+            (self.folder / f"{task}.stop").touch()
+
+    def stopped(self) -> frozenset[str]:
+        """Return the tasks that are to end."""
+        return frozenset(number for number, kind, _ in self._listed() if kind == "stop")
+
+    def forget(self, task: str, worker: str) -> None:
+        """Remove what is there of a task that has ended."""
+        for name in (f"{task}.{worker}.claimed", f"{task}.stop"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        with writing(self.folder):
+            (self.folder / "closed").touch()
+
+    def is_closed(self) -> bool:
+        """Return whether nothing will be added; also where the folder has been removed."""
+        try:
+            return "closed" in os.listdir(self.folder)
+        except FileNotFoundError:
+            return True
+
+    def _listed(self) -> Iterator[tuple[str, str, str]]:
+        names = sorted(os.listdir(self.folder)) if self.folder.is_dir() else []
+        for name in names:
+            if match := _TASK.fullmatch(name):
+                yield match[1], match[2], match[3] or ""
+
+
+def home_of(directory: Path, slot: int) -> Path:
+    """Return the folder of a slot's worker; slots count from 1."""
+    return directory / WORKERS / f"worker_{slot}"
+
+
+def events_of(home: Path, process: int) -> Path:
+    return home / f"events_{process}.jsonl"
+
+
+def newest(home: Path) -> int:
+    """Return the number of the newest process that has begun in a slot; 0 before the first."""
+    with suppress(FileNotFoundError):
+        return max((int(match[1]) for name in os.listdir(home) if (match := _EVENTS.fullmatch(name))), default=0)
+    return 0
+
+
+def append(path: Path, line: Mapping[str, Any]) -> None:
+    """Append a line of JSON. Raises OSError when it cannot be written; no part of it stays then."""
+    data = memoryview(json.dumps(line).encode() + b"\n")
+    with open(path, "ab", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            with suppress(OSError):  # the failed write is the error to report
+                file.truncate(before)
+            raise
+
+
+class Tail:
+    """Reads the lines that have been appended to a file since the last time."""
+
+    def __init__(self, path: Path, from_end: bool = False):
+        self.path = path
+        self._offset = path.stat().st_size if from_end and path.exists() else 0
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the whole lines since the last time. Half a line is waited for, and so is one of which the length has
+        arrived and not yet the bytes, which NFS shows as zeros."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read().partition(b"\0")[0]
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
