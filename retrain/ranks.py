@@ -170,16 +170,6 @@ class RankGroup:
         raise RankLost(f"the ranks have parted: {', '.join(places)}")
 
 
-def agreed(ranks: RankGroup | None, point: str, compute: Callable[[], T]) -> T:
-    """Return ``RankGroup.agree``, or without other ranks what ``compute`` returns."""
-    return compute() if ranks is None else ranks.agree(point, compute)
-
-
-def from_first(ranks: RankGroup | None, point: str, compute: Callable[[], T]) -> T:
-    """Return ``RankGroup.from_first``, or without other ranks what ``compute`` returns."""
-    return compute() if ranks is None else ranks.from_first(point, compute)
-
-
 def deal(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Return the indices of pieces of work in ``count`` shares of about the same size: the largest first, each to the
     share that has least. Every share is in order; of equal sizes, piece i goes to share i modulo ``count``."""

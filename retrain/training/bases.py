@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -36,6 +36,8 @@ from retrain.threads import Workers
 from retrain.tokenizer import ByteTokenizer, Tokenizer
 from retrain.training.by_ranks import AbsentEngine
 from retrain.training.watch import Watch
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -170,6 +172,14 @@ class Bases:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self.release()
+
+    def agreed(self, point: str, compute: Callable[[], T]) -> T:
+        """Return ``RankGroup.agree``, or without other ranks what ``compute`` returns."""
+        return compute() if self.ranks is None else self.ranks.agree(point, compute)
+
+    def from_first(self, point: str, compute: Callable[[], T]) -> T:
+        """Return ``RankGroup.from_first``, or without other ranks what ``compute`` returns."""
+        return compute() if self.ranks is None else self.ranks.from_first(point, compute)
 
     def look(self, config: Config) -> ModelFiles:
         """The model that a run's configuration names, without its weights. It is looked at once, for filtering the data

@@ -16,7 +16,7 @@ from retrain.data.dataset import column_values, content_hash
 from retrain.data.prompts import Renderer, Tools
 from retrain.engines.protocol import Engine
 from retrain.environments.protocol import ONE_TURN, Environment, Limits
-from retrain.ranks import RankGroup, from_first
+from retrain.ranks import RankGroup
 from retrain.records.base_evaluations import BaseEvaluations
 from retrain.records.null import NullRecorder
 from retrain.records.observer import Observer
@@ -98,7 +98,10 @@ class Evaluator:
         if self.base_evaluations is None:
             return None
         known = partial(self.base_evaluations.get, _how(held_out, environment, setting))
-        return from_first(self.ranks, "base evaluation", lambda: known(environment.problems(held_out.name)))
+        problems = environment.problems(held_out.name)
+        if self.ranks is not None:
+            return self.ranks.from_first("base evaluation", lambda: known(problems))
+        return known(problems)
 
     def keep_base(self, held_out: HeldOut, environment: Environment, setting: str, record: EvalRecord) -> None:
         """Keep the untrained model's evaluation for later cohorts. Raises StorageError when it cannot be written."""

@@ -39,7 +39,7 @@ from retrain.policy.arithmetic import copied_bytes
 from retrain.policy.base import BaseModel, MemoryPlan, cache_bytes, kept_bytes, workers_for
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
-from retrain.ranks import RankGroup, agreed, from_first
+from retrain.ranks import RankGroup
 from retrain.records.base_evaluations import BaseEvaluations
 from retrain.records.observer import Observer
 from retrain.rewards import Grader, build_grader
@@ -118,19 +118,19 @@ def assemble(
     """
     bases = bases or stack.enter_context(Bases())
     ranks = bases.ranks
-    resume_points = from_first(ranks, "finding checkpoints", partial(find_resume_points, job))
+    resume_points = bases.from_first("finding checkpoints", partial(find_resume_points, job))
     specs = [spec for spec in job.runs if spec.run_id in resume_points]
     config = specs[0].config  # Used for what is the same in all runs of a cohort
 
     # What is quick to read comes before the weights, which may take minutes.
-    modes, graders, data = agreed(ranks, "reading data", partial(read_inputs, specs, job, stack, bases))
+    modes, graders, data = bases.agreed("reading data", partial(read_inputs, specs, job, stack, bases))
     server_events = ServerEvents(observer) if config.inference.served else None
     model = load_model(specs, job, data, bases, stack, observer, server_events)
     if not is_local(config):
         data = askable(data, config, job.longest, model.tokenizer.source, context=0)
-    check_records(job, specs, resume_points, model, data, observer, ranks)
+    check_records(job, specs, resume_points, model, data, observer, bases)
     if server_events is not None:
-        from_first(ranks, "checking servers", partial(check_servers, model.engine, bases, specs, server_events))
+        bases.from_first("checking servers", partial(check_servers, model.engine, bases, specs, server_events))
     for note in (*data.notes, *model.notes):  # once it is known that these runs train here
         observer.message(note)
 
@@ -139,7 +139,7 @@ def assemble(
     for spec, own_modes in zip(specs, modes, strict=True):
         grader, point = graders[spec.config.reward.grading], resume_points[spec.run_id]
         try:
-            runs.append(agreed(ranks, spec.run_id, partial(builder.build, spec, own_modes, grader, point)))
+            runs.append(bases.agreed(spec.run_id, partial(builder.build, spec, own_modes, grader, point)))
         except CheckpointError as error:  # this run's own files: the others can go on
             observer.run_finished(spec, "failed", str(error))
     if server_events is not None:
@@ -173,7 +173,7 @@ def check_records(
     model: CohortModel,
     data: Dataset,
     observer: Observer,
-    ranks: RankGroup | None,
+    bases: Bases,
 ) -> None:
     """Compare what the runs are made with to their records (``check_recorded_facts``), on rank 0. Raises DataError
     where another rank has other problems."""
@@ -182,9 +182,10 @@ def check_records(
         check_recorded_facts(job, specs, points, model, data, observer)
         return {run_id: point.any_base for run_id, point in points.items()}
 
+    ranks = bases.ranks
     if ranks is not None and len(set(ranks.gather("comparing data", lambda: data.content_hash))) > 1:
         raise DataError("the ranks have read different problems: give all of them the same data")
-    for run_id, is_accepted in from_first(ranks, "comparing records", accepted_bases).items():
+    for run_id, is_accepted in bases.from_first("comparing records", accepted_bases).items():
         points[run_id].any_base = is_accepted
 
 
@@ -251,7 +252,7 @@ def load_model(
 
     if ranks is not None:
         bases.load(config, observer.message)
-    base, lanes, engine, workers, teachers, plan = agreed(ranks, "preparing the model", prepare)
+    base, lanes, engine, workers, teachers, plan = bases.agreed("preparing the model", prepare)
     if ranks is not None:
         plan = min(ranks.gather("planning memory", lambda: plan), key=lambda each: each.room)
     return local_model(base, lanes, engine, workers, plan, ranks, teachers)

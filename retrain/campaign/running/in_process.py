@@ -98,7 +98,6 @@ class InProcess:
     def _squeeze(self, job: SqueezeJob, observer: JobObserver) -> JobEnded:
         """What rank would have been enough. A fault here costs the analysis, not the runs."""
         from retrain.adapters.squeeze import squeeze_after_run
-        from retrain.ranks import from_first
 
         spec, warn = job.run, partial(observer.message, level="warning")
         self.guard(run_directory(job.directory, spec))()
@@ -107,7 +106,7 @@ class InProcess:
         try:
             if bases.ranks is not None:
                 bases.load(spec.config)  # while all ranks are at it
-            analysis = from_first(bases.ranks, "squeeze analysis", analyse)
+            analysis = bases.from_first("squeeze analysis", analyse)
             observer.note({"squeeze": analysis} if job.place == "squeeze" else {"squeezes": {spec.label: analysis}})
         except RetrainError as error:
             if lost(error):
