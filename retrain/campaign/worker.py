@@ -46,7 +46,7 @@ from retrain.campaign.running.protocol import (
 )
 from retrain.campaign.running.session import DirectoryLock, LeaseWatch, wait_for_writers
 from retrain.campaign.running.tasks import SERVERS, WORKERS, Tail, Tasks, append, events_of, home_of, newest
-from retrain.campaign.running.team import Team
+from retrain.campaign.running.team import OtherRank, Team
 from retrain.config.runs import run_directory, run_place
 from retrain.engines.server.fleet import Told
 from retrain.errors import NotOurs, RetrainError, UsageError
@@ -69,7 +69,7 @@ class Trains(Protocol):
     """Does jobs; ``InProcess`` is the one that trains."""
 
     guard: Guard
-    team: Team | None
+    team: Team | OtherRank | None
 
     def do(self, job: Job, observer: JobObserver, stop: Callable[[], bool]) -> JobEnded: ...
 

@@ -103,12 +103,12 @@ def train(
 
 
 def follow_torchrun(nothing: bool = False) -> None:
-    """Where torchrun has started several processes, have all but the first do what that one asks of them, and end with
-    it; at once where there is ``nothing`` to compute."""
+    """Where torchrun has started several processes, have all but the first do the jobs of that one, and end with it; at
+    once where there is ``nothing`` to compute."""
     if torchrun_rank():
-        from retrain.campaign.running import team
+        from retrain.campaign.running import rank_worker
 
-        raise typer.Exit(0 if nothing else team.follow_torchrun())
+        raise typer.Exit(0 if nothing else rank_worker.follow_torchrun())
 
 
 def is_run_file(file: Path) -> bool:

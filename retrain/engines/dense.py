@@ -40,8 +40,9 @@ from retrain.engines.step import (
     rotated,
 )
 from retrain.policy.arithmetic import FULL, causal_attention, fp32_product, packed, rms
-from retrain.policy.base import BaseModel, Presence
+from retrain.policy.base import BaseModel
 from retrain.policy.lora import LaneLinear, Lanes, LoraWeights
+from retrain.policy.sharded import ShardedWeights
 from retrain.types import PolicyRef
 
 Added = tuple[torch.Tensor | None, torch.Tensor | None]  # LoRA factors `a` and `b` of a fused product
@@ -147,21 +148,22 @@ class StreamedBlocks:
     def __init__(
         self,
         layers: Sequence[Layer],
-        presence: Presence,
+        sharded: ShardedWeights | None,
         added: Sequence[Sequence[Added]],
         merged: Sequence[LoraWeights] = (),
     ):
-        self.layers, self.presence, self.added, self.merged = layers, presence, added, merged
+        self.layers, self.sharded, self.added, self.merged = layers, sharded, added, merged
 
     def __iter__(self) -> Iterator[Block]:
         for place, (layer, added) in enumerate(zip(self.layers, self.added, strict=True)):
-            self.presence.layer(place)
+            if self.sharded is not None:
+                self.sharded.layer(place)
             yield layer.of(self.merged, True, False) if self.merged else layer.with_factors(added)
 
     def of_lanes(self, chosen: Callable[[torch.Tensor | None], torch.Tensor | None]) -> StreamedBlocks:
         """Return the blocks with the lanes that ``chosen`` selects from a table of all."""
         added = [[(chosen(a), chosen(b)) for a, b in own] for own in self.added]
-        return StreamedBlocks(self.layers, self.presence, added, self.merged)
+        return StreamedBlocks(self.layers, self.sharded, added, self.merged)
 
 
 Blocks = list[Block] | StreamedBlocks  # The blocks of a decoder, in their order
@@ -288,11 +290,11 @@ class DenseDecoder:
         body, heads, kv_heads = model.model, config.num_attention_heads, config.num_key_value_heads
         attention = body.layers[0].self_attn
         self.base, self.device, self.dtype, self.rotary = base, base.device, base.dtype, body.rotary_emb
-        self.presence, self.passes = base.presence, base.passes
+        self.sharded, self.passes = base.sharded, base.passes
         self._gather_ends()
         self.layers = [Layer(base, module, heads, kv_heads) for module in body.layers]
         # Merging in half precision would lose the adapter's small numbers. Of weights that pass, one layer is copied.
-        self.merges = (base.copies or base.presence.shared) and base.device.type == "cpu" and base.dtype in FULL
+        self.merges = (base.copies or base.sharded is not None) and base.device.type == "cpu" and base.dtype in FULL
         self.packs = base.packs
         none = torch.empty(0, device=self.device, dtype=self.dtype)
         self.frame = Frame(
@@ -311,8 +313,8 @@ class DenseDecoder:
 
     def _gather_ends(self) -> None:
         """Gather the embedding and the output layer where ranks hold a part of them each."""
-        if self.presence.shared:
-            self.presence.ends()
+        if self.sharded is not None:
+            self.sharded.ends()
 
     def blocks(self, adapters: Sequence[LoraWeights]) -> Blocks:
         """Return the blocks with these adapters, prepared once for many decode steps."""
@@ -320,7 +322,7 @@ class DenseDecoder:
         with torch.no_grad():
             if self.passes:
                 added = [[projection.factors(adapters) for projection in layer.projections] for layer in self.layers]
-                return StreamedBlocks(self.layers, self.presence, added, adapters if merge else ())
+                return StreamedBlocks(self.layers, self.sharded, added, adapters if merge else ())
             return [layer.of(adapters, merge, self.packs) for layer in self.layers]
 
     @staticmethod

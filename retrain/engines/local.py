@@ -97,11 +97,6 @@ class LocalEngine:
         """Seconds in which the last ``sample`` merged or stacked the adapters' weights, over all threads."""
         return sum(self._syncs)
 
-    @property
-    def side_by_side(self) -> int:
-        """Return how many pieces of a batch are decoded at once."""
-        return self.workers.count
-
     def begin(self, plan: MemoryPlan) -> None:
         self.plan, self.decode_bytes = plan, plan.decode_bytes
         self.sequence_cache = SequenceCache(int(CACHE_SHARE * plan.decode_bytes))
@@ -152,7 +147,7 @@ class LocalEngine:
         """
         longest = check_lengths(requests, self.base.context_length, self.base.name)
         policies, in_lanes = with_lanes(requests)
-        weights = [self.weights_of(ref) for ref in policies]
+        weights = [self._weights_of(ref) for ref in policies]
         done: list[list[Action]] = [[] for _ in requests]
         self._syncs = []
 
@@ -169,10 +164,10 @@ class LocalEngine:
         while indices:
             try:
                 pieces = pieces_of(
-                    in_lanes, indices, min(self.side_by_side, min(rows, len(indices)) // LEAST_PIECE_ROWS)
+                    in_lanes, indices, min(self.workers.count, min(rows, len(indices)) // LEAST_PIECE_ROWS)
                 )
                 lanes = lanes_of(in_lanes, indices)
-                self.decode_pieces(in_lanes, pieces, weights, lanes, rows // len(pieces), keep)
+                self._decode_pieces(in_lanes, pieces, weights, lanes, rows // len(pieces), keep)
                 break
             except RuntimeError as error:
                 if not is_out_of_memory(error) or rows <= len(policies):
@@ -183,8 +178,7 @@ class LocalEngine:
             indices = [index for index in indices if not done[index.request]]
         return done
 
-    def weights_of(self, ref: PolicyRef) -> LoraWeights:
-        """Return the weights published under this name. Raises RunFailed where there are none."""
+    def _weights_of(self, ref: PolicyRef) -> LoraWeights:
         if ref not in self._published:
             there = ", ".join(str(each.version) for each in self._published if each.run_id == ref.run_id)
             raise RunFailed(
@@ -192,7 +186,7 @@ class LocalEngine:
             )
         return self._published[ref]
 
-    def decode_pieces(
+    def _decode_pieces(
         self,
         requests: Sequence[LaneRequest],
         pieces: Sequence[list[SampleIndex]],

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -26,9 +26,9 @@ from retrain.extras import is_installed, missing
 from retrain.models import layers
 from retrain.models.directory import bundled_model_path, local_directory, model_fault
 from retrain.policy.arithmetic import packed, packs
-from retrain.policy.company import Company
 from retrain.policy.quantized import QuantizationEffect, quantise
-from retrain.policy.sharded import load_shared
+from retrain.policy.sharded import ShardedWeights, load_sharded
+from retrain.ranks import RankGroup
 from retrain.threads import Workers
 from retrain.tokenizer import Tokenizer
 
@@ -37,53 +37,6 @@ if TYPE_CHECKING:
 
 QUANTIZED_MARK = "+"  # In a fingerprint, between that of the unquantised weights and what they were put into
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Presence(Protocol):
-    """Where the weights of a base are. Whoever reads a weight without calling its module asks for it first."""
-
-    @property
-    def shared(self) -> bool:
-        """Whether several ranks hold a part each: then every use takes all of them."""
-        ...
-
-    @property
-    def passing_bytes(self) -> int:
-        """Bytes that are there by turns, beside those that this rank always holds."""
-        ...
-
-    def held_bytes(self, whole: int) -> int:
-        """Bytes of weights on this device at most at a time, of a base that has ``whole``."""
-        ...
-
-    def layer(self, place: int) -> None:
-        """Have the weights of one decoder layer here, until another one is asked for."""
-        ...
-
-    def ends(self) -> None:
-        """Have everything here that is not in a decoder layer: embedding and output layer."""
-        ...
-
-    def alone(self) -> AbstractContextManager[None]:
-        """For work of one process only, that the others do not hear of."""
-        ...
-
-
-class Whole:
-    """All weights lie on this device."""
-
-    shared = False
-    passing_bytes = 0
-
-    def held_bytes(self, whole: int) -> int:
-        return whole
-
-    def layer(self, place: int) -> None: ...
-
-    def ends(self) -> None: ...
-
-    def alone(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 @dataclass
@@ -98,7 +51,7 @@ class BaseModel:
     eos_ids: tuple[int, ...]
     pad_id: int
     fingerprint: str
-    presence: Presence = field(default_factory=Whole, repr=False)
+    sharded: ShardedWeights | None = field(default=None, repr=False)  # None: all weights are on this device
     quantized: QuantizationEffect | None = None  # Measured effect of quantisation, for 8 or 4 bit linear layers
     backbone: object = field(default=None, repr=False)  # Set by ``policy.backbone``
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
@@ -137,7 +90,7 @@ class BaseModel:
     def passes(self) -> bool:
         """Return whether decoder weights exist as matrices only while they are used: gathered from several ranks, or
         dequantised."""
-        return self.presence.shared or self.quantized is not None
+        return self.sharded is not None or self.quantized is not None
 
     @cached_property
     def packs(self) -> bool:
@@ -159,7 +112,16 @@ class BaseModel:
     @property
     def held_bytes(self) -> int:
         """Return the peak bytes of weights on this device."""
-        return self.presence.held_bytes(self.weight_bytes)
+        return self.weight_bytes if self.sharded is None else self.sharded.held_bytes
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Return the bytes of weights that are gathered from other ranks at a time."""
+        return 0 if self.sharded is None else self.sharded.gathered_bytes
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Surround what reads the weights, on all ranks together where these are sharded."""
+        return nullcontext() if self.sharded is None else self.sharded.in_use()
 
     @cached_property
     def text(self) -> Tokenizer:
@@ -221,8 +183,8 @@ def load_base(
     return load_weights(_look(name, None, local_files_only, trust_remote_code), devices, dtype)
 
 
-def load_weights(files: ModelFiles, devices: str, dtype: str, company: Company | None = None) -> BaseModel:
-    """Load the weights; each rank of ``company`` loads a part, all at the same time."""
+def load_weights(files: ModelFiles, devices: str, dtype: str, ranks: RankGroup | None = None) -> BaseModel:
+    """Load the weights; with ``ranks`` this rank's shard, all ranks together."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -234,10 +196,10 @@ def load_weights(files: ModelFiles, devices: str, dtype: str, company: Company |
     torch_dtype = None if dtype == "stored" else resolve_dtype(dtype, device)
     if bundled_model_path(name) or not sys.stderr.isatty():
         disable_progress_bar()
-    presence: Presence = Whole()
+    sharded: ShardedWeights | None = None
     quantized: QuantizationEffect | None = None
     try:
-        if company is None:
+        if ranks is None:
             model = AutoModelForCausalLM.from_pretrained(files.source, dtype=torch_dtype or "auto", **files.options)
             model.eval().requires_grad_(False)
             parts: Iterable[bytes] = (_part_of_fingerprint(*named) for named in model.state_dict().items())
@@ -248,8 +210,8 @@ def load_weights(files: ModelFiles, devices: str, dtype: str, company: Company |
                 model.to(device)  # pyright: ignore[reportArgumentType]
         else:
             assert torch_dtype is not None, "ranks resolve their number format"
-            shard = load_shared(files.source, files.options, torch_dtype, device, company, _part_of_fingerprint)
-            model, presence, parts = shard.model, shard.presence, shard.parts
+            shard = load_sharded(files.source, files.options, torch_dtype, device, ranks, _part_of_fingerprint)
+            model, sharded, parts = shard.model, shard.weights, shard.parts
     except MissingExtra:
         raise
     except ModelError as error:
@@ -265,7 +227,7 @@ def load_weights(files: ModelFiles, devices: str, dtype: str, company: Company |
     if quantized is not None:
         fingerprint += f"{QUANTIZED_MARK}{quantized.kind}"
     return BaseModel(
-        name, model, tokenizer, device, torch_dtype or model.dtype, eos_ids, pad_id, fingerprint, presence, quantized
+        name, model, tokenizer, device, torch_dtype or model.dtype, eos_ids, pad_id, fingerprint, sharded, quantized
     )
 
 
@@ -316,7 +278,7 @@ def _cannot_load(name: str, error: Exception) -> ModelError:
 def workers_for(base: BaseModel) -> Workers:
     """Return one worker per core, with torch at one thread, for a small model on one rank; else one worker."""
     cores = torch.get_num_threads()
-    if not base.small or cores == 1 or base.presence.shared:
+    if not base.small or cores == 1 or base.sharded is not None:
         return Workers(1)
     torch.set_num_threads(1)
     return Workers(cores, threads_after=cores)

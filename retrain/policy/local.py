@@ -17,16 +17,15 @@ from retrain.errors import CheckpointError, ModelError
 from retrain.files import write_bytes
 from retrain.policy.adapter_io import StoredAdapter, peft_config, read_adapter, write_peft
 from retrain.policy.arithmetic import products_in_bfloat16
-from retrain.policy.backbone import in_microbatches, scored
+from retrain.policy.backbone import Scored, in_microbatches, scored
 from retrain.policy.base import BaseModel, MemoryPlan
 from retrain.policy.critic import MOMENTS, WEIGHTS, Critic, critic_step
 from retrain.policy.lora import Adapter, Lanes, LoraWeights, load_moments, moments, new_optimizer
 from retrain.policy.objective import Objective
 from retrain.policy.packing import Budget
 from retrain.policy.protocol import Policy, PolicySnapshot
-from retrain.policy.ranks import Ranks
-from retrain.policy.shares import RunShares
 from retrain.policy.update import DistributionTeacher, PendingUpdate, UpdateContext, batch_gradient, policy_step
+from retrain.ranks import RankGroup
 from retrain.tensor_file import to_bytes
 from retrain.threads import Workers
 from retrain.types import Sample, Scores, TrainBatch, UpdateResult, Want
@@ -76,11 +75,11 @@ class LocalPolicy(Policy):
         stream: tuple[int | str, ...],
         workers: Workers | None = None,
         plan: MemoryPlan | None = None,
-        ranks: Ranks | None = None,
+        ranks: RankGroup | None = None,
         teacher: DistributionTeacher | None = None,
     ):
         self.base, self.lanes, self.config, self.workers = base, lanes, config, workers
-        self.shares = None if ranks is None else RunShares(ranks, config.algorithm.loss)
+        self.ranks = ranks
         self.adapter = self._new_adapter().initialise(*stream)
         optimizer, training = config.optimizer, config.training
         betas = (optimizer.beta1, optimizer.beta2)
@@ -114,19 +113,11 @@ class LocalPolicy(Policy):
     def _score(
         self, samples: Sequence[Sample], want: frozenset[Want], adapter: LoraWeights, parts: Sequence[Sequence[int]]
     ) -> Scores:
-        temperature = self.config.training.temperature
-        critic = None if self.critic is None else (self.critic.adapter or self.adapter, self.critic.head)
         batches = [[samples[i] for i in part] for part in parts]
         scores = {kind: [np.zeros(0)] * len(samples) for kind in want}
         for kinds in filter(None, (want & {Want.REFERENCE}, want - {Want.REFERENCE})):
             begin = time.perf_counter()
-            with products_in_bfloat16(self.bfloat16):
-                if self.shares is None:
-                    results = scored(self.lanes, batches, kinds, adapter, temperature, critic)
-                else:
-                    results = self.shares.scores(
-                        self.lanes, batches, kinds, adapter, temperature, critic, self.bfloat16
-                    )
+            results = self._score_microbatches(batches, partial(self._compute_scores, kinds, adapter))
             if Want.REFERENCE in kinds:
                 self._reference_s += time.perf_counter() - begin
             for part, arrays in zip(parts, results, strict=True):
@@ -134,6 +125,19 @@ class LocalPolicy(Policy):
                     for i, row_T in zip(part, rows, strict=True):
                         scores[kind][i] = row_T
         return Scores(**{str(kind): rows for kind, rows in scores.items()})
+
+    def _score_microbatches(
+        self, batches: Sequence[list[Sample]], compute: Callable[[Sequence[list[Sample]]], Scored]
+    ) -> Scored:
+        if self.ranks is None:
+            return compute(batches)
+        sizes = [sum(map(len, samples)) for samples in batches]
+        return self.ranks.share("scores", sizes, lambda indices: compute([batches[i] for i in indices]))
+
+    def _compute_scores(self, want: frozenset[Want], adapter: LoraWeights, batches: Sequence[list[Sample]]) -> Scored:
+        critic = None if self.critic is None else (self.critic.adapter or self.adapter, self.critic.head)
+        with products_in_bfloat16(self.bfloat16):
+            return scored(self.lanes, batches, want, adapter, self.config.training.temperature, critic)
 
     def update(self, batch: TrainBatch, objective: Objective, lr: float) -> UpdateResult:
         before, clip_norm = self._changes(), self.config.optimizer.grad_clip_norm
@@ -160,7 +164,7 @@ class LocalPolicy(Policy):
     @property
     def _context(self) -> UpdateContext:
         dropout, workers = self.config.lora.dropout, self.workers or Workers()
-        return UpdateContext(self.lanes, self.budget, workers, dropout, self.bfloat16, self.shares, self.teacher)
+        return UpdateContext(self.lanes, self.budget, workers, dropout, self.bfloat16, self.ranks, self.teacher)
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.adapter.flat.detach().cpu().numpy().tobytes()).hexdigest()[:16]

@@ -1,37 +1,42 @@
-"""A base whose matrices are cut over the ranks of one run by torch's FSDP2, layer by layer.
+"""A base whose matrices are sharded over the ranks of one run by torch's FSDP2, layer by layer.
 
-``fully_shard`` cuts every matrix along its rows and gathers those of a unit at once; when that happens is decided by
-``policy.company`` alone, so what it puts on a model are holders beside the decoder's layers, and none of its own hooks.
-A unit is one decoder layer, or all that is in none of them. Norms and biases, which are small, stay whole everywhere.
+``fully_shard`` cuts every matrix along its rows and gathers those of a unit at once. A unit is one decoder layer, or
+all that is in none of them. Norms and biases, which are small, stay whole on every rank. Sampling ends earlier on one
+rank than on another and micro-batches differ in number, so FSDP2's own hooks, which need equal passes on all ranks,
+are not used: before each gather the ranks say which unit they need, and gather those units together, in order.
 
 A gathered weight is one tensor for good, whose memory comes and goes: whatever keeps it (a saved tensor of a backward
-pass, the decoder's frame) reads it again as soon as it has been asked for. Weights are read from safetensors one tensor
-at a time, so that no process ever holds more than its own part and one unit.
+pass, the decoder's frame) reads it again as soon as its unit is gathered again. Weights are read from safetensors one
+tensor at a time, so that no process ever holds more than its own shard and one unit.
 """
 
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from retrain.errors import ModelError
+from retrain.device import is_out_of_memory
+from retrain.errors import ModelError, RunFailed
 from retrain.models.directory import INDEX, WHOLE
 from retrain.models.layers import held_weights
-from retrain.policy.company import Company, Unit
+from retrain.ranks import RankGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Tell = Callable[[str, torch.Tensor], object]
 INSTEAD = 'type [backend] shard = "dp"'
+NOTHING = -1  # What a rank says that needs no unit any more
 
 
 class _Holder(nn.Module):
@@ -39,77 +44,131 @@ class _Holder(nn.Module):
 
 
 class FsdpUnit:
-    """See ``Unit``: the modules of a holder."""
+    """Modules whose matrices are sharded and gathered together."""
 
-    def __init__(self, modules: Sequence[nn.Module], company: Company, device: torch.device, stays: bool):
+    def __init__(self, modules: Sequence[nn.Module], ranks: RankGroup, device: torch.device):
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
 
-        self.stays, self.device = stays, device
+        self.device = device
         holder = _Holder()
         for place, module in enumerate(modules):
             holder.add_module(str(place), module)
         small = {weight for weight in holder.parameters() if weight.dim() < 2}
         self.nbytes = sum(weight.nbytes for weight in holder.parameters() if weight.dim() >= 2)
-        mesh = DeviceMesh.from_group(company.weights_group, device.type)
-        self._held = fully_shard(holder, mesh=mesh, reshard_after_forward=False, ignored_params=small)
+        mesh = DeviceMesh.from_group(ranks.device_group, device.type)
+        self._sharded = fully_shard(holder, mesh=mesh, reshard_after_forward=False, ignored_params=small)
 
-    def make_room(self) -> None:
+    def require_memory(self) -> None:
+        """Allocate what gathering takes, and free it. Raises as an allocator does where it does not fit."""
         if self.device.type == "cuda":
             torch.empty(2 * self.nbytes, dtype=torch.uint8, device=self.device)
 
     def gather(self) -> None:
-        self._held.unshard()
+        self._sharded.unshard()
 
-    def let_go(self) -> None:
-        self._held.reshard()
+    def reshard(self) -> None:
+        self._sharded.reshard()
 
 
-class Shared:
-    """See ``Presence``: decoder layers are units 0, 1, …, all the rest is the last one."""
+class ShardedWeights:
+    """The weights of a base that is sharded over ``ranks``: decoder layers are units 0, 1, …, all the rest is the last
+    one. One layer is gathered at a time; the last unit stays gathered until ``in_use`` ends. For one thread at a time.
+    """
 
-    shared = True
+    def __init__(self, ranks: RankGroup, units: Sequence[FsdpUnit], shard_bytes: int):
+        self.ranks, self.shard_bytes, self._units, self._ends = ranks, shard_bytes, list(units), len(units) - 1
+        self._gathered, self._is_open = set[int](), False
+        self.gathered_bytes = held_weights(0, units[-1].nbytes, max(unit.nbytes for unit in units[:-1]))
 
-    def __init__(self, company: Company, layers: Sequence[FsdpUnit], ends: FsdpUnit, own_bytes: int):
-        self.company, self.own_bytes = company, own_bytes
-        self._ends = len(layers)
-        units: list[Unit] = [*layers, ends]
-        company.share(units)
-        self.passing_bytes = held_weights(0, ends.nbytes, max(unit.nbytes for unit in layers))
+    @property
+    def held_bytes(self) -> int:
+        """Return the peak bytes of weights on this device."""
+        return self.shard_bytes + self.gathered_bytes
 
-    def held_bytes(self, whole: int) -> int:
-        return self.own_bytes + self.passing_bytes
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Allow units to be gathered in this block, which all ranks enter together. A rank that is done, or has failed,
+        gathers what the others need until no rank needs anything."""
+        self._is_open = True
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                traceback.clear_frames(error.__traceback__)  # what they hold would be missing for the others' units
+            if not self.ranks.is_lost:
+                self._finish()
+            raise
+        else:
+            self._finish()
+        finally:
+            self._is_open = False
+            for unit in sorted(self._gathered):
+                self._units[unit].reshard()
+            self._gathered.clear()
 
-    def layer(self, place: int) -> None:
-        self.company.need(place)
+    def layer(self, unit: int) -> None:
+        """Gather a decoder layer; the one before is resharded. Raises RankLost when another rank is gone, and whatever
+        an allocator raises."""
+        if unit in self._gathered:
+            return
+        if not self._is_open:
+            raise RunFailed("sharded weights were read where not all ranks take part")
+        self._reshard_layers()
+        self._units[unit].require_memory()
+        self._gather_with_others(unit)
 
     def ends(self) -> None:
-        self.company.need(self._ends)
+        """Gather embedding and output layer, and whatever else is in no decoder layer."""
+        self.layer(self._ends)
 
-    def alone(self) -> AbstractContextManager[None]:
-        return self.company.alone()
+    def _finish(self) -> None:
+        self._reshard_layers()
+        while self._gather_with_others(NOTHING):
+            pass
+
+    def _gather_with_others(self, own: int) -> bool:
+        """Gather the units that the ranks need, in order; return whether any rank needed one."""
+        try:
+            needs = [torch.empty(1, dtype=torch.int64) for _ in range(self.ranks.count)]
+            dist.all_gather(needs, torch.tensor([own]), group=self.ranks.needs_group)
+            units = {int(need) for need in needs} - {NOTHING}
+            for unit in sorted(units):
+                self._units[unit].gather()
+                if unit in (own, self._ends):
+                    self._gathered.add(unit)
+                else:
+                    self._units[unit].reshard()
+        except Exception as error:
+            raise self.ranks.lost(error) from error
+        return bool(units)
+
+    def _reshard_layers(self) -> None:
+        for unit in self._gathered - {self._ends}:
+            self._units[unit].reshard()
+            self._gathered.remove(unit)
 
 
 @dataclass(frozen=True)
-class SharedModel:
-    """A model of which this rank has a part. ``parts`` is what every tensor of its state says in a fingerprint, in the
-    order of its names."""
+class ShardedModel:
+    """A model of which this rank has a shard. ``parts`` is what every tensor of its state adds to a fingerprint, in the
+    order of the names."""
 
     model: PreTrainedModel
-    presence: Shared
+    weights: ShardedWeights
     parts: list[bytes]
 
 
-def load_shared(
+def load_sharded(
     source: str,
     options: Mapping[str, object],
     dtype: torch.dtype,
     device: torch.device,
-    company: Company,
+    ranks: RankGroup,
     fingerprint: Callable[[str, torch.Tensor], bytes],
-) -> SharedModel:
-    """The model of ``source`` (with ``from_pretrained``'s options), frozen, this rank's part of it on ``device``. Every
-    rank calls this at the same time. ``fingerprint(name, tensor)`` is asked of every whole tensor, in ``dtype``.
+) -> ShardedModel:
+    """Load the model of ``source`` (with ``from_pretrained``'s options), frozen, this rank's shard of it on ``device``;
+    all ranks call this together. ``fingerprint(name, tensor)`` is called with every whole tensor, in ``dtype``.
 
     Raises ModelError for a model that cannot be cut, and what transformers raises for one that cannot be loaded.
     """
@@ -125,15 +184,15 @@ def load_shared(
     units = []
     for layer in layers:
         reader.fill(layer)
-        units.append(FsdpUnit([layer], company, device, stays=False))
+        units.append(FsdpUnit([layer], ranks, device))
     reader.fill(model)
     reader.fill_buffers()
-    ends = FsdpUnit(outer, company, device, stays=True)
+    units.append(FsdpUnit(outer, ranks, device))
     own = sum(getattr(weight, "to_local", lambda weight=weight: weight)().nbytes for weight in model.parameters())
-    presence = Shared(company, units, ends, own)
-    _hook(presence, layers, owners, outer)
+    weights = ShardedWeights(ranks, units, own)
+    _hook(weights, layers, owners, outer)
     model.eval().requires_grad_(False)
-    return SharedModel(model, presence, [said[name] for name in model.state_dict()])
+    return ShardedModel(model, weights, [said[name] for name in model.state_dict()])
 
 
 def _empty_model(source: str, options: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
@@ -239,13 +298,13 @@ class _Reader:
 
 
 def _hook(
-    presence: Shared, layers: Sequence[nn.Module], owners: Sequence[nn.Module], outer: Sequence[nn.Module]
+    weights: ShardedWeights, layers: Sequence[nn.Module], owners: Sequence[nn.Module], outer: Sequence[nn.Module]
 ) -> None:
     """Whoever calls a module finds its weights there, and so does the backward pass of a layer."""
     for module in outer:
-        module.register_forward_pre_hook(_asking(presence.ends))
+        module.register_forward_pre_hook(_asking(weights.ends))
     for place, layer in enumerate(layers):
-        ask, inside = partial(presence.layer, place), set(layer.modules())
+        ask, inside = partial(weights.layer, place), set(layer.modules())
         for module in [layer, *(owner for owner in owners if owner in inside)]:
             module.register_forward_pre_hook(_asking(ask))
         layer.register_forward_hook(_asking_again(ask))

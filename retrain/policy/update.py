@@ -30,6 +30,7 @@ from retrain.policy.head import Head, ValueHead, head_divergence
 from retrain.policy.lora import Adapter, Lanes, Step
 from retrain.policy.objective import NotFiniteError, Objective, TeacherTerm, TokenScores, ValueTerm
 from retrain.policy.packing import Budget, Layout, MicroBatch, split_microbatches, update_mode, with_prompt
+from retrain.ranks import RankGroup
 from retrain.records.catalogue import TIMED_PARTS
 from retrain.rng import torch_seed
 from retrain.threads import Workers
@@ -37,6 +38,7 @@ from retrain.types import Sample, TrainBatch, UpdateResult, Want
 
 UPDATE_PHASES = [part for part in TIMED_PARTS if part != "weight_sync_inference"]
 MIN_SHARED_TOKENS = 512  # Micro-batches are not split below this size to give every process one
+BACKWARD_COST = 3  # A forward and a backward pass, in forward passes
 PROBE_SIZE = 4  # Rollouts on which sampler and trainer are compared in a step without signal: one small forward pass
 UNTRAINED = {"num_datums": 0, "loss": 0.0, "reported_loss": 0.0, **dict.fromkeys(RATIO_METRICS)}
 """Metrics of the policy where no token is in its loss."""
@@ -68,25 +70,18 @@ class MicroBatchResult:
     logprobs: list[np.ndarray]
 
 
+def _on_host(result: MicroBatchResult) -> MicroBatchResult:
+    """Return the result, without its gradients, as it is sent to other ranks."""
+    sums = {name: value.cpu() for name, value in result.sums.items()}
+    return replace(result, loss=result.loss.cpu(), sums=sums, gradients=[])
+
+
 @dataclass(frozen=True)
 class AccumulationResult:
     loss: float
     sums: Sums
     timer: PhaseTimer
     logprobs: dict[Sample, np.ndarray]
-
-
-class Shares(Protocol):
-    """Processes that compute micro-batches together (``policy.shares``); ``count`` includes this one."""
-
-    @property
-    def count(self) -> int: ...
-
-    def compute(
-        self, accumulator: GradientAccumulator, specs: Sequence[MicroBatchSpec], recompute: bool
-    ) -> list[MicroBatchResult]:
-        """Return the results of ``GradientAccumulator.compute`` in the order of ``specs``."""
-        ...
 
 
 @runtime_checkable
@@ -104,7 +99,8 @@ class UpdateContext:
     """Resources and precision of a run's forward and backward passes.
 
     ``workers`` compute micro-batches in parallel, which changes no bit of the result. ``bfloat16`` rounds an fp32
-    base's products (``policy.arithmetic``). ``teacher`` provides the distributions for a ``TeacherTerm``.
+    base's products (``policy.arithmetic``). ``ranks`` compute a share each. ``teacher`` provides the
+    distributions for a ``TeacherTerm``.
     """
 
     lanes: Lanes
@@ -112,13 +108,13 @@ class UpdateContext:
     workers: Workers = field(default_factory=Workers)
     dropout: float = 0.0
     bfloat16: bool = False
-    shares: Shares | None = None
+    ranks: RankGroup | None = None
     teacher: DistributionTeacher | None = None
 
     @property
     def parallelism(self) -> int:
         """Return the number of micro-batches that are computed at the same time."""
-        return self.workers.count * (1 if self.shares is None else self.shares.count)
+        return self.workers.count * (1 if self.ranks is None else self.ranks.count)
 
     @property
     def base(self) -> BaseModel:
@@ -181,27 +177,38 @@ class GradientAccumulator:
         return AccumulationResult(loss, sums or {}, timer, logprobs)
 
     def _split(self, samples: Sequence[Sample]) -> list[MicroBatchSpec]:
-        """Return micro-batches within the token budget, smaller ones if some process would have none."""
-        shares, tokens = self.context.shares, self.context.budget.tokens
+        """Return micro-batches within the token budget, smaller ones if some rank would have none."""
+        ranks, tokens = self.context.ranks, self.context.budget.tokens
         options = {"packed": backbone_of(self.base).packs, "every_sequence": self.objective.every_sequence}
         specs = list(iter_microbatches(samples, tokens, **options))
-        while shares is not None and len(specs) < min(shares.count, len(samples)) and tokens > MIN_SHARED_TOKENS:
+        while ranks is not None and len(specs) < min(ranks.count, len(samples)) and tokens > MIN_SHARED_TOKENS:
             tokens = max(MIN_SHARED_TOKENS, min(tokens, sum(map(len, samples))) // 2)
             specs = list(iter_microbatches(samples, tokens, **options))
         return specs
 
     def _fill_buffers(self, specs: Sequence[MicroBatchSpec]) -> tuple[Sequence[MicroBatchSpec], list[MicroBatchResult]]:
-        buffers, recompute, shares = self.buffers, self.context.budget.checkpointing, self.context.shares
+        buffers, ranks = self.buffers, self.context.ranks
         for buffer in buffers:
             buffer.zero_()
-        if shares is None:
-            results = self.compute(specs, recompute, separate=self.context.workers.count > 1 and len(specs) > 1)
-        else:
-            results = shares.compute(self, specs, recompute)
-        for result in results:  # in a fixed order, so that the sum has the same bits
-            for buffer, gradient in zip(buffers, result.gradients, strict=False):
-                buffer += gradient
+        if ranks is None:
+            return specs, self._add_gradients(specs)
+        sizes = [sum(map(len, spec.samples)) * (BACKWARD_COST if spec.needs_gradient else 1) for spec in specs]
+        results = ranks.share(
+            "micro-batches",
+            sizes,
+            lambda indices: list(map(_on_host, self._add_gradients([specs[i] for i in indices]))),
+        )
+        ranks.add_up(buffers)
         return specs, results
+
+    def _add_gradients(self, specs: Sequence[MicroBatchSpec]) -> list[MicroBatchResult]:
+        """Add the gradients of these micro-batches to ``buffers``; return the results."""
+        separate = self.context.workers.count > 1 and len(specs) > 1
+        results = self.compute(specs, self.context.budget.checkpointing, separate)
+        for result in results:  # in a fixed order, so that the sum has the same bits
+            for buffer, gradient in zip(self.buffers, result.gradients, strict=False):
+                buffer += gradient
+        return results
 
     def compute(self, specs: Sequence[MicroBatchSpec], recompute: bool, separate: bool) -> list[MicroBatchResult]:
         """Run the passes of these micro-batches; gradients are added to ``buffers``, or returned if ``separate``.

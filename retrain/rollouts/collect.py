@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import count
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from retrain.config.training import Sampling
 from retrain.data.prompts import Conversation, Renderer
@@ -310,6 +310,14 @@ def require_graded(results: Sequence[Group | Exception]) -> list[Group]:
             raise RunFailed(f"rollouts failed: {without_keys(described(group))}") from group
         groups.append(group)
     return groups
+
+
+class Collector(Protocol):
+    """``collect``, or what collects like it on several ranks."""
+
+    def __call__(
+        self, engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | None = None
+    ) -> CollectResult: ...
 
 
 def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | None = None) -> CollectResult:

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 from retrain.device import timestamp
 from retrain.engines.protocol import Engine
-from retrain.rollouts.collect import CollectResult, RolloutRequest, collect
+from retrain.rollouts.collect import Collector, CollectResult, RolloutRequest, collect
 from retrain.rollouts.pressure import Pressure
 from retrain.rollouts.resample import Resample
 from retrain.types import Group
@@ -43,7 +43,9 @@ class StepRollouts:
     rounds: Sequence[CollectResult] = ()
 
 
-def collect_rounds(engine: Engine, steps: Sequence[StepRollouts], max_rows: int | None = None) -> list[CollectResult]:
+def collect_rounds(
+    engine: Engine, steps: Sequence[StepRollouts], max_rows: int | None = None, collect: Collector = collect
+) -> list[CollectResult]:
     """Sample and grade the requests of these steps, then in rounds those that ``resample`` adds, each round in one
     decode batch. Returns what each round collected."""
     pending, rounds = [(rollouts, rollouts.requests) for rollouts in steps], list[CollectResult]()
@@ -83,6 +85,7 @@ class RolloutQueue(Generic[Owner]):
     engine: Engine
     pressure: Pressure | None = None
     ahead: bool = False
+    collect: Collector = collect
     _offers: dict[tuple[Owner, int], StepRollouts] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _collecting: threading.Lock = field(default_factory=threading.Lock)
@@ -152,7 +155,8 @@ class RolloutQueue(Generic[Owner]):
         with self._collecting:
             self._since = timestamp()
             try:
-                rounds = collect_rounds(self.engine, offers, self.pressure.max_rows if self.pressure else None)
+                max_rows = self.pressure.max_rows if self.pressure else None
+                rounds = collect_rounds(self.engine, offers, max_rows, self.collect)
             finally:
                 with self._changed:
                     self._busy.append((self._since, timestamp()))

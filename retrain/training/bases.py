@@ -5,6 +5,7 @@ before another is loaded, everything that was put on it is taken off and it is f
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -22,18 +23,19 @@ from retrain.engines.protocol import Engine
 from retrain.engines.server.build import server_engine
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import Fleet
-from retrain.engines.server.watch import Watch
-from retrain.engines.shared import SharedEngine
+from retrain.errors import ModelError
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel, MemoryPlan, ModelFiles, load_base, load_weights, look_at
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.plugin import PluginPolicy, load_backend
 from retrain.policy.protocol import Policy
-from retrain.policy.ranks import Ranks
 from retrain.policy.update import DistributionTeacher
+from retrain.ranks import RankGroup
 from retrain.threads import Workers
 from retrain.tokenizer import ByteTokenizer, Tokenizer
+from retrain.training.by_ranks import AbsentEngine
+from retrain.training.watch import Watch
 
 T = TypeVar("T")
 
@@ -60,14 +62,14 @@ class CohortModel:
 def local_model(
     base: BaseModel,
     lanes: Lanes,
-    engine: LocalEngine | ServerEngine,
+    engine: LocalEngine | ServerEngine | AbsentEngine,
     workers: Workers,
     plan: MemoryPlan,
-    ranks: Ranks | None = None,
+    ranks: RankGroup | None = None,
     teachers: Mapping[str, Teacher] | None = None,
 ) -> CohortModel:
     """A base in this process, with the lanes that train on it and the engine that samples with them, here or in servers
-    that hold the same base; ``ranks`` do a share of what this process computes, ``teachers`` are those of the runs."""
+    that hold the same base; ``ranks`` train together with this process, ``teachers`` are those of the runs."""
 
     def policy(spec: RunSpec, directory: Path) -> LocalPolicy:
         teacher = (teachers or {}).get(spec.run_id) if spec.config.distillation.whole else None
@@ -107,7 +109,7 @@ def local_model(
         policy,
         built,
         base.context_length,
-        watch if isinstance(engine, ServerEngine) or base.quantized else None,
+        None if isinstance(engine, LocalEngine) and not base.quantized else watch,
         notes,
         teachers or {},
     )
@@ -147,18 +149,16 @@ def _built(
 
 class Bases:
     """The base model in memory, for one cohort after another; freed at the end of the ``with`` block. ``load`` makes
-    one that is no model's own, the same for every configuration. ``ranks`` hold the same bases and sample with them.
+    one that is no model's own, the same for every configuration. ``ranks`` load the same bases at the same time.
     ``servers``: who keeps those that are to be launched, where this process does not."""
 
     def __init__(
         self,
         load: Callable[[Config], BaseModel] | None = None,
-        ranks: Ranks | None = None,
+        ranks: RankGroup | None = None,
         servers: Fleet | None = None,
     ) -> None:
         self.ranks, self.servers = ranks, servers
-        self.company = None if ranks is None else ranks.company
-        """There where this process holds but a part of the weights."""
         self._load, self._key, self._targets = load, "", ""
         self._files: ModelFiles | None = None
         self._base: BaseModel | None = None
@@ -172,6 +172,14 @@ class Bases:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self.release()
+
+    def agreed(self, point: str, compute: Callable[[], T]) -> T:
+        """Return ``RankGroup.agree``, or without other ranks what ``compute`` returns."""
+        return compute() if self.ranks is None else self.ranks.agree(point, compute)
+
+    def from_first(self, point: str, compute: Callable[[], T]) -> T:
+        """Return ``RankGroup.from_first``, or without other ranks what ``compute`` returns."""
+        return compute() if self.ranks is None else self.ranks.from_first(point, compute)
 
     def look(self, config: Config) -> ModelFiles:
         """The model that a run's configuration names, without its weights. It is looked at once, for filtering the data
@@ -193,11 +201,7 @@ class Bases:
         is in memory already is taken from there. Raises ModelError when it cannot be had."""
         base, lanes = self.trained(config, tell)
         if self._engine is None:
-            self._engine = (
-                LocalEngine(base, lanes, tell=tell)
-                if self.ranks is None
-                else SharedEngine(base, lanes, self.ranks, tell)
-            )
+            self._engine = LocalEngine(base, lanes, tell=tell)
         self._engine.forget()
         self._engine.begin(MemoryPlan.of(base))
         self._engine.tell = tell
@@ -219,28 +223,33 @@ class Bases:
         engine.tell = tell
         return base, lanes, engine
 
+    def load(self, config: Config, tell: Callable[[str], None] = lambda line: None) -> BaseModel:
+        """Return the base that a run's configuration names, on all ranks together where it is not in memory. Raises
+        ModelError when it cannot be had."""
+        if self._load is not None:
+            self._base = self._base or self._load(config)
+            return self._base
+        files = self.look(config)
+        if self._base is None:
+            self._base = self._load_weights(files, config)
+            larger = self._base.device.type == "cpu" and not self._base.small
+            if larger and (advice := bfloat16_advice(config.inference.dtype)):
+                tell(advice)
+        if self._base.device.type == "cpu" and (advice := update_advice(config.training.update_dtype)):
+            tell(advice)
+        return self._base
+
     def trained(self, config: Config, tell: Callable[[str], None] = lambda line: None) -> tuple[BaseModel, Lanes]:
         """The base that a run's configuration names, with the lanes that it trains. Raises ModelError when it cannot be
         had."""
-        targets = repr(config.lora.target_modules)
-        if self._load is not None:
-            self._base = self._base or self._load(config)
-        else:
-            files = self.look(config)
-            if self._base is None:
-                self._base = load_weights(files, config.backend.device, config.inference.dtype, self.company)
-                larger = self._base.device.type == "cpu" and not self._base.small
-                if larger and (advice := bfloat16_advice(config.inference.dtype)):
-                    tell(advice)
-            if self._base.device.type == "cpu" and (advice := update_advice(config.training.update_dtype)):
-                tell(advice)
+        base, targets = self.load(config, tell), repr(config.lora.target_modules)
         if self._lanes is None or targets != self._targets:
             self._lanes = self._engine = None
-            self._base.release()
-            self._lanes, self._targets = Lanes(self._base, config.lora.target_modules), targets
-        if self._base.presence.shared:
-            backbone_of(self._base)  # now, while all ranks are at it
-        return self._base, self._lanes
+            base.release()
+            self._lanes, self._targets = Lanes(base, config.lora.target_modules), targets
+        if base.sharded is not None:
+            backbone_of(base)  # its trial passes take all ranks
+        return base, self._lanes
 
     def beside(self, config: Config, name: str) -> BaseModel:
         """A further model, of the base's device and number format, which stays beside the base until that goes; only
@@ -256,13 +265,22 @@ class Bases:
             )
         return self._others[name]
 
-    def with_ranks(self, specs: Sequence[RunSpec], folder: Path, own: Callable[[], T]) -> tuple[T, list[str]]:
-        """``own()``, while all ranks take the base of these runs, whose modules are in ``folder``; and the fingerprints
-        of theirs."""
-        if self.ranks is None:
-            return own(), []
-        runs = [spec.to_json() for spec in specs]
-        return self.ranks.ask("load", [(runs, str(folder), place) for place in self.ranks.places], own).whole()
+    def _load_weights(self, files: ModelFiles, config: Config) -> BaseModel:
+        """Load the base, on all ranks together. Raises ModelError where another rank has other weights."""
+        device, dtype, ranks = config.backend.device, config.inference.dtype, self.ranks
+        if ranks is None:
+            return load_weights(files, device, dtype)
+        shards = ranks if config.backend.shard == "fsdp2" else None
+        base = ranks.agree("loading the base", lambda: load_weights(files, device, dtype, shards))
+        prints = ranks.gather("comparing the base", lambda: base.fingerprint)
+        for rank, found in enumerate(prints):
+            if found != prints[0]:
+                raise ModelError(
+                    f"rank {rank} has other weights of {base.name} than rank 0 ({found}, not {prints[0]}): give all of "
+                    "them the same model"
+                )
+        ranks.in_use = base.in_use if base.sharded is not None else nullcontext
+        return base
 
     def forget_adapters(self) -> None:
         if self._engine is not None:
@@ -277,6 +295,8 @@ class Bases:
 
     def release(self) -> None:
         """Take everything off the base and let go of it, and of the servers."""
+        if self.ranks is not None:
+            self.ranks.in_use = nullcontext
         self._close_server()
         for base in (*self._others.values(), *([] if self._base is None else [self._base])):
             base.release()

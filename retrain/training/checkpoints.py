@@ -336,3 +336,16 @@ class Checkpoints:
                 epoch=cursor // max(1, self.problems),
             )
         )
+
+
+class NullCheckpoints(Checkpoints):
+    """Checkpoints of ranks other than the first: they are loaded, and never written."""
+
+    def write(self, saved: Snapshot) -> None:
+        saved.policy.discard()
+
+    def publish(self, saved: Snapshot, final: bool) -> None: ...
+
+    def discard_after(self, step: int) -> None: ...
+
+    def record_restored(self, step: int, cursor: int) -> None: ...

@@ -16,11 +16,13 @@ from retrain.data.dataset import column_values, content_hash
 from retrain.data.prompts import Renderer, Tools
 from retrain.engines.protocol import Engine
 from retrain.environments.protocol import ONE_TURN, Environment, Limits
+from retrain.ranks import RankGroup
 from retrain.records.base_evaluations import BaseEvaluations
+from retrain.records.null import NullRecorder
 from retrain.records.observer import Observer
 from retrain.records.reader import RunReader
 from retrain.records.schema.base import Row
-from retrain.rollouts.collect import RolloutRequest, collect
+from retrain.rollouts.collect import Collector, RolloutRequest, collect
 from retrain.training.recovery import Failures, Saver
 from retrain.training.run import Run
 from retrain.types import EvalRecord, Group, Message, PolicyRef, Problem, Prompt
@@ -40,7 +42,8 @@ class Subject:
 class Evaluator:
     """Samples and grades held-out sets.
 
-    ``base_evaluations`` keeps evaluations of the untrained model for all cohorts of a campaign.
+    ``base_evaluations`` keeps evaluations of the untrained model for all cohorts of a campaign; of ``ranks`` each
+    samples a share, and the first keeps them.
     """
 
     def __init__(
@@ -50,9 +53,11 @@ class Evaluator:
         sets: Sequence[HeldOut],
         base_evaluations: BaseEvaluations | None = None,
         limits: Limits = ONE_TURN,
+        ranks: RankGroup | None = None,
+        collect: Collector = collect,
     ):
         self.engine, self.renderer, self.sets = engine, _RenderedOnce(renderer), list(sets)
-        self.base_evaluations, self.limits = base_evaluations, limits
+        self.base_evaluations, self.limits, self.ranks, self.collect = base_evaluations, limits, ranks, collect
 
     def evaluate(self, held_out: HeldOut, subjects: Sequence[Subject]) -> list[EvalRecord]:
         """Return the set's answers by each of the subjects, from one decode batch. The answer to a problem of a set's
@@ -77,7 +82,7 @@ class Evaluator:
             for subject, problems in zip(subjects, problems_by_subject, strict=True)
             for i, problem in problems
         ]
-        collected = iter(collect(self.engine, requests).groups)
+        collected = iter(self.collect(self.engine, requests).groups)
         records = []
         for subject, problems in zip(subjects, problems_by_subject, strict=True):
             results = [next(collected) for _ in problems]
@@ -92,11 +97,16 @@ class Evaluator:
         is all else that decides about it: environment, grading and seed."""
         if self.base_evaluations is None:
             return None
+        known = partial(self.base_evaluations.get, _how(held_out, environment, setting))
         problems = environment.problems(held_out.name)
-        return self.base_evaluations.get(_how(held_out, environment, setting), problems)
+        if self.ranks is not None:
+            return self.ranks.from_first("base evaluation", lambda: known(problems))
+        return known(problems)
 
     def keep_base(self, held_out: HeldOut, environment: Environment, setting: str, record: EvalRecord) -> None:
         """Keep the untrained model's evaluation for later cohorts. Raises StorageError when it cannot be written."""
+        if self.ranks is not None and not self.ranks.is_first:
+            return
         if self.base_evaluations is not None and len(record.groups) == len(environment.problems(held_out.name)):
             self.base_evaluations.put(_how(held_out, environment, setting), record)
 
@@ -189,6 +199,7 @@ class CohortEvaluator:
                 row = run.recorder.record_eval(record)
             if run.error is None:
                 self.observer.evaluated(run.spec, record.name, row)
+        self.failures.share(runs)
 
 
 def equals_base(run: Run) -> bool:
@@ -199,7 +210,9 @@ def equals_base(run: Run) -> bool:
 def first_evaluations(run: Run) -> list[Row]:
     """Return the first recorded evaluation of each held-out set, as its row."""
     first: dict[str, Row] = {}
-    if run.step == 0:  # nothing is recorded yet: what an earlier process did before its first checkpoint is cut off
+    if run.step == 0 or isinstance(
+        run.recorder, NullRecorder
+    ):  # nothing is recorded yet: what an earlier process did before its first checkpoint is cut off
         return []
     for row in RunReader(run.recorder.directory).evaluations():
         first.setdefault(row["name"], row)

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from retrain.device import peak_memory_gib, timestamp
 from retrain.engines.protocol import Engine
 from retrain.errors import Interrupted
+from retrain.ranks import RankGroup
 from retrain.records.observer import Observer
 from retrain.rollouts.pressure import Pressure
 from retrain.rollouts.queue import RolloutQueue, SampledStep
 from retrain.rollouts.resample import SelectedGroups
 from retrain.threads import Workers
+from retrain.training.by_ranks import ServedQueue
 from retrain.training.evaluation import CohortEvaluator, Evaluator, first_evaluations
 from retrain.training.recovery import Failures, Saver
 from retrain.training.run import Run
@@ -46,7 +48,8 @@ class Cohort:
     """Runs that share an engine and step together.
 
     ``evaluator`` has the held-out sets, which all runs share; ``stop`` is asked between steps whether to stop;
-    ``workers`` credit and update several runs at once; ``pressure`` controls the shared decode batch.
+    ``workers`` credit and update several runs at once; ``pressure`` controls the shared decode batch; ``ranks`` train
+    the same runs.
     """
 
     def __init__(
@@ -58,13 +61,17 @@ class Cohort:
         stop: Callable[[], bool] = lambda: False,
         workers: Workers | None = None,
         pressure: Pressure | None = None,
+        ranks: RankGroup | None = None,
     ):
         self.engine, self.runs, self.observer = engine, list(runs), observer
         self.stop, self.workers, self.pressure = stop, workers or Workers(), pressure
         ahead = engine.beside and any(run.requests.recent.bound for run in runs)
-        self.queue: RolloutQueue[Run] = RolloutQueue(engine, pressure, ahead)
+        if ranks is not None and any(run.config.inference.served for run in runs):
+            self.queue = ServedQueue[Run](engine, ahead, ranks)
+        else:
+            self.queue = RolloutQueue[Run](engine, pressure, ahead, evaluator.collect)
         self.extents = {run: run.config.evaluations for run in self.runs}
-        self.failures = Failures(engine, self.queue, observer)
+        self.failures = Failures(engine, self.queue, observer, ranks)
         self.saver = Saver(self.failures, self._shared_state)
         self.evaluations = CohortEvaluator(evaluator, observer, self.saver, self.failures)
 
@@ -82,7 +89,7 @@ class Cohort:
         with closing(self.queue), self.saver.closed_after():
             yield from self._start()
             while active := [run for run in self.runs if run.active]:
-                if self.stop():
+                if self.failures.share(active, self.stop):
                     self.saver.save(active)
                     self.saver.settle()
                     raise Interrupted("stopped after a finished step; everything is saved")

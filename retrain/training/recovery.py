@@ -15,6 +15,7 @@ from pathlib import Path
 from retrain.device import lost
 from retrain.engines.protocol import Engine
 from retrain.errors import DeviceLost, RunFailed, ServerFailed, UsageError
+from retrain.ranks import RankGroup
 from retrain.records.observer import Observer
 from retrain.records.schema.layout import STATE
 from retrain.rollouts.queue import RolloutQueue
@@ -25,11 +26,12 @@ from retrain.training.state import RollbackPoint
 
 @dataclass
 class Failures:
-    """Ends the runs of a cohort that fail."""
+    """Ends the runs of a cohort that fail, on all ``ranks``."""
 
     engine: Engine
     queue: RolloutQueue[Run]
     observer: Observer
+    ranks: RankGroup | None = None
 
     @contextmanager
     def isolated(self, run: Run, quiet: bool = False) -> Iterator[None]:
@@ -51,6 +53,19 @@ class Failures:
         run.fail(error)
         if run.error is not None and before is None and not quiet:
             self.observer.run_finished(run.spec, "failed", run.error)
+
+    def share(self, runs: Sequence[Run], stop: Callable[[], bool] = lambda: False) -> bool:
+        """End the runs on this rank that have failed on another one, as when a disk is full on the first; return
+        whether that one is asked to ``stop``."""
+        if (ranks := self.ranks) is None:
+            return stop()
+        errors = {run.run_id: run.error for run in runs if run.error is not None}
+        all_errors = ranks.gather("failures", lambda: errors)
+        for run in runs:
+            found = next((errors[run.run_id] for errors in all_errors if run.run_id in errors), None)
+            if found is not None and run.error is None:
+                self.end(run, RunFailed(found))
+        return ranks.from_first("stopping", stop)
 
 
 @dataclass

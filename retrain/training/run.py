@@ -17,7 +17,6 @@ from retrain.config.training import Training
 from retrain.data.prompts import Renderer
 from retrain.device import failure_text, timestamp
 from retrain.engines.protocol import Engine
-from retrain.engines.server.watch import Watch, by_version
 from retrain.environments.protocol import Environment, Limits
 from retrain.errors import RunFailed
 from retrain.files import dumps
@@ -43,6 +42,7 @@ from retrain.training.updates import (
     with_old_logprobs,
     with_trainer_logprobs,
 )
+from retrain.training.watch import Watch, by_version
 from retrain.types import (
     MAX_STALENESS,
     CreditedBatch,

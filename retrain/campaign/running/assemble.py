@@ -10,9 +10,17 @@ from typing import Any
 
 import torch
 
-from retrain.algorithms import load_detector, load_modes
+from retrain.algorithms import Modes, load_detector, load_modes
+from retrain.algorithms.credit.planning_tokens import Detector
+from retrain.algorithms.distillation import Teacher
 from retrain.campaign.running.protocol import CohortJob, Guard, allow_all
-from retrain.campaign.running.run_builder import RunBuilder, check_recorded_facts, find_resume_points, renderer_of
+from retrain.campaign.running.run_builder import (
+    ResumePoint,
+    RunBuilder,
+    check_recorded_facts,
+    find_resume_points,
+    renderer_of,
+)
 from retrain.campaign.running.teachers import teachers_of
 from retrain.config import Config
 from retrain.config.runs import RunSpec
@@ -20,22 +28,26 @@ from retrain.data import Dataset
 from retrain.data.dataset import longest_prompt
 from retrain.device import available_memory, resolve_device
 from retrain.engines.local import LocalEngine
+from retrain.engines.protocol import Engine
 from retrain.engines.server.canary import canaries
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import Told
 from retrain.environments.build import askable, check_rubrics, data_of, episode_limits, missing_column, parts_of
-from retrain.errors import CheckpointError, DataError, ModelError
+from retrain.errors import CheckpointError, DataError
 from retrain.models.layers import LEAST_ROWS, USABLE_SHARE, adapter_bytes, critic_bytes, fitting_lanes, update_copy
 from retrain.policy.arithmetic import copied_bytes
 from retrain.policy.base import BaseModel, MemoryPlan, cache_bytes, kept_bytes, workers_for
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
+from retrain.ranks import RankGroup
 from retrain.records.base_evaluations import BaseEvaluations
 from retrain.records.observer import Observer
 from retrain.rewards import Grader, build_grader
+from retrain.rollouts.collect import collect
 from retrain.rollouts.pressure import Pressure, decode_work
 from retrain.threads import Workers
 from retrain.training.bases import Bases, CohortModel, local_model, plugin_model
+from retrain.training.by_ranks import AbsentEngine, RankCollector
 from retrain.training.evaluation import Evaluator
 from retrain.training.loop import Cohort
 from retrain.training.run import Run
@@ -45,8 +57,11 @@ class DoesNotFit(Exception):
     """The runs of a cohort do not fit into memory together; ``lanes`` of them do (0: not even one)."""
 
     def __init__(self, lanes: int, message: str):
-        super().__init__(message)
+        super().__init__(lanes, message)
         self.lanes = lanes
+
+    def __str__(self) -> str:
+        return self.args[1]
 
 
 class ServerEvents:
@@ -85,6 +100,8 @@ class ServerEvents:
             self._runs = ()
 
 
+Teachers = Mapping[str, Teacher]
+"""The teachers of a cohort, by the ids of the runs that have one."""
 Graders = Mapping[str, Grader]
 """The graders of a cohort, by the ``grading`` of the sections [reward] that they are built from."""
 
@@ -100,36 +117,29 @@ def assemble(
     for all runs, and RecordsDiffer.
     """
     bases = bases or stack.enter_context(Bases())
-    resume_points = find_resume_points(job)
+    ranks = bases.ranks
+    resume_points = bases.from_first("finding checkpoints", partial(find_resume_points, job))
     specs = [spec for spec in job.runs if spec.run_id in resume_points]
     config = specs[0].config  # Used for what is the same in all runs of a cohort
 
     # What is quick to read comes before the weights, which may take minutes.
-    modes = [(load_modes(spec.config.algorithm, job.folder), load_detector(spec.config, job.folder)) for spec in specs]
-    use_deterministic(config.training.deterministic)
-    graders = build_graders(specs, job.folder, stack)
-    data = load_problems(specs, job.folder, graders)
-    if is_local(config):
-        files = bases.look(config)
-        data = askable(data, config, job.longest, files.tokenizer, files.context)
-
+    modes, graders, data = bases.agreed("reading data", partial(read_inputs, specs, job, stack, bases))
     server_events = ServerEvents(observer) if config.inference.served else None
-    load = partial(load_model, specs, job, data, bases, stack, observer, server_events)
-    model = load_on_all_ranks(specs, job.folder, bases, load)
+    model = load_model(specs, job, data, bases, stack, observer, server_events)
     if not is_local(config):
         data = askable(data, config, job.longest, model.tokenizer.source, context=0)
-    check_recorded_facts(job, specs, resume_points, model, data, observer)
-    if server_events is not None and isinstance(model.engine, ServerEngine):
-        check_servers(model.engine, bases, specs, server_events)
+    check_records(job, specs, resume_points, model, data, observer, bases)
+    if server_events is not None:
+        bases.from_first("checking servers", partial(check_servers, model.engine, bases, specs, server_events))
     for note in (*data.notes, *model.notes):  # once it is known that these runs train here
         observer.message(note)
 
-    builder = RunBuilder(job, model, data, observer, stack, guard)
+    builder = RunBuilder(job, model, data, observer, stack, guard, writes=ranks is None or ranks.is_first)
     runs: list[Run] = []
     for spec, own_modes in zip(specs, modes, strict=True):
+        grader, point = graders[spec.config.reward.grading], resume_points[spec.run_id]
         try:
-            grader = graders[spec.config.reward.grading]
-            runs.append(builder.build(spec, own_modes, grader, resume_points[spec.run_id]))
+            runs.append(bases.agreed(spec.run_id, partial(builder.build, spec, own_modes, grader, point)))
         except CheckpointError as error:  # this run's own files: the others can go on
             observer.run_finished(spec, "failed", str(error))
     if server_events is not None:
@@ -137,8 +147,46 @@ def assemble(
         stack.callback(server_events.detach)
     restore_engine(model, runs)
 
-    evaluator = evaluator_of(specs[0], job.directory, model)
-    return Cohort(model.engine, runs, evaluator, observer, stop, model.workers, pressure_of(runs, model))
+    evaluator = evaluator_of(specs[0], job.directory, model, ranks)
+    return Cohort(model.engine, runs, evaluator, observer, stop, model.workers, pressure_of(runs, model), ranks)
+
+
+def read_inputs(
+    specs: Sequence[RunSpec], job: CohortJob, stack: ExitStack, bases: Bases
+) -> tuple[list[tuple[Modes, Detector]], Graders, Dataset]:
+    """Return the plug-ins of each run, the graders, and the problems, as far as they are known without the model."""
+    config = specs[0].config
+    modes = [(load_modes(spec.config.algorithm, job.folder), load_detector(spec.config, job.folder)) for spec in specs]
+    use_deterministic(config.training.deterministic)
+    graders = build_graders(specs, job.folder, stack)
+    data = load_problems(specs, job.folder, graders)
+    if is_local(config):
+        files = bases.look(config)
+        data = askable(data, config, job.longest, files.tokenizer, files.context)
+    return modes, graders, data
+
+
+def check_records(
+    job: CohortJob,
+    specs: Sequence[RunSpec],
+    points: Mapping[str, ResumePoint],
+    model: CohortModel,
+    data: Dataset,
+    observer: Observer,
+    bases: Bases,
+) -> None:
+    """Compare what the runs are made with to their records (``check_recorded_facts``), on rank 0. Raises DataError
+    where another rank has other problems."""
+
+    def accepted_bases() -> dict[str, bool]:
+        check_recorded_facts(job, specs, points, model, data, observer)
+        return {run_id: point.any_base for run_id, point in points.items()}
+
+    ranks = bases.ranks
+    if ranks is not None and len(set(ranks.gather("comparing data", lambda: data.content_hash))) > 1:
+        raise DataError("the ranks have read different problems: give all of them the same data")
+    for run_id, is_accepted in bases.from_first("comparing records", accepted_bases).items():
+        points[run_id].any_base = is_accepted
 
 
 def is_local(config: Config) -> bool:
@@ -182,22 +230,32 @@ def load_model(
 ) -> CohortModel:
     """Return the base model, lanes and engine of the cohort; with ``server_events`` servers sample. For a plug-in
     backend, return the user's own policies and engine."""
-    config = specs[0].config
+    config, ranks = specs[0].config, bases.ranks
     if not is_local(config):
         return plugin_model(specs, job.folder)
-    if server_events is None:
-        base, lanes, engine = bases.take(config, observer.message)
-    else:
-        base, lanes, engine = bases.take_served(config, job.directory, server_events.message)
-    workers = stack.enter_context(closing(workers_of(base, specs)))
-    taught = [spec for spec in specs if spec.config.distillation.active]
-    teachers, copies = teachers_of(taught, job.folder, base, lanes, bases, observer.message) if taught else ({}, 0)
-    longest = max(longest_prompt(asked, base.tokenizer, section) for asked, section in parts_of(data, config))
-    check_memory(
-        base, lanes, specs, _episode_tokens(config, longest, base.context_length), decodes=server_events is None
-    )
-    plan = MemoryPlan.of(base, lane_bytes(base, lanes, specs) + copies)
-    return local_model(base, lanes, engine, workers, plan, bases.ranks, teachers)
+
+    def prepare() -> tuple[BaseModel, Lanes, LocalEngine | ServerEngine | AbsentEngine, Workers, Teachers, MemoryPlan]:
+        if server_events is None:
+            base, lanes, engine = bases.take(config, observer.message)
+        elif ranks is None or ranks.is_first:
+            base, lanes, engine = bases.take_served(config, job.directory, server_events.message)
+        else:
+            (base, lanes), engine = bases.trained(config), AbsentEngine()
+        workers = stack.enter_context(closing(workers_of(base, specs)))
+        taught = [spec for spec in specs if spec.config.distillation.active]
+        teachers, copies = teachers_of(taught, job.folder, base, lanes, bases, observer.message) if taught else ({}, 0)
+        longest = max(longest_prompt(asked, base.tokenizer, section) for asked, section in parts_of(data, config))
+        tokens = _episode_tokens(config, longest, base.context_length)
+        check_memory(base, lanes, specs, tokens, decodes=server_events is None)
+        plan = MemoryPlan.of(base, lane_bytes(base, lanes, specs) + copies)
+        return base, lanes, engine, workers, teachers, plan
+
+    if ranks is not None:
+        bases.load(config, observer.message)
+    base, lanes, engine, workers, teachers, plan = bases.agreed("preparing the model", prepare)
+    if ranks is not None:
+        plan = min(ranks.gather("planning memory", lambda: plan), key=lambda each: each.room)
+    return local_model(base, lanes, engine, workers, plan, ranks, teachers)
 
 
 def workers_of(base: BaseModel, specs: Sequence[RunSpec]) -> Workers:
@@ -241,7 +299,7 @@ def check_memory(
     # One sequence's update at a time is the least that has to fit beside the lanes; no cache is there then.
     longest = prompt_tokens + max(spec.config.training.max_tokens for spec in specs)
     update = longest * kept_bytes(base)
-    usable = int(USABLE_SHARE * max(0, available_memory(base.device) - base.presence.passing_bytes))
+    usable = int(USABLE_SHARE * max(0, available_memory(base.device) - base.gathered_bytes))
     weights, width = base.weight_bytes // base.dtype.itemsize, base.dtype.itemsize
     copy = max(update_copy(weights, width, spec.config.training.update_dtype) for spec in specs)
     copy = max(0, copy - copied_bytes(base.model))  # what earlier cohorts have copied is not free any more
@@ -257,24 +315,11 @@ def check_memory(
         )
 
 
-def load_on_all_ranks(
-    specs: Sequence[RunSpec], folder: Path, bases: Bases, load: Callable[[], CohortModel]
-) -> CohortModel:
-    """Load the model of these runs here, while other ranks load it too. Raises ModelError where theirs is another
-    one."""
-    model, identities = bases.with_ranks(specs, folder, load)
-    for rank, identity in enumerate(identities, start=1):
-        if identity != model.identity:
-            raise ModelError(
-                f"rank {rank} has other weights of {model.name} than rank 0 ({identity}, not {model.identity}): give "
-                "all of them the same model"
-            )
-    return model
-
-
-def check_servers(engine: ServerEngine, bases: Bases, specs: Sequence[RunSpec], server_events: ServerEvents) -> None:
+def check_servers(engine: Engine, bases: Bases, specs: Sequence[RunSpec], server_events: ServerEvents) -> None:
     """Compare servers with what is trained here, and record what they and their keeper say. Raises ModelError for a
     server that computes something else."""
+    if not isinstance(engine, ServerEngine):
+        return
     if isinstance(bases.servers, Told):
         bases.servers.record = server_events.record
     for line in _canary_lines(engine, bases, specs):
@@ -288,9 +333,8 @@ def _canary_lines(engine: ServerEngine, bases: Bases, specs: Sequence[RunSpec]) 
     for spec in specs:
         tolerance = spec.config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
         kinds.append((spec.config.model.lora_rank, spec.config.lora.alpha, spec.config.training.temperature, tolerance))
-    with base.presence.alone():
-        for found in canaries(engine, base, lanes, list(dict.fromkeys(kinds))):
-            yield found.words
+    for found in canaries(engine, base, lanes, list(dict.fromkeys(kinds))):
+        yield found.words
 
 
 def restore_engine(model: CohortModel, runs: Sequence[Run]) -> None:
@@ -300,13 +344,15 @@ def restore_engine(model: CohortModel, runs: Sequence[Run]) -> None:
         model.engine.restore(max(with_engine, key=lambda state: state.step).shared["engine"])
 
 
-def evaluator_of(spec: RunSpec, directory: Path, model: CohortModel) -> Evaluator:
+def evaluator_of(spec: RunSpec, directory: Path, model: CohortModel, ranks: RankGroup | None = None) -> Evaluator:
     """Return what evaluates the runs of a cohort, all as ``spec`` says; runs of a campaign in ``directory`` share the
     evaluation of the base."""
     config, is_shared = spec.config, spec.is_campaign and is_local(spec.config)
     base_evaluations = BaseEvaluations(directory, model.identity) if is_shared else None
     limits = episode_limits(config, model.context)
-    return Evaluator(model.engine, renderer_of(model, config), config.held_out, base_evaluations, limits)
+    collector = collect if ranks is None else RankCollector(ranks, config.inference.served)
+    renderer = renderer_of(model, config)
+    return Evaluator(model.engine, renderer, config.held_out, base_evaluations, limits, ranks, collector)
 
 
 def pressure_of(runs: Sequence[Run], model: CohortModel) -> Pressure | None:

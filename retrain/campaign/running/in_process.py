@@ -15,7 +15,7 @@ from retrain.device import failure_text, is_out_of_memory, lost
 from retrain.errors import DeviceLost, Interrupted, LeaseLost, RetrainError, ServerFailed, StorageError
 
 if TYPE_CHECKING:
-    from retrain.campaign.running.team import Team
+    from retrain.campaign.running.team import OtherRank, Team
     from retrain.engines.server.fleet import Fleet
     from retrain.training.bases import Bases
     from retrain.training.loop import Cohort
@@ -31,7 +31,9 @@ class InProcess:
 
     slots = 1
 
-    def __init__(self, team: Team | None = None, servers: Fleet | None = None, guard: Guard = allow_all) -> None:
+    def __init__(
+        self, team: Team | OtherRank | None = None, servers: Fleet | None = None, guard: Guard = allow_all
+    ) -> None:
         self.team, self.servers, self.guard = team, servers, guard
         self._bases: Bases | None = None
 
@@ -46,6 +48,8 @@ class InProcess:
         Raises StorageError when no run can be written any more, another RetrainError when the model, the data or a
         plug-in cannot be used.
         """
+        if self.team is not None:
+            self.team.begin(job)
         try:
             if isinstance(job, CohortJob):
                 return self._train(job, observer, stop)
@@ -97,10 +101,12 @@ class InProcess:
 
         spec, warn = job.run, partial(observer.message, level="warning")
         self.guard(run_directory(job.directory, spec))()
+        bases = self._own_bases()
+        analyse = partial(squeeze_after_run, job.directory, job.place, spec, job.folder, job.longest, bases, warn)
         try:
-            analysis = squeeze_after_run(
-                job.directory, job.place, spec, job.folder, job.longest, self._own_bases(), warn
-            )
+            if bases.ranks is not None:
+                bases.load(spec.config)  # while all ranks are at it
+            analysis = bases.from_first("squeeze analysis", analyse)
             observer.note({"squeeze": analysis} if job.place == "squeeze" else {"squeezes": {spec.label: analysis}})
         except RetrainError as error:
             if lost(error):

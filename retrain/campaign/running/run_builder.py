@@ -30,6 +30,7 @@ from retrain.plugins import plugin_ranges
 from retrain.policy.objective import Objective
 from retrain.records.context import RunContext
 from retrain.records.environment import SystemInfo, module_hashes, run_facts
+from retrain.records.null import NullRecorder
 from retrain.records.observer import Observer
 from retrain.records.reader import RunReader
 from retrain.records.recorder import RunRecorder
@@ -39,7 +40,7 @@ from retrain.rewards import Grader
 from retrain.rewards.base import AUDIT
 from retrain.rollouts.collect import RecentWeights
 from retrain.training.bases import CohortModel
-from retrain.training.checkpoints import Checkpoints, common_step
+from retrain.training.checkpoints import Checkpoints, NullCheckpoints, common_step
 from retrain.training.recovery import continue_from, resume
 from retrain.training.run import DataCursor, RolloutRequests, Run
 from retrain.training.updates import UpdatePlan, learning_rate
@@ -50,8 +51,11 @@ class RecordsDiffer(Exception):
     """What had to be loaded to be known differs from the runs' records, in ways that are not accepted."""
 
     def __init__(self, lines: list[str]):
-        super().__init__("; ".join(lines))
+        super().__init__(lines)
         self.lines = lines
+
+    def __str__(self) -> str:
+        return "; ".join(self.lines)
 
 
 @dataclass
@@ -162,7 +166,7 @@ def _taught_by(model: CohortModel, spec: RunSpec) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunBuilder:
-    """Builds the runs of a cohort from what they share."""
+    """Builds the runs of a cohort from what they share. Only where it ``writes`` they have records and checkpoints."""
 
     job: CohortJob
     model: CohortModel
@@ -170,6 +174,7 @@ class RunBuilder:
     observer: Observer
     stack: ExitStack
     guard: Guard
+    writes: bool = True
 
     def build(self, spec: RunSpec, modes: tuple[Modes, Detector], grader: Grader, point: ResumePoint) -> Run:
         """Return a run, restored, with its record begun. Raises CheckpointError when its files cannot be used."""
@@ -193,14 +198,14 @@ class RunBuilder:
             environments=environments,
             requests=requests,
             recorder=recorder,
-            checkpoints=Checkpoints(
+            checkpoints=(Checkpoints if self.writes else NullCheckpoints)(
                 recorder, config.training, model.identity, point.any_base, len(self.data.train), spec.export
             ),
             watch=model.watch(config) if model.watch is not None else None,
             teacher=model.teachers.get(spec.run_id),
             teacher_context=_teacher_context(model, config),
         )
-        if spec.export is not None:
+        if spec.export is not None and self.writes:
             prepare_directory(spec.export)  # now, and not after hours of training
         notes = [*self.data.notes, *model.notes, *self._inexact(run)]
         if Need.ENTROPY in config.algorithm.needs and not model.engine.gives_entropy:
@@ -238,6 +243,8 @@ class RunBuilder:
             folder=folder,
         )
         directory = run_directory(self.job.directory, spec)
+        if not self.writes:
+            return NullRecorder(directory, context)
         claim(directory, claim(self.job.directory).at(run_place(spec)) if spec.is_campaign else None)
         return RunRecorder(
             directory,

@@ -2,8 +2,10 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from retrain.algorithms.distillation import AdapterTeacher, BaseTeacher, ModelTeacher, PolicyTeacher, Teacher
@@ -16,7 +18,10 @@ from retrain.policy.adapter_io import read_adapter
 from retrain.policy.base import BaseModel, MemoryPlan
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
+from retrain.policy.protocol import Policy
+from retrain.ranks import RankGroup
 from retrain.training.bases import Bases
+from retrain.types import Sample
 
 
 def teachers_of(
@@ -54,7 +59,25 @@ def teachers_of(
             )
         elif isinstance(teacher, ServerTeacher):
             tell(f"teacher {teacher.model} at {teacher.url}: answers, {teacher.first_s:.2f} s for its first tokens")
+    if (ranks := bases.ranks) is not None:
+        return {run_id: _AskedByFirst.of(teacher, ranks) for run_id, teacher in teachers.items()}, copies
     return teachers, copies
+
+
+@dataclass
+class _AskedByFirst:
+    """A server that rank 0 alone asks: its answers may differ in their last bits."""
+
+    server: ServerTeacher
+    ranks: RankGroup
+    identity: str
+
+    @classmethod
+    def of(cls, teacher: Teacher, ranks: RankGroup) -> Teacher:
+        return cls(teacher, ranks, teacher.identity) if isinstance(teacher, ServerTeacher) else teacher
+
+    def score(self, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
+        return self.ranks.from_first("teacher", lambda: self.server.score(policy, samples))
 
 
 def _size(count: int) -> str:

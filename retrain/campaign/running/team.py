@@ -1,40 +1,42 @@
-"""The ranks of ``[backend] shard``: processes that torchrun has started, or that this one starts when it needs them.
+"""The ranks of ``[backend] shard``: processes that torchrun has started, or that rank 0 starts when it needs them.
 
-Rank 0 is the process that reads the file, trains and writes; it alone hears signals. The others end with it, however it
-ends: they find their connection closed.
+Rank 0 runs the campaign; it reads the file, prints, writes and hears signals. It sends each job to the other ranks,
+which do it as it does (``InProcess``) with records that write nothing. They end with rank 0, however that ends.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from retrain.campaign.running.launching import end_words
+from retrain.campaign.running.protocol import Job
 from retrain.config import Config
 from retrain.device import MEMORY_SHARE, OWN_GPU, memory_share, torchrun_rank
 from retrain.errors import RankLost, UsageError, plural
-from retrain.policy.ranks import join
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-    from retrain.policy.ranks import Ranks
+    from retrain.ranks import RankGroup
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[4]);"
-    "from retrain.campaign.running.team import follow_started; follow_started(*map(int, sys.argv[1:4]))"
+    "from retrain.campaign.running.rank_worker import follow_started; follow_started(*map(int, sys.argv[1:4]))"
 )
 """What a rank that is started here runs: its arguments are rank, ranks, rank 0's port, and where it imports from."""
 HOST = "127.0.0.1"
 JOIN_SECONDS = 600.0  # Seconds that started ranks may take to connect; they import torch first
 PATIENCE_SECONDS = 10.0  # Seconds that ranks may take to end before they are killed
 DEATH_SECONDS = 2.0  # Seconds between a lost connection and the end of its process
+WATCH_SECONDS = 0.5
+STUCK_SECONDS = 20.0  # Seconds after a rank's death in which this process has to notice it by itself
 
 
 def gpus_of(config: Config) -> list[tuple[str, str]]:
@@ -74,39 +76,40 @@ class Team:
 
     def __init__(self, config: Config):
         self.config, self.under_torchrun = config, torchrun_rank() is not None
-        self._ranks: Ranks | None = None
+        self._ranks: RankGroup | None = None
         self._store: TCPStore | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._before: tuple[int, str | None] | None = None
+        self._closed = threading.Event()
+        self._places: list[str] = []
 
-    def ranks(self) -> Ranks | None:
-        """The other ranks; None where this process is the only one. Raises UsageError when there are not as many GPUs,
-        RankLost when they do not come."""
-        places = self._places()
-        if self._ranks is None and len(places) > 1:
-            self._meet(places)
+    def ranks(self) -> RankGroup | None:
+        """Return the connection to the other ranks; None where this process is the only one. Raises UsageError when
+        there are not as many GPUs, RankLost when they do not come."""
+        if self._ranks is None:
+            self._places = self._devices()
+            if len(self._places) > 1:
+                self._ranks = self._meet(self._places)
         return self._ranks
+
+    def begin(self, job: Job) -> None:
+        """Have the other ranks do this job too."""
+        if (ranks := self.ranks()) is not None:
+            ranks.from_first("next job", lambda: (job, self._places))
 
     def close(self) -> None:
         """End the ranks, and have this process use the whole machine again."""
-        from retrain.policy.ranks import join, leave, send
-
-        others, owing = range(1, 1 if self._ranks is None else self._ranks.count), set[int]()
-        if self._ranks is not None:
-            owing = self._ranks.owing
-        elif self.under_torchrun and (count := int(os.environ["WORLD_SIZE"])) > 1:
-            join(0, count)  # they wait to be told that there is nothing to do
-            others = range(1, count)
-        for rank in others:
-            if rank not in owing:
-                with suppress(RankLost):
-                    send(("end", (), False), rank)
-        if others:
-            leave()
+        self._closed.set()
+        ranks, count = self._ranks, int(os.environ["WORLD_SIZE"]) if self.under_torchrun else 1
+        if ranks is None and count > 1:
+            ranks = joined(0, count, "cpu")  # they wait to be told that there is nothing to do
+        if ranks is not None:
+            ranks.end()
+            ranks.leave()
         deadline = time.monotonic() + PATIENCE_SECONDS
-        for rank, process in self._processes.items():
+        for process in self._processes.values():
             try:
-                process.wait(0.0 if rank in owing else max(0.0, deadline - time.monotonic()))
+                process.wait(0.0 if ranks is None or ranks.is_broken else max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -114,7 +117,7 @@ class Team:
         self._ranks = self._store = None
         self._restore()
 
-    def _places(self) -> list[str]:
+    def _devices(self) -> list[str]:
         backend, asked = self.config.backend, self.config.backend.ranks
         gpus = [name for name, _ in gpus_of(self.config)]
         count = int(os.environ["WORLD_SIZE"]) if self.under_torchrun else max(1, len(gpus))
@@ -133,10 +136,8 @@ class Team:
             )
         return [gpus[rank % here] for rank in range(count)]
 
-    def _meet(self, places: list[str]) -> None:
+    def _meet(self, places: list[str]) -> RankGroup:
         import torch
-
-        from retrain.policy.ranks import Ranks, join
 
         count, on_cpu = len(places), places[0] == "cpu"
         here = int(os.environ["LOCAL_WORLD_SIZE"]) if self.under_torchrun else count
@@ -146,14 +147,11 @@ class Team:
             os.environ[MEMORY_SHARE] = f"{memory_share() / here:g}"
             if not self.under_torchrun:
                 torch.set_num_threads(max(1, threads // count))
-        if self.under_torchrun:
-            join(0, count)
-        else:
-            store = self._start(count)
-            join(0, count, store)
-        ranks = self._ranks = Ranks(places[1:], self._how_ended)
-        if self.config.backend.shard == "fsdp2":
-            ranks.share_weights()
+        store = None if self.under_torchrun else self._start(count)
+        ranks = joined(0, count, "cpu" if on_cpu else "cuda", store, self._blame)
+        if self._processes:
+            threading.Thread(target=self._watch, args=(ranks,), name="ranks", daemon=True).start()
+        return ranks
 
     def _start(self, count: int) -> TCPStore:
         """Start the other ranks and wait until they are there."""
@@ -175,22 +173,34 @@ class Team:
             )
         deadline = time.monotonic() + JOIN_SECONDS
         while not store.check([f"rank {rank}" for rank in self._processes]):
-            for rank, process in self._processes.items():
+            for process in self._processes.values():
                 if process.poll() is not None:
-                    raise RankLost(f"rank {rank} {self._how_ended(rank)}")
+                    raise RankLost(self._blame())
             if time.monotonic() > deadline:
                 raise RankLost(f"the {count - 1} other ranks have not begun within {JOIN_SECONDS:.0f} s")
             time.sleep(0.05)
         return store
 
-    def _how_ended(self, rank: int) -> str:
-        process = self._processes.get(rank)
-        if process is None:
-            return ""
-        with suppress(subprocess.TimeoutExpired):
-            status = process.wait(DEATH_SECONDS)
-            return f"(process {process.pid}) {end_words(status)}"
-        return ""
+    def _blame(self) -> str:
+        """Return which rank has ended first, and how; "" if none has. A rank that has lost another one ends too."""
+        deadline = time.monotonic() + DEATH_SECONDS
+        while True:
+            ends = {rank: status for rank, process in self._processes.items() if (status := process.poll()) is not None}
+            causes = [rank for rank, status in ends.items() if status != RankLost.exit_status]
+            if causes or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        rank = next(iter(causes or ends), None)
+        return "" if rank is None else f"rank {rank} (process {self._processes[rank].pid}) {end_words(ends[rank])}"
+
+    def _watch(self, ranks: RankGroup) -> None:
+        """End this process when it has not noticed that a rank is dead, as where it waits for a GPU."""
+        while not self._closed.wait(WATCH_SECONDS):
+            if any(process.poll() is not None for process in self._processes.values()):
+                if not self._closed.wait(STUCK_SECONDS) and not ranks.is_lost:
+                    print(f"{self._blame()}: {RankLost.advice}, then type: retrain resume", file=sys.stderr, flush=True)
+                    os._exit(RankLost.exit_status)
+                return
 
     def _restore(self) -> None:
         if self._before is None:
@@ -205,44 +215,27 @@ class Team:
             os.environ[MEMORY_SHARE] = share
 
 
-def follow_torchrun() -> int:
-    """Be a rank other than 0 that torchrun has started, to the end; the exit status."""
-    from retrain.policy.ranks import join
+def joined(
+    rank: int, count: int, device: str, store: TCPStore | None = None, blame: Callable[[], str] = str
+) -> RankGroup:
+    """Return the connection of this rank, once all have met; ``device`` is the type of rank 0's."""
+    from retrain.ranks import RankGroup
 
-    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    try:
-        join(rank, count)
-    except RankLost as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    return _follow(rank, int(os.environ["LOCAL_WORLD_SIZE"]))
-
-
-def follow_started(rank: int, count: int, port: int) -> None:
-    """Be a rank that rank 0 has started, and end this process."""
-    from torch.distributed import TCPStore
-
-    store = TCPStore(HOST, port, None, False)
-    store.set(f"rank {rank}", "here")
-    join(rank, count, store)
-    sys.exit(_follow(rank, 1))
+    ranks = RankGroup(rank, count, store, blame)
+    if ranks.from_first("device", lambda: device) == "cuda":
+        ranks.use_gpus()
+    return ranks
 
 
-def _follow(rank: int, sharing: int) -> int:
-    """Do what rank 0 asks; ``sharing`` ranks divide up the memory of a CPU that this process plans with."""
-    from retrain.campaign.running.following import Desk
-    from retrain.policy.ranks import follow, leave
-    from retrain.training.bases import Bases
+class OtherRank:
+    """The team as a rank other than 0 sees it."""
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 says when it ends
-    os.environ[MEMORY_SHARE] = f"{memory_share() / sharing:g}"
-    try:
-        with Bases() as bases:
-            follow(Desk(bases))
-    except RankLost as error:
-        print(f"rank {rank} ends: {error}", file=sys.stderr)
-        return error.exit_status
-    finally:
-        leave()
-    return 0
+    def __init__(self, ranks: RankGroup):
+        self._ranks = ranks
+
+    def ranks(self) -> RankGroup:
+        return self._ranks
+
+    def begin(self, job: Job) -> None: ...
+
+    def close(self) -> None: ...

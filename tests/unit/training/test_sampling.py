@@ -170,7 +170,7 @@ def test_a_group_that_is_too_old_does_not_train_and_is_counted(tmp_path, model, 
 
 
 class Slow:
-    """An engine whose ``collect`` is replaced."""
+    """An engine that is given up."""
 
     beside = False
 
@@ -183,8 +183,9 @@ class Slow:
 
 
 @pytest.fixture
-def collecting(monkeypatch):
-    """Return what is collected, in order, and events for which steps wait; a request is the number of its step."""
+def collecting():
+    """Return what is collected, in order, events for which steps wait, and what collects; a request is the number of
+    its step."""
     order, held = [], {}
 
     def collect(engine, requests, rows=None):
@@ -196,13 +197,12 @@ def collecting(monkeypatch):
         now = time.time()
         return CollectResult(list(requests), [("rollout", now - 1, now)], 0.5)
 
-    monkeypatch.setattr("retrain.rollouts.queue.collect", collect)
-    return order, held
+    return order, held, collect
 
 
 def test_a_queue_samples_steps_in_order_and_raises_the_engines_error(collecting):
-    order, held = collecting
-    queue = RolloutQueue(Slow(held), ahead=True)
+    order, held, collect = collecting
+    queue = RolloutQueue(Slow(held), ahead=True, collect=collect)
     for owner in "ab":
         queue.offer(owner, {3: [3], 1: [1, 1], 2: [2]})
     taken = queue.take({"a": 1, "b": 1})
@@ -220,8 +220,8 @@ def test_a_queue_samples_steps_in_order_and_raises_the_engines_error(collecting)
 
 
 def test_nothing_is_sampled_ahead_while_paused_and_after_the_end(collecting):
-    order, held = collecting
-    queue = RolloutQueue(Slow(held), ahead=True)
+    order, held, collect = collecting
+    queue = RolloutQueue(Slow(held), ahead=True, collect=collect)
     queue.offer("a", {0: [0], 1: [1]})
     queue.take({"a": 0})
     with queue.paused():

@@ -39,7 +39,7 @@ class Watch:
         """Why they differ, in words: the weights of another version, none at all, or precision."""
         assert isinstance(weights, LocalSnapshot), "servers are given LoRA adapters"
         named = {f"version {v}": s.weights for v, s in others if isinstance(s, LocalSnapshot)}
-        with self.base.presence.alone():
+        with self.base.in_use():
             return likely_cause(self.base, self.lanes, samples, weights.weights, named, self.temperature)
 
 

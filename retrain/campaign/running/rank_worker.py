@@ -1,0 +1,92 @@
+"""The program of a rank other than 0: it does the jobs of rank 0 at the same time, and ends with it."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from retrain.campaign.running.in_process import InProcess
+from retrain.campaign.running.protocol import CohortJob, Job
+from retrain.campaign.running.team import HOST, STUCK_SECONDS, WATCH_SECONDS, OtherRank, joined
+from retrain.config.runs import RunSpec
+from retrain.device import MEMORY_SHARE, failure_text, memory_share
+from retrain.errors import DeviceLost, RankLost
+from retrain.ranks import RankGroup, RanksEnded
+from retrain.records.observer import NullObserver
+
+
+def follow_torchrun() -> int:
+    """Be a rank other than 0 that torchrun has started, to the end; return the exit status."""
+    return _follow(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+
+
+def follow_started(rank: int, count: int, port: int) -> None:
+    """Be a rank that rank 0 has started, and end this process."""
+    parent = os.getppid()
+    store = TCPStore(HOST, port, None, False)
+    store.set(f"rank {rank}", "here")
+    threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
+    sys.exit(_follow(rank, count, 1, store))
+
+
+def _end_with(parent: int) -> None:
+    """End this process when rank 0 has ended and it has not noticed, as where it waits for a GPU."""
+    while os.getppid() == parent:
+        time.sleep(WATCH_SECONDS)
+    time.sleep(STUCK_SECONDS)
+    os._exit(RankLost.exit_status)
+
+
+class _Unheard(NullObserver):
+    def note(self, facts: Mapping[str, Any]) -> None: ...
+
+
+def _follow(rank: int, count: int, sharing: int, store: TCPStore | None = None) -> int:
+    """Do the jobs of rank 0; ``sharing`` ranks divide up the memory of a CPU that this process plans with."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to stop
+    os.environ[MEMORY_SHARE] = f"{memory_share() / sharing:g}"
+    ranks: RankGroup | None = None
+    try:
+        ranks = joined(rank, count, "", store)
+        process = InProcess(OtherRank(ranks))
+        while True:
+            job, devices = ranks.from_first("next job", _no_job)
+            ranks.note = ""
+            try:
+                process.do(_on_device(job, devices[rank]), _Unheard(), lambda: False)
+            except DeviceLost:
+                raise
+            except Exception as error:  # raised on rank 0 too, which decides what follows; else they part now
+                ranks.note = f" after {failure_text(error)}"
+    except RanksEnded:
+        return 0
+    except DeviceLost as error:
+        print(f"rank {rank} ends: {error}", file=sys.stderr)
+        return error.exit_status
+    finally:
+        if ranks is not None:
+            ranks.leave()
+
+
+def _no_job() -> tuple[Job, list[str]]:
+    raise NotImplementedError("rank 0 has the jobs")
+
+
+def _on_device(job: Job, device: str) -> Job:
+    """Return the job with the device of this rank."""
+
+    def moved(spec: RunSpec) -> RunSpec:
+        run = spec.to_json()
+        config = {**run["config"], "backend": {**run["config"]["backend"], "devices": device}}
+        return RunSpec.from_json({**run, "config": config})
+
+    if isinstance(job, CohortJob):
+        return replace(job, runs=[moved(spec) for spec in job.runs])
+    return replace(job, run=moved(job.run))

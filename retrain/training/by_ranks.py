@@ -1,0 +1,96 @@
+"""Rollouts of a run that several ranks train: each rank samples and grades its share of the prompts, and all get all
+groups. Servers are asked by rank 0 alone, which sends the groups to the others."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from retrain.engines.protocol import Engine, EngineState, Finished
+from retrain.policy.protocol import PolicySnapshot
+from retrain.ranks import RankGroup
+from retrain.rollouts.collect import CollectResult, RolloutRequest, collect
+from retrain.rollouts.queue import RolloutQueue, SampledStep
+from retrain.rollouts.resample import Resample
+from retrain.types import Action, Group, PolicyRef, SampleRequest
+
+Owner = TypeVar("Owner")
+
+
+@dataclass(frozen=True)
+class RankCollector:
+    """Collects rollouts as ``collect`` does, on all ranks; ``served``: rank 0 alone samples."""
+
+    ranks: RankGroup
+    served: bool
+
+    def __call__(
+        self, engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | None = None
+    ) -> CollectResult:
+        ranks = self.ranks
+        if self.served:
+            return ranks.from_first("rollouts", lambda: collect(engine, requests, max_rows))
+        rows, own = max_rows and max(1, max_rows // ranks.count), requests[ranks.rank :: ranks.count]
+
+        def collect_share() -> tuple[CollectResult, int | None]:
+            # Without a prompt there is nothing to sample.
+            collected = collect(engine, own, rows) if own else CollectResult([], [])
+            return collected, engine.state().get("fitting")
+
+        parts, fitting = zip(*ranks.gather("rollouts", collect_share), strict=True)
+        groups = [parts[i % ranks.count].groups[i // ranks.count] for i in range(len(requests))]
+        if known := [rows for rows in fitting if rows is not None]:
+            # Checkpoints are those of rank 0: the rows that fit are the same on all ranks.
+            engine.restore({**engine.state(), "fitting": min(known)})
+        slowest = max(parts, key=lambda part: part.spans[-1][2] if part.spans else 0.0)
+        return CollectResult(groups, slowest.spans, slowest.sync_seconds)
+
+
+class ServedQueue(RolloutQueue[Owner]):
+    """The queue of a run whose rollouts servers sample: rank 0 has the rollouts, the others get them from there."""
+
+    def __init__(self, engine: Engine, ahead: bool, ranks: RankGroup):
+        super().__init__(engine, None, ahead)
+        self.ranks = ranks
+
+    def offer(
+        self, owner: Owner, requests: Mapping[int, Sequence[RolloutRequest]], resample: Resample | None = None
+    ) -> None:
+        if self.ranks.is_first:
+            super().offer(owner, requests, resample)
+
+    def take(self, due: Mapping[Owner, int]) -> SampledStep[Owner]:
+        take = super().take
+
+        def take_in_order() -> tuple[SampledStep[Owner], list[list[Group | Exception]]]:
+            sampled = take(due)
+            return replace(sampled, groups={}), list(sampled.groups.values())
+
+        sampled, in_order = self.ranks.from_first("rollouts", take_in_order)
+        return replace(sampled, groups=dict(zip(due, in_order, strict=True)))
+
+
+class AbsentEngine:
+    """Stands on the other ranks for the servers that rank 0 asks."""
+
+    gives_entropy = exact = beside = False
+    sync_seconds: float | None = None
+
+    def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None: ...
+
+    def retire(self, ref: PolicyRef) -> None: ...
+
+    def forget(self) -> None: ...
+
+    def state(self) -> EngineState:
+        return {}
+
+    def restore(self, state: EngineState) -> None: ...
+
+    def forget_sequences(self) -> None: ...
+
+    def give_up(self) -> None: ...
+
+    def sample(
+        self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
+    ) -> list[list[Action]]:
+        raise NotImplementedError("servers are asked by rank 0")
