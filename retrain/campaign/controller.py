@@ -26,7 +26,7 @@ from retrain.campaign.planning.manifest import (
 from retrain.campaign.planning.plan import Plan, cut, lane_count, seeds_before_interim, smaller_cohorts
 from retrain.campaign.planning.references import check, require_packages
 from retrain.campaign.running.in_process import InProcess, Sequential
-from retrain.campaign.running.interim import InterimMonitor, interim_seeds_of
+from retrain.campaign.running.interim import InterimMonitor
 from retrain.campaign.running.mirror import Mirror, uploading
 from retrain.campaign.running.protocol import (
     CohortJob,
@@ -51,7 +51,7 @@ from retrain.campaign.running.team import Team
 from retrain.campaign.running.workers import Workers, adopts
 from retrain.config import Loaded
 from retrain.config.evaluation import HELDOUT, PART
-from retrain.config.runs import RunSpec, run_directory
+from retrain.config.runs import RunSpec, run_directory, without_sepa
 from retrain.device import torchrun_rank
 from retrain.errors import DeviceLost, RetrainError, ServerFailed, StorageError, UsageError, WorkersLost, plural
 from retrain.files import write_json
@@ -61,7 +61,6 @@ from retrain.records.observer import Observer
 from retrain.records.reader import RunReader, planned_configs
 from retrain.records.schema.campaign import ENDED
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, METRICS, REPORT
-from retrain.verdicts.design import without_sepa
 
 
 @dataclass
@@ -266,7 +265,7 @@ class Controller:
         self.approval, self.executor = approval, executor
         self.specs, self.directory = plan.specs, manifest.directory
         self.stop = StopRequest(lock)
-        self.interim = InterimMonitor(manifest, plan.specs, observer)
+        self.interim = InterimMonitor.of(manifest, plan.specs, observer) if plan.specs[0].is_campaign else None
         self._analysed = [spec for spec in plan.specs if spec.config.squeeze.enabled]
         self._squeezed: dict[str, RunSpec] = {}
         """Whose analysis this process has tried, by place; one that fails is not tried again."""
@@ -279,7 +278,7 @@ class Controller:
             restarts = plan.specs[0].config.campaign.max_restarts
             # Workers go on with what waits without a controller, unless the interim analysis may yet say that it need
             # not be trained; with lanes = "auto" that is given out after it only.
-            may_stop = bool(self.interim.seeds) and plan.specs[0].config.campaign.lanes != "auto"
+            may_stop = self.interim is not None and plan.specs[0].config.campaign.lanes != "auto"
             room = len(plan.specs) if isinstance(executor, Workers) and not may_stop else executor.slots
             self.scheduler = Scheduler(executor, hear, self._after, self.stop.is_due, restarts, room)
 
@@ -289,7 +288,8 @@ class Controller:
         settled = ("done", "stopped") if retry_failed else ("done", "failed", "stopped")
         if planned := [spec for spec in specs if manifest.run(spec.run_id)["state"] not in settled]:
             observer.plan(planned)
-        self.interim.update()  # killed between the last run of the interim analysis and the analysis
+        if self.interim is not None:
+            self.interim.update()  # killed between the last run of the interim analysis and the analysis
         todo = [spec for spec in planned if manifest.run(spec.run_id)["state"] not in settled]
         self._announce(todo, retry_failed)
         with closing(self.executor), self.stop.listening(observer):
@@ -364,9 +364,9 @@ class Controller:
 
     def _around_interim(self, works: Sequence[CohortWork]) -> list[Callable[[], Sequence[Work]]]:
         """Return the cohorts before the interim analysis and those after it, which begin once it has been made."""
-        first = set(interim_seeds_of(self.manifest))
-        if not first or self.specs[0].config.campaign.lanes != "auto":
+        if self.interim is None or self.specs[0].config.campaign.lanes != "auto":
             return [lambda: works]
+        first = set(self.interim.seeds)
         before = [work for work in works if any(spec.seed in first for spec in work.specs)]
         return [lambda: before, lambda: [work for work in works if work not in before]]
 
@@ -383,7 +383,7 @@ class Controller:
         return [*more, *self._after_interim()]
 
     def _after_interim(self) -> list[Work]:
-        if unwanted := self.interim.update(self.scheduler.names_under_way):
+        if self.interim is not None and (unwanted := self.interim.update(self.scheduler.names_under_way)):
             ended = {run["run_id"] for run in self.manifest.content["runs"] if run["state"] in ENDED}
             nobodys = unwanted | ended
             self.scheduler.stop_where(lambda names: names <= nobodys)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from retrain.config.campaign import Campaign
+from retrain.config.campaign import Campaign, condition_name
+from retrain.config.learning_rules import lambda_stays_zero
 from retrain.config.loading import parse_dict
 from retrain.config.root import Config, defines_run, flat
 
@@ -77,3 +78,16 @@ def differences(
     }
     empty = (None, [], {})
     return {key: (a, b) for key, (a, b) in pairs.items() if a != b and not (a in empty and b in empty)}
+
+
+def without_sepa(specs: Sequence[RunSpec]) -> list[str]:
+    """Conditions named gtpo_sepa whose runs are too short for SEPA to begin, and what they equal."""
+    notes = []
+    for spec in {spec.label: spec for spec in specs}.values():
+        if lambda_stays_zero(spec.config):
+            steps = spec.config.training.max_steps
+            notes.append(
+                f"{condition_name(spec.label)} trains with λ = 0 in all of its {steps} steps: it is gtpo under another "
+                "name, and says nothing about SEPA"
+            )
+    return notes

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retrain.config.campaign import condition_name
-from retrain.config.learning_rules import lambda_stays_zero
 from retrain.config.modes import advantage_of
 from retrain.config.root import unused
-from retrain.config.runs import RunSpec
+from retrain.config.runs import RunSpec, without_sepa
 from retrain.errors import UsageError, plural
 from retrain.records.schema.layout import MANIFEST
 from retrain.verdicts.follow_up import pair_spread
@@ -174,16 +173,3 @@ def _scales(conditions: Sequence[RunSpec]) -> list[str]:
         f"and share lr = {next(iter(rates)):g}: AdamW divides a constant factor out, grad_clip_norm and the weight of "
         "a prompt do not; a rate tuned for one may decide the comparison"
     ]
-
-
-def without_sepa(specs: Sequence[RunSpec]) -> list[str]:
-    """Conditions named gtpo_sepa whose runs are too short for SEPA to begin, and what they equal."""
-    notes = []
-    for spec in {spec.label: spec for spec in specs}.values():
-        if lambda_stays_zero(spec.config):
-            steps = spec.config.training.max_steps
-            notes.append(
-                f"{condition_name(spec.label)} trains with λ = 0 in all of its {steps} steps: it is gtpo under another "
-                "name, and says nothing about SEPA"
-            )
-    return notes

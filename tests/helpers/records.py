@@ -231,7 +231,8 @@ class Played:
 
     def analyse(self, under_way: Container[str] = ()) -> dict[str, Any] | None:
         """Make the interim analysis if it is due; what it saw, None before."""
-        InterimMonitor(self.manifest, self.specs, NullObserver()).update(under_way)
+        if monitor := InterimMonitor.of(self.manifest, self.specs, NullObserver()):
+            monitor.update(under_way)
         return self.manifest.content.get("interim")
 
     def states(self, label: str = "") -> list[str]:

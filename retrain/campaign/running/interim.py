@@ -28,20 +28,23 @@ def interim_seeds_of(manifest: Manifest) -> list[int]:
 
 
 class InterimMonitor:
-    """Makes the interim analysis of one campaign when its seeds have ended. ``specs`` are all runs in their order.
+    """Makes the interim analysis of one campaign when its ``seeds`` have ended. ``specs`` are all runs in their order.
 
     Everything is taken from the declaration that the manifest keeps: a file that is changed later changes nothing.
     """
 
-    def __init__(self, manifest: Manifest, specs: Sequence[RunSpec], observer: Observer):
-        self.manifest, self.specs, self.observer = manifest, specs, observer
-        self.seeds = interim_seeds_of(manifest)
+    def __init__(self, manifest: Manifest, specs: Sequence[RunSpec], seeds: list[int], observer: Observer):
+        self.manifest, self.specs, self.seeds, self.observer = manifest, specs, seeds, observer
+
+    @classmethod
+    def of(cls, manifest: Manifest, specs: Sequence[RunSpec], observer: Observer) -> "InterimMonitor | None":
+        """Return the monitor of a campaign; None where no interim analysis was declared."""
+        seeds = interim_seeds_of(manifest)
+        return cls(manifest, specs, seeds, observer) if seeds else None
 
     def update(self, under_way: Container[str] = ()) -> set[str]:
         """Analyse if that is due, note it, and stop what is decided. Returns the runs that nobody needs any more and
         that are ``under_way`` just now: they are left as they are."""
-        if not self.seeds:
-            return set()
         row = self.manifest.content.get("interim")
         record = InterimAnalysis.from_row(row) if row else self._analyse()
         return self._stop(record, under_way) if record is not None and record.decided else set()

@@ -82,7 +82,9 @@ def test_runs_that_are_under_way_are_returned_instead_of_stopped(tmp_path, under
 
     played = Played(tmp_path, seeds=TEN)
     finish(played, TEN[:7], 0.1)
-    unwanted = InterimMonitor(played.manifest, played.specs, NullObserver()).update(under_way)
+    monitor = InterimMonitor.of(played.manifest, played.specs, NullObserver())
+    assert monitor is not None
+    unwanted = monitor.update(under_way)
     assert unwanted == set(under_way)
     assert played.states().count("stopped") == 6 - len(under_way)
 
