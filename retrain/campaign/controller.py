@@ -15,12 +15,12 @@ from typing import Any
 from retrain.campaign.executors.table import EXECUTORS
 from retrain.campaign.planning.changes import Approval, settings_changes, version_changes
 from retrain.campaign.planning.manifest import (
-    MANIFEST,
     CampaignObserver,
     Manifest,
     freeze,
     read_plan,
     recorded_entries,
+    summary,
     write_plan,
 )
 from retrain.campaign.planning.plan import Plan, cut, lane_count, seeds_before_interim, smaller_cohorts
@@ -50,7 +50,6 @@ from retrain.campaign.running.tasks import WORKERS
 from retrain.campaign.running.team import Team
 from retrain.campaign.running.workers import Workers, adopts
 from retrain.config import Loaded
-from retrain.config.evaluation import HELDOUT, PART
 from retrain.config.runs import RunSpec, run_directory, without_sepa
 from retrain.device import torchrun_rank
 from retrain.errors import DeviceLost, RetrainError, ServerFailed, StorageError, UsageError, WorkersLost, plural
@@ -58,9 +57,9 @@ from retrain.files import write_json
 from retrain.ownership import remove_leftovers
 from retrain.records.environment import SystemInfo, run_facts
 from retrain.records.observer import Observer
-from retrain.records.reader import RunReader, planned_configs
+from retrain.records.reader import planned_configs
 from retrain.records.schema.campaign import ENDED
-from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, METRICS, REPORT
+from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, REPORT
 
 
 @dataclass
@@ -468,33 +467,6 @@ def _squeezed_label(content: Mapping[str, Any]) -> str | None:
         return None
     name = Path(report["run"]).parent.name
     return report.get("label") or next((run["label"] for run in content["runs"] if run["run_id"] == name), None)
-
-
-def summary(manifest: Manifest) -> dict[str, Any]:
-    content, directory = manifest.content, manifest.directory
-    paths = {"directory": str(directory), "manifest": str(directory / MANIFEST)}
-    if content.get("report"):
-        paths["report"] = str(directory / content["report"])
-    done = [run for run in content["runs"] if run["state"] == "done"]
-    if done:
-        paths["adapter"] = str(directory / done[0]["path"] / FINAL)
-        paths["metrics"] = str(directory / done[0]["path"] / METRICS)
-    evaluations = _evaluations(directory / content["runs"][0]["path"]) if len(content["runs"]) == 1 else {}
-    kept = {key: content.get(key) for key in ("name", "runs", "comparison", "squeeze", "squeezes")}
-    return kept | {"evaluations": evaluations, "paths": paths}
-
-
-def _evaluations(directory: Path) -> dict[str, dict[str, Any]]:
-    """Return the first accuracy of a run on each held-out set, and the last with its interval over problems."""
-    found: dict[str, dict[str, Any]] = {}
-    for row in RunReader(directory).evaluations():
-        name = str(row.get("name", HELDOUT))
-        rate = row.get(f"eval/{name}/correct_rate")
-        if rate is None or name.endswith(PART):
-            continue
-        last = {key: row.get(f"eval/{name}/{key}") for key in ("ci_low", "ci_high", "problems")}
-        found[name] = {"before": found.get(name, {}).get("before", rate), "after": rate, **last}
-    return found
 
 
 def _report(manifest: Manifest, observer: Observer) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from retrain.device import peak_memory_gib, timestamp
 from retrain.engines.protocol import Engine
 from retrain.errors import Interrupted
-from retrain.ranks import RankGroup
 from retrain.records.observer import Observer
 from retrain.rollouts.pressure import Pressure
 from retrain.rollouts.queue import RolloutQueue, SampledStep
@@ -48,8 +47,7 @@ class Cohort:
     """Runs that share an engine and step together.
 
     ``evaluator`` has the held-out sets, which all runs share; ``stop`` is asked between steps whether to stop;
-    ``workers`` credit and update several runs at once; ``pressure`` controls the shared decode batch; ``ranks`` train
-    the same runs.
+    ``workers`` credit and update several runs at once; ``pressure`` controls the shared decode batch.
     """
 
     def __init__(
@@ -61,15 +59,13 @@ class Cohort:
         stop: Callable[[], bool] = lambda: False,
         workers: Workers | None = None,
         pressure: Pressure | None = None,
-        ranks: RankGroup | None = None,
     ):
         self.engine, self.runs, self.observer = engine, list(runs), observer
         self.stop, self.workers, self.pressure = stop, workers or Workers(), pressure
-        ahead = engine.beside and any(run.requests.recent.bound for run in runs)
+        ahead, ranks = engine.beside and any(run.requests.recent.bound for run in runs), evaluator.ranks
+        self.queue: RolloutQueue[Run] = RolloutQueue(engine, pressure, ahead, evaluator.collect)
         if ranks is not None and any(run.config.inference.served for run in runs):
-            self.queue = ServedQueue[Run](engine, ahead, ranks)
-        else:
-            self.queue = RolloutQueue[Run](engine, pressure, ahead, evaluator.collect)
+            self.queue = ServedQueue(engine, ahead, ranks)
         self.extents = {run: run.config.evaluations for run in self.runs}
         self.failures = Failures(engine, self.queue, observer, ranks)
         self.saver = Saver(self.failures, self._shared_state)
@@ -182,8 +178,6 @@ class Cohort:
         for run in self.saver.save_if_due(runs, points):
             run.requests.recent.withdraw_from(self.engine)
             self.observer.run_finished(run.spec, "done")
-
-    # -- before the first step ----------------------------------------------------------------------------------
 
     def _start(self) -> Iterator[None]:
         """Announce the runs and evaluate the untrained ones."""

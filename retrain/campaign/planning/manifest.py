@@ -17,6 +17,7 @@ from typing import Any
 from retrain.campaign.planning.plan import Plan
 from retrain.config import parse_dict
 from retrain.config.campaign import DECIDING_KEYS, Campaign
+from retrain.config.evaluation import HELDOUT, PART
 from retrain.config.root import defines_run, flat
 from retrain.config.runs import RunSpec, run_directory
 from retrain.errors import UsageError, plural
@@ -305,6 +306,33 @@ class CampaignObserver(NullObserver):
         content = self.manifest.content
         by_run = {key: {**content.get(key, {}), **facts[key]} for key in ("squeezes", "memory") if key in facts}
         self.manifest.note(**{**facts, **by_run})
+
+
+def summary(manifest: Manifest) -> dict[str, Any]:
+    content, directory = manifest.content, manifest.directory
+    paths = {"directory": str(directory), "manifest": str(directory / MANIFEST)}
+    if content.get("report"):
+        paths["report"] = str(directory / content["report"])
+    done = [run for run in content["runs"] if run["state"] == "done"]
+    if done:
+        paths["adapter"] = str(directory / done[0]["path"] / FINAL)
+        paths["metrics"] = str(directory / done[0]["path"] / METRICS)
+    evaluations = _evaluations(directory / content["runs"][0]["path"]) if len(content["runs"]) == 1 else {}
+    kept = {key: content.get(key) for key in ("name", "runs", "comparison", "squeeze", "squeezes")}
+    return kept | {"evaluations": evaluations, "paths": paths}
+
+
+def _evaluations(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the first accuracy of a run on each held-out set, and the last with its interval over problems."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in RunReader(directory).evaluations():
+        name = str(row.get("name", HELDOUT))
+        rate = row.get(f"eval/{name}/correct_rate")
+        if rate is None or name.endswith(PART):
+            continue
+        last = {key: row.get(f"eval/{name}/{key}") for key in ("ci_low", "ci_high", "problems")}
+        found[name] = {"before": found.get(name, {}).get("before", rate), "after": rate, **last}
+    return found
 
 
 def write_plan(plan: Plan) -> None:

@@ -148,7 +148,7 @@ def assemble(
     restore_engine(model, runs)
 
     evaluator = evaluator_of(specs[0], job.directory, model, ranks)
-    return Cohort(model.engine, runs, evaluator, observer, stop, model.workers, pressure_of(runs, model), ranks)
+    return Cohort(model.engine, runs, evaluator, observer, stop, model.workers, pressure_of(runs, model))
 
 
 def read_inputs(
