@@ -123,7 +123,8 @@ def test_a_worker_that_somebody_cancels_is_not_asked_for_again(out, workers, sta
 
     def cancel(task):
         cancelled.append(int(task[-1]))
-        (standin.home / "at_once").touch()  # no time to save
+        (standin.home / "at_once").touch()
+        os.kill(standin.pid(task), signal.SIGSTOP)  # no time to save
         os.system(f"scancel {task}")
 
     events = events_of(executor, at_start("wait-a", cancel))

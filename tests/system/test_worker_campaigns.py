@@ -6,11 +6,23 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from helpers.campaigns import Heard, StopAfter, a_writer, alone, contents, differing, planned, who_writes, writer
+from helpers.campaigns import (
+    Heard,
+    StopAfter,
+    a_writer,
+    alone,
+    contents,
+    differing,
+    planned,
+    suspended_writer,
+    who_writes,
+    writer,
+)
 
 import retrain.campaign.executors.slurm as slurm
 from retrain.campaign.controller import execute
@@ -94,9 +106,9 @@ def test_a_killed_worker_costs_steps_and_nothing_else(tmp_path, world, whole, th
     out, killed, lost = tmp_path / "out", [], []
 
     def disturb(spec, count):
-        if count == 3:
-            killed.append(writer(out, spec.run_id))
-            half = out / "runs" / spec.run_id / f"checkpoints/.step_000001.{killed[0]}{ASIDE}/adapter.json"
+        if count >= 3 and not killed and (found := suspended_writer(out)):
+            killed.append(found[0])
+            half = found[1] / f"checkpoints/.step_000001.{killed[0]}{ASIDE}/adapter.json"
             half.parent.mkdir(parents=True, exist_ok=True)  # it may be writing just that one
             half.write_text("half of i")
             os.kill(killed[0], signal.SIGKILL)
@@ -240,16 +252,15 @@ def test_a_worker_or_a_rank_that_dies_costs_steps_and_nothing_else(tmp_path, wor
     out, killed, seen = tmp_path / "out", [], {}
 
     def disturb(spec, count):
-        if count not in (1, 2, 8):
+        due = len(killed) < (1 if count < 8 else 2)
+        if not due or (found := suspended_writer(out)) is None:
             return
-        worker = writer(out, spec.run_id)
+        worker, _ = found
         seen[worker] = ranks_of(worker)
-        if count == 2:
-            killed.extend(seen[worker])
-        if count == 8:
-            killed.append(worker)
-        if killed:
-            os.kill(killed[-1], signal.SIGKILL)
+        killed.append(worker if killed else seen[worker][0])
+        os.kill(killed[-1], signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGCONT)
 
     heard = Heard(disturb)
     assert execute(planned(world, out, [*PROCESSES, *RANKS]), heard).exit_status == 0
