@@ -50,7 +50,7 @@ from retrain.campaign.running.protocol import (
 )
 from retrain.campaign.running.session import BEAT_SECONDS
 from retrain.campaign.running.tasks import Tasks, append, events_of, home_of
-from retrain.campaign.running.workers import Workers
+from retrain.campaign.running.workers import CampaignWorkers
 from retrain.campaign.worker import POLL_SECONDS
 from retrain.commands.console import PlainConsole
 from retrain.config import load
@@ -181,7 +181,7 @@ def measure(runs: int, slots: int, folder: Path) -> dict[str, float]:
     plan = check(Plan.of(load(file), folder / "out"))
     planned = time.thread_time() - begin
     counted: dict[str, int] = defaultdict(int)
-    workers = Workers(StubWorkers(plan.directory, slots), plan.directory)
+    workers = CampaignWorkers(StubWorkers(plan.directory, slots), plan.directory)
     with open(os.devnull, "w") as nothing:
         begin, own = time.perf_counter(), time.thread_time()
         outcome = controller.execute(plan, Counting(nothing, counted), executor=workers)
@@ -232,19 +232,19 @@ class Counting(PlainConsole):
 def idle(slots: int, folder: Path) -> dict[str, float]:
     """Return what it costs to look once at so many workers that have nothing to say, and what each of them does to the
     file system by itself."""
-    workers = Workers(StubWorkers(folder, slots), folder)
+    workers = CampaignWorkers(StubWorkers(folder, slots), folder)
     for slot in range(1, slots + 1):
         home = home_of(folder, slot)
         home.mkdir(parents=True)
         append(events_of(home, 1), {"up": f"{slot} stub", "process": 0})
     workers._begin()
-    for seat in workers._seats.values():
-        seat.follow(1)
+    for slot in workers._slots.values():
+        slot.follow(1)
     rounds = []
     for _ in range(4):
         begin = time.perf_counter()
-        for seat in workers._seats.values():
-            list(workers._hear(seat))
+        for slot in workers._slots.values():
+            list(workers._poll(slot))
         rounds.append(time.perf_counter() - begin)
     lanes = len(CONDITIONS)
     return {

@@ -48,7 +48,7 @@ from retrain.campaign.running.session import (
 )
 from retrain.campaign.running.tasks import WORKERS
 from retrain.campaign.running.team import Team
-from retrain.campaign.running.workers import Workers, adopts
+from retrain.campaign.running.workers import CampaignWorkers, can_adopt_workers
 from retrain.config import Loaded
 from retrain.config.runs import RunSpec, run_directory, without_sepa
 from retrain.device import torchrun_rank
@@ -107,7 +107,7 @@ def execute(
         if url := plan.specs[0].config.logging.mirror:  # ends last, when the manifest has been written
             stack.enter_context(uploading(Mirror(url, plan.directory), observer.message, lock.lose))
         stack.enter_context(restored_when_refused(plan.directory, plan.specs))
-        adopting = plan.specs[0].is_campaign and adopts(plan)
+        adopting = plan.specs[0].is_campaign and can_adopt_workers(plan)
         if plan.specs[0].is_campaign and not adopting:
             homes = (plan.directory / WORKERS).glob("worker_*/")
             wait_for_writers([*(run_directory(plan.directory, spec) for spec in plan.specs), *homes], observer.message)
@@ -278,7 +278,7 @@ class Controller:
             # Workers go on with what waits without a controller, unless the interim analysis may yet say that it need
             # not be trained; with lanes = "auto" that is given out after it only.
             may_stop = self.interim is not None and plan.specs[0].config.campaign.lanes != "auto"
-            room = len(plan.specs) if isinstance(executor, Workers) and not may_stop else executor.slots
+            room = len(plan.specs) if isinstance(executor, CampaignWorkers) and not may_stop else executor.slots
             self.scheduler = Scheduler(executor, hear, self._after, self.stop.is_due, restarts, room)
 
     def carry_out(self, retry_failed: bool) -> Outcome:

@@ -2,10 +2,9 @@
 
     python -m retrain.campaign.worker DIR --slot N
 
-Whoever starts it (``campaign.executors``), it is the only program that trains in another process. It holds the lease of
-its slot and of every run that it trains, says what happens in an event file of its own, and ends when nothing is left
-to claim and nobody is there who could add anything. SIGTERM lets it finish its step and save; with ``--requeue`` it is
-a task of Slurm, and SIGUSR1 does the same before Slurm puts the task back into the queue.
+Executors (``campaign.executors``) start it; no other program trains in another process. It holds the leases of its slot
+and of every run that it trains, appends events to a file of its own, and ends when no task is left and no controller
+lives that could add one. On SIGTERM it finishes its step and saves; as a Slurm task (``--requeue``) also on SIGUSR1.
 """
 
 import argparse
@@ -45,7 +44,7 @@ from retrain.campaign.running.protocol import (
     specs_of,
 )
 from retrain.campaign.running.session import DirectoryLock, LeaseWatch, wait_for_writers
-from retrain.campaign.running.tasks import SERVERS, WORKERS, Tail, Tasks, append, events_of, home_of, newest
+from retrain.campaign.running.tasks import SERVERS, WORKERS, EventFile, Tasks, append, events_of, home_of, newest
 from retrain.campaign.running.team import OtherRank, Team
 from retrain.config.runs import run_directory, run_place
 from retrain.engines.server.fleet import Told
@@ -54,19 +53,18 @@ from retrain.ownership import Owner, owner_of, remove_leftovers
 from retrain.records.observer import NullObserver, SpecLike
 from retrain.records.schema.base import Values
 
-POLL_SECONDS = 0.25  # Seconds between looks at the campaign's directory
+POLL_SECONDS = 0.25  # Seconds between polls of the campaign's directory
 PATIENCE_SECONDS = 90.0
-"""How long the controller's lease may stand still before it counts as gone: file attributes are up to a minute old on
-NFS."""
-WRITE_SECONDS = 60.0  # How long an event that cannot be written is tried again
+"""Seconds for which the controller's lease may stand still: file attributes are up to a minute old on NFS."""
+WRITE_SECONDS = 60.0  # Seconds for which a failed write of an event is retried
 KILL_SECONDS = 120.0
-"""How long a task of Slurm waits after SIGTERM for Slurm to end it, longer than the usual time between SIGTERM and
-SIGKILL: one that ended by itself would count as completed, and would not be put back into the queue."""
+"""Seconds that a preempted Slurm task waits for SIGKILL. If it exited by itself, Slurm would count it as completed and
+not requeue it."""
 PR_SET_PDEATHSIG = 1
 
 
-class Trains(Protocol):
-    """Does jobs; ``InProcess`` is the one that trains."""
+class JobTrainer(Protocol):
+    """Trains jobs; implemented by ``InProcess``."""
 
     guard: Guard
     team: Team | OtherRank | None
@@ -78,9 +76,9 @@ class Trains(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """What a worker is told on its command line: the campaign's ``directory``; the ``slot``, counted from 1; its
-    ``name`` for people; ``folder``, where relative paths of the campaign's file are looked up, None for
-    where the task says; whether Slurm started it (``requeue``); the ``parent`` with which it ends, 0 for none."""
+    """Command line of a worker. ``directory``: the campaign's; ``slot``: counted from 1; ``name``: slot and device, for
+    messages; ``folder``: base of relative paths in the campaign's file, None for the task's; ``requeue``: started by
+    Slurm; ``parent``: process whose death ends the worker, 0 for none."""
 
     directory: Path
     slot: int
@@ -93,18 +91,18 @@ class Options:
     def parse(cls, words: Sequence[str] | None = None) -> "Options":
         parser = argparse.ArgumentParser(prog="python -m retrain.campaign.worker", description="Train for a campaign.")
         parser.add_argument("directory", type=Path, help="the campaign's directory")
-        parser.add_argument("--slot", type=int, required=True, help="which of its workers this is, counted from 1")
-        parser.add_argument("--device", default="cpu", help="what it computes on, for people")
-        parser.add_argument("--folder", type=Path, help="where relative paths of the campaign's file lie here")
-        parser.add_argument("--requeue", action="store_true", help="it is a task of Slurm")
-        parser.add_argument("--parent", type=int, default=0, help="the process with which it ends")
+        parser.add_argument("--slot", type=int, required=True, help="number of this worker in the campaign, from 1")
+        parser.add_argument("--device", default="cpu", help="name of the device, for messages")
+        parser.add_argument("--folder", type=Path, help="base of relative paths in the campaign's file")
+        parser.add_argument("--requeue", action="store_true", help="run as a Slurm task: requeue after SIGUSR1")
+        parser.add_argument("--parent", type=int, default=0, help="end when this process ends")
         given = parser.parse_args(words)
         name = f"{given.slot} {given.device}"
         return cls(given.directory, given.slot, name, given.folder, given.requeue, given.parent)
 
 
 class EventSender(NullObserver):
-    """Sends its calls as events. They come from any thread."""
+    """Sends what it observes as events; its methods may be called from any thread."""
 
     def __init__(self, send: Callable[[Event], None]):
         self.send = send
@@ -129,25 +127,25 @@ class EventSender(NullObserver):
 
 
 class Worker:
-    """One worker, between taking its slot's lease and letting go of it."""
+    """A worker that holds the lease of its slot."""
 
     def __init__(self, options: Options, process: int, lock: DirectoryLock, owner: Owner):
         self.options, self.lock, self.owner = options, lock, owner
         self.directory, self.tasks = options.directory, Tasks.of(options.directory)
         self.events = events_of(home_of(options.directory, options.slot), process)
-        self.label = f"worker_{options.slot}-{process}"  # In the names of what it has claimed
+        self.label = f"worker_{options.slot}-{process}"  # Part of the names of claimed tasks
         self.servers = Told()
         self.ending = threading.Event()  # Set once no further task may start
         self.requeued = False
         self._stopped: frozenset[str] = frozenset()
         self._controller = LeaseWatch(options.directory, PATIENCE_SECONDS)
         self._writing = threading.Lock()
-        self._reported = Tail(options.directory / WORKERS / SERVERS)
+        self._server_news = EventFile(options.directory / WORKERS / SERVERS)
 
-    def work(self, trains: Trains) -> int:
-        """Do tasks until the end; return the exit status."""
-        self.say({"up": self.options.name, "process": os.getpid()})
-        self._hear_of_servers(first=True)
+    def run(self, trainer: JobTrainer) -> int:
+        """Claim and train tasks until none is left; return the exit status."""
+        self.write({"up": self.options.name, "process": os.getpid()})
+        self._read_server_news(first=True)
         threading.Thread(target=self._watch, name="directory", daemon=True).start()
         while not self.ending.is_set():
             claimed = self.tasks.claim(self.label)
@@ -158,20 +156,20 @@ class Worker:
                 continue
             task, content = claimed
             try:
-                self._do(trains, task, self._here(job_from_json(content)))
+                self._do(trainer, task, self._here(job_from_json(content)))
             except RetrainError as error:  # no fault of a run: the next task would meet it too
-                self.tell(task, WorkerFault(type(error).__name__, str(error)))
+                self.send(task, WorkerFault(type(error).__name__, str(error)))
                 return error.exit_status
-        trains.close()
+        trainer.close()
         return 0
 
-    def leave(self, requeue: bool = False) -> None:
-        """End after the step that is under way, saved."""
+    def stop_after_step(self, requeue: bool = False) -> None:
+        """Finish the current step, save, and end. ``requeue``: Slurm has announced the time limit."""
         self.requeued = self.requeued or requeue
         self.ending.set()
 
-    def say(self, facts: Mapping[str, Any]) -> None:
-        """Write a line of events; a file system that does not take it is asked again for a while."""
+    def write(self, facts: Mapping[str, Any]) -> None:
+        """Append a line to the event file, retrying for ``WRITE_SECONDS``."""
         end = time.monotonic() + WRITE_SECONDS
         while True:
             try:
@@ -183,19 +181,19 @@ class Worker:
                     return None
                 time.sleep(POLL_SECONDS)
 
-    def tell(self, task: str, event: Event) -> None:
-        self.say({"task": task, "event": event_to_json(event)})
+    def send(self, task: str, event: Event) -> None:
+        self.write({"task": task, "event": event_to_json(event)})
 
     def _here(self, job: Job) -> Job:
-        """Return a job with the directories as this machine has them."""
+        """Return the job with the directories of this machine."""
         return replace(job, directory=self.directory, folder=self.options.folder or job.folder)
 
-    def _do(self, trains: Trains, task: str, job: Job) -> None:
+    def _do(self, trainer: JobTrainer, task: str, job: Job) -> None:
         config = specs_of(job)[0].config
-        if trains.team is None and config.backend.shard != "none":
-            trains.team = Team(config)
+        if trainer.team is None and config.backend.shard != "none":
+            trainer.team = Team(config)
         runs = [spec.run_id for spec in job.runs] if isinstance(job, CohortJob) else []
-        self.tell(task, JobStarted(task, self.options.name, runs))
+        self.send(task, JobStarted(task, self.options.name, runs))
         with _leases(job, self.owner) as locks:
 
             def stop() -> bool:
@@ -203,24 +201,24 @@ class Worker:
                     lock.check()
                 return self.ending.is_set() or task in self._stopped
 
-            trains.guard = lambda directory: locks[directory].check
-            end = trains.do(job, EventSender(partial(self.tell, task)), stop)
+            trainer.guard = lambda directory: locks[directory].check
+            end = trainer.do(job, EventSender(partial(self.send, task)), stop)
             stop()  # runs that another process has taken over have not ended here
         # After the leases: the controller may have the runs trained on elsewhere.
-        self.tell(task, replace(end, job=task))
+        self.send(task, replace(end, job=task))
 
     def _watch(self) -> None:
-        """Look for requests and for news of the servers, from a thread of its own: also while a step is under way."""
+        """Poll for stop requests and server addresses in a thread, because a step may take minutes."""
         while True:
             with suppress(OSError):
                 self._stopped = self.tasks.stopped()
-                self._hear_of_servers()
+                self._read_server_news()
             if self.servers.urls and not self._controller.is_alive():
                 self.servers.tell(self.servers.urls, "whoever kept the servers is gone")
             time.sleep(POLL_SECONDS)
 
-    def _hear_of_servers(self, first: bool = False) -> None:
-        for line in self._reported.lines():
+    def _read_server_news(self, first: bool = False) -> None:
+        for line in self._server_news.lines():
             if "urls" in line:
                 self.servers.tell(line["urls"], line["gave_up"])
             elif not first:
@@ -229,8 +227,7 @@ class Worker:
 
 @contextmanager
 def _leases(job: Job, owner: Owner) -> Iterator[dict[Path, DirectoryLock]]:
-    """Hold the leases of all runs that a job writes, as soon as nobody else has them; what a worker that was killed
-    left half-written there, and where the job writes besides, is removed."""
+    """Hold the leases of all runs of a job once they are free, and remove what a killed worker left half-written."""
     places = [(run_directory(job.directory, spec), owner.at(run_place(spec))) for spec in specs_of(job)]
     while True:
         wait_for_writers([directory for directory, _ in places])
@@ -250,7 +247,7 @@ def _leases(job: Job, owner: Owner) -> Iterator[dict[Path, DirectoryLock]]:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel send SIGTERM when ``parent`` has ended, where it can."""
+    """Have the kernel send SIGTERM when ``parent`` has ended (Linux only)."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -265,28 +262,28 @@ tools, which inherit that, are not ended by it, and heard by one thread."""
 
 def listen(worker: Worker, options: Options) -> None:
     """Handle the signals of a worker."""
-    signal.signal(signal.SIGTERM, lambda number, frame: worker.leave())
+    signal.signal(signal.SIGTERM, lambda number, frame: worker.stop_after_step())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the controller says what is to be done
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if options.requeue:
 
         def hear() -> None:
             signal.sigwait(NOTICE)
-            worker.leave(requeue=True)
+            worker.stop_after_step(requeue=True)
 
         threading.Thread(target=hear, name="notice", daemon=True).start()
     if options.parent:
         end_with_parent(options.parent)
 
 
-def main(trains: Callable[[Told], Trains] = lambda servers: InProcess(servers=servers)) -> int:
-    """Work until nothing is left, in this process; return the exit status."""
+def main(make_trainer: Callable[[Told], JobTrainer] = lambda servers: InProcess(servers=servers)) -> int:
+    """Run a worker in this process; return the exit status."""
     options = Options.parse()
     if options.requeue:
         signal.pthread_sigmask(signal.SIG_BLOCK, NOTICE)
     owner = owner_of(options.directory)
     if owner is None:
-        print(f"{options.directory} is no directory of a campaign on this machine", file=sys.stderr)
+        print(f"{options.directory} is not the directory of a campaign on this machine", file=sys.stderr)
         return UsageError.exit_status
     home = home_of(options.directory, options.slot)
     try:
@@ -294,7 +291,7 @@ def main(trains: Callable[[Told], Trains] = lambda servers: InProcess(servers=se
             lock = _slot_lock(home, owner, stack)
             worker = Worker(options, newest(home) + 1, lock, owner)
             listen(worker, options)
-            status = worker.work(trains(worker.servers))
+            status = worker.run(make_trainer(worker.servers))
             _hand_back(worker)
     except RetrainError as error:
         print(error, file=sys.stderr)
@@ -303,7 +300,7 @@ def main(trains: Callable[[Told], Trains] = lambda servers: InProcess(servers=se
 
 
 def _slot_lock(home: Path, owner: Owner, stack: ExitStack) -> DirectoryLock:
-    """Take the lease of a slot, once the worker that had it before has ended."""
+    """Take the lease of a slot once its previous worker has ended."""
     while True:
         wait_for_writers([home])
         try:
@@ -315,10 +312,10 @@ def _slot_lock(home: Path, owner: Owner, stack: ExitStack) -> DirectoryLock:
 
 
 def _hand_back(worker: Worker) -> None:
-    """Have Slurm put this task back into the queue, or wait until it has done so itself."""
+    """Requeue this Slurm task, or, after a preemption, wait until Slurm kills and requeues it."""
     if not worker.options.requeue or not worker.ending.is_set():
         return
-    worker.say({"requeued": worker.requeued})
+    worker.write({"requeued": worker.requeued})
     if worker.requeued:
         job, index = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
         task = f"{job}_{index}" if job and index else os.environ.get("SLURM_JOB_ID", "")

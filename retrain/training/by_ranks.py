@@ -93,4 +93,4 @@ class AbsentEngine:
     def sample(
         self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
     ) -> list[list[Action]]:
-        raise NotImplementedError("servers are asked by rank 0")
+        raise RuntimeError("only rank 0 samples from servers")

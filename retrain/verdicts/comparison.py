@@ -232,7 +232,9 @@ class _Compared:
             difference=float(np.mean(differences)),
             typical_difference=typical,
             difference_interval=ends,
-            difference_new_problems=None if wider is None else _bounds(_around(possible(wider, measure), ends)),
+            difference_new_problems=None
+            if wider is None or ends is None
+            else _bounds(_around(possible(wider, measure), ends)),
             differences=differences.tolist(),
             iqm_difference=_iqm(differences, measure, resolution),
             probability_of_improvement=_bootstrapped(improvement, len(pairs)),
@@ -323,9 +325,9 @@ def _ends_of(analysis: Analysis, measure: Measure) -> list[float] | None:
     return None if within.low is None or within.high is None else [within.low, within.high]
 
 
-def _around(wider: Interval, ends: Sequence[float] | None) -> Interval:
-    """What holds for more populations holds for fewer: never narrower than the interval for these problems."""
-    if wider.low is None or wider.high is None or ends is None:
+def _around(wider: Interval, ends: Sequence[float]) -> Interval:
+    """Return the interval for new problems, at least as wide as the one for these problems (``ends``)."""
+    if wider.low is None or wider.high is None:
         return wider
     return Interval(wider.estimate, min(wider.low, ends[0]), max(wider.high, ends[1]))
 

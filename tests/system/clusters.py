@@ -16,7 +16,7 @@ import psutil
 
 from retrain.campaign.planning.plan import plan
 from retrain.campaign.running.protocol import CohortJob, JobEnded, Message, StepDone, Tick
-from retrain.campaign.running.workers import Workers
+from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import parse_dict
 from retrain.environments.build import Longest
 from retrain.files import read_json, read_jsonl
@@ -44,7 +44,7 @@ def job(directory: Path, *runs: str) -> CohortJob:
     return CohortJob(directory, directory.parent, specs, Longest(0, {}))
 
 
-def events_of(executor: Workers, on_event: Callable[[Any], object] = lambda event: None) -> list:
+def events_of(executor: CampaignWorkers, on_event: Callable[[Any], object] = lambda event: None) -> list:
     """Return all events but ticks; ``on_event`` is called with each, ticks included."""
     events = []
     for event in executor.events():

@@ -14,9 +14,9 @@ from retrain.campaign.executors.local import Local
 from retrain.campaign.executors.ray import ray_workers
 from retrain.campaign.executors.slurm import slurm_workers
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.launching import Slot
+from retrain.campaign.running.launching import WorkerDevice
 from retrain.campaign.running.session import DirectoryLock
-from retrain.campaign.running.workers import Workers
+from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import load
 from retrain.ownership import claim
 from tests.system.clusters import STUB, Nodes, SlurmStandin, cluster_of
@@ -59,7 +59,7 @@ def stub_workers(request, tmp_path, out, monkeypatch):
         (tmp_path / "my campaign.toml").write_text("[campaign]\nseeds = [1]\nmax_steps = 1\n")
         return Plan.of(load(tmp_path / "my campaign.toml", settings), out)
 
-    def on_slurm(count: int, keys: dict) -> Workers:
+    def on_slurm(count: int, keys: dict) -> CampaignWorkers:
         if not locked:
             locked.append(stack.enter_context(DirectoryLock(out, beat=0.5)))
         devices = keys.pop("devices", "cpu")
@@ -67,16 +67,18 @@ def stub_workers(request, tmp_path, out, monkeypatch):
         settings += ["campaign.executor=slurm", f"campaign.workers={count}", f"backend.devices={devices}"]
         return slurm_workers(plan_of(settings), 2)
 
-    def on_ray(count: int | str, sets: list[str]) -> Workers:
+    def on_ray(count: int | str, sets: list[str]) -> CampaignWorkers:
         address = request.getfixturevalue("nodes").address
         settings = ["campaign.executor=ray", f"campaign.workers={count}", f"ray.address={address}", *sets]
         return ray_workers(plan_of(settings))
 
     with ExitStack() as stack:
 
-        def make(executor: str, count: int | str = 2, *sets: str, slot: Slot | None = None, **keys) -> Workers:
+        def make(
+            executor: str, count: int | str = 2, *sets: str, slot: WorkerDevice | None = None, **keys
+        ) -> CampaignWorkers:
             if executor == "processes":
-                made = Workers(Local([slot or Slot("cpu", 1)] * int(count), out), out)
+                made = CampaignWorkers(Local([slot or WorkerDevice("cpu", 1)] * int(count), out), out)
             elif executor == "ray":
                 made = on_ray(count, [*sets])
             else:

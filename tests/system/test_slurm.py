@@ -9,7 +9,7 @@ import retrain.campaign.executors.slurm as slurm
 from retrain.campaign.controller import executor_of
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.protocol import JobStarted, StepDone
-from retrain.campaign.running.workers import Workers
+from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import load, parse_dict
 from retrain.errors import UsageError, WorkersLost
 from retrain.files import read_json
@@ -20,7 +20,7 @@ from tests.system.clusters import ends, events_of, eventually, job, of_kind, pid
 def workers(stub_workers, out):
     """Makes executors, with a job submitted for each name."""
 
-    def make(count: int, *names: str, **keys) -> Workers:
+    def make(count: int, *names: str, **keys) -> CampaignWorkers:
         return submit(stub_workers("slurm", count, **keys), out, names)
 
     return make
@@ -30,7 +30,7 @@ def statuses(events) -> list[str]:
     return [end.status for end in ends(events).values()]
 
 
-def submit(executor: Workers, out: Path, names: Iterable[str]) -> Workers:
+def submit(executor: CampaignWorkers, out: Path, names: Iterable[str]) -> CampaignWorkers:
     for name in names:
         executor.submit(job(out, name))
     return executor

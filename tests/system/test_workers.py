@@ -10,7 +10,7 @@ from retrain.campaign.controller import executor_of
 from retrain.campaign.executors.table import slots_of
 from retrain.campaign.planning.manifest import fingerprint, read_plan, write_plan
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.launching import Slot
+from retrain.campaign.running.launching import WorkerDevice
 from retrain.campaign.running.protocol import JobStarted, StepDone
 from retrain.campaign.running.team import gpus_of
 from retrain.cli import app
@@ -103,7 +103,7 @@ def test_a_full_disk_ends_the_campaign_once_the_others_have_stopped(out, stub_wo
 
 def test_a_worker_knows_its_gpu_and_its_share_of_the_cores(out, stub_workers, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
-    workers = stub_workers("processes", 1, slot=Slot("gpu:1", 3, "5", 0.5))
+    workers = stub_workers("processes", 1, slot=WorkerDevice("gpu:1", 3, "5", 0.5))
     workers.submit(job(out, "a"))
     events = events_of(workers)
     row = of_kind(events, StepDone)[0].row
@@ -112,7 +112,7 @@ def test_a_worker_knows_its_gpu_and_its_share_of_the_cores(out, stub_workers, mo
     assert of_kind(events, JobStarted)[0].worker == "1 gpu:1"
     monkeypatch.setenv("OMP_NUM_THREADS", "2")  # what the user has set stays
     monkeypatch.setenv("RETRAIN_MEMORY_SHARE", "0.1")  # that of the process that started this one does not
-    environment = Slot("cpu", 8).environment
+    environment = WorkerDevice("cpu", 8).environment
     assert (environment["OMP_NUM_THREADS"], environment["RETRAIN_MEMORY_SHARE"]) == ("2", "1")
     assert "RETRAIN_OWN_GPU" not in environment
 

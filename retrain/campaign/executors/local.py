@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from retrain.campaign.running import launching
-from retrain.campaign.running.launching import Slot, command_of, end_words, with_imports
+from retrain.campaign.running.launching import WorkerDevice, command_of, end_words, with_imports
 from retrain.campaign.running.protocol import Message, WorkerEnd
 from retrain.campaign.running.tasks import WORKERS
 from retrain.errors import StorageError
@@ -14,19 +14,19 @@ END_SECONDS = 5.0
 
 
 class Local:
-    """One process for each of ``places``, of the campaign in ``directory``. See ``Executor``."""
+    """Starts one process per device, for the campaign in ``directory``."""
 
-    def __init__(self, places: Sequence[Slot], directory: Path):
-        self.places, self.directory, self.slots = places, directory, len(places)
+    def __init__(self, devices: Sequence[WorkerDevice], directory: Path):
+        self.devices, self.directory, self.slots = devices, directory, len(devices)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def has_gpu(self) -> bool:
-        return any(place.visible for place in self.places)
+        return any(device.visible for device in self.devices)
 
     def start(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            place, log = self.places[slot - 1], self._log(slot)
-            command = command_of(launching.PROGRAM, self.directory, slot, place.device)
+            device, log = self.devices[slot - 1], self._log(slot)
+            command = command_of(launching.PROGRAM, self.directory, slot, device.device)
             try:
                 log.parent.mkdir(parents=True, exist_ok=True)
                 with open(log, "ab") as output:
@@ -35,7 +35,7 @@ class Local:
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=output,
-                        env=with_imports(place.environment),
+                        env=with_imports(device.environment),
                         start_new_session=True,  # Ctrl-C reaches the controller only
                     )
             except OSError as error:
@@ -59,7 +59,7 @@ class Local:
     def close(self) -> None:
         for slot, process in self._processes.items():
             try:
-                process.wait(END_SECONDS)  # they have been told; what has let go of its lease is about to end
+                process.wait(END_SECONDS)  # a worker that has released its lease is about to end
             except subprocess.TimeoutExpired:
                 self.kill(slot)
 

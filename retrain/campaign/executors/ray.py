@@ -23,10 +23,10 @@ from retrain.campaign.executors.ray_connection import connect, last_line, ray_mo
 from retrain.campaign.executors.ray_servers import RayFleet
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running import launching
-from retrain.campaign.running.launching import Slot, command_of, end_words
+from retrain.campaign.running.launching import WorkerDevice, command_of, end_words
 from retrain.campaign.running.protocol import Message, WorkerEnd
 from retrain.campaign.running.tasks import WORKERS, append, events_of, home_of, newest
-from retrain.campaign.running.workers import Workers
+from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import Config
 from retrain.errors import UsageError, plural
 from retrain.ownership import claim
@@ -38,10 +38,10 @@ NAMESPACE = "retrain"  # Of the names of detached actors
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a worker's actor has to know: its ``slot``, the campaign's ``directory`` and ``folder`` (of its file) as the
-    controller has them in its working directory ``cwd``, the directory's ``owner`` (the id in its mark), the
-    ``program`` to start, the worker's ``threads`` and its part of a GPU's ``memory``."""
+class WorkerRequest:
+    """Arguments of a worker's actor: the ``slot``; the campaign's ``directory`` and its file's ``folder``, relative to
+    the controller's working directory ``cwd``; the directory's ``owner`` (the id in its mark); the ``program`` to
+    start; the worker's ``threads`` and its share of a GPU's ``memory``."""
 
     slot: int
     directory: str
@@ -53,37 +53,37 @@ class Asked:
     memory: float = 1.0
 
 
-class Host:
-    """Runs a worker's process on this node; what Ray makes an actor of."""
+class WorkerHost:
+    """Actor that runs a worker's process on its node."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self.copy = os.getcwd()  # Ray's copy of the campaign file's folder on this node
 
-    def run(self, asked: Asked) -> str:
+    def run(self, request: WorkerRequest) -> str:
         """Start the worker, and wait until it has ended; return why it could not be started, "" else."""
         ray = ray_module()
-        directory, node = Path(asked.cwd, asked.directory), ray.util.get_node_ip_address()
-        if not sees(directory, asked.owner):
+        directory, node = Path(request.cwd, request.directory), ray.util.get_node_ip_address()
+        if not sees(directory, request.owner):
             return f"node {node} ({socket.gethostname()}) does not see {directory}"
-        folder = Path(asked.cwd, asked.folder)
-        if os.path.isdir(asked.cwd):
-            os.chdir(asked.cwd)
-            directory = Path(asked.directory)
+        folder = Path(request.cwd, request.folder)
+        if os.path.isdir(request.cwd):
+            os.chdir(request.cwd)
+            directory = Path(request.directory)
         gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
         device = f"gpu:{','.join(gpus)}" if gpus else "cpu"
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if gpus else ""
-        place = Slot(f"{node} {device}", int(asked.threads), visible, asked.memory)
+        place = WorkerDevice(f"{node} {device}", int(request.threads), visible, request.memory)
         more = ["--folder", str(folder if folder.is_dir() else self.copy), "--parent", str(os.getpid())]
         own = str(Path(ray.__file__).parent)  # copies of packages there are for Ray's own processes
         path = [entry or os.getcwd() for entry in sys.path if not entry.startswith(own)]
-        environment = place.environment | {"OMP_NUM_THREADS": asked.threads, "PYTHONPATH": os.pathsep.join(path)}
-        home = home_of(directory, asked.slot)
-        log, before = directory / WORKERS / f"worker_{asked.slot}.log", newest(home)
+        environment = place.environment | {"OMP_NUM_THREADS": request.threads, "PYTHONPATH": os.pathsep.join(path)}
+        home = home_of(directory, request.slot)
+        log, before = directory / WORKERS / f"worker_{request.slot}.log", newest(home)
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
             self.process = subprocess.Popen(
-                command_of(asked.program, directory, asked.slot, place.device, *more),
+                command_of(request.program, directory, request.slot, place.device, *more),
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True,
             )  # fmt: skip
         status = self.process.wait()
@@ -100,8 +100,8 @@ class Host:
 
 
 @dataclass(eq=False)
-class Actor:
-    """A worker's actor: the result of its ``run``, and since when it waits for a place."""
+class WorkerActor:
+    """A worker's actor, the future of its ``run``, and when it was created."""
 
     handle: Any
     run: Any
@@ -109,12 +109,12 @@ class Actor:
 
 
 class RayExecutor:
-    """An actor for each worker, which asks for ``gpus`` and ``cpus``. ``ours``: this executor made the connection, and
-    closes it. See ``Executor``."""
+    """Starts an actor with ``gpus`` and ``cpus`` for each worker. ``ours``: this executor opened the connection to the
+    cluster and closes it."""
 
     def __init__(self, plan: Plan, slots: int, gpus: float, cpus: int, ours: bool):
         self.plan, self.slots, self.gpus, self.cpus, self.ours = plan, slots, gpus, cpus, ours
-        self._actors: dict[int, Actor] = {}
+        self._actors: dict[int, WorkerActor] = {}
         self._told = False  # Whether the user was notified that workers wait for room
 
     @cached_property
@@ -130,7 +130,7 @@ class RayExecutor:
         threads = os.environ.get("OMP_NUM_THREADS") or str(self.cpus)
         memory = min(1.0, self.gpus) if self.gpus else 1.0
         for slot in slots:
-            asked = Asked(
+            request = WorkerRequest(
                 slot, str(self.plan.directory), str(self.plan.folder), os.getcwd(), self.owner, launching.PROGRAM,
                 threads, memory,
             )  # fmt: skip
@@ -143,8 +143,8 @@ class RayExecutor:
                 "get_if_exists": False,
             }
             restart = {"max_restarts": -1, "max_task_retries": -1, "concurrency_groups": {"end": 1}}
-            handle = ray.remote(**options, **detached, **restart)(Host).remote()
-            self._actors[slot] = Actor(handle, handle.run.remote(asked), time.monotonic())
+            handle = ray.remote(**options, **detached, **restart)(WorkerHost).remote()
+            self._actors[slot] = WorkerActor(handle, handle.run.remote(request), time.monotonic())
 
     def look(self, slot: int) -> WorkerEnd | None:
         actor = self._actors.get(slot)
@@ -168,7 +168,7 @@ class RayExecutor:
         return WorkerEnd("ended", excused=True)
 
     def notes(self) -> list[Message]:
-        """See ``Executor.notes``: once, that a worker waits for room."""
+        """Return once that a worker waits for room in the cluster."""
         now, ray = time.monotonic(), ray_module()
         if self._told or not any(now - actor.since > ROOM_SECONDS for actor in self._actors.values()):
             return []
@@ -180,7 +180,7 @@ class RayExecutor:
         return []
 
     def kill(self, slot: int) -> None:
-        """See ``Executor.kill``; one whose node does not answer is left to the lease that it renews no more."""
+        """Kill a worker; if its node does not answer, the worker's lease expires."""
         ray, actor = ray_module(), self._actors.get(slot)
         if actor is None:
             return
@@ -217,7 +217,7 @@ class RayExecutor:
         return f"it asks for {asks}, and of what the cluster has are free: {has}"
 
 
-def ray_workers(plan: Plan) -> Workers:
+def ray_workers(plan: Plan) -> CampaignWorkers:
     """Return the workers of a plan, placed in the cluster of its configuration. Raises UsageError when there is no such
     cluster, or nothing in it to train on."""
     config = plan.specs[0].config
@@ -230,16 +230,16 @@ def ray_workers(plan: Plan) -> Workers:
         if ours:
             ray_module().shutdown()
         raise
-    executor = RayExecutor(plan, slots, _gpus_asked(config) if gpus else 0, config.ray.cpus, ours)
+    executor = RayExecutor(plan, slots, _gpus_per_worker(config) if gpus else 0, config.ray.cpus, ours)
     fleet = None
     if config.inference.launch is not None:
         fleet = partial(RayFleet, plan, config.ray.server_gpus if gpus else 0.0)
-    return Workers(executor, plan.directory, fleet)
+    return CampaignWorkers(executor, plan.directory, fleet)
 
 
 def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
-    """How many workers there will be, and whether each has a GPU. ``nodes`` are as Ray lists them."""
-    asked, devices, cpus = config.campaign.workers, config.backend.devices, config.ray.cpus
+    """Return the number of workers and whether each has a GPU. ``nodes`` are as Ray lists them."""
+    workers, devices, cpus = config.campaign.workers, config.backend.devices, config.ray.cpus
     everything = _resources(nodes)
     gpus = devices == "all" or (devices != "cpu" and any(int(each.get("GPU", 0)) for each in everything))
     left = _left_by_servers(everything, config) if config.inference.launch is not None else everything
@@ -248,10 +248,10 @@ def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
             f"[campaign] gpus_per_cohort = {config.campaign.gpus_per_cohort:g} has no effect: the Ray cluster has no "
             "GPU; remove the line, or type --set campaign.gpus_per_cohort=1"
         )
-    if asked != "auto":
-        return asked, gpus
+    if workers != "auto":
+        return workers, gpus
     if left is None:
-        what = _asked_words(config.ray.server_cpus, config.ray.server_gpus if gpus else 0.0)
+        what = _resource_words(config.ray.server_cpus, config.ray.server_gpus if gpus else 0.0)
         raise UsageError(
             f"the Ray cluster has no room for {plural(config.inference.replicas, 'server')} of [inference] launch, "
             f"each of which asks for {what} ([ray] server_cpus, server_gpus); where nodes come when asked for, "
@@ -261,11 +261,11 @@ def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
     if not count and left is not everything and any(_room(each, config, gpus) for each in everything):
         raise UsageError(
             f"beside {plural(config.inference.replicas, 'server')} of [inference] launch the Ray cluster has no room "
-            f"for a worker, which asks for {_asked_words(cpus, _gpus_asked(config) if gpus else 0.0)} ([ray] cpus, "
-            "[backend] devices): add a node, or give the servers less ([ray] server_gpus, server_cpus)"
+            f"for a worker, which asks for {_resource_words(cpus, _gpus_per_worker(config) if gpus else 0.0)} "
+            "([ray] cpus, [backend] devices): add a node, or give the servers less ([ray] server_gpus, server_cpus)"
         )
     if not count:
-        what = _asked_words(cpus, _gpus_asked(config) if gpus else 0.0)
+        what = _resource_words(cpus, _gpus_per_worker(config) if gpus else 0.0)
         raise UsageError(
             f"no node of the Ray cluster has {what}, which is what a worker asks for ([ray] cpus, [backend] devices); "
             "where nodes come when they are asked for, say how many workers: --workers 4"
@@ -274,18 +274,18 @@ def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
 
 
 def _room(node: dict[str, float], config: Config, gpus: bool) -> int:
-    """How many workers fit on what a node has, with GPUs or without."""
+    """Return how many workers fit on a node, with GPUs or without."""
     room = int(node.get("CPU", 0)) // config.ray.cpus
     if not gpus:
         return room
     whole, part = divmod(node.get("GPU", 0.0), 1)
-    on_parts = int(part / _gpus_asked(config) + 1e-9) if config.gpus_per_worker == 1 else 0
+    on_parts = int(part / _gpus_per_worker(config) + 1e-9) if config.gpus_per_worker == 1 else 0
     return min(room, config.campaign.workers_per_gpu * (int(whole) // config.gpus_per_worker) + on_parts)
 
 
 def _left_by_servers(nodes: list[dict[str, float]], config: Config) -> list[dict[str, float]] | None:
-    """What nodes have beside the servers that are to be launched, each where there is most room; None where one of
-    them has none."""
+    """Return what the servers to be launched leave free on each node, or None if one of them does not fit. A server is
+    counted on the node with most room."""
     left, inference = [dict(node) for node in nodes], config.inference
     on_gpus = config.backend.devices != "cpu" and any(node.get("GPU", 0) for node in nodes)
     asks = {"CPU": float(config.ray.server_cpus), "GPU": config.ray.server_gpus if on_gpus else 0.0}
@@ -299,11 +299,11 @@ def _left_by_servers(nodes: list[dict[str, float]], config: Config) -> list[dict
     return left
 
 
-def _gpus_asked(config: Config) -> float:
+def _gpus_per_worker(config: Config) -> float:
     return min(config.campaign.gpus_per_cohort, 1.0) if config.gpus_per_worker == 1 else config.gpus_per_worker
 
 
-def _asked_words(cpus: int, gpus: float) -> str:
+def _resource_words(cpus: int, gpus: float) -> str:
     return f"{plural(cpus, 'CPU')} and {_count(gpus, 'GPU')}" if gpus else plural(cpus, "CPU")
 
 

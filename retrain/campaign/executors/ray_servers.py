@@ -30,8 +30,8 @@ PREFIX = "[inference] launch: "
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a server's actor has to know: the ``name`` of its files, the command and the model in ``config``, the
+class ServerRequest:
+    """Arguments of a server's actor: the ``name`` of its files, the command and the model in ``config``, the
     campaign's ``directory`` and its ``owner`` (the id in its mark), and the controller's working directory ``cwd``."""
 
     name: str
@@ -44,18 +44,18 @@ class Asked:
 class ServerHost:
     """Runs a server on this node and says how it is; what Ray makes an actor of."""
 
-    def __init__(self, asked: Asked):
+    def __init__(self, request: ServerRequest):
         self.said: list[tuple[str, str]] = []
         self.fault = ""
         self.server: Launched | None = None
         try:
-            self.server = self._start(asked)
+            self.server = self._start(request)
         except (RetrainError, OSError) as error:
             self.fault = str(error).removeprefix(PREFIX)
 
     def look(self) -> dict[str, Any]:
-        """Where it listens (``url``), for how many seconds it has answered (``answered_s``), what has been ``said``
-        since the last time, and why it ``gave_up``, if it has."""
+        """Return where it listens (``url``), for how many seconds it has answered (``answered_s``), its messages since
+        the last call (``said``), and why it ``gave_up``, if it has."""
         said, self.said = self.said, []
         if self.server is None:
             return {"url": "", "answered_s": 0.0, "gave_up": self.fault, "said": said}
@@ -66,13 +66,13 @@ class ServerHost:
         if self.server is not None:
             self.server.close()
 
-    def _start(self, asked: Asked) -> Launched:
+    def _start(self, request: ServerRequest) -> Launched:
         ray = ray_module()
-        config, directory = asked.config, Path(asked.cwd, asked.directory)
-        if not sees(directory, asked.owner):
-            directory = Path(tempfile.gettempdir(), "retrain", asked.owner, "servers")
-        if os.path.isdir(asked.cwd):
-            os.chdir(asked.cwd)
+        config, directory = request.config, Path(request.cwd, request.directory)
+        if not sees(directory, request.owner):
+            directory = Path(tempfile.gettempdir(), "retrain", request.owner, "servers")
+        if os.path.isdir(request.cwd):
+            os.chdir(request.cwd)
         gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if gpus else None
         assert config.inference.launch is not None
@@ -83,13 +83,13 @@ class ServerHost:
             visible,
             False,
             lambda text, level: self.said.append((text, level)),
-            name=asked.name,
+            name=request.name,
             host=_host(ray),
         )
 
 
 @dataclass(eq=False)
-class Place:
+class ServerSlot:
     """One server of the fleet: its actor, the question that waits for an answer, and what was answered last."""
 
     number: int
@@ -112,7 +112,7 @@ class RayFleet:
         self.config, self.directory, self.tell = config, str(plan.directory), tell
         self.resources = {"num_gpus": gpus, "num_cpus": config.ray.server_cpus}
         self._owner = claim(plan.directory).id
-        self._places = [Place(*each) for each in enumerate(names_of(config.inference.replicas), start=1)]
+        self._places = [ServerSlot(*each) for each in enumerate(names_of(config.inference.replicas), start=1)]
         self._closing = threading.Event()
         for place in self._places:
             self._begin(place)
@@ -151,26 +151,26 @@ class RayFleet:
         for place in self._places:  # what one that was lost with its node has left
             identity_of(Path(self.directory), place.name).unlink(missing_ok=True)
 
-    def _begin(self, place: Place) -> None:
+    def _begin(self, place: ServerSlot) -> None:
         options = {**self.resources, "scheduling_strategy": "SPREAD", "max_restarts": 0}
-        asked = Asked(place.name, self.config, self.directory, self._owner, os.getcwd())
-        place.actor = ray_module().remote(**options)(ServerHost).remote(asked)
+        request = ServerRequest(place.name, self.config, self.directory, self._owner, os.getcwd())
+        place.actor = ray_module().remote(**options)(ServerHost).remote(request)
         place.question = place.actor.look.remote()
         place.waits_since, place.url, place.answered_s = time.monotonic(), "", 0.0
 
     def _watch(self) -> None:
         ray = ray_module()
         while not self._closing.wait(LOOK_SECONDS):
-            asked = {place.question: place for place in self._places if place.question is not None}
-            if not asked:
+            pending = {place.question: place for place in self._places if place.question is not None}
+            if not pending:
                 continue
-            answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LOOK_SECONDS)
+            answered, _ = ray.wait(list(pending), num_returns=len(pending), timeout=LOOK_SECONDS)
             for question in answered:
-                self._hear(asked[question])
+                self._hear(pending[question])
             for place in self._places:
                 self._say_waits(place)
 
-    def _hear(self, place: Place) -> None:
+    def _hear(self, place: ServerSlot) -> None:
         """Take an answer, or find that there will be none."""
         ray = ray_module()
         try:
@@ -195,13 +195,13 @@ class RayFleet:
         place.url, place.answered_s = answer["url"], answer["answered_s"]
         place.question = place.actor.look.remote()
 
-    def _give_up(self, place: Place, why: str) -> None:
+    def _give_up(self, place: ServerSlot, why: str) -> None:
         """It is not started again, which is said where others go on; where none does, whoever waits for one says it."""
         place.url, place.question, place.gave_up = "", None, why
         if not self.gave_up:
             self.tell(f"server {place.number} is given up: {why}", "warning")
 
-    def _lost(self, place: Place) -> None:
+    def _lost(self, place: ServerSlot) -> None:
         place.url, place.question = "", None
         how = f"server {place.number} was lost with its actor or its node"
         if place.restarts.spent(place.answered_s):
@@ -210,7 +210,7 @@ class RayFleet:
         self.tell(f"{how}, and is started elsewhere", "warning")
         self._begin(place)
 
-    def _say_waits(self, place: Place) -> None:
+    def _say_waits(self, place: ServerSlot) -> None:
         """Once, that there is no room for a server."""
         waits = place.question is not None and not place.url
         if waits and not place.told and time.monotonic() - place.waits_since > ROOM_SECONDS:
@@ -221,6 +221,6 @@ class RayFleet:
 
 
 def _host(ray: ModuleType) -> str:
-    """Where a server listens: for this machine alone, where no node of the cluster is on another."""
+    """Return the address on which a server listens: the loopback address where all nodes are on this machine."""
     nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     return "127.0.0.1" if len(nodes) == 1 else ray.util.get_node_ip_address()

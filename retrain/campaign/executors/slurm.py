@@ -1,9 +1,9 @@
 """The executor of workers that are tasks of a Slurm job array.
 
-All workers are asked for at once by one ``sbatch``, and each takes tasks once Slurm has let it begin. The script is
-rendered from ``slurm.sh.j2``, or from the user's ``[slurm] template``. A task that Slurm has put back into the queue is
-waited for; for one that has ended after it had begun another is asked for; one that never began, or that somebody
-cancelled, is not replaced. With ``cluster = "local"`` the same script runs on this machine.
+One ``sbatch`` submits all workers, and each claims tasks as soon as Slurm starts it. The script is rendered from
+``slurm.sh.j2``, or from the user's ``[slurm] template``. A requeued worker is waited for; one that ended after it had
+started is submitted again; one that never started, or that somebody cancelled, is not replaced. With
+``cluster = "local"`` the same script runs on this machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from retrain.campaign.running import launching
 from retrain.campaign.running.launching import command_of, end_words, with_imports
 from retrain.campaign.running.protocol import Message, WorkerEnd
 from retrain.campaign.running.tasks import WORKERS, home_of, newest
-from retrain.campaign.running.workers import Workers, has_living_worker
+from retrain.campaign.running.workers import CampaignWorkers, has_living_worker
 from retrain.config import Config
 from retrain.config.machine import GPU_OPTIONS
 from retrain.errors import UsageError, plural
@@ -47,8 +47,8 @@ COMMAND_SECONDS = 60.0
 
 @dataclass(eq=False)
 class SlurmTask:
-    """The newest task of a slot: its id with Slurm, the number of its newest process before it was asked for, and its
-    process where it runs here without Slurm."""
+    """Newest task of a slot. ``job``: its id in Slurm; ``before``: number of the slot's newest process when it was
+    submitted; ``process``: set when it runs on this machine without Slurm."""
 
     job: str
     log: Path
@@ -57,7 +57,7 @@ class SlurmTask:
 
 
 class Slurm:
-    """Workers of one campaign, on a machine of so many ``cores``. See ``Executor``."""
+    """Starts workers as tasks of a job array. ``cores``: of this machine, shared out when ``cluster = "local"``."""
 
     def __init__(self, plan: Plan, cores: int):
         self.plan, self.config, self.directory = plan, plan.specs[0].config, plan.directory
@@ -74,7 +74,8 @@ class Slurm:
         return self.config.backend.devices != "cpu"
 
     def start(self, slots: Sequence[int]) -> None:
-        """See ``Executor.start``: with the first ones all others too. Raises UsageError when Slurm refuses."""
+        """Submit workers for these slots, on the first call for all of them as one array. Raises UsageError when Slurm
+        rejects the job."""
         if not self._begun:
             self._cancel_leftovers()
             living = [slot for slot in range(1, self.slots + 1) if slot not in slots]
@@ -149,7 +150,7 @@ class Slurm:
             self._command("scancel", task.job)
 
     def close(self) -> None:
-        """See ``Executor.close``: all workers that are needed no more have ended; what waits is cancelled."""
+        """Cancel the tasks that still wait in the queue."""
         jobs = [task.job for task in self._tasks.values()]
         if self.is_slurm:
             self._cancel_leftovers()
@@ -164,7 +165,7 @@ class Slurm:
         return home_of(self.directory, slot)
 
     def _state(self, job: str) -> str:
-        """Return what Slurm says of a task now, or said up to ``LOOK_SECONDS`` ago, in one word."""
+        """Return a task's state in Slurm, at most ``LOOK_SECONDS`` old."""
         if time.monotonic() - self._looked >= LOOK_SECONDS:
             self._looked = time.monotonic()
             ids = [word for task in self._tasks.values() for word in ("-j", task.job)]
@@ -226,19 +227,19 @@ class Slurm:
         write_json(self.directory / WORKERS / RECORD, {"jobs": jobs, "closed": closed})
 
     def _cancel_leftovers(self) -> None:
-        """Cancel what an earlier controller, which was killed, has asked for and did not begin."""
+        """Cancel the waiting tasks of this campaign, including those of an earlier controller."""
         record: dict[str, Any] = read_json_if_present(self.directory / WORKERS / RECORD) or {}
         if self.is_slurm and record.get("jobs") and not record.get("closed"):
             self._command("scancel", "--state=PENDING", *record["jobs"].values())
 
     def _command(self, *words: str) -> str:
-        """Run a command of Slurm's; what it complains about shows in the states."""
+        """Run a Slurm command and return its output; its errors show in the task states."""
         with suppress(OSError, subprocess.TimeoutExpired):
             return subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False).stdout
         return ""
 
 
-def slurm_workers(plan: Plan, cores: int) -> Workers:
+def slurm_workers(plan: Plan, cores: int) -> CampaignWorkers:
     """Return the workers of a plan's configuration. Raises UsageError where there is no Slurm."""
     absent = [name for name in ("sbatch", "srun") if not shutil.which(name)]
     if plan.specs[0].config.slurm.cluster == "slurm" and absent:
@@ -246,7 +247,7 @@ def slurm_workers(plan: Plan, cores: int) -> Workers:
             f'executor = "slurm": there is no {absent[0]} on this machine; start retrain where jobs are submitted, or '
             "type --executor processes"
         )
-    return Workers(Slurm(plan, cores), plan.directory)
+    return CampaignWorkers(Slurm(plan, cores), plan.directory)
 
 
 def sbatch_options(config: Config, name: str, slots: Sequence[int], log: str) -> list[str]:

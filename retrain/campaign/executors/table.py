@@ -7,16 +7,16 @@ from retrain.campaign.executors.local import Local
 from retrain.campaign.executors.ray import ray_workers
 from retrain.campaign.executors.slurm import slurm_workers
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.launching import Slot
+from retrain.campaign.running.launching import WorkerDevice
 from retrain.campaign.running.team import gpus_of, visible_gpus
-from retrain.campaign.running.workers import Workers
+from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import Config
 from retrain.engines.server.fleet import Fleet, Launches, Tell
 from retrain.errors import UsageError, plural
 
 
-def slots_of(config: Config) -> list[Slot]:
-    """One slot for each worker: a GPU or the asked part of one each, or an equal share of this machine's cores and
+def slots_of(config: Config) -> list[WorkerDevice]:
+    """Return a device for each worker: GPUs, a share of one, or an equal share of this machine's cores and
     memory."""
     asked, each, share = config.campaign.workers, config.campaign.workers_per_gpu, config.campaign.gpus_per_cohort
     gpus, size = _left_by_servers(config, gpus_of(config)), config.gpus_per_worker
@@ -27,7 +27,7 @@ def slots_of(config: Config) -> list[Slot]:
                 "type --set campaign.gpus_per_cohort=1"
             )
         count = 1 if asked == "auto" else asked
-        return [Slot("cpu", max(1, cores() // count), memory=1 / count)] * count
+        return [WorkerDevice("cpu", max(1, cores() // count), memory=1 / count)] * count
     groups = [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)]
     if not groups:
         raise UsageError(
@@ -43,11 +43,11 @@ def slots_of(config: Config) -> list[Slot]:
             f"{f' with gpus_per_cohort = {share:g}' if each > 1 else ''}; type --workers {most}"
         )
     threads, memory = max(1, cores() // count), min(1.0, share)
-    return [Slot(_named(group), threads, _seen(group), memory) for group in (groups * each)[:count]]
+    return [WorkerDevice(_named(group), threads, _seen(group), memory) for group in (groups * each)[:count]]
 
 
 def _left_by_servers(config: Config, gpus: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Those that servers which are started beside them do not have."""
+    """Return the GPUs that ``[inference] launch_gpus`` does not reserve for servers."""
     asked, backend = config.inference, config.backend
     if not gpus or asked.launch is None:
         return gpus
@@ -89,7 +89,7 @@ def _named(gpus: Sequence[tuple[str, str]]) -> str:
 
 
 def _seen(gpus: Sequence[tuple[str, str]]) -> str:
-    """As ``CUDA_VISIBLE_DEVICES`` has them."""
+    """Return the value of ``CUDA_VISIBLE_DEVICES`` for these GPUs."""
     return ",".join(visible for _, visible in gpus)
 
 
@@ -97,11 +97,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _local(plan: Plan) -> Workers:
-    return Workers(Local(slots_of(plan.specs[0].config), plan.directory), plan.directory, _fleet(plan))
+def _local(plan: Plan) -> CampaignWorkers:
+    return CampaignWorkers(Local(slots_of(plan.specs[0].config), plan.directory), plan.directory, _fleet(plan))
 
 
-EXECUTORS: dict[str, Callable[[Plan], Workers]] = {
+EXECUTORS: dict[str, Callable[[Plan], CampaignWorkers]] = {
     "processes": _local,
     "ray": ray_workers,
     "slurm": lambda plan: slurm_workers(plan, cores()),

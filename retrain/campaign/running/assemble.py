@@ -128,7 +128,8 @@ def assemble(
     model = load_model(specs, job, data, bases, stack, observer, server_events)
     if not is_local(config):
         data = askable(data, config, job.longest, model.tokenizer.source, context=0)
-    check_records(job, specs, resume_points, model, data, observer, bases)
+    check = partial(check_recorded_facts, job, specs, resume_points, model, data, observer)
+    check_on_first_rank(check, resume_points, data, bases)
     if server_events is not None:
         bases.from_first("checking servers", partial(check_servers, model.engine, bases, specs, server_events))
     for note in (*data.notes, *model.notes):  # once it is known that these runs train here
@@ -166,20 +167,14 @@ def read_inputs(
     return modes, graders, data
 
 
-def check_records(
-    job: CohortJob,
-    specs: Sequence[RunSpec],
-    points: Mapping[str, ResumePoint],
-    model: CohortModel,
-    data: Dataset,
-    observer: Observer,
-    bases: Bases,
+def check_on_first_rank(
+    check: Callable[[], None], points: Mapping[str, ResumePoint], data: Dataset, bases: Bases
 ) -> None:
-    """Compare what the runs are made with to their records (``check_recorded_facts``), on rank 0. Raises DataError
-    where another rank has other problems."""
+    """Compare the runs to their records on rank 0 by ``check``, and give all ranks the result. Raises DataError if the
+    ranks have read different problems."""
 
     def accepted_bases() -> dict[str, bool]:
-        check_recorded_facts(job, specs, points, model, data, observer)
+        check()
         return {run_id: point.any_base for run_id, point in points.items()}
 
     ranks = bases.ranks

@@ -13,10 +13,9 @@ PROGRAM = ("-m", "retrain.campaign.worker")
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Where a worker computes: ``device`` is "cpu" or GPUs such as "gpu:1" and "gpu:2,3", ``visible`` these as
-    ``CUDA_VISIBLE_DEVICES`` has them, ``threads`` its share of the cores, ``memory`` its part of the
-    device's memory."""
+class WorkerDevice:
+    """Device of a worker: ``device`` is "cpu" or GPUs such as "gpu:1" and "gpu:2,3"; ``visible`` is the value of
+    ``CUDA_VISIBLE_DEVICES``; ``threads`` is its share of the cores, ``memory`` its share of the device's memory."""
 
     device: str
     threads: int
@@ -25,7 +24,7 @@ class Slot:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a worker has in its environment. A number of threads that the user has set stays."""
+        """Environment variables of the worker. A number of threads that the user has set is kept."""
         own = {"OMP_NUM_THREADS": str(self.threads)} | dict(os.environ) | {MEMORY_SHARE: f"{self.memory:g}"}
         return own | {"CUDA_VISIBLE_DEVICES": self.visible, OWN_GPU: "1"} if self.visible else own
 
@@ -39,15 +38,16 @@ def command_of(
     python: str = sys.executable,
 ) -> list[str]:
     """Return the command line of a worker."""
-    return [python, *program, str(directory), "--slot", str(slot), "--device", device, *more]
+    # -P: modules of the working directory do not shadow installed ones, and child processes do not inherit the option.
+    return [python, "-P", *program, str(directory), "--slot", str(slot), "--device", device, *more]
 
 
 def with_imports(environment: dict[str, str]) -> dict[str, str]:
-    """Return an environment in which a process imports what this one can, also of modules beside the user's file."""
+    """Return the environment with this process's import path, so that workers find the same modules."""
     installed = (sys.prefix, sys.base_prefix)
     own = [path or os.getcwd() for path in sys.path if not path.startswith(installed)]
     before = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return environment | {"PYTHONPATH": os.pathsep.join(dict.fromkeys([*own, *before])), "PYTHONSAFEPATH": "1"}
+    return environment | {"PYTHONPATH": os.pathsep.join(dict.fromkeys([*own, *before]))}
 
 
 def end_words(status: int) -> str:

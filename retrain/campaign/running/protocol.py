@@ -1,4 +1,4 @@
-"""What goes between the controller of a campaign and whoever trains its cohorts: jobs there, events back.
+"""Jobs that a campaign's controller gives to its workers, and the events that they send back.
 
 Both can be written as JSON for a worker, which is another process, perhaps on another machine that sees the same
 directory.
@@ -158,7 +158,7 @@ class JobEnded:
 
 @dataclass(frozen=True)
 class WorkerFault:
-    """A worker cannot do a job: ``error`` is the name of the RetrainError, ``text`` its text."""
+    """Error for which a worker cannot do a job. ``error``: name of the RetrainError; ``text``: its message."""
 
     error: str
     text: str
@@ -207,15 +207,15 @@ class Handle(Protocol):
 
 
 class JobRunner(Protocol):
-    """Has jobs done side by side, somewhere else."""
+    """Runs jobs side by side in other processes."""
 
     @property
     def slots(self) -> int:
-        """How many jobs it does side by side; those submitted beyond wait."""
+        """Number of jobs that run side by side; further ones wait."""
         ...
 
     def has_gpu(self) -> bool:
-        """Whether it trains on a GPU, where the configuration lets it."""
+        """Return whether it trains on a GPU, if the configuration allows it."""
         ...
 
     def submit(self, job: Job) -> Handle: ...
@@ -235,10 +235,10 @@ class JobRunner(Protocol):
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """How a worker's process ended, for people. ``excused``: its machine was taken away, which is not the fault of what
-    it trained. ``final``: no other is started in its slot."""
+    """End of a worker's process. ``reason`` completes "worker 1 …". ``excused``: it was preempted or lost its machine,
+    so that its task does not count as a failure. ``final``: no other worker is started in its slot."""
 
-    words: str
+    reason: str
     excused: bool = False
     final: bool = False
 
@@ -249,29 +249,29 @@ class Executor(Protocol):
 
     @property
     def slots(self) -> int:
-        """How many workers there may be."""
+        """Largest number of workers."""
         ...
 
     def has_gpu(self) -> bool:
-        """Whether they train on GPUs, where the configuration lets them."""
+        """Return whether workers train on GPUs, if the configuration allows it."""
         ...
 
     def start(self, slots: Sequence[int]) -> None:
         """Start workers in these slots, none of which has a living one. Raises StorageError, UsageError."""
 
     def look(self, slot: int) -> WorkerEnd | None:
-        """Return how the worker of a slot ended, None while it may live. Asked often."""
+        """Return how the worker of a slot ended, None while it may live. Called several times per second."""
         ...
 
     def notes(self) -> Iterable[Message]:
-        """Return what the user should know, once each."""
+        """Return messages for the user, each once."""
         ...
 
     def kill(self, slot: int) -> None:
-        """End a worker at once; wait until it has ended where that can be known."""
+        """Kill a worker; wait until it has ended if that can be known."""
 
     def close(self) -> None:
-        """End what still runs, and let go of everything."""
+        """Kill workers that still run and release all resources."""
 
 
 def job_to_json(job: Job) -> dict[str, Any]:

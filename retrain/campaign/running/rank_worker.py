@@ -76,7 +76,7 @@ def _follow(rank: int, count: int, sharing: int, store: TCPStore | None = None) 
 
 
 def _no_job() -> tuple[Job, list[str]]:
-    raise NotImplementedError("rank 0 has the jobs")
+    raise RuntimeError("only rank 0 knows the next job")
 
 
 def _on_device(job: Job, device: str) -> Job:

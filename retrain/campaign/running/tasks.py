@@ -43,20 +43,21 @@ class Tasks:
         return cls(directory / WORKERS / "tasks")
 
     def open(self) -> int:
-        """Make the folder ready for a new controller: withdraw what waits. Return the highest number used."""
+        """Make the folder ready for a new controller: withdraw what waits. Return the highest number used, without the
+        first digit, which orders tasks by kind."""
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "closed").unlink(missing_ok=True)
         for number, kind, _ in self._listed():
             if kind == "todo":
                 self.withdraw(number)
-        return max((int(number) for number, _, _ in self._listed()), default=0)
+        return max((int(number[1:]) for number, _, _ in self._listed()), default=0)
 
     def publish(self, task: str, content: Mapping[str, Any]) -> None:
         write_json(self.folder / f"{task}.todo", content)
 
     def withdraw(self, task: str) -> bool:
-        """Take back a task that nobody has claimed; return whether that was so."""
+        """Remove a task if nobody has claimed it; return whether it was removed."""
         aside = aside_of(self.folder / task)
         try:
             os.rename(self.folder / f"{task}.todo", aside)
@@ -145,7 +146,7 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
             raise
 
 
-class Tail:
+class EventFile:
     """Reads the lines that have been appended to a file since the last time."""
 
     def __init__(self, path: Path, from_end: bool = False):

@@ -1,14 +1,13 @@
-"""The workers of a campaign, as its controller sees them: tasks there, events back, and whether each still lives.
+"""The workers of a campaign, as its controller sees them: it publishes tasks, reads events, and replaces the dead.
 
-An executor starts them; everything else goes through the campaign's directory (``tasks``). A controller that was killed
-and started again finds the workers by their leases, and the tasks that they have claimed go on.
+An executor starts the workers; everything else goes through the campaign's directory (``tasks``). A controller that was
+killed and started again finds the workers by their leases, and the tasks that they have claimed continue.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -32,15 +31,15 @@ from retrain.campaign.running.protocol import (
     event_from_json,
     job_to_json,
 )
+from retrain.campaign.running.server_news import ServerNews
 from retrain.campaign.running.session import LeaseWatch, is_here, lease_of
-from retrain.campaign.running.tasks import SERVERS, WORKERS, Tail, Tasks, append, events_of, home_of, newest
+from retrain.campaign.running.tasks import WORKERS, EventFile, Tasks, events_of, home_of, newest
 from retrain.engines.server.fleet import Fleet, Tell
 from retrain.errors import DeviceLost, NotReadable, RetrainError, WorkersLost
-from retrain.files import writing
 
-TICK_SECONDS = 0.25  # Seconds between looks at the workers
-PATIENCE_SECONDS = 10.0  # How long workers without a task may take to end before they are killed
-WORDS_SECONDS = 3.0  # How long it may take until somebody says how a worker has ended
+TICK_SECONDS = 0.25  # Seconds between polls of the workers
+PATIENCE_SECONDS = 10.0  # Seconds that workers without a task may take to end before they are killed
+REPORT_SECONDS = 3.0  # Seconds after a worker's death in which its executor or its host may report how it died
 SILENCE_SECONDS = 120.0  # Seconds for which the lease of a worker on another machine may stand still
 
 
@@ -60,30 +59,33 @@ class JobHandle:
 
 
 @dataclass(eq=False)
-class Seat:
-    """A slot and its worker: whether one was ``started``, its newest ``process`` whose events are read, how it ended
-    where it or its host said so, and why it will end (``dying``)."""
+class WorkerSlot:
+    """A slot and the worker in it.
 
-    slot: int
+    ``is_occupied``: a worker was started and has not ended. ``process``: number of its newest process that is being
+    read. ``reported_end``: how it ended, if it or its host said so. ``fault``: the error for which it will end.
+    """
+
+    number: int
     home: Path
-    started: bool = False
+    is_occupied: bool = False
     process: int = 0
-    tail: Tail | None = None
+    events: EventFile | None = None
     name: str = ""
     pid: int = 0
-    said: WorkerEnd | None = None
-    dying: str = ""
-    missed: float = 0.0  # Since when its lease has been dead
+    reported_end: WorkerEnd | None = None
+    fault: str = ""
+    dead_since: float = 0.0  # When its lease was first seen dead, 0 while it lives
     lease: LeaseWatch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.name = str(self.slot)
+        self.name = str(self.number)
         self.lease = LeaseWatch(self.home, SILENCE_SECONDS)
 
     @property
     def label(self) -> str:
-        """The worker as the names of claimed tasks have it."""
-        return f"worker_{self.slot}-{self.process}"
+        """The worker's name in the files of the tasks that it has claimed."""
+        return f"worker_{self.number}-{self.process}"
 
     @property
     def title(self) -> str:
@@ -91,33 +93,42 @@ class Seat:
 
     def follow(self, process: int) -> None:
         """Read the events of this process from now on."""
-        self.process, self.started, self.missed = process, True, 0.0
-        self.tail, self.said, self.dying = Tail(events_of(self.home, process)), None, ""
+        self.process, self.is_occupied, self.dead_since = process, True, 0.0
+        self.events, self.reported_end, self.fault = EventFile(events_of(self.home, process)), None, ""
         self.lease = LeaseWatch(self.home, SILENCE_SECONDS)
 
-    def end(self) -> None:
-        self.started, self.tail, self.said, self.dying, self.pid = False, None, None, "", 0
-        self.name = str(self.slot)
+    def vacate(self) -> None:
+        self.is_occupied, self.events, self.reported_end, self.fault, self.pid = False, None, None, "", 0
+        self.name = str(self.number)
+
+    def is_silent(self) -> bool:
+        """Return whether the lease is dead and nobody has reported how the worker died within ``REPORT_SECONDS``."""
+        if self.lease.is_alive():
+            self.dead_since = 0.0
+            return False
+        self.dead_since = self.dead_since or time.monotonic()
+        return time.monotonic() - self.dead_since > REPORT_SECONDS
 
 
-class Workers:
-    """Has jobs done by the workers that ``executor`` starts for a campaign's ``directory``; see ``JobRunner``.
+class CampaignWorkers:
+    """Runs jobs on the workers that ``executor`` starts for a campaign's ``directory``; see ``JobRunner``.
 
-    ``fleet`` starts the servers that all of them sample from, when there is something to do."""
+    ``launch`` starts the servers that all workers sample from; None where the campaign launches none.
+    """
 
-    def __init__(self, executor: Executor, directory: Path, fleet: Callable[[Tell], Fleet] | None = None):
-        self.executor, self.directory, self.fleet = executor, directory, fleet
-        self.tasks = Tasks.of(directory)
-        self.slots = executor.slots
-        self._seats: dict[int, Seat] = {}
-        self._jobs: dict[str, JobHandle] = {}  # That have not ended
-        self._adoptable: dict[str, dict[str, Any]] = {}  # Tasks that living workers have claimed before
-        self._count = -1
-        self._lost: dict[int, str] = {}  # Why no worker is started in a slot any more
-        self._servers: Fleet | None = None
-        self._told: dict[str, Any] = {}
-        self._notes: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._fault: RetrainError | None = None
+    def __init__(self, executor: Executor, directory: Path, launch: Callable[[Tell], Fleet] | None = None):
+        self.executor, self.directory = executor, directory
+        self.tasks, self.servers = Tasks.of(directory), ServerNews(directory, launch)
+        self._slots: dict[int, WorkerSlot] = {}
+        self._jobs: dict[str, JobHandle] = {}  # Jobs that have not ended
+        self._adoptable: dict[str, dict[str, Any]] = {}  # Tasks that workers of an earlier controller are doing
+        self._count = -1  # Highest task number used; -1 before the first job
+        self._abandoned: dict[int, str] = {}  # Reason for each slot in which no worker is started any more
+        self._error: RetrainError | None = None  # Error that ends the campaign once the other workers have stopped
+
+    @property
+    def slots(self) -> int:
+        return self.executor.slots
 
     def has_gpu(self) -> bool:
         return self.executor.has_gpu()
@@ -137,192 +148,155 @@ class Workers:
         return handle
 
     def events(self) -> Generator[Event, None, None]:
-        """See ``JobRunner.events``. A fault that is no run's own has the other workers end after their step first."""
+        """Yield events; see ``JobRunner.events``. After an error that is not one run's own, the other workers finish
+        their step and save before it is raised."""
         try:
-            for name in self._adoptable:  # nobody wants these any more
+            for name in self._adoptable:  # no job of this controller asks for these
                 self.tasks.stop(name)
             while True:
-                yield from self._stopped_early()
-                yield from self._noted()
-                if self._fault is not None and not self._jobs:
-                    fault, self._fault = self._fault, None
-                    raise fault
+                yield from self._withdraw_stopped()
+                yield from self.executor.notes()
+                yield from self.servers.messages()
+                if self._error is not None and not self._jobs:
+                    error, self._error = self._error, None
+                    raise error
                 if not self._jobs:
                     return
-                self._keep_servers()
-                self._start()
-                silent = True
-                for seat in [*self._seats.values()]:
-                    for event in self._hear(seat):
-                        silent = False
+                self.servers.update()
+                self._start_workers()
+                is_quiet = True
+                for slot in [*self._slots.values()]:
+                    for event in self._poll(slot):
+                        is_quiet = False
                         yield event
-                if silent:
+                if is_quiet:
                     time.sleep(TICK_SECONDS)
                     yield Tick()
         finally:
-            self._kill_busy()
+            self._kill_training()
 
     def close(self) -> None:
         if self._count >= 0:
-            for name in [*self._jobs]:
-                self.tasks.withdraw(name)
-            self._kill_busy()
+            self._kill_training()
             with suppress(RetrainError):
                 self.tasks.close()
             end = time.monotonic() + PATIENCE_SECONDS
-            alive = [seat for seat in self._seats.values() if seat.started]
-            while (alive := [seat for seat in alive if self._is_there(seat)]) and time.monotonic() < end:
+            running = [slot for slot in self._slots.values() if slot.is_occupied]
+            while (running := [slot for slot in running if self._is_running(slot)]) and time.monotonic() < end:
                 time.sleep(TICK_SECONDS / 5)
-            for seat in alive:
-                self._kill(seat)
+            for slot in running:
+                self._kill(slot)
         self.executor.close()
-        if self._servers is not None:
-            self._servers.close()
-        for seat in self._seats.values():
-            for path in seat.home.glob("events_*.jsonl"):
+        self.servers.close()
+        for slot in self._slots.values():
+            for path in slot.home.glob("events_*.jsonl"):
                 path.unlink(missing_ok=True)
-        self._seats.clear()
+        self._slots.clear()
         self._count = -1
 
-    # -- beginning ----------------------------------------------------------------------------------------------------
+    # -- start ------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Find what an earlier controller, which was killed, has left: workers that live, and what they do."""
+        """Find the living workers of an earlier controller, and the tasks that they are doing."""
         self._count = self.tasks.open()
-        (self.directory / WORKERS / SERVERS).unlink(missing_ok=True)
-        for slot in range(1, self.slots + 1):
-            self._seats[slot] = Seat(slot, home_of(self.directory, slot))
+        for number in range(1, self.slots + 1):
+            self._slots[number] = WorkerSlot(number, home_of(self.directory, number))
         for home in (self.directory / WORKERS).glob("worker_*/"):
             if has_living_worker(home) and (process := newest(home)):
-                slot = int(home.name.partition("_")[2])
-                self._seats.setdefault(slot, Seat(slot, home)).follow(process)
-        living = {seat.label for seat in self._seats.values() if seat.started}
+                number = int(home.name.partition("_")[2])
+                self._slots.setdefault(number, WorkerSlot(number, home)).follow(process)
+        living = {slot.label for slot in self._slots.values() if slot.is_occupied}
         for name, worker in self.tasks.claims().items():
             if worker in living:
                 self._adoptable[name] = self.tasks.content(name, worker)
             else:
                 self.tasks.forget(name, worker)
-        for seat in self._seats.values():
-            if not seat.started:
-                seat.process = newest(seat.home)
+        for slot in self._slots.values():
+            if not slot.is_occupied:
+                slot.process = newest(slot.home)
 
-    def _start(self) -> None:
-        """Have as many workers started as there are jobs for."""
-        if self._fault is not None:
+    def _start_workers(self) -> None:
+        """Have as many workers started as there are jobs."""
+        if self._error is not None:
             return
-        more = len(self._jobs) - sum(seat.started for seat in self._seats.values())
-        free = [slot for slot in range(1, self.slots + 1) if slot not in self._lost and not self._seats[slot].started]
-        if more > 0 and free:
-            self.executor.start(free[:more])
-            for slot in free[:more]:
-                self._seats[slot].started = True
+        missing = len(self._jobs) - sum(slot.is_occupied for slot in self._slots.values())
+        numbers = range(1, self.slots + 1)
+        free = [n for n in numbers if n not in self._abandoned and not self._slots[n].is_occupied]
+        if missing > 0 and free:
+            self.executor.start(free[:missing])
+            for number in free[:missing]:
+                self._slots[number].is_occupied = True
 
-    # -- servers ------------------------------------------------------------------------------------------------------
+    # -- events -----------------------------------------------------------------------------------------------------
 
-    def _keep_servers(self) -> None:
-        """Have servers started before they are needed, and the workers told where they are."""
-        if self.fleet is None:
-            return
-        if self._servers is None:
-            self._servers = self.fleet(lambda text, level: self._notes.put(Message(text, level)))
-        now = {"urls": self._servers.urls, "gave_up": self._servers.gave_up}
-        if now != self._told:
-            self._told = now
-            self._report(now)
-
-    def _report(self, facts: Mapping[str, Any]) -> None:
-        path = self.directory / WORKERS / SERVERS
-        with writing(path):
-            append(path, facts)
-
-    def _noted(self) -> Iterator[Event]:
-        """Pass on what the user should know; of servers also to the workers, which write the records of their runs."""
-        yield from self.executor.notes()
-        while not self._notes.empty():
-            note = self._notes.get()
-            self._report({"message": note.text, "level": note.level})
-            yield note
-
-    # -- events -------------------------------------------------------------------------------------------------------
-
-    def _stopped_early(self) -> Iterator[Event]:
-        """Take back what was asked to stop before a worker had it; none may be there for hours."""
+    def _withdraw_stopped(self) -> Iterator[Event]:
+        """End the jobs that were stopped before a worker claimed them."""
         for name, handle in [*self._jobs.items()]:
-            if (handle.stopping or self._fault is not None) and self.tasks.withdraw(name):
+            if (handle.stopping or self._error is not None) and self.tasks.withdraw(name):
                 self._forget(name, "")
                 yield JobEnded(name, "stopped")
 
-    def _hear(self, seat: Seat) -> Iterator[Event]:
-        """Yield what a worker has said since the last time, and how it has ended."""
-        # Both before what has been said is read: nothing follows after them.
-        look = self.executor.look(seat.slot) if seat.started else None
-        process = newest(seat.home)
-        if seat.tail is None and process > seat.process:
-            seat.follow(process)
-        if seat.tail is not None:
-            for line in seat.tail.lines():
-                yield from self._take(seat, line)
-        end = seat.said
-        if end is None and seat.tail is not None and process > seat.process:
+    def _poll(self, slot: WorkerSlot) -> Iterator[Event]:
+        """Yield the new events of a worker, and the end of its tasks if it has ended."""
+        # Both are read before the events: a worker that has ended by now writes none after these.
+        exit_report = self.executor.look(slot.number) if slot.is_occupied else None
+        process = newest(slot.home)
+        if slot.events is None and process > slot.process:
+            slot.follow(process)
+        if slot.events is not None:
+            for line in slot.events.lines():
+                yield from self._handle_line(slot, line)
+        end = slot.reported_end
+        if end is None and slot.events is not None and process > slot.process:
             end = WorkerEnd("was lost with its machine", excused=True)
-        if end is None and look is not None:
-            end = look
-        if end is None and seat.tail is not None and self._is_silent(seat):
+        end = end or exit_report
+        if end is None and slot.events is not None and slot.is_silent():
             end = WorkerEnd("is gone")
-            self._kill(seat)
+            self._kill(slot)
         if end is not None:
-            yield from self._end(seat, end)
+            yield from self._end_worker(slot, end)
 
-    def _is_silent(self, seat: Seat) -> bool:
-        """Whether the lease says that a worker is gone, and nobody who watches it has said how for a while."""
-        if seat.lease.is_alive():
-            seat.missed = 0.0
-            return False
-        seat.missed = seat.missed or time.monotonic()
-        return time.monotonic() - seat.missed > WORDS_SECONDS
-
-    def _take(self, seat: Seat, line: dict[str, Any]) -> Iterator[Event]:
+    def _handle_line(self, slot: WorkerSlot, line: dict[str, Any]) -> Iterator[Event]:
         if "up" in line:
-            seat.name, seat.pid = line["up"], line["process"]
+            slot.name, slot.pid = line["up"], line["process"]
         elif "ended" in line:
-            seat.said = WorkerEnd(line["ended"], excused=line["in_order"])
+            slot.reported_end = WorkerEnd(line["ended"], excused=line["in_order"])
         elif "requeued" in line:
-            seat.said = WorkerEnd("gave its place back", excused=True)
+            slot.reported_end = WorkerEnd("was preempted", excused=True)
             if line["requeued"]:
-                yield Message(f"{seat.title} was told to make room: all is saved, and Slurm has it wait again")
+                yield Message(f"{slot.title} was preempted: it has saved, and Slurm has put it back into the queue")
         elif line["task"] in self._jobs:
             event = event_from_json(line["event"])
             if isinstance(event, WorkerFault):
-                self._take_fault(seat, line["task"], event)
+                self._handle_fault(slot, line["task"], event)
                 return
             if isinstance(event, JobEnded):
-                self._forget(event.job, seat.label)
+                self._forget(event.job, slot.label)
             yield event
 
-    def _end(self, seat: Seat, end: WorkerEnd) -> Iterator[Event]:
-        words = f"{seat.title} ended: {seat.dying}" if seat.dying else f"{seat.title} {end.words}"
+    def _end_worker(self, slot: WorkerSlot, end: WorkerEnd) -> Iterator[Event]:
+        reason = f"{slot.title} ended: {slot.fault}" if slot.fault else f"{slot.title} {end.reason}"
         if end.final:
-            self._lost[seat.slot] = words
-        claims, label, dying = self.tasks.claims(), seat.label, seat.dying
-        seat.end()
+            self._abandoned[slot.number] = reason
+        claims, label, is_excused = self.tasks.claims(), slot.label, end.excused and not slot.fault
+        slot.vacate()
         for name, handle in [*self._jobs.items()]:
             if claims.get(name) == label:
                 self._forget(name, label)
-                excused = end.excused and not dying and not handle.stopping
-                yield JobEnded(name, "stopped" if excused else "died", words)
-        if len(self._lost) == self.slots and self._jobs:
-            raise WorkersLost(f"no worker is left: {words}")
+                yield JobEnded(name, "stopped" if is_excused and not handle.stopping else "died", reason)
+        if len(self._abandoned) == self.slots and self._jobs:
+            raise WorkersLost(f"no worker is left: {reason}")
 
-    def _take_fault(self, seat: Seat, name: str, fault: WorkerFault) -> None:
-        """A worker cannot do its job: on a lost device a new worker may, otherwise the campaign ends."""
+    def _handle_fault(self, slot: WorkerSlot, name: str, fault: WorkerFault) -> None:
+        """End the campaign for a fault that every worker would meet; after a lost device a new worker continues."""
         kind = getattr(retrain.errors, fault.error, RetrainError)
         if issubclass(kind, DeviceLost):
-            seat.dying = fault.text
+            slot.fault = fault.text
             return
-        error = kind.__new__(kind)  # some take more than their text
+        error = kind.__new__(kind)  # some errors take more than their text
         error.args = (fault.text,)
-        self._forget(name, seat.label)
-        self._fault = self._fault or error
+        self._forget(name, slot.label)
+        self._error = self._error or error
         for handle in self._jobs.values():
             handle.stop()
 
@@ -330,48 +304,48 @@ class Workers:
         del self._jobs[name]
         self.tasks.forget(name, worker)
 
-    # -- ends ---------------------------------------------------------------------------------------------------------
+    # -- end --------------------------------------------------------------------------------------------------------
 
-    def _kill_busy(self) -> None:
-        """Give up what has not ended, without saving."""
+    def _kill_training(self) -> None:
+        """Kill the workers that have unfinished jobs, without saving, and drop these jobs."""
         claims = self.tasks.claims() if self._jobs else {}
-        busy = {claims[name] for name in self._jobs if name in claims}
-        for seat in self._seats.values():
-            if seat.label in busy:
-                self._kill(seat)
-                seat.end()
+        training = {claims[name] for name in self._jobs if name in claims}
+        for slot in self._slots.values():
+            if slot.label in training:
+                self._kill(slot)
+                slot.vacate()
         for name in [*self._jobs]:
             self.tasks.withdraw(name)
             self._forget(name, claims.get(name, ""))
 
-    def _kill(self, seat: Seat) -> None:
-        self.executor.kill(seat.slot)
+    def _kill(self, slot: WorkerSlot) -> None:
+        self.executor.kill(slot.number)
         with suppress(NotReadable, OSError):
-            lease = lease_of(seat.home)
-            if lease is not None and is_here(lease) and has_living_worker(seat.home):  # of an earlier controller
+            lease = lease_of(slot.home)
+            if lease is not None and is_here(lease) and has_living_worker(slot.home):  # of an earlier controller
                 os.kill(lease["pid"], signal.SIGKILL)
 
-    def _is_there(self, seat: Seat) -> bool:
-        return seat.started and self.executor.look(seat.slot) is None and seat.said is None and self._lives(seat)
-
-    def _lives(self, seat: Seat) -> bool:
-        if seat.tail is None:  # it has not said anything yet: it finds that there is nothing to do
-            process = newest(seat.home)
-            return process <= seat.process or has_living_worker(seat.home)
-        return has_living_worker(seat.home)
+    def _is_running(self, slot: WorkerSlot) -> bool:
+        if not slot.is_occupied or slot.reported_end is not None or self.executor.look(slot.number) is not None:
+            return False
+        # One that has not written anything yet will find that there is nothing to do.
+        is_starting = slot.events is None and newest(slot.home) <= slot.process
+        return is_starting or has_living_worker(slot.home)
 
 
 def has_living_worker(home: Path) -> bool:
-    """Return whether the lease of a worker is there and, on this machine, its process too."""
+    """Return whether a worker holds the lease of a slot and, on this machine, its process is there."""
     with suppress(NotReadable):
         lease = lease_of(home)
         return lease is not None and LeaseWatch(home).is_alive()
     return True
 
 
-def adopts(plan: Plan) -> bool:
-    """Return whether living workers do just what this plan asks for, so that a new controller lets them go on. Has
-    them end after their step where it is something else."""
+def can_adopt_workers(plan: Plan) -> bool:
+    """Return whether living workers are doing exactly what this plan asks for, so that they may continue.
+
+    Where they do something else, they are told to finish their step, save and end.
+    """
     directory, tasks = plan.directory, Tasks.of(plan.directory)
     homes = [home for home in (directory / WORKERS).glob("worker_*/") if has_living_worker(home)]
     if not homes:
@@ -380,8 +354,8 @@ def adopts(plan: Plan) -> bool:
     planned = {spec.run_id: json.loads(json.dumps(spec.to_json())) for spec in plan.specs}
     claims = {name: worker for name, worker in tasks.claims().items() if worker in labels}
     runs = [run for name, worker in claims.items() for run in _runs_of(tasks.content(name, worker))]
-    workers = plan.specs[0].config.campaign.executor != "inprocess"
-    if workers and all(planned.get(run["run_id"]) == run for run in runs):
+    uses_workers = plan.specs[0].config.campaign.executor != "inprocess"
+    if uses_workers and all(planned.get(run["run_id"]) == run for run in runs):
         return True
     tasks.open()
     tasks.close()
@@ -394,7 +368,7 @@ def _runs_of(content: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     return content["runs"] if content["kind"] == "CohortJob" else [content["run"]]
 
 
-def _covers(claimed: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
-    """Return whether a claimed task does what a job asks for: some of its runs may have ended since."""
-    same = claimed["kind"] == asked["kind"] and claimed.get("place") == asked.get("place")
-    return same and all(run in _runs_of(claimed) for run in _runs_of(asked))
+def _covers(claimed: Mapping[str, Any], job: Mapping[str, Any]) -> bool:
+    """Return whether a claimed task does what a job asks for; some of the task's runs may have ended since."""
+    is_same_kind = claimed["kind"] == job["kind"] and claimed.get("place") == job.get("place")
+    return is_same_kind and all(run in _runs_of(claimed) for run in _runs_of(job))
