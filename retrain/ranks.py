@@ -24,8 +24,8 @@ from retrain.errors import RankLost
 T = TypeVar("T")
 JOIN_SECONDS = 600.0  # How long the ranks may take to find each other: they import torch first
 IDLE_SECONDS = 7 * 86400.0
-"""How long ranks wait at an exchange: graders, servers and a person in between may take their time. A rank that dies
-closes its connections, which ends the wait at once."""
+"""Timeout of an exchange in seconds: graders, servers and a person may take long in between. A rank that dies closes
+its connections, which ends the wait at once."""
 DEVICE_SECONDS = 1800.0  # How long ranks wait for each other on their GPUs, which they reach at about the same time
 END = "end"  # The point at which rank 0 tells the others to end
 
@@ -36,7 +36,7 @@ class RanksEnded(RankLost):
 
 @dataclass(frozen=True)
 class _Share:
-    """What one rank brings to an exchange: where it is in the program, and the pickled result or its error."""
+    """Contribution of one rank to an exchange: its point in the program, and the pickled result or its error."""
 
     point: str
     result: bytes

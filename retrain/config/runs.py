@@ -33,12 +33,12 @@ class RunSpec:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], config: Config | None = None) -> RunSpec:
-        """The run that ``to_json`` wrote, with another configuration where one is given."""
+        """Return the run that ``to_json`` wrote, with ``config`` in place of its own if given."""
         given = {each.name: data[each.name] for each in fields(cls)}
         return cls(**{**given, "config": config or parse_dict(data["config"])})
 
     def to_json(self) -> dict[str, Any]:
-        """The run as plain data, as ``plan.json`` has it."""
+        """Return the run as in ``plan.json``."""
         return vars(self) | {"config": self.config.to_dict()}
 
     @property
@@ -51,7 +51,7 @@ class RunSpec:
 
 
 def run_directory(directory: Path, spec: RunSpec) -> Path:
-    """Where a run's files are: ``runs/<run_id>`` in a campaign, the directory itself for a single run."""
+    """Return the run's directory: ``runs/<run_id>`` in a campaign, the directory itself for a single run."""
     return directory / "runs" / spec.run_id if spec.is_campaign else directory
 
 
@@ -61,7 +61,7 @@ def run_place(spec: RunSpec) -> str:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    """The default of every dotted key, also of sections that a file without them does not have."""
+    """Return the default of every dotted key, including those of [campaign]."""
     return dict(flat(Config(campaign=Campaign()).to_dict()))
 
 

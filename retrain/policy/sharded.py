@@ -40,7 +40,7 @@ NOTHING = -1  # What a rank says that needs no unit any more
 
 
 class _Holder(nn.Module):
-    """What is cut and gathered together; never called."""
+    """Parameters that are sharded and gathered as one FSDP2 unit; never called."""
 
 
 class FsdpUnit:
@@ -215,7 +215,7 @@ def _empty_model(source: str, options: Mapping[str, Any], dtype: torch.dtype) ->
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder's layers. Raises ModelError where there are none to be found."""
+    """Return the decoder's layers. Raises ModelError where there are none to be found."""
     decoder = getattr(model, "get_decoder", lambda: None)()
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
@@ -311,7 +311,7 @@ def _hook(
 
 
 def _asking(ask: Callable[[], None]) -> Callable[[nn.Module, object], None]:
-    """A hook before a forward pass."""
+    """Return a hook that runs before a forward pass."""
     return lambda module, given: ask()
 
 

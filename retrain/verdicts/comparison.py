@@ -1,4 +1,4 @@
-"""What a campaign found: every condition against the baseline, with intervals and a verdict that a person can quote.
+"""Comparison of every condition with the baseline: differences, intervals, and a verdict in one sentence.
 
 The seed is the replicate: completions are never pooled over seeds. Conditions are paired by seed, because the same
 seed has the same adapter, the same order of problems and the same random numbers. What decides is declared before
@@ -292,13 +292,12 @@ class _Compared:
 
 
 def varied_by(runs: Sequence[RunResult]) -> str:
-    """What the seeds of a condition differ in (`[campaign] vary`), as the first run with a record of its settings has
-    it."""
+    """Return `[campaign] vary` of the first run whose settings were recorded."""
     return str(next((own for run in runs if (own := run.config.get("campaign"))), {}).get("vary", "all"))
 
 
 def possible(interval: Interval, measure: Measure, *, level: bool = False) -> Interval:
-    """An interval within what the measure can be: of shares, differences within [−1, 1] and levels within [0, 1]."""
+    """Clip an interval to the range of the measure: for shares [−1, 1] for differences and [0, 1] for levels."""
     if not measure.is_share or interval.low is None or interval.high is None:
         return interval
     least = 0.0 if level else -1.0
@@ -351,7 +350,7 @@ def _mean_with_interval(
 
 
 def _resolution(runs: Sequence[RunResult], measure: Measure) -> float:
-    """The step of the scale that these runs' values lie on, the coarsest where they differ."""
+    """Return the resolution of the runs' values, the coarsest where it differs between runs."""
     return max((run.resolution(measure) for run in runs), default=0.0)
 
 
@@ -398,7 +397,7 @@ def _others(primary: Measure, runs: Sequence[RunResult]) -> list[Measure]:
 def _secondary(
     runs: Sequence[RunResult], order: Sequence[str], measure: Measure, interim: Collection[str]
 ) -> SecondaryComparison:
-    """One further measure: each condition alone against the baseline; without p where a condition is interim."""
+    """Compare each condition by itself with the baseline on a secondary measure; no p for interim conditions."""
     paired = _PairedRuns.of(runs, order, measure)
     summaries = []
     for place, label in enumerate(order):
@@ -426,7 +425,7 @@ def _secondary(
 
 
 def _graded(runs: Sequence[RunResult], measure: Measure) -> list[str]:
-    """That accuracy decides although rewards are graded, and what would see them whole."""
+    """Return a note if accuracy decides although rewards have other values than 0 and 1."""
     accuracy = re.search(r"correct_rate$|(pass|avg|maj)@\d+$", measure.key)
     if not accuracy or not any(is_graded(row) for run in runs for row in run.rows):
         return []

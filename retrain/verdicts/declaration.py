@@ -29,7 +29,7 @@ EARLIER_RULE_KEYS = ("test", "futility", "race", "prior_spread", "prior_freedom"
 
 @dataclass(frozen=True)
 class DeclaredRule:
-    """What a campaign declared of the rule, and what its interim analysis saw."""
+    """Declared rule of a campaign and the record of its interim analysis."""
 
     has_interim_analysis: bool = False
     interim: InterimAnalysis | None = None
@@ -53,7 +53,7 @@ def _earlier_rule(declared: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ConditionStanding:
-    """Whether one condition gets a verdict, why not, and how many pairs were declared."""
+    """Status of one condition (declared, interim, exploratory), with reasons and the number of declared pairs."""
 
     name: str
     reasons: list[str]
@@ -85,7 +85,7 @@ class Standing:
 def standing(
     declared: Mapping[str, Any] | None, runs: Sequence[RunResult], measure: Measure, asked: Measure, baseline: str
 ) -> Standing:
-    """The standing of one campaign's runs.
+    """Return the status of one campaign's runs.
 
     ``declared`` is what its manifest kept, None in directories from before there was such a record: what they planned
     then counts as declared. ``measure`` is the declared one and ``asked`` the one looked at.
@@ -115,7 +115,7 @@ def pooled(count: int) -> Standing:
 
 
 def _of_conditions(first: Mapping[str, Any], runs: Sequence[RunResult]) -> dict[str, tuple[str, ...]]:
-    """What departs from the declaration in single conditions, by label."""
+    """Return protocol deviations of single conditions, by label."""
     found: dict[str, tuple[str, ...]] = {}
     for label in dict.fromkeys(run.label for run in runs):
         if label not in first.get("conditions", [label]):

@@ -1,4 +1,4 @@
-"""What to type after "no difference shown": a new declared campaign with fresh seeds."""
+"""Command for a follow-up campaign with fresh seeds, printed after "no difference shown"."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""How many seeds a campaign needs: the simulated power of the rule, as a table."""
+"""Power of the rule by number of seeds and conditions, simulated once and kept as a table."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ POWER: Mapping[int, Sequence[tuple[int, ...]]] = {
 ``EFFECTS``. Normal differences, the other conditions like the baseline."""
 
 PLANNED_SEEDS = 10
-"""What to plan, with the interim analysis: one condition that differs by 2 pair spreads uses 7.5 of them."""
+"""Recommended number of seeds. With the interim analysis, a condition that differs by 2 pair spreads uses 7.5."""
 WANTED_POWER = 0.8
 MOST_SEEDS = 10_000
 

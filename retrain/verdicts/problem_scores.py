@@ -1,4 +1,4 @@
-"""What a run scored on every held-out problem, from the completions of its evaluations."""
+"""Scores of a run on every held-out problem, from the completions of its evaluations."""
 
 import math
 from collections import defaultdict
@@ -17,7 +17,7 @@ SAME = 1e-6  # Rounding tolerance between the mean over problems and the run's r
 
 
 def problem_scores(run: RunResult, measure: Measure) -> dict[str, float] | None:
-    """Each problem's part in the run's number, by problem id; their mean is that number.
+    """Return each problem's contribution to the run's value, by problem id; their mean is that value.
 
     None where the run's files do not say: another metric than accuracy, reward, length, pass@k, avg@k and maj@k,
     completions that are not there (directories of earlier releases), or that give another number.
@@ -43,7 +43,7 @@ def problem_scores(run: RunResult, measure: Measure) -> dict[str, float] | None:
 
 
 def _score(rows: Sequence[Row], metric: str) -> float:
-    """The metric of one problem, NaN where it is none of a problem."""
+    """Return the metric for one problem, NaN for metrics that are not defined per problem."""
     correct = [bool(row["correct"]) for row in rows]
     name, _, k = metric.partition("@")
     match name:
@@ -70,7 +70,7 @@ class ProblemScores:
         self._scores: dict[int, dict[str, float] | None] = {}
 
     def new_problems_interval(self, label: str, baseline: str, level: float, resolution: float) -> Interval | None:
-        """The interval of a difference for other seeds on new problems; None with fewer than two pairs, and where a
+        """Return the interval of a difference for other seeds and new problems; None with fewer than two pairs, or if a
         pair's files do not have the same problems."""
         if not self.measure.is_held_out:
             return None

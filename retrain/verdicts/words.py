@@ -19,7 +19,7 @@ VARIED = {
     "data": "other orders of the problems",
     "sampling": "other samples",
 }
-"""What replicates are, by `[campaign] vary`."""
+"""Name of what differs between replicates, by `[campaign] vary`."""
 NAMED_RUNS = 6  # Missing runs listed by name; the rest are only counted
 
 
@@ -154,7 +154,7 @@ def level_brackets(ends: Sequence[float] | None, measure: Measure) -> str:
 
 
 def number(value: float, measure: Measure, *, sign: bool = False) -> str:
-    """A difference: points of a share with one decimal, three digits of anything else; a real minus sign."""
+    """Format a difference: percentage points with one decimal for shares, three significant digits otherwise."""
     return points(value, sign=sign) if measure.is_share else minus(f"{value:{'+' if sign else ''}.3g}")
 
 
@@ -167,7 +167,7 @@ def probability(p: float) -> str:
 
 
 def p_words(p: float) -> str:
-    """A p-value in a sentence: `p = 0.017`, or `p < 0.0001`."""
+    """Format a p-value for a sentence: `p = 0.017`, or `p < 0.0001`."""
     said = probability(p)
     return f"p {said}" if said.startswith("<") else f"p = {said}"
 

@@ -18,10 +18,10 @@ from retrain.ownership import owner_of
 
 ANSWER_SECONDS = 10.0
 SHARED_SECONDS = 15.0
-"""How long a node may take to see the campaign's directory: a network file system's caches lag behind."""
+"""Seconds that a node may take to see the campaign's directory: network file systems cache directory entries."""
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Set in processes of `ray job submit`, whose runtime_env takes precedence
 LEFT_OUT = [".git", ".venv", "__pycache__", "logs", "build", "*.safetensors", "*.gguf"]
-"""What of the folder of a campaign's file is not sent to other machines."""
+"""Patterns of files beside the campaign's file that are not sent to other machines."""
 
 
 def ray_module() -> Any:
@@ -49,7 +49,8 @@ def connect(config: Config, folder: Path) -> None:
 
 
 def _found(address: str) -> str:
-    """The address of the head that is meant, once it answers; Ray itself would try for minutes. Raises UsageError."""
+    """Return the address of the cluster's head if it answers within ``ANSWER_SECONDS``, else raise UsageError: Ray would
+    retry for minutes."""
     advice = "type: ray start --head, or --address local to have a cluster started for this campaign"
     try:
         where = importlib.import_module("ray._private.services").canonicalize_bootstrap_address(address)
@@ -89,12 +90,12 @@ def first_line(error: Exception) -> str:
 
 
 def last_line(error: Exception) -> str:
-    """What the error says in whose words this one is told."""
+    """Return the last line of an error's text, where Ray puts the original error."""
     return ([line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1]
 
 
 def sees(directory: Path, owner: str) -> bool:
-    """Whether this is the campaign's directory here too, soon."""
+    """Return whether this node sees the campaign's directory, within ``SHARED_SECONDS``."""
     pause = threading.Event()
     for _ in range(math.ceil(SHARED_SECONDS)):
         mark = owner_of(directory)

@@ -231,8 +231,8 @@ def wait_for_writers(
 
 
 class LeaseWatch:
-    """Whether the process that holds a directory's lease lives: looked for on this machine, else for ``patience``
-    seconds after the lease was last seen to change. No lease counts as one that stands still."""
+    """Watches whether the process that holds a directory's lease lives: on this machine by its process id, else by
+    whether the lease has changed within ``patience`` seconds. A missing lease counts as unchanged."""
 
     def __init__(self, directory: Path, patience: float = WATCH_SECONDS):
         self.directory, self.patience = directory, patience

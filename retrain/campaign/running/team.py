@@ -30,7 +30,7 @@ BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[4]);"
     "from retrain.campaign.running.rank_worker import follow_started; follow_started(*map(int, sys.argv[1:4]))"
 )
-"""What a rank that is started here runs: its arguments are rank, ranks, rank 0's port, and where it imports from."""
+"""Program of a rank started here; arguments: rank, number of ranks, rank 0's port, import path."""
 HOST = "127.0.0.1"
 JOIN_SECONDS = 600.0  # Seconds that started ranks may take to connect; they import torch first
 PATIENCE_SECONDS = 10.0  # Seconds that ranks may take to end before they are killed
