@@ -49,8 +49,8 @@ def connect(config: Config, folder: Path) -> None:
 
 
 def _found(address: str) -> str:
-    """Return the address of the cluster's head if it answers within ``ANSWER_SECONDS``, else raise UsageError: Ray would
-    retry for minutes."""
+    """Return the address of the cluster's head. Raises UsageError if it does not answer within ``ANSWER_SECONDS``,
+    where Ray itself would retry for minutes."""
     advice = "type: ray start --head, or --address local to have a cluster started for this campaign"
     try:
         where = importlib.import_module("ray._private.services").canonicalize_bootstrap_address(address)
