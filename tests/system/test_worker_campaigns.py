@@ -228,7 +228,7 @@ def test_a_worker_that_slurm_preempts_goes_on_from_its_step(tmp_path, world, who
     assert ["requeue", tasks[0]] in standin.calls("scontrol")
     assert [text for text in heard.messages if "restarts" in text] == []
     if "USR1" in command:
-        assert sum("was told to make room: all is saved" in text for text in heard.messages) == 1
+        assert sum("was preempted: it has saved" in text for text in heard.messages) == 1
     assert len(standin.calls("sbatch")) == 1
     asked = {"jobs": {"1": "4711_1", "2": "4711_2"}, "closed": True}
     assert read_json(out / "workers/slurm_jobs.json") == asked
