@@ -44,7 +44,7 @@ from retrain.campaign.running.protocol import (
     specs_of,
 )
 from retrain.campaign.running.session import DirectoryLock, LeaseWatch, wait_for_writers
-from retrain.campaign.running.tasks import SERVERS, WORKERS, EventFile, Tasks, append, events_of, home_of, newest
+from retrain.campaign.running.tasks import WORKERS, EventFile, Tasks, append, events_of, home_of, newest
 from retrain.campaign.running.team import OtherRank, Team
 from retrain.config.runs import run_directory, run_place
 from retrain.engines.server.fleet import Told
@@ -52,6 +52,7 @@ from retrain.errors import NotOurs, RetrainError, UsageError
 from retrain.ownership import Owner, owner_of, remove_leftovers
 from retrain.records.observer import NullObserver, SpecLike
 from retrain.records.schema.base import Values
+from retrain.records.schema.layout import SERVER_NEWS
 
 POLL_SECONDS = 0.25  # Seconds between polls of the campaign's directory
 PATIENCE_SECONDS = 90.0
@@ -140,7 +141,7 @@ class Worker:
         self._stopped: frozenset[str] = frozenset()
         self._controller = LeaseWatch(options.directory, PATIENCE_SECONDS)
         self._writing = threading.Lock()
-        self._server_news = EventFile(options.directory / WORKERS / SERVERS)
+        self._server_news = EventFile(options.directory / WORKERS / SERVER_NEWS)
 
     def run(self, trainer: JobTrainer) -> int:
         """Claim and train tasks until none is left; return the exit status."""

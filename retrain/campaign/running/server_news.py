@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from retrain.campaign.running.protocol import Message
-from retrain.campaign.running.tasks import SERVERS, WORKERS, append
+from retrain.campaign.running.tasks import WORKERS, append
 from retrain.engines.server.fleet import Fleet, Tell
 from retrain.files import writing
+from retrain.records.schema.layout import SERVER_NEWS
 
 
 class ServerNews:
@@ -18,7 +19,7 @@ class ServerNews:
     """
 
     def __init__(self, directory: Path, launch: Callable[[Tell], Fleet] | None):
-        self.path, self.launch = directory / WORKERS / SERVERS, launch
+        self.path, self.launch = directory / WORKERS / SERVER_NEWS, launch
         self._fleet: Fleet | None = None
         self._written: dict[str, Any] = {}
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()

@@ -27,7 +27,6 @@ from typing import Any
 from retrain.files import aside_of, read_json, write_json, writing
 
 WORKERS = "workers"
-SERVERS = "servers.jsonl"
 _EVENTS = re.compile(r"events_(\d+)\.jsonl")
 _TASK = re.compile(r"(\d+)\.(todo|stop|(.+)\.claimed)")
 
