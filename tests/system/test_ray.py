@@ -1,9 +1,12 @@
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import psutil
 import pytest
-from helpers.campaigns import Heard, campaign, toy_world
+from helpers.campaigns import ROOT, Heard, campaign, suspended_writer, toy_world
 
 from retrain.campaign.controller import launch
 from retrain.campaign.executors.ray import slots_in
@@ -12,7 +15,19 @@ from retrain.config import load, parse_dict
 from retrain.errors import UsageError, WorkersLost
 from retrain.files import read_json, write_json
 from retrain.ownership import MARK, process_start
-from tests.system.clusters import SERVE, Nodes, check_complete, cluster_of, ends, events_of, eventually, job, of_kind
+from tests.soak.campaigns import differences, records
+from tests.system.clusters import (
+    SERVE,
+    Nodes,
+    check_complete,
+    cluster_of,
+    ends,
+    events_of,
+    eventually,
+    job,
+    of_kind,
+    rows_of,
+)
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(600)
@@ -99,6 +114,41 @@ def test_no_cluster_and_no_room_are_one_line(workers, nodes, monkeypatch):
         workers("ray.address=auto")
     monkeypatch.setenv("RAY_ADDRESS", nodes.address)
     assert workers("ray.address=auto").slots == 2
+
+
+SHORT = (
+    "campaign.max_steps=6", "campaign.seeds=[1, 2]", "campaign.lanes=2", "training.batch_size=2",
+    "training.group_size=4", "training.max_tokens=24", "training.save_every=2", "training.eval_every=3",
+    "evaluation.problems=8", "squeeze.enabled=false", "backend.devices=cpu",
+)  # fmt: skip
+
+
+def started(out: Path, *words: str) -> subprocess.Popen:
+    """Start ``retrain train`` on a shortened campaign that ships with the program."""
+    sets = [word for key in SHORT for word in ("--set", key)]
+    command = [sys.executable, "-m", "retrain", "train", str(ROOT / "campaigns/five_conditions.toml")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # the bits of a sum depend on how many threads add
+    with (out.parent / f"{out.name}.log").open("w") as log:
+        command += ["--out", str(out), *sets, *words]
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def test_five_conditions_lose_a_node_of_three_and_end_as_in_one_process(tmp_path):
+    out, alone = tmp_path / "ray", tmp_path / "alone"
+    assert started(alone, "--executor", "inprocess").wait(300) == 0
+    with cluster_of(*[{"num_cpus": 1}] * 3) as nodes:
+        program = started(out, "--executor", "ray", "--address", nodes.address)
+        eventually(lambda: sum(map(len, rows_of(out).values())) >= 12, 200)
+        found: list[tuple[int, Path]] = []
+        eventually(lambda: found or found.extend(filter(None, [suspended_writer(out)])) or found)
+        worker = found[0][0]
+        (number,) = nodes.that_have(worker)
+        os.kill(worker, signal.SIGCONT)
+        nodes.remove(number)
+        assert program.wait(400) == 0
+        assert not psutil.pid_exists(worker)
+    assert "its job begins again" in (tmp_path / "ray.log").read_text()
+    assert differences(records(out, exact=False), records(alone, exact=False)) == []
 
 
 # -- servers ----------------------------------------------------------------------------------------------------------
