@@ -93,7 +93,7 @@ def set_trap(place: str, moment: float) -> None:
 
     traps: dict[str, Callable[[], None]] = {
         "sampling": lambda: at(LocalEngine, "sample", 8, soon),
-        "update": lambda: at(policy, "train_step", 12, soon),
+        "update": lambda: at(policy, "policy_step", 12, soon),
         "record": lambda: at(writer, "append_jsonl", 60, after=True),
         "torn record": lambda: at(writer, "append_jsonl", 60, torn),
         "torn checkpoint": lambda: at(policy if late else checkpoints, "write_bytes", 4, half),
