@@ -1,181 +1,127 @@
-"""What the mean of the last three evaluations saves: spreads of `final`, `last3` and `auc` at equal numbers of answers.
+"""What the mean of the last three evaluations saves over the last one, at equal numbers of answers.
 
-    python benchmarks/last3.py [--seeds 12] [--steps 30] [--problems 64] [--runs DIR] [--json FILE]
+    retrain train campaigns/lr.toml --out DIR --set evaluation.samples=3 --set 'evaluation.schedule="verdict"'
+    python benchmarks/last3.py DIR... [--json FILE]
 
-Two learning rates train in the wind tunnel, paired by seed, with ten full evaluations of three answers to each held-out
-problem. From these answers each metric is made anew from as many as one evaluation has, three to each problem:
+Every run of a campaign was evaluated with three answers to each problem after about 80, 90 and 100 % of the steps.
+Both metrics are made from these, from as many answers as one evaluation has:
 
     final    all three answers to every problem after the last update
     last3    one answer to every problem after 80, one after 90 and one after 100 % of the steps
-    auc      all three answers to every tenth problem after each tenth of the steps, to other problems each time
 
-The seeds that a difference takes are proportional to the variance over seeds of its estimate, so `final`'s variance
-over a metric's is the factor in seeds at equal differences; beside it stands the factor where each metric shows the
-difference that it showed here. Intervals are percentiles of the bootstrap over whole pairs of seeds, which is too
-narrow with so few. What of a variance is that of the answers, given the policies, follows from how the three answers to
-a problem differ. `--runs` keeps the runs; a directory that already holds them is only read.
+The seeds that a difference takes are proportional to the variance over seeds of the paired differences to the first
+condition, averaged here over the other conditions. The ratio is `final`'s variance over that of `last3`: above 1,
+`last3` needs fewer seeds. Its interval is the 95 % percentile interval of the bootstrap over whole seeds. What of a
+run's variance is that of the answers, given the policy, follows from how the three answers to a problem differ.
 """
 
 import argparse
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from windtunnel import train
 
 from retrain.config.evaluation import deciding_marks
-from retrain.files import read_jsonl, write_json
-from retrain.verdicts.results import RunResult
+from retrain.files import read_json, read_jsonl, write_json
+from retrain.verdicts.results import read_run
 
-SAMPLES, EVALUATIONS = 3, 10
-RATES = (2e-3, 1e-3)
-METRICS = ("final", "last3", "auc")
+METRICS = ("final", "last3")
 RESAMPLED = 10_000
 
-
-def runs_of(folder: Path, seeds: int, steps: int, problems: int) -> list[RunResult]:
-    """The runs of both conditions; those that ``folder`` holds are only read."""
-    if steps % EVALUATIONS:
-        raise SystemExit(f"--steps {steps} is no multiple of {EVALUATIONS}, the number of evaluations")
-    conditions = [{"advantage_mode": "grpo", "transform_mode": "none", "lr": rate} for rate in RATES]
-    asked = (f"training.eval_every={steps // EVALUATIONS}", f"evaluation.samples={SAMPLES}")
-    sets = (*asked, f"evaluation.problems={problems}")
-    return train(folder, conditions, seeds=range(1, seeds + 1), steps=steps, batch_size=6, sets=sets)
+Marks = dict[int, np.ndarray]
+"""Which answers were right, by the updates done: [problems, samples]."""
 
 
-def marks_of(run: RunResult) -> dict[int, np.ndarray]:
-    """Which answers were right, by the updates done: [problems, samples]."""
+def marks_of(run: Path) -> Marks:
     marks: dict[int, dict[str, list[float]]] = {}
-    for row in read_jsonl(run.path / "emergence/evaluations.jsonl"):
+    for row in read_jsonl(run / "emergence/evaluations.jsonl"):
         marks.setdefault(row["step"], {}).setdefault(row["problem_id"], []).append(float(row["correct"]))
     return {step: np.array(list(own.values())) for step, own in marks.items()}
 
 
-@dataclass(frozen=True)
-class Part:
-    """Answers that a metric is made from: with which weight, after which step, to which problems, how many to each."""
-
-    weight: float
-    step: int
-    problems: slice
-    samples: slice
-
-    def mean(self, marks: dict[int, np.ndarray]) -> float:
-        """Their accuracy."""
-        return float(marks[self.step][self.problems, self.samples].mean())
-
-    def noise(self, marks: dict[int, np.ndarray]) -> float:
-        """Variance of that accuracy given the policy, from how all answers to a problem differ."""
-        used = marks[self.step][self.problems]
-        return float(used.var(axis=1, ddof=1).mean()) / used[:, self.samples].size
-
-
-def parts(metric: str, steps: list[int]) -> list[Part]:
-    """From which answers a metric is made, three to each problem in all."""
-    everything = slice(None)
+def answers_of(metric: str, marks: Marks) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the parts whose mean is the metric: the answers used, and all answers to the same problems."""
+    last = max(marks)
     if metric == "final":
-        return [Part(1.0, steps[-1], everything, everything)]
-    if metric == "last3":
-        return [Part(1 / 3, step, everything, slice(i, i + 1)) for i, step in enumerate(deciding_marks(steps[-1]))]
-    inner = 1.0 / (len(steps) - 1)  # trapezoids: the ends count half
-    ends = (0, len(steps) - 1)
-    return [
-        Part(inner / 2 if i in ends else inner, step, slice(i, None, len(steps)), everything)
-        for i, step in enumerate(steps)
-    ]
+        return [(marks[last], marks[last])]
+    return [(marks[step][:, i : i + 1], marks[step]) for i, step in enumerate(deciding_marks(last))]
 
 
-def measured(runs: list[list[dict[int, np.ndarray]]]) -> dict[str, Any]:
-    """Spreads of every metric and their ratios; ``runs`` are the marks by condition and seed."""
-    steps = sorted(runs[0][0])
-    values, noise = {}, {}
-    for metric in METRICS:
-        made = parts(metric, steps)
-        values[metric] = np.array([[sum(p.weight * p.mean(run) for p in made) for run in own] for own in runs])
-        noise[metric] = float(np.mean([[sum(p.weight**2 * p.noise(run) for p in made) for run in own] for own in runs]))
+def value_and_noise(metric: str, marks: Marks) -> tuple[float, float]:
+    """Return a run's accuracy and the variance that the answers give it."""
+    parts = answers_of(metric, marks)
+    value = np.mean([used.mean() for used, _ in parts])
+    noise = np.mean([every.var(axis=1, ddof=1).mean() / used.size for used, every in parts]) / len(parts)
+    return float(value), float(noise)
+
+
+def pair_variance(values: np.ndarray) -> np.ndarray:
+    """Return the variance over seeds of the differences to the first condition, averaged over the other conditions.
+
+    ``values`` is [condition, draw, seed]; the result has one entry per draw.
+    """
+    return (values[1:] - values[:1]).var(axis=2, ddof=1).mean(axis=0)
+
+
+def measured(runs: list[list[Marks]]) -> dict[str, Any]:
+    """Compare both metrics; ``runs`` are the marks by condition and seed."""
+    both = {metric: np.array([[value_and_noise(metric, run) for run in own] for own in runs]) for metric in METRICS}
     seeds = len(runs[0])
     drawn = np.random.default_rng(0).integers(0, seeds, (RESAMPLED, seeds))
-    rows = []
-    for metric in METRICS:
-        unpaired, paired, effect = _spreads(values[metric][:, None, :])
-        one = {"metric": metric, "accuracy": values[metric].mean(axis=1).tolist(), "noise": noise[metric]}
-        one |= {"unpaired": float(unpaired[0]), "paired": float(paired[0]), "difference": float(effect[0])}
-        for kind, factors in zip(
-            ("unpaired", "paired", "as_seen"), _factors(values, metric, np.arange(seeds)[None]), strict=True
-        ):
-            one[f"{kind}_factor"] = float(factors[0])
-        for kind, factors in zip(("unpaired", "paired", "as_seen"), _factors(values, metric, drawn), strict=True):
-            one[f"{kind}_interval"] = np.nanquantile(factors, [0.025, 0.975]).tolist()
-        rows.append(one)
-    problems, samples = runs[0][0][steps[-1]].shape
-    return {"seeds": seeds, "steps": steps[-1], "answers": problems * samples, "metrics": rows}
-
-
-def _spreads(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Variance of a run, variance of a paired difference and mean difference; ``values`` [condition, draw, seed]."""
-    difference = values[0] - values[1]
-    return values.var(axis=2, ddof=1).mean(axis=0), difference.var(axis=1, ddof=1), difference.mean(axis=1)
-
-
-def _factors(values: dict[str, np.ndarray], metric: str, drawn: np.ndarray) -> tuple[np.ndarray, ...]:
-    """How many times the seeds `final` takes: unpaired, paired, and paired with the differences that were seen."""
-    mine, base = (_spreads(values[name][:, drawn]) for name in (metric, "final"))
+    variance = {metric: pair_variance(found[:, None, :, 0])[0] for metric, found in both.items()}
+    resampled = {metric: pair_variance(found[:, drawn, 0]) for metric, found in both.items()}
     with np.errstate(divide="ignore", invalid="ignore"):
-        unpaired, paired = base[0] / mine[0], base[1] / mine[1]
-        return unpaired, paired, paired * (mine[2] / base[2]) ** 2
+        interval = np.nanquantile(resampled["final"] / resampled["last3"], [0.025, 0.975])
+    rows = {
+        metric: {
+            "accuracy": found[:, :, 0].mean(axis=1).tolist(),
+            "run_sd": float(found[:, :, 0].var(axis=1, ddof=1).mean() ** 0.5),
+            "noise_sd": float(found[:, :, 1].mean() ** 0.5),
+            "pair_sd": float(variance[metric] ** 0.5),
+        }
+        for metric, found in both.items()
+    }
+    last = max(runs[0][0])
+    sizes = {"seeds": seeds, "conditions": len(runs), "steps": last, "answers": runs[0][0][last].size}
+    return {**sizes, **rows, "ratio": float(variance["final"] / variance["last3"]), "interval": interval.tolist()}
 
 
-def told(found: dict[str, Any]) -> str:
-    """The table of ``measured``."""
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """Return the figures of every campaign as a Markdown table, in points."""
     lines = [
-        f"{found['seeds']} pairs of runs of {found['steps']} steps, lr = {RATES[0]:g} and {RATES[1]:g}; "
-        f"{found['answers']} answers a run for each metric",
-        "",
-        "| metric | accuracy | sd of a run | of it answers | sd of a pair | difference | factor unpaired "
-        "| factor paired | with the difference seen |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| campaign | conditions × seeds, steps | answers | metric | accuracy | sd of a run | of it answers "
+        "| sd of a pair | ratio of variances |",
+        "|---|---|--:|---|---|--:|--:|--:|---|",
     ]
-    for row in found["metrics"]:
-        cells = [
-            row["metric"],
-            " and ".join(f"{100 * value:.1f}%" for value in row["accuracy"]),
-            f"{100 * row['unpaired'] ** 0.5:.2f}",
-            f"{100 * row['noise'] ** 0.5:.2f}",
-            f"{100 * row['paired'] ** 0.5:.2f}",
-            f"{100 * row['difference']:+.1f}",
-        ]
-        for kind in ("unpaired", "paired", "as_seen"):
-            low, high = row[f"{kind}_interval"]
-            factor = f"{_shown(row[f'{kind}_factor'])} [{_shown(low)}, {_shown(high)}]"
-            cells.append("1" if row["metric"] == "final" else factor)
-        lines.append(f"| {' | '.join(cells)} |")
+    for name, own in found.items():
+        for metric in METRICS:
+            row = own[metric]
+            sizes = f"{own['conditions']} × {own['seeds']}, {own['steps']}"
+            accuracy = ", ".join(f"{100 * value:.1f}" for value in row["accuracy"])
+            figures = " | ".join(f"{100 * row[key]:.2f}" for key in ("run_sd", "noise_sd", "pair_sd"))
+            low, high = own["interval"]
+            ratio = "1" if metric == "final" else f"{own['ratio']:.2f} [{low:.2f}, {high:.2f}]"
+            lines.append(f"| {name} | {sizes} | {own['answers']} | {metric} | {accuracy} | {figures} | {ratio} |")
     return "\n".join(lines)
-
-
-def _shown(factor: float) -> str:
-    """A factor; where `final` shows next to no difference, that of the differences seen has no bound."""
-    return f"{factor:.2f}" if factor < 100 else "> 100"
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--problems", type=int, default=64)
-    parser.add_argument("--runs", type=Path, help="where the runs are kept; default a temporary directory")
+    parser.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="campaigns that have ended")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        runs = runs_of(args.runs or Path(folder), args.seeds, args.steps, args.problems)
+    found = {}
+    for directory in args.directories:
+        runs = [read_run(directory, entry) for entry in read_json(directory / "manifest.json")["runs"]]
         unfinished = [run.run_id for run in runs if not run.done]
         if unfinished:
             raise SystemExit(f"not finished: {', '.join(unfinished)}")
         labels = list(dict.fromkeys(run.label for run in runs))
-        found = measured([[marks_of(run) for run in runs if run.label == label] for label in labels])
-    print(told(found))
+        found[directory.name] = measured(
+            [[marks_of(run.path) for run in runs if run.label == label] for label in labels]
+        )
+    print(table(found))
     if args.json:
         write_json(args.json, found)
 

@@ -120,28 +120,27 @@ def test_the_limit_is_the_same_model_and_the_same_gradient(benchmark, models):
 # -- verdicts ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_factor_in_seeds_is_that_of_what_varies(benchmark):
+def test_the_ratio_of_variances_is_that_of_what_varies(benchmark):
     """Policies that jump about from evaluation to evaluation: three of them average it out. Where they only differ by
     seed, and answers are all that varies besides, the last three are worth what one evaluation is."""
     last3 = benchmark("last3")
     rng = np.random.default_rng(0)
-    steps = list(range(3, 31, 3))
-    assert [part.step for part in last3.parts("last3", steps)] == [24, 27, 30]
+    marks = {step: np.full((2, 3), step) for step in (24, 27, 30)}
+    assert [np.unique(used).tolist() for used, _ in last3.answers_of("last3", marks)] == [[24], [27], [30]]
 
-    def measured(jumps: float, level: float) -> dict[str, dict]:
+    def measured(jumps: float, level: float) -> dict:
         conditions = []
-        for shift in (0.0, 0.05):
+        for shift in (0.0, 0.05, 0.0):
             runs = []
             for _ in range(200):
                 at = rng.normal(0.5 + shift, level)
-                rates = {step: np.clip(at + rng.normal(0, jumps), 0, 1) for step in steps}
+                rates = {step: np.clip(at + rng.normal(0, jumps), 0, 1) for step in (24, 27, 30)}
                 runs.append({step: (rng.random((200, 3)) < rate).astype(float) for step, rate in rates.items()})
             conditions.append(runs)
-        return {row["metric"]: row for row in last3.measured(conditions)["metrics"]}
+        return last3.measured(conditions)
 
     jumping, steady = measured(0.1, 0.0), measured(0.0, 0.1)
-    assert jumping["final"]["paired_factor"] == 1.0
-    assert 2.2 < jumping["last3"]["paired_factor"] < 4.0
-    assert jumping["last3"]["difference"] == pytest.approx(-0.05, abs=0.03)
-    assert 0.9 < steady["last3"]["paired_factor"] < 1.1
-    assert steady["final"]["noise"] == pytest.approx(0.24 / 600, rel=0.1)
+    assert 2.2 < jumping["interval"][0] < jumping["ratio"] < jumping["interval"][1] < 4.0
+    assert jumping["last3"]["accuracy"] == pytest.approx([0.5, 0.55, 0.5], abs=0.02)
+    assert 0.9 < steady["ratio"] < 1.1
+    assert steady["final"]["noise_sd"] == pytest.approx((0.24 / 600) ** 0.5, rel=0.1)
