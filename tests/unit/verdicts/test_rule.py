@@ -8,7 +8,7 @@ from operator import mul
 import numpy as np
 import pytest
 
-from retrain.verdicts.rule import Analysis, interim_analysis, interim_seeds, judge
+from retrain.verdicts.rule import Analysis, interim_analysis, interim_seeds, judge, outlier_places
 
 MISSING = math.nan
 B = np.array(
@@ -111,6 +111,55 @@ def test_sampled_patterns_agree_with_enumerated_ones() -> None:
     wide = np.concatenate([row, np.full((1, 4), MISSING)], axis=1)
     (sampled,) = judge(wide)
     assert sampled.p == pytest.approx(enumerated.p, abs=0.005)
+    assert (enumerated.p * 2**15).is_integer()
+    assert Fraction(sampled.p).limit_denominator(20_000) == pytest.approx(sampled.p, abs=1e-12)
+
+
+def test_a_mean_of_zero_gives_no_verdict() -> None:
+    row = np.array([2.0] * 9 + [-18.0]) / 64
+    (found,) = judge(row[None])
+    assert found.p <= 0.05
+    assert found.mean == 0.0
+    assert found.outcome == "cannot tell"
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_alike_needs_both_ends_within_the_margin(sign: float) -> None:
+    row = sign * np.array([0.021, -0.008, 0.015, -0.03, -0.004, 0.012, 0.019, -0.006])
+    (found,) = judge(row[None])
+    assert found.low is not None
+    assert found.high is not None
+    margin = max(-found.low, found.high)
+    outcomes = [judge(row[None], None, each)[0].outcome for each in (margin, margin - 1e-6)]
+    assert [found.outcome, *outcomes] == ["not shown", "alike", "not shown"]
+    six = judge(np.array([[0.01, -0.02, 0.015, -0.01, 0.02, -0.015]]), None, 0.1)[0]
+    assert six.outcome == "alike"
+
+
+def test_an_outlier_is_further_than_five_medians_and_two_margins() -> None:
+    near = np.array([0.0, 1.0, -1.0, 1.0, -1.0, 5.0])
+    far = np.array([0.0, 1.0, -1.0, 1.0, -1.0, 5.1])
+    assert [outlier_places(row, 0.0, None) for row in (near, far)] == [(), (5,)]
+    assert [outlier_places(far, 0.0, margin) for margin in (2.5, 2.6)] == [(5,), ()]
+
+
+def test_the_margin_names_outliers_at_the_interim_analysis_too() -> None:
+    row = np.array([[0.02, 0.021, 0.022, 0.023, 0.019, 0.018, 0.5, MISSING]])
+    for margin, outliers in ((None, (6,)), (0.2, (6,)), (0.3, ())):
+        (found,) = judge(row, row[:, :7], margin)
+        assert (found.is_final, found.outcome, found.outliers) == (False, "higher", outliers)
+
+
+def test_conditions_without_pairs() -> None:
+    for none in judge(np.zeros((2, 0))), judge(np.full((2, 8), MISSING)):
+        seeds = none[0].seeds
+        assert none == [Analysis(seeds, 0, True, None, None, 1.0, None, None, (), "cannot tell")] * 2
+    assert seeds == 8
+    some = np.array([B[1, :7], [MISSING] * 7])
+    alone, (beside, nothing) = interim_analysis(B[1:2, :7], 8), interim_analysis(some, 8)
+    assert alone == [beside]
+    assert alone[0].is_final is False
+    assert nothing == Analysis(7, 0, False, None, None, 1.0, None, None, (), None)
 
 
 # A second version, without arrays
