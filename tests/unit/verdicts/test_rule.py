@@ -50,7 +50,7 @@ def test_three_conditions_one_of_them_stopped() -> None:
     says(third, "63/64", (-0.190000, 0.010805), None)
     first, second, third = judge(B, B[:, :7], 0.03)
     assert not first.is_final
-    assert first.pairs == 7
+    assert (first.seeds, first.pairs, second.seeds) == (7, 7, 8)
     says(second, "3/32", (-0.004000, 0.027211), "alike")
     assert second.typical == pytest.approx(0.0165, abs=1e-6)
     says(third, "115/128", (-0.111242, 0.009006), "not shown")
@@ -80,8 +80,9 @@ def test_a_stopped_condition_does_not_see_later_seeds() -> None:
     (found,) = judge(D, D[:, :7])
     says(found, "1/64", (0.015, 0.035), "higher")
     assert found.outliers == ()
-    (at_the_end,) = judge(D)
-    assert at_the_end.outliers == (8,)
+    for margin, outliers in ((None, (8,)), (0.2, ())):
+        (at_the_end,) = judge(D, None, margin)
+        assert at_the_end.outliers == outliers
 
 
 def test_the_mean_on_the_other_side_gives_no_verdict() -> None:
@@ -227,6 +228,46 @@ class BruteForce:
             for signs, other in self.at_the_end.items()
         )
         return counted / len(self.at_the_end)
+
+    def end(self, side: int) -> float:
+        """The outermost difference on one side of the typical one with p > 0.05, by the steps that define it."""
+        values = [v for v in self.row if not math.isnan(v)]
+        middle, reach = location(self.row), 3 * side * (max(values) - min(values) + 0.001)
+        start = middle + reach
+        if self.p(start) > 0.05:
+            start += 9 * reach
+        if self.p(start) > 0.05:
+            return math.nan
+        scanned = [start + (middle - start) * step / 64 for step in range(65)]
+        inside = next(step for step in range(1, 65) if step == 64 or self.p(scanned[step]) > 0.05)
+        outer, inner = scanned[inside - 1], scanned[inside]
+        for _ in range(50):
+            at = (outer + inner) / 2
+            outer, inner = (at, inner) if self.p(at) <= 0.05 else (outer, at)
+        return inner
+
+
+def skewed(seed: int, n: int) -> np.ndarray:
+    """Differences of a few sizes, some far out, so that p is not monotone in the supposed difference."""
+    rng = np.random.default_rng(seed)
+    return np.round(rng.standard_t(1, (int(rng.integers(1, 3)), n)), 2)
+
+
+UNEVEN = np.array([[0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [1.02, -1.0, 0.98, -0.99, 1.01, -1.0]])
+"""At three ranges from the typical difference the second row is the more extreme one, at thirty the first."""
+
+
+@pytest.mark.parametrize(
+    "values", [*(skewed(seed, 6) for seed in range(12)), *(skewed(seed, 7) for seed in range(12)), UNEVEN]
+)
+def test_ends_are_those_of_the_steps_that_define_them(values: np.ndarray) -> None:
+    for j, found in enumerate(judge(values)):
+        reference = BruteForce(values.tolist(), j, None)
+        ends = reference.end(-1), reference.end(1)
+        if math.isnan(sum(ends)):
+            assert found.low is found.high is None
+        else:
+            assert (found.low, found.high) == pytest.approx(ends, abs=1e-7)
 
 
 @pytest.mark.parametrize("n", [5, 6, 7, 8, 9])
