@@ -48,7 +48,6 @@ from retrain.campaign.running.protocol import (
     event_to_json,
     job_from_json,
 )
-from retrain.campaign.running.session import BEAT_SECONDS
 from retrain.campaign.running.tasks import Tasks, append, events_of, home_of
 from retrain.campaign.running.workers import CampaignWorkers
 from retrain.campaign.worker import POLL_SECONDS
@@ -57,6 +56,7 @@ from retrain.config import load
 from retrain.files import dumps
 from retrain.records.observer import SpecLike
 from retrain.records.schema.base import Values
+from retrain.util.lease import BEAT_SECONDS
 from retrain.verdicts import pooling, report
 
 CONDITIONS = (("grpo", "none"), ("rloo", "none"), ("dr_grpo", "none"), ("maxrl", "none"), ("maxrl", "gtpo"))

@@ -27,7 +27,6 @@ from retrain.campaign.planning.plan import Plan, cut, lane_count, seeds_before_i
 from retrain.campaign.planning.references import check, require_packages
 from retrain.campaign.running.in_process import InProcess, Sequential
 from retrain.campaign.running.interim import InterimMonitor
-from retrain.campaign.running.mirror import Mirror, uploading
 from retrain.campaign.running.protocol import (
     CohortJob,
     Guard,
@@ -38,14 +37,8 @@ from retrain.campaign.running.protocol import (
     allow_all,
     report,
 )
+from retrain.campaign.running.refusal import restored_when_refused
 from retrain.campaign.running.scheduler import Scheduler, Work
-from retrain.campaign.running.session import (
-    ENDINGS,
-    DirectoryLock,
-    StopRequest,
-    restored_when_refused,
-    wait_for_writers,
-)
 from retrain.campaign.running.tasks import WORKERS
 from retrain.campaign.running.team import Team
 from retrain.campaign.running.workers import CampaignWorkers, can_adopt_workers
@@ -60,6 +53,9 @@ from retrain.records.observer import Observer
 from retrain.records.reader import planned_configs
 from retrain.records.schema.campaign import ENDED
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, REPORT
+from retrain.util.lease import DirectoryLock, wait_for_writers
+from retrain.util.mirror import Mirror, uploading
+from retrain.util.stopping import ENDINGS, StopRequest
 
 
 @dataclass
@@ -291,7 +287,7 @@ class Controller:
             self.interim.update()  # killed between the last run of the interim analysis and the analysis
         todo = [spec for spec in planned if manifest.run(spec.run_id)["state"] not in settled]
         self._announce(todo, retry_failed)
-        with closing(self.executor), self.stop.listening(observer):
+        with closing(self.executor), self.stop.listening(observer.message):
             try:
                 whole = self._train(self._cohorts(retry_failed) if todo else [])
             except KeyboardInterrupt:

@@ -43,7 +43,6 @@ from retrain.campaign.running.protocol import (
     job_from_json,
     specs_of,
 )
-from retrain.campaign.running.session import DirectoryLock, LeaseWatch, wait_for_writers
 from retrain.campaign.running.tasks import WORKERS, EventFile, Tasks, append, events_of, home_of, newest
 from retrain.campaign.running.team import OtherRank, Team
 from retrain.config.runs import run_directory, run_place
@@ -53,6 +52,7 @@ from retrain.ownership import Owner, owner_of, remove_leftovers
 from retrain.records.observer import NullObserver, SpecLike
 from retrain.records.schema.base import Values
 from retrain.records.schema.layout import SERVER_NEWS
+from retrain.util.lease import DirectoryLock, LeaseWatch, wait_for_writers
 
 POLL_SECONDS = 0.25  # Seconds between polls of the campaign's directory
 PATIENCE_SECONDS = 90.0

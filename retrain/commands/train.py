@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 def finish(plain: bool, work: Callable[[Observer], Outcome], verbose: bool = False) -> None:
     """Do the work under a console, print how it ended, exit with its status."""
-    from retrain.campaign.running.session import ENDINGS
     from retrain.commands.console import lasting_streams, make_console
     from retrain.records.trackers import wandb_upload_command
+    from retrain.util.stopping import ENDINGS
 
     started = time.time()
     with lasting_streams():  # a closed terminal ends no training
@@ -155,7 +155,7 @@ def resume(
 
     place = Path(directory)
     if "://" in directory:
-        from retrain.campaign.running.mirror import Mirror
+        from retrain.util.mirror import Mirror
 
         place = out or Path("logs", directory.rstrip("/").rpartition("/")[2])
         Mirror(directory, place).fetch()

@@ -15,10 +15,10 @@ from retrain.campaign.executors.ray import ray_workers
 from retrain.campaign.executors.slurm import slurm_workers
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.launching import WorkerDevice
-from retrain.campaign.running.session import DirectoryLock
 from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import load
 from retrain.ownership import claim
+from retrain.util.lease import DirectoryLock
 from tests.system.clusters import STUB, Nodes, SlurmStandin, cluster_of
 
 

@@ -32,10 +32,10 @@ from retrain.campaign.running.protocol import (
     job_to_json,
 )
 from retrain.campaign.running.server_news import ServerNews
-from retrain.campaign.running.session import LeaseWatch, is_here, lease_of
 from retrain.campaign.running.tasks import WORKERS, EventFile, Tasks, events_of, home_of, newest
 from retrain.engines.server.fleet import Fleet, Tell
 from retrain.errors import DeviceLost, NotReadable, RetrainError, WorkersLost
+from retrain.util.lease import LeaseWatch, is_here, lease_of
 
 TICK_SECONDS = 0.25  # Seconds between polls of the workers
 PATIENCE_SECONDS = 10.0  # Seconds that workers without a task may take to end before they are killed
