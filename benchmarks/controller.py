@@ -36,7 +36,6 @@ from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running.protocol import (
-    CohortJob,
     Evaluated,
     Event,
     JobEnded,
@@ -56,6 +55,7 @@ from retrain.config import load
 from retrain.files import dumps
 from retrain.records.observer import SpecLike
 from retrain.records.schema.base import Values
+from retrain.training.job import CohortJob
 from retrain.util.lease import BEAT_SECONDS
 from retrain.verdicts import pooling, report
 

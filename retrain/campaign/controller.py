@@ -27,16 +27,7 @@ from retrain.campaign.planning.plan import Plan, cut, lane_count, seeds_before_i
 from retrain.campaign.planning.references import check, require_packages
 from retrain.campaign.running.in_process import InProcess, Sequential
 from retrain.campaign.running.interim import InterimMonitor
-from retrain.campaign.running.protocol import (
-    CohortJob,
-    Guard,
-    JobEnded,
-    JobObserver,
-    JobRunner,
-    SqueezeJob,
-    allow_all,
-    report,
-)
+from retrain.campaign.running.protocol import JobEnded, JobObserver, JobRunner, SqueezeJob, report
 from retrain.campaign.running.refusal import restored_when_refused
 from retrain.campaign.running.scheduler import Scheduler, Work
 from retrain.campaign.running.tasks import WORKERS
@@ -53,6 +44,7 @@ from retrain.records.observer import Observer
 from retrain.records.reader import planned_configs
 from retrain.records.schema.campaign import ENDED
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, REPORT
+from retrain.training.job import CohortJob, Guard, allow_all
 from retrain.util.lease import DirectoryLock, wait_for_writers
 from retrain.util.mirror import Mirror, uploading
 from retrain.util.stopping import ENDINGS, StopRequest
@@ -211,12 +203,8 @@ class CohortWork:
         if not specs:
             return None
         failed = [] if self.again else [spec for spec in specs if self._entry(spec)["state"] == "failed"]
-        plan = self.campaign.plan
-        return CohortJob(
-            plan.directory,
-            plan.folder,
+        return self.campaign.plan.job(
             specs,
-            plan.longest,
             failed_at={spec.run_id: int(self._entry(spec)["step"]) for spec in failed},
             together=not self.again,
             accepted=list(self.campaign.approval.accepted),

@@ -24,11 +24,9 @@ from typing import Any, Protocol
 
 from retrain.campaign.running.in_process import InProcess
 from retrain.campaign.running.protocol import (
-    CohortJob,
     Evaluated,
     Event,
     Facts,
-    Guard,
     Job,
     JobEnded,
     JobObserver,
@@ -52,6 +50,7 @@ from retrain.ownership import Owner, owner_of, remove_leftovers
 from retrain.records.observer import NullObserver, SpecLike
 from retrain.records.schema.base import Values
 from retrain.records.schema.layout import SERVER_NEWS
+from retrain.training.job import CohortJob, Guard
 from retrain.util.lease import DirectoryLock, LeaseWatch, wait_for_writers
 
 POLL_SECONDS = 0.25  # Seconds between polls of the campaign's directory

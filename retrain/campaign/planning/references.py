@@ -12,14 +12,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.planning.teaching import teacher_fault
 from retrain.config import Config, Loaded
 from retrain.config.base import is_plugin
 from retrain.config.describe import toml
 from retrain.config.evaluation import trackers
 from retrain.config.modes import Need, mode_of
 from retrain.config.problems import Mistake, path_of
-from retrain.config.root import value_at
 from retrain.config.runs import RunSpec, run_directory, run_place
 from retrain.config.tasks import Data, Grader
 from retrain.data import Dataset, load_data
@@ -33,20 +31,11 @@ from retrain.models.directory import find_file, model_fault, reward_model_fault
 from retrain.models.layers import SMALL_MODEL_BYTES, architecture_of, dense_layers, target_mistakes
 from retrain.ownership import ELSEWHERE, Owner, check_claim, check_publish, owner_of, refuse_links
 from retrain.plugins import check_backend_class, load_function, plugin_ranges
+from retrain.policy.teaching import teacher_fault
 from retrain.records.reader import RunReader, read_manifest
 from retrain.records.schema.layout import ADAPTER_FILES, MANIFEST, STATE
+from retrain.training.inputs import SET_SOURCE, named_code
 
-KEYS = (
-    "algorithm.advantage_mode",
-    "algorithm.transform_mode",
-    "algorithm.uncertainty_kind",
-    "algorithm.loss",
-    "planning.detector",
-    "backend.backend",
-)
-"""Keys that name code which runs in the training process."""
-SOURCES = ("data.source", "data.eval_source")
-SET_SOURCE = "evaluation.sets.{}.source"
 CHECKPOINT_FILES = (*ADAPTER_FILES, MANIFEST, "optimizer.safetensors", STATE)
 AWAY = "move it away, or " + ELSEWHERE
 NOBODY = Owner("")
@@ -329,20 +318,6 @@ def sources_of(config: Config) -> dict[str, str]:
     if config.data.eval_source is not None and not (sets and all(each.source for each in sets)):
         sources["data.eval_source"] = config.data.eval_source
     return sources | {SET_SOURCE.format(i): each.source for i, each in enumerate(sets) if each.source is not None}
-
-
-def named_code(config: Config) -> Iterator[tuple[str, str]]:
-    """(key, ``module:function``) of all code besides rewards that a configuration names."""
-    for key in (*KEYS, *SOURCES):
-        if is_plugin(value := value_at(config, key)):
-            yield key, value
-    for index, each in enumerate(config.evaluation.sets):
-        if each.source is not None and is_plugin(each.source):
-            yield SET_SOURCE.format(index), each.source
-
-
-def is_source(key: str) -> bool:
-    return key in SOURCES or key.startswith("evaluation.sets.")
 
 
 def _capability_problems(loaded: Loaded, config: Config, backend: Any) -> Iterator[Problem]:

@@ -8,11 +8,12 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING
 
-from retrain.campaign.running.protocol import CohortJob, Guard, Job, JobEnded, JobObserver, SqueezeJob, allow_all
+from retrain.campaign.running.protocol import Job, JobEnded, JobObserver, SqueezeJob
 from retrain.campaign.running.scheduler import Work
 from retrain.config.runs import run_directory
 from retrain.device import failure_text, is_out_of_memory, lost
 from retrain.errors import DeviceLost, Interrupted, LeaseLost, RetrainError, ServerFailed, StorageError
+from retrain.training.job import CohortJob, Guard, allow_all
 
 if TYPE_CHECKING:
     from retrain.campaign.running.team import OtherRank, Team
@@ -69,8 +70,8 @@ class InProcess:
 
     def _train(self, job: CohortJob, observer: JobObserver, stop: Callable[[], bool]) -> JobEnded:
         """Build the runs of a cohort, restore what was saved of them, and train them together."""
-        from retrain.campaign.running.assemble import DoesNotFit, assemble, memory_facts
-        from retrain.campaign.running.run_builder import RecordsDiffer
+        from retrain.training.assemble import DoesNotFit, assemble, memory_facts
+        from retrain.training.run_builder import RecordsDiffer
 
         with ExitStack() as stack:
             try:

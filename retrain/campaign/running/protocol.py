@@ -6,49 +6,15 @@ directory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from retrain.campaign.planning.plan import Plan
 from retrain.config.runs import RunSpec
 from retrain.environments.build import Longest
 from retrain.records.observer import Observer
-
-Guard = Callable[[Path], Callable[[], None]]
-"""Returns what is called before each write into a run's directory; that raises LeaseLost once another process may write
-there."""
-
-
-def allow_all(directory: Path) -> Callable[[], None]:
-    """Return the check of a directory that nobody else writes."""
-    return lambda: None
-
-
-@dataclass(frozen=True)
-class CohortJob:
-    """Train these runs together, from where their checkpoints are.
-
-    ``directory`` is the campaign's, ``folder`` that of its TOML file; ``longest`` are the longest completions of all
-    runs of the plan.
-    ``failed_at``: those that had failed before, with the steps they had done. ``together``: all go on from the newest
-    step that they have in common, else each from its own newest. ``accepted``: differences from the runs' records
-    with which they may go on.
-    """
-
-    directory: Path
-    folder: Path
-    runs: Sequence[RunSpec]
-    longest: Longest
-    failed_at: dict[str, int] = field(default_factory=dict)
-    together: bool = True
-    accepted: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, plan: Plan, specs: Sequence[RunSpec], **how: Any) -> CohortJob:
-        """The job of these runs of a plan; ``how`` are the fields that have defaults."""
-        return cls(plan.directory, plan.folder, specs, plan.longest, **how)
+from retrain.training.job import CohortJob
 
 
 @dataclass(frozen=True)

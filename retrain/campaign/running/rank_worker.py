@@ -12,13 +12,14 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from retrain.campaign.running.in_process import InProcess
-from retrain.campaign.running.protocol import CohortJob, Job
+from retrain.campaign.running.protocol import Job
 from retrain.campaign.running.team import HOST, STUCK_SECONDS, WATCH_SECONDS, OtherRank, joined
 from retrain.config.runs import RunSpec
 from retrain.device import MEMORY_SHARE, failure_text, memory_share
 from retrain.errors import DeviceLost, RankLost
 from retrain.ranks import RankGroup, RanksEnded
 from retrain.records.observer import NullObserver
+from retrain.training.job import CohortJob
 
 
 def follow_torchrun() -> int:

@@ -18,8 +18,6 @@ from typing import Any
 
 from retrain.adapters.talk import answer, as_read
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.assemble import DoesNotFit, assemble
-from retrain.campaign.running.protocol import CohortJob
 from retrain.config import parse_dict
 from retrain.config.campaign import condition_name, find_label
 from retrain.config.runs import RunSpec
@@ -33,6 +31,7 @@ from retrain.records.text import without_keys
 from retrain.rewards import Grader
 from retrain.rewards.base import CompletionText, failed
 from retrain.rollouts.collect import RolloutRequest, collect, require_graded
+from retrain.training.assemble import DoesNotFit, assemble
 from retrain.training.loop import Cohort
 from retrain.training.run import Run
 from retrain.types import Action, Prompt, RewardResult, Rollout, SampleRequest
@@ -67,7 +66,7 @@ def trial(
     with ExitStack() as stack:
         aside = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-try-")))
         try:
-            job = CohortJob.of(replace(plan, directory=aside), [spec])
+            job = replace(plan, directory=aside).job([spec])
             cohort = assemble(job, Messages(tell), lambda: False, stack)
         except DoesNotFit as short:
             raise UsageError(str(short)) from short

@@ -8,8 +8,6 @@ from helpers.models import toy_base
 
 from retrain.campaign.controller import launch
 from retrain.campaign.planning.plan import plan, smaller_cohorts
-from retrain.campaign.running import assemble as assembling
-from retrain.campaign.running.assemble import DoesNotFit, check_memory
 from retrain.config import load
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.local import LocalEngine
@@ -17,6 +15,8 @@ from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.policy.lora import Lanes
 from retrain.records.observer import NullObserver
+from retrain.training import assemble as assembling
+from retrain.training.assemble import DoesNotFit, check_memory
 from retrain.types import SampleRequest
 
 

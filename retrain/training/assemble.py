@@ -13,15 +13,7 @@ import torch
 from retrain.algorithms import Modes, load_detector, load_modes
 from retrain.algorithms.credit.planning_tokens import Detector
 from retrain.algorithms.distillation import Teacher
-from retrain.campaign.running.protocol import CohortJob, Guard, allow_all
-from retrain.campaign.running.run_builder import (
-    ResumePoint,
-    RunBuilder,
-    check_recorded_facts,
-    find_resume_points,
-    renderer_of,
-)
-from retrain.campaign.running.teachers import teachers_of
+from retrain.algorithms.teachers import teachers_of
 from retrain.config import Config
 from retrain.config.runs import RunSpec
 from retrain.data import Dataset
@@ -49,8 +41,10 @@ from retrain.threads import Workers
 from retrain.training.bases import Bases, CohortModel, local_model, plugin_model
 from retrain.training.by_ranks import AbsentEngine, RankCollector
 from retrain.training.evaluation import Evaluator
+from retrain.training.job import CohortJob, Guard, allow_all
 from retrain.training.loop import Cohort
 from retrain.training.run import Run
+from retrain.training.run_builder import ResumePoint, RunBuilder, check_recorded_facts, find_resume_points, renderer_of
 
 
 class DoesNotFit(Exception):
@@ -238,7 +232,8 @@ def load_model(
             (base, lanes), engine = bases.trained(config), AbsentEngine()
         workers = stack.enter_context(closing(workers_of(base, specs)))
         taught = [spec for spec in specs if spec.config.distillation.active]
-        teachers, copies = teachers_of(taught, job.folder, base, lanes, bases, observer.message) if taught else ({}, 0)
+        beside, tell = bases.beside, observer.message
+        teachers, copies = teachers_of(taught, job.folder, base, lanes, beside, ranks, tell) if taught else ({}, 0)
         longest = max(longest_prompt(asked, base.tokenizer, section) for asked, section in parts_of(data, config))
         tokens = _episode_tokens(config, longest, base.context_length)
         check_memory(base, lanes, specs, tokens, decodes=server_events is None)

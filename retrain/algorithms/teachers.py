@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from retrain.algorithms.distillation import AdapterTeacher, BaseTeacher, ModelTeacher, PolicyTeacher, Teacher
-from retrain.campaign.planning.teaching import Place, place_of, recorded_base, vocabulary_fault
 from retrain.config import Config
 from retrain.config.runs import RunSpec
 from retrain.engines.server.teacher import ServerTeacher, server_teacher
@@ -19,9 +18,11 @@ from retrain.policy.base import BaseModel, MemoryPlan
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.protocol import Policy
+from retrain.policy.teaching import Place, place_of, recorded_base, vocabulary_fault
 from retrain.ranks import RankGroup
-from retrain.training.bases import Bases
 from retrain.types import Sample
+
+Loader = Callable[[Config, str], BaseModel]  # Loads a further model of a configuration, by its name
 
 
 def teachers_of(
@@ -29,7 +30,8 @@ def teachers_of(
     folder: Path,
     base: BaseModel,
     lanes: Lanes,
-    bases: Bases,
+    beside: Loader,
+    ranks: RankGroup | None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> tuple[dict[str, Teacher], int]:
     """Return by a run's id who teaches it, one for all of these runs that want the same; and the bytes of further
@@ -48,7 +50,7 @@ def teachers_of(
             raise ModelError(f'[distillation] teacher = "{own.teacher}": {error}') from error
         key = place, repr((own.url, own.server, own.api_key_env))
         if key not in made:
-            made[key] = _teacher(spec.config, place, base, lanes, bases)
+            made[key] = _teacher(spec.config, place, base, lanes, beside)
         teachers[spec.run_id] = made[key]
     copies = 0
     for teacher in made.values():
@@ -59,7 +61,7 @@ def teachers_of(
             )
         elif isinstance(teacher, ServerTeacher):
             tell(f"teacher {teacher.model} at {teacher.url}: answers, {teacher.first_s:.2f} s for its first tokens")
-    if (ranks := bases.ranks) is not None:
+    if ranks is not None:
         return {run_id: _AskedByFirst.of(teacher, ranks) for run_id, teacher in teachers.items()}, copies
     return teachers, copies
 
@@ -84,7 +86,7 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**28 else f"{count / 2**20:.0f} MiB"
 
 
-def _teacher(config: Config, place: Place, base: BaseModel, lanes: Lanes, bases: Bases) -> Teacher:
+def _teacher(config: Config, place: Place, base: BaseModel, lanes: Lanes, beside: Loader) -> Teacher:
     own = config.distillation
     what = f'[distillation] teacher = "{own.teacher}"'
     if place.kind == "base":
@@ -96,7 +98,7 @@ def _teacher(config: Config, place: Place, base: BaseModel, lanes: Lanes, bases:
     if place.kind == "adapter":
         return _adapter(Path(place.name), what, base, lanes)
     try:
-        other = bases.beside(config, place.name)
+        other = beside(config, place.name)
     except ModelError as error:
         nowhere = "" if Path(place.name).is_dir() else "no directory of this name is here, nor below the file's; "
         raise ModelError(f"{what}: {nowhere}{error}") from error

@@ -12,9 +12,6 @@ from typing import Any
 from retrain.algorithms import Modes, build_algorithm, objective_of
 from retrain.algorithms.credit.planning_tokens import Detector
 from retrain.algorithms.distillation import Context
-from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, world_changes
-from retrain.campaign.planning.references import is_source, named_code
-from retrain.campaign.running.protocol import CohortJob, Guard
 from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.config.runs import RunSpec, run_directory, run_place
@@ -41,6 +38,8 @@ from retrain.rewards.base import AUDIT
 from retrain.rollouts.collect import RecentWeights
 from retrain.training.bases import CohortModel
 from retrain.training.checkpoints import Checkpoints, NullCheckpoints, common_step
+from retrain.training.inputs import BASE_WEIGHTS, is_source, machine_changes, named_code, world_changes
+from retrain.training.job import CohortJob, Guard
 from retrain.training.recovery import continue_from, resume
 from retrain.training.run import DataCursor, RolloutRequests, Run
 from retrain.training.updates import UpdatePlan, learning_rate
