@@ -25,11 +25,12 @@ from retrain.config.runs import RunSpec
 from retrain.engines.protocol import Engine
 from retrain.errors import CheckpointError, RunFailed, UsageError
 from retrain.maths.statistics import bootstrap_ci
+from retrain.policy.fitting import DoesNotFit
 from retrain.policy.local import LocalPolicy
 from retrain.rng import generator
 from retrain.rollouts.collect import require_graded
 from retrain.rollouts.queue import StepRollouts, collect_rounds
-from retrain.training.assemble import DoesNotFit, assemble
+from retrain.training.assemble import assemble
 from retrain.training.bases import Bases
 from retrain.training.run import Run
 from retrain.types import CreditedGroup, Group, Rollout, TrainBatch

@@ -70,7 +70,8 @@ class InProcess:
 
     def _train(self, job: CohortJob, observer: JobObserver, stop: Callable[[], bool]) -> JobEnded:
         """Build the runs of a cohort, restore what was saved of them, and train them together."""
-        from retrain.training.assemble import DoesNotFit, assemble, memory_facts
+        from retrain.policy.fitting import DoesNotFit
+        from retrain.training.assemble import assemble, memory_facts
         from retrain.training.run_builder import RecordsDiffer
 
         with ExitStack() as stack:

@@ -25,13 +25,14 @@ from retrain.data.prompts import conversation
 from retrain.environments.build import SingleTurn
 from retrain.errors import UsageError
 from retrain.plugins import described
+from retrain.policy.fitting import DoesNotFit
 from retrain.records.measure import EQUAL_REWARDS
 from retrain.records.observer import NullObserver
 from retrain.records.text import without_keys
 from retrain.rewards import Grader
 from retrain.rewards.base import CompletionText, failed
 from retrain.rollouts.collect import RolloutRequest, collect, require_graded
-from retrain.training.assemble import DoesNotFit, assemble
+from retrain.training.assemble import assemble
 from retrain.training.loop import Cohort
 from retrain.training.run import Run
 from retrain.types import Action, Prompt, RewardResult, Rollout, SampleRequest
