@@ -221,11 +221,10 @@ def squeeze(
     if steps is not None:
         if to is None or as_json:
             raise UsageError("--continue trains at the rank of --to and prints as it trains: type --to RANK, no --json")
-        from retrain.campaign.controller import execute
-        from retrain.campaign.planning.continuing import continued_plan
-        from retrain.campaign.planning.references import check
+        from retrain.adapters.continuing import continuation
+        from retrain.campaign.controller import launch
 
-        finish(False, lambda observer: execute(check(continued_plan(directory, to, steps, out)), observer))
+        finish(False, lambda observer: launch(*continuation(directory, to, steps, out), observer))
     report: dict[str, Any] = squeeze_directory(directory, to, out, pattern)
     if as_json:
         print(dumps(report, indent=2))
