@@ -25,7 +25,7 @@ from retrain.campaign.planning.manifest import (
 )
 from retrain.campaign.planning.plan import Plan, cut, lane_count, seeds_before_interim, smaller_cohorts
 from retrain.campaign.planning.references import check, require_packages
-from retrain.campaign.running.in_process import InProcess, Sequential
+from retrain.campaign.running.in_process import InProcess, JobsHere
 from retrain.campaign.running.interim import InterimMonitor
 from retrain.campaign.running.protocol import JobEnded, JobObserver, JobRunner, SqueezeJob, report
 from retrain.campaign.running.refusal import restored_when_refused
@@ -254,16 +254,14 @@ class Controller:
         """Whose analysis this process has tried, by place; one that fails is not tried again."""
         recording = CampaignObserver(manifest, observer)
         self.campaign = Campaign(plan, manifest, approval, recording)
-        if isinstance(executor, InProcess):
-            self.scheduler = Sequential(executor, recording, self._after, self.stop.is_due)
-        else:
-            hear = partial(report, observer=recording, specs={spec.run_id: spec for spec in plan.specs})
-            restarts = plan.specs[0].config.campaign.max_restarts
-            # Workers go on with what waits without a controller, unless the interim analysis may yet say that it need
-            # not be trained; with lanes = "auto" that is given out after it only.
-            may_stop = self.interim is not None and plan.specs[0].config.campaign.lanes != "auto"
-            room = len(plan.specs) if isinstance(executor, CampaignWorkers) and not may_stop else executor.slots
-            self.scheduler = Scheduler(executor, hear, self._after, self.stop.is_due, restarts, room)
+        hear = partial(report, observer=recording, specs={spec.run_id: spec for spec in plan.specs})
+        restarts = plan.specs[0].config.campaign.max_restarts
+        runner = JobsHere(executor, recording, self.stop.is_due) if isinstance(executor, InProcess) else executor
+        # Workers go on with what waits without a controller, unless the interim analysis may yet say that it need
+        # not be trained; with lanes = "auto" that is given out after it only.
+        may_stop = self.interim is not None and plan.specs[0].config.campaign.lanes != "auto"
+        room = len(plan.specs) if isinstance(executor, CampaignWorkers) and not may_stop else executor.slots
+        self.scheduler = Scheduler(runner, hear, self._after, self.stop.is_due, restarts, room)
 
     def carry_out(self, retry_failed: bool) -> Outcome:
         """Train what is left to do, analyse and compare; how it ended."""

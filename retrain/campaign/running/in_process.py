@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING
 
-from retrain.campaign.running.protocol import Job, JobEnded, JobObserver, SqueezeJob
-from retrain.campaign.running.scheduler import Work
+from retrain.campaign.running.protocol import Event, Job, JobEnded, JobObserver, SqueezeJob
 from retrain.config.runs import run_directory
 from retrain.device import failure_text, is_out_of_memory, lost
 from retrain.errors import DeviceLost, Interrupted, LeaseLost, RetrainError, ServerFailed, StorageError
@@ -153,34 +151,31 @@ def _train_cohort(cohort: Cohort, observer: JobObserver, stop: Callable[[], bool
     return JobEnded()
 
 
-class Sequential:
-    """Runs jobs in this process, one after another. ``after`` returns the work that follows a finished job;
-    ``stopping`` returns whether no further job may start."""
+class JobsHere:
+    """Runs jobs in this process, each when its event is asked for; see ``JobRunner``. ``stopping`` is asked between
+    steps."""
 
-    lost_steps = False
-    names_under_way: Set[str] = frozenset()  # ``after`` is called between jobs
+    slots = 1
+    id = ""
 
-    def __init__(
-        self,
-        here: InProcess,
-        observer: JobObserver,
-        after: Callable[[Work, JobEnded], Iterable[Work]],
-        stopping: Callable[[], bool],
-    ):
-        self.here, self.observer, self.after, self.stopping = here, observer, after, stopping
+    def __init__(self, here: InProcess, observer: JobObserver, stopping: Callable[[], bool]):
+        self.here, self.observer, self.stopping = here, observer, stopping
+        self._job: Job | None = None
 
-    def stop_where(self, unwanted: Callable[[frozenset[str]], bool]) -> None:
-        """Do nothing: no job is under way."""
+    def has_gpu(self) -> bool:
+        return self.here.has_gpu()
 
-    def carry_out(self, works: Iterable[Work]) -> bool:
-        """Do all of these works; return False when asked to stop before all that train were done."""
-        waiting = deque(works)
-        while waiting:
-            if self.stopping() and any(work.trains and work.job() is not None for work in waiting):
-                return False
-            work = waiting.popleft()
-            job = work.job()
-            if job is not None:
-                end = self.here.do(job, self.observer, self.stopping)
-                waiting.extendleft(reversed([*self.after(work, end)]))
-        return True
+    def close(self) -> None:
+        self.here.close()
+
+    def submit(self, job: Job) -> JobsHere:
+        self._job = job
+        return self
+
+    def stop(self) -> None:
+        """Do nothing: no job is under way when this is called."""
+
+    def events(self) -> Generator[Event, None, None]:
+        while self._job is not None:
+            job, self._job = self._job, None
+            yield self.here.do(job, self.observer, self.stopping)

@@ -22,6 +22,12 @@ class WorkerDevice:
     visible: str = ""
     memory: float = 1.0
 
+    @classmethod
+    def of(cls, gpus: Sequence[tuple[str, str]], threads: int, memory: float) -> "WorkerDevice":
+        """Return the device of these GPUs (name, name for ``CUDA_VISIBLE_DEVICES``)."""
+        names = ",".join(name.removeprefix("gpu:") for name, _ in gpus)
+        return cls(f"gpu:{names}", threads, ",".join(visible for _, visible in gpus), memory)
+
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables of the worker. A number of threads that the user has set is kept."""

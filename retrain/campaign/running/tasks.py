@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrain.files import aside_of, read_json, write_json, writing
+from retrain.files import append_bytes, aside_of, read_json, write_json, writing
 
 WORKERS = "workers"
 _EVENTS = re.compile(r"events_(\d+)\.jsonl")
@@ -133,16 +133,7 @@ def newest(home: Path) -> int:
 
 def append(path: Path, line: Mapping[str, Any]) -> None:
     """Append a line of JSON. Raises OSError when it cannot be written; no part of it stays then."""
-    data = memoryview(json.dumps(line).encode() + b"\n")
-    with open(path, "ab", buffering=0) as file:
-        before = file.seek(0, os.SEEK_END)
-        try:
-            while data:
-                data = data[file.write(data) :]
-        except OSError:
-            with suppress(OSError):  # the failed write is the error to report
-                file.truncate(before)
-            raise
+    append_bytes(path, json.dumps(line).encode() + b"\n")
 
 
 class EventFile:
