@@ -13,12 +13,12 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from retrain.errors import LeaseLost, NotReadable, StorageError, UsageError, listed, plural
+from retrain.errors import LeaseLost, NotOurs, NotReadable, StorageError, UsageError, listed, plural
 from retrain.files import dumps, prepare_directory, read_json_if_present, write_json, writing
 from retrain.ownership import MARK, Owner, claim, machine, process_start
 
@@ -263,6 +263,23 @@ def wait_for_writers(
             message(f"waiting for {listed(who, 4)} to finish the step of {plural(len(writing), 'run')}")
             told = True
         time.sleep(LOOK_SECONDS)
+
+
+@contextmanager
+def leases_of(places: Sequence[tuple[Path, Owner]]) -> Iterator[dict[Path, DirectoryLock]]:
+    """Hold the leases of directories, each with the owner that its mark gets, from when nobody writes them any more."""
+    while True:
+        wait_for_writers([directory for directory, _ in places])
+        with ExitStack() as stack:
+            try:
+                locks = {place: stack.enter_context(DirectoryLock(place, owner=owner)) for place, owner in places}
+            except UsageError as error:
+                if isinstance(error, NotOurs):
+                    raise
+                time.sleep(LOOK_SECONDS)  # taken in this moment
+                continue
+            yield locks
+            return
 
 
 class LeaseWatch:

@@ -14,7 +14,7 @@ from retrain.errors import DeviceLost, Interrupted, LeaseLost, RetrainError, Ser
 from retrain.training.job import CohortJob, Guard, allow_all
 
 if TYPE_CHECKING:
-    from retrain.campaign.running.team import OtherRank, Team
+    from retrain.campaign.running.team import Team
     from retrain.engines.server.fleet import Fleet
     from retrain.training.bases import Bases
     from retrain.training.loop import Cohort
@@ -25,16 +25,16 @@ class InProcess:
     somebody asks about GPUs.
 
     ``team`` are processes that compute together with this one; ``servers`` are kept by another one, which launches
-    them.
+    them; ``bases`` are those of a rank other than 0.
     """
 
     slots = 1
 
     def __init__(
-        self, team: Team | OtherRank | None = None, servers: Fleet | None = None, guard: Guard = allow_all
-    ) -> None:
-        self.team, self.servers, self.guard = team, servers, guard
-        self._bases: Bases | None = None
+        self, team: Team | None = None, servers: Fleet | None = None, guard: Guard = allow_all,
+        bases: Bases | None = None,
+    ) -> None:  # fmt: skip
+        self.team, self.servers, self.guard, self._bases = team, servers, guard, bases
 
     def has_gpu(self) -> bool:
         import torch

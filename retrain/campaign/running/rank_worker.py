@@ -13,12 +13,14 @@ from torch.distributed import TCPStore
 
 from retrain.campaign.running.in_process import InProcess
 from retrain.campaign.running.protocol import Job
-from retrain.campaign.running.team import HOST, STUCK_SECONDS, WATCH_SECONDS, OtherRank, joined
+from retrain.campaign.running.team import HOST, STUCK_SECONDS, WATCH_SECONDS, joined
+from retrain.config import parse_dict
 from retrain.config.runs import RunSpec
 from retrain.device import MEMORY_SHARE, failure_text, memory_share
 from retrain.errors import DeviceLost, RankLost
 from retrain.ranks import RankGroup, RanksEnded
 from retrain.records.observer import NullObserver
+from retrain.training.bases import Bases
 from retrain.training.job import CohortJob
 
 
@@ -56,7 +58,7 @@ def _follow(rank: int, count: int, sharing: int, store: TCPStore | None = None) 
     ranks: RankGroup | None = None
     try:
         ranks = joined(rank, count, "", store)
-        process = InProcess(OtherRank(ranks))
+        process = InProcess(bases=Bases(ranks=ranks))
         while True:
             job, devices = ranks.from_first("next job", _no_job)
             ranks.note = ""
@@ -84,9 +86,9 @@ def _on_device(job: Job, device: str) -> Job:
     """Return the job with the device of this rank."""
 
     def moved(spec: RunSpec) -> RunSpec:
-        run = spec.to_json()
-        config = {**run["config"], "backend": {**run["config"]["backend"], "devices": device}}
-        return RunSpec.from_json({**run, "config": config})
+        config = spec.config.to_dict()
+        config["backend"]["devices"] = device
+        return replace(spec, config=parse_dict(config))
 
     if isinstance(job, CohortJob):
         return replace(job, runs=[moved(spec) for spec in job.runs])

@@ -47,7 +47,7 @@ class Team:
         self._ranks: RankGroup | None = None
         self._store: TCPStore | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._before: tuple[int, str | None] | None = None
+        self._before: tuple[int, float] | None = None  # Threads and memory share of this process alone
         self._closed = threading.Event()
         self._places: list[str] = []
 
@@ -111,7 +111,7 @@ class Team:
         here = int(os.environ["LOCAL_WORLD_SIZE"]) if self.under_torchrun else count
         if on_cpu:
             threads = torch.get_num_threads()
-            self._before = threads, os.environ.get(MEMORY_SHARE)
+            self._before = threads, memory_share()
             os.environ[MEMORY_SHARE] = f"{memory_share() / here:g}"
             if not self.under_torchrun:
                 torch.set_num_threads(max(1, threads // count))
@@ -175,12 +175,9 @@ class Team:
             return
         import torch
 
-        threads, share = self._before
-        self._before = None
+        (threads, share), self._before = self._before, None
         torch.set_num_threads(threads)
-        os.environ.pop(MEMORY_SHARE)
-        if share is not None:
-            os.environ[MEMORY_SHARE] = share
+        os.environ[MEMORY_SHARE] = f"{share:g}"
 
 
 def joined(
@@ -193,17 +190,3 @@ def joined(
     if ranks.from_first("device", lambda: device) == "cuda":
         ranks.use_gpus()
     return ranks
-
-
-class OtherRank:
-    """The team as a rank other than 0 sees it."""
-
-    def __init__(self, ranks: RankGroup):
-        self._ranks = ranks
-
-    def ranks(self) -> RankGroup:
-        return self._ranks
-
-    def begin(self, job: Job) -> None: ...
-
-    def close(self) -> None: ...
