@@ -3,6 +3,8 @@
 The controller alone writes the campaign's manifest, decides what comes next and talks to the user.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -27,7 +29,7 @@ from retrain.campaign.planning.plan import Plan, cut, lane_count, seeds_before_i
 from retrain.campaign.planning.references import check, require_packages
 from retrain.campaign.running.in_process import InProcess, JobsHere
 from retrain.campaign.running.interim import InterimMonitor
-from retrain.campaign.running.protocol import JobEnded, JobObserver, JobRunner, SqueezeJob, report
+from retrain.campaign.running.protocol import JobEnded, JobRunner, SqueezeJob, report
 from retrain.campaign.running.refusal import restored_when_refused
 from retrain.campaign.running.scheduler import Scheduler, Work
 from retrain.campaign.running.tasks import WORKERS
@@ -160,16 +162,6 @@ def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[]
     return manifest
 
 
-@dataclass(frozen=True)
-class Campaign:
-    """Context of the tasks of one campaign: plan, manifest, the user's approvals, and the observer of its jobs."""
-
-    plan: Plan
-    manifest: Manifest
-    approval: Approval
-    observer: JobObserver
-
-
 @dataclass(eq=False)
 class CohortWork:
     """Runs that train together. What is left of them is asked when their turn has come: the interim analysis may have
@@ -178,14 +170,14 @@ class CohortWork:
     ``again``: all of them had failed, and each goes on from its own newest checkpoint.
     """
 
-    campaign: Campaign
+    controller: Controller
     specs: Sequence[RunSpec]
     again: bool = False
-    names: frozenset[str] = field(init=False)
     trains: bool = field(default=True, init=False)
 
-    def __post_init__(self) -> None:
-        self.names = frozenset(spec.run_id for spec in self.specs)
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(spec.run_id for spec in self.specs)
 
     def left(self) -> list[RunSpec]:
         """The runs of the next job; none when all have ended.
@@ -203,38 +195,38 @@ class CohortWork:
         if not specs:
             return None
         failed = [] if self.again else [spec for spec in specs if self._entry(spec)["state"] == "failed"]
-        return self.campaign.plan.job(
+        return self.controller.plan.job(
             specs,
             failed_at={spec.run_id: int(self._entry(spec)["step"]) for spec in failed},
             together=not self.again,
-            accepted=list(self.campaign.approval.accepted),
+            accepted=list(self.controller.approval.accepted),
         )
 
     def give_up(self, reason: str) -> None:
         for spec in self.specs:
             if self._entry(spec)["state"] not in ENDED:
-                self.campaign.observer.run_finished(spec, "failed", reason)
+                self.controller.recording.run_finished(spec, "failed", reason)
 
     def _entry(self, spec: RunSpec) -> dict[str, Any]:
-        return self.campaign.manifest.run(spec.run_id)
+        return self.controller.manifest.run(spec.run_id)
 
 
 @dataclass(eq=False)
 class SqueezeWork:
     """The analysis of a finished run's adapter, ``place`` below the campaign's directory."""
 
-    campaign: Campaign
+    controller: Controller
     spec: RunSpec
     place: str
     names: frozenset[str] = field(default=frozenset(), init=False)  # Empty: no other work may touch a finished run
     trains: bool = field(default=False, init=False)
 
     def job(self) -> SqueezeJob:
-        plan = self.campaign.plan
-        return SqueezeJob(plan.directory, plan.folder, self.spec, plan.longest, self.place)
+        plan = self.controller.plan
+        return SqueezeJob(plan.directory, plan.folder, [self.spec], plan.longest, self.place)
 
     def give_up(self, reason: str) -> None:
-        self.campaign.observer.message(f"squeeze analysis of {self.spec.run_id} failed: {reason}", "warning")
+        self.controller.recording.message(f"squeeze analysis of {self.spec.run_id} failed: {reason}", "warning")
 
 
 class Controller:
@@ -252,11 +244,10 @@ class Controller:
         self._analysed = [spec for spec in plan.specs if spec.config.squeeze.enabled]
         self._squeezed: dict[str, RunSpec] = {}
         """Whose analysis this process has tried, by place; one that fails is not tried again."""
-        recording = CampaignObserver(manifest, observer)
-        self.campaign = Campaign(plan, manifest, approval, recording)
-        hear = partial(report, observer=recording, specs={spec.run_id: spec for spec in plan.specs})
+        self.recording = CampaignObserver(manifest, observer)
+        hear = partial(report, observer=self.recording, specs={spec.run_id: spec for spec in plan.specs})
         restarts = plan.specs[0].config.campaign.max_restarts
-        runner = JobsHere(executor, recording, self.stop.is_due) if isinstance(executor, InProcess) else executor
+        runner = JobsHere(executor, self.recording, self.stop.is_due) if isinstance(executor, InProcess) else executor
         # Workers go on with what waits without a controller, unless the interim analysis may yet say that it need
         # not be trained; with lanes = "auto" that is given out after it only.
         may_stop = self.interim is not None and plan.specs[0].config.campaign.lanes != "auto"
@@ -320,10 +311,10 @@ class Controller:
         on_gpu = self.executor.has_gpu() and self.specs[0].config.backend.device != "cpu"
         for group in planned_cohorts(manifest, self.specs, on_gpu, self.executor.slots):
             states = {spec.run_id: manifest.run(spec.run_id)["state"] for spec in group}
-            works.append(CohortWork(self.campaign, group))
+            works.append(CohortWork(self, group))
             if retry_failed and "failed" in states.values():
                 failed = [spec for spec in group if states[spec.run_id] == "failed"]
-                works.append(CohortWork(self.campaign, failed, again=True))
+                works.append(CohortWork(self, failed, again=True))
         manifest.files.flush()  # what is trained is decided, also for a process that continues after a kill
         return [work for work in works if work.left()]
 
@@ -381,7 +372,7 @@ class Controller:
         cohorts = [cohort for cohort in rest[:place] + cut + rest[place:] if cohort]
         self.manifest.note(lanes=len(parts[0]), cohorts=cohorts)
         self.manifest.files.flush()
-        return [CohortWork(self.campaign, part, work.again) for part in parts]
+        return [CohortWork(self, part, work.again) for part in parts]
 
     def _squeezes(self) -> list[Work]:
         """What rank would have been enough, of each adapter of which it is to be known and is not yet.
@@ -398,7 +389,7 @@ class Controller:
             if spec.config.backend.backend == "local" or weights.is_file():
                 # else a backend of the user's that trains something else than a LoRA adapter
                 self._squeezed[place] = spec
-                works.append(SqueezeWork(self.campaign, spec, place))
+                works.append(SqueezeWork(self, spec, place))
         return works
 
     def _due_analyses(self) -> list[tuple[RunSpec, str]]:

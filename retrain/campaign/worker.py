@@ -37,7 +37,6 @@ from retrain.campaign.running.protocol import (
     WorkerFault,
     event_to_json,
     job_from_json,
-    specs_of,
 )
 from retrain.campaign.running.tasks import WORKERS, EventFile, Tasks, append, events_of, home_of, newest
 from retrain.campaign.running.team import Team
@@ -176,13 +175,12 @@ class Worker:
         return replace(job, directory=self.directory, folder=self.options.folder or job.folder)
 
     def _do(self, trainer: InProcess, task: str, job: Job) -> None:
-        specs = specs_of(job)
-        config = specs[0].config
+        config = job.runs[0].config
         if trainer.team is None and config.backend.shard != "none":
             trainer.team = Team(config)
         runs = [spec.run_id for spec in job.runs] if isinstance(job, CohortJob) else []
         self.send(task, JobStarted(task, self.options.name, runs))
-        places = [(run_directory(job.directory, spec), self.owner.at(run_place(spec))) for spec in specs]
+        places = [(run_directory(job.directory, spec), self.owner.at(run_place(spec))) for spec in job.runs]
         with leases_of(places) as locks:
             analysed = [job.directory / job.place] if isinstance(job, SqueezeJob) else []
             for directory in [*locks, *analysed]:  # what a killed worker left half-written

@@ -43,7 +43,7 @@ def test_a_job_of_one_run_knows_the_longest_completions_of_the_plan(tmp_path, mo
 
 def test_a_job_that_was_written_as_json_is_the_same(tmp_path, model):
     plan = planned(tmp_path, model)
-    squeeze = SqueezeJob(plan.directory, plan.folder, plan.specs[0], plan.longest, "squeeze/one")
+    squeeze = SqueezeJob(plan.directory, plan.folder, plan.specs[:1], plan.longest, "squeeze/one")
     for job in (plan.job(plan.specs, failed_at={"grpo+none_s1": 3}, accepted=["data: a → b"]), squeeze):
         assert job_from_json(json.loads(json.dumps(job_to_json(job)))) == job
 
@@ -92,7 +92,7 @@ class Player:
         if isinstance(job, CohortJob):
             self.begun.append({spec.seed for spec in job.runs})
         else:
-            self.analysed.append((job.place, job.run.run_id))
+            self.analysed.append((job.place, job.runs[0].run_id))
         name = str(len(self.begun) + len(self.analysed))
         self.jobs.append((name, job))
         return SimpleNamespace(id=name, stop=lambda: None)

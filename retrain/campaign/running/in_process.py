@@ -99,7 +99,7 @@ class InProcess:
         """What rank would have been enough. A fault here costs the analysis, not the runs."""
         from retrain.adapters.squeeze import squeeze_after_run
 
-        spec, warn = job.run, partial(observer.message, level="warning")
+        spec, warn = job.runs[0], partial(observer.message, level="warning")
         self.guard(run_directory(job.directory, spec))()
         bases = self._own_bases()
         analyse = partial(squeeze_after_run, job.directory, job.place, spec, job.folder, job.longest, bases, warn)

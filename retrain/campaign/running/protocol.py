@@ -19,25 +19,20 @@ from retrain.training.job import CohortJob
 
 @dataclass(frozen=True)
 class SqueezeJob:
-    """Analyse and compress the adapter of ``run``, which has finished; the other fields are those of ``CohortJob``.
+    """Analyse and compress the adapter of the one run, which has finished, at ``place`` below the directory.
 
-    ``place`` is where below the directory. The event is Facts: for the place ``squeeze`` with that key, for another one
-    with the key ``squeezes``, whose value has the run's label as its key.
+    The event is Facts: for the place ``squeeze`` with that key, for another one with the key ``squeezes``, whose value
+    has the run's label as its key.
     """
 
     directory: Path
     folder: Path
-    run: RunSpec
+    runs: Sequence[RunSpec]
     longest: Longest
     place: str = "squeeze"
 
 
 Job = CohortJob | SqueezeJob
-
-
-def specs_of(job: Job) -> list[RunSpec]:
-    """Return the runs whose directories a job writes."""
-    return [*job.runs] if isinstance(job, CohortJob) else [job.run]
 
 
 @dataclass(frozen=True)
@@ -241,22 +236,19 @@ class Executor(Protocol):
 
 
 def job_to_json(job: Job) -> dict[str, Any]:
-    content = vars(job) | {"directory": str(job.directory), "folder": str(job.folder), "longest": asdict(job.longest)}
-    if isinstance(job, CohortJob):
-        return {"kind": "CohortJob", **content, "runs": [spec.to_json() for spec in job.runs]}
-    return {"kind": "SqueezeJob", **content, "run": job.run.to_json()}
+    places = {"directory": str(job.directory), "folder": str(job.folder)}
+    runs = [spec.to_json() for spec in job.runs]
+    return {"kind": type(job).__name__, **vars(job), **places, "runs": runs, "longest": asdict(job.longest)}
 
 
 def job_from_json(content: Mapping[str, Any]) -> Job:
-    fields = dict[str, Any](content)
-    kind = fields.pop("kind")
-    fields["directory"], fields["folder"] = Path(fields["directory"]), Path(fields["folder"])
-    fields["longest"] = Longest(**fields["longest"])
-    if kind == "CohortJob":
-        fields["runs"] = [RunSpec.from_json(run) for run in fields["runs"]]
-        return CohortJob(**fields)
-    fields["run"] = RunSpec.from_json(fields["run"])
-    return SqueezeJob(**fields)
+    fields = {key: value for key, value in content.items() if key != "kind"} | {
+        "directory": Path(content["directory"]),
+        "folder": Path(content["folder"]),
+        "runs": [RunSpec.from_json(run) for run in content["runs"]],
+        "longest": Longest(**content["longest"]),
+    }
+    return CohortJob(**fields) if content["kind"] == "CohortJob" else SqueezeJob(**fields)
 
 
 _EVENTS = {

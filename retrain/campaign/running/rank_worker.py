@@ -21,7 +21,6 @@ from retrain.errors import DeviceLost, RankLost
 from retrain.ranks import RankGroup, RanksEnded
 from retrain.records.observer import NullObserver
 from retrain.training.bases import Bases
-from retrain.training.job import CohortJob
 
 
 def follow_torchrun() -> int:
@@ -90,6 +89,4 @@ def _on_device(job: Job, device: str) -> Job:
         config["backend"]["devices"] = device
         return replace(spec, config=parse_dict(config))
 
-    if isinstance(job, CohortJob):
-        return replace(job, runs=[moved(spec) for spec in job.runs])
-    return replace(job, run=moved(job.run))
+    return replace(job, runs=[moved(spec) for spec in job.runs])

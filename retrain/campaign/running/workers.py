@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +48,6 @@ class JobHandle:
     """A job that waits or is under way. See ``Handle``."""
 
     id: str
-    job: Job
     tasks: Tasks
     stopping: bool = False
 
@@ -144,7 +143,7 @@ class CampaignWorkers:
             self.tasks.publish(name, content)
         else:
             del self._adoptable[name]
-        handle = self._jobs[name] = JobHandle(name, job, self.tasks)
+        handle = self._jobs[name] = JobHandle(name, self.tasks)
         return handle
 
     def events(self) -> Generator[Event, None, None]:
@@ -353,7 +352,7 @@ def can_adopt_workers(plan: Plan) -> bool:
     labels = {f"{home.name}-{newest(home)}" for home in homes}
     planned = {spec.run_id: json.loads(json.dumps(spec.to_json())) for spec in plan.specs}
     claims = {name: worker for name, worker in tasks.claims().items() if worker in labels}
-    runs = [run for name, worker in claims.items() for run in _runs_of(tasks.content(name, worker))]
+    runs = [run for name, worker in claims.items() for run in tasks.content(name, worker)["runs"]]
     uses_workers = plan.specs[0].config.campaign.executor != "inprocess"
     if uses_workers and all(planned.get(run["run_id"]) == run for run in runs):
         return True
@@ -364,11 +363,7 @@ def can_adopt_workers(plan: Plan) -> bool:
     return False
 
 
-def _runs_of(content: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-    return content["runs"] if content["kind"] == "CohortJob" else [content["run"]]
-
-
 def _covers(claimed: Mapping[str, Any], job: Mapping[str, Any]) -> bool:
     """Return whether a claimed task does what a job asks for; some of the task's runs may have ended since."""
     is_same_kind = claimed["kind"] == job["kind"] and claimed.get("place") == job.get("place")
-    return is_same_kind and all(run in _runs_of(claimed) for run in _runs_of(job))
+    return is_same_kind and all(run in claimed["runs"] for run in job["runs"])
