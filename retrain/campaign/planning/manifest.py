@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -151,8 +151,8 @@ class Manifest:
     from there, or hold when the process is killed, is waited for with ``files.flush()``. The end of the ``with`` block
     waits as well. Each event also raises StorageError when an earlier one could not be written.
 
-    An event costs the same whatever the number of runs: at most one write waits, which takes what all events up to its
-    turn have changed, and makes only that into text anew.
+    An event costs the same whatever the number of runs: it makes only what it changes into text anew, and at most one
+    write waits, which takes what all events up to its turn have changed.
     """
 
     def __init__(self, directory: Path, content: dict[str, Any], guard: Callable[[], None] = lambda: None):
@@ -160,9 +160,9 @@ class Manifest:
         self.files = RecordFiles(directory, guard)
         self._by_id: dict[str, dict[str, Any]] = {run["run_id"]: run for run in content["runs"]}
         self._lock = threading.Lock()
-        """Held while the entries of runs change, and while the writing thread copies those that have changed."""
-        self._pieces = _JsonPieces()
-        self._changed_runs, self._changed_facts = set(self._by_id), set(content)
+        """Held while texts change, and while the writing thread joins them."""
+        self._run_texts = {run_id: _indented(run, 4) for run_id, run in self._by_id.items()}
+        self._fact_texts = {key: _fact_text(key, value) for key, value in content.items() if key != "runs"}
         self._waits = False
 
     def __enter__(self) -> Manifest:
@@ -225,22 +225,17 @@ class Manifest:
     def update(self, run_id: str, without: Sequence[str] = (), **changes: Any) -> None:
         """Change a run's entry (state, reason, step, …), drop the keys ``without``, and write."""
         self._change(run_id, changes, without)
-        self._write_changes()
+        self._write_facts({})
 
     def note(self, **facts: Any) -> None:
-        """Set facts of the whole campaign (squeeze, comparison, …) and write. The values are written by another thread:
-        they must not be changed in place any more."""
-        with self._lock:
-            self.content.update(facts)
-            self._changed_facts.update(facts)
-        self._write_changes()
+        """Set facts of the whole campaign (squeeze, comparison, …) and write."""
+        self._write_facts(facts)
 
     def write(self) -> None:
         """Have the file replaced by all that ``content`` says now."""
-        with self._lock:
-            self._changed_runs.update(self._by_id)
-            self._changed_facts.update(self.content)
-        self._write_changes()
+        for run_id in self._by_id:
+            self._change(run_id, {})
+        self._write_facts(self.content)
 
     def _change(self, run_id: str, changes: Mapping[str, Any], without: Sequence[str] = ()) -> None:
         with self._lock:
@@ -248,27 +243,36 @@ class Manifest:
             entry.update(changes)
             for key in without:
                 entry.pop(key, None)
-            self._changed_runs.add(run_id)
+            self._run_texts[run_id] = _indented(entry, 4)
 
-    def _write_changes(self) -> None:
+    def _write_facts(self, facts: Mapping[str, Any]) -> None:
         """Have the file replaced, also after a failure, which the new one may make good."""
         with self._lock:
-            self.content["updated"] = time.time()
-            self._changed_facts.add("updated")
+            self.content |= {**facts, "updated": time.time()}
+            for key in (*facts, "updated"):
+                if key != "runs":
+                    self._fact_texts[key] = _fact_text(key, self.content[key])
             waits, self._waits = self._waits, True
         if not waits:
             self.files.write(self._replace, always=True)
         self.files.check()
 
     def _replace(self) -> None:
+        """Write the file as ``files.dumps`` with an indent of 2 would."""
         with self._lock:
             self._waits = False
-            content = dict(self.content)
-            facts = {key: content[key] for key in self._changed_facts if key in content and key != "runs"}
-            runs = {run_id: dict(self._by_id[run_id]) for run_id in self._changed_runs}
-            self._changed_facts, self._changed_runs = set(), set()
-        self._pieces.change(facts, runs)
-        write_text(self.directory / MANIFEST, self._pieces.text(content, self._by_id))
+            runs = ",\n    ".join(self._run_texts.values())
+            facts = self._fact_texts | {"runs": f'"runs": [\n    {runs}\n  ]' if runs else '"runs": []'}
+            text = "{\n  " + ",\n  ".join([facts[key] for key in [*self.content] if key in facts]) + "\n}\n"
+        write_text(self.directory / MANIFEST, text)
+
+
+def _fact_text(key: str, value: Any) -> str:
+    return f"{dumps(key)}: {_indented(value, 2)}"
+
+
+def _indented(value: Any, by: int) -> str:
+    return dumps(value, indent=2).replace("\n", "\n" + " " * by)
 
 
 class CampaignObserver(NullObserver):
@@ -368,32 +372,3 @@ def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:
             raise UsageError(f"--set {key} {why}: change the file and type retrain train")
     specs = [RunSpec.from_json(run, parse_dict(run["config"], sets)) for run in content["runs"]]
     return Plan(specs, directory, Path(content["folder"]), directory.name, sets=tuple(sets))
-
-
-class _JsonPieces:
-    """Indented JSON of a mapping whose key ``runs`` lists mappings, as ``files.dumps`` writes it, byte by byte.
-
-    It is held in pieces, one for each fact and run: what has not changed is not serialised again.
-    """
-
-    def __init__(self) -> None:
-        self._facts: dict[str, str] = {}
-        self._runs: dict[str, str] = {}
-
-    def change(self, facts: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> None:
-        """Make these facts, by key, and entries of runs, by run id, into text."""
-        for key, value in facts.items():
-            self._facts[key] = f"{dumps(key)}: {_indented(value, 2)}"
-        for run_id, entry in runs.items():
-            self._runs[run_id] = _indented(entry, 4)
-
-    def text(self, keys: Iterable[str], run_ids: Iterable[str]) -> str:
-        """The whole, with the facts and runs in this order; facts never given to ``change`` are left out."""
-        runs = ",\n    ".join([self._runs[run_id] for run_id in run_ids])
-        whole = f'"runs": [\n    {runs}\n  ]' if runs else '"runs": []'
-        facts = [whole if key == "runs" else self._facts[key] for key in keys if key == "runs" or key in self._facts]
-        return "{\n  " + ",\n  ".join(facts) + "\n}\n"
-
-
-def _indented(value: Any, by: int) -> str:
-    return dumps(value, indent=2).replace("\n", "\n" + " " * by)
