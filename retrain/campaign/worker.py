@@ -8,7 +8,6 @@ lives that could add one. On SIGTERM it finishes its step and saves; as a Slurm 
 """
 
 import argparse
-import ctypes
 import os
 import signal
 import subprocess
@@ -38,7 +37,7 @@ from retrain.campaign.running.protocol import (
     event_to_json,
     job_from_json,
 )
-from retrain.campaign.running.tasks import WORKERS, EventFile, Tasks, append, events_of, home_of, newest
+from retrain.campaign.running.tasks import WORKERS, Tasks, events_of, home_of, newest
 from retrain.campaign.running.team import Team
 from retrain.config.runs import run_directory, run_place
 from retrain.engines.server.fleet import Told
@@ -48,7 +47,9 @@ from retrain.records.observer import NullObserver, SpecLike
 from retrain.records.schema.base import Values
 from retrain.records.schema.layout import SERVER_NEWS
 from retrain.training.job import CohortJob
+from retrain.util.event_file import EventFile, append
 from retrain.util.lease import DirectoryLock, LeaseWatch, leases_of
+from retrain.util.processes import end_with_parent
 
 POLL_SECONDS = 0.25  # Seconds between polls of the campaign's directory
 PATIENCE_SECONDS = 90.0
@@ -57,7 +58,6 @@ WRITE_SECONDS = 60.0  # Seconds for which a failed write of an event is retried
 KILL_SECONDS = 120.0
 """Seconds that a preempted Slurm task waits for SIGKILL. If it exited by itself, Slurm would count it as completed and
 not requeue it."""
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -213,15 +213,6 @@ class Worker:
                 self.servers.tell(line["urls"], line["gave_up"])
             elif not first:
                 self.servers.record(line["message"], line["level"])
-
-
-def end_with_parent(parent: int) -> None:
-    """Have the kernel send SIGTERM when ``parent`` has ended (Linux only)."""
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 NOTICE = {signal.SIGUSR1, signal.SIGUSR2}

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from retrain.campaign.running import launching
-from retrain.campaign.running.launching import WorkerDevice, command_of, end_words, with_imports
+from retrain.campaign.running.launching import WorkerDevice, command_of
 from retrain.campaign.running.protocol import Message, WorkerEnd
 from retrain.campaign.running.tasks import WORKERS
 from retrain.errors import StorageError
+from retrain.util.processes import end_words, with_imports
 
 END_SECONDS = 5.0
 

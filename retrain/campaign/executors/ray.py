@@ -23,13 +23,15 @@ from retrain.campaign.executors.ray_connection import connect, last_line, ray_mo
 from retrain.campaign.executors.ray_servers import RayFleet
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running import launching
-from retrain.campaign.running.launching import WorkerDevice, command_of, end_words
+from retrain.campaign.running.launching import WorkerDevice, command_of
 from retrain.campaign.running.protocol import Message, WorkerEnd
-from retrain.campaign.running.tasks import WORKERS, append, events_of, home_of, newest
+from retrain.campaign.running.tasks import WORKERS, events_of, home_of, newest
 from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import Config
 from retrain.errors import UsageError, plural
 from retrain.ownership import claim
+from retrain.util.event_file import append
+from retrain.util.processes import end_words
 
 ROOM_SECONDS = 20.0  # Seconds without room for a worker after which the user is notified
 KILL_SECONDS = 20.0  # Seconds to wait for a killed worker before its node counts as lost

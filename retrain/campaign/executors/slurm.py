@@ -25,7 +25,7 @@ import jinja2
 
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running import launching
-from retrain.campaign.running.launching import command_of, end_words, with_imports
+from retrain.campaign.running.launching import command_of
 from retrain.campaign.running.protocol import Message, WorkerEnd
 from retrain.campaign.running.tasks import WORKERS, home_of, newest
 from retrain.campaign.running.workers import CampaignWorkers, has_living_worker
@@ -33,6 +33,7 @@ from retrain.config import Config
 from retrain.config.machine import GPU_OPTIONS
 from retrain.errors import UsageError, plural
 from retrain.files import existing_file, read_json_if_present, write_json, write_text, writing
+from retrain.util.processes import end_words, with_imports
 
 LOOK_SECONDS = 30.0  # Seconds between `sacct` queries for the states of all tasks
 WAIT_SECONDS = 20.0  # Seconds after which the number of running workers is reported, unless all run

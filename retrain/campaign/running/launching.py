@@ -1,7 +1,6 @@
 """The command of a worker's process, its environment, and how it ended in words."""
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,19 +45,3 @@ def command_of(
     """Return the command line of a worker."""
     # -P: modules of the working directory do not shadow installed ones, and child processes do not inherit the option.
     return [python, "-P", *program, str(directory), "--slot", str(slot), "--device", device, *more]
-
-
-def with_imports(environment: dict[str, str]) -> dict[str, str]:
-    """Return the environment with this process's import path, so that workers find the same modules."""
-    installed = (sys.prefix, sys.base_prefix)
-    own = [path or os.getcwd() for path in sys.path if not path.startswith(installed)]
-    before = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return environment | {"PYTHONPATH": os.pathsep.join(dict.fromkeys([*own, *before]))}
-
-
-def end_words(status: int) -> str:
-    """Return how a process ended, by its exit status or, below 0, the signal."""
-    if status >= 0:
-        return f"ended with exit status {status}"
-    name = signal.Signals(-status).name if -status in {*signal.Signals} else f"signal {-status}"
-    return f"was ended by {name}" + (", as when memory runs out" if name == "SIGKILL" else "")

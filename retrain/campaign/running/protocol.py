@@ -158,10 +158,9 @@ def report(event: Event, observer: JobObserver, specs: Mapping[str, RunSpec]) ->
 
 
 class Handle(Protocol):
-    """A job on its way. ``id`` is what ``JobEnded.job`` says."""
+    """A job on its way."""
 
-    @property
-    def id(self) -> str: ...
+    id: str  # What ``JobEnded.job`` says
 
     def stop(self) -> None:
         """Ask for an end after the step that is under way, with everything saved; does not wait."""
@@ -170,10 +169,7 @@ class Handle(Protocol):
 class JobRunner(Protocol):
     """Runs jobs side by side in other processes."""
 
-    @property
-    def slots(self) -> int:
-        """Number of jobs that run side by side; further ones wait."""
-        ...
+    slots: int  # Number of jobs that run side by side; further ones wait
 
     def has_gpu(self) -> bool:
         """Return whether it trains on a GPU, if the configuration allows it."""
@@ -208,10 +204,7 @@ class Executor(Protocol):
     """Starts ``python -m retrain.campaign.worker`` somewhere and watches whether it lives; the workers themselves find
     their tasks in the campaign's directory. Slots count from 1."""
 
-    @property
-    def slots(self) -> int:
-        """Largest number of workers."""
-        ...
+    slots: int  # Largest number of workers
 
     def has_gpu(self) -> bool:
         """Return whether workers train on GPUs, if the configuration allows it."""

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from retrain.campaign.running.protocol import Message
-from retrain.campaign.running.tasks import WORKERS, append
+from retrain.campaign.running.tasks import WORKERS
 from retrain.engines.server.fleet import Fleet, Tell
 from retrain.files import writing
 from retrain.records.schema.layout import SERVER_NEWS
+from retrain.util.event_file import append
 
 
 class ServerNews:

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from retrain.campaign.running.launching import end_words
 from retrain.campaign.running.protocol import Job
 from retrain.config import Config
 from retrain.device import MEMORY_SHARE, OWN_GPU, gpus_of, memory_share, torchrun_rank
 from retrain.errors import RankLost, UsageError
+from retrain.util.processes import end_words
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

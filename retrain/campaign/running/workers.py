@@ -32,9 +32,10 @@ from retrain.campaign.running.protocol import (
     job_to_json,
 )
 from retrain.campaign.running.server_news import ServerNews
-from retrain.campaign.running.tasks import WORKERS, EventFile, Tasks, events_of, home_of, newest
+from retrain.campaign.running.tasks import WORKERS, Tasks, events_of, home_of, newest
 from retrain.engines.server.fleet import Fleet, Tell
 from retrain.errors import DeviceLost, NotReadable, RetrainError, WorkersLost
+from retrain.util.event_file import EventFile
 from retrain.util.lease import LeaseWatch, is_here, lease_of
 
 TICK_SECONDS = 0.25  # Seconds between polls of the workers
@@ -116,7 +117,7 @@ class CampaignWorkers:
     """
 
     def __init__(self, executor: Executor, directory: Path, launch: Callable[[Tell], Fleet] | None = None):
-        self.executor, self.directory = executor, directory
+        self.executor, self.directory, self.slots = executor, directory, executor.slots
         self.tasks, self.servers = Tasks.of(directory), ServerNews(directory, launch)
         self._slots: dict[int, WorkerSlot] = {}
         self._jobs: dict[str, JobHandle] = {}  # Jobs that have not ended
@@ -124,10 +125,6 @@ class CampaignWorkers:
         self._count = -1  # Highest task number used; -1 before the first job
         self._abandoned: dict[int, str] = {}  # Reason for each slot in which no worker is started any more
         self._error: RetrainError | None = None  # Error that ends the campaign once the other workers have stopped
-
-    @property
-    def slots(self) -> int:
-        return self.executor.slots
 
     def has_gpu(self) -> bool:
         return self.executor.has_gpu()

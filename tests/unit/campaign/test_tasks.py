@@ -2,7 +2,8 @@ import threading
 
 import pytest
 
-from retrain.campaign.running.tasks import EventFile, Tasks, append
+from retrain.campaign.running.tasks import Tasks
+from retrain.util.event_file import EventFile, append
 
 
 @pytest.fixture

@@ -1,0 +1,34 @@
+"""Processes of Python: what they import, when they end, and how they ended in words."""
+
+import ctypes
+import os
+import signal
+import sys
+from contextlib import suppress
+
+PR_SET_PDEATHSIG = 1
+
+
+def with_imports(environment: dict[str, str]) -> dict[str, str]:
+    """Return the environment with this process's import path, so that workers find the same modules."""
+    installed = (sys.prefix, sys.base_prefix)
+    own = [path or os.getcwd() for path in sys.path if not path.startswith(installed)]
+    before = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return environment | {"PYTHONPATH": os.pathsep.join(dict.fromkeys([*own, *before]))}
+
+
+def end_words(status: int) -> str:
+    """Return how a process ended, by its exit status or, below 0, the signal."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    name = signal.Signals(-status).name if -status in {*signal.Signals} else f"signal {-status}"
+    return f"was ended by {name}" + (", as when memory runs out" if name == "SIGKILL" else "")
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel send SIGTERM when ``parent`` has ended (Linux only)."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
