@@ -153,7 +153,7 @@ def visible_gpus() -> list[tuple[str, str]]:
     return [(f"gpu:{index}", given[index] if given else str(index)) for index in range(count)]
 
 
-def gpus_of(devices: str, names: Sequence[str]) -> list[tuple[str, str]]:
+def gpus_of(devices: str | Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
     """Return the GPUs that [backend] ``devices`` means, of which ``names`` are named there, as ``visible_gpus`` does;
     none for a CPU. In a process that has been given its GPUs, these are all that it sees."""
     own = bool(os.environ.get(OWN_GPU))

@@ -381,8 +381,18 @@ class Controller:
         ``squeezes`` by label. First is who comes first in the plan and has not failed or been stopped, whichever run
         ends first: with several workers that is a matter of the clock.
         """
-        works: list[Work] = []
-        for spec, place in self._due_analyses():
+        content, works = self.manifest.content, list[Work]()
+        over = ("failed", "stopped")
+        hoped = [spec for spec in self._analysed if self.manifest.run(spec.run_id)["state"] not in over]
+        if not hoped:
+            return []
+        of_condition = {spec.label: spec for spec in reversed(hoped)}
+        first = _squeezed_label(content) or self._squeezed.get("squeeze", hoped[0]).label
+        due = {} if content.get("squeeze") else {"squeeze": of_condition[first]}
+        if hoped[0].config.squeeze.runs == "one per condition":
+            known = {first, *(content.get("squeezes") or ())}
+            due |= {f"squeeze/{label}": spec for label, spec in of_condition.items() if label not in known}
+        for place, spec in due.items():
             if place in self._squeezed or self.manifest.run(spec.run_id)["state"] != "done":
                 continue
             weights = run_directory(self.directory, spec) / FINAL / ADAPTER_WEIGHTS
@@ -391,23 +401,6 @@ class Controller:
                 self._squeezed[place] = spec
                 works.append(SqueezeWork(self, spec, place))
         return works
-
-    def _due_analyses(self) -> list[tuple[RunSpec, str]]:
-        """Return the runs whose adapters are to be analysed and are not yet, each with its place; they may still
-        train."""
-        content = self.manifest.content
-        over = ("failed", "stopped")
-        hoped = [spec for spec in self._analysed if self.manifest.run(spec.run_id)["state"] not in over]
-        if not hoped:
-            return []
-        of_condition = {spec.label: spec for spec in reversed(hoped)}
-        first = _squeezed_label(content) or self._squeezed.get("squeeze", hoped[0]).label
-        known = set(content.get("squeezes") or ())
-        due = [] if content.get("squeeze") else [(of_condition[first], "squeeze")]
-        if hoped[0].config.squeeze.runs == "one per condition":
-            others = [label for label in of_condition if label not in {first, *known}]
-            due += [(of_condition[label], f"squeeze/{label}") for label in others]
-        return due
 
 
 def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> list[list[RunSpec]]:

@@ -3,8 +3,13 @@
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+
+from retrain.files import writing
 
 PR_SET_PDEATHSIG = 1
 
@@ -23,6 +28,17 @@ def end_words(status: int) -> str:
         return f"ended with exit status {status}"
     name = signal.Signals(-status).name if -status in {*signal.Signals} else f"signal {-status}"
     return f"was ended by {name}" + (", as when memory runs out" if name == "SIGKILL" else "")
+
+
+def start_logged(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process that a terminal's Ctrl-C does not reach, with all that it prints appended to ``log``. Raises
+    StorageError."""
+    with writing(log):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as output:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+            )
 
 
 def end_with_parent(parent: int) -> None:

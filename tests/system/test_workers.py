@@ -122,7 +122,7 @@ def test_a_worker_knows_its_gpu_and_its_share_of_the_cores(out, stub_workers, mo
 @pytest.fixture
 def slots(monkeypatch):
     """The slots of a campaign on a machine with ``gpus`` GPUs and 8 cores."""
-    monkeypatch.setattr("retrain.campaign.executors.table.cores", lambda: 8)
+    monkeypatch.setattr("retrain.campaign.executors.table.usable_cpus", lambda: 8)
 
     def slots(gpus: int, devices, workers="auto", ranks=None, **campaign):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)

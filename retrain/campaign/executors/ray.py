@@ -31,7 +31,7 @@ from retrain.config import Config
 from retrain.errors import UsageError, plural
 from retrain.ownership import claim
 from retrain.util.event_file import append
-from retrain.util.processes import end_words
+from retrain.util.processes import end_words, start_logged
 
 ROOM_SECONDS = 20.0  # Seconds without room for a worker after which the user is notified
 KILL_SECONDS = 20.0  # Seconds to wait for a killed worker before its node counts as lost
@@ -82,12 +82,8 @@ class WorkerHost:
         environment = place.environment | {"OMP_NUM_THREADS": request.threads, "PYTHONPATH": os.pathsep.join(path)}
         home = home_of(directory, request.slot)
         log, before = directory / WORKERS / f"worker_{request.slot}.log", newest(home)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "ab") as output:
-            self.process = subprocess.Popen(
-                command_of(request.program, directory, request.slot, place.device, *more),
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True,
-            )  # fmt: skip
+        command = command_of(request.program, directory, request.slot, place.device, *more)
+        self.process = start_logged(command, log, environment)
         status = self.process.wait()
         words = end_words(status)
         if newest(home) > before:
@@ -137,15 +133,12 @@ class RayExecutor:
                 threads, memory,
             )  # fmt: skip
             self._remove(slot)
-            options = {"num_gpus": self.gpus, "num_cpus": self.cpus, "scheduling_strategy": "SPREAD"}
-            detached = {
-                "name": self._name(slot),
-                "namespace": NAMESPACE,
-                "lifetime": "detached",
-                "get_if_exists": False,
-            }
-            restart = {"max_restarts": -1, "max_task_retries": -1, "concurrency_groups": {"end": 1}}
-            handle = ray.remote(**options, **detached, **restart)(WorkerHost).remote()
+            host = ray.remote(
+                num_gpus=self.gpus, num_cpus=self.cpus, scheduling_strategy="SPREAD", name=self._name(slot),
+                namespace=NAMESPACE, lifetime="detached", get_if_exists=False, max_restarts=-1, max_task_retries=-1,
+                concurrency_groups={"end": 1},
+            )(WorkerHost)  # fmt: skip
+            handle = host.remote()
             self._actors[slot] = WorkerActor(handle, handle.run.remote(request), time.monotonic())
 
     def look(self, slot: int) -> WorkerEnd | None:
@@ -198,7 +191,7 @@ class RayExecutor:
             self.kill(slot)
             self._remove(slot)
         if self.ours:
-            ray_module().shutdown()
+            ray.shutdown()
 
     def _remove(self, slot: int) -> None:
         """Let go of a slot's actor, also of one that an earlier controller has made."""

@@ -33,7 +33,7 @@ from retrain.config import Config
 from retrain.config.machine import GPU_OPTIONS
 from retrain.errors import UsageError, plural
 from retrain.files import existing_file, read_json_if_present, write_json, write_text, writing
-from retrain.util.processes import end_words, with_imports
+from retrain.util.processes import end_words, start_logged, with_imports
 
 LOOK_SECONDS = 30.0  # Seconds between `sacct` queries for the states of all tasks
 WAIT_SECONDS = 20.0  # Seconds after which the number of running workers is reported, unless all run
@@ -103,7 +103,8 @@ class Slurm:
             log = Path(str(self._log(folder)).replace("%A", task.partition("_")[0]).replace("%a", str(slot)))
             self._tasks[slot] = SlurmTask(task, log, newest(self._home(slot)))
             if not self.is_slurm:
-                self._tasks[slot].process = self._run_here(script, slot, log)
+                environment = with_imports({**os.environ, "SLURM_ARRAY_TASK_ID": str(slot)})
+                self._tasks[slot].process = start_logged(["bash", str(script)], log, environment)
         self._asked, self._looked = time.monotonic(), 0.0
         self._record(closed=False)
 
@@ -188,14 +189,6 @@ class Slurm:
             words_of_slurm = " ".join(done.stderr.split()) or f"sbatch ended with exit status {done.returncode}"
             raise UsageError(f"Slurm takes no job: {words_of_slurm}; its script is {script}, see [slurm]")
         return match[1]
-
-    def _run_here(self, script: Path, slot: int, log: Path) -> subprocess.Popen[bytes]:
-        environment = with_imports({**os.environ, "SLURM_ARRAY_TASK_ID": str(slot)})
-        with writing(log), open(log, "ab") as output:
-            return subprocess.Popen(
-                ["bash", str(script)],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True,
-            )  # fmt: skip
 
     def _script(self, slots: Sequence[int], folder: Path) -> str:
         slurm, path = self.config.slurm, Path(__file__).with_name("slurm.sh.j2")
