@@ -356,7 +356,7 @@ def memory_words(
 
 def time_words(plan: Plan, works: Sequence[Work], device: Device, cohorts: int, workers: int) -> str:
     """Return the duration of all runs, estimated from earlier runs of this model on this machine."""
-    from retrain.campaign.planning.pace import recorded_pace
+    from retrain.commands.pace import recorded_pace
     from retrain.training.estimate import sampled_evaluations
 
     config = plan.specs[0].config
