@@ -19,7 +19,6 @@ import torch
 
 from retrain.algorithms.algorithm import training_samples
 from retrain.campaign.planning.plan import Plan, base_key
-from retrain.campaign.running.trial import Messages
 from retrain.config import parse_dict
 from retrain.config.runs import RunSpec
 from retrain.engines.protocol import Engine
@@ -27,6 +26,7 @@ from retrain.errors import CheckpointError, RunFailed, UsageError
 from retrain.maths.statistics import bootstrap_ci
 from retrain.policy.fitting import DoesNotFit
 from retrain.policy.local import LocalPolicy
+from retrain.records.observer import Messages
 from retrain.rng import generator
 from retrain.rollouts.collect import require_graded
 from retrain.rollouts.queue import StepRollouts, collect_rounds

@@ -1,6 +1,6 @@
 """Observers of runs: consoles, tests, anything that follows a campaign from inside the process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from retrain.records.schema.base import Values
@@ -50,3 +50,13 @@ class Observer(Protocol):
 
 class NullObserver(Observer):
     """Ignores everything."""
+
+
+class Messages(NullObserver):
+    """Passes on messages alone."""
+
+    def __init__(self, tell: Callable[[str], None]):
+        self.tell = tell
+
+    def message(self, text: str, level: str = "info") -> None:
+        self.tell(text)

@@ -8,8 +8,8 @@ from helpers.records import HOSTILE
 from typer.testing import CliRunner
 
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running import trial as trying
 from retrain.cli import app
+from retrain.commands import trial_run as trying
 from retrain.commands.output import print_record
 from retrain.commands.trial import print_trial
 from retrain.config import load

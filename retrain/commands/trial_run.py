@@ -7,7 +7,7 @@ the prompts are those of its first batch, the answers those of its first step, t
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,21 +19,10 @@ from retrain.config.campaign import condition_name, find_label
 from retrain.config.runs import RunSpec
 from retrain.errors import UsageError
 from retrain.policy.fitting import DoesNotFit
-from retrain.records.observer import NullObserver
-from retrain.rollouts.collect import RolloutRequest
+from retrain.records.observer import Messages
 from retrain.training.assemble import assemble
 
 ANSWERS = 4  # Answers for each problem, or the group size where that is smaller
-
-
-class Messages(NullObserver):
-    """Passes on messages alone."""
-
-    def __init__(self, tell: Callable[[str], None]):
-        self.tell = tell
-
-    def message(self, text: str, level: str = "info") -> None:
-        self.tell(text)
 
 
 def trial(
@@ -55,13 +44,8 @@ def trial(
             raise UsageError(str(short)) from short
         run = cohort.runs[0]
         run.publish_to(cohort.engine)
-        asked: list[RolloutRequest] = []
-        for step in count():
-            asked += run.requests.of_step(run.step, step)
-            if len(asked) >= problems:
-                break
-        asked = asked[:problems]
-        asked = [replace(each, samples=samples) for each in asked]
+        upcoming = chain.from_iterable(run.requests.of_step(run.step, step) for step in count())
+        asked = [replace(request, samples=samples) for request in islice(upcoming, problems)]
         facts = {"run": spec.run_id, "seed": spec.seed, "model": spec.config.model.model}
         return facts | trial_report(cohort.engine, asked, run.environments["train"], run.requests.renderer, run.config)
 
