@@ -407,7 +407,9 @@ def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool, 
     """The runs that step together. What has begun stays as it is recorded, because which rows share a decode batch
     shows in the last bits of what is sampled; with ``lanes = "auto"`` the count, too, is taken from the record, if that
     was made for as many ``slots``."""
-    planned = _begun_cohorts(manifest, specs)
+    known = {spec.run_id: spec for spec in specs}
+    recorded = [[known[name] for name in group if name in known] for group in manifest.content.get("cohorts", [])]
+    planned = [group for group in recorded if any(manifest.run(spec.run_id)["state"] != "pending" for spec in group)]
     begun = {spec.run_id for group in planned for spec in group}
     rest = [spec for spec in specs if spec.run_id not in begun]
     lanes = manifest.content.get("lanes") if specs[0].config.campaign.lanes == "auto" else None
@@ -418,12 +420,6 @@ def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool, 
     facts = {"slots": slots} if slots > 1 else {}
     manifest.note(lanes=lanes, cohorts=[[spec.run_id for spec in group] for group in planned], **facts)
     return planned
-
-
-def _begun_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[RunSpec]]:
-    known = {spec.run_id: spec for spec in specs}
-    recorded = [[known[name] for name in group if name in known] for group in manifest.content.get("cohorts", [])]
-    return [group for group in recorded if any(manifest.run(spec.run_id)["state"] != "pending" for spec in group)]
 
 
 def _squeezed_label(content: Mapping[str, Any]) -> str | None:

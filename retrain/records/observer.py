@@ -44,6 +44,9 @@ class Observer(Protocol):
     def message(self, text: str, level: str = "info") -> None:
         """Called with a line for the user; ``level`` is info, warning or error."""
 
+    def note(self, facts: Values) -> None:
+        """Called with keys of the campaign's manifest that have changed, by a run or analysis."""
+
     def close(self) -> None:
         """Called last."""
 

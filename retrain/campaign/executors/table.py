@@ -1,6 +1,7 @@
 """The executors that train in workers, and on which devices these compute."""
 
 from collections.abc import Callable
+from functools import partial
 
 from retrain.campaign.executors.local import Local
 from retrain.campaign.executors.ray import ray_workers
@@ -10,7 +11,7 @@ from retrain.campaign.running.launching import WorkerDevice
 from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import Config
 from retrain.device import gpus_of, visible_gpus
-from retrain.engines.server.fleet import Fleet, Launches, Tell
+from retrain.engines.server.fleet import Launches
 from retrain.errors import UsageError, plural
 from retrain.records.environment import usable_cpus
 
@@ -79,15 +80,10 @@ def _left_by_servers(config: Config, gpus: list[tuple[str, str]]) -> list[tuple[
     return left
 
 
-def _fleet(plan: Plan) -> Callable[[Tell], Fleet] | None:
-    config = plan.specs[0].config
-    if config.inference.launch is None:
-        return None
-    return lambda tell: Launches(config, plan.directory, tell)
-
-
 def _local(plan: Plan) -> CampaignWorkers:
-    return CampaignWorkers(Local(slots_of(plan.specs[0].config), plan.directory), plan.directory, _fleet(plan))
+    config, directory = plan.specs[0].config, plan.directory
+    launch = None if config.inference.launch is None else partial(Launches, config, directory)
+    return CampaignWorkers(Local(slots_of(config), directory), directory, launch)
 
 
 EXECUTORS: dict[str, Callable[[Plan], CampaignWorkers]] = {

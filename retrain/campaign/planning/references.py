@@ -127,7 +127,9 @@ def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
     if fault := model_fault(model.model, trust_remote_code=model.trust_remote_code):
         yield _problem_at(loaded, "model.model", model.model, f'is "{model.model}": {fault}')
         return
-    if not fits_a_cpu(config) and (fault := build_fault(config.backend.device)):
+    architecture = architecture_of(model.model, model.revision)
+    is_small = architecture is not None and 4 * architecture.parameters() <= SMALL_MODEL_BYTES
+    if not is_small and (fault := build_fault(config.backend.device)):
         yield _problem_at(
             loaded, "backend.devices", config.backend.devices, f"is {toml(config.backend.devices)}: {fault}"
         )
@@ -141,7 +143,6 @@ def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
         if context and tokens >= context:
             message = f"is {tokens}, and {model.model} has a context of {context} tokens, which the prompt is part of"
             yield _problem_at(loaded, key, tokens, message, f"max_tokens = {max(1, context // 2)}")
-    architecture = architecture_of(model.model, model.revision)
     widest = max(map(max, architecture.linear_shapes.values())) if architecture else 0
     if architecture and model.lora_rank > widest:
         message = f"is {model.lora_rank}, and no linear layer of {model.model} has more than {widest} inputs or outputs"
@@ -163,12 +164,6 @@ def completion_lengths(config: Config) -> list[tuple[str, int]]:
         if own or held_out.sampling.max_tokens != training:
             lengths[key] = held_out.sampling.max_tokens
     return list(lengths.items())
-
-
-def fits_a_cpu(config: Config) -> bool:
-    """Whether the model is so small that nobody misses a GPU."""
-    architecture = architecture_of(config.model.model, config.model.revision)
-    return architecture is not None and 4 * architecture.parameters() <= SMALL_MODEL_BYTES
 
 
 class CustomCode(NamedTuple):
@@ -245,7 +240,8 @@ def _environment_problem(loaded: Loaded, config: Config, folder: Path) -> Proble
 def _data_problem(loaded: Loaded, config: Config, plan: Plan, rewards: CustomRewards) -> Problem | None:
     sources, folder = sources_of(config), plan.folder
     absent = {key for key, _, _ in absent_packages(config, folder)}  # a problem of its own
-    local = [key for key, value in sources.items() if _is_local(value, folder) and key not in absent]
+    remote = {key for key, value in sources.items() if is_plugin(value) or on_hub(value, folder)}
+    local = [key for key in sources if key not in absent | remote]
     fault = None
     try:
         if len(local) == len(sources):
@@ -259,10 +255,6 @@ def _data_problem(loaded: Loaded, config: Config, plan: Plan, rewards: CustomRew
         except DataError as error:
             return _of_source(loaded, key, sources[key], error)
     return None if fault is None else _of_source(loaded, "data.source", sources["data.source"], fault)
-
-
-def _is_local(source: str, folder: Path) -> bool:
-    return source == "arithmetic" or not (is_plugin(source) or on_hub(source, folder))
 
 
 def _column_problem(loaded: Loaded, config: Config, data: Dataset, rewards: CustomRewards) -> Problem | None:

@@ -7,10 +7,11 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING
 
-from retrain.campaign.running.protocol import Event, Job, JobEnded, JobObserver, SqueezeJob
+from retrain.campaign.running.protocol import Event, Job, JobEnded, SqueezeJob
 from retrain.config.runs import run_directory
 from retrain.device import failure_text, is_out_of_memory, lost
 from retrain.errors import DeviceLost, Interrupted, LeaseLost, RetrainError, ServerFailed, StorageError
+from retrain.records.observer import Observer
 from retrain.training.job import CohortJob, Guard, allow_all
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class InProcess:
 
         return torch.cuda.is_available()
 
-    def do(self, job: Job, observer: JobObserver, stop: Callable[[], bool]) -> JobEnded:
+    def do(self, job: Job, observer: Observer, stop: Callable[[], bool]) -> JobEnded:
         """Do a job. ``stop`` is asked between steps; it may raise, and then nothing more is saved.
 
         Raises StorageError when no run can be written any more, another RetrainError when the model, the data or a
@@ -66,7 +67,7 @@ class InProcess:
         if self.team is not None:
             self.team.close()
 
-    def _train(self, job: CohortJob, observer: JobObserver, stop: Callable[[], bool]) -> JobEnded:
+    def _train(self, job: CohortJob, observer: Observer, stop: Callable[[], bool]) -> JobEnded:
         """Build the runs of a cohort, restore what was saved of them, and train them together."""
         from retrain.policy.fitting import DoesNotFit
         from retrain.training.assemble import assemble, memory_facts
@@ -95,7 +96,7 @@ class InProcess:
                     run.recorder.close(failed=run.error is not None)
                 self._own_bases().forget_adapters()
 
-    def _squeeze(self, job: SqueezeJob, observer: JobObserver) -> JobEnded:
+    def _squeeze(self, job: SqueezeJob, observer: Observer) -> JobEnded:
         """What rank would have been enough. A fault here costs the analysis, not the runs."""
         from retrain.adapters.squeeze import squeeze_after_run
 
@@ -122,7 +123,7 @@ class InProcess:
         return self._bases
 
 
-def _train_cohort(cohort: Cohort, observer: JobObserver, stop: Callable[[], bool]) -> JobEnded:
+def _train_cohort(cohort: Cohort, observer: Observer, stop: Callable[[], bool]) -> JobEnded:
     """Train the runs of a cohort to their end. Raises what is no fault of theirs: they can be resumed."""
 
     try:
@@ -158,7 +159,7 @@ class JobsHere:
     slots = 1
     id = ""
 
-    def __init__(self, here: InProcess, observer: JobObserver, stopping: Callable[[], bool]):
+    def __init__(self, here: InProcess, observer: Observer, stopping: Callable[[], bool]):
         self.here, self.observer, self.stopping = here, observer, stopping
         self._job: Job | None = None
 

@@ -34,14 +34,7 @@ class WorkerDevice:
         return own | {"CUDA_VISIBLE_DEVICES": self.visible, OWN_GPU: "1"} if self.visible else own
 
 
-def command_of(
-    program: Sequence[str],
-    directory: Path | str,
-    slot: int | str,
-    device: str,
-    *more: str,
-    python: str = sys.executable,
-) -> list[str]:
+def command_of(program: Sequence[str], directory: Path, slot: int | str, device: str, *more: str) -> list[str]:
     """Return the command line of a worker."""
     # -P: modules of the working directory do not shadow installed ones, and child processes do not inherit the option.
-    return [python, "-P", *program, str(directory), "--slot", str(slot), "--device", device, *more]
+    return [sys.executable, "-P", *program, str(directory), "--slot", str(slot), "--device", device, *more]

@@ -128,14 +128,7 @@ class WorkerFault:
 Event = JobStarted | Tick | RunStarted | StepDone | Evaluated | RunEnded | Facts | Message | JobEnded | WorkerFault
 
 
-class JobObserver(Observer, Protocol):
-    """Follows jobs."""
-
-    def note(self, facts: Mapping[str, Any]) -> None:
-        """Keys of the campaign's manifest, with what they are now."""
-
-
-def report(event: Event, observer: JobObserver, specs: Mapping[str, RunSpec]) -> None:
+def report(event: Event, observer: Observer, specs: Mapping[str, RunSpec]) -> None:
     """Call the observer with an event of a worker; ``specs`` are the plan's runs by id."""
     match event:
         case RunStarted(run_id, step, max_steps):

@@ -5,9 +5,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch.distributed import TCPStore
 
@@ -45,10 +43,6 @@ def _end_with(parent: int) -> None:
     os._exit(RankLost.exit_status)
 
 
-class _Unheard(NullObserver):
-    def note(self, facts: Mapping[str, Any]) -> None: ...
-
-
 def _follow(rank: int, count: int, sharing: int, store: TCPStore | None = None) -> int:
     """Do the jobs of rank 0; ``sharing`` ranks divide up the memory of a CPU that this process plans with."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -62,7 +56,7 @@ def _follow(rank: int, count: int, sharing: int, store: TCPStore | None = None) 
             job, devices = ranks.from_first("next job", _no_job)
             ranks.note = ""
             try:
-                process.do(_on_device(job, devices[rank]), _Unheard(), lambda: False)
+                process.do(_on_device(job, devices[rank]), NullObserver(), lambda: False)
             except DeviceLost:
                 raise
             except Exception as error:  # raised on rank 0 too, which decides what follows; else they part now
