@@ -29,7 +29,7 @@ from retrain.campaign.planning.plan import Plan, cut, lane_count, seeds_before_i
 from retrain.campaign.planning.references import check, require_packages
 from retrain.campaign.running.in_process import InProcess, JobsHere
 from retrain.campaign.running.interim import InterimMonitor
-from retrain.campaign.running.protocol import JobEnded, JobRunner, SqueezeJob, report
+from retrain.campaign.running.protocol import JobEnded, SqueezeJob, report
 from retrain.campaign.running.refusal import restored_when_refused
 from retrain.campaign.running.scheduler import Scheduler, Work
 from retrain.campaign.running.tasks import WORKERS
@@ -81,7 +81,7 @@ def resume(
 
 def execute(
     plan: Plan, observer: Observer, retry_failed: bool = False, approval: Approval | None = None,
-    executor: JobRunner | InProcess | None = None,
+    executor: CampaignWorkers | InProcess | None = None,
 ) -> Outcome:  # fmt: skip
     """Train what was planned and checked; a directory that already holds some of it is continued.
 
@@ -112,7 +112,7 @@ def execute(
         return Controller(plan, manifest, observer, approval, lock, executor).carry_out(retry_failed)
 
 
-def executor_of(plan: Plan, guard: Guard = allow_all) -> JobRunner | InProcess:
+def executor_of(plan: Plan, guard: Guard = allow_all) -> CampaignWorkers | InProcess:
     """Return the executor that a plan's configuration selects.
 
     ``guard`` checks writes of a run that trains in this process; workers hold leases of their own. Raises UsageError
@@ -234,7 +234,7 @@ class Controller:
 
     def __init__(
         self, plan: Plan, manifest: Manifest, observer: Observer, approval: Approval, lock: DirectoryLock,
-        executor: JobRunner | InProcess,
+        executor: CampaignWorkers | InProcess,
     ):  # fmt: skip
         self.plan, self.manifest, self.observer = plan, manifest, observer
         self.approval, self.executor = approval, executor

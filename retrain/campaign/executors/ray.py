@@ -235,7 +235,7 @@ def ray_workers(plan: Plan) -> CampaignWorkers:
 def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
     """Return the number of workers and whether each has a GPU. ``nodes`` are as Ray lists them."""
     workers, devices, cpus = config.campaign.workers, config.backend.devices, config.ray.cpus
-    everything = _resources(nodes)
+    everything: list[dict[str, float]] = [node["Resources"] for node in nodes if node["Alive"]]
     gpus = devices == "all" or (devices != "cpu" and any(int(each.get("GPU", 0)) for each in everything))
     left = _left_by_servers(everything, config) if config.inference.launch is not None else everything
     if not gpus and config.campaign.gpus_per_cohort != 1:
@@ -252,20 +252,19 @@ def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
             f"each of which asks for {what} ([ray] server_cpus, server_gpus); where nodes come when asked for, "
             "say how many workers: --workers 4"
         )
-    count = sum(_room(each, config, gpus) for each in left)
-    if not count and left is not everything and any(_room(each, config, gpus) for each in everything):
+    if count := sum(_room(each, config, gpus) for each in left):
+        return count, gpus
+    what = _resource_words(cpus, _gpus_per_worker(config) if gpus else 0.0)
+    if left is not everything and any(_room(each, config, gpus) for each in everything):
         raise UsageError(
             f"beside {plural(config.inference.replicas, 'server')} of [inference] launch the Ray cluster has no room "
-            f"for a worker, which asks for {_resource_words(cpus, _gpus_per_worker(config) if gpus else 0.0)} "
-            "([ray] cpus, [backend] devices): add a node, or give the servers less ([ray] server_gpus, server_cpus)"
+            f"for a worker, which asks for {what} ([ray] cpus, [backend] devices): add a node, or give the servers "
+            "less ([ray] server_gpus, server_cpus)"
         )
-    if not count:
-        what = _resource_words(cpus, _gpus_per_worker(config) if gpus else 0.0)
-        raise UsageError(
-            f"no node of the Ray cluster has {what}, which is what a worker asks for ([ray] cpus, [backend] devices); "
-            "where nodes come when they are asked for, say how many workers: --workers 4"
-        )
-    return count, gpus
+    raise UsageError(
+        f"no node of the Ray cluster has {what}, which is what a worker asks for ([ray] cpus, [backend] devices); "
+        "where nodes come when they are asked for, say how many workers: --workers 4"
+    )
 
 
 def _room(node: dict[str, float], config: Config, gpus: bool) -> int:
@@ -304,7 +303,3 @@ def _resource_words(cpus: int, gpus: float) -> str:
 
 def _count(count: float, kind: str) -> str:
     return f"{count:g} of a {kind}" if count % 1 else plural(int(count), kind)
-
-
-def _resources(nodes: list[dict[str, Any]]) -> list[dict[str, float]]:
-    return [node["Resources"] for node in nodes if node["Alive"]]

@@ -117,15 +117,13 @@ def _resolve(config: Config, condition: Condition | None, seed: int, label: str)
 def cohorts(specs: Sequence[RunSpec], lanes: int, across_seeds: bool = True) -> list[list[RunSpec]]:
     """Consecutive runs that share a base, at most ``lanes`` together; runs of several seeds only ``across_seeds``."""
     groups: list[list[RunSpec]] = []
-    base = ""
     for spec in specs:
-        own = base_key(spec)
-        fits = groups and len(groups[-1]) < lanes and (across_seeds or groups[-1][0].seed == spec.seed)
-        if fits and own == base:
-            groups[-1].append(spec)
+        last = groups[-1] if groups else []
+        fits = last and len(last) < lanes and (across_seeds or last[0].seed == spec.seed)
+        if fits and base_key(last[0]) == base_key(spec):
+            last.append(spec)
         else:
             groups.append([spec])
-            base = own
     return groups
 
 

@@ -163,12 +163,6 @@ class JobsHere:
         self.here, self.observer, self.stopping = here, observer, stopping
         self._job: Job | None = None
 
-    def has_gpu(self) -> bool:
-        return self.here.has_gpu()
-
-    def close(self) -> None:
-        self.here.close()
-
     def submit(self, job: Job) -> JobsHere:
         self._job = job
         return self

@@ -164,10 +164,6 @@ class JobRunner(Protocol):
 
     slots: int  # Number of jobs that run side by side; further ones wait
 
-    def has_gpu(self) -> bool:
-        """Return whether it trains on a GPU, if the configuration allows it."""
-        ...
-
     def submit(self, job: Job) -> Handle: ...
 
     def events(self) -> Generator[Event, None, None]:
@@ -178,9 +174,6 @@ class JobRunner(Protocol):
         plug-in cannot be used. Closed before its end, it gives the jobs up, without saving.
         """
         ...
-
-    def close(self) -> None:
-        """Let go of everything; nothing more is submitted."""
 
 
 @dataclass(frozen=True)
