@@ -47,7 +47,7 @@ from retrain.campaign.running.protocol import (
     event_to_json,
     job_from_json,
 )
-from retrain.campaign.running.tasks import Tasks, events_of, home_of
+from retrain.campaign.running.tasks import Tasks, append, events_of, home_of
 from retrain.campaign.running.workers import CampaignWorkers
 from retrain.campaign.worker import POLL_SECONDS
 from retrain.commands.console import PlainConsole
@@ -55,8 +55,7 @@ from retrain.config import load
 from retrain.files import dumps
 from retrain.records.observer import SpecLike
 from retrain.records.schema.base import Values
-from retrain.training.job import CohortJob
-from retrain.util.event_file import append
+from retrain.training.inputs import CohortJob
 from retrain.util.lease import BEAT_SECONDS
 from retrain.verdicts import pooling, report
 

@@ -15,7 +15,7 @@ from signal import SIGINT
 from typing import Any
 
 from retrain.campaign.executors.table import EXECUTORS
-from retrain.campaign.planning.changes import Approval, settings_changes, version_changes
+from retrain.campaign.planning.changes import Approval, restored_when_refused, settings_changes, version_changes
 from retrain.campaign.planning.manifest import (
     CampaignObserver,
     Manifest,
@@ -30,7 +30,6 @@ from retrain.campaign.planning.references import check, require_packages
 from retrain.campaign.running.in_process import InProcess, JobsHere
 from retrain.campaign.running.interim import InterimMonitor
 from retrain.campaign.running.protocol import JobEnded, SqueezeJob, report
-from retrain.campaign.running.refusal import restored_when_refused
 from retrain.campaign.running.scheduler import Scheduler, Work
 from retrain.campaign.running.tasks import WORKERS
 from retrain.campaign.running.team import Team
@@ -46,7 +45,7 @@ from retrain.records.observer import Observer
 from retrain.records.reader import planned_configs
 from retrain.records.schema.campaign import ENDED
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, REPORT
-from retrain.training.job import CohortJob, Guard, allow_all
+from retrain.training.inputs import CohortJob, Guard, allow_all
 from retrain.util.lease import DirectoryLock, wait_for_writers
 from retrain.util.mirror import Mirror, uploading
 from retrain.util.stopping import ENDINGS, StopRequest
@@ -381,18 +380,8 @@ class Controller:
         ``squeezes`` by label. First is who comes first in the plan and has not failed or been stopped, whichever run
         ends first: with several workers that is a matter of the clock.
         """
-        content, works = self.manifest.content, list[Work]()
-        over = ("failed", "stopped")
-        hoped = [spec for spec in self._analysed if self.manifest.run(spec.run_id)["state"] not in over]
-        if not hoped:
-            return []
-        of_condition = {spec.label: spec for spec in reversed(hoped)}
-        first = _squeezed_label(content) or self._squeezed.get("squeeze", hoped[0]).label
-        due = {} if content.get("squeeze") else {"squeeze": of_condition[first]}
-        if hoped[0].config.squeeze.runs == "one per condition":
-            known = {first, *(content.get("squeezes") or ())}
-            due |= {f"squeeze/{label}": spec for label, spec in of_condition.items() if label not in known}
-        for place, spec in due.items():
+        works: list[Work] = []
+        for place, spec in self._due_analyses().items():
             if place in self._squeezed or self.manifest.run(spec.run_id)["state"] != "done":
                 continue
             weights = run_directory(self.directory, spec) / FINAL / ADAPTER_WEIGHTS
@@ -402,14 +391,26 @@ class Controller:
                 works.append(SqueezeWork(self, spec, place))
         return works
 
+    def _due_analyses(self) -> dict[str, RunSpec]:
+        """Return by place the runs whose adapters are to be analysed and are not yet; they may still train."""
+        content, over = self.manifest.content, ("failed", "stopped")
+        hoped = [spec for spec in self._analysed if self.manifest.run(spec.run_id)["state"] not in over]
+        if not hoped:
+            return {}
+        of_condition = {spec.label: spec for spec in reversed(hoped)}
+        first = _squeezed_label(content) or self._squeezed.get("squeeze", hoped[0]).label
+        due = {} if content.get("squeeze") else {"squeeze": of_condition[first]}
+        if hoped[0].config.squeeze.runs == "one per condition":
+            known = {first, *(content.get("squeezes") or ())}
+            due |= {f"squeeze/{label}": spec for label, spec in of_condition.items() if label not in known}
+        return due
+
 
 def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> list[list[RunSpec]]:
     """The runs that step together. What has begun stays as it is recorded, because which rows share a decode batch
     shows in the last bits of what is sampled; with ``lanes = "auto"`` the count, too, is taken from the record, if that
     was made for as many ``slots``."""
-    known = {spec.run_id: spec for spec in specs}
-    recorded = [[known[name] for name in group if name in known] for group in manifest.content.get("cohorts", [])]
-    planned = [group for group in recorded if any(manifest.run(spec.run_id)["state"] != "pending" for spec in group)]
+    planned = _begun_cohorts(manifest, specs)
     begun = {spec.run_id for group in planned for spec in group}
     rest = [spec for spec in specs if spec.run_id not in begun]
     lanes = manifest.content.get("lanes") if specs[0].config.campaign.lanes == "auto" else None
@@ -420,6 +421,12 @@ def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool, 
     facts = {"slots": slots} if slots > 1 else {}
     manifest.note(lanes=lanes, cohorts=[[spec.run_id for spec in group] for group in planned], **facts)
     return planned
+
+
+def _begun_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[RunSpec]]:
+    known = {spec.run_id: spec for spec in specs}
+    recorded = [[known[name] for name in group if name in known] for group in manifest.content.get("cohorts", [])]
+    return [group for group in recorded if any(manifest.run(spec.run_id)["state"] != "pending" for spec in group)]
 
 
 def _squeezed_label(content: Mapping[str, Any]) -> str | None:

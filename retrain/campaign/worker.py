@@ -37,17 +37,17 @@ from retrain.campaign.running.protocol import (
     event_to_json,
     job_from_json,
 )
-from retrain.campaign.running.tasks import WORKERS, Tasks, events_of, home_of, newest
+from retrain.campaign.running.tasks import WORKERS, Tasks, append, events_of, home_of, newest
 from retrain.campaign.running.team import Team
 from retrain.config.runs import run_directory, run_place
 from retrain.engines.server.fleet import Told
 from retrain.errors import RetrainError, UsageError
+from retrain.files import GrowingFile
 from retrain.ownership import Owner, owner_of, remove_leftovers
 from retrain.records.observer import NullObserver, SpecLike
 from retrain.records.schema.base import Values
 from retrain.records.schema.layout import SERVER_NEWS
-from retrain.training.job import CohortJob
-from retrain.util.event_file import EventFile, append
+from retrain.training.inputs import CohortJob
 from retrain.util.lease import DirectoryLock, LeaseWatch, leases_of
 from retrain.util.processes import end_with_parent
 
@@ -126,7 +126,7 @@ class Worker:
         self._stopped: frozenset[str] = frozenset()
         self._controller = LeaseWatch(options.directory, PATIENCE_SECONDS)
         self._writing = threading.Lock()
-        self._server_news = EventFile(options.directory / WORKERS / SERVER_NEWS)
+        self._server_news = GrowingFile(options.directory / WORKERS / SERVER_NEWS)
 
     def run(self, trainer: InProcess) -> int:
         """Claim and train tasks until none is left; return the exit status."""

@@ -1,4 +1,4 @@
-"""How many runs fit into memory beside a base, and how many threads update them."""
+"""Memory of the runs of a cohort beside their base, and the threads that update them."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ def workers_of(base: BaseModel, specs: Sequence[RunSpec]) -> Workers:
 
 
 def lane_bytes(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec]) -> int:
-    """What the adapters, critics and optimizers of these runs take, for the layers that the adapters really have."""
+    """Return the bytes of adapters, critics and optimizers of these runs, for the layers that the adapters really have."""
     features = sum(shape.in_features + shape.out_features for shape in lanes.shapes)
     total = 0
     for spec in specs:

@@ -40,7 +40,7 @@ from retrain.threads import Workers
 from retrain.training.bases import Bases, CohortModel, local_model, plugin_model
 from retrain.training.by_ranks import AbsentEngine, RankCollector
 from retrain.training.evaluation import Evaluator
-from retrain.training.job import CohortJob, Guard, allow_all
+from retrain.training.inputs import CohortJob, Guard, allow_all
 from retrain.training.loop import Cohort
 from retrain.training.run import Run
 from retrain.training.run_builder import ResumePoint, RunBuilder, check_recorded_facts, find_resume_points, renderer_of

@@ -1,13 +1,21 @@
-"""The inputs of a run besides its settings: code that its configuration names, and how base, data and machine differ
-from what its records say. Nothing of torch is imported here."""
+"""The inputs of a cohort: its runs and how they go on, the code that their configurations name, and how base, data and
+machine differ from what the records say. Nothing of torch is imported here."""
+
+from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from retrain.config import Config
 from retrain.config.base import is_plugin
 from retrain.config.root import flat, value_at
+from retrain.config.runs import RunSpec
+
+if TYPE_CHECKING:
+    from retrain.environments.build import Longest
 
 KEYS = (
     "algorithm.advantage_mode",
@@ -21,6 +29,36 @@ KEYS = (
 SOURCES = ("data.source", "data.eval_source")
 SET_SOURCE = "evaluation.sets.{}.source"
 BASE_WEIGHTS = "weights of the base model"
+
+
+Guard = Callable[[Path], Callable[[], None]]
+"""Returns what is called before each write into a run's directory; that raises LeaseLost once another process may write
+there."""
+
+
+def allow_all(directory: Path) -> Callable[[], None]:
+    """Return the check of a directory that nobody else writes."""
+    return lambda: None
+
+
+@dataclass(frozen=True)
+class CohortJob:
+    """Train these runs together, from where their checkpoints are.
+
+    ``directory`` is the campaign's, ``folder`` that of its TOML file; ``longest`` are the longest completions of all
+    runs of the plan.
+    ``failed_at``: those that had failed before, with the steps they had done. ``together``: all go on from the newest
+    step that they have in common, else each from its own newest. ``accepted``: differences from the runs' records
+    with which they may go on.
+    """
+
+    directory: Path
+    folder: Path
+    runs: Sequence[RunSpec]
+    longest: Longest
+    failed_at: dict[str, int] = field(default_factory=dict)
+    together: bool = True
+    accepted: list[str] = field(default_factory=list)
 
 
 def named_code(config: Config) -> Iterator[tuple[str, str]]:

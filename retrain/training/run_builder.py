@@ -38,8 +38,15 @@ from retrain.rewards.base import AUDIT
 from retrain.rollouts.collect import RecentWeights
 from retrain.training.bases import CohortModel
 from retrain.training.checkpoints import Checkpoints, NullCheckpoints, common_step
-from retrain.training.inputs import BASE_WEIGHTS, is_source, machine_changes, named_code, world_changes
-from retrain.training.job import CohortJob, Guard
+from retrain.training.inputs import (
+    BASE_WEIGHTS,
+    CohortJob,
+    Guard,
+    is_source,
+    machine_changes,
+    named_code,
+    world_changes,
+)
 from retrain.training.recovery import continue_from, resume
 from retrain.training.run import DataCursor, RolloutRequests, Run
 from retrain.training.updates import UpdatePlan, learning_rate

@@ -318,7 +318,7 @@ def _last_holder(lock: Path) -> dict[str, Any]:
 
 
 def is_here(lease: dict[str, Any]) -> bool:
-    """Whether the owner is a process of this machine, so that it can be looked for."""
+    """Return whether the owner is a process of this machine, so that it can be looked for."""
     return {key: lease.get(key) for key in ("host", "boot")} == machine()
 
 

@@ -1,4 +1,4 @@
-"""How a process is asked to stop: by signals, of which the second means at once."""
+"""Requests to stop: the first signal asks for an end after the step, the second for one at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ABANDON_SECONDS = 8.0
 
 
 class Ending(NamedTuple):
-    """What a signal that asks for an end comes to: the exit status, what the manifest says of the runs, and whether a
+    """Consequences of a signal that asks for an end: the exit status, the runs' reason in the manifest, and whether a
     second one means haste. A closing terminal sends several hangups, also after a SIGTERM."""
 
     status: int
@@ -37,7 +37,7 @@ ENDINGS = {
 
 
 class StopRequest:
-    """Whether the user, or whoever preempts this machine, has asked for an end. The first SIGINT, SIGTERM or SIGHUP
+    """Request of the user, or of whoever preempts this machine, for an end. The first SIGINT, SIGTERM or SIGHUP
     asks for one after the step, the second ends the process within seconds.
 
     A handler in Python runs only between two bytecodes of the main thread, which may wait minutes inside a kernel, or

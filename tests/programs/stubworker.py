@@ -11,7 +11,7 @@ from pathlib import Path
 from retrain.campaign.running.protocol import JobEnded
 from retrain.campaign.worker import main
 from retrain.errors import DeviceLost, StorageError
-from retrain.training.job import CohortJob, allow_all
+from retrain.training.inputs import CohortJob, allow_all
 
 NAMES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RETRAIN_OWN_GPU", "RETRAIN_MEMORY_SHARE")
 

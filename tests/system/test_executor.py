@@ -28,7 +28,7 @@ from retrain.config import load
 from retrain.errors import UsageError
 from retrain.files import append_jsonl, read_json
 from retrain.records.observer import NullObserver
-from retrain.training.job import CohortJob
+from retrain.training.inputs import CohortJob
 
 
 def planned(folder: Path, model: Path, **settings) -> Plan:

@@ -10,8 +10,7 @@ from retrain.campaign.controller import executor_of
 from retrain.campaign.executors.table import slots_of
 from retrain.campaign.planning.manifest import fingerprint, read_plan, write_plan
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.launching import WorkerDevice
-from retrain.campaign.running.protocol import JobStarted, StepDone
+from retrain.campaign.running.protocol import JobStarted, StepDone, WorkerDevice
 from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.device import gpus_of, resolve_device

@@ -4,9 +4,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from retrain.campaign.running import launching
-from retrain.campaign.running.launching import WorkerDevice, command_of
-from retrain.campaign.running.protocol import Message, WorkerEnd
+from retrain.campaign.running import protocol
+from retrain.campaign.running.protocol import Message, WorkerDevice, WorkerEnd, command_of
 from retrain.campaign.running.tasks import WORKERS
 from retrain.util.processes import end_words, start_logged, with_imports
 
@@ -26,7 +25,7 @@ class Local:
     def start(self, slots: Sequence[int]) -> None:
         for slot in slots:
             device, log = self.devices[slot - 1], self._log(slot)
-            command = command_of(launching.PROGRAM, self.directory, slot, device.device)
+            command = command_of(protocol.PROGRAM, self.directory, slot, device.device)
             self._processes[slot] = start_logged(command, log, with_imports(device.environment))
 
     def look(self, slot: int) -> WorkerEnd | None:

@@ -22,15 +22,13 @@ from typing import Any
 from retrain.campaign.executors.ray_connection import connect, last_line, ray_module, sees
 from retrain.campaign.executors.ray_servers import RayFleet
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running import launching
-from retrain.campaign.running.launching import WorkerDevice, command_of
-from retrain.campaign.running.protocol import Message, WorkerEnd
-from retrain.campaign.running.tasks import WORKERS, events_of, home_of, newest
+from retrain.campaign.running import protocol
+from retrain.campaign.running.protocol import Message, WorkerDevice, WorkerEnd, command_of
+from retrain.campaign.running.tasks import WORKERS, append, events_of, home_of, newest
 from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import Config
 from retrain.errors import UsageError, plural
 from retrain.ownership import claim
-from retrain.util.event_file import append
 from retrain.util.processes import end_words, start_logged
 
 ROOM_SECONDS = 20.0  # Seconds without room for a worker after which the user is notified
@@ -129,7 +127,7 @@ class RayExecutor:
         memory = min(1.0, self.gpus) if self.gpus else 1.0
         for slot in slots:
             request = WorkerRequest(
-                slot, str(self.plan.directory), str(self.plan.folder), os.getcwd(), self.owner, launching.PROGRAM,
+                slot, str(self.plan.directory), str(self.plan.folder), os.getcwd(), self.owner, protocol.PROGRAM,
                 threads, memory,
             )  # fmt: skip
             self._remove(slot)

@@ -24,9 +24,8 @@ from typing import Any
 import jinja2
 
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running import launching
-from retrain.campaign.running.launching import command_of
-from retrain.campaign.running.protocol import Message, WorkerEnd
+from retrain.campaign.running import protocol
+from retrain.campaign.running.protocol import Message, WorkerEnd, command_of
 from retrain.campaign.running.tasks import WORKERS, home_of, newest
 from retrain.campaign.running.workers import CampaignWorkers, has_living_worker
 from retrain.config import Config
@@ -199,7 +198,7 @@ class Slurm:
             threads = threads or max(1, self.cores // self.slots)
         device = "gpu" if self.has_gpu() else "cpu"
         more = ["--requeue"] if self.is_slurm else []
-        command = shlex.join(command_of(launching.PROGRAM, self.directory, "SLOT", device, *more))
+        command = shlex.join(command_of(protocol.PROGRAM, self.directory, "SLOT", device, *more))
         try:
             return jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined).from_string(
                 path.read_text()

@@ -7,7 +7,7 @@ from retrain.campaign.executors.local import Local
 from retrain.campaign.executors.ray import ray_workers
 from retrain.campaign.executors.slurm import slurm_workers
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.launching import WorkerDevice
+from retrain.campaign.running.protocol import WorkerDevice
 from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import Config
 from retrain.device import gpus_of, visible_gpus

@@ -21,7 +21,7 @@ from retrain.config.modes import condition_label
 from retrain.config.root import keys, role_of, value_at, without_unused
 from retrain.config.runs import RunSpec
 from retrain.errors import UsageError
-from retrain.training.job import CohortJob
+from retrain.training.inputs import CohortJob
 from retrain.verdicts.rule import interim_seeds
 
 if TYPE_CHECKING:

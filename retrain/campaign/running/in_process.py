@@ -12,7 +12,7 @@ from retrain.config.runs import run_directory
 from retrain.device import failure_text, is_out_of_memory, lost
 from retrain.errors import DeviceLost, Interrupted, LeaseLost, RetrainError, ServerFailed, StorageError
 from retrain.records.observer import Observer
-from retrain.training.job import CohortJob, Guard, allow_all
+from retrain.training.inputs import CohortJob, Guard, allow_all
 
 if TYPE_CHECKING:
     from retrain.campaign.running.team import Team

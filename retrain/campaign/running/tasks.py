@@ -14,6 +14,7 @@ Renaming is atomic, also on network file systems. What has appeared is found by 
 remember a name that was looked up in vain as absent.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrain.files import aside_of, read_json, write_json, writing
+from retrain.files import append_bytes, aside_of, read_json, write_json, writing
 
 WORKERS = "workers"
 _EVENTS = re.compile(r"events_(\d+)\.jsonl")
@@ -127,3 +128,8 @@ def newest(home: Path) -> int:
     with suppress(FileNotFoundError):
         return max((int(match[1]) for name in os.listdir(home) if (match := _EVENTS.fullmatch(name))), default=0)
     return 0
+
+
+def append(path: Path, line: Mapping[str, Any]) -> None:
+    """Append a line of JSON. Raises OSError when it cannot be written; no part of it stays then."""
+    append_bytes(path, json.dumps(line).encode() + b"\n")

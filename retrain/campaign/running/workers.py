@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -31,11 +32,11 @@ from retrain.campaign.running.protocol import (
     event_from_json,
     job_to_json,
 )
-from retrain.campaign.running.server_news import ServerNews
-from retrain.campaign.running.tasks import WORKERS, Tasks, events_of, home_of, newest
+from retrain.campaign.running.tasks import WORKERS, Tasks, append, events_of, home_of, newest
 from retrain.engines.server.fleet import Fleet, Tell
 from retrain.errors import DeviceLost, NotReadable, RetrainError, WorkersLost
-from retrain.util.event_file import EventFile
+from retrain.files import GrowingFile, writing
+from retrain.records.schema.layout import SERVER_NEWS
 from retrain.util.lease import LeaseWatch, is_here, lease_of
 
 TICK_SECONDS = 0.25  # Seconds between polls of the workers
@@ -70,7 +71,7 @@ class WorkerSlot:
     home: Path
     is_occupied: bool = False
     process: int = 0
-    events: EventFile | None = None
+    events: GrowingFile | None = None
     name: str = ""
     pid: int = 0
     reported_end: WorkerEnd | None = None
@@ -94,7 +95,7 @@ class WorkerSlot:
     def follow(self, process: int) -> None:
         """Read the events of this process from now on."""
         self.process, self.is_occupied, self.dead_since = process, True, 0.0
-        self.events, self.reported_end, self.fault = EventFile(events_of(self.home, process)), None, ""
+        self.events, self.reported_end, self.fault = GrowingFile(events_of(self.home, process)), None, ""
         self.lease = LeaseWatch(self.home, SILENCE_SECONDS)
 
     def vacate(self) -> None:
@@ -108,6 +109,46 @@ class WorkerSlot:
             return False
         self.dead_since = self.dead_since or time.monotonic()
         return time.monotonic() - self.dead_since > REPORT_SECONDS
+
+
+class ServerNews:
+    """Starts the servers of a campaign's ``directory`` and keeps the workers informed of them.
+
+    ``launch`` starts the servers; None where the campaign launches none.
+    """
+
+    def __init__(self, directory: Path, launch: Callable[[Tell], Fleet] | None):
+        self.path, self.launch = directory / WORKERS / SERVER_NEWS, launch
+        self._fleet: Fleet | None = None
+        self._written: dict[str, Any] = {}
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    def update(self) -> None:
+        """Start the servers on the first call; write their addresses whenever they have changed."""
+        if self.launch is None:
+            return
+        if self._fleet is None:
+            self.path.unlink(missing_ok=True)  # addresses of an earlier controller's servers
+            self._fleet = self.launch(lambda text, level: self._messages.put(Message(text, level)))
+        state = {"urls": self._fleet.urls, "gave_up": self._fleet.gave_up}
+        if state != self._written:
+            self._written = state
+            self._append(state)
+
+    def messages(self) -> Iterator[Message]:
+        """Yield what happened to the servers; the workers get it too, for the records of their runs."""
+        while not self._messages.empty():
+            message = self._messages.get()
+            self._append({"message": message.text, "level": message.level})
+            yield message
+
+    def close(self) -> None:
+        if self._fleet is not None:
+            self._fleet.close()
+
+    def _append(self, facts: Mapping[str, Any]) -> None:
+        with writing(self.path):
+            append(self.path, facts)
 
 
 class CampaignWorkers:
