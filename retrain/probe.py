@@ -24,8 +24,7 @@ from retrain.config.runs import RunSpec
 from retrain.engines.protocol import Engine
 from retrain.errors import CheckpointError, RunFailed, UsageError
 from retrain.maths.statistics import bootstrap_ci
-from retrain.policy.fitting import DoesNotFit
-from retrain.policy.local import LocalPolicy
+from retrain.policy.local import DoesNotFit, LocalPolicy
 from retrain.records.observer import Messages
 from retrain.rng import generator
 from retrain.rollouts.collect import require_graded

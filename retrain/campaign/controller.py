@@ -48,7 +48,7 @@ from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, REPORT
 from retrain.training.inputs import CohortJob, Guard, allow_all
 from retrain.util.lease import DirectoryLock, wait_for_writers
 from retrain.util.mirror import Mirror, uploading
-from retrain.util.stopping import ENDINGS, StopRequest
+from retrain.util.processes import ENDINGS, StopRequest
 
 
 @dataclass

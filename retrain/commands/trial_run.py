@@ -12,13 +12,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from retrain.adapters.trial import trial_report
+from retrain.adapters.talk import trial_report
 from retrain.campaign.planning.plan import Plan
 from retrain.config import parse_dict
 from retrain.config.campaign import condition_name, find_label
 from retrain.config.runs import RunSpec
 from retrain.errors import UsageError
-from retrain.policy.fitting import DoesNotFit
+from retrain.policy.local import DoesNotFit
 from retrain.records.observer import Messages
 from retrain.training.assemble import assemble
 

@@ -27,8 +27,7 @@ from retrain.engines.server.fleet import Told
 from retrain.environments.build import askable, check_rubrics, data_of, episode_limits, missing_column, parts_of
 from retrain.errors import CheckpointError, DataError
 from retrain.policy.base import BaseModel, MemoryPlan
-from retrain.policy.fitting import check_memory, lane_bytes, workers_of
-from retrain.policy.local import LocalPolicy
+from retrain.policy.local import LocalPolicy, check_memory, lane_bytes, workers_of
 from retrain.policy.lora import Lanes
 from retrain.ranks import RankGroup
 from retrain.records.base_evaluations import BaseEvaluations

@@ -94,7 +94,7 @@ def test_the_bundled_model_in_lines():
 @pytest.mark.parametrize(("function", "reason"), [("broken", "RuntimeError: no such"), ("hangs", "longer than 1 s")])
 def test_a_reward_that_always_fails_is_found(home, function, reason, monkeypatch):
     """Exit status 1 with the reason once and how often; one that hangs is not waited for answer by answer."""
-    monkeypatch.setattr("retrain.adapters.trial.PATIENCE_S", 1.5)
+    monkeypatch.setattr("retrain.adapters.talk.PATIENCE_S", 1.5)
     result = run("try", file(home, function), "--problems", "2")
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1].startswith("the reward graded none of 8 answers: ")

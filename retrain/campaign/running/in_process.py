@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from retrain.campaign.running.protocol import Event, Job, JobEnded, SqueezeJob
+from retrain.campaign.running.team import Team
 from retrain.config.runs import run_directory
 from retrain.device import failure_text, is_out_of_memory, lost
 from retrain.errors import DeviceLost, Interrupted, LeaseLost, RetrainError, ServerFailed, StorageError
@@ -15,7 +16,6 @@ from retrain.records.observer import Observer
 from retrain.training.inputs import CohortJob, Guard, allow_all
 
 if TYPE_CHECKING:
-    from retrain.campaign.running.team import Team
     from retrain.engines.server.fleet import Fleet
     from retrain.training.bases import Bases
     from retrain.training.loop import Cohort
@@ -69,7 +69,7 @@ class InProcess:
 
     def _train(self, job: CohortJob, observer: Observer, stop: Callable[[], bool]) -> JobEnded:
         """Build the runs of a cohort, restore what was saved of them, and train them together."""
-        from retrain.policy.fitting import DoesNotFit
+        from retrain.policy.local import DoesNotFit
         from retrain.training.assemble import assemble, memory_facts
         from retrain.training.run_builder import RecordsDiffer
 

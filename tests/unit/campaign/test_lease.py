@@ -131,10 +131,10 @@ def test_a_damaged_lease_and_that_of_an_ended_process_hold_nothing_up(tmp_path):
 
 STUCK = """
 import hashlib
-from retrain.util import stopping
+from retrain.util import processes
 from retrain.records.observer import NullObserver
-stopping.ABANDON_SECONDS = 0.5
-with stopping.StopRequest().listening(NullObserver().message) as stop:
+processes.ABANDON_SECONDS = 0.5
+with processes.StopRequest().listening(NullObserver().message) as stop:
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2_000_000_000)  # minutes inside one call, no bytecode in between
 """
