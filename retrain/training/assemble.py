@@ -196,14 +196,9 @@ def load_problems(specs: Sequence[RunSpec], folder: Path, graders: Graders) -> D
 
 
 def load_model(
-    specs: Sequence[RunSpec],
-    job: CohortJob,
-    data: Dataset,
-    bases: Bases,
-    stack: ExitStack,
-    observer: Observer,
+    specs: Sequence[RunSpec], job: CohortJob, data: Dataset, bases: Bases, stack: ExitStack, observer: Observer,
     server_events: ServerEvents | None,
-) -> CohortModel:
+) -> CohortModel:  # fmt: skip
     """Return the base model, lanes and engine of the cohort; with ``server_events`` servers sample. For a plug-in
     backend, return the user's own policies and engine."""
     config, ranks = specs[0].config, bases.ranks

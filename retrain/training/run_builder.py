@@ -101,13 +101,9 @@ def find_resume_points(job: CohortJob) -> dict[str, ResumePoint]:
 
 
 def check_recorded_facts(
-    job: CohortJob,
-    specs: Sequence[RunSpec],
-    points: Mapping[str, ResumePoint],
-    model: CohortModel,
-    data: Dataset,
+    job: CohortJob, specs: Sequence[RunSpec], points: Mapping[str, ResumePoint], model: CohortModel, data: Dataset,
     observer: Observer,
-) -> None:
+) -> None:  # fmt: skip
     """Compare what runs are made with to their records, and keep it in ``points`` for the new records. Raises
     RecordsDiffer."""
     facts, system = _shared_facts(model, data), SystemInfo.now(job.folder)
