@@ -56,7 +56,7 @@ from retrain.files import dumps
 from retrain.records.observer import SpecLike
 from retrain.records.schema.base import Values
 from retrain.training.inputs import CohortJob
-from retrain.util.lease import BEAT_SECONDS
+from retrain.util.session import BEAT_SECONDS
 from retrain.verdicts import pooling, report
 
 CONDITIONS = (("grpo", "none"), ("rloo", "none"), ("dr_grpo", "none"), ("maxrl", "none"), ("maxrl", "gtpo"))

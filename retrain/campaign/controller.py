@@ -15,22 +15,22 @@ from signal import SIGINT
 from typing import Any
 
 from retrain.campaign.executors.table import EXECUTORS
-from retrain.campaign.planning.changes import Approval, restored_when_refused, settings_changes, version_changes
+from retrain.campaign.planning.changes import Approval, settings_changes, version_changes
 from retrain.campaign.planning.manifest import (
     CampaignObserver,
     Manifest,
     freeze,
     read_plan,
     recorded_entries,
+    restored_when_refused,
     summary,
     write_plan,
 )
 from retrain.campaign.planning.plan import Plan, cut, lane_count, seeds_before_interim, smaller_cohorts
 from retrain.campaign.planning.references import check, require_packages
-from retrain.campaign.running.in_process import InProcess, JobsHere
 from retrain.campaign.running.interim import InterimMonitor
+from retrain.campaign.running.jobs import InProcess, JobsHere, Scheduler, Work
 from retrain.campaign.running.protocol import JobEnded, SqueezeJob, report
-from retrain.campaign.running.scheduler import Scheduler, Work
 from retrain.campaign.running.tasks import WORKERS
 from retrain.campaign.running.team import Team
 from retrain.campaign.running.workers import CampaignWorkers, can_adopt_workers
@@ -46,9 +46,8 @@ from retrain.records.reader import planned_configs
 from retrain.records.schema.campaign import ENDED
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, REPORT
 from retrain.training.inputs import CohortJob, Guard, allow_all
-from retrain.util.lease import DirectoryLock, wait_for_writers
 from retrain.util.mirror import Mirror, uploading
-from retrain.util.processes import ENDINGS, StopRequest
+from retrain.util.session import ENDINGS, DirectoryLock, StopRequest, wait_for_writers
 
 
 @dataclass

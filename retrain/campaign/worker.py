@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.running.in_process import InProcess
+from retrain.campaign.running.jobs import InProcess
 from retrain.campaign.running.protocol import (
     Evaluated,
     Event,
@@ -48,8 +48,8 @@ from retrain.records.observer import NullObserver, SpecLike
 from retrain.records.schema.base import Values
 from retrain.records.schema.layout import SERVER_NEWS
 from retrain.training.inputs import CohortJob
-from retrain.util.lease import DirectoryLock, LeaseWatch, leases_of
 from retrain.util.processes import end_with_parent
+from retrain.util.session import DirectoryLock, LeaseWatch, leases_of
 
 POLL_SECONDS = 0.25  # Seconds between polls of the campaign's directory
 PATIENCE_SECONDS = 90.0

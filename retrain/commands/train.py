@@ -43,7 +43,7 @@ def finish(plain: bool, work: Callable[[Observer], Outcome], verbose: bool = Fal
     """Do the work under a console, print how it ended, exit with its status."""
     from retrain.commands.console import lasting_streams, make_console
     from retrain.records.trackers import wandb_upload_command
-    from retrain.util.processes import ENDINGS
+    from retrain.util.session import ENDINGS
 
     started = time.time()
     with lasting_streams():  # a closed terminal ends no training

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from retrain.errors import LeaseLost, RunFailed, StorageError
 from retrain.files import append_jsonl, fsync, writing
-from retrain.util.lease import DirectoryIdentity
+from retrain.util.session import DirectoryIdentity
 
 WAITING_STEPS = 16  # Events of a run that may wait for the disk; training waits while there are more
 UNSYNCED = 256

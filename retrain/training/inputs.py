@@ -1,33 +1,20 @@
-"""The inputs of a cohort: its runs and how they go on, the code that their configurations name, and how base, data and
-machine differ from what the records say. Nothing of torch is imported here."""
+"""The inputs of a cohort: its runs and how they go on, and how base, data and machine differ from what the records say.
+Nothing of torch is imported here."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrain.config import Config
-from retrain.config.base import is_plugin
-from retrain.config.root import flat, value_at
+from retrain.config.root import flat
 from retrain.config.runs import RunSpec
 
 if TYPE_CHECKING:
     from retrain.environments.build import Longest
 
-KEYS = (
-    "algorithm.advantage_mode",
-    "algorithm.transform_mode",
-    "algorithm.uncertainty_kind",
-    "algorithm.loss",
-    "planning.detector",
-    "backend.backend",
-)
-"""Keys that name code which runs in the training process."""
-SOURCES = ("data.source", "data.eval_source")
-SET_SOURCE = "evaluation.sets.{}.source"
 BASE_WEIGHTS = "weights of the base model"
 
 
@@ -59,20 +46,6 @@ class CohortJob:
     failed_at: dict[str, int] = field(default_factory=dict)
     together: bool = True
     accepted: list[str] = field(default_factory=list)
-
-
-def named_code(config: Config) -> Iterator[tuple[str, str]]:
-    """(key, ``module:function``) of all code besides rewards that a configuration names."""
-    for key in (*KEYS, *SOURCES):
-        if is_plugin(value := value_at(config, key)):
-            yield key, value
-    for index, each in enumerate(config.evaluation.sets):
-        if each.source is not None and is_plugin(each.source):
-            yield SET_SOURCE.format(index), each.source
-
-
-def is_source(key: str) -> bool:
-    return key in SOURCES or key.startswith("evaluation.sets.")
 
 
 def change_line(name: str, old: Any, new: Any) -> str:

@@ -26,7 +26,7 @@ from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
 from retrain.policy.objective import Objective
 from retrain.records.context import RunContext
-from retrain.records.environment import SystemInfo, module_hashes, run_facts
+from retrain.records.environment import SystemInfo, is_source, module_hashes, named_code, run_facts
 from retrain.records.null import NullRecorder
 from retrain.records.observer import Observer
 from retrain.records.reader import RunReader
@@ -38,15 +38,7 @@ from retrain.rewards.base import AUDIT
 from retrain.rollouts.collect import RecentWeights
 from retrain.training.bases import CohortModel
 from retrain.training.checkpoints import Checkpoints, NullCheckpoints, common_step
-from retrain.training.inputs import (
-    BASE_WEIGHTS,
-    CohortJob,
-    Guard,
-    is_source,
-    machine_changes,
-    named_code,
-    world_changes,
-)
+from retrain.training.inputs import BASE_WEIGHTS, CohortJob, Guard, machine_changes, world_changes
 from retrain.training.recovery import continue_from, resume
 from retrain.training.run import DataCursor, RolloutRequests, Run
 from retrain.training.updates import UpdatePlan, learning_rate

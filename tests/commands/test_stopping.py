@@ -9,7 +9,7 @@ import pytest
 
 from retrain.commands.console import PlainConsole
 from retrain.records.observer import NullObserver
-from retrain.util.processes import StopRequest
+from retrain.util.session import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

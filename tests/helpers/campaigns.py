@@ -22,7 +22,7 @@ from retrain.files import append_jsonl, read_json, read_jsonl
 from retrain.ownership import process_start
 from retrain.records.catalogue import METRICS
 from retrain.records.observer import NullObserver
-from retrain.util.lease import LEASE
+from retrain.util.session import LEASE
 
 from .models import TWO_CONDITIONS, campaign_head, qwen3_directory
 

@@ -18,7 +18,7 @@ from retrain.campaign.running.protocol import WorkerDevice
 from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import load
 from retrain.ownership import claim
-from retrain.util.lease import DirectoryLock
+from retrain.util.session import DirectoryLock
 from tests.system.clusters import STUB, Nodes, SlurmStandin, cluster_of
 
 

@@ -12,7 +12,7 @@ from retrain.campaign.controller import execute
 from retrain.campaign.planning.changes import Approval
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
-from retrain.campaign.running.in_process import InProcess
+from retrain.campaign.running.jobs import InProcess
 from retrain.campaign.running.protocol import (
     JobEnded,
     JobStarted,

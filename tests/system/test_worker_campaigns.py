@@ -32,7 +32,7 @@ from retrain.files import ASIDE, read_json
 from retrain.ownership import process_start
 from retrain.records.observer import NullObserver
 from retrain.records.status import read_status
-from retrain.util.lease import LEASE
+from retrain.util.session import LEASE
 from tests.system.clusters import eventually
 
 pytestmark = pytest.mark.timeout(600)

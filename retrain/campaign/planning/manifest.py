@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,15 +21,16 @@ from retrain.config.campaign import DECIDING_KEYS, Campaign
 from retrain.config.evaluation import HELDOUT, PART
 from retrain.config.root import defines_run, flat
 from retrain.config.runs import RunSpec, run_directory
-from retrain.errors import UsageError, plural
-from retrain.files import dumps, write_json, write_text
+from retrain.errors import NotReadable, RetrainError, UsageError, plural
+from retrain.files import dumps, stamp_of, write_bytes, write_json, write_text
 from retrain.ownership import MARK
 from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.reader import RunReader, planned_configs, read_manifest, read_plan_file
 from retrain.records.schema.base import Values
 from retrain.records.schema.campaign import CampaignManifest, RunEntry
-from retrain.records.schema.layout import FINAL, LOG, MANIFEST, METRICS, PLAN
+from retrain.records.schema.layout import CODE_DIFF, CONFIG, ENVIRONMENT, FINAL, LOG, MANIFEST, METRICS, PLAN
 from retrain.records.writer import RecordFiles
+from retrain.util.session import LEASE, LOCK
 
 HOW = (
     "campaign.executor", "campaign.workers", "campaign.gpus_per_cohort", "campaign.max_restarts", "ray.address",
@@ -37,6 +39,9 @@ HOW = (
 """Keys that say how the runs of a campaign are carried out, not which there are."""
 CONCLUSIONS = ("comparison", "squeeze", "squeezes", "report")
 """Facts of a campaign that hold only until one of its runs goes on."""
+RECORDS = (MANIFEST, PLAN, CONFIG, ENVIRONMENT, CODE_DIFF)
+"""Files of a campaign or run that are written before its first run begins."""
+CLAIM = {MARK, LOCK, LEASE}  # Files by which a process takes possession of a directory
 
 
 def fingerprint(spec: RunSpec) -> str:
@@ -372,3 +377,49 @@ def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:
             raise UsageError(f"--set {key} {why}: change the file and type retrain train")
     specs = [RunSpec.from_json(run, parse_dict(run["config"], sets)) for run in content["runs"]]
     return Plan(specs, directory, Path(content["folder"]), directory.name, sets=tuple(sets))
+
+
+@contextmanager
+def restored_when_refused(directory: Path, specs: Sequence[RunSpec]) -> Iterator[None]:
+    """Restore the records in ``directory`` when the command is refused before any of its runs has begun.
+
+    The plan has to be on the disk before a worker starts, and some faults are only found once model, data and
+    checkpoints are loaded. A refusal is an error with exit status 2. A run has begun when its ``run.log`` has changed.
+    """
+    before = {name: _content(directory / name) for name in RECORDS}
+    is_new = not (directory / MARK).exists()
+    logs = [run_directory(directory, spec) / LOG for spec in specs]
+    stamps = [stamp_of(log) for log in logs]
+    try:
+        yield
+    except (RetrainError, PermissionError) as error:
+        is_refusal = error.exit_status == 2 if isinstance(error, RetrainError) else True
+        if is_refusal and [stamp_of(log) for log in logs] == stamps:
+            for name, content in before.items():
+                if content is None:
+                    (directory / name).unlink(missing_ok=True)
+                elif content != _content(directory / name):
+                    write_bytes(directory / name, content)
+            for folder in {log.parent for log in logs} - {directory}:
+                _remove_claim(folder)
+            if is_new:
+                with suppress(OSError):
+                    (directory / "runs").rmdir()
+                _remove_claim(directory)
+        raise
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes() if path.is_file() else None
+    except PermissionError as error:
+        raise NotReadable(path, error) from error
+
+
+def _remove_claim(directory: Path) -> None:
+    """Remove a directory that holds nothing but this process's claim."""
+    if directory.is_dir() and {path.name for path in directory.iterdir()} <= CLAIM:
+        for name in CLAIM:
+            (directory / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            directory.rmdir()

@@ -32,9 +32,9 @@ from retrain.models.layers import SMALL_MODEL_BYTES, architecture_of, dense_laye
 from retrain.ownership import ELSEWHERE, Owner, check_claim, check_publish, owner_of, refuse_links
 from retrain.plugins import check_backend_class, load_function, plugin_ranges
 from retrain.policy.teaching import teacher_fault
+from retrain.records.environment import SET_SOURCE, named_code
 from retrain.records.reader import RunReader, read_manifest
 from retrain.records.schema.layout import ADAPTER_FILES, MANIFEST, STATE
-from retrain.training.inputs import SET_SOURCE, named_code
 
 CHECKPOINT_FILES = (*ADAPTER_FILES, MANIFEST, "optimizer.safetensors", STATE)
 AWAY = "move it away, or " + ELSEWHERE
@@ -240,7 +240,8 @@ def _environment_problem(loaded: Loaded, config: Config, folder: Path) -> Proble
 def _data_problem(loaded: Loaded, config: Config, plan: Plan, rewards: CustomRewards) -> Problem | None:
     sources, folder = sources_of(config), plan.folder
     absent = {key for key, _, _ in absent_packages(config, folder)}  # a problem of its own
-    remote = {key for key, value in sources.items() if is_plugin(value) or on_hub(value, folder)}
+    asked = {key: value for key, value in sources.items() if value != "arithmetic"}
+    remote = {key for key, value in asked.items() if is_plugin(value) or on_hub(value, folder)}
     local = [key for key in sources if key not in absent | remote]
     fault = None
     try:

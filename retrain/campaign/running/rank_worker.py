@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch.distributed import TCPStore
 
-from retrain.campaign.running.in_process import InProcess
+from retrain.campaign.running.jobs import InProcess
 from retrain.campaign.running.protocol import Job
 from retrain.campaign.running.team import HOST, STUCK_SECONDS, WATCH_SECONDS, joined
 from retrain.config import parse_dict

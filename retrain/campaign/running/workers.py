@@ -37,7 +37,7 @@ from retrain.engines.server.fleet import Fleet, Tell
 from retrain.errors import DeviceLost, NotReadable, RetrainError, WorkersLost
 from retrain.files import GrowingFile, writing
 from retrain.records.schema.layout import SERVER_NEWS
-from retrain.util.lease import LeaseWatch, is_here, lease_of
+from retrain.util.session import LeaseWatch, is_here, lease_of
 
 TICK_SECONDS = 0.25  # Seconds between polls of the workers
 PATIENCE_SECONDS = 10.0  # Seconds that workers without a task may take to end before they are killed

@@ -19,8 +19,8 @@ from retrain.errors import ConfigError, LeaseLost, NotOurs, RetrainError, Storag
 from retrain.files import ASIDE, read_json
 from retrain.ownership import MARK, Owner, claim, owner_of, publish, remove
 from retrain.records.observer import NullObserver
-from retrain.util.lease import LEASE
 from retrain.util.mirror import INDEX, Mirror, uploading
+from retrain.util.session import LEASE
 
 
 def add_checkpoint(folder: Path, owner: Owner, step: int) -> None:

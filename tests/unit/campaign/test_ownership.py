@@ -39,7 +39,7 @@ from retrain.training.checkpoints import (
     prune,
     write_checkpoint,
 )
-from retrain.util.lease import machine
+from retrain.util.session import machine
 from retrain.verdicts.report import write_report
 
 THEIRS = "not of retrain"

@@ -7,9 +7,8 @@ import pytest
 from helpers.models import campaign_head
 
 from retrain.campaign.planning.plan import cut, plan, seeds_before_interim
-from retrain.campaign.running.in_process import JobsHere
+from retrain.campaign.running.jobs import JobsHere, Scheduler
 from retrain.campaign.running.protocol import JobEnded, Message, Tick
-from retrain.campaign.running.scheduler import Scheduler
 from retrain.config import load
 from retrain.errors import UsageError
 from retrain.records.observer import NullObserver

@@ -1,23 +1,26 @@
-"""Leases: one process at a time writes a directory, also where file locks do not work.
+"""The session of a process with a directory: its lease, and how it is asked to stop.
 
-A file lock ends with the process that holds it, however it dies, but network file systems may grant it to two machines.
-So the owner also writes a lease, ``.lease``, and renews it; a lease of a dead process is taken over. No clock is
-compared with another: on the owner's machine its process is looked for, from another machine the lease is watched for a
-while to see whether it changes.
+One process at a time writes a directory, also where file locks do not work. A file lock ends with the process that
+holds it, however it dies, but network file systems may grant it to two machines. So the owner also writes a lease,
+``.lease``, and renews it; a lease of a dead process is taken over. No clock is compared with another: on the owner's
+machine its process is looked for, from another machine the lease is watched for a while to see whether it changes.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import signal
+import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from retrain.device import torchrun_rank
 from retrain.errors import LeaseLost, NotOurs, NotReadable, StorageError, UsageError, listed, plural
 from retrain.files import dumps, prepare_directory, read_json_if_present, write_json, writing
 from retrain.ownership import MARK, Owner, claim, machine, process_start
@@ -29,6 +32,10 @@ REPLACE_SECONDS = 0.05
 BEAT_SECONDS = 5.0
 WATCH_SECONDS = 20.0
 """How long a lease from another machine must stand still before its owner counts as dead: four beats."""
+ECHO_SECONDS = 3.0
+"""torchrun passes a Ctrl-C on to processes that the terminal has already sent it to; within so long it is the same."""
+ABANDON_SECONDS = 8.0
+"""After a second signal the process ends by itself, whatever it is doing, at the latest after so long."""
 
 
 class DirectoryIdentity:
@@ -325,3 +332,101 @@ def is_here(lease: dict[str, Any]) -> bool:
 def _runs_here(lease: dict[str, Any]) -> bool:
     pid = lease.get("pid")
     return isinstance(pid, int) and pid != os.getpid() and process_start(pid) == lease.get("process_start")
+
+
+class Ending(NamedTuple):
+    """Consequences of a signal that asks for an end: the exit status, the runs' reason in the manifest, and whether a
+    second one means haste. A closing terminal sends several hangups, also after a SIGTERM."""
+
+    status: int
+    reason: str
+    urgent: bool
+
+
+ENDINGS = {
+    signal.SIGINT: Ending(130, "stopped by the user", urgent=True),
+    signal.SIGTERM: Ending(130, "stopped by SIGTERM", urgent=True),
+    signal.SIGHUP: Ending(129, "stopped by SIGHUP, as when a terminal closes", urgent=False),
+}
+
+
+class StopRequest:
+    """Request of the user, or of whoever preempts this machine, for an end. The first SIGINT, SIGTERM or SIGHUP
+    asks for one after the step, the second ends the process within seconds.
+
+    A handler in Python runs only between two bytecodes of the main thread, which may wait minutes inside a kernel, or
+    be in the middle of a write that must not be begun again. So a thread also hears of every signal (through the wakeup
+    descriptor): it says what will happen, and ends the process itself when the second one has had no effect in time.
+    """
+
+    def __init__(self, lock: DirectoryLock | None = None):
+        self.lock = lock
+        self.echo_seconds = 0.0 if torchrun_rank() is None else ECHO_SECONDS
+        self.signal: signal.Signals | None = None  # First signal received, if any
+
+    def is_due(self) -> bool:
+        """Return whether to end after the steps under way. Raises LeaseLost when the directory is another process's
+        now."""
+        if self.lock is not None:
+            self.lock.check()
+        return self.signal is not None
+
+    @contextmanager
+    def listening(self, message: Callable[[str, str], None]) -> Iterator[StopRequest]:
+        """Handle the signals while inside (only the main thread may); one that is ignored stays so, as nohup wants."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+
+        urged: float | None = None
+
+        def handle(number: int, frame: object) -> None:
+            nonlocal urged
+            came, now = signal.Signals(number), time.monotonic()
+            if urged is not None and ENDINGS[came].urgent and now - urged >= self.echo_seconds:
+                raise KeyboardInterrupt
+            if urged is None and ENDINGS[came].urgent:
+                urged = now
+            if self.signal is None:
+                self.signal = came
+
+        heeded = [number for number in ENDINGS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, handle) for number in heeded}
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        ended = threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(ours, ended, message), name="signals", daemon=True)
+        watcher.start()
+        try:
+            yield self
+        finally:
+            ended.set()
+            signal.set_wakeup_fd(wakeup)
+            theirs.close()
+            watcher.join()
+            ours.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _watch(self, descriptor: socket.socket, ended: threading.Event, message: Callable[[str, str], None]) -> None:
+        heard, said, first = 0, False, None
+        while heard < 2:
+            received = descriptor.recv(64)
+            if not received:
+                return
+            if not said and any(number in ENDINGS for number in received):
+                said = True
+                with suppress(OSError, ValueError):  # nobody may be there to read it
+                    message("finishing the step and saving; once more to stop without saving", "warning")
+            urgent = sum(ending.urgent * received.count(number) for number, ending in ENDINGS.items())
+            now = time.monotonic()
+            if urgent and first is None:
+                first, heard = now, 1 if self.echo_seconds else urgent
+            elif first is not None and now - first >= self.echo_seconds:
+                heard += urgent
+        if not ended.wait(ABANDON_SECONDS):
+            where = f" Type: retrain resume {self.lock.directory}" if self.lock else ""
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, f"stopped at the last checkpoint.{where}\n".encode())
+            os._exit(ENDINGS[signal.SIGINT].status)
